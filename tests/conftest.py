@@ -1,0 +1,54 @@
+"""Fixtures that every test gets: a clean environment, no leftover process groups, loud memory."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from lq_testing import poison_uninitialized_memory
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where there are too few devices (asked without initialising CUDA)."""
+    available = torch.cuda.device_count()
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        if marker is None:
+            continue
+        needed = marker.args[0] if marker.args else marker.kwargs.get("count", 1)
+        if available < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, found {available}"))
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment() -> Iterator[None]:
+    """Give each test the same seeds; undo what it did to the process."""
+    environ = dict(os.environ)
+    default_dtype = torch.get_default_dtype()
+    random.seed(0)
+    torch.manual_seed(0)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.set_default_dtype(default_dtype)
+    torch.set_num_threads(1)
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Make reads of uninitialised memory visible; opt out with a marker."""
+    if request.node.get_closest_marker("uninitialized_memory_ok"):
+        yield
+        return
+    with poison_uninitialized_memory():
+        yield
