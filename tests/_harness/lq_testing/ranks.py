@@ -163,7 +163,8 @@ def _check_arguments(fn: Callable[..., Any], world_size: int, node_size: int | N
         )
     if world_size < 1 or (node_size is not None and world_size % node_size):
         raise ValueError(
-            f"world_size must be positive and a multiple of node_size, got {world_size}, {node_size}"
+            "world_size must be positive and a multiple of node_size, "
+            f"got world_size={world_size}, node_size={node_size}"
         )
 
 
