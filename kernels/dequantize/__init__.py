@@ -1,0 +1,5 @@
+"""Dequantize: unpack -> sum over messages -> inverse Hadamard [-> add], one pass over memory."""
+
+from .op import dequantize, dequantize_out
+
+__all__ = ["dequantize", "dequantize_out"]

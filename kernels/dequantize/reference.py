@@ -1,0 +1,90 @@
+"""Decode rows in plain torch: unpack -> scale -> sum over messages -> inverse Hadamard."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lq_lightning.kernels.message import MessageFormat, round_up
+from lq_lightning.kernels.message import reference as blocks
+from lq_lightning.kernels.message.chunks import row_chunks
+
+
+def dequantize_block(
+    message: Tensor, numel: int, column: int, count: int, fmt: MessageFormat
+) -> Tensor:
+    """Decode a block of columns, without the inverse transform.
+
+    Args:
+        message: ``[R, B]`` uint8 rows.
+        numel: values in a whole row.
+        column: first column, a multiple of the group size.
+        count: columns, a multiple of 8.
+        fmt: the format.
+
+    Returns:
+        ``[R, count]`` fp32.
+    """
+    layout = fmt.layout(numel)
+    groups = -(-count // fmt.group_size)
+    values = torch.zeros(message.shape[0], groups * fmt.group_size, dtype=torch.float32)
+    codes = blocks.load_codes(message, column, count, fmt, layout)
+    values[:, :count] = blocks.dequantize_codes(codes, fmt)
+    first = column // fmt.group_size * fmt.scale_nbytes
+    scale = blocks.load_scales(message, layout.scale_offset + first, groups, fmt)
+    grouped = values.view(-1, groups, fmt.group_size).mul_(scale.unsqueeze(-1))
+    if not fmt.symmetric:
+        minimum = blocks.load_scales(message, layout.minimum_offset + first, groups, fmt)
+        grouped.add_(minimum.unsqueeze(-1))
+    return values[:, :count]
+
+
+def reduce_block(
+    message: Tensor, numel: int, column: int, count: int, fmt: MessageFormat
+) -> Tensor:
+    """Decode a block of every message and sum in index order.
+
+    Args:
+        message: ``[K, R, B]`` uint8.
+        numel: values in a whole row.
+        column: first column, a multiple of the group size.
+        count: columns, a multiple of 8.
+        fmt: the format.
+
+    Returns:
+        ``[R, count]`` fp32, still in the transformed domain.
+    """
+    total = dequantize_block(message[0], numel, column, count, fmt)
+    for index in range(1, message.shape[0]):
+        total += dequantize_block(message[index], numel, column, count, fmt)
+    return total
+
+
+def dequantize(
+    message: Tensor, numel: int, fmt: MessageFormat, scale: float, add: bool, out: Tensor
+) -> None:
+    """Decode messages and sum them in fp32, in index order.
+
+    Args:
+        message: ``[K, R, fmt.layout(numel).nbytes]`` uint8, last dimension contiguous.
+        numel: values in a row.
+        fmt: the format.
+        scale: factor of the sum.
+        add: add to ``out`` instead of overwriting it (fp32 addition, rounded once).
+        out: ``[R, numel]`` floating point, last dimension contiguous.
+    """
+    layout = fmt.layout(numel)
+    rows = message.shape[1]
+    # Rounded to fp32 once, on the host, for every device alike.
+    factor = torch.tensor(scale * fmt.inverse_norm, dtype=torch.float32)
+    total = round_up(layout.padded_numel, fmt.group_size)
+    for row, row_end, column, column_end in row_chunks(rows, total, fmt.group_size):
+        count = min(column_end, layout.padded_numel) - column
+        values = reduce_block(message[:, row:row_end], numel, column, count, fmt)
+        if fmt.hadamard_size:
+            values = blocks.hadamard_(values.contiguous(), fmt.hadamard_size)
+        target = out[row:row_end, column : min(column_end, numel)]
+        values = values.mul_(factor)[:, : target.shape[1]]
+        if add:
+            values = values.add_(target)
+        target.copy_(values)

@@ -1,0 +1,223 @@
+"""Encoding and decoding of rows, on CPU and CUDA, eager and compiled.
+
+A message is one encoded row: ``[codes | scales | minima if asymmetric]``, each section padded to
+16 bytes. Rows are independent of each other, so a matrix of rows can be cut and sent anywhere.
+The spec does not travel with the bytes. CPU and CUDA produce the same bits.
+
+Where anything in a group is not finite, the whole group decodes to NaN.
+
+Shape legend: K messages to sum, R rows, N values, B = ``spec.nbytes(N)`` bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lq_lightning.kernels.dequantize import dequantize, dequantize_out
+from lq_lightning.kernels.quantize import quantize, quantize_out
+from lq_lightning.kernels.requantize import requantize, requantize_out
+
+from .spec import CodecSpec
+
+_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _check_float(name: str, dtype: torch.dtype) -> None:
+    if dtype not in _FLOAT_DTYPES:
+        raise ValueError(
+            f"{name} has dtype {dtype}; allowed: float32, bfloat16, float16. "
+            f"Convert it, e.g. {name}.float()."
+        )
+
+
+def _check_shape(name: str, value: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {shape}.")
+    if value.device != device:
+        raise ValueError(f"{name} is on {value.device}; expected {device}, where the input is.")
+
+
+def _check_messages(name: str, buf: Tensor, dims: int) -> None:
+    if buf.dtype != torch.uint8 or buf.dim() != dims:
+        expected = "[R, B]" if dims == 2 else "[K, R, B]"
+        raise ValueError(
+            f"{name} is {buf.dtype} with {buf.dim()} dimensions; expected uint8 {expected} as "
+            "returned by encode."
+        )
+    if dims == 3 and buf.shape[0] == 0:
+        raise ValueError(f"{name} has no messages to sum; the first dimension must be at least 1.")
+
+
+def _seed_value(spec: CodecSpec, seed: int | None) -> int:
+    if spec.rounding == "nearest":
+        return 0
+    if seed is None:
+        raise ValueError(
+            "seed=None with rounding='stochastic'; pass an integer, e.g. "
+            "derive_seed(base, step, rank, unit)."
+        )
+    # Two's complement, since operators take signed 64-bit integers.
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def encode(
+    spec: CodecSpec,
+    x_RN: Tensor,
+    *,
+    seed: int | None = None,
+    reference: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Encode rows into self-contained byte messages.
+
+    Args:
+        spec: the codec.
+        x_RN: ``[R, N]`` fp32, bf16 or fp16, any row stride, last dimension contiguous.
+        seed: needed for stochastic rounding, ignored otherwise. The same seed rounds every row
+            and column differently; use a new one for every exchange.
+        reference: ``[R, N]``; encodes ``x_RN - reference``, taken in fp32.
+        out: ``[R, B]`` uint8 to write to; rows must start at multiples of 16 bytes.
+
+    Returns:
+        ``[R, B]`` uint8: ``out``, or a new tensor.
+
+    Raises:
+        ValueError: a shape, dtype, device, stride or alignment other than above, or no seed.
+
+    Determinism: depends on values and seed only; same bits on CPU and CUDA.
+    Error: per element at most half a scale for nearest rounding to integers without transform, one
+    scale for stochastic rounding; with transform, the same in the transformed domain.
+    """
+    _check_float("x_RN", x_RN.dtype)
+    if x_RN.dim() != 2:
+        raise ValueError(f"x_RN has {x_RN.dim()} dimensions; expected 2. Use x.view(1, -1).")
+    if reference is not None:
+        _check_float("reference", reference.dtype)
+        _check_shape("reference", reference, tuple(x_RN.shape), x_RN.device)
+        reference = reference.detach()
+    value, fmt = _seed_value(spec, seed), str(spec.message_format)
+    if out is None:
+        return quantize(x_RN.detach(), reference, fmt, value)
+    _check_messages("out", out, 2)
+    _check_shape("out", out, (x_RN.shape[0], spec.nbytes(x_RN.shape[1])), x_RN.device)
+    quantize_out(x_RN.detach(), reference, fmt, value, out)
+    return out
+
+
+def _decode(
+    spec: CodecSpec,
+    buf_KRB: Tensor,
+    numel: int,
+    scale: float,
+    out: Tensor | None,
+    add: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    fmt = str(spec.message_format)
+    if out is None:
+        if add:
+            raise ValueError("add=True needs out=: the tensor that the values are added to.")
+        _check_float("dtype", dtype)
+        return dequantize(buf_KRB, numel, fmt, scale, dtype)
+    _check_float("out", out.dtype)
+    _check_shape("out", out, (buf_KRB.shape[1], numel), buf_KRB.device)
+    dequantize_out(buf_KRB, numel, fmt, scale, add, out.detach())
+    return out
+
+
+def decode(
+    spec: CodecSpec,
+    buf_RB: Tensor,
+    numel: int,
+    *,
+    out: Tensor | None = None,
+    add: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Decode rows.
+
+    Args:
+        spec: the codec that encoded them.
+        buf_RB: ``[R, B]`` uint8, any row stride that is a multiple of 16 bytes.
+        numel: N, the values in a row.
+        out: ``[R, N]`` to write to, any row stride.
+        add: add to ``out``: in fp32, then rounded once to the dtype of ``out``.
+        dtype: of a new result, when ``out`` is not given.
+
+    Returns:
+        ``[R, N]``: ``out``, or a new tensor.
+
+    Raises:
+        ValueError: a shape, dtype, device, stride or alignment other than above.
+    """
+    _check_messages("buf_RB", buf_RB, 2)
+    return _decode(spec, buf_RB.unsqueeze(0), numel, 1.0, out, add, dtype)
+
+
+def decode_reduce(
+    spec: CodecSpec,
+    buf_KRB: Tensor,
+    numel: int,
+    *,
+    scale: float = 1.0,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Decode K messages per row and sum them: fp32, in index order, then one inverse transform.
+
+    Args:
+        spec: the codec that encoded them.
+        buf_KRB: ``[K, R, B]`` uint8, strides multiples of 16 bytes.
+        numel: N, the values in a row.
+        scale: factor of the sum, e.g. 1/K for a mean.
+        out: ``[R, N]`` to write to, any row stride.
+        dtype: of a new result, when ``out`` is not given.
+
+    Returns:
+        ``[R, N]``: ``out``, or a new tensor.
+
+    Raises:
+        ValueError: a shape, dtype, device, stride or alignment other than above.
+    """
+    _check_messages("buf_KRB", buf_KRB, 3)
+    return _decode(spec, buf_KRB, numel, scale, out, False, dtype)
+
+
+def decode_reduce_encode(
+    spec_in: CodecSpec,
+    buf_KRB: Tensor,
+    numel: int,
+    spec_out: CodecSpec,
+    *,
+    seed: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Decode K messages per row, sum them as ``decode_reduce`` does, and encode the sum.
+
+    With equal ``hadamard_size`` in both specs the sum never leaves the transformed domain, which
+    is where quantization wants it: no inverse and no forward transform.
+
+    Args:
+        spec_in: the codec of the messages.
+        buf_KRB: ``[K, R, B]`` uint8, strides multiples of 16 bytes.
+        numel: N, the values in a row.
+        spec_out: the codec of the result.
+        seed: needed when ``spec_out`` rounds stochastically.
+        out: ``[R, spec_out.nbytes(N)]`` uint8 to write to.
+
+    Returns:
+        ``[R, spec_out.nbytes(N)]`` uint8: ``out``, or a new tensor.
+
+    Raises:
+        ValueError: a shape, dtype, device, stride or alignment other than above, or no seed.
+    """
+    _check_messages("buf_KRB", buf_KRB, 3)
+    value = _seed_value(spec_out, seed)
+    source, target = str(spec_in.message_format), str(spec_out.message_format)
+    if out is None:
+        return requantize(buf_KRB, numel, source, target, value)
+    _check_messages("out", out, 2)
+    _check_shape("out", out, (buf_KRB.shape[1], spec_out.nbytes(numel)), buf_KRB.device)
+    requantize_out(buf_KRB, numel, source, target, value, out)
+    return out

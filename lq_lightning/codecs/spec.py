@@ -1,0 +1,111 @@
+"""The specification of a codec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lq_lightning.kernels.message import MessageFormat
+
+Code = Literal["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp8_e4m3", "fp8_e5m2"]
+Rounding = Literal["nearest", "stochastic"]
+ScaleDtype = Literal["float32", "bfloat16", "float16"]
+
+GROUP_SIZES: tuple[int, ...] = tuple(2**k for k in range(4, 13))
+HADAMARD_SIZES: tuple[int, ...] = (0, 16, 32, 64, 128)
+
+
+def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed or isinstance(value, bool):
+        raise ValueError(
+            f"CodecSpec({name}={value!r}) is not supported; allowed: "
+            f"{', '.join(repr(choice) for choice in allowed)}. Choose one of them."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodecSpec:
+    """How the values of a row become bytes. Both ends of an exchange need the same spec.
+
+    Attributes:
+        code: format of one value. Integer codes are scaled to the largest magnitude of a group
+            (symmetric) or to its range (asymmetric); FP8 codes to the largest finite value.
+        group_size: consecutive elements that share a scale; a power of two from 16 to 4096.
+        symmetric: store no minimum. FP8 codes are always symmetric.
+        hadamard_size: apply a Walsh-Hadamard transform to this many consecutive elements before
+            quantization and undo it after; 0 for none, else 16, 32, 64 or 128, at most
+            ``group_size``. It spreads outliers over the transform block.
+        rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (unbiased, needs a seed).
+        scale_dtype: storage of scales and minima. Scales are rounded up and minima down, so no
+            value is clipped.
+
+    Raises:
+        ValueError: a value or a combination that is not listed above.
+    """
+
+    code: Code
+    group_size: int
+    symmetric: bool = True
+    hadamard_size: int = 0
+    rounding: Rounding = "nearest"
+    scale_dtype: ScaleDtype = "float32"
+
+    def __post_init__(self) -> None:
+        """Check every field and their combination."""
+        _check_choice("code", self.code, get_args(Code))
+        _check_choice("group_size", self.group_size, GROUP_SIZES)
+        _check_choice("hadamard_size", self.hadamard_size, HADAMARD_SIZES)
+        _check_choice("rounding", self.rounding, get_args(Rounding))
+        _check_choice("scale_dtype", self.scale_dtype, get_args(ScaleDtype))
+        if not isinstance(self.symmetric, bool):
+            raise ValueError(
+                f"CodecSpec(symmetric={self.symmetric!r}) is not supported; allowed: True, False."
+            )
+        if self.hadamard_size > self.group_size:
+            raise ValueError(
+                f"CodecSpec(hadamard_size={self.hadamard_size}, group_size={self.group_size}): "
+                "the transform must divide the group. Use a hadamard_size of at most group_size."
+            )
+        if not self.symmetric and self.code.startswith("fp8"):
+            raise ValueError(
+                f"CodecSpec(code={self.code!r}, symmetric=False): floating-point codes have a "
+                "sign and no minimum. Use symmetric=True, or code='int8' with symmetric=False."
+            )
+
+    @property
+    def message_format(self) -> MessageFormat:
+        """The same facts, as the kernels take them."""
+        return MessageFormat(
+            code=self.code,
+            group_size=self.group_size,
+            symmetric=self.symmetric,
+            hadamard_size=self.hadamard_size,
+            stochastic=self.rounding == "stochastic",
+            scale_dtype=self.scale_dtype,
+        )
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of one encoded row.
+
+        Args:
+            numel: values in the row.
+
+        Returns:
+            A multiple of 16, depending on ``numel`` alone.
+
+        Raises:
+            ValueError: ``numel`` is negative.
+        """
+        if numel < 0:
+            raise ValueError(f"numel={numel} must be at least 0. Pass the length of a row.")
+        return self.message_format.layout(numel).nbytes
+
+    def bits_per_element(self, numel: int) -> float:
+        """Return the bits on the wire per value of a row of ``numel`` values, scales included.
+
+        Raises:
+            ValueError: ``numel`` is not positive.
+        """
+        if numel < 1:
+            raise ValueError(f"numel={numel} must be at least 1. Pass the length of a row.")
+        return 8 * self.nbytes(numel) / numel
