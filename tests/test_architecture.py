@@ -1,0 +1,227 @@
+"""The import rules of the package, read from its syntax trees.
+
+Imports go strictly down: strategies, plugins, callbacks -> data_parallel -> codecs -> kernels, and
+folders of one level never import each other.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LEVELS = {
+    "strategies": 3,
+    "plugins": 3,
+    "callbacks": 3,
+    "data_parallel": 2,
+    "codecs": 1,
+    "kernels": 0,
+}
+LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
+WITH_PRIVATE_PARTS = {"torch", "lightning", "torchmetrics", "triton"}
+MAX_FILE_LINES = 600
+
+
+def _sources(*folders: str) -> list[Path]:
+    return sorted(p for folder in folders for p in (ROOT / folder).rglob("*.py"))
+
+
+def _module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts[0] == "kernels":
+        parts = ("lq_lightning", *parts)
+    return ".".join(parts)
+
+
+LIBRARY = {_module_name(p): p for p in _sources("lq_lightning", "kernels")}
+
+
+def _folder(module: str) -> str:
+    """Return the part after `lq_lightning.`: a folder's name, or that of a top-level module."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def _imports(tree: ast.AST, module: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield every imported module, made absolute, with the names taken from it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, []
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".")[: -node.level]
+                base = ".".join([*package, *([base] if base else [])])
+            yield base, [alias.name for alias in node.names]
+
+
+def _downward_violations(source: str, module: str) -> list[str]:
+    own = _folder(module)
+    found = []
+    for base, names in _imports(ast.parse(source), module):
+        if base.split(".")[0] != "lq_lightning":
+            continue
+        # `from lq_lightning import codecs` names the folder after the import.
+        whole = base != "lq_lightning" or not names
+        targets = [base] if whole else [f"{base}.{name}" for name in names]
+        for target in targets:
+            folder = _folder(target)
+            if own == "_compat":
+                found.append(f"{module} imports {target}: _compat is below everything")
+            elif own in LEVELS and folder not in LEVELS and folder != "_compat":
+                found.append(f"{module} imports {target}: the package root imports everything")
+            elif folder not in (own, "_compat") and LEVELS.get(folder, -1) >= LEVELS.get(own, 9):
+                found.append(f"{module} imports {target}: not below {own}")
+    return found
+
+
+def _lightning_violations(source: str, module: str) -> list[str]:
+    if LEVELS.get(_folder(module), 3) == 3 and _folder(module) != "_compat":
+        return []
+    tree = ast.parse(source)
+    if _folder(module) == "_compat":
+        tree = _without_lazy_imports(tree)
+    return [
+        f"{module} imports {base}"
+        for base, _ in _imports(tree, module)
+        if base.split(".")[0] in LIGHTNING
+    ]
+
+
+def _without_lazy_imports(tree: ast.Module) -> ast.Module:
+    """Drop functions and `if TYPE_CHECKING:` blocks, which run no import with the module."""
+    body = [
+        node
+        for node in tree.body
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        and not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+    ]
+    return ast.Module(body=body, type_ignores=[])
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _private_violations(source: str, module: str) -> list[str]:
+    if _folder(module) == "_compat":
+        return []
+    tree = ast.parse(source)
+    found = []
+    for base, names in _imports(tree, module):
+        if base.split(".")[0] in WITH_PRIVATE_PARTS:
+            private = [part for part in [*base.split("."), *names] if _is_private(part)]
+            found += [f"{module} imports {part} of {base}" for part in private]
+    aliases = {
+        alias.asname or alias.name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name.split(".")[0] in WITH_PRIVATE_PARTS
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            root: ast.expr = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in aliases:
+                found.append(f"{module}:{node.lineno} uses {ast.unparse(node)}")
+    return found
+
+
+CHECKS = {
+    "downward": _downward_violations,
+    "lightning": _lightning_violations,
+    "private": _private_violations,
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_library_keeps_the_import_rules(check: str) -> None:
+    found = [v for name, path in LIBRARY.items() for v in CHECKS[check](path.read_text(), name)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("check", "module", "source"),
+    [
+        ("downward", "lq_lightning.codecs.x", "import lq_lightning.data_parallel.plan"),
+        ("downward", "lq_lightning.codecs.x", "from lq_lightning import data_parallel"),
+        ("downward", "lq_lightning.codecs.x", "from lq_lightning import CodecSpec"),
+        ("downward", "lq_lightning.codecs.x", "import lq_lightning"),
+        ("downward", "lq_lightning.codecs.x", "from ..strategies import S"),
+        ("downward", "lq_lightning.strategies.x", "from lq_lightning.callbacks import C"),
+        ("downward", "lq_lightning.kernels.quantize.op", "from lq_lightning.codecs import C"),
+        ("downward", "lq_lightning._compat", "from lq_lightning.codecs import C"),
+        ("lightning", "lq_lightning.data_parallel.x", "def f():\n  import lightning.pytorch"),
+        ("lightning", "lq_lightning._compat", "from lightning.pytorch import Trainer"),
+        ("private", "lq_lightning.codecs.x", "from torch.distributed._tensor import DTensor"),
+        ("private", "lq_lightning.codecs.x", "from torch import _C"),
+        ("private", "lq_lightning.codecs.x", "import torch\ntorch._dynamo.reset()"),
+        ("private", "lq_lightning.codecs.x", "import torch.distributed as dist\ndist._x()"),
+    ],
+)
+def test_checks_see_violations(check: str, module: str, source: str) -> None:
+    assert CHECKS[check](source, module)
+
+
+@pytest.mark.parametrize(
+    ("check", "module", "source"),
+    [
+        ("downward", "lq_lightning.strategies.x", "from lq_lightning.data_parallel import P"),
+        ("downward", "lq_lightning.data_parallel.x", "from lq_lightning._compat import AllGather"),
+        ("downward", "lq_lightning.kernels.requantize.op", "from lq_lightning.kernels import m"),
+        ("lightning", "lq_lightning._compat", "def f():\n  from lightning.pytorch import Trainer"),
+        ("private", "lq_lightning.codecs.x", "from __future__ import annotations\nimport torch"),
+        ("private", "lq_lightning._compat", "from torch.distributed._tensor import DTensor"),
+    ],
+)
+def test_checks_let_the_rest_pass(check: str, module: str, source: str) -> None:
+    assert not CHECKS[check](source, module)
+
+
+def test_kernels_is_no_package_and_nothing_is_called_triton() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not list((ROOT / "kernels").glob("*.py"))
+    folders = ("lq_lightning", "kernels", "examples", "benchmarks", "tests")
+    named = [p for f in folders for p in (ROOT / f).rglob("triton*") if p.stem == "triton"]
+    assert not named
+    assert {p.parent.name for p in (ROOT / "tests").rglob("__init__.py")} == {"lq_testing"}
+
+
+def test_library_prints_nothing_and_leaves_nothing_open() -> None:
+    words = re.compile("|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X"]))
+    found = []
+    for name, path in LIBRARY.items():
+        text = path.read_text()
+        found += [f"{name}: {m.group()}" for m in words.finditer(text)]
+        found += [
+            f"{name}:{node.lineno} print("
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "print"
+        ]
+    assert not found, "\n".join(found)
+
+
+def test_files_stay_readable() -> None:
+    long = {n: len(p.read_text().splitlines()) for n, p in LIBRARY.items()}
+    assert not {n: lines for n, lines in long.items() if lines > MAX_FILE_LINES}
+
+
+def test_modules_say_what_they_are_for() -> None:
+    silent = [n for n, p in LIBRARY.items() if not ast.get_docstring(ast.parse(p.read_text()))]
+    assert not silent
+
+
+def test_module_names_follow_the_install_layout() -> None:
+    assert (
+        _module_name(ROOT / "kernels" / "quantize" / "op.py") == "lq_lightning.kernels.quantize.op"
+    )
