@@ -1,0 +1,104 @@
+"""Pretrain a causal language model on real text with quantized communication.
+
+    python examples/pretrain.py fit --config examples/configs/quantized_fsdp.yaml
+    python examples/pretrain.py fit --help
+
+``fit``, ``validate``, ``test`` and ``predict`` take the same configuration files; every option can
+be overridden on the command line, such as ``--trainer.strategy.gradients=TLq``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from pretraining.callbacks import RunReport, TextSample
+from pretraining.data import TextDataModule
+from pretraining.lightning_module import CausalLM
+
+import lq_lightning  # noqa: F401 - registers the strategy names
+
+# A checkpoint whenever validation ran, and a stable name for the newest, which resuming takes.
+CHECKPOINT_DEFAULTS = {
+    "checkpoint.monitor": "val_loss",
+    "checkpoint.mode": "min",
+    "checkpoint.save_top_k": 1,
+    "checkpoint.save_last": True,
+    "checkpoint.enable_version_counter": False,
+    "checkpoint.filename": "best",
+    "checkpoint.auto_insert_metric_name": False,
+}
+
+
+class PretrainCLI(LightningCLI):
+    """LightningCLI with the example's callbacks and one folder per run.
+
+    Logs, checkpoints, report and sample go to ``trainer.default_root_dir``.
+    """
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the callbacks and tie the model's shape to the data's."""
+        parser.add_lightning_class_args(RunReport, "report")
+        parser.add_lightning_class_args(TextSample, "sample")
+        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.set_defaults(CHECKPOINT_DEFAULTS)
+        parser.link_arguments("data.block_size", "model.block_size")
+        parser.link_arguments("data.model_vocab_size", "model.vocab_size", apply_on="instantiate")
+
+    def before_instantiate_classes(self) -> None:
+        """Put everything that a run writes into its folder."""
+        config = self.config[self.subcommand]
+        root = Path(config.trainer.default_root_dir or "runs/pretrain")
+        config.trainer.default_root_dir = str(root)
+        if config.checkpoint.dirpath is None:
+            config.checkpoint.dirpath = str(root / "checkpoints")
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Create the Trainer, by default with CSV and TensorBoard logs in the run's folder."""
+        config = self.config_init[self.subcommand].trainer
+        logs = self.subcommand == "fit" and not config.fast_dev_run
+        if config.logger in (None, True):
+            kwargs["logger"] = _loggers(Path(config.default_root_dir)) if logs else False
+            if logs:
+                kwargs.setdefault("callbacks", []).append(LearningRateMonitor("step"))
+        return super().instantiate_trainer(**kwargs)
+
+
+def _loggers(root: Path) -> list[CSVLogger | TensorBoardLogger]:
+    """Return CSV and, where TensorBoard is installed, TensorBoard logs under one new version."""
+    taken = [re.fullmatch(r"version_(\d+)", path.name) for path in root.glob("logs/version_*")]
+    version = max((int(match[1]) + 1 for match in taken if match), default=0)
+    loggers: list[CSVLogger | TensorBoardLogger] = [CSVLogger(root, "logs", version)]
+    if importlib.util.find_spec("tensorboard") is not None:
+        loggers.append(TensorBoardLogger(root, "logs", version))
+    return loggers
+
+
+def _parser_settings() -> dict[str, Any]:
+    """Describe the program, and keep the list of all options out of error messages."""
+    settings: dict[str, Any] = {"description": __doc__.partition("\n")[0]}
+    for stage in ("fit", "validate", "test", "predict"):
+        settings[stage] = {"usage": f"pretrain.py {stage} --config FILE [--OPTION=VALUE ...]"}
+    return settings
+
+
+def main() -> None:
+    """Run the command line."""
+    PretrainCLI(
+        CausalLM,
+        TextDataModule,
+        seed_everything_default=42,
+        auto_configure_optimizers=False,
+        save_config_kwargs={"overwrite": True},
+        parser_kwargs=_parser_settings(),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The parts of the pretraining example: model, text, data, Lightning modules and plots."""

@@ -1,0 +1,212 @@
+"""A compact decoder in the shape of Llama, written for reading.
+
+Pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU MLP. The blocks sit in
+one ``nn.ModuleList`` of identical modules, which is what the strategy looks for when it decides by
+itself what to shard.
+
+Shape legend: ``B`` batch, ``T`` tokens, ``D`` hidden size, ``H`` heads, ``K`` key/value heads,
+``E`` size of one head, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: jsonargparse reads defaults with vars()
+class DecoderConfig:
+    """Size and shape of the built-in decoder.
+
+    Args:
+        num_layers: Number of transformer blocks.
+        hidden_size: Width of the residual stream.
+        num_heads: Number of attention heads; must divide ``hidden_size``.
+        num_kv_heads: Number of key/value heads (grouped-query attention); must divide
+            ``num_heads``. Leave empty for one per head.
+        intermediate_size: Width of the SwiGLU MLP. Leave empty for ``8/3 * hidden_size`` rounded up
+            to a multiple of 32.
+        tie_embeddings: Use one matrix for the input embedding and the output projection.
+        rope_theta: Base of the rotary position frequencies.
+        norm_eps: Term that keeps RMSNorm finite on zero rows.
+        init_std: Standard deviation of the initial weights. Projections that write to the residual
+            stream start smaller by ``sqrt(2 * num_layers)``.
+    """
+
+    num_layers: int = 4
+    hidden_size: int = 192
+    num_heads: int = 6
+    num_kv_heads: int | None = None
+    intermediate_size: int | None = None
+    tie_embeddings: bool = True
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name in ("num_layers", "hidden_size", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}={getattr(self, name)}` must be at least 1.")
+        if self.hidden_size % (2 * self.num_heads):
+            raise ValueError(
+                f"`hidden_size={self.hidden_size}` does not split into "
+                f"`num_heads={self.num_heads}` heads of an even size (rotary positions turn pairs of channels). Choose a "
+                f"`hidden_size` that is a multiple of {2 * self.num_heads}."
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"`num_kv_heads={self.num_kv_heads}` must divide `num_heads={self.num_heads}`."
+            )
+
+    @property
+    def head_size(self) -> int:
+        """Channels of one attention head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads after filling in the default."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def mlp_size(self) -> int:
+        """Width of the MLP after filling in the default."""
+        return self.intermediate_size or 32 * math.ceil(8 * self.hidden_size / 3 / 32)
+
+
+def rotate(x_BHTE: Tensor, theta: float) -> Tensor:
+    """Apply rotary position embeddings.
+
+    Args:
+        x_BHTE: ``[B, H, T, E]`` queries or keys at positions ``0..T-1``, ``E`` even.
+        theta: Base of the frequencies.
+
+    Returns:
+        ``[B, H, T, E]`` in the dtype of the input; angles are computed in fp32.
+
+    Reference: RoFormer (arXiv:2104.09864), with the half-split channel pairing of Llama.
+    """
+    num_tokens, head_size = x_BHTE.shape[-2:]
+    exponent_E = torch.arange(0, head_size, 2, device=x_BHTE.device, dtype=torch.float32)
+    frequency_E = theta ** -(exponent_E / head_size)
+    position_T = torch.arange(num_tokens, device=x_BHTE.device, dtype=torch.float32)
+    angle_TE = torch.outer(position_T, frequency_E)
+    cos_TE, sin_TE = angle_TE.cos(), angle_TE.sin()
+    first, second = x_BHTE.float().chunk(2, dim=-1)
+    turned = torch.cat([first * cos_TE - second * sin_TE, second * cos_TE + first * sin_TE], dim=-1)
+    return turned.to(x_BHTE.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query self-attention with rotary positions.
+
+    Args:
+        config: Shape of the decoder.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        kv_size = config.kv_heads * config.head_size
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Mix information from earlier tokens into each token."""
+        B, T, _ = x_BTD.shape
+        E, theta = self.config.head_size, self.config.rope_theta
+        q_BHTE = rotate(self.q_proj(x_BTD).view(B, T, -1, E).transpose(1, 2), theta)
+        k_BKTE = rotate(self.k_proj(x_BTD).view(B, T, -1, E).transpose(1, 2), theta)
+        v_BKTE = self.v_proj(x_BTD).view(B, T, -1, E).transpose(1, 2)
+        grouped = self.config.kv_heads != self.config.num_heads
+        mixed_BHTE = F.scaled_dot_product_attention(
+            q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=grouped
+        )
+        return self.o_proj(mixed_BHTE.transpose(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward network.
+
+    Args:
+        config: Shape of the decoder.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.mlp_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.mlp_size, bias=False)
+        self.down_proj = nn.Linear(config.mlp_size, config.hidden_size, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Transform each token by itself."""
+        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+
+
+class Block(nn.Module):
+    """One transformer block: attention, then MLP, each on a normalised residual stream.
+
+    Args:
+        config: Shape of the decoder.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Add the block's two updates to the residual stream."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class Decoder(nn.Module):
+    """The language model: tokens in, next-token logits out.
+
+    Args:
+        config: Shape of the decoder.
+        vocab_size: Number of token ids.
+    """
+
+    def __init__(self, config: DecoderConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embedding.weight
+        self._initialize()
+
+    def _initialize(self) -> None:
+        residual_std = self.config.init_std / math.sqrt(2 * self.config.num_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim < 2:
+                continue
+            into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            nn.init.normal_(parameter, std=residual_std if into_residual else self.config.init_std)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Predict the next token at every position.
+
+        Args:
+            tokens_BT: ``[B, T]`` int64 token ids.
+
+        Returns:
+            ``[B, T, V]`` logits in the dtype of the weights.
+        """
+        x_BTD = self.embedding(tokens_BT)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return self.lm_head(self.norm(x_BTD))

@@ -1,0 +1,235 @@
+"""Train a small GPT in full precision and with 4-bit communication, and compare the two.
+
+    python examples/quickstart.py
+
+Both runs go through ``examples/pretrain.py`` with the configuration files in ``examples/configs``,
+with the same seed, model and text: the sources of the running Python's standard library. On a CPU
+two processes play two nodes of one rank each, so weights and gradients both take the 4-bit route.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from pretraining import corpus, report
+from pretraining.model import Decoder, DecoderConfig
+
+EXAMPLES = Path(__file__).resolve().parent
+FULL, QUANTIZED = "full_precision", "quantized_fsdp"
+SLOWDOWN = 1.5  # a step of two ranks with communication against one step alone on one core
+STARTUP_S = 30  # imports, text sample and validation of one run
+FEWEST_STEPS = 60
+
+
+def main() -> None:
+    """Run the quickstart."""
+    arguments = parse_arguments()
+    started_s = time.monotonic()
+    out = Path(arguments.out)
+    prepare_text(out / "data")
+    steps = choose_steps(arguments.steps, arguments.minutes, arguments.accelerator)
+    reports = {}
+    for number, name in enumerate((FULL, QUANTIZED), start=1):
+        what = "full precision" if name == FULL else "4-bit weights and gradients"
+        print(f"\n[{number + 1}/3] Training {steps} steps with {what}", flush=True)
+        run(name, out, steps, arguments)
+        reports[name] = report.read(out / name / "report.json")
+    print_comparison(reports[FULL], reports[QUANTIZED])
+    print_sample(out / QUANTIZED / "sample.txt")
+    print_next_steps(out, steps)
+    print(f"\nThe quickstart took {time.monotonic() - started_s:.0f} s.")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    gpus = torch.cuda.device_count()
+    parser.add_argument(
+        "--steps", type=int, default=400, help="optimizer steps of each run (default: 400)"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=6.0,
+        help="take fewer steps where both runs would need more than this on a CPU (default: 6)",
+    )
+    parser.add_argument(
+        "--out", default="runs/quickstart", help="folder for everything (default: runs/quickstart)"
+    )
+    parser.add_argument(
+        "--accelerator",
+        choices=("cpu", "gpu"),
+        default="gpu" if gpus > 1 else "cpu",
+        help="default: gpu where there are two, cpu elsewhere",
+    )
+    parser.add_argument("--devices", type=int, default=2, help="ranks (default: 2)")
+    arguments = parser.parse_args()
+    if arguments.steps < 1 or arguments.devices < 1 or arguments.minutes <= 0:
+        parser.error("--steps and --devices must be at least 1 and --minutes positive.")
+    if arguments.accelerator == "gpu" and gpus < arguments.devices:
+        parser.error(
+            f"--devices={arguments.devices} with --accelerator=gpu, but there are {gpus} GPUs. "
+            "Use fewer devices, or --accelerator=cpu."
+        )
+    return arguments
+
+
+def prepare_text(cache_dir: Path) -> None:
+    """Prepare the default text and say what it is."""
+    print("[1/3] Preparing text: the Python standard library's own sources", flush=True)
+    storage: corpus.Storage = "litdata" if corpus.litdata_installed() else "mmap"
+    text = corpus.prepare(corpus.CorpusSettings(storage=storage), cache_dir)
+    for split in ("train", "val"):
+        megabytes = text.num_bytes[split] / 1e6
+        print(f"      {split}: {text.num_files[split]} files, {megabytes:.1f} MB")
+    print(f"      stored with {storage} in {text.path}")
+
+
+def choose_steps(wanted: int, minutes: float, accelerator: str) -> int:
+    """Return how many steps both runs can take in the time there is.
+
+    Args:
+        wanted: Steps to take if there is time.
+        minutes: Time for both runs.
+        accelerator: GPUs are fast enough for any ``wanted``.
+
+    Returns:
+        Steps per run.
+    """
+    if accelerator == "gpu":
+        return wanted
+    step_s = SLOWDOWN * time_one_step()
+    possible = int((minutes * 60 / 2 - STARTUP_S) / step_s)
+    steps = min(wanted, max(FEWEST_STEPS, possible))
+    if steps < wanted:
+        print(
+            f"      This machine needs about {step_s:.2f} s a step, so each run takes {steps} "
+            f"steps instead of {wanted} (--minutes changes that)."
+        )
+    return steps
+
+
+def time_one_step() -> float:
+    """Return the seconds of one forward and backward pass of the model on one core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = Decoder(DecoderConfig(), vocab_size=264)
+    block_BL = torch.randint(0, 256, (8, 129))
+    times_s = []
+    for _ in range(4):
+        start_s = time.perf_counter()
+        logits_BTV = model(block_BL[:, :-1])
+        F.cross_entropy(logits_BTV.flatten(0, 1), block_BL[:, 1:].flatten()).backward()
+        times_s.append(time.perf_counter() - start_s)
+    torch.set_num_threads(threads)
+    return min(times_s)
+
+
+def run(name: str, out: Path, steps: int, arguments: argparse.Namespace) -> None:
+    """Train one configuration through the documented command line.
+
+    Raises:
+        SystemExit: the run failed; its own message stands above.
+    """
+    options = {
+        "trainer.max_steps": steps,
+        "trainer.val_check_interval": max(1, steps // 8),
+        "trainer.accelerator": arguments.accelerator,
+        "trainer.devices": arguments.devices,
+        "trainer.default_root_dir": out / name,
+        "data.cache_dir": out / "data",
+    }
+    if name == QUANTIZED:
+        options["report.reference"] = out / FULL / "report.json"
+    config = os.path.relpath(EXAMPLES / "configs" / f"{name}.yaml")
+    script = os.path.relpath(EXAMPLES / "pretrain.py")
+    command = [sys.executable, script, "fit", "--config", config]
+    command += [f"--{option}={value}" for option, value in options.items()]
+    print(f"      {shlex.join(['python', *command[1:]])}\n", flush=True)
+    finished = subprocess.run(command, check=False)
+    if finished.returncode:
+        raise SystemExit(
+            f"\nThe run '{name}' stopped with status {finished.returncode}; the message above says "
+            "why. The command above repeats just that run."
+        )
+
+
+def print_comparison(full: report.Report, quantized: report.Report) -> None:
+    """Print what both runs measured."""
+    rows = [("", full.name, quantized.name, "")]
+    if full.val_loss is not None and quantized.val_loss is not None:
+        change = f"{100 * (quantized.val_loss / full.val_loss - 1):+.2f} %"
+        losses = (f"{full.val_loss:.4f}", f"{quantized.val_loss:.4f}")
+        rows.append(("validation loss (nats per byte)", *losses, change))
+    wire = quantized.wire
+    if wire is not None and wire.steps and wire.sent:
+        per_step = (wire.baseline / wire.steps / 1e6, wire.sent / wire.steps / 1e6)
+        less = f"{wire.baseline / wire.sent:.1f}x less"
+        rows.append(("sent per rank and step (MB)", *(f"{mb:.2f}" for mb in per_step), less))
+        for label, bits in (
+            ("bits per weight on the wire", wire.bits_per_weight),
+            ("bits per gradient on the wire", wire.bits_per_gradient),
+        ):
+            if bits is not None:
+                rows.append((label, "32", f"{bits:.2f}", ""))
+    if full.tokens_per_s and quantized.tokens_per_s:
+        speeds = (f"{full.tokens_per_s:.0f}", f"{quantized.tokens_per_s:.0f}")
+        rows.append(("tokens per second", *speeds, ""))
+    rows.append(("training time (s)", f"{full.train_s:.0f}", f"{quantized.train_s:.0f}", ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    print(f"\nComparison: {quantized.parameters / 1e6:.2f}M weights, {quantized.steps} steps")
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]  # noqa: B905
+        print("  " + "   ".join(cells).rstrip())
+    print(
+        "  Both ranks share one machine here, so there is no network to save time on; bytes sent "
+        "are\n  what counts. Over a network, time follows bytes."
+    )
+
+
+def print_sample(path: Path) -> None:
+    """Print the text that the quantized run generated."""
+    if path.is_file():
+        text = path.read_text(encoding="utf-8")
+        print("\nText generated after training with 4-bit communication:")
+        print("\n".join(f"    {line}" for line in text.splitlines()))
+
+
+def print_next_steps(out: Path, steps: int) -> None:
+    """Say where the results are and what to try next."""
+    script = os.path.relpath(EXAMPLES / "pretrain.py")
+    config = os.path.relpath(EXAMPLES / "configs" / f"{QUANTIZED}.yaml")
+    folder = out / QUANTIZED
+    last = folder / "checkpoints" / "last.ckpt"
+    base = f"python {script}"
+    print(f"""
+Where things are
+    plot          {folder / "report.png"}
+    results       {folder / "report.json"}
+    checkpoint    {last}
+    logs          tensorboard --logdir {out}
+
+What to try next
+    continue this run for {steps} more steps
+        {base} fit --config {config} --ckpt_path={last} \\
+            --trainer.max_steps={2 * steps} --trainer.default_root_dir={folder} \\
+            --data.cache_dir={out / "data"}
+    your own text
+        {base} fit --config {config} --data.text=FOLDER
+    another gradient recipe
+        {base} fit --config {config} --trainer.strategy.gradients=TLq
+    every option
+        {base} fit --help
+        {base} fit --trainer.strategy.help=lq_lightning.strategies.QuantizedFSDPStrategy""")
+
+
+if __name__ == "__main__":
+    main()
