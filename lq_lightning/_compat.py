@@ -1,0 +1,431 @@
+"""Every private torch and lightning import, and every version gate, in one place.
+
+Nothing outside this module may import a name with a leading underscore from torch or lightning.
+"""
+
+from __future__ import annotations
+
+import io
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fully_shard import (
+    _unimplemented_deepcopy,
+    get_cls_to_fsdp_cls,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins.io import CheckpointIO
+
+__all__ = [
+    "AllGather",
+    "GroupParam",
+    "ReduceScatter",
+    "SafeLoadPlanner",
+    "all_gather_flat",
+    "begin_root_forward",
+    "call_hooks",
+    "convert_floating",
+    "default_dtype",
+    "discard_unreduced_gradients",
+    "empty_like_sharded",
+    "end_root_forward",
+    "fsdp_units",
+    "group_params",
+    "has_unreduced_gradients",
+    "is_wrapping_checkpoint_io",
+    "local_shard",
+    "materialize_meta_tensors",
+    "move_optimizers_to_device",
+    "prepare_fsdp_class",
+    "propagate_requires_grad",
+    "record_reduced_params",
+    "reduce_scatter_flat",
+    "to_sharded_dtensor",
+    "unflatten_checkpoint",
+    "use_own_sampling",
+    "uses_hsdp",
+    "write_fingerprint",
+]
+
+
+# --- torch: FSDP2 -----------------------------------------------------------------------------
+
+
+class GroupParam(NamedTuple):
+    """One parameter of an FSDP2 parameter group, as its collectives see it.
+
+    Attributes:
+        fsdp_param: FSDP2's own bookkeeping object (identity is what matters to callers).
+        padded_shard_numel: Elements this rank contributes to one collective slot.
+        numel: Elements of the whole, unsharded parameter.
+        ndim: Dimensions of the whole parameter.
+        gather_dtype: Dtype of the all-gather input (the mixed-precision dtype if there is one).
+        requires_grad: Whether the parameter is trained.
+    """
+
+    fsdp_param: Any
+    padded_shard_numel: int
+    numel: int
+    ndim: int
+    gather_dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        """The DTensor parameter that the optimizer updates."""
+        param: nn.Parameter = self.fsdp_param.sharded_param
+        return param
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch >= 2.12
+    if groups is None:
+        group = state._fsdp_param_group
+        groups = [] if group is None else [group]
+    return list(groups)
+
+
+def fsdp_units(root: nn.Module) -> Iterator[tuple[str, FSDPModule, Any]]:
+    """Yield ``(name, module, parameter group)`` of every FSDP2 unit with parameters in ``root``.
+
+    Raises:
+        NotImplementedError: A unit has several parameter groups (per-parameter meshes), for which
+            FSDP2 offers no custom collectives.
+    """
+    for name, module in root.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        groups = [group for group in _param_groups(module) if group.fsdp_params]
+        if len(groups) > 1:
+            raise NotImplementedError(
+                f"unit `{name or type(root).__name__}` has {len(groups)} parameter groups "
+                "(per-parameter meshes through `shard_placement_fn`); quantized communication supports "
+                "one per unit. Give each mesh its own `fully_shard` module."
+            )
+        if groups:
+            yield name, module, groups[0]
+
+
+def uses_hsdp(group: Any) -> bool:
+    """Whether the parameter group also replicates over a second mesh axis (HSDP)."""
+    return bool(type(group.mesh_info).__name__ == "HSDPMeshInfo")
+
+
+def group_params(group: Any) -> list[GroupParam]:
+    """Describe the parameters of a group in the order in which FSDP2 packs them."""
+    params = []
+    for fsdp_param in group.fsdp_params:
+        sharded = fsdp_param.sharded_param
+        dtype = sharded.dtype
+        wanted = fsdp_param.mp_policy.param_dtype
+        if wanted is not None and dtype.is_floating_point:
+            dtype = wanted
+        params.append(
+            GroupParam(
+                fsdp_param=fsdp_param,
+                padded_shard_numel=fsdp_param.padded_sharded_param_size.numel(),
+                numel=sharded.numel(),
+                ndim=sharded.ndim,
+                gather_dtype=dtype,
+                requires_grad=sharded.requires_grad,
+            )
+        )
+    return params
+
+
+def record_reduced_params(group: Any, record: Callable[[list[Any]], None]) -> Callable[[], None]:
+    """Call ``record(fsdp_params)`` with the parameters that the next reduce-scatter packs.
+
+    FSDP2 packs only parameters that received a gradient and drops the gradients before it calls a
+    custom reduce-scatter, so the layout has to be read just before its post-backward.
+
+    Returns:
+        A function that removes the hook.
+    """
+    original = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        if group.reduce_grads:
+            unused_too = getattr(group, "reduce_scatter_unused_params", False)  # torch >= 2.13
+            # torch >= 2.15 packs parameters grouped by gradient dtype
+            order = getattr(group, "_reduce_scatter_param_indices", range(len(group.fsdp_params)))
+            params = [group.fsdp_params[index] for index in order]
+            record([p for p in params if _will_be_reduced(p, unused_too)])
+        original(*unused)
+
+    def remove() -> None:
+        if group.__dict__.get("post_backward") is post_backward:
+            del group.post_backward
+
+    group.post_backward = post_backward
+    return remove
+
+
+def _will_be_reduced(fsdp_param: Any, unused_too: bool) -> bool:
+    if not hasattr(fsdp_param, "_unsharded_param"):
+        return False
+    if fsdp_param.unsharded_accumulated_grad is not None:
+        return True
+    unsharded = fsdp_param._unsharded_param
+    return unsharded.grad is not None or (unused_too and unsharded.requires_grad)
+
+
+def write_fingerprint(params: list[GroupParam]) -> tuple[tuple[int, int, int], ...]:
+    """Storage address and version counters of every shard: changes whenever one is written.
+
+    In-place operations on a DTensor count on the DTensor, those on its local tensor on that. A
+    write through ``.data`` counts on neither.
+    """
+    prints = []
+    for param in params:
+        sharded = param.sharded_param
+        local = sharded._local_tensor if isinstance(sharded, DTensor) else sharded
+        prints.append((local.data_ptr(), _version(sharded), _version(local)))
+    return tuple(prints)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def to_sharded_dtensor(param: GroupParam, flat_slot: Tensor) -> DTensor:
+    """Wrap the valid part of a padded flat slot as a DTensor sharded like the parameter.
+
+    Args:
+        flat_slot: ``[padded_shard_numel]``, any dtype.
+    """
+    sharded = param.sharded_param
+    if not isinstance(sharded, DTensor):
+        raise AssertionError("an FSDP2 parameter must be a DTensor")
+    local_shape = sharded._local_tensor.shape
+    local = flat_slot[: local_shape.numel()].view(local_shape)
+    return DTensor.from_local(
+        local,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
+
+
+def all_gather_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+    """All-gather equal flat buffers: ``output`` is ``[world * input.numel()]``."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, input, group=group)
+
+
+def reduce_scatter_flat(
+    output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM
+) -> None:
+    """Reduce-scatter a flat buffer: ``input`` is ``[world * output.numel()]``."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, input, op=op, group=group)
+
+
+# --- torch: sharding, root forward, checkpoints -------------------------------------------------
+
+
+def prepare_fsdp_class(cls: type[nn.Module]) -> None:
+    """Make ``fully_shard`` work on classes such as ``class Model(Generic[T], LightningModule)``.
+
+    ``fully_shard`` changes the class of a module to ``type(name, (FSDPModule, cls), ...)``. Python
+    refuses that when ``cls`` inherits its instance layout through a base without ``__dict__``, which
+    is what ``Generic`` in first place does. With the bases swapped the layouts agree; the methods
+    that ``FSDPModule`` overrides are then given again, bound to the new class.
+    """
+    known = get_cls_to_fsdp_cls()
+    if cls in known or issubclass(cls, FSDPModule) or not _layout_needs_swap(cls):
+        return
+    cell = types.CellType()
+    namespace: dict[str, Any] = {"__deepcopy__": _unimplemented_deepcopy, "_orig_cls_mro_index": 1}
+    for name, value in vars(FSDPModule).items():
+        function = value.__func__ if isinstance(value, staticmethod) else value
+        if not isinstance(function, types.FunctionType) or not hasattr(nn.Module, name):
+            continue
+        if (
+            "__class__" in function.__code__.co_freevars
+        ):  # uses super(): search on from the new class
+            function = types.FunctionType(
+                function.__code__,
+                function.__globals__,
+                name,
+                function.__defaults__,
+                tuple(cell for _ in function.__code__.co_freevars),
+            )
+        namespace[name] = function
+    swapped = type(f"FSDP{cls.__name__}", (cls, FSDPModule), namespace)
+    cell.cell_contents = swapped
+    known[cls] = swapped
+
+
+def _layout_needs_swap(cls: type) -> bool:
+    base = cls.__base__
+    while base is not None and base is not object:
+        if base.__dictoffset__ == 0:
+            return True
+        base = base.__base__
+    return False
+
+
+def begin_root_forward(module: FSDPModule) -> None:
+    """Gather the root's own parameters as its forward pre-hook does."""
+    module._get_fsdp_state()._pre_forward(cast(nn.Module, module), (), {})
+
+
+def end_root_forward(module: FSDPModule, output: Any) -> Any:
+    """Finish the root's forward as its forward hook does; ``output`` starts its backward."""
+    return module._get_fsdp_state()._post_forward(cast(nn.Module, module), (), output)
+
+
+def propagate_requires_grad(module: FSDPModule) -> None:
+    """Copy ``requires_grad`` of the sharded parameters to the gathered ones in use now."""
+    for group in _param_groups(module):
+        for fsdp_param in group.fsdp_params:
+            gathered = getattr(fsdp_param, "_unsharded_param", None)
+            wanted = fsdp_param.sharded_param.requires_grad
+            if gathered is not None and gathered.requires_grad != wanted:
+                gathered.requires_grad_(wanted)
+
+
+def has_unreduced_gradients(module: FSDPModule) -> bool:
+    """Whether the module's own gathered parameters hold gradients that no rank has reduced."""
+    return any(
+        getattr(getattr(p, "_unsharded_param", None), "grad", None) is not None
+        for group in _param_groups(module)
+        for p in group.fsdp_params
+    )
+
+
+def discard_unreduced_gradients(root: nn.Module) -> None:
+    """Drop gradients accumulated without synchronisation, which ``zero_grad`` does not reach."""
+    for module in root.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in _param_groups(module):
+            for fsdp_param in group.fsdp_params:
+                fsdp_param.unsharded_accumulated_grad = None
+                gathered = getattr(fsdp_param, "_unsharded_param", None)
+                if gathered is not None:
+                    gathered.grad = None
+
+
+def local_shard(full: Tensor, like: DTensor) -> DTensor:
+    """Cut this rank's shard out of a whole tensor without communication.
+
+    Args:
+        full: Shape of ``like``, any dtype (kept), on any device.
+        like: A DTensor that says how to shard.
+    """
+    mesh, placements = like.device_mesh, like.placements
+    shape, offset = compute_local_shape_and_global_offset(full.shape, mesh, placements)
+    local = full
+    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        local = local.narrow(dim, min(start, full.shape[dim]), length)
+    local = local.to(like.device).contiguous()
+    return _from_local(local, like)
+
+
+def empty_like_sharded(like: DTensor, dtype: torch.dtype) -> DTensor:
+    """An uninitialised DTensor with the sharding of ``like`` and another dtype."""
+    return _from_local(torch.empty_like(like.to_local(), dtype=dtype), like)
+
+
+def _from_local(local: Tensor, like: DTensor) -> DTensor:
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def unflatten_checkpoint(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Rebuild the nested dictionary whose leaves a distributed checkpoint stores under flat keys."""
+    nested: dict[str, Any] = unflatten_state_dict(flat, paths)
+    return nested
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """DCP's load planner, except that pickled leaves obey ``weights_only``."""
+
+    def __init__(self, weights_only: bool) -> None:
+        """Make a planner for a flat state dict."""
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._weights_only = weights_only
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Unpickle one leaf."""
+        leaf = torch.load(value, map_location="cpu", weights_only=self._weights_only)
+        self.state_dict[read_item.dest_index.fqn] = leaf
+
+
+# --- lightning: imported when called, so that only strategies, plugins and callbacks need it ------
+
+
+def call_hooks(trainer: Trainer, name: str, *args: Any) -> None:
+    """Call a hook on all callbacks, then on the LightningModule."""
+    from lightning.pytorch.trainer import call
+
+    call._call_callback_hooks(trainer, name, *args)
+    call._call_lightning_module_hook(trainer, name, *args)
+
+
+def use_own_sampling(trainer: Trainer) -> None:
+    """Leave the user's data loaders alone, as on a single device: no DistributedSampler."""
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def convert_floating(data: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors in a collection."""
+    from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
+    from lightning_utilities.core.apply_func import apply_to_collection
+
+    return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=dtype)
+
+
+def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Create new tensors in ``dtype`` inside the context."""
+    from lightning.fabric.plugins.precision.utils import _DtypeContextManager
+
+    return cast("AbstractContextManager[None]", _DtypeContextManager(dtype))
+
+
+def materialize_meta_tensors(module: nn.Module, device: torch.device) -> None:
+    """Allocate a module built on the meta device and call its ``reset_parameters`` methods."""
+    from lightning.fabric.utilities.init import _materialize_distributed_module
+
+    _materialize_distributed_module(module, device)
+
+
+def move_optimizers_to_device(
+    optimizers: list[torch.optim.Optimizer], device: torch.device
+) -> None:
+    """Move the state of optimizers."""
+    from lightning.fabric.utilities.optimizer import _optimizers_to_device
+
+    _optimizers_to_device(optimizers, device)
+
+
+def is_wrapping_checkpoint_io(checkpoint_io: CheckpointIO) -> bool:
+    """Whether it adds something (such as a thread) to another ``CheckpointIO``."""
+    from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+    return isinstance(checkpoint_io, _WrappingCheckpointIO)

@@ -1,0 +1,22 @@
+"""Quantized collectives for models sharded by FSDP2 (SDP4Bit)."""
+
+from lq_lightning.data_parallel.communication import (
+    QuantizationErrors,
+    QuantizedCommunication,
+    quantize_communication,
+)
+from lq_lightning.data_parallel.config import GradientQuantization, Topology, WeightQuantization
+from lq_lightning.data_parallel.plan import CommunicationPlan, TensorPlan
+from lq_lightning.data_parallel.traffic import Traffic
+
+__all__ = [
+    "CommunicationPlan",
+    "GradientQuantization",
+    "QuantizationErrors",
+    "QuantizedCommunication",
+    "TensorPlan",
+    "Topology",
+    "Traffic",
+    "WeightQuantization",
+    "quantize_communication",
+]

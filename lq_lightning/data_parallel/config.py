@@ -1,0 +1,180 @@
+"""What is quantized on the wire, and between which ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lq_lightning.codecs import CodecSpec
+
+__all__ = [
+    "GradientMethod",
+    "GradientQuantization",
+    "ReplicaMode",
+    "Topology",
+    "WeightMethod",
+    "WeightQuantization",
+]
+
+WeightMethod = Literal["qWD", "qW"]
+GradientMethod = Literal["TLq-HS", "TLq", "ULq"]
+ReplicaMode = Literal["full", "node"]
+Rounding = Literal["nearest", "stochastic"]
+
+_INTEGER_BITS = range(2, 9)
+
+
+def _check_choice(owner: str, field: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        names = ", ".join(repr(item) for item in allowed)
+        raise ValueError(f"`{owner}({field}={value!r})` is not supported: choose one of {names}.")
+
+
+def _check_bits(owner: str, field: str, bits: int) -> None:
+    if bits not in _INTEGER_BITS:
+        raise ValueError(
+            f"`{owner}({field}={bits!r})` is not supported: integer codes have 2 to 8 bits."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightQuantization:
+    """How weights travel in the all-gather.
+
+    Attributes:
+        method: ``"qWD"`` sends the quantized *difference* to the weights every rank already holds
+            (SDP4Bit §3.1); ``"qW"`` sends the quantized weights themselves at every gather, the
+            ablation of SDP4Bit table 1 that loses accuracy.
+        bits: Bits of one code, 2 to 8.
+        group_size: Elements that share one scale, a power of two from 16 to 4096.
+        rounding: ``"nearest"`` has the smaller error and the difference of the next step contains
+            what was lost; ``"stochastic"`` is what the reference implementation does.
+        replica: Where the weights that differences refer to are kept (``"qWD"`` only).
+            ``"full"``: every rank holds all of them (2 bytes per parameter in bf16), and forward
+            and backward read them without traffic. ``"node"``: the ranks of a node share one copy
+            (2/node_size bytes per parameter) and gather it inside the node.
+    """
+
+    method: WeightMethod = "qWD"
+    bits: int = 4
+    group_size: int = 2048
+    rounding: Rounding = "nearest"
+    replica: ReplicaMode = "full"
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ValueError: A field has a value outside its choices.
+        """
+        owner = type(self).__name__
+        _check_choice(owner, "method", self.method, ("qWD", "qW"))
+        _check_choice(owner, "replica", self.replica, ("full", "node"))
+        _check_bits(owner, "bits", self.bits)
+        self.codec()  # group size and rounding
+
+    def codec(self) -> CodecSpec:
+        """Codec of the weight (difference) messages."""
+        return CodecSpec(
+            code=f"int{self.bits}",  # type: ignore[arg-type]
+            group_size=self.group_size,
+            rounding=self.rounding,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientQuantization:
+    """How gradients travel in the reduce-scatter (SDP4Bit §3.2).
+
+    Attributes:
+        method: ``"TLq-HS"`` two levels, ``intra_bits`` within a node and ``inter_bits`` between
+            nodes, after a Hadamard transform that spreads outliers; ``"TLq"`` the same without the
+            transform; ``"ULq"`` ``inter_bits`` on both levels, no transform (as in ZeRO++).
+        intra_bits: Bits of one code within a node, 2 to 8 (not used by ``"ULq"``).
+        inter_bits: Bits of one code between nodes, 2 to 8.
+        group_size: Elements that share one scale, a power of two from 16 to 4096.
+        hadamard_size: Order of the Hadamard transform (``"TLq-HS"`` only): 16, 32, 64 or 128, not
+            larger than ``group_size``.
+        rounding: ``"stochastic"`` keeps the reduced gradient unbiased, which the convergence proof
+            needs; ``"nearest"`` has a smaller but systematic error.
+    """
+
+    method: GradientMethod = "TLq-HS"
+    intra_bits: int = 8
+    inter_bits: int = 4
+    group_size: int = 128
+    hadamard_size: int = 32
+    rounding: Rounding = "stochastic"
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ValueError: A field has a value outside its choices.
+        """
+        owner = type(self).__name__
+        _check_choice(owner, "method", self.method, ("TLq-HS", "TLq", "ULq"))
+        _check_bits(owner, "intra_bits", self.intra_bits)
+        _check_bits(owner, "inter_bits", self.inter_bits)
+        _check_choice(owner, "hadamard_size", self.hadamard_size, (16, 32, 64, 128))
+        self.codec("intra")
+        self.codec("inter")
+
+    def codec(self, level: Literal["intra", "inter"]) -> CodecSpec:
+        """Codec of the messages within a node (``"intra"``) or between nodes (``"inter"``)."""
+        two_levels = self.method != "ULq"
+        bits = self.intra_bits if level == "intra" and two_levels else self.inter_bits
+        return CodecSpec(
+            code=f"int{bits}",  # type: ignore[arg-type]
+            group_size=self.group_size,
+            hadamard_size=self.hadamard_size if self.method == "TLq-HS" else 0,
+            rounding=self.rounding,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """Which ranks share a node: rank ``r`` is number ``r % node_size`` of node ``r // node_size``.
+
+    Attributes:
+        world_size: Ranks that shard the model.
+        rank: This rank.
+        node_size: Ranks in one node. A smaller number than the machine really has emulates nodes.
+    """
+
+    world_size: int
+    rank: int
+    node_size: int
+
+    def __post_init__(self) -> None:
+        """Check that nodes are equally large.
+
+        Raises:
+            ValueError: The world size is no multiple of the node size, or a number is out of range.
+        """
+        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"`Topology(world_size={self.world_size}, rank={self.rank})` is not valid: "
+                "rank must lie in [0, world_size)."
+            )
+        if not 1 <= self.node_size <= self.world_size or self.world_size % self.node_size:
+            divisors = [d for d in range(1, self.world_size + 1) if self.world_size % d == 0]
+            raise ValueError(
+                f"`node_size={self.node_size}` does not divide the world size {self.world_size}: "
+                f"every node must hold the same number of ranks. Allowed here: {divisors}."
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes in the world."""
+        return self.world_size // self.node_size
+
+    @property
+    def node(self) -> int:
+        """Index of this rank's node."""
+        return self.rank // self.node_size
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this rank in its node."""
+        return self.rank % self.node_size

@@ -1,0 +1,119 @@
+"""What travels how: one line per parameter, known before the first step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lq_lightning.data_parallel.config import GradientQuantization, Topology, WeightQuantization
+from lq_lightning.data_parallel.layout import Segment
+
+__all__ = ["CommunicationPlan", "TensorPlan"]
+
+
+class TensorPlan(NamedTuple):
+    """How one parameter travels.
+
+    Attributes:
+        name: Fully qualified parameter name.
+        numel: Elements of the whole parameter.
+        weights: How its weights travel.
+        gradients: How its gradients travel.
+        reason: Why something is not quantized; empty if all is.
+    """
+
+    name: str
+    numel: int
+    weights: str
+    gradients: str
+    reason: str
+
+
+class CommunicationPlan(NamedTuple):
+    """The plan of a whole model.
+
+    Attributes:
+        tensors: One entry per parameter.
+        weights: Description of the weight codec in use.
+        gradients: Description of the gradient codecs in use.
+    """
+
+    tensors: tuple[TensorPlan, ...]
+    weights: str
+    gradients: str
+
+    @property
+    def full_precision(self) -> tuple[TensorPlan, ...]:
+        """Parameters of which something travels in full precision although a codec is on."""
+        return tuple(t for t in self.tensors if t.reason)
+
+    def summary(self) -> str:
+        """A few lines for people: what is quantized, what is not, and why."""
+        total = sum(t.numel for t in self.tensors)
+        exact = sum(t.numel for t in self.full_precision)
+        lines = [
+            f"weights: {self.weights}",
+            f"gradients: {self.gradients}",
+            f"{len(self.tensors) - len(self.full_precision)} of {len(self.tensors)} tensors "
+            f"({total - exact:,} of {total:,} elements) are quantized wherever a codec is on",
+        ]
+        reasons = Counter(t.reason for t in self.full_precision)
+        for reason, count in reasons.most_common(6):
+            names = [t.name for t in self.full_precision if t.reason == reason]
+            shown = ", ".join(names[:3]) + (", ..." if count > 3 else "")
+            lines.append(f"not quantized, {reason}: {count} tensors ({shown})")
+        return "\n".join(lines)
+
+
+def describe_weights(config: WeightQuantization | None) -> str:
+    """One phrase about the weight codec."""
+    if config is None:
+        return "full precision"
+    what = "differences" if config.method == "qWD" else "weights"
+    where = f", replica={config.replica}" if config.method == "qWD" else ""
+    return f"{config.method}: {config.bits}-bit {what}, groups of {config.group_size}{where}"
+
+
+def describe_gradients(config: GradientQuantization | None, topology: Topology) -> str:
+    """One phrase about the gradient codecs and the levels that this topology has."""
+    if config is None:
+        return "full precision"
+    intra, inter = config.codec("intra").code, config.codec("inter").code
+    if topology.num_nodes == 1:
+        levels = f"{intra} within the one node"
+    elif topology.node_size == 1:
+        levels = f"{inter} between {topology.num_nodes} nodes of one rank"
+    else:
+        levels = (
+            f"{intra} within nodes of {topology.node_size}, {inter} between "
+            f"{topology.num_nodes} nodes"
+        )
+    hadamard = f", Hadamard {config.hadamard_size}" if config.method == "TLq-HS" else ""
+    return f"{config.method}: {levels}, groups of {config.group_size}{hadamard}"
+
+
+def tensor_plans(
+    names: Sequence[str],
+    numels: Sequence[int],
+    weights: Sequence[Segment] | None,
+    gradients: Sequence[Segment] | None,
+    trained: Sequence[bool],
+) -> list[TensorPlan]:
+    """Join the segments of a unit's two collectives into one entry per parameter."""
+    weight_of = {s.name: s for s in weights or ()}
+    gradient_of = {s.name: s for s in gradients or ()}
+    plans = []
+    for name, numel, trains in zip(names, numels, trained, strict=True):
+        weight, gradient = weight_of.get(name), gradient_of.get(name)
+        reasons = [s.reason for s in (weight, gradient) if s is not None and s.reason]
+        plans.append(
+            TensorPlan(
+                name,
+                numel,
+                "full" if weight is None else weight.travel,
+                "none" if not trains else "full" if gradient is None else gradient.travel,
+                "; ".join(dict.fromkeys(reasons)),
+            )
+        )
+    return plans

@@ -1,0 +1,311 @@
+"""Quantized reduce-scatter of FSDP2 units: two-level gradient quantization (SDP4Bit §3.2).
+
+One object serves one FSDP2 unit. Gradients arrive as one slot per rank. Within a node every rank
+sends each slot's codes to the local rank that collects them; that rank decodes, sums in fp32 and
+encodes again for the matching ranks of the other nodes, which decode and sum once more. Between the
+two levels values stay in the Hadamard domain: the transform is linear, so one inverse at the end is
+enough (SDP4Bit §3.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lq_lightning._compat import GroupParam, ReduceScatter, reduce_scatter_flat
+from lq_lightning.codecs import decode_reduce, decode_reduce_encode, derive_seed, encode
+from lq_lightning.data_parallel.all_gather import (
+    UnitContext,
+    full_precision_reason,
+    keep_small_runs_exact,
+)
+from lq_lightning.data_parallel.config import GradientQuantization
+from lq_lightning.data_parallel.layout import MessageLayout, Segment, segment_runs
+from lq_lightning.data_parallel.traffic import ring_bytes
+
+__all__ = ["TwoLevelReduceScatter"]
+
+_SEED_INTRA, _SEED_INTER = 2, 3
+
+
+class TwoLevelReduceScatter(ReduceScatter):
+    """Reduce-scatter that sends INT8 codes within a node and INT4 codes between nodes.
+
+    With one node, or one rank per node, only the level that exists is used. Sums are formed in fp32
+    in rank order, so the result does not depend on timing. A non-finite gradient makes its whole
+    group NaN on the rank that owns it, on any level, so the gradient norm of every rank sees it.
+
+    Args:
+        name: Name of the unit, for messages.
+        index: Number of the unit in the model, part of the rounding seed.
+        params: Function that describes the unit's parameters.
+        names: Fully qualified names of these parameters.
+        config: Codecs and method.
+        min_quantized_numel: Parameters with fewer elements travel in full precision.
+        context: What all units share.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        params: Callable[[], list[GroupParam]],
+        names: Sequence[str],
+        config: GradientQuantization,
+        min_quantized_numel: int,
+        context: UnitContext,
+    ) -> None:
+        self.name = name
+        self._index = index
+        self._params = params
+        self.names = tuple(names)
+        self._config = config
+        self._min_quantized_numel = min_quantized_numel
+        self._context = context
+        self._packed: tuple[int, ...] | None = None
+        self._layouts: dict[tuple[Any, ...], tuple[MessageLayout, MessageLayout]] = {}
+        self._calls = 0
+        self._calls_step = -1
+
+    # --- layout -----------------------------------------------------------------------------
+
+    def record_packed(self, fsdp_params: list[Any]) -> None:
+        """Remember which parameters the next call packs (those with a gradient), in its order."""
+        index_of = {id(p.fsdp_param): i for i, p in enumerate(self._params())}
+        self._packed = tuple(index_of[id(p)] for p in fsdp_params)
+
+    def segments(self, packed: Sequence[int] | None = None, itemsize: int = 4) -> list[Segment]:
+        """How the gradients of the given parameters (all trained ones by default) travel.
+
+        Args:
+            packed: Indices of the parameters in a slot.
+            itemsize: Bytes of one element of the reduction dtype.
+        """
+        params = self._params()
+        if packed is None:
+            packed = [i for i, p in enumerate(params) if p.requires_grad]
+        segments, start = [], 0
+        for i in packed:
+            param = params[i]
+            reason = full_precision_reason(param, torch.float32, self._min_quantized_numel)
+            travel = "full" if reason else "quantized"
+            segments.append(
+                Segment(self.names[i], start, param.padded_shard_numel, travel, reason)  # type: ignore[arg-type]
+            )
+            start += param.padded_shard_numel
+        level = "intra" if self._context.topology.node_size > 1 else "inter"
+        return keep_small_runs_exact(segments, self._config.codec(level), itemsize)  # type: ignore[arg-type]
+
+    def _layouts_for(self, numel: int, dtype: torch.dtype) -> tuple[MessageLayout, MessageLayout]:
+        """Message layouts within the node and between nodes for a slot of ``numel`` elements."""
+        key = (numel, dtype, self._packed)
+        if key not in self._layouts:
+            segments = self.segments(self._packed, dtype.itemsize)
+            total = sum(s.numel for s in segments)
+            if total != numel:
+                raise AssertionError(
+                    f"unit `{self.name}`: FSDP2 packed {numel} elements per rank, but the "
+                    f"parameters with gradients hold {total}"
+                )
+            runs = segment_runs(segments)
+            intra = MessageLayout.of(runs, self._config.codec("intra"), dtype)
+            two_levels = self._context.topology.node_size > 1
+            raw = torch.float32 if two_levels else dtype
+            inter = MessageLayout.of(runs, self._config.codec("inter"), raw)
+            self._layouts[key] = (intra, inter)
+        return self._layouts[key]
+
+    def _seed(self, level: int) -> int | None:
+        """Seed of this call's stochastic rounding: differs by step, call, rank, unit and level."""
+        if self._config.rounding != "stochastic":
+            return None
+        context = self._context
+        return derive_seed(
+            context.seed, level, context.step, self._calls, context.topology.rank, self._index
+        )
+
+    # --- the collective ---------------------------------------------------------------------
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Allocate an input or output buffer, ``size`` elements of ``dtype`` on ``device``."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce ``input_tensor`` (``[world * n]``) to this rank's slot in ``output_tensor``.
+
+        Args:
+            output_tensor: ``[n]`` in the reduction dtype.
+            input_tensor: ``[world * n]`` in the reduction dtype.
+            group: All ranks of the topology.
+            op: Sum or average.
+            async_op: Not used: the result is complete on the current stream.
+
+        Raises:
+            NotImplementedError: ``op`` is neither a sum nor an average.
+        """
+        topology = self._context.topology
+        if group.size() != topology.world_size:
+            raise NotImplementedError(
+                f"unit `{self.name}` reduces over {group.size()} ranks, but its topology has "
+                f"{topology.world_size}: quantized reduction needs one flat mesh over all ranks."
+            )
+        scale = _scale_of(op, topology.world_size)
+        self._start_call(output_tensor)
+        intra, inter = self._layouts_for(output_tensor.numel(), input_tensor.dtype)
+        exact = self._exact(output_tensor, input_tensor, group, scale)
+        slots = input_tensor.view(topology.world_size, -1)
+        if topology.node_size == 1:
+            messages = self._encode(slots, inter, level=_SEED_INTER)
+            received = self._exchange(messages, self._context.inter_group)
+            self._finish(received, inter, output_tensor, scale)
+        else:
+            messages = self._encode_for_node(slots, intra)
+            received = self._exchange(messages, self._context.intra_group)
+            if topology.num_nodes == 1:
+                self._finish(received[:, 0], intra, output_tensor, scale)
+            else:
+                messages = self._reduce_and_encode(received, intra, inter)
+                received = self._exchange(messages, self._context.inter_group)
+                self._finish(received, inter, output_tensor, scale)
+        if exact is not None:
+            self._context.gradient_errors.add(output_tensor, exact)
+
+    def _start_call(self, output: Tensor) -> None:
+        context = self._context
+        if self._calls_step != context.step:
+            self._calls_step, self._calls = context.step, 0
+        self._calls += 1
+        intra, inter = ring_bytes(output.numel() * output.itemsize, context.topology)
+        context.traffic.baseline_gradients += intra + inter
+        context.traffic.baseline_inter += inter
+        context.traffic.reductions += 1
+
+    def _exact(
+        self, output: Tensor, slots: Tensor, group: dist.ProcessGroup, scale: float
+    ) -> Tensor | None:
+        """The full-precision result, when errors are measured."""
+        if not self._context.measure_errors:
+            return None
+        exact = torch.empty(output.shape, dtype=torch.float32, device=output.device)
+        reduce_scatter_flat(exact, slots.float(), group)
+        return exact * scale
+
+    def _encode(self, slots: Tensor, layout: MessageLayout, *, level: int) -> Tensor:
+        """Encode ``[R, n]`` slots (any row stride) to ``[R, nbytes]`` messages."""
+        messages = slots.new_zeros((slots.shape[0], layout.nbytes), dtype=torch.uint8)
+        self._encode_into(messages, slots, layout, self._seed(level))
+        return messages
+
+    @staticmethod
+    def _encode_into(
+        messages: Tensor, slots: Tensor, layout: MessageLayout, seed: int | None
+    ) -> None:
+        for index, run in enumerate(layout.runs):
+            part = layout.part(messages, index)
+            values = slots[:, run.start : run.start + run.numel]
+            if run.quantized:
+                run_seed = None if seed is None else derive_seed(seed, index)
+                encode(layout.spec, values, seed=run_seed, out=part)
+            else:
+                part.copy_(values)
+
+    def _encode_for_node(self, slots: Tensor, layout: MessageLayout) -> Tensor:
+        """Encode all slots, ordered by the local rank that collects them.
+
+        Args:
+            slots: ``[nodes * node_size, n]``, slot ``m * node_size + l`` for rank ``l`` of node
+                ``m``.
+
+        Returns:
+            ``[node_size, nodes, nbytes]`` uint8.
+        """
+        topology = self._context.topology
+        nodes, local = topology.num_nodes, topology.node_size
+        messages = slots.new_zeros((local, nodes, layout.nbytes), dtype=torch.uint8)
+        seed = self._seed(_SEED_INTRA)
+        by_node = slots.view(nodes, local, -1)
+        for i in range(min(nodes, local)):
+            part_seed = None if seed is None else derive_seed(seed, i)
+            if nodes < local:
+                self._encode_into(messages[:, i], by_node[i], layout, part_seed)
+            else:
+                self._encode_into(messages[i], by_node[:, i], layout, part_seed)
+        return messages
+
+    def _exchange(self, messages: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """All-to-all along dim 0: row ``i`` goes to rank ``i``, row ``j`` comes from rank ``j``."""
+        received = torch.empty_like(messages)
+        if messages.shape[-1]:
+            dist.all_to_all_single(received.view(-1), messages.view(-1), group=group)
+        ranks = group.size()
+        sent = messages.numel() // ranks * (ranks - 1)
+        context = self._context
+        if group is context.intra_group:
+            context.traffic.gradients_intra += sent
+        else:
+            context.traffic.gradients_inter += sent
+        if context.topology.num_nodes == 1 or group is not context.intra_group:
+            context.traffic.gradients_messages += messages.numel()
+        return received
+
+    def _reduce_and_encode(
+        self, received: Tensor, intra: MessageLayout, inter: MessageLayout
+    ) -> Tensor:
+        """Sum ``[node_size, nodes, nbytes]`` over the node and encode for the other nodes."""
+        nodes = received.shape[1]
+        messages = received.new_zeros((nodes, inter.nbytes))
+        seed = self._seed(_SEED_INTER)
+        for index, run in enumerate(intra.runs):
+            source, target = intra.part(received, index), inter.part(messages, index)
+            if run.quantized:
+                decode_reduce_encode(
+                    intra.spec,
+                    source,
+                    run.numel,
+                    inter.spec,
+                    seed=None if seed is None else derive_seed(seed, index),
+                    out=target,
+                )
+            else:
+                target.copy_(source.sum(dim=0, dtype=torch.float32))
+        return messages
+
+    def _finish(
+        self, received: Tensor, layout: MessageLayout, output: Tensor, scale: float
+    ) -> None:
+        """Sum ``[K, nbytes]`` messages over ``K`` and scale into ``output`` ``[n]``."""
+        for index, run in enumerate(layout.runs):
+            source = layout.part(received, index)
+            target = output[run.start : run.start + run.numel]
+            if run.quantized:
+                decode_reduce(
+                    layout.spec, source.unsqueeze(1), run.numel, scale=scale, out=target.view(1, -1)
+                )
+            else:
+                target.copy_(source.sum(dim=0, dtype=torch.float32) * scale)
+        elements = layout.numel * received.shape[0]
+        self._context.traffic.gradients_elements += elements
+
+
+def _scale_of(op: Any, world_size: int) -> float:
+    if op == dist.ReduceOp.AVG:
+        return 1.0 / world_size
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    raise NotImplementedError(
+        f"quantized reduction supports sums and averages, not {op}. With a gradient divide factor, "
+        "call `module.set_force_sum_reduction_for_comms(True)` on the FSDP2 modules."
+    )

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+
+from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQuantization
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"method": "qwd"}, r"method='qwd'.*'qWD', 'qW'"),
+        ({"bits": 1}, "bits=1.*2 to 8"),
+        ({"bits": 9}, "bits=9.*2 to 8"),
+        ({"replica": "rank"}, r"replica='rank'.*'full', 'node'"),
+        ({"group_size": 100}, "group_size"),
+        ({"rounding": "up"}, "rounding"),
+    ],
+)
+def test_weight_config_names_the_value(kwargs: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WeightQuantization(**kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"method": "TLqHS"}, r"method='TLqHS'.*'TLq-HS', 'TLq', 'ULq'"),
+        ({"intra_bits": 16}, "intra_bits=16"),
+        ({"inter_bits": 0}, "inter_bits=0"),
+        ({"hadamard_size": 24}, "hadamard_size=24.*16, 32, 64, 128"),
+        ({"group_size": 16, "hadamard_size": 32}, "hadamard_size"),
+        ({"group_size": 8192}, "group_size"),
+    ],
+)
+def test_gradient_config_names_the_value(kwargs: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GradientQuantization(**kwargs)  # type: ignore[arg-type]
+
+
+def test_unknown_option_is_an_error() -> None:
+    with pytest.raises(TypeError, match="group"):
+        WeightQuantization(group=128)  # type: ignore[call-arg]
+
+
+def test_ablation_codecs() -> None:
+    full = GradientQuantization()
+    assert (full.codec("intra").code, full.codec("inter").code) == ("int8", "int4")
+    assert full.codec("intra").hadamard_size == 32
+    flat = GradientQuantization(method="ULq")
+    assert (flat.codec("intra").code, flat.codec("inter").code) == ("int4", "int4")
+    assert flat.codec("inter").hadamard_size == 0
+    assert GradientQuantization(method="TLq").codec("intra").hadamard_size == 0
+
+
+@pytest.mark.parametrize("node_size", [0, 3, 5, -1])
+def test_topology_names_the_divisors(node_size: int) -> None:
+    with pytest.raises(ValueError, match=rf"node_size={node_size}.*\[1, 2, 4\]"):
+        Topology(world_size=4, rank=0, node_size=node_size)
+
+
+def test_topology_positions() -> None:
+    topology = Topology(world_size=6, rank=5, node_size=2)
+    assert (topology.num_nodes, topology.node, topology.local_rank) == (3, 2, 1)
+    with pytest.raises(ValueError, match="rank"):
+        Topology(world_size=2, rank=2, node_size=1)
