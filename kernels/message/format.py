@@ -128,6 +128,16 @@ class MessageFormat:
         return FLOAT_CODES.get(self.code)
 
     @property
+    def mantissa_bits(self) -> int:
+        """Fraction bits of a floating-point code; 0 for integer codes."""
+        return 0 if self.float_code is None else self.float_code.mantissa_bits
+
+    @property
+    def min_exponent(self) -> int:
+        """Smallest exponent of a floating-point code; 0 for integer codes."""
+        return 0 if self.float_code is None else self.float_code.min_exponent
+
+    @property
     def max_level(self) -> float:
         """Value of the largest code, in units of the scale."""
         if self.float_code is not None:

@@ -382,8 +382,17 @@ def load_codes(
 
 
 def store_scales(values: Tensor, out: Tensor, offset: int, fmt: MessageFormat) -> None:
-    """Write ``[R, G]`` fp32 values, exact in the scale dtype, at byte ``offset`` of each row."""
-    stored = values.to(SCALE_DTYPES[fmt.scale_dtype]).contiguous().view(torch.uint8)
+    """Write ``[R, G]`` fp32 values, exact in the scale dtype, at byte ``offset`` of each row.
+
+    NaN is written as one fixed bit pattern: what a cast makes of it depends on the machine.
+    """
+    if fmt.scale_dtype == "float32":
+        bits = values.contiguous().view(torch.int32)
+        nan_bits = 0x7FC00000
+    else:
+        bits = values.to(SCALE_DTYPES[fmt.scale_dtype]).contiguous().view(torch.int16)
+        nan_bits = 0x7FC0 if fmt.scale_dtype == "bfloat16" else 0x7E00
+    stored = bits.masked_fill(values.isnan(), nan_bits).view(torch.uint8)
     out[:, offset : offset + stored.shape[1]] = stored
 
 

@@ -1,0 +1,168 @@
+"""Triton kernel of the quantize operator."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lq_lightning.kernels.message import MessageFormat
+from lq_lightning.kernels.message.launch import layout_arguments, on_device, row_stride
+from lq_lightning.kernels.message.reference import seed_words
+from lq_lightning.kernels.message.triton_blocks import hadamard, store_tile
+
+
+@triton.jit
+def _quantize_tile(
+    x_ptr,
+    reference_ptr,
+    row_ptr,
+    row,
+    tile,
+    numel,
+    padded_numel,
+    num_groups,
+    plane_1,
+    plane_2,
+    scale_offset,
+    minimum_offset,
+    seed_a,
+    seed_b,
+    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DIFFERENCE: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    start = tile * BLOCK
+    offsets = tl.arange(0, BLOCK)
+    if FULL:
+        x = tl.load(x_ptr + start + offsets).to(tl.float32)
+        if DIFFERENCE:
+            x = x - tl.load(reference_ptr + start + offsets).to(tl.float32)
+    else:
+        inside = offsets < numel - start
+        x = tl.load(x_ptr + start + offsets, inside, 0.0).to(tl.float32)
+        if DIFFERENCE:
+            x = x - tl.load(reference_ptr + start + offsets, inside, 0.0).to(tl.float32)
+    x = hadamard(x, BLOCK, FORMAT.hadamard_size)
+    store_tile(
+        x,
+        row_ptr,
+        row,
+        tile,
+        numel,
+        padded_numel,
+        num_groups,
+        plane_1,
+        plane_2,
+        scale_offset,
+        minimum_offset,
+        seed_a,
+        seed_b,
+        BLOCK,
+        FORMAT,
+        FORMAT.forward_norm,
+        FULL,
+    )
+
+
+@triton.jit(do_not_specialize=["seed_a", "seed_b"])
+def quantize_rows_kernel(
+    x_ptr,
+    reference_ptr,
+    out_ptr,
+    x_stride,
+    reference_stride,
+    out_stride,
+    numel,
+    padded_numel,
+    num_groups,
+    plane_1,
+    plane_2,
+    scale_offset,
+    minimum_offset,
+    seed_a,
+    seed_b,
+    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DIFFERENCE: tl.constexpr,
+):
+    """Encode one tile of one row: [difference ->] Hadamard -> scale -> round -> pack."""
+    tiles = tl.cdiv(padded_numel, BLOCK).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    row = program // tiles
+    tile = program % tiles
+    x_row = x_ptr + row * x_stride
+    reference_row = reference_ptr + row * reference_stride
+    out_row = out_ptr + row * out_stride
+    if (tile + 1) * BLOCK <= numel:
+        _quantize_tile(
+            x_row,
+            reference_row,
+            out_row,
+            row,
+            tile,
+            numel,
+            padded_numel,
+            num_groups,
+            plane_1,
+            plane_2,
+            scale_offset,
+            minimum_offset,
+            seed_a,
+            seed_b,
+            BLOCK,
+            FORMAT,
+            DIFFERENCE,
+            True,
+        )
+    else:
+        _quantize_tile(
+            x_row,
+            reference_row,
+            out_row,
+            row,
+            tile,
+            numel,
+            padded_numel,
+            num_groups,
+            plane_1,
+            plane_2,
+            scale_offset,
+            minimum_offset,
+            seed_a,
+            seed_b,
+            BLOCK,
+            FORMAT,
+            DIFFERENCE,
+            False,
+        )
+
+
+def launch_quantize(
+    x: Tensor, reference: Tensor | None, fmt: MessageFormat, seed: int, out: Tensor
+) -> None:
+    """Launch the kernel; arguments as for ``reference.quantize``."""
+    rows, numel = x.shape
+    if rows == 0 or numel == 0:
+        return
+    block = max(fmt.group_size, 4096)
+    layout = fmt.layout(numel)
+    other = x if reference is None else reference
+    with on_device(x):
+        quantize_rows_kernel[(rows * triton.cdiv(layout.padded_numel, block),)](
+            x,
+            other,
+            out,
+            row_stride(x, 0),
+            row_stride(other, 0),
+            row_stride(out, 0),
+            numel,
+            *layout_arguments(layout),
+            *seed_words(seed),
+            BLOCK=block,
+            FORMAT=fmt,
+            DIFFERENCE=reference is not None,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
