@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,14 @@ def _parser_settings() -> dict[str, Any]:
     return settings
 
 
-def main() -> None:
-    """Run the command line."""
+def main(args: list[str] | None = None) -> None:
+    """Run the command line.
+
+    Args:
+        args: Its words; ``None`` takes those that the program was started with.
+    """
+    # The workers of `BlockBatches` divide its batches, so the length that it reports is right.
+    warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
     PretrainCLI(
         CausalLM,
         TextDataModule,
@@ -97,6 +104,7 @@ def main() -> None:
         auto_configure_optimizers=False,
         save_config_kwargs={"overwrite": True},
         parser_kwargs=_parser_settings(),
+        args=args,
     )
 
 

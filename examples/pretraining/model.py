@@ -55,8 +55,8 @@ class DecoderConfig:
         if self.hidden_size % (2 * self.num_heads):
             raise ValueError(
                 f"`hidden_size={self.hidden_size}` does not split into "
-                f"`num_heads={self.num_heads}` heads of an even size (rotary positions turn pairs of channels). Choose a "
-                f"`hidden_size` that is a multiple of {2 * self.num_heads}."
+                f"`num_heads={self.num_heads}` heads of an even size (rotary positions turn pairs "
+                f"of channels). Choose a `hidden_size` that is a multiple of {2 * self.num_heads}."
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(

@@ -1,0 +1,131 @@
+"""Preparing tokens on disk: caching, atomicity, and equal samples from both storages."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pretraining import corpus, text
+from pretraining.corpus import CorpusSettings
+
+
+def _settings(folder: Path, **changes: object) -> CorpusSettings:
+    values = {"text": str(folder), "block_size": 32, "val_fraction": 0.1, "test_fraction": 0.1}
+    return CorpusSettings(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_blocks_are_the_files(text_folder: Path, tmp_path: Path) -> None:
+    prepared = corpus.prepare(_settings(text_folder), tmp_path / "cache")
+    listed = json.loads((prepared.path / "files.json").read_text())
+    contents = {f.path: f.content for f in text.read_files(text.find_files(text_folder))}
+    for split in text.SPLITS:
+        expected = b"".join(contents[path] + b"\0" for path in listed[split])
+        blocks = prepared.blocks(split)
+        assert len(blocks) == len(expected) // 33
+        tokens = np.concatenate([blocks[i] for i in range(len(blocks))])
+        ends = tokens == 256
+        assert bytes(np.where(ends, 0, tokens).astype(np.uint8)) == expected[: len(tokens)]
+        assert prepared.num_bytes[split] == sum(len(contents[path]) for path in listed[split])
+
+
+def test_second_run_reuses(text_folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = corpus.prepare(_settings(text_folder), cache)
+    written = (first.path / "train.npy").stat().st_mtime_ns
+    assert corpus.prepare(_settings(text_folder), cache) == first
+    assert (first.path / "train.npy").stat().st_mtime_ns == written
+    assert os.listdir(cache) == [first.path.name]
+
+
+def test_key_follows_settings_and_files(text_folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = corpus.prepare(_settings(text_folder), cache)
+    assert corpus.prepare(_settings(text_folder, split_seed=1), cache).path != first.path
+    # The memory-mapped file does not depend on the block size, so it is shared.
+    assert corpus.prepare(_settings(text_folder, block_size=64), cache).path == first.path
+    (text_folder / "new.txt").write_text("one more file\n" * 20)
+    changed = corpus.prepare(_settings(text_folder), cache)
+    assert changed.path != first.path
+    assert changed.fingerprint != first.fingerprint
+
+
+def test_interrupted_preparation_leaves_nothing(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    cache = tmp_path / "cache"
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "_tokenize", fail)
+        with pytest.raises(KeyboardInterrupt):
+            corpus.prepare(_settings(text_folder), cache)
+    assert os.listdir(cache) == []
+    with pytest.raises(FileNotFoundError, match="No prepared text"):
+        corpus.load(_settings(text_folder), cache)
+
+
+def test_concurrent_preparation(text_folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(corpus.prepare, _settings(text_folder), cache) for _ in range(4)]
+        results = [job.result() for job in jobs]
+    assert all(result == results[0] for result in results)
+    assert os.listdir(cache) == [results[0].path.name]
+
+
+def test_bpe_corpus(text_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="BPE needs tokenizers")
+    settings = _settings(text_folder, tokenizer="bpe", vocab_size=300)
+    prepared = corpus.prepare(settings, tmp_path / "cache")
+    assert prepared.num_tokens["train"] < prepared.num_bytes["train"]
+    decoded = prepared.tokenizer().decode(prepared.blocks("train")[0].tolist())
+    assert "word" in decoded
+    # The trained tokenizer can be given back by its path.
+    again = _settings(text_folder, tokenizer=str(prepared.path / "tokenizer.json"))
+    assert corpus.prepare(again, tmp_path / "cache").fingerprint == prepared.fingerprint
+
+
+def test_storages_hold_the_same_blocks(text_folder: Path, tmp_path: Path) -> None:
+    try:
+        importlib.import_module("litdata")
+    except ImportError as error:
+        pytest.skip(f"litdata cannot be imported: {error}")
+    cache = tmp_path / "cache"
+    mapped = corpus.prepare(_settings(text_folder), cache)
+    chunked = corpus.prepare(_settings(text_folder, storage="litdata"), cache)
+    assert mapped.path != chunked.path
+    assert mapped.fingerprint == chunked.fingerprint
+    for split in text.SPLITS:
+        first, second = mapped.blocks(split), chunked.blocks(split)
+        assert len(first) == len(second)
+        for index in np.random.default_rng(0).permutation(len(first)):
+            np.testing.assert_array_equal(first[int(index)], second[int(index)])
+
+
+def test_litdata_missing(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "litdata", None)
+    with pytest.raises(ModuleNotFoundError, match=r"lq-lightning\[data\].*storage=mmap"):
+        corpus.prepare(_settings(text_folder, storage="litdata"), tmp_path / "cache")
+
+
+def test_too_little_text(text_folder: Path, tmp_path: Path) -> None:
+    prepared = corpus.prepare(_settings(text_folder, block_size=100_000), tmp_path / "cache")
+    with pytest.raises(ValueError, match="train split holds .* less than one block of 100001"):
+        prepared.blocks("train")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"block_size": 1}, "block_size=1"), ({"val_fraction": 0.0}, "between 0 and 0.5")],
+)
+def test_wrong_settings(changes: dict[str, float], message: str, text_folder: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        _settings(text_folder, **changes)

@@ -1,0 +1,134 @@
+"""The built-in decoder and the learning rate."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from pretraining.lightning_module import CausalLM, OptimizerConfig, learning_rate_factor
+from pretraining.model import Decoder, DecoderConfig, rotate
+
+
+def _decoder(**changes: object) -> Decoder:
+    values = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
+    torch.manual_seed(0)
+    return Decoder(DecoderConfig(**(values | changes)), vocab_size=40)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shapes_and_dtype(dtype: torch.dtype) -> None:
+    logits = _decoder().to(dtype)(torch.randint(0, 40, (3, 7)))
+    assert logits.shape == (3, 7, 40)
+    assert logits.dtype == dtype
+
+
+def test_a_token_changes_only_what_follows() -> None:
+    model = _decoder()
+    tokens = torch.randint(0, 40, (1, 12))
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 40
+    difference = (model(tokens) - model(changed)).abs().amax(-1)[0]
+    assert torch.all(difference[:5] == 0)
+    assert torch.all(difference[5:] > 0)
+
+
+def test_starts_at_the_loss_of_guessing() -> None:
+    logits = _decoder()(torch.randint(0, 40, (8, 16)))
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.randint(0, 40, (8 * 16,)))
+    assert abs(loss.item() - math.log(40)) < 0.1
+
+
+def test_tied_embeddings_share_one_parameter() -> None:
+    tied, untied = _decoder(), _decoder(tie_embeddings=False)
+    assert tied.lm_head.weight is tied.embedding.weight
+    numbers = [sum(p.numel() for p in model.parameters()) for model in (tied, untied)]
+    assert numbers[1] - numbers[0] == 40 * 32
+
+
+def test_rotation_keeps_length_and_depends_on_distance_only() -> None:
+    query, key = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).expand(2, 1, 1, 9, 8)
+    turned_query, turned_key = rotate(query, 10_000.0), rotate(key, 10_000.0)
+    torch.testing.assert_close(turned_query.norm(dim=-1), query.norm(dim=-1), rtol=1e-5, atol=0)
+    products = (turned_query @ turned_key.transpose(-1, -2))[0, 0]
+    for distance in range(-4, 5):
+        diagonal = products.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-5)
+
+
+def test_equals_hugging_face_llama() -> None:
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    model = _decoder(tie_embeddings=False)
+    config = transformers.LlamaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=model.config.mlp_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=model.config.norm_eps,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+    )
+    theirs = transformers.LlamaForCausalLM(config)
+    names = {
+        "embedding": "model.embed_tokens",
+        "blocks": "model.layers",
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "attention": "self_attn",
+        "norm": "model.norm",
+    }
+    state = {}
+    for name, value in model.state_dict().items():
+        parts = name.split(".")
+        state[".".join(names.get(part, part) for part in parts)] = value
+    theirs.load_state_dict(state)
+    tokens = torch.randint(0, 40, (2, 9))
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 30}, "hidden_size=30.*multiple of 8"),
+        ({"num_kv_heads": 3}, "num_kv_heads=3"),
+        ({"num_layers": 0}, "num_layers=0"),
+    ],
+)
+def test_wrong_shapes(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _decoder(**changes)
+
+
+def test_learning_rate_warms_up_and_decays() -> None:
+    config = OptimizerConfig(lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
+    factors = [learning_rate_factor(step, config, 100) for step in range(120)]
+    assert factors[0] == pytest.approx(0.1)
+    assert max(factors) == factors[10] == pytest.approx(1.0)
+    assert all(a >= b for a, b in zip(factors[10:], factors[11:], strict=False))
+    assert factors[100:] == pytest.approx([0.1] * 20)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"lr": 0.0}, {"warmup_steps": -1}, {"min_lr_ratio": 2.0}], ids=str
+)
+def test_wrong_optimizer(changes: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        OptimizerConfig(**changes)  # type: ignore[arg-type]
+
+
+def test_generation_adds_tokens_and_repeats_with_its_seed() -> None:
+    model = CausalLM(decoder=DecoderConfig(num_layers=1, hidden_size=16, num_heads=2), block_size=8)
+    with pytest.raises(RuntimeError, match="configure_model"):
+        model(torch.zeros(1, 2, dtype=torch.int64))
+    model.configure_model()
+    built = model.model
+    model.configure_model()
+    assert model.model is built
+    prompt = torch.tensor([1, 2, 3])
+    first, second = (model.generate(prompt, 12, temperature=1.0, seed=5) for _ in range(2))
+    assert first.tolist() == second.tolist()
+    assert first[:3].tolist() == [1, 2, 3]
+    assert len(first) == 15
+    assert model.generate(prompt, 2, temperature=0.0).shape == (5,)
