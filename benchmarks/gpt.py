@@ -1,0 +1,84 @@
+"""A plain GPT for benchmarks: pre-norm blocks, SDPA attention, untied embedding and head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPTConfig:
+    """Sizes of the model; the defaults give 1.41e9 parameters."""
+
+    layers: int = 24
+    hidden: int = 2048
+    heads: int = 16
+    seq: int = 2048
+    vocab: int = 50304
+
+    def __post_init__(self) -> None:
+        """Check that heads divide the hidden size."""
+        if self.hidden % self.heads:
+            raise ValueError(
+                f"hidden={self.hidden} is not a multiple of heads={self.heads}: "
+                "choose a number of heads that divides it"
+            )
+
+
+class Block(nn.Module):
+    """Causal self-attention and a GELU MLP, each behind a LayerNorm and a residual."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.norm1 = nn.LayerNorm(config.hidden)
+        self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=False)
+        self.out = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.norm2 = nn.LayerNorm(config.hidden)
+        self.up = nn.Linear(config.hidden, 4 * config.hidden, bias=False)
+        self.down = nn.Linear(4 * config.hidden, config.hidden, bias=False)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Map ``[B, T, C]`` hidden states to the next block's."""
+        batch, length, width = x_BTC.shape
+        qkv = self.qkv(self.norm1(x_BTC)).view(batch, length, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BTC = x_BTC + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return x_BTC + self.down(F.gelu(self.up(self.norm2(x_BTC))))
+
+
+class GPT(nn.Module):
+    """Returns the mean next-token loss of ``tokens``."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.hidden)
+        self.positions = nn.Embedding(config.seq, config.hidden)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.hidden)
+        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Return the loss over ``[B, T]`` int64 tokens, a scalar."""
+        positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        x = self.tokens(tokens_BT) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens_BT[:, 1:].flatten())
+
+    @torch.no_grad()
+    def reset_local_shards(self, seed: int) -> None:
+        """Initialise sharded parameters in place, without communication."""
+        device = next(self.parameters()).device
+        generator = torch.Generator(device).manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            if parameter.ndim > 1:
+                local.normal_(0.0, 0.02, generator=generator)
+            else:
+                local.fill_(1.0 if name.endswith("weight") else 0.0)

@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# Run one torchrun job as several emulated nodes on one machine, with a real rate-limited network
+# between them. See usage below.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: nodes.sh [-r RATE] [-n NODES] [-g RANKS] [-p PYTHON] SCRIPT [ARGS...]
+
+  -r RATE    network rate of each node, in tc's units (10gbit, 25gbit, 500mbit), or none
+             (default: none, which is the speed of the virtual network itself)
+  -n NODES   number of emulated nodes (default: 2)
+  -g RANKS   ranks, and so GPUs if there are any, per node (default: 2)
+  -p PYTHON  interpreter (default: $PYTHON, else python3)
+
+Each node is a network namespace behind one bridge. Traffic between nodes goes through its own
+interface, limited by a token bucket on the sending side; ranks of one node talk over NVLink or
+shared memory. NCCL_HOSTID makes NCCL see different hosts. Variables such as NCCL_NVLS_ENABLE=0 or
+NCCL_DEBUG pass through from the caller. Give the script the node size too, e.g.:
+
+  nodes.sh -r 10gbit -n 2 -g 2 benchmarks/step_time.py --node-size 2 --json out.json
+
+Needs root, ip and tc (package iproute2). All namespaces, interfaces and processes are removed at
+the end, also after a failure or Ctrl-C. The exit status is that of the first node that failed.
+TEXT
+}
+
+rate=none nodes=2 ranks=2 python=${PYTHON:-python3}
+while getopts "r:n:g:p:h" option; do
+    case $option in
+        r) rate=$OPTARG ;;
+        n) nodes=$OPTARG ;;
+        g) ranks=$OPTARG ;;
+        p) python=$OPTARG ;;
+        h) usage; exit 0 ;;
+        *) usage >&2; exit 2 ;;
+    esac
+done
+shift $((OPTIND - 1))
+
+fail() { echo "nodes.sh: $*" >&2; exit 2; }
+[ $# -gt 0 ] || { usage >&2; exit 2; }
+[[ $nodes =~ ^[1-9][0-9]?$ && $ranks =~ ^[1-9][0-9]?$ ]] || fail "-n and -g take numbers from 1 to 99"
+[ "$(id -u)" = 0 ] || fail "network namespaces need root"
+for tool in ip tc; do
+    command -v "$tool" >/dev/null || fail "$tool not found: install iproute2"
+done
+
+id=$((BASHPID % 10000))  # interface names have at most 15 characters
+bridge=lqb$id
+subnet=10.$((64 + BASHPID % 64)).$((BASHPID / 64 % 256))
+port=$((20000 + RANDOM % 20000))  # fresh for every call
+pids=()
+
+cleanup() {
+    trap - EXIT INT TERM
+    for pid in ${pids[@]+"${pids[@]}"}; do kill -TERM -- "-$pid" 2>/dev/null || true; done
+    for node in $(seq 0 $((nodes - 1))); do
+        for pid in $(ip netns pids "lq$id-$node" 2>/dev/null); do kill -KILL "$pid" 2>/dev/null || true; done
+        ip netns del "lq$id-$node" 2>/dev/null || true  # removes its end of the cable, hence both
+    done
+    ip link del "$bridge" 2>/dev/null || true
+}
+trap cleanup EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+make_node() {
+    local node=$1 name=lq$id-$1 inner=v$1 outer=lqp$id-$1
+    ip netns add "$name"
+    ip -n "$name" link set lo up
+    ip link add "$outer" type veth peer name "$inner" netns "$name"
+    ip link set "$outer" master "$bridge" mtu 9000 up
+    ip -n "$name" addr add "$subnet.$((node + 1))/24" dev "$inner"
+    ip -n "$name" link set "$inner" mtu 9000 up
+    if [ "$rate" != none ]; then
+        tc -n "$name" qdisc add dev "$inner" root tbf rate "$rate" burst 4mb latency 100ms ||
+            fail "tc refused -r $rate"
+    fi
+}
+
+start_node() {
+    local node=$1 inner=v$1 first=$(($1 * ranks)) devices=()
+    if command -v nvidia-smi >/dev/null; then
+        devices=("CUDA_VISIBLE_DEVICES=$(seq -s, "$first" $((first + ranks - 1)))")
+    fi
+    # setsid: a process group of its own, so that cleaning up reaches every rank.
+    setsid ip netns exec "lq$id-$node" env ${devices[@]+"${devices[@]}"} \
+        NCCL_HOSTID="lq$id-$node" NCCL_SOCKET_IFNAME="$inner" GLOO_SOCKET_IFNAME="$inner" \
+        NCCL_IB_DISABLE=1 NCCL_SOCKET_NTHREADS="${NCCL_SOCKET_NTHREADS:-4}" \
+        NCCL_NSOCKS_PERTHREAD="${NCCL_NSOCKS_PERTHREAD:-4}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}" \
+        LQ_EMULATED_RATE="$rate" LQ_NODE_INTERFACE="$inner" \
+        "$python" -m torch.distributed.run --nnodes "$nodes" --node-rank "$node" \
+        --nproc-per-node "$ranks" --master-addr "$subnet.1" --master-port "$port" \
+        "${arguments[@]}" &
+    pids+=($!)
+}
+
+arguments=("$@")
+ip link add "$bridge" type bridge
+ip link set "$bridge" mtu 9000 up
+for node in $(seq 0 $((nodes - 1))); do make_node "$node"; done
+for node in $(seq 0 $((nodes - 1))); do start_node "$node"; done
+
+status=0 running=("${pids[@]}")
+while [ ${#running[@]} -gt 0 ] && [ "$status" = 0 ]; do  # one that fails ends the others
+    sleep 0.2
+    left=()
+    for pid in "${running[@]}"; do
+        if kill -0 "$pid" 2>/dev/null; then left+=("$pid"); else wait "$pid" || status=$?; fi
+    done
+    running=(${left[@]+"${left[@]}"})
+done
+for node in $(seq 0 $((nodes - 1))); do
+    sent=$(ip netns exec "lq$id-$node" cat "/sys/class/net/v$node/statistics/tx_bytes")
+    echo "node $node sent $sent bytes in all" >&2
+done
+exit "$status"
