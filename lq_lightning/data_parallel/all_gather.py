@@ -1,4 +1,4 @@
-"""Quantized all-gathers of FSDP2 units: weight differences (SDP4Bit's qWD) and plain weights (qW).
+"""Quantized all-gather of the weights themselves, and what every quantized all-gather shares.
 
 One object serves one FSDP2 unit. FSDP2 calls ``allocate`` for the output, copies this rank's shard
 (already cast to the gather dtype) into its slot of the output, and calls the object with the output
@@ -7,122 +7,21 @@ and that slot, which is a *view* of it: writing the output destroys the input.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat import (
-    AllGather,
-    GroupParam,
-    all_gather_flat,
-    to_sharded_dtensor,
-    write_fingerprint,
-)
-from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode
-from lq_lightning.data_parallel.config import Topology, WeightQuantization
+from lq_lightning._compat import AllGather, GroupParam, all_gather_flat
+from lq_lightning.codecs import decode, derive_seed, encode
+from lq_lightning.data_parallel.config import WeightQuantization
 from lq_lightning.data_parallel.layout import MessageLayout, Segment, segment_runs
-from lq_lightning.data_parallel.traffic import ErrorSums, Traffic, ring_bytes
+from lq_lightning.data_parallel.traffic import ring_bytes
+from lq_lightning.data_parallel.unit import UnitContext, keep_small_runs_exact, weight_segments
 
-__all__ = ["ReplicaRead", "UnitContext", "WeightAllGather", "WeightDifferenceAllGather"]
-
-
-@dataclass(slots=True)
-class UnitContext:
-    """What every unit of one model shares.
-
-    Attributes:
-        topology: Ranks and nodes.
-        intra_group: Ranks of this node, in local-rank order.
-        inter_group: Ranks with this local rank, in node order.
-        seed: Base of all stochastic-rounding seeds.
-        traffic: Byte counters.
-        step: Optimizer steps taken so far; a new number allows one more exchange.
-        measure_errors: Whether to sum up quantization errors (costs extra passes).
-        weight_errors: Sums of the weights' relative error.
-        gradient_errors: Sums of the gradients' relative error.
-        on_outside_write: Called with the unit's name when its weights were written by something
-            other than an optimizer step.
-    """
-
-    topology: Topology
-    intra_group: dist.ProcessGroup
-    inter_group: dist.ProcessGroup
-    seed: int
-    traffic: Traffic
-    step: int = 0
-    measure_errors: bool = False
-    weight_errors: ErrorSums = field(default_factory=ErrorSums)
-    gradient_errors: ErrorSums = field(default_factory=ErrorSums)
-    on_outside_write: Callable[[str], None] = lambda name: None
-
-
-def weight_segments(
-    params: Sequence[GroupParam],
-    names: Sequence[str],
-    min_quantized_numel: int,
-    skip_frozen: bool,
-) -> list[Segment]:
-    """Say for each parameter of a unit how its shard travels in the all-gather.
-
-    Args:
-        params: Parameters in the order in which FSDP2 packs them.
-        names: Their fully qualified names.
-        min_quantized_numel: Parameters with fewer elements travel in full precision.
-        skip_frozen: Whether parameters that are not trained are left out of the exchange.
-    """
-    segments, start = [], 0
-    for param, name in zip(params, names, strict=True):
-        reason = ""
-        travel = "quantized"
-        if skip_frozen and not param.requires_grad:
-            travel, reason = "skipped", "frozen: gathered once in full precision"
-        else:
-            reason = full_precision_reason(param, param.gather_dtype, min_quantized_numel)
-            travel = "full" if reason else "quantized"
-        segments.append(Segment(name, start, param.padded_shard_numel, travel, reason))  # type: ignore[arg-type]
-        start += param.padded_shard_numel
-    return segments
-
-
-def full_precision_reason(param: GroupParam, dtype: torch.dtype, min_quantized_numel: int) -> str:
-    """Why a parameter's weights or gradients are not quantized; empty if they are."""
-    if not dtype.is_floating_point:
-        return f"{dtype} is not floating point"
-    if param.ndim < 2:
-        return f"{param.ndim}-D"
-    if param.numel < min_quantized_numel:
-        return f"{param.numel} elements < min_quantized_numel={min_quantized_numel}"
-    return ""
-
-
-def keep_small_runs_exact(segments: list[Segment], spec: CodecSpec, itemsize: int) -> list[Segment]:
-    """Let quantized runs travel in full precision where their codes would not be smaller."""
-    small = [
-        run
-        for run in segment_runs(segments)
-        if run.quantized and spec.nbytes(run.numel) >= run.numel * itemsize
-    ]
-    return [
-        segment._replace(travel="full", reason="the encoded shard would not be smaller")
-        if any(run.start <= segment.start < run.start + run.numel for run in small)
-        and segment.travel == "quantized"
-        else segment
-        for segment in segments
-    ]
-
-
-class ReplicaRead(enum.Enum):
-    """What a gather has to do before the replica can be read."""
-
-    READ = "read"
-    EXCHANGE = "exchange"
-    RESTORE = "restore"
-    FULL = "full"
+__all__ = ["WeightAllGather"]
 
 
 class WeightAllGather(AllGather):
@@ -209,8 +108,8 @@ class WeightAllGather(AllGather):
         self._count_baseline(input_tensor)
         layout = self._current_layout(input_tensor.dtype)
         message = self._encode(layout, input_tensor, reference=None)
-        messages = self._gather_messages(message, group)
-        self._decode(layout, messages, output_tensor.view(messages.shape[0], -1), add=False)
+        slots = output_tensor.view(group.size(), -1)
+        self._gather_and_decode(layout, message, slots, group, add=False)
 
     # --- pieces -----------------------------------------------------------------------------
 
@@ -250,19 +149,58 @@ class WeightAllGather(AllGather):
         traffic.weights_elements += layout.numel
         return message
 
+    def _gather_and_decode(
+        self,
+        layout: MessageLayout,
+        message: Tensor,
+        slots: Tensor,
+        group: dist.ProcessGroup,
+        *,
+        add: bool,
+    ) -> None:
+        """Gather every rank's message and decode it into (or onto) its slot.
+
+        With several nodes of several ranks, messages cross the slow network once per node and are
+        passed on inside it, which a flat ring over all ranks does not do.
+
+        Args:
+            layout: Layout of the messages.
+            message: ``[1, nbytes]`` of this rank.
+            slots: ``[R, n]``, one row for each rank of ``group`` in its order.
+            group: All ranks, or the ranks with this local rank.
+            add: Whether to add to the slots instead of replacing them.
+        """
+        context, topology = self._context, self._context.topology
+        flat = group.size() != topology.world_size or 1 in (topology.num_nodes, topology.node_size)
+        if flat:
+            self._decode(layout, self._gather_messages(message, group), slots, add=add)
+            return
+        by_node = self._gather_messages(message, context.inter_group)
+        every = self._gather_messages(by_node.view(1, -1), context.intra_group)
+        slots_by_node = slots.view(topology.num_nodes, topology.node_size, -1)
+        for local_rank in range(topology.node_size):
+            messages = every[local_rank].view(topology.num_nodes, -1)
+            self._decode(layout, messages, slots_by_node[:, local_rank], add=add)
+
     def _gather_messages(self, message: Tensor, group: dist.ProcessGroup) -> Tensor:
         """All-gather ``[1, nbytes]`` messages over ``group`` to ``[ranks, nbytes]``."""
         messages = message.new_empty(group.size(), message.shape[1])
         if message.shape[1]:
             all_gather_flat(messages.view(-1), message.view(-1), group)
+        self._count_sent(message.shape[1], group)
+        return messages
+
+    def _count_sent(self, nbytes: int, group: dist.ProcessGroup) -> None:
+        """Count a gather of ``nbytes`` per rank over ``group``."""
         traffic, topology = self._context.traffic, self._context.topology
-        if group.size() == topology.world_size:
-            intra, inter = ring_bytes(message.shape[1], topology)
+        if group is self._context.intra_group:
+            traffic.weights_intra += (group.size() - 1) * nbytes
+        elif group is self._context.inter_group:
+            traffic.weights_inter += (group.size() - 1) * nbytes
+        else:
+            intra, inter = ring_bytes(nbytes, topology)
             traffic.weights_intra += intra
             traffic.weights_inter += inter
-        else:
-            traffic.weights_inter += (group.size() - 1) * message.shape[1]
-        return messages
 
     @staticmethod
     def _decode(layout: MessageLayout, messages: Tensor, slots: Tensor, *, add: bool) -> None:
@@ -283,270 +221,3 @@ def _byte_segments(segments: list[Segment], params: list[GroupParam]) -> list[Se
         scaled.append(segment._replace(start=start, numel=nbytes))
         start += nbytes
     return scaled
-
-
-class WeightDifferenceAllGather(WeightAllGather):
-    """All-gather of quantized weight differences (SDP4Bit §3.1, Algorithm 2).
-
-    Every rank keeps a replica of the weights it computes with. Once per optimizer step each rank
-    encodes the difference between its main shard and its slot of the replica; all ranks, the owner
-    included, add the decoded differences. Main weights stay exact, so the next difference contains
-    what this one lost. Further gathers of the step only read the replica.
-
-    A full-precision gather replaces the exchange for the first gather, after
-    :meth:`invalidate`, and when the shards were written by anything but an optimizer step (seen by
-    storage address and version counters; a write through ``.data`` is not seen: call
-    :meth:`invalidate` after one).
-    These decisions rest on what every rank does alike, as all FSDP2 collectives do.
-
-    Deviations from the reference implementation: rounds to nearest by default; the difference is
-    formed and added in fp32 and rounded once to the replica's dtype.
-    """
-
-    _skip_frozen = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._replica: Tensor | None = None  # full: [world * n]; node: [nodes * n]
-        self._own: Tensor | None = None  # [n], this rank's slot of the replica
-        self._restored: Tensor | None = None
-        self._dirty = False
-        self._read_step = -1
-        self._read_print: tuple[tuple[int, int, int], ...] | None = None
-        self._step_print: tuple[tuple[int, int, int], ...] | None = None
-
-    @property
-    def shared_by_node(self) -> bool:
-        """Whether the ranks of a node share one replica."""
-        return self._config.replica == "node"
-
-    # --- state ------------------------------------------------------------------------------
-
-    def invalidate(self) -> None:
-        """Make the next gather a full-precision one."""
-        self._dirty = True
-
-    def note_optimizer_step(self) -> None:
-        """Remember the shards as the optimizer left them; any other write is an outside one."""
-        self._step_print = write_fingerprint(self._params())
-
-    @property
-    def pending(self) -> bool:
-        """Whether an optimizer step was taken since the last exchange."""
-        return self._read_step != self._context.step
-
-    def replica_slots(self) -> dict[str, Any]:
-        """This rank's slot of the replica as DTensors sharded like the parameters, by name."""
-        if self._own is None or self._own.dtype == torch.uint8:
-            return {}
-        slots, start = {}, 0
-        for param, name in zip(self._params(), self.names, strict=True):
-            flat = self._own[start : start + param.padded_shard_numel]
-            slots[name] = to_sharded_dtensor(param, flat.clone())
-            start += param.padded_shard_numel
-        return slots
-
-    def restore(self, slots: dict[str, Tensor], pending: bool) -> None:
-        """Let the next gather start from saved replica slots instead of the main weights.
-
-        Args:
-            slots: This rank's valid local part of the replica by parameter name.
-            pending: Whether an exchange was still due when the slots were saved.
-        """
-        params = self._params()
-        total = sum(p.padded_shard_numel for p in params)
-        first = slots[self.names[0]]
-        restored = first.new_zeros(total)
-        start = 0
-        for param, name in zip(params, self.names, strict=True):
-            local = slots[name].reshape(-1)
-            restored[start : start + local.numel()].copy_(local)
-            start += param.padded_shard_numel
-        self._restored = restored
-        self._dirty = False
-        self._replica = self._own = None
-        self._read_step = -1 if pending else self._context.step
-        self._step_print = write_fingerprint(params)
-
-    def checksum(self) -> Tensor | None:
-        """Order-sensitive 64-bit checksum of the replica, ``[1]`` int64; None before a gather."""
-        if self._replica is None:
-            return None
-        return _checksum(self._replica)
-
-    def corrupt(self, amount: float = 1.0) -> None:
-        """Change one element of another rank's slot in this rank's replica (for drift tests)."""
-        if self._replica is None:
-            raise RuntimeError(f"unit `{self.name}` has no replica yet: run a forward pass first.")
-        position = 0 if self._context.topology.rank else self._replica.numel() - 1
-        if self.shared_by_node:
-            position = 0 if self._context.topology.node else self._replica.numel() - 1
-        self._replica[position] += amount
-
-    # --- the collective ---------------------------------------------------------------------
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Return the persistent replica (``"full"``) or a transient buffer (``"node"``)."""
-        if self.shared_by_node or size[0] != self._expected_numel(dtype):
-            return torch.empty(*size, dtype=dtype, device=device)
-        if self._replica is None or self._replica.dtype != dtype:
-            with torch.inference_mode(False):
-                self._replica = torch.empty(*size, dtype=dtype, device=device)
-                self._own = None
-        return self._replica
-
-    def _expected_numel(self, dtype: torch.dtype) -> int:
-        params = self._params()
-        world = self._context.topology.world_size
-        if dtype == torch.uint8:
-            return world * sum(p.padded_shard_numel * p.gather_dtype.itemsize for p in params)
-        return world * sum(p.padded_shard_numel for p in params)
-
-    def _decide(self) -> ReplicaRead:
-        """What this gather has to do; every rank must come to the same answer."""
-        current = write_fingerprint(self._params())
-        if self._restored is not None and not self._dirty:
-            outside = current != self._step_print
-            self._read_print = current
-            return ReplicaRead.FULL if outside else ReplicaRead.RESTORE
-        if self._own is None or self._dirty:
-            decision = ReplicaRead.FULL
-        elif self.pending:
-            decision = ReplicaRead.EXCHANGE if current == self._step_print else ReplicaRead.FULL
-            if decision is ReplicaRead.FULL:
-                self._context.on_outside_write(self.name)
-        elif current != self._read_print:
-            decision = ReplicaRead.FULL
-            self._context.on_outside_write(self.name)
-        else:
-            decision = ReplicaRead.READ
-        self._read_print = current
-        return decision
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> None:
-        """Fill ``output_tensor`` (``[world * n]``) with the replica, exchanging first if due."""
-        topology = self._context.topology
-        expected = input_tensor.numel() * topology.world_size == self._expected_numel(
-            input_tensor.dtype
-        )
-        if group.size() != topology.world_size or not expected:
-            all_gather_flat(output_tensor, input_tensor, group)
-            return
-        self._count_baseline(input_tensor)
-        decision = self._decide()
-        if self.shared_by_node:
-            self._gather_node(output_tensor, input_tensor, decision)
-        else:
-            self._gather_full(input_tensor, group, decision)
-        self._read_step = self._context.step
-
-    def _gather_full(self, slot: Tensor, group: dist.ProcessGroup, decision: ReplicaRead) -> None:
-        replica = self._replica
-        if replica is None:
-            raise AssertionError("allocate() was not called before the all-gather")
-        slots = replica.view(group.size(), -1)
-        own = self._own
-        if decision is ReplicaRead.FULL or own is None:
-            due = decision is ReplicaRead.RESTORE and self.pending
-            main = slot.clone() if due else None
-            own = self._start_replica(slot, decision)
-            slot.copy_(own)
-            self._gather_exact(replica, slot, group)
-            if main is not None:
-                self._exchange(main, own, slot, slots, group)
-        elif decision is ReplicaRead.EXCHANGE:
-            self._exchange(slot, own, slot, slots, group)
-        else:
-            slot.copy_(own)
-
-    def _exchange(
-        self, main: Tensor, own: Tensor, slot: Tensor, slots: Tensor, group: dist.ProcessGroup
-    ) -> None:
-        """Send ``main - own`` and add every rank's decoded difference to ``slots``.
-
-        ``main`` may be ``slot`` itself: it is encoded before the slot is overwritten.
-        """
-        layout = self._current_layout(main.dtype)
-        message = self._encode(layout, main, reference=own)
-        exact = main.clone() if self._context.measure_errors else None
-        messages = self._gather_messages(message, group)
-        if slot is not own:
-            slot.copy_(own)
-        self._decode(layout, messages, slots, add=True)
-        if slot is not own:
-            own.copy_(slot)
-        if exact is not None:
-            for run in layout.runs:
-                stop = run.start + run.numel
-                self._context.weight_errors.add(own[run.start : stop], exact[run.start : stop])
-
-    def _start_replica(self, slot: Tensor, decision: ReplicaRead) -> Tensor:
-        """Set this rank's slot from the main weights, or from restored values."""
-        if self._own is None or self._own.shape != slot.shape:
-            with torch.inference_mode(False):
-                self._own = torch.empty_like(slot)
-        if decision is ReplicaRead.RESTORE and self._restored is not None:
-            self._own.copy_(self._restored)
-        else:
-            self._own.copy_(slot)
-        self._restored = None
-        self._dirty = False
-        return self._own
-
-    def _gather_exact(self, output: Tensor, slot: Tensor, group: dist.ProcessGroup) -> None:
-        """Gather slots in full precision; ``slot`` may be a view of ``output``."""
-        all_gather_flat(output, slot, group)
-        context = self._context
-        nbytes = slot.numel() * slot.itemsize
-        context.traffic.full_precision_gathers += 1
-        if group.size() == context.topology.world_size:
-            intra, inter = ring_bytes(nbytes, context.topology)
-            context.traffic.weights_intra += intra
-            context.traffic.weights_inter += inter
-        else:
-            context.traffic.weights_inter += (group.size() - 1) * nbytes
-
-    def _gather_node(self, output: Tensor, slot: Tensor, decision: ReplicaRead) -> None:
-        topology, context = self._context.topology, self._context
-        if self._replica is None or self._own is None:
-            with torch.inference_mode(False):
-                self._replica = slot.new_empty(topology.num_nodes * slot.numel())
-                self._own = self._replica.view(topology.num_nodes, -1)[topology.node]
-            if decision is not ReplicaRead.RESTORE:
-                decision = ReplicaRead.FULL
-        slots = self._replica.view(topology.num_nodes, -1)
-        if decision in (ReplicaRead.FULL, ReplicaRead.RESTORE):
-            due = decision is ReplicaRead.RESTORE and self.pending
-            own = self._start_replica(slot, decision)
-            self._gather_exact(self._replica, own, context.inter_group)
-            if due:
-                self._exchange(slot, own, own, slots, context.inter_group)
-        elif decision is ReplicaRead.EXCHANGE:
-            self._exchange(slot, self._own, self._own, slots, context.inter_group)
-        nodes = output.view(topology.num_nodes, -1)
-        for node in range(topology.num_nodes):
-            all_gather_flat(nodes[node], slots[node], context.intra_group)
-        nbytes = (topology.node_size - 1) * self._replica.numel() * slot.itemsize
-        context.traffic.weights_intra += nbytes
-
-
-def _checksum(values: Tensor, chunk: int = 1 << 16) -> Tensor:
-    """Position-weighted sum of the raw bits: differs between ranks if any chunk's sum differs."""
-    words = values.view(torch.int16) if values.itemsize == 2 else values.view(torch.int32)
-    if values.itemsize not in (2, 4):
-        words = values.view(torch.uint8)
-    full = words.numel() // chunk * chunk
-    sums = [words[:full].view(-1, chunk).sum(dim=1, dtype=torch.int64)]
-    sums.append(words[full:].sum(dtype=torch.int64).view(1))
-    total = torch.cat(sums)
-    weights = torch.arange(1, total.numel() + 1, dtype=torch.int64, device=values.device)
-    mixed = weights * 0x5851F42D4C957F2D + 0x14057B7EF767814F  # wraps, which is wanted
-    return (total * (mixed | 1)).sum().view(1)

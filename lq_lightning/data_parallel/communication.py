@@ -21,11 +21,7 @@ from lq_lightning._compat import (
     record_reduced_params,
     uses_hsdp,
 )
-from lq_lightning.data_parallel.all_gather import (
-    UnitContext,
-    WeightAllGather,
-    WeightDifferenceAllGather,
-)
+from lq_lightning.data_parallel.all_gather import WeightAllGather
 from lq_lightning.data_parallel.config import GradientQuantization, Topology, WeightQuantization
 from lq_lightning.data_parallel.plan import (
     CommunicationPlan,
@@ -36,6 +32,8 @@ from lq_lightning.data_parallel.plan import (
 )
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
 from lq_lightning.data_parallel.traffic import Traffic
+from lq_lightning.data_parallel.unit import UnitContext
+from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
 
 __all__ = ["QuantizationErrors", "QuantizedCommunication", "quantize_communication"]
 
@@ -148,7 +146,8 @@ class QuantizedCommunication:
             raise RuntimeError(
                 f"the weight replicas of {len(drifted)} unit(s) differ between ranks after "
                 f"optimizer step {self.step}, first `{drifted[0]}`. Something wrote to them "
-                "on some ranks only; `on_drift='resync'` would refresh them in full precision and go on."
+                "on some ranks only; `on_drift='resync'` would refresh them in full precision "
+                "and go on."
             )
         return drifted
 

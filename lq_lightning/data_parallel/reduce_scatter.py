@@ -18,14 +18,14 @@ from torch import Tensor
 
 from lq_lightning._compat import GroupParam, ReduceScatter, reduce_scatter_flat
 from lq_lightning.codecs import decode_reduce, decode_reduce_encode, derive_seed, encode
-from lq_lightning.data_parallel.all_gather import (
+from lq_lightning.data_parallel.config import GradientQuantization
+from lq_lightning.data_parallel.layout import MessageLayout, Segment, segment_runs
+from lq_lightning.data_parallel.traffic import ring_bytes
+from lq_lightning.data_parallel.unit import (
     UnitContext,
     full_precision_reason,
     keep_small_runs_exact,
 )
-from lq_lightning.data_parallel.config import GradientQuantization
-from lq_lightning.data_parallel.layout import MessageLayout, Segment, segment_runs
-from lq_lightning.data_parallel.traffic import ring_bytes
 
 __all__ = ["TwoLevelReduceScatter"]
 

@@ -585,7 +585,8 @@ def _traffic_is_real(rank: int, world: int, node_size: int, replica: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("world", "node_size", "replica"), [(2, 1, "full"), (2, 2, "full"), (4, 2, "node")]
+    ("world", "node_size", "replica"),
+    [(2, 1, "full"), (2, 2, "full"), (4, 2, "full"), (4, 2, "node")],
 )
 def test_counted_bytes_are_the_bytes_handed_to_the_collectives(
     world: int, node_size: int, replica: str

@@ -1,0 +1,107 @@
+"""What the collectives of one FSDP2 unit share, and which parameters they quantize."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from lq_lightning._compat import GroupParam
+from lq_lightning.codecs import CodecSpec
+from lq_lightning.data_parallel.config import Topology
+from lq_lightning.data_parallel.layout import Segment, segment_runs
+from lq_lightning.data_parallel.traffic import ErrorSums, Traffic
+
+__all__ = [
+    "UnitContext",
+    "full_precision_reason",
+    "keep_small_runs_exact",
+    "weight_segments",
+]
+
+
+@dataclass(slots=True)
+class UnitContext:
+    """What every unit of one model shares.
+
+    Attributes:
+        topology: Ranks and nodes.
+        intra_group: Ranks of this node, in local-rank order.
+        inter_group: Ranks with this local rank, in node order.
+        seed: Base of all stochastic-rounding seeds.
+        traffic: Byte counters.
+        step: Optimizer steps taken so far; a new number allows one more exchange.
+        measure_errors: Whether to sum up quantization errors (costs extra passes).
+        weight_errors: Sums of the weights' relative error.
+        gradient_errors: Sums of the gradients' relative error.
+        on_outside_write: Called with the unit's name when its weights were written by something
+            other than an optimizer step.
+    """
+
+    topology: Topology
+    intra_group: dist.ProcessGroup
+    inter_group: dist.ProcessGroup
+    seed: int
+    traffic: Traffic
+    step: int = 0
+    measure_errors: bool = False
+    weight_errors: ErrorSums = field(default_factory=ErrorSums)
+    gradient_errors: ErrorSums = field(default_factory=ErrorSums)
+    on_outside_write: Callable[[str], None] = lambda name: None
+
+
+def weight_segments(
+    params: Sequence[GroupParam],
+    names: Sequence[str],
+    min_quantized_numel: int,
+    skip_frozen: bool,
+) -> list[Segment]:
+    """Say for each parameter of a unit how its shard travels in the all-gather.
+
+    Args:
+        params: Parameters in the order in which FSDP2 packs them.
+        names: Their fully qualified names.
+        min_quantized_numel: Parameters with fewer elements travel in full precision.
+        skip_frozen: Whether parameters that are not trained are left out of the exchange.
+    """
+    segments, start = [], 0
+    for param, name in zip(params, names, strict=True):
+        reason = ""
+        travel = "quantized"
+        if skip_frozen and not param.requires_grad:
+            travel, reason = "skipped", "frozen: gathered once in full precision"
+        else:
+            reason = full_precision_reason(param, param.gather_dtype, min_quantized_numel)
+            travel = "full" if reason else "quantized"
+        segments.append(Segment(name, start, param.padded_shard_numel, travel, reason))  # type: ignore[arg-type]
+        start += param.padded_shard_numel
+    return segments
+
+
+def full_precision_reason(param: GroupParam, dtype: torch.dtype, min_quantized_numel: int) -> str:
+    """Why a parameter's weights or gradients are not quantized; empty if they are."""
+    if not dtype.is_floating_point:
+        return f"{dtype} is not floating point"
+    if param.ndim < 2:
+        return f"{param.ndim}-D"
+    if param.numel < min_quantized_numel:
+        return f"{param.numel} elements < min_quantized_numel={min_quantized_numel}"
+    return ""
+
+
+def keep_small_runs_exact(segments: list[Segment], spec: CodecSpec, itemsize: int) -> list[Segment]:
+    """Let quantized runs travel in full precision where their codes would not be smaller."""
+    small = [
+        run
+        for run in segment_runs(segments)
+        if run.quantized and spec.nbytes(run.numel) >= run.numel * itemsize
+    ]
+    return [
+        segment._replace(travel="full", reason="the encoded shard would not be smaller")
+        if any(run.start <= segment.start < run.start + run.numel for run in small)
+        and segment.travel == "quantized"
+        else segment
+        for segment in segments
+    ]
