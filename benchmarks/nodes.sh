@@ -54,10 +54,14 @@ pids=()
 
 cleanup() {
     trap - EXIT INT TERM
-    for pid in ${pids[@]+"${pids[@]}"}; do kill -TERM -- "-$pid" 2>/dev/null || true; done
+    for pid in ${pids[@]+"${pids[@]}"}; do
+        kill -TERM -- "-$pid" 2>/dev/null || true
+        disown "$pid" 2>/dev/null || true  # so that the shell does not announce its end
+    done
     for node in $(seq 0 $((nodes - 1))); do
         for pid in $(ip netns pids "lq$id-$node" 2>/dev/null); do kill -KILL "$pid" 2>/dev/null || true; done
-        ip netns del "lq$id-$node" 2>/dev/null || true  # removes its end of the cable, hence both
+        ip link del "lqp$id-$node" 2>/dev/null || true
+        ip netns del "lq$id-$node" 2>/dev/null || true
     done
     ip link del "$bridge" 2>/dev/null || true
 }
