@@ -1,0 +1,116 @@
+"""The report, its plot, and what the quickstart prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import quickstart
+from pretraining import callbacks, report
+
+from lq_lightning.data_parallel import Traffic
+
+
+def _runs() -> tuple[report.Report, report.Report]:
+    full = report.Report(
+        name="full precision", validation=[[10, 3.0], [20, 2.0]], steps=20, tokens_per_s=1000.0
+    )
+    wire = report.Wire(
+        steps=20,
+        weights=10e6,
+        gradients=10e6,
+        baseline_weights=120e6,
+        baseline_gradients=40e6,
+        bits_per_weight=4.02,
+        bits_per_gradient=4.25,
+    )
+    quantized = report.Report(
+        name="4-bit",
+        validation=[[10, 3.1], [20, 2.02]],
+        steps=20,
+        parameters=1_800_000,
+        world_size=2,
+        tokens_per_s=900.0,
+        wire=wire,
+        checkpoint="runs/last.ckpt",
+    )
+    return full, quantized
+
+
+def test_report_round_trip(tmp_path: Path) -> None:
+    for run in _runs():
+        run.write(tmp_path / "deep" / "report.json")
+        assert report.read(tmp_path / "deep" / "report.json") == run
+
+
+def test_report_errors(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"Every `fit` .* writes one"):
+        report.read(tmp_path / "report.json")
+    (tmp_path / "report.json").write_text('{"wire": null, "other": 1}')
+    with pytest.raises(ValueError, match="is not a report"):
+        report.read(tmp_path / "report.json")
+
+
+@pytest.mark.parametrize("case", ["both", "no reference", "no traffic", "nothing"])
+def test_plot(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="draws the plot")
+    from pretraining import plots
+
+    full, quantized = _runs()
+    run = {"no traffic": full, "nothing": report.Report(name="empty")}.get(case, quantized)
+    path = plots.draw(run, full if case == "both" else None, tmp_path / "plots" / "report.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_callback_counts_training_traffic_only() -> None:
+    traffic = Traffic()
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(communication=SimpleNamespace(traffic=lambda: traffic))
+    )
+    callback = callbacks.RunReport(plot=False)
+    traffic.baseline_weights += 1e6  # validation, before the step
+    callback._traffic = callbacks.traffic_of(trainer)
+    traffic.weights_inter += 1e6
+    traffic.gradients_intra += 2e6
+    traffic.baseline_weights += 8e6
+    traffic.baseline_gradients += 16e6
+    traffic.weights_messages, traffic.weights_elements = 500, 1000
+    shown = callback._count_traffic(trainer)
+    assert shown == {"MB_sent": 3.0, "MB_uncompressed": 24.0, "bits/weight": 4.0}
+    assert callback.report.wire == report.Wire(
+        steps=1,
+        weights=1e6,
+        gradients=2e6,
+        baseline_weights=8e6,
+        baseline_gradients=16e6,
+        bits_per_weight=4.0,
+    )
+
+
+def test_callback_without_quantized_communication() -> None:
+    for strategy in (SimpleNamespace(), SimpleNamespace(communication=None)):
+        trainer = SimpleNamespace(strategy=strategy)
+        assert callbacks.traffic_of(trainer) is None
+        assert callbacks.RunReport(plot=False)._count_traffic(trainer) == {}
+
+
+def test_quickstart_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    quickstart.print_comparison(*_runs())
+    shown = capsys.readouterr().out
+    assert "+1.00 %" in shown
+    assert "8.0x less" in shown
+    assert "8.00" in shown
+    assert "4.02" in shown
+    assert max(len(line) for line in shown.splitlines()) <= 100
+
+
+def test_quickstart_takes_fewer_steps_on_a_slow_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(quickstart, "time_one_step", lambda: 0.1)
+    assert quickstart.choose_steps(400, 6.0, "cpu") == 400
+    monkeypatch.setattr(quickstart, "time_one_step", lambda: 1.0)
+    assert quickstart.choose_steps(400, 6.0, "cpu") == 100
+    assert "instead of 400" in capsys.readouterr().out
+    assert quickstart.choose_steps(400, 6.0, "gpu") == 400
