@@ -43,10 +43,10 @@ __all__ = [
     "discard_unreduced_gradients",
     "empty_like_sharded",
     "end_root_forward",
+    "fill_wrapping_checkpoint_io",
     "fsdp_units",
     "group_params",
     "has_unreduced_gradients",
-    "is_wrapping_checkpoint_io",
     "local_shard",
     "materialize_meta_tensors",
     "move_optimizers_to_device",
@@ -304,10 +304,11 @@ def propagate_requires_grad(module: FSDPModule) -> None:
 
 
 def has_unreduced_gradients(module: FSDPModule) -> bool:
-    """Whether the module's own gathered parameters hold gradients that no rank has reduced."""
+    """Whether the module's own gathered parameters hold gradients that should be reduced by now."""
     return any(
         getattr(getattr(p, "_unsharded_param", None), "grad", None) is not None
         for group in _param_groups(module)
+        if group.reduce_grads
         for p in group.fsdp_params
     )
 
@@ -424,8 +425,11 @@ def move_optimizers_to_device(
     _optimizers_to_device(optimizers, device)
 
 
-def is_wrapping_checkpoint_io(checkpoint_io: CheckpointIO) -> bool:
-    """Whether it adds something (such as a thread) to another ``CheckpointIO``."""
+def fill_wrapping_checkpoint_io(
+    checkpoint_io: CheckpointIO, inner: Callable[[], CheckpointIO]
+) -> None:
+    """Give a ``CheckpointIO`` that adds something (such as a thread) one to add it to."""
     from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
-    return isinstance(checkpoint_io, _WrappingCheckpointIO)
+    if isinstance(checkpoint_io, _WrappingCheckpointIO) and checkpoint_io.checkpoint_io is None:
+        checkpoint_io.checkpoint_io = inner()

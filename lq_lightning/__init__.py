@@ -1,0 +1,36 @@
+"""Train with fewer bits on the wire and in memory, through stock PyTorch Lightning.
+
+Importing this package registers ``Trainer(strategy="quantized_fsdp")``. It works with
+``lightning.pytorch``, not with the separate package ``pytorch_lightning``.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lq_lightning.data_parallel import (
+    CommunicationPlan,
+    GradientQuantization,
+    QuantizedCommunication,
+    Topology,
+    WeightQuantization,
+)
+from lq_lightning.plugins import FullyShardedPrecision
+from lq_lightning.plugins.grad_norm import grad_norm
+from lq_lightning.strategies import QuantizedFSDPStrategy
+
+__all__ = [
+    "CommunicationPlan",
+    "FullyShardedPrecision",
+    "GradientQuantization",
+    "QuantizedCommunication",
+    "QuantizedFSDPStrategy",
+    "Topology",
+    "WeightQuantization",
+    "grad_norm",
+]
+
+if QuantizedFSDPStrategy.strategy_name not in StrategyRegistry:
+    StrategyRegistry.register(
+        QuantizedFSDPStrategy.strategy_name,
+        QuantizedFSDPStrategy,
+        description="FSDP2 with 4-bit weight differences and two-level 8/4-bit gradients (SDP4Bit)",
+    )

@@ -1,0 +1,5 @@
+"""Lightning plugins."""
+
+from lq_lightning.plugins.precision import FullyShardedPrecision
+
+__all__ = ["FullyShardedPrecision"]

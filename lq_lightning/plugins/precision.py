@@ -1,0 +1,128 @@
+"""Compute precision of models sharded by FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import (
+    FSDPPrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lq_lightning._compat import call_hooks, convert_floating, default_dtype
+from lq_lightning.plugins.grad_norm import PlainNorms
+
+__all__ = ["FullyShardedPrecision", "PrecisionName"]
+
+PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed"]
+
+
+def _unsupported(given: str) -> ValueError:
+    allowed = ", ".join(repr(name) for name in get_args(PrecisionName))
+    return ValueError(
+        f"`{given}` is not supported by `QuantizedFSDPStrategy`: choose one of {allowed}. Instead "
+        "of fp16, 'bf16-mixed' needs no loss scaling; for fp64 or Transformer Engine use another "
+        "strategy."
+    )
+
+
+class FullyShardedPrecision(Precision):
+    """Maps Lightning's precision names to FSDP2.
+
+    ``"32-true"`` computes and communicates in fp32. ``"bf16-true"`` keeps the whole module, so also
+    the optimizer states, in bf16. ``"bf16-mixed"`` keeps fp32 main weights; on several ranks FSDP2
+    casts them to bf16 before it gathers them and reduces gradients in fp32, on one rank this is
+    Lightning's ordinary autocast.
+
+    Args:
+        precision: ``"32-true"``, ``"bf16-true"`` or ``"bf16-mixed"``.
+
+    Raises:
+        ValueError: ``precision`` is another string.
+    """
+
+    precision: PrecisionName = "32-true"
+
+    def __init__(self, precision: PrecisionName = "32-true") -> None:
+        """Check and keep the name."""
+        if precision not in get_args(PrecisionName):
+            raise _unsupported(f"precision={precision!r}")
+        self.precision = precision
+        self.device_type = "cpu"  # set by the strategy before the first step
+
+    @classmethod
+    def from_plugin(cls, plugin: Precision) -> FullyShardedPrecision:
+        """Replace one of Lightning's own plugins by the equivalent for FSDP2.
+
+        Raises:
+            ValueError: There is no equivalent.
+        """
+        if isinstance(plugin, cls):
+            return plugin
+        if type(plugin) in (Precision, HalfPrecision, MixedPrecision, FSDPPrecision):
+            if getattr(plugin, "scaler", None) is not None:
+                raise _unsupported(f"precision={plugin.precision!r} with a gradient scaler")
+            return cls(plugin.precision)  # type: ignore[arg-type]
+        name = getattr(plugin, "precision", None)
+        raise _unsupported(f"{type(plugin).__name__}(precision={name!r})")
+
+    def policy(self, *, root: bool) -> MixedPrecisionPolicy:
+        """FSDP2's policy for a unit, or for the root, whose inputs keep their dtype (targets!)."""
+        if self.precision != "bf16-mixed":
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=not root
+        )
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast the module for ``"bf16-true"``."""
+        return module.to(torch.bfloat16) if self.precision == "bf16-true" else module
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast floating-point batch tensors for ``"bf16-true"``."""
+        return convert_floating(data, torch.bfloat16) if self.precision == "bf16-true" else data
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Create parameters in bf16 for ``"bf16-true"``."""
+        return default_dtype(torch.bfloat16) if self.precision == "bf16-true" else nullcontext()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Create parameters in bf16 for ``"bf16-true"``."""
+        return self.tensor_init_context()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast for ``"bf16-mixed"``, bf16 as default dtype for ``"bf16-true"``."""
+        if self.precision == "bf16-mixed":
+            # a cached cast would outlive the gathered weight it was made from
+            return torch.autocast(self.device_type, dtype=torch.bfloat16, cache_enabled=False)
+        return self.tensor_init_context()
+
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """Call the ``on_after_backward`` hooks; norms of sharded gradients are plain there."""
+        with PlainNorms():
+            return super().post_backward(tensor, module)
+
+    def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
+        trainer = model.trainer
+        with PlainNorms():
+            call_hooks(trainer, "on_before_optimizer_step", optimizer)
+        self._clip_gradients(
+            model,
+            optimizer,
+            trainer.gradient_clip_val,
+            gradient_clip_algorithm=trainer.gradient_clip_algorithm,  # type: ignore[arg-type]
+        )
+
+    def run_closure(
+        self, model: LightningModule, optimizer: Any, closure: Callable[[], Any]
+    ) -> Any:
+        """Forward, backward, hooks and clipping, without the optimizer step."""
+        return self._wrap_closure(model, optimizer, closure)

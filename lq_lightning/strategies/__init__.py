@@ -1,0 +1,6 @@
+"""Lightning strategies."""
+
+from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
+from lq_lightning.strategies.quantized_fsdp import QuantizedFSDPStrategy
+
+__all__ = ["FullyShardedStrategy", "QuantizedFSDPStrategy"]

@@ -1,0 +1,295 @@
+"""Saving and restoring for FSDP2 strategies, at any world size and in both formats."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from lq_lightning._compat import fill_wrapping_checkpoint_io
+from lq_lightning.strategies import state
+from lq_lightning.strategies.checkpoint import (
+    AtomicCheckpointIO,
+    ShardedCheckpoint,
+    is_local,
+    is_sharded_checkpoint,
+    load_full_checkpoint,
+    raise_together,
+    save_sharded_checkpoint,
+)
+from lq_lightning.strategies.sharding import broadcast_module_states
+
+__all__ = ["CheckpointingStrategy"]
+
+_SOURCE = "_sharded_checkpoint"  # key under which an open ShardedCheckpoint passes through Trainer
+EXTRA = "quantized_fsdp"  # key of this package's own entry in a checkpoint
+
+
+class CheckpointingStrategy(ModelParallelStrategy):
+    """The checkpoint half of :class:`FullyShardedStrategy`.
+
+    On one rank every checkpoint is one file. Restoring follows the order of a single device:
+    Trainer reads the checkpoint before ``setup`` (so its ``weights_only`` is honoured), the model's
+    state is loaded as soon as the model is sharded, before the optimizers are made.
+    """
+
+    _deferred_load: Callable[[], None] | None = None
+    _is_set_up = False
+
+    # --- for subclasses -----------------------------------------------------------------------
+
+    def extra_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Training state beyond Lightning's: plain values, and DTensors by parameter name."""
+        return {}, {}
+
+    def load_extra_state(self, values: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+        """Restore what :meth:`extra_state` returned; tensors are sharded for this world size."""
+
+    # --- Lightning's switches -----------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """False: Trainer then passes ``weights_only`` on; the model is loaded late all the same."""
+        return False
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """True: Trainer calls :meth:`load_optimizer_state_dict`, only while fitting."""
+        return True
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Writes and reads single-file checkpoints."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        fill_wrapping_checkpoint_io(self._checkpoint_io, AtomicCheckpointIO)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def saves_sharded(self) -> bool:
+        """Whether checkpoints are directories."""
+        return self._save_distributed_checkpoint and self.world_size > 1
+
+    def check_checkpoint_io(self) -> None:
+        """Refuse a ``CheckpointIO`` that would be ignored.
+
+        Raises:
+            ValueError: Checkpoints are directories, which no ``CheckpointIO`` writes.
+        """
+        io = self._checkpoint_io
+        if self.saves_sharded and type(io) not in (
+            type(None),
+            TorchCheckpointIO,
+            AtomicCheckpointIO,
+        ):
+            raise ValueError(
+                f"`{type(io).__name__}` is not used for sharded checkpoints, which all ranks write "
+                "together. Set `save_distributed_checkpoint=False` to save single files through "
+                "it, or remove the plugin."
+            )
+
+    # --- collecting ---------------------------------------------------------------------------
+
+    def _require_module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise RuntimeError(
+                "the strategy has no LightningModule yet: call a Trainer method first"
+            )
+        return self.lightning_module
+
+    @property
+    def _is_sharded(self) -> bool:
+        return isinstance(self.lightning_module, FSDPModule)
+
+    def _show_shards(self) -> None:
+        """Register the sharded parameters again if the last forward left gathered ones in place."""
+        if isinstance(self.lightning_module, nn.Module):
+            for module in self.lightning_module.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state: shards, or whole tensors on rank 0 and nothing elsewhere."""
+        module = self._require_module()
+        if not self._is_sharded:
+            return module.state_dict()
+        self._show_shards()
+        if self.world_size > 1:
+            broadcast_module_states(module, parameters=False)
+        if self.saves_sharded:
+            return module.state_dict()
+        return state.full_state(module, keep=self.is_global_zero)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state: shards by parameter name, or whole tensors by position."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if not self._is_sharded:
+            return Strategy.optimizer_state(self, optimizer)
+        self._show_shards()
+        if self.saves_sharded:
+            return state.optimizer_state_by_name(self._require_module(), optimizer)
+        whole = state.gather_tensors(optimizer.state_dict(), keep=self.is_global_zero)
+        return whole if self.is_global_zero else {}
+
+    # --- saving -------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any | None = None,
+    ) -> None:
+        """Write a checkpoint; it appears under its name only when it is complete.
+
+        Raises:
+            TypeError: ``storage_options`` are given for a sharded checkpoint.
+            ValueError: A sharded checkpoint is to be written to a URL.
+        """
+        path = self.broadcast(str(filepath))
+        values: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
+        if self._is_sharded and "optimizer_states" in checkpoint:
+            values, tensors = self.extra_state()
+        if self.saves_sharded:
+            if storage_options is not None:
+                raise TypeError(
+                    "`save_checkpoint(storage_options=...)` does not apply to sharded checkpoints, "
+                    "which are written to a file system: leave it out, or set "
+                    "`save_distributed_checkpoint=False` and use a `CheckpointIO` that takes it."
+                )
+            if not is_local(path):
+                raise ValueError(
+                    f"`{path}`: sharded checkpoints go to a file system that all ranks see. Use a "
+                    "path without URL scheme, or `save_distributed_checkpoint=False`."
+                )
+            self._save_sharded(checkpoint, values, tensors, Path(path))
+            return
+        if values or tensors:
+            checkpoint[EXTRA] = {
+                **values,
+                "tensors": state.gather_tensors(tensors, self.is_global_zero),
+            }
+        error: list[str | None] = [None]
+        if self.is_global_zero:
+            try:
+                self.checkpoint_io.save_checkpoint(
+                    checkpoint, path, storage_options=storage_options
+                )
+            except Exception as exception:
+                if self.world_size == 1:
+                    raise
+                error = [f"{type(exception).__name__}: {exception}"]
+        if self.world_size > 1:
+            raise_together(error, path)
+
+    def _save_sharded(
+        self,
+        checkpoint: dict[str, Any],
+        values: dict[str, Any],
+        tensors: dict[str, Any],
+        path: Path,
+    ) -> None:
+        stored = {"state_dict": checkpoint.pop("state_dict")}
+        if "optimizer_states" in checkpoint:
+            for index, optimizer in enumerate(checkpoint["optimizer_states"]):
+                stored[f"optimizer_{index}"] = optimizer
+            checkpoint["optimizer_states"] = []  # the key says that there is training state
+        if tensors:
+            stored["replica"] = tensors
+        if values:
+            checkpoint[EXTRA] = values
+        save_sharded_checkpoint(stored, checkpoint, path, self.barrier)
+
+    # --- loading ------------------------------------------------------------------------------
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint file or directory; tensors of a directory are loaded later.
+
+        Args:
+            checkpoint_path: A full or a sharded checkpoint, written by this package or by stock
+                Lightning.
+            weights_only: As given to ``trainer.fit`` and its siblings. ``None`` means ``True``.
+        """
+        path = self.broadcast(str(checkpoint_path))
+        if is_sharded_checkpoint(path):
+            source = ShardedCheckpoint(Path(path), weights_only)
+            checkpoint = source.read_meta()
+            checkpoint[_SOURCE] = source
+            if "lr_schedulers" in checkpoint:  # stock Lightning drops the key of the optimizers
+                checkpoint.setdefault("optimizer_states", [])
+            return checkpoint
+        if is_local(path) and type(self.checkpoint_io) in (TorchCheckpointIO, AtomicCheckpointIO):
+            return load_full_checkpoint(Path(path), weights_only)
+        return dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the model's state now, or once the model is sharded."""
+        load = partial(self._load_model, checkpoint, strict)
+        if self._is_set_up:
+            load()
+        else:
+            self._deferred_load = load
+
+    def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        module = self._require_module()
+        self._show_shards()
+        source = checkpoint.get(_SOURCE)
+        if source is not None:
+            state.load_sharded_model(module, source, strict)
+        else:
+            state.load_model(module, checkpoint["state_dict"], strict)
+
+    def run_deferred_load(self) -> None:
+        """Load what :meth:`load_model_state_dict` was given before the model was ready."""
+        self._is_set_up = True
+        load, self._deferred_load = self._deferred_load, None
+        if load is not None:
+            load()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the state of all optimizers, then what this package added to the checkpoint."""
+        module = self._require_module()
+        self._show_shards()
+        source = checkpoint.get(_SOURCE)
+        extra = dict(checkpoint.get(EXTRA, {}))
+        tensors = extra.pop("tensors", {})
+        for index, optimizer in enumerate(self.optimizers):
+            if source is not None:
+                state.load_sharded_optimizer(
+                    module, optimizer, source, index, module.strict_loading
+                )
+            else:
+                state.load_optimizer(module, optimizer, checkpoint["optimizer_states"][index])
+        if not self._is_sharded:
+            return
+        if source is not None:
+            tensors = state.load_sharded_replica(module, source)
+        else:
+            tensors = state.load_replica(module, tensors)
+        self.load_extra_state(extra, tensors)
+
+    def teardown_checkpoint_io(self) -> None:
+        """Wait for unfinished saves."""
+        self.checkpoint_io.teardown()
+
+    @property
+    def _is_fitting(self) -> bool:
+        return self._require_module().trainer.state.fn == TrainerFn.FITTING

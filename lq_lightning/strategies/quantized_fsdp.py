@@ -1,0 +1,245 @@
+"""``Trainer(strategy="quantized_fsdp")``: FSDP2 with quantized communication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lq_lightning.data_parallel import (
+    GradientQuantization,
+    QuantizedCommunication,
+    Topology,
+    WeightQuantization,
+    quantize_communication,
+)
+from lq_lightning.strategies.fully_sharded import FullyShardedStrategy, ShardedModule
+
+__all__ = ["QuantizedFSDPStrategy"]
+
+WeightName = Literal["qWD", "qW", "none"]
+GradientName = Literal["TLq-HS", "TLq", "ULq", "none"]
+
+
+def _check_name(option: str, value: object, allowed: tuple[object, ...], config: type) -> None:
+    if value not in allowed:
+        names = ", ".join(repr(name) for name in allowed)
+        raise ValueError(
+            f"`QuantizedFSDPStrategy({option}={value!r})` is not supported: choose one of {names}, "
+            f"or give a `{config.__name__}`."
+        )
+
+
+def _weight_config(
+    weights: WeightName | WeightQuantization, replica: Literal["full", "node"]
+) -> WeightQuantization | None:
+    if isinstance(weights, WeightQuantization):
+        return weights
+    _check_name("weights", weights, get_args(WeightName), WeightQuantization)
+    if weights == "none":
+        return None
+    return WeightQuantization(method=weights, replica=replica)
+
+
+def _gradient_config(gradients: GradientName | GradientQuantization) -> GradientQuantization | None:
+    if isinstance(gradients, GradientQuantization):
+        return gradients
+    _check_name("gradients", gradients, get_args(GradientName), GradientQuantization)
+    return None if gradients == "none" else GradientQuantization(method=gradients)
+
+
+class QuantizedFSDPStrategy(FullyShardedStrategy):
+    """Shards any LightningModule with FSDP2 and sends 4-bit weights and 8/4-bit gradients (SDP4Bit).
+
+    All ranks shard the model and see different data. On one rank nothing is sharded or quantized and
+    the run is an ordinary single-device run.
+
+    Args:
+        weights: How weights are gathered: ``"qWD"`` sends 4-bit differences to what every rank
+            already holds, once per optimizer step; ``"qW"`` sends 4-bit weights at every gather
+            (loses accuracy, for comparison); ``"none"`` is FSDP2's own gather. Or a full
+            ``WeightQuantization``.
+        gradients: How gradients are reduced: ``"TLq-HS"`` in 8 bits within a node and 4 bits between
+            nodes after a Hadamard transform; ``"TLq"`` without the transform; ``"ULq"`` 4 bits
+            everywhere; ``"none"`` is FSDP2's own reduction. Or a full ``GradientQuantization``.
+        replica: Where ``weights="qWD"`` keeps the weights that differences refer to: ``"full"`` on
+            every rank (2 bytes per parameter, no other weight traffic) or ``"node"`` shared by the
+            ranks of a node.
+        node_size: Ranks per node; ``None`` takes it from Lightning. A smaller number emulates nodes.
+        min_quantized_numel: Smaller tensors travel in full precision.
+        units: Class names of the modules that are gathered as one piece, or a function that says so
+            of a module. ``None`` finds them: what ``configure_model`` sharded, else Hugging Face's
+            ``_no_split_modules``, else repeated blocks.
+        reshard_after_forward: Free a unit's weights between forward and backward.
+        reduce_every_microbatch: With ``accumulate_grad_batches``, reduce gradients in every
+            micro-batch (less memory) instead of once per optimizer step (less traffic).
+        skip_nonfinite_steps: Leave out optimizer steps with infinite or NaN gradients, on all ranks
+            together, and count them in ``num_skipped_steps``.
+        check_replicas_every_n_steps: Compare checksums of the weight replicas of all ranks every
+            that many optimizer steps; 0 never does.
+        on_drift: What to do if replicas differ: ``"resync"`` refreshes the unit in full precision
+            and warns, ``"raise"`` stops.
+        compile_units: ``torch.compile`` the forward of each unit.
+        save_distributed_checkpoint: On several ranks write checkpoint directories with one file per
+            rank; otherwise, and always on one rank, single files.
+        process_group_backend: ``None`` for NCCL on GPUs and gloo on CPUs.
+        timeout: How long a collective waits for the other ranks before the run fails.
+        seed: Base of the seeds of stochastic rounding.
+
+    Raises:
+        ValueError: An option has a value outside its choices.
+        TypeError: An option does not exist.
+    """
+
+    strategy_name = "quantized_fsdp"
+
+    def __init__(
+        self,
+        weights: Literal["qWD", "qW", "none"] | WeightQuantization = "qWD",
+        gradients: Literal["TLq-HS", "TLq", "ULq", "none"] | GradientQuantization = "TLq-HS",
+        replica: Literal["full", "node"] = "full",
+        node_size: int | None = None,
+        min_quantized_numel: int = 4096,
+        units: list[str] | Callable[[nn.Module], bool] | None = None,
+        reshard_after_forward: bool = True,
+        reduce_every_microbatch: bool = False,
+        skip_nonfinite_steps: bool = False,
+        check_replicas_every_n_steps: int = 100,
+        on_drift: Literal["resync", "raise"] = "resync",
+        compile_units: bool = False,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        seed: int = 0,
+    ) -> None:
+        """Check the options; nothing is started."""
+        super().__init__(
+            units=units,
+            reshard_after_forward=reshard_after_forward,
+            reduce_every_microbatch=reduce_every_microbatch,
+            skip_nonfinite_steps=skip_nonfinite_steps,
+            compile_units=compile_units,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        _check_name("replica", replica, ("full", "node"), WeightQuantization)
+        if on_drift not in ("resync", "raise"):
+            raise ValueError(f"`on_drift={on_drift!r}` is not supported: 'resync' or 'raise'.")
+        for name, value, least in (
+            ("check_replicas_every_n_steps", check_replicas_every_n_steps, 0),
+            ("min_quantized_numel", min_quantized_numel, 1),
+            ("node_size", 1 if node_size is None else node_size, 1),
+        ):
+            if value < least:
+                raise ValueError(f"`{name}={value}` is not valid: give {least} or more.")
+        self._weights = _weight_config(weights, replica)
+        self._gradients = _gradient_config(gradients)
+        self._node_size = node_size
+        self._min_quantized_numel = min_quantized_numel
+        self._check_every = check_replicas_every_n_steps
+        self._on_drift: Literal["resync", "raise"] = on_drift
+        self._seed = seed
+        self._communication: QuantizedCommunication | None = None
+
+    @property
+    def communication(self) -> QuantizedCommunication | None:
+        """The quantized collectives in use; ``None`` on one rank, before ``setup``, or with none."""
+        return self._communication
+
+    def topology(self) -> Topology:
+        """Ranks and nodes of this run.
+
+        Raises:
+            ValueError: The node size does not divide the world size.
+        """
+        size = self.num_processes if self._node_size is None else self._node_size
+        return Topology(world_size=self.world_size, rank=self.global_rank, node_size=size)
+
+    def setup_environment(self) -> None:
+        """Check the topology, then start the process group."""
+        if self.world_size > 1:
+            self.topology()
+        super().setup_environment()
+
+    def settings(self) -> dict[str, object]:
+        """Options that a later Trainer of the same module has to repeat."""
+        return {
+            **super().settings(),
+            "weights": self._weights,
+            "gradients": self._gradients,
+            "node_size": self.topology().node_size if self.world_size > 1 else 1,
+            "min_quantized_numel": self._min_quantized_numel,
+            "seed": self._seed,
+        }
+
+    def on_sharded(self, module: LightningModule) -> QuantizedCommunication | None:
+        """Install the quantized collectives."""
+        if self.world_size == 1 or (self._weights is None and self._gradients is None):
+            return None
+        communication = quantize_communication(
+            module,
+            weights=self._weights,
+            gradients=self._gradients,
+            topology=self.topology(),
+            min_quantized_numel=self._min_quantized_numel,
+            seed=self._seed,
+        )
+        rank_zero_info(communication.plan.summary())
+        exact = communication.plan.full_precision
+        if exact:
+            rank_zero_warn(
+                f"{len(exact)} of {len(communication.plan.tensors)} tensors travel in full "
+                f"precision ({sum(t.numel for t in exact):,} of "
+                f"{sum(t.numel for t in communication.plan.tensors):,} elements); "
+                "`trainer.strategy.communication.plan` gives the reason for each."
+            )
+        return communication
+
+    def on_attached(self, sharded: ShardedModule) -> None:
+        """Use the collectives that the module has."""
+        self._communication = sharded.extra
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimizers and let their steps start weight exchanges."""
+        super().setup_optimizers(trainer)
+        if self._communication is not None:
+            for optimizer in self.optimizers:
+                self._communication.register_optimizer(optimizer)
+
+    def after_optimizer_step(self) -> None:
+        """Compare the replicas now and then."""
+        communication = self._communication
+        if communication is None or not self._check_every or communication.step == 0:
+            return
+        if communication.step % self._check_every == 0:
+            drifted = communication.check_replicas(self._on_drift)
+            if drifted:
+                rank_zero_warn(
+                    f"the weight replicas of {len(drifted)} unit(s) differed between ranks after "
+                    f"step {communication.step} (first: `{drifted[0]}`) and are refreshed in full "
+                    "precision. Something writes to them on some ranks only."
+                )
+
+    def extra_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Counters, and the replica that the next difference refers to."""
+        values: dict[str, Any] = {"num_skipped_steps": self.num_skipped_steps}
+        if self._communication is None:
+            return values, {}
+        values["communication"] = self._communication.state_dict()
+        return values, dict(self._communication.replica_state_dict())
+
+    def load_extra_state(self, values: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+        """Continue with the saved replica, or from the weights if there is none."""
+        self.num_skipped_steps = int(values.get("num_skipped_steps", 0))
+        if self._communication is None:
+            return
+        if "communication" in values:
+            self._communication.load_state_dict(values["communication"], tensors)
+        else:
+            self._communication.invalidate()

@@ -1,0 +1,323 @@
+"""Convert model and optimizer state between sharded tensors and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lq_lightning._compat import empty_like_sharded, local_shard, unflatten_checkpoint
+from lq_lightning.strategies.checkpoint import ShardedCheckpoint
+
+__all__ = [
+    "check_optimizer",
+    "clean_name",
+    "full_state",
+    "gather_tensors",
+    "load_model",
+    "load_optimizer",
+    "load_replica",
+    "load_sharded_model",
+    "load_sharded_optimizer",
+    "load_sharded_replica",
+    "optimizer_state_by_name",
+]
+
+
+def clean_name(name: str) -> str:
+    """A parameter name without what ``torch.compile`` and activation checkpointing insert."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _names(module: nn.Module) -> dict[int, str]:
+    return {id(p): clean_name(n) for n, p in module.named_parameters()}
+
+
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {clean_name(n): p for n, p in module.named_parameters()}
+
+
+# --- whole tensors ----------------------------------------------------------------------------
+
+
+def gather_tensors(tree: Any, keep: bool) -> Any:
+    """Replace every DTensor in nested dictionaries and lists by the whole tensor, on the CPU.
+
+    Every rank must call this on the same structure.
+
+    Args:
+        tree: Dictionaries, lists and tuples with any leaves.
+        keep: Whether this rank wants the result; otherwise leaves become ``None``, which frees
+            memory as the gathering goes on.
+    """
+    if isinstance(tree, Mapping):
+        return {key: gather_tensors(value, keep) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(gather_tensors(value, keep) for value in tree)
+    if isinstance(tree, DTensor):
+        whole = tree.detach().full_tensor()
+        return whole.cpu() if keep else None
+    if isinstance(tree, Tensor):
+        return tree.detach().cpu() if keep else None
+    return tree if keep else None
+
+
+def full_state(module: nn.Module, keep: bool) -> dict[str, Any]:
+    """``module.state_dict()`` with whole tensors; tied parameters are gathered once and stay tied.
+
+    Every rank must call this; returns an empty dictionary where ``keep`` is false.
+    """
+    state = module.state_dict()
+    first: dict[int, str] = {}
+    same: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in state and first.setdefault(id(parameter), name) != name:
+            same[name] = first[id(parameter)]
+    gathered = gather_tensors({k: v for k, v in state.items() if k not in same}, keep)
+    if not keep:
+        return {}
+    return {key: gathered[same.get(key, key)] for key in state}
+
+
+def _shard_like(value: Any, like: Any) -> Any:
+    """Cut a whole tensor the way ``like`` is sharded; anything else stays as it is."""
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        converted = [(key, _shard_like(item, like)) for key, item in items]
+        return dict(converted) if isinstance(value, dict) else [item for _, item in converted]
+    if (
+        isinstance(like, DTensor)
+        and isinstance(value, Tensor)
+        and not isinstance(value, DTensor)
+        and value.shape == like.shape
+    ):
+        return local_shard(value, like)
+    return value
+
+
+def load_model(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Load a full state dict; every rank reads its shards from the whole tensors.
+
+    Raises:
+        RuntimeError: Names or shapes do not fit (names only if ``strict``).
+    """
+    current = module.state_dict()
+    by_clean_name = {clean_name(key): key for key in current}
+    converted = {}
+    for key, value in state.items():
+        name = key if key in current else by_clean_name.get(clean_name(key), key)
+        converted[name] = _shard_like(value, current.get(name))
+    module.load_state_dict(converted, strict=strict)
+
+
+def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a full optimizer state, keyed by position as torch does, or by parameter name.
+
+    Raises:
+        ValueError: The parameter groups do not fit.
+    """
+    if not optimizer.state_dict():  # Lightning's stand-in for a module without optimizer
+        return
+    names = _names(module)
+    by_key: dict[Any, Tensor] = {}
+    groups = state["param_groups"]
+    for group, saved in zip(optimizer.param_groups, groups, strict=False):
+        by_key.update(zip(saved["params"], group["params"], strict=False))
+    if any(isinstance(key, str) for key in by_key):
+        by_key = {names[id(p)]: p for g in optimizer.param_groups for p in g["params"]}
+        groups = _match_groups(optimizer, names, groups, strict=True)
+        position = _positions(optimizer)
+        entries = {clean_name(key): value for key, value in state["state"].items()}
+        converted = {
+            position[id(by_key[name])]: _shard_like(value, by_key[name])
+            for name, value in entries.items()
+            if name in by_key
+        }
+    else:
+        converted = {k: _shard_like(v, by_key.get(k)) for k, v in state["state"].items()}
+    optimizer.load_state_dict({"state": converted, "param_groups": groups})
+
+
+def load_replica(module: nn.Module, replica: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Shard the whole replica tensors of a full checkpoint like the parameters."""
+    parameters = _parameters(module)
+    return {n: _shard_like(t, parameters[n]) for n, t in replica.items() if n in parameters}
+
+
+# --- sharded tensors --------------------------------------------------------------------------
+
+
+def check_optimizer(module: nn.Module, optimizer: Optimizer, index: int) -> None:
+    """Make sure that the optimizer updates the sharded parameters.
+
+    Raises:
+        ValueError: It holds a tensor that is no parameter of ``module`` (any more).
+    """
+    names = _names(module)
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.requires_grad and id(parameter) not in names:
+                raise ValueError(
+                    f"optimizer {index} ({type(optimizer).__name__}) holds in parameter group "
+                    f"{number} a tensor of shape {tuple(parameter.shape)} that is no parameter of "
+                    f"`{type(module).__name__}`. It was probably collected before the model was "
+                    "sharded, which replaces the parameters: collect them in "
+                    "`configure_optimizers`."
+                )
+
+
+def _positions(optimizer: Optimizer) -> dict[int, int]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {id(p): i for i, p in enumerate(parameters)}
+
+
+def optimizer_state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with parameter names instead of positions, nothing gathered."""
+    state = optimizer.state_dict()
+    if not state:  # Lightning's stand-in for a module without optimizer
+        return {}
+    names = _names(module)
+    name_at = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    groups = [
+        {**group, "params": [name_at[position] for position in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    by_name = {name_at[position]: value for position, value in state["state"].items()}
+    return {"state": by_name, "param_groups": groups}
+
+
+def _match_groups(
+    optimizer: Optimizer, names: Mapping[int, str], saved: list[dict[str, Any]], strict: bool
+) -> list[dict[str, Any]]:
+    """Saved hyperparameters of each group of the optimizer, with positions as ``params``."""
+    position = _positions(optimizer)
+    home = {clean_name(name): group for group in saved for name in group["params"]}
+    matched = []
+    for index, group in enumerate(optimizer.param_groups):
+        members = [names[id(p)] for p in group["params"]]
+        absent = [name for name in members if name not in home]
+        if absent and strict:
+            raise ValueError(
+                f"the checkpoint has no optimizer state for parameter `{absent[0]}` "
+                f"({len(absent)} in group {index}). It was saved with other trainable parameters; "
+                "load only the weights, or set `strict_loading = False` on the LightningModule."
+            )
+        found = next((home[name] for name in members if name in home), None)
+        if found is None:
+            found = saved[index] if not members and index < len(saved) else group
+        values = {key: value for key, value in found.items() if key != "params"}
+        matched.append({**values, "params": [position[id(p)] for p in group["params"]]})
+    return matched
+
+
+def _model_keys(checkpoint: ShardedCheckpoint) -> dict[str, str]:
+    """Clean parameter name -> flat key; stock Lightning writes ``state_dict`` or ``model``."""
+    for prefix in ("state_dict", "model"):
+        keys = checkpoint.keys_under(prefix)
+        if keys:
+            return {clean_name(".".join(map(str, path))): key for key, path in keys.items()}
+    return {}
+
+
+def load_sharded_model(module: nn.Module, checkpoint: ShardedCheckpoint, strict: bool) -> None:
+    """Load the model's state from a sharded checkpoint of any world size, in place.
+
+    Raises:
+        RuntimeError: Names or shapes do not fit (names only if ``strict``).
+    """
+    stored = _model_keys(checkpoint)
+    current = module.state_dict()
+    wanted = {key: stored[clean_name(key)] for key in current if clean_name(key) in stored}
+    problems = []
+    if strict:
+        clean = {clean_name(key) for key in current}
+        missing = [key for key in current if key not in wanted]
+        unexpected = [name for name in stored if name not in clean]
+        if missing:
+            problems.append(f"missing in the checkpoint: {', '.join(missing)}")
+        if unexpected:
+            problems.append(f"not in the model: {', '.join(unexpected)}")
+    for key, flat_key in wanted.items():
+        size, value = checkpoint.size(flat_key), current[key]
+        if size is not None and isinstance(value, Tensor) and size != value.shape:
+            problems.append(f"`{key}`: {tuple(size)} stored, {tuple(value.shape)} in the model")
+    if problems:
+        remedy = " Set `strict_loading = False` on the LightningModule to load what fits by name."
+        raise RuntimeError(
+            f"`{checkpoint.path}` does not fit `{type(module).__name__}`: "
+            + "; ".join(problems)
+            + ("." + remedy if strict else ".")
+        )
+    flat = {flat_key: current[key] for key, flat_key in wanted.items()}
+    checkpoint.load(flat)
+    module.load_state_dict({key: flat[k] for key, k in wanted.items()}, strict=False)
+
+
+def load_sharded_optimizer(
+    module: nn.Module,
+    optimizer: Optimizer,
+    checkpoint: ShardedCheckpoint,
+    index: int,
+    strict: bool,
+) -> None:
+    """Load an optimizer's state by parameter name from a checkpoint of any world size.
+
+    Parameters without stored state keep none, as those that never had a gradient.
+
+    Raises:
+        ValueError: The checkpoint has no such optimizer, or (if ``strict``) lacks a parameter.
+    """
+    keys = checkpoint.keys_under(f"optimizer_{index}")
+    if not optimizer.state_dict():  # Lightning's stand-in for a module without optimizer
+        return
+    if not keys:
+        raise ValueError(
+            f"`{checkpoint.path}` holds no state for optimizer {index}: it was saved with fewer "
+            "optimizers or with `save_weights_only=True`. Load it without `ckpt_path`, for example "
+            "with `load_state_dict` after consolidating it."
+        )
+    names = _names(module)
+    like = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    paths = {
+        key: path for key, path in keys.items() if path[0] != "state" or clean_name(path[1]) in like
+    }
+    flat = {
+        key: _destination(checkpoint, key, like.get(clean_name(str(path[1]))) if path[1:] else None)
+        for key, path in paths.items()
+    }
+    checkpoint.load(flat)
+    nested = unflatten_checkpoint(flat, paths)
+    position = _positions(optimizer)
+    state = {
+        position[id(like[clean_name(name)])]: value
+        for name, value in nested.get("state", {}).items()
+    }
+    groups = _match_groups(optimizer, names, nested["param_groups"], strict)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _destination(checkpoint: ShardedCheckpoint, key: str, like: Tensor | None) -> Any:
+    size, dtype = checkpoint.size(key), checkpoint.dtype(key)
+    if size is None or dtype is None:
+        return None
+    if isinstance(like, DTensor) and size == like.shape:
+        return empty_like_sharded(like, dtype)
+    return torch.empty(size, dtype=dtype)
+
+
+def load_sharded_replica(module: nn.Module, checkpoint: ShardedCheckpoint) -> dict[str, Tensor]:
+    """The replica's values, sharded like the parameters of this world size."""
+    parameters = _parameters(module)
+    keys = {key: str(path[0]) for key, path in checkpoint.keys_under("replica").items()}
+    flat = {
+        key: _destination(checkpoint, key, parameters[name])
+        for key, name in keys.items()
+        if name in parameters
+    }
+    if flat:
+        checkpoint.load(flat)
+    return {keys[key]: value for key, value in flat.items()}
