@@ -30,6 +30,18 @@ TLQ_HS = GradientQuantization()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
+def device() -> torch.device:
+    """This rank's device: its GPU under NCCL, else the CPU."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def tokens(step: int) -> Tensor:
+    """This rank's tokens of one step, on its device."""
+    return batch(step, dist.get_rank()).to(device())
+
+
 def build(
     *,
     weights: WeightQuantization | None = None,
@@ -43,7 +55,7 @@ def build(
     **shard_kwargs: Any,
 ) -> tuple[TinyLM, torch.optim.Optimizer, QuantizedCommunication]:
     torch.manual_seed(0)
-    model = TinyLM(block=block, tied=tied)
+    model = TinyLM(block=block, tied=tied).to(device())
     if prepare is not None:
         prepare(model)
     shard_kwargs["mp_policy"] = policy or MixedPrecisionPolicy()
@@ -70,7 +82,7 @@ def train(
 ) -> list[float]:
     losses = []
     for step in range(first, first + steps):
-        loss = model(batch(step, dist.get_rank()))
+        loss = model(tokens(step))
         loss.backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -271,7 +283,7 @@ def test_qw_computes_with_decoded_weights() -> None:
 
 
 def _gradients(model: TinyLM, step: int = 0) -> list[Tensor]:
-    model(batch(step, dist.get_rank())).backward()
+    model(tokens(step)).backward()
     gradients = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     return gradients
@@ -289,7 +301,7 @@ def _gradient_error(rank: int, world: int, node_size: int, method: str, limit: f
     squared = sum(((a - b) ** 2).sum() for a, b in zip(quantized, exact, strict=True))
     error = (squared / sum((b**2).sum() for b in exact)).sqrt().item()
     assert 1e-5 < error < limit, error
-    sums = torch.tensor(communication.errors(), dtype=torch.float64)
+    sums = torch.tensor(communication.errors(), dtype=torch.float64, device=device())
     dist.all_reduce(sums)
     # the padding of uneven shards is measured too: a Hadamard block spreads its error over it
     assert (sums[2] / sums[3]).sqrt().item() == pytest.approx(error, rel=0.05)
@@ -316,13 +328,14 @@ def _int8_bound(rank: int, world: int) -> None:
     scatter = communication._units[1].scatter
     numel = sum(p.padded_shard_numel for p in scatter._params())
     slots = torch.randn(world * numel, generator=torch.Generator().manual_seed(rank))
+    slots = slots.to(device())
     scatter.record_packed([p.fsdp_param for p in scatter._params()])
-    result = torch.empty(numel)
+    result = torch.empty(numel, device=device())
     scatter(result, slots, dist.group.WORLD, dist.ReduceOp.SUM)
     every = [torch.empty_like(slots) for _ in range(world)]
     dist.all_gather(every, slots)
     mine = torch.stack([e.view(world, numel)[rank] for e in every])
-    bound = torch.zeros(numel)
+    bound = torch.zeros(numel, device=device())
     for run in scatter._layouts_for(numel, torch.float32)[0].runs:
         if not run.quantized:
             continue
@@ -344,12 +357,13 @@ def _stochastic_is_unbiased(rank: int, world: int) -> None:
     scatter = communication._units[1].scatter
     numel = sum(p.padded_shard_numel for p in scatter._params())
     slots = torch.randn(world * numel, generator=torch.Generator().manual_seed(rank))
+    slots = slots.to(device())
     scatter.record_packed([p.fsdp_param for p in scatter._params()])
-    exact = torch.empty(numel)
+    exact = torch.empty(numel, device=device())
     dist.reduce_scatter_tensor(exact, slots.clone())
-    total, single, rounds = torch.zeros(numel), 0.0, 200
+    total, single, rounds = torch.zeros(numel, device=device()), 0.0, 200
     for _ in range(rounds):
-        result = torch.empty(numel)
+        result = torch.empty(numel, device=device())
         scatter(result, slots, dist.group.WORLD, dist.ReduceOp.SUM)
         total += result
         single = ((result - exact).norm() / exact.norm()).item()
@@ -372,7 +386,7 @@ def _nonfinite(rank: int, world: int, node_size: int) -> None:
                 gradient.view(-1)[gradient.numel() // 3] = value
                 return gradient
 
-            loss = model(batch(0, rank))
+            loss = model(tokens(0))
             if rank == world - 1:  # only one rank sees the bad gradient
                 for unit in units(model):
                     unit.unshard()
@@ -511,7 +525,7 @@ def _accumulates(rank: int, world: int) -> None:
     for m in (model, exact):
         for micro in range(4):
             m.set_requires_gradient_sync(micro == 3)
-            m(batch(micro, rank)).backward()
+            m(tokens(micro)).backward()
     assert communication.traffic().reductions == 3, "once per unit and optimizer step"
     for a, b in zip(model.parameters(), exact.parameters(), strict=True):
         x, y = a.grad.full_tensor(), b.grad.full_tensor()
@@ -573,7 +587,7 @@ def _traffic_is_real(rank: int, world: int, node_size: int, replica: str) -> Non
         dist.all_gather_single = gather
     dist.all_gather_into_tensor = gather
     before = communication.traffic()
-    loss = model(batch(9, rank))
+    loss = model(tokens(9))
     loss.backward()
     optimizer.step()
     counted = communication.traffic().since(before)
@@ -655,3 +669,50 @@ def test_plan_names_what_is_not_quantized_and_why() -> None:
     summary = run_ranks(_plan, 2)[0]
     assert "4-bit differences" in summary
     assert "not quantized, 1-D" in summary
+
+
+# --- the same on GPUs -----------------------------------------------------------------------------
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [
+        (_weights_follow, ("full", 2)),
+        (_weights_follow, ("node", 1)),
+        (_residual_is_fed_back, ()),
+        (_outside_writes, ("full",)),
+        (_drift, ("node",)),
+        (_plain_weight_quantization, ()),
+        (_int8_bound, ()),
+        (_stochastic_is_unbiased, ()),
+        (_nonfinite, (1,)),
+        (_nonfinite, (2,)),
+        (_trains, (["fp32", "bf16", "tied", "lora", "checkpointing", "compiled"], 1)),
+        (_unused, ()),
+        (_accumulates, ()),
+        (_resumes, ("full",)),
+        (_resumes, ("node",)),
+        (_off, ()),
+    ],
+)
+def test_on_two_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
+    run_ranks(fn, 2, *args, backend="nccl", timeout=200)
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [
+        (_replica_modes_agree, ()),
+        (_gradient_error, (4, "TLq-HS", 0.02)),
+        (_gradient_error, (2, "TLq-HS", 0.25)),
+        (_gradient_error, (1, "TLq-HS", 0.25)),
+        (_gradient_error, (2, "ULq", 0.45)),
+        (_trains, (["bf16", "tied"], 2)),
+        (_traffic_is_real, (2, "full")),
+        (_traffic_is_real, (2, "node")),
+    ],
+)
+def test_on_four_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
+    run_ranks(fn, 4, *args, backend="nccl", timeout=200)
