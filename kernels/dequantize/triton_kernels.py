@@ -94,7 +94,7 @@ def _dequantize_tile(
         NUM_MESSAGES,
         FULL,
     )
-    values = hadamard(total, BLOCK, FORMAT.hadamard_size) * factor
+    values = hadamard(total, BLOCK, FORMAT.hadamard_size, 32) * factor
     start = tile * BLOCK
     offsets = tl.arange(0, BLOCK)
     target = out_ptr + start + offsets

@@ -23,30 +23,86 @@ _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def butterfly(x, BLOCK: tl.constexpr, DISTANCE: tl.constexpr):
-    """One stage of the transform: sums and differences of elements ``DISTANCE`` apart."""
+def _interleave(low, high, SIZE: tl.constexpr, RUN: tl.constexpr):
+    """Merge two ``[SIZE]`` tensors by alternating runs of ``RUN`` elements."""
+    pairs = tl.reshape(tl.join(low, high), (SIZE // RUN, RUN, 2))
+    return tl.reshape(tl.permute(pairs, (0, 2, 1)), (2 * SIZE,))
+
+
+@triton.jit
+def load_run(
+    source_ptr,
+    limit,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    RUN: tl.constexpr,
+    FULL: tl.constexpr,
+    SIZE: tl.constexpr = 0,
+    FIRST: tl.constexpr = 0,
+):
+    """Load ``[BLOCK]`` elements so that each thread owns ``RUN`` consecutive ones.
+
+    A plain load gives a thread ``VECTOR`` elements (16 bytes) and leaves the transform, the group
+    maximum and the packing to shuffles between threads. Loading the parts of every run apart and
+    joining them keeps that work inside a thread; the parts of a run share cache lines. ``SIZE`` and
+    ``FIRST`` are for the recursion. Zero beyond ``limit`` unless ``FULL``.
+    """
+    PART: tl.constexpr = SIZE if SIZE > 0 else RUN
+    if PART <= VECTOR:
+        index = tl.arange(0, BLOCK // RUN * PART)
+        offsets = index // PART * RUN + index % PART + FIRST
+        if FULL:
+            values = tl.load(source_ptr + offsets)
+        else:
+            values = tl.load(source_ptr + offsets, offsets < limit, 0)
+    else:
+        HALF: tl.constexpr = PART // 2
+        low = load_run(source_ptr, limit, BLOCK, VECTOR, RUN, FULL, HALF, FIRST)
+        high = load_run(source_ptr, limit, BLOCK, VECTOR, RUN, FULL, HALF, FIRST + HALF)
+        values = _interleave(low, high, BLOCK // RUN * HALF, HALF)
+    return values
+
+
+@triton.jit
+def _butterfly_within(x, BLOCK: tl.constexpr, DISTANCE: tl.constexpr):
+    """Sums and differences of elements ``DISTANCE`` apart that one thread owns."""
     pairs = tl.permute(tl.reshape(x, (BLOCK // (2 * DISTANCE), 2, DISTANCE)), (0, 2, 1))
     low, high = tl.split(pairs)
     return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), (BLOCK,))
 
 
 @triton.jit
-def hadamard(x, BLOCK: tl.constexpr, SIZE: tl.constexpr):
-    """Unnormalised transform of every ``SIZE`` consecutive elements; ``SIZE`` 0 does nothing."""
-    if SIZE > 1:
-        x = butterfly(x, BLOCK, 1)
-    if SIZE > 2:
-        x = butterfly(x, BLOCK, 2)
-    if SIZE > 4:
-        x = butterfly(x, BLOCK, 4)
-    if SIZE > 8:
-        x = butterfly(x, BLOCK, 8)
-    if SIZE > 16:
-        x = butterfly(x, BLOCK, 16)
-    if SIZE > 32:
-        x = butterfly(x, BLOCK, 32)
-    if SIZE > 64:
-        x = butterfly(x, BLOCK, 64)
+def _butterfly_across(x, BLOCK: tl.constexpr, DISTANCE: tl.constexpr):
+    """Sums and differences of elements ``DISTANCE`` apart that two threads own.
+
+    Splitting pairs as above would change the layout of the whole tile. The exclusive or over a
+    pair, applied to one's own bits, is the partner: one shuffle, same layout.
+    """
+    bits = tl.reshape(x.to(tl.int32, bitcast=True), (BLOCK // (2 * DISTANCE), 2, DISTANCE))
+    partner = bits ^ tl.xor_sum(bits, axis=1, keep_dims=True)
+    sign = (tl.arange(0, 2) << 31)[None, :, None]
+    y = partner.to(tl.float32, bitcast=True) + (bits ^ sign).to(tl.float32, bitcast=True)
+    return tl.reshape(y, (BLOCK,))
+
+
+@triton.jit
+def hadamard(
+    x,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    RUN: tl.constexpr,
+    DISTANCE: tl.constexpr = 1,
+):
+    """Unnormalised transform of every ``SIZE`` consecutive elements; ``SIZE`` 0 does nothing.
+
+    ``RUN`` says how many consecutive elements a thread owns; ``DISTANCE`` is for the recursion.
+    """
+    if DISTANCE < SIZE:
+        if DISTANCE < RUN:
+            x = _butterfly_within(x, BLOCK, DISTANCE)
+        else:
+            x = _butterfly_across(x, BLOCK, DISTANCE)
+        x = hadamard(x, BLOCK, SIZE, RUN, 2 * DISTANCE)
     return x
 
 
@@ -84,12 +140,12 @@ def rounding_noise(seed_a, seed_b, row, start, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def round_scale_up(scale, SCALE_KIND: tl.constexpr):
+def round_scale_up(scale, FORMAT: tl.constexpr):
     """Round non-negative fp32 up to the scale dtype; ``reference.round_scale_up``."""
-    if SCALE_KIND == "bfloat16":
+    if FORMAT.scale_dtype == "bfloat16":
         bits = (scale.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
         scale = tl.where(scale == scale, bits.to(tl.float32, bitcast=True), scale)
-    if SCALE_KIND == "float16":
+    if FORMAT.scale_dtype == "float16":
         rounded = scale.to(tl.float16)
         bits = rounded.to(tl.int16, bitcast=True).to(tl.int32) + 1
         up = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -99,14 +155,14 @@ def round_scale_up(scale, SCALE_KIND: tl.constexpr):
 
 
 @triton.jit
-def round_minimum_down(minimum, SCALE_KIND: tl.constexpr):
+def round_minimum_down(minimum, FORMAT: tl.constexpr):
     """Round fp32 down to the scale dtype, -0 to +0; ``reference.round_minimum_down``."""
     minimum = tl.where(minimum == 0.0, 0.0, minimum)
-    if SCALE_KIND == "bfloat16":
+    if FORMAT.scale_dtype == "bfloat16":
         bits = minimum.to(tl.int32, bitcast=True) + tl.where(minimum < 0.0, 0xFFFF, 0)
         down = (bits & -0x10000).to(tl.float32, bitcast=True)
         minimum = tl.where(minimum == minimum, down, minimum)
-    if SCALE_KIND == "float16":
+    if FORMAT.scale_dtype == "float16":
         rounded = minimum.to(tl.float16)
         nearest = rounded.to(tl.float32)
         bits = rounded.to(tl.int16, bitcast=True).to(tl.int32)
@@ -150,9 +206,9 @@ def group_range(
             high_keys = tl.where(column < valid, keys, -0x7FFFFFFF)
         low = _ordered(tl.min(low_keys, axis=1)).to(tl.float32, bitcast=True) * NORM
         high = _ordered(tl.max(high_keys, axis=1)).to(tl.float32, bitcast=True) * NORM
-        minimum = round_minimum_down(low, FORMAT.scale_dtype)
+        minimum = round_minimum_down(low, FORMAT)
         raw = tl.div_rn(high - minimum, FORMAT.max_level)
-    scale = tl.where(raw < _MIN_SCALE, 0.0, round_scale_up(raw, FORMAT.scale_dtype))
+    scale = tl.where(raw < _MIN_SCALE, 0.0, round_scale_up(raw, FORMAT))
     finite = scale < float("inf")
     scale = tl.where(finite, scale, float("nan"))
     minimum = tl.where(finite, minimum, 0.0)
@@ -233,27 +289,27 @@ def store_codes(
     plane_1,
     plane_2,
     BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
+    FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """Write ``[BLOCK]`` int32 codes to their planes; ``reference.store_codes``."""
-    if BITS == 8:
+    if FORMAT.bits == 8:
         store_plane(codes, row_ptr, start, padded_numel, BLOCK, 8, FULL)
-    elif BITS == 4:
+    elif FORMAT.bits == 4:
         store_plane(codes, row_ptr, start, padded_numel, BLOCK, 4, FULL)
-    elif BITS == 2:
+    elif FORMAT.bits == 2:
         store_plane(codes, row_ptr, start, padded_numel, BLOCK, 2, FULL)
-    elif BITS == 3:
+    elif FORMAT.bits == 3:
         store_plane(codes & 3, row_ptr, start, padded_numel, BLOCK, 2, FULL)
         store_plane(codes >> 2, row_ptr + plane_1, start, padded_numel, BLOCK, 1, FULL)
     else:
         store_plane(codes & 15, row_ptr, start, padded_numel, BLOCK, 4, FULL)
-        if BITS == 5:
+        if FORMAT.bits == 5:
             store_plane(codes >> 4, row_ptr + plane_1, start, padded_numel, BLOCK, 1, FULL)
         else:
             middle = (codes >> 4) & 3
             store_plane(middle, row_ptr + plane_1, start, padded_numel, BLOCK, 2, FULL)
-        if BITS == 7:
+        if FORMAT.bits == 7:
             store_plane(codes >> 6, row_ptr + plane_2, start, padded_numel, BLOCK, 1, FULL)
 
 
@@ -268,12 +324,16 @@ def load_plane(
 ):
     """Read ``[BLOCK]`` codes of ``WIDTH`` bits as int32; zero beyond the plane."""
     PER_BYTE: tl.constexpr = 8 // WIDTH
-    offsets = tl.arange(0, BLOCK // PER_BYTE)
-    source = plane_ptr + start // PER_BYTE + offsets
-    if FULL:
-        packed = tl.load(source)
+    source = plane_ptr + start // PER_BYTE
+    limit = (padded_numel - start) // PER_BYTE
+    if WIDTH == 8:
+        packed = load_run(source, limit, BLOCK, 16, 32, FULL)
     else:
-        packed = tl.load(source, offsets < (padded_numel - start) // PER_BYTE, 0)
+        offsets = tl.arange(0, BLOCK // PER_BYTE)
+        if FULL:
+            packed = tl.load(source + offsets)
+        else:
+            packed = tl.load(source + offsets, offsets < limit, 0)
     codes = packed.to(tl.int32)
     if PER_BYTE >= 8:
         codes = tl.reshape(tl.join(codes & 15, codes >> 4), (BLOCK // 4,))
@@ -293,37 +353,36 @@ def load_codes(
     plane_1,
     plane_2,
     BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
+    FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """Read ``[BLOCK]`` int32 codes from their planes; ``reference.load_codes``."""
-    if BITS == 8:
+    if FORMAT.bits == 8:
         return load_plane(row_ptr, start, padded_numel, BLOCK, 8, FULL)
-    elif BITS == 4:
+    if FORMAT.bits == 4:
         return load_plane(row_ptr, start, padded_numel, BLOCK, 4, FULL)
-    elif BITS == 2:
+    if FORMAT.bits == 2:
         return load_plane(row_ptr, start, padded_numel, BLOCK, 2, FULL)
-    elif BITS == 3:
+    if FORMAT.bits == 3:
         codes = load_plane(row_ptr, start, padded_numel, BLOCK, 2, FULL)
         high = load_plane(row_ptr + plane_1, start, padded_numel, BLOCK, 1, FULL)
         return codes | (high << 2)
-    elif BITS == 5:
+    if FORMAT.bits == 5:
         codes = load_plane(row_ptr, start, padded_numel, BLOCK, 4, FULL)
         high = load_plane(row_ptr + plane_1, start, padded_numel, BLOCK, 1, FULL)
         return codes | (high << 4)
-    else:
-        codes = load_plane(row_ptr, start, padded_numel, BLOCK, 4, FULL)
-        middle = load_plane(row_ptr + plane_1, start, padded_numel, BLOCK, 2, FULL)
-        codes = codes | (middle << 4)
-        if BITS == 7:
-            high = load_plane(row_ptr + plane_2, start, padded_numel, BLOCK, 1, FULL)
-            codes = codes | (high << 6)
-        return codes
+    codes = load_plane(row_ptr, start, padded_numel, BLOCK, 4, FULL)
+    middle = load_plane(row_ptr + plane_1, start, padded_numel, BLOCK, 2, FULL)
+    codes = codes | (middle << 4)
+    if FORMAT.bits == 7:
+        high = load_plane(row_ptr + plane_2, start, padded_numel, BLOCK, 1, FULL)
+        codes = codes | (high << 6)
+    return codes
 
 
 @triton.jit
 def store_scales(
-    values, row_ptr, offset, first, num_groups, GROUPS: tl.constexpr, SCALE_KIND: tl.constexpr
+    values, row_ptr, offset, first, num_groups, GROUPS: tl.constexpr, FORMAT: tl.constexpr
 ):
     """Write ``[GROUPS]`` values of the scale dtype; the tile of the last group ends the section.
 
@@ -332,7 +391,7 @@ def store_scales(
     index = tl.arange(0, GROUPS)
     inside = index < num_groups - first
     number = values == values
-    if SCALE_KIND == "float32":
+    if FORMAT.scale_dtype == "float32":
         target = (row_ptr + offset).to(tl.pointer_type(tl.int32), bitcast=True)
         bits = tl.where(number, values.to(tl.int32, bitcast=True), 0x7FC00000)
         tl.store(target + first + index, bits, inside)
@@ -340,7 +399,7 @@ def store_scales(
         zeros = tl.zeros((per_section,), tl.int32)
     else:
         target = (row_ptr + offset).to(tl.pointer_type(tl.int16), bitcast=True)
-        if SCALE_KIND == "bfloat16":
+        if FORMAT.scale_dtype == "bfloat16":
             wide = tl.where(number, values.to(tl.int32, bitcast=True), 0x7FC00000) >> 16
             bits = wide.to(tl.int16)
         else:
@@ -356,20 +415,18 @@ def store_scales(
 
 
 @triton.jit
-def load_scales(row_ptr, offset, first, num_groups, GROUPS: tl.constexpr, SCALE_KIND: tl.constexpr):
+def load_scales(row_ptr, offset, first, num_groups, GROUPS: tl.constexpr, FORMAT: tl.constexpr):
     """Read ``[GROUPS]`` values of the scale dtype as fp32; ``reference.load_scales``."""
     index = tl.arange(0, GROUPS)
     inside = index < num_groups - first
-    if SCALE_KIND == "float32":
+    if FORMAT.scale_dtype == "float32":
         source = (row_ptr + offset).to(tl.pointer_type(tl.float32), bitcast=True)
         return tl.load(source + first + index, inside, 0.0)
-    else:
-        source = (row_ptr + offset).to(tl.pointer_type(tl.int16), bitcast=True)
-        bits = tl.load(source + first + index, inside, 0)
-        if SCALE_KIND == "bfloat16":
-            return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-        else:
-            return bits.to(tl.float16, bitcast=True).to(tl.float32)
+    source = (row_ptr + offset).to(tl.pointer_type(tl.int16), bitcast=True)
+    bits = tl.load(source + first + index, inside, 0)
+    if FORMAT.scale_dtype == "bfloat16":
+        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -420,13 +477,11 @@ def store_tile(
         noise = 0.0
     codes = quantize_groups(values, scale, minimum, noise, FORMAT, NORM)
     codes = tl.reshape(codes, (BLOCK,))
-    store_codes(codes, row_ptr, start, padded_numel, plane_1, plane_2, BLOCK, FORMAT.bits, FULL)
+    store_codes(codes, row_ptr, start, padded_numel, plane_1, plane_2, BLOCK, FORMAT, FULL)
     first = tile * GROUPS
-    store_scales(scale, row_ptr, scale_offset, first, num_groups, GROUPS, FORMAT.scale_dtype)
+    store_scales(scale, row_ptr, scale_offset, first, num_groups, GROUPS, FORMAT)
     if not FORMAT.symmetric:
-        store_scales(
-            minimum, row_ptr, minimum_offset, first, num_groups, GROUPS, FORMAT.scale_dtype
-        )
+        store_scales(minimum, row_ptr, minimum_offset, first, num_groups, GROUPS, FORMAT)
 
 
 @triton.jit
@@ -447,13 +502,11 @@ def load_tile(
     GROUPS: tl.constexpr = BLOCK // FORMAT.group_size
     start = tile * BLOCK
     first = tile * GROUPS
-    codes = load_codes(row_ptr, start, padded_numel, plane_1, plane_2, BLOCK, FORMAT.bits, FULL)
+    codes = load_codes(row_ptr, start, padded_numel, plane_1, plane_2, BLOCK, FORMAT, FULL)
     levels = tl.reshape(dequantize_codes(codes, FORMAT), (GROUPS, FORMAT.group_size))
-    scale = load_scales(row_ptr, scale_offset, first, num_groups, GROUPS, FORMAT.scale_dtype)
+    scale = load_scales(row_ptr, scale_offset, first, num_groups, GROUPS, FORMAT)
     values = levels * scale[:, None]
     if not FORMAT.symmetric:
-        minimum = load_scales(
-            row_ptr, minimum_offset, first, num_groups, GROUPS, FORMAT.scale_dtype
-        )
+        minimum = load_scales(row_ptr, minimum_offset, first, num_groups, GROUPS, FORMAT)
         values = values + minimum[:, None]
     return tl.reshape(values, (BLOCK,))

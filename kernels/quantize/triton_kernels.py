@@ -9,7 +9,7 @@ from torch import Tensor
 from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message.launch import layout_arguments, on_device, row_stride
 from lq_lightning.kernels.message.reference import seed_words
-from lq_lightning.kernels.message.triton_blocks import hadamard, store_tile
+from lq_lightning.kernels.message.triton_blocks import hadamard, load_run, store_tile
 
 
 @triton.jit
@@ -31,20 +31,18 @@ def _quantize_tile(
     BLOCK: tl.constexpr,
     FORMAT: tl.constexpr,
     DIFFERENCE: tl.constexpr,
+    RUN: tl.constexpr,
     FULL: tl.constexpr,
 ):
     start = tile * BLOCK
-    offsets = tl.arange(0, BLOCK)
-    if FULL:
-        x = tl.load(x_ptr + start + offsets).to(tl.float32)
-        if DIFFERENCE:
-            x = x - tl.load(reference_ptr + start + offsets).to(tl.float32)
-    else:
-        inside = offsets < numel - start
-        x = tl.load(x_ptr + start + offsets, inside, 0.0).to(tl.float32)
-        if DIFFERENCE:
-            x = x - tl.load(reference_ptr + start + offsets, inside, 0.0).to(tl.float32)
-    x = hadamard(x, BLOCK, FORMAT.hadamard_size)
+    limit = numel - start
+    VECTOR: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    x = load_run(x_ptr + start, limit, BLOCK, VECTOR, RUN, FULL).to(tl.float32)
+    if DIFFERENCE:
+        OTHER: tl.constexpr = 128 // reference_ptr.dtype.element_ty.primitive_bitwidth
+        other = load_run(reference_ptr + start, limit, BLOCK, OTHER, RUN, FULL)
+        x = x - other.to(tl.float32)
+    x = hadamard(x, BLOCK, FORMAT.hadamard_size, RUN)
     store_tile(
         x,
         row_ptr,
@@ -86,6 +84,7 @@ def quantize_rows_kernel(
     BLOCK: tl.constexpr,
     FORMAT: tl.constexpr,
     DIFFERENCE: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     """Encode one tile of one row: [difference ->] Hadamard -> scale -> round -> pack."""
     tiles = tl.cdiv(padded_numel, BLOCK).to(tl.int64)
@@ -114,6 +113,7 @@ def quantize_rows_kernel(
             BLOCK,
             FORMAT,
             DIFFERENCE,
+            RUN,
             True,
         )
     else:
@@ -135,6 +135,7 @@ def quantize_rows_kernel(
             BLOCK,
             FORMAT,
             DIFFERENCE,
+            RUN,
             False,
         )
 
@@ -163,6 +164,7 @@ def launch_quantize(
             BLOCK=block,
             FORMAT=fmt,
             DIFFERENCE=reference is not None,
+            RUN=32,
             num_warps=4,
             enable_fp_fusion=False,
         )

@@ -59,7 +59,7 @@ def _requantize_tile(
     SAME: tl.constexpr = SOURCE.hadamard_size == TARGET.hadamard_size
     NORM: tl.constexpr = 1.0 if SAME else TARGET.forward_norm
     if not SAME and SOURCE.hadamard_size > 0:
-        x = hadamard(x, BLOCK, SOURCE.hadamard_size) * SOURCE.inverse_norm
+        x = hadamard(x, BLOCK, SOURCE.hadamard_size, 32) * SOURCE.inverse_norm
     if not FULL:
         if SAME and SOURCE.hadamard_size > 0:
             last = source_padded_numel
@@ -67,7 +67,7 @@ def _requantize_tile(
             last = numel
         x = tl.where(tl.arange(0, BLOCK) < last - tile * BLOCK, x, 0.0)
     if not SAME:
-        x = hadamard(x, BLOCK, TARGET.hadamard_size)
+        x = hadamard(x, BLOCK, TARGET.hadamard_size, 32)
     store_tile(
         x,
         row_ptr,
