@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers import CSVLogger
+from lq_testing import run_ranks
+from lq_testing.models import TinyLM, batch
+from torch.utils.data import DataLoader
+
+import lq_lightning
+from lq_lightning.callbacks import QuantizationMonitor, RelativeError
+
+
+class LM(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = TinyLM()
+
+    def training_step(self, tokens: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.model(tokens)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader([row for step in range(8) for row in batch(step, 0)], batch_size=2)
+
+
+def trainer(tmp_path: Path, monitor: QuantizationMonitor, **kwargs: object) -> pl.Trainer:
+    options: dict[str, object] = {
+        "accelerator": "cpu",
+        "max_steps": 6,
+        "logger": CSVLogger(tmp_path, name="", version=""),
+        "log_every_n_steps": 1,
+        "callbacks": [monitor],
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(**(options | kwargs))  # type: ignore[arg-type]
+
+
+def _monitored(rank: int, world: int, folder: str) -> list[dict[str, float]]:
+    seen: list[dict[str, float]] = []
+
+    class Spy(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *unused: object) -> None:
+            seen.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+
+    monitor = QuantizationMonitor(every_n_steps=2)
+    strategy = lq_lightning.QuantizedFSDPStrategy(
+        node_size=1,
+        min_quantized_numel=256,
+        weights=lq_lightning.WeightQuantization(group_size=64),
+    )
+    fit = trainer(Path(folder), monitor, strategy=strategy, devices=world)
+    fit.callbacks.append(Spy())
+    fit.fit(LM())
+    assert not strategy.communication.measure_errors
+    traffic = strategy.communication.traffic()
+    last = seen[-1]
+    assert last["quant/bytes_gradients_inter"] == traffic.gradients_inter / 6
+    assert last["quant/bytes_gradients_intra"] == 0
+    return seen
+
+
+def test_logs_traffic_and_errors_of_two_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(
+        _monitored, 2, str(tmp_path), backend=None, torchrun=True, timeout=120
+    )
+    assert "quant/bits_per_weight" not in first[0], "step 1 is not due"
+    for step in (1, 3, 5):
+        values = first[step]
+        assert values == second[step], "values are means over ranks"
+        assert 4 < values["quant/bits_per_weight"] < 12
+        assert 4 < values["quant/bits_per_gradient"] < 12
+        assert 1e-5 < values["quant/weights_error"] < 0.1
+        assert 0.01 < values["quant/gradients_error"] < 0.5
+        assert values["quant/skipped_steps"] == 0
+        assert values["quant/outside_writes"] == 0
+    assert first[5]["quant/compression"] > 2
+    header = (tmp_path / "metrics.csv").read_text().splitlines()[0]
+    assert "quant/gradients_error" in header
+
+
+def test_one_rank_has_nothing_to_log(tmp_path: Path) -> None:
+    fit = trainer(tmp_path, QuantizationMonitor(), strategy="quantized_fsdp", devices=1)
+    fit.fit(LM())
+    assert not [name for name in fit.callback_metrics if name.startswith("quant/")]
+
+
+def test_other_strategies_are_refused(tmp_path: Path) -> None:
+    fit = trainer(tmp_path, QuantizationMonitor(), devices=1)
+    with pytest.raises(MisconfigurationException, match="SingleDeviceStrategy.*quantized_fsdp"):
+        fit.fit(LM())
+
+
+def test_interval_must_be_positive() -> None:
+    with pytest.raises(MisconfigurationException, match="every_n_steps=0"):
+        QuantizationMonitor(every_n_steps=0)
+
+
+def test_relative_error_sums_before_it_divides() -> None:
+    metric = RelativeError()
+    metric.update(1.0, 3.0)
+    metric.update(0.0, 1.0)
+    assert float(metric.compute()) == pytest.approx(0.5)
+    metric.reset()
+    metric.update(0.0, 0.0)
+    assert math.isnan(float(metric.compute()))
