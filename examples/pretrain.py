@@ -97,6 +97,8 @@ def main(args: list[str] | None = None) -> None:
     """
     # The workers of `BlockBatches` divide its batches, so the length that it reports is right.
     warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
+    # Between Lightning 2.6 and torch 2.13; nothing that a user could act on.
+    warnings.filterwarnings("ignore", message="`isinstance.treespec, LeafSpec.` is deprecated")
     PretrainCLI(
         CausalLM,
         TextDataModule,

@@ -178,6 +178,7 @@ def build(
         )
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.train()  # `from_pretrained` returns models in evaluation mode
     return model if lora is None else _adapt(model, lora)
 
 
