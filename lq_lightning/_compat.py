@@ -5,7 +5,6 @@ Nothing outside this module may import a name with a leading underscore from tor
 
 from __future__ import annotations
 
-import io
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -14,9 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fully_shard import (
@@ -34,7 +30,6 @@ __all__ = [
     "AllGather",
     "GroupParam",
     "ReduceScatter",
-    "SafeLoadPlanner",
     "all_gather_flat",
     "begin_root_forward",
     "call_hooks",
@@ -114,8 +109,8 @@ def fsdp_units(root: nn.Module) -> Iterator[tuple[str, FSDPModule, Any]]:
         if len(groups) > 1:
             raise NotImplementedError(
                 f"unit `{name or type(root).__name__}` has {len(groups)} parameter groups "
-                "(per-parameter meshes through `shard_placement_fn`); quantized communication supports "
-                "one per unit. Give each mesh its own `fully_shard` module."
+                "(per-parameter meshes through `shard_placement_fn`); quantized communication "
+                "supports one per unit. Give each mesh its own `fully_shard` module."
             )
         if groups:
             yield name, module, groups[0]
@@ -245,9 +240,9 @@ def prepare_fsdp_class(cls: type[nn.Module]) -> None:
     """Make ``fully_shard`` work on classes such as ``class Model(Generic[T], LightningModule)``.
 
     ``fully_shard`` changes the class of a module to ``type(name, (FSDPModule, cls), ...)``. Python
-    refuses that when ``cls`` inherits its instance layout through a base without ``__dict__``, which
-    is what ``Generic`` in first place does. With the bases swapped the layouts agree; the methods
-    that ``FSDPModule`` overrides are then given again, bound to the new class.
+    refuses that when ``cls`` inherits its instance layout through a base without ``__dict__``, as
+    ``Generic`` in first place is. With the bases swapped the layouts agree; the methods that
+    ``FSDPModule`` overrides are then given again, bound to the new class.
     """
     known = get_cls_to_fsdp_cls()
     if cls in known or issubclass(cls, FSDPModule) or not _layout_needs_swap(cls):
@@ -358,24 +353,14 @@ def _from_local(local: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def unflatten_checkpoint(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Rebuild the nested dictionary whose leaves a distributed checkpoint stores under flat keys."""
+def unflatten_checkpoint(
+    flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]
+) -> dict[str, Any]:
+    """Rebuild the nested dictionary whose leaves a distributed checkpoint has under flat keys."""
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # slow to import
+
     nested: dict[str, Any] = unflatten_state_dict(flat, paths)
     return nested
-
-
-class SafeLoadPlanner(DefaultLoadPlanner):
-    """DCP's load planner, except that pickled leaves obey ``weights_only``."""
-
-    def __init__(self, weights_only: bool) -> None:
-        """Make a planner for a flat state dict."""
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._weights_only = weights_only
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Unpickle one leaf."""
-        leaf = torch.load(value, map_location="cpu", weights_only=self._weights_only)
-        self.state_dict[read_item.dest_index.fqn] = leaf
 
 
 # --- lightning: imported when called, so that only strategies, plugins and callbacks need it ------

@@ -118,7 +118,7 @@ class FullyShardedPrecision(Precision):
             model,
             optimizer,
             trainer.gradient_clip_val,
-            gradient_clip_algorithm=trainer.gradient_clip_algorithm,  # type: ignore[arg-type]
+            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         )
 
     def run_closure(

@@ -15,15 +15,14 @@ import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lq_lightning._compat import SafeLoadPlanner
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes 0.1 s to import: not before it is needed
+    from torch.distributed.checkpoint.metadata import Metadata
 
 __all__ = [
     "AtomicCheckpointIO",
@@ -33,6 +32,7 @@ __all__ = [
     "load_full_checkpoint",
     "raise_together",
     "save_sharded_checkpoint",
+    "write_in_place",
 ]
 
 META_FILENAME = "meta.pt"
@@ -73,11 +73,14 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _save_synced(obj: object, path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(obj, file)
-        file.flush()
-        os.fsync(file.fileno())
+def write_in_place(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` make a file under another name and move it to ``path`` when it is on disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = _sibling(path, "incomplete")
+    _remove(unfinished)
+    write(unfinished)
+    _sync(unfinished)
+    _move_into_place(unfinished, path)
 
 
 def _move_into_place(finished: Path, path: Path) -> None:
@@ -108,20 +111,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> None:
         """Save one file; remote paths go through Lightning's writer."""
         if storage_options is not None or not is_local(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, str(path), storage_options)
             return
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = _sibling(target, "incomplete")
-        _remove(unfinished)
-        _save_synced(checkpoint, unfinished)
-        _move_into_place(unfinished, target)
+        write_in_place(Path(path), lambda unfinished: torch.save(checkpoint, unfinished))
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a file or directory; it disappears at once, never in parts."""
         target = Path(path)
         if not is_local(path) or target.is_symlink() or not target.is_dir():
-            super().remove_checkpoint(path)
+            super().remove_checkpoint(str(path))
             return
         aside = _sibling(target, "replaced")
         _remove(aside)
@@ -144,6 +142,10 @@ def save_sharded_checkpoint(
     Raises:
         RuntimeError: Rank 0 could not write or rename; raised on every rank.
     """
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     rank_zero = dist.get_rank() == 0
     unfinished = _sibling(path, "incomplete")
     error: list[str | None] = [None]
@@ -154,15 +156,16 @@ def save_sharded_checkpoint(
         except OSError as exception:
             error = [f"{type(exception).__name__}: {exception}"]
     raise_together(error, path)
-    dcp.save(
+    save(
         tensors,
-        storage_writer=dcp.FileSystemWriter(unfinished, single_file_per_rank=True),
-        planner=dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+        storage_writer=FileSystemWriter(unfinished, single_file_per_rank=True),
+        planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
     )
     barrier()
     if rank_zero:
         try:
-            _save_synced(meta, unfinished / META_FILENAME)
+            torch.save(meta, unfinished / META_FILENAME)
+            _sync(unfinished / META_FILENAME)
             _sync(unfinished)
             _move_into_place(unfinished, path)
         except (
@@ -255,6 +258,8 @@ class ShardedCheckpoint:
 
     def __init__(self, path: Path, weights_only: bool | None = None) -> None:
         """Read DCP's metadata and check that all files are there."""
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
         if not path.exists():
             raise FileNotFoundError(f"Checkpoint not found: {path}{_hint_replaced(path)}")
         self.path = path
@@ -266,7 +271,7 @@ class ShardedCheckpoint:
                 "missing. The run that wrote it was killed, or it is something else. Resume from "
                 "another checkpoint."
             )
-        metadata: Metadata = dcp.FileSystemReader(path).read_metadata()
+        metadata: Metadata = FileSystemReader(path).read_metadata()
         self._check_files(metadata)
         self.entries = metadata.state_dict_metadata
         self.paths: dict[str, tuple[Any, ...]] = metadata.planner_data or {}
@@ -308,22 +313,27 @@ class ShardedCheckpoint:
 
     def size(self, key: str) -> torch.Size | None:
         """Shape of a stored tensor; ``None`` for other values."""
-        entry = self.entries[key]
-        return entry.size if isinstance(entry, TensorStorageMetadata) else None
+        size: torch.Size | None = getattr(self.entries[key], "size", None)
+        return size
 
     def dtype(self, key: str) -> torch.dtype | None:
         """Dtype of a stored tensor; ``None`` for other values."""
-        entry = self.entries[key]
-        return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
+        properties = getattr(self.entries[key], "properties", None)
+        return None if properties is None else properties.dtype
 
     def load(self, flat: dict[str, Any]) -> None:
         """Fill the tensors of ``flat`` in place and replace its other values.
 
         Every rank must call this with the same keys, if a process group exists.
         """
-        dcp.load(
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        from lq_lightning.strategies.load_planner import SafeLoadPlanner
+
+        load(
             flat,
-            storage_reader=dcp.FileSystemReader(self.path),
+            storage_reader=FileSystemReader(self.path),
             planner=SafeLoadPlanner(self._weights_only),
             no_dist=not dist.is_initialized(),
         )

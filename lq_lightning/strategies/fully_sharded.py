@@ -17,14 +17,13 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
@@ -50,7 +49,9 @@ from lq_lightning.strategies.failures import (
 from lq_lightning.strategies.root_forward import ManualForward, register_step_methods
 from lq_lightning.strategies.sharding import ShardingPlan, UnitSelector
 
-__all__ = ["FullyShardedStrategy", "ShardedModule"]
+__all__ = ["DEFAULT_TIMEOUT", "FullyShardedStrategy", "ShardedModule"]
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -122,7 +123,7 @@ class FullyShardedStrategy(CheckpointingStrategy):
         compile_units: bool = False,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
     ) -> None:
         """Keep the options; nothing is started."""
         self._attached_module: LightningModule | None = None
@@ -179,7 +180,7 @@ class FullyShardedStrategy(CheckpointingStrategy):
         return cast(FullyShardedPrecision, self._precision_plugin)
 
     @property
-    def _lightning_module(self) -> LightningModule | None:  # type: ignore[override]
+    def _lightning_module(self) -> LightningModule | None:
         return self._attached_module
 
     @_lightning_module.setter
@@ -327,7 +328,7 @@ class FullyShardedStrategy(CheckpointingStrategy):
         if self._compile_units:
             for name in plan.units:
                 unit = module.get_submodule(name)
-                unit.forward = torch.compile(unit.forward)  # type: ignore[method-assign]
+                unit.forward = torch.compile(unit.forward)
         return plan
 
     @property
@@ -414,10 +415,10 @@ class FullyShardedStrategy(CheckpointingStrategy):
         manual optimization write ``with self.trainer.strategy.block_backward_sync():`` around
         ``self.manual_backward(loss)`` in all but the last micro-batch.
         """
-        module = self._attached_module
-        if not isinstance(module, FSDPModule) or self._reduce_every_microbatch:
+        if not self._is_sharded or self._reduce_every_microbatch:
             yield
             return
+        module = cast(FSDPModule, self._attached_module)
         module.set_requires_gradient_sync(False)
         self._has_unreduced = True
         try:

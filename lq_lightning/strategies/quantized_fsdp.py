@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lq_lightning.data_parallel import (
@@ -18,7 +17,11 @@ from lq_lightning.data_parallel import (
     WeightQuantization,
     quantize_communication,
 )
-from lq_lightning.strategies.fully_sharded import FullyShardedStrategy, ShardedModule
+from lq_lightning.strategies.fully_sharded import (
+    DEFAULT_TIMEOUT,
+    FullyShardedStrategy,
+    ShardedModule,
+)
 
 __all__ = ["QuantizedFSDPStrategy"]
 
@@ -54,23 +57,25 @@ def _gradient_config(gradients: GradientName | GradientQuantization) -> Gradient
 
 
 class QuantizedFSDPStrategy(FullyShardedStrategy):
-    """Shards any LightningModule with FSDP2 and sends 4-bit weights and 8/4-bit gradients (SDP4Bit).
+    """FSDP2 for any LightningModule, sending 4-bit weights and 8/4-bit gradients (SDP4Bit).
 
-    All ranks shard the model and see different data. On one rank nothing is sharded or quantized and
-    the run is an ordinary single-device run.
+    All ranks shard the model and see different data. On one rank nothing is sharded or quantized
+    and the run is an ordinary single-device run.
 
     Args:
         weights: How weights are gathered: ``"qWD"`` sends 4-bit differences to what every rank
             already holds, once per optimizer step; ``"qW"`` sends 4-bit weights at every gather
             (loses accuracy, for comparison); ``"none"`` is FSDP2's own gather. Or a full
             ``WeightQuantization``.
-        gradients: How gradients are reduced: ``"TLq-HS"`` in 8 bits within a node and 4 bits between
-            nodes after a Hadamard transform; ``"TLq"`` without the transform; ``"ULq"`` 4 bits
-            everywhere; ``"none"`` is FSDP2's own reduction. Or a full ``GradientQuantization``.
+        gradients: How gradients are reduced: ``"TLq-HS"`` in 8 bits within a node and 4 bits
+            between nodes after a Hadamard transform; ``"TLq"`` without the transform; ``"ULq"`` 4
+            bits everywhere; ``"none"`` is FSDP2's own reduction. Or a full
+            ``GradientQuantization``.
         replica: Where ``weights="qWD"`` keeps the weights that differences refer to: ``"full"`` on
             every rank (2 bytes per parameter, no other weight traffic) or ``"node"`` shared by the
             ranks of a node.
-        node_size: Ranks per node; ``None`` takes it from Lightning. A smaller number emulates nodes.
+        node_size: Ranks per node; ``None`` takes it from Lightning. A smaller number emulates
+            nodes.
         min_quantized_numel: Smaller tensors travel in full precision.
         units: Class names of the modules that are gathered as one piece, or a function that says so
             of a module. ``None`` finds them: what ``configure_model`` sharded, else Hugging Face's
@@ -114,7 +119,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         compile_units: bool = False,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
         seed: int = 0,
     ) -> None:
         """Check the options; nothing is started."""
@@ -149,7 +154,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
 
     @property
     def communication(self) -> QuantizedCommunication | None:
-        """The quantized collectives in use; ``None`` on one rank, before ``setup``, or with none."""
+        """The quantized collectives in use; ``None`` on one rank, before ``setup``, or if off."""
         return self._communication
 
     def topology(self) -> Topology:

@@ -1,0 +1,174 @@
+"""Turn a checkpoint directory into one file.
+
+``python -m lq_lightning.strategies.consolidate CHECKPOINT OUTPUT`` writes a Lightning ``.ckpt``
+that ``load_from_checkpoint``, ``trainer.fit(ckpt_path=...)`` and ``torch.load(weights_only=True)``
+read without this package; ``--format safetensors --prefix model.`` writes only the weights of
+``self.model``, named as in that model, for Hugging Face's ``from_pretrained`` and other programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lq_lightning._compat import unflatten_checkpoint
+from lq_lightning.strategies.checkpoint import (
+    AtomicCheckpointIO,
+    ShardedCheckpoint,
+    is_sharded_checkpoint,
+    load_full_checkpoint,
+    write_in_place,
+)
+from lq_lightning.strategies.checkpointing import EXTRA
+
+__all__ = ["consolidate_checkpoint", "main"]
+
+log = logging.getLogger(__name__)
+
+OutputFormat = Literal["lightning", "safetensors"]
+
+
+def consolidate_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    format: OutputFormat = "lightning",
+    prefix: str = "",
+    weights_only: bool | None = None,
+) -> None:
+    """Write a sharded (or full) checkpoint as one file. Needs no process group and no GPU.
+
+    Args:
+        checkpoint: A checkpoint directory or file.
+        output: The file to write; it appears when it is complete.
+        format: ``"lightning"`` keeps everything, ``"safetensors"`` the model's tensors.
+        prefix: Keep only tensors whose name starts so, and cut it off (``"safetensors"`` only).
+        weights_only: As in ``torch.load``; ``None`` means ``True``.
+
+    Raises:
+        FileNotFoundError: There is no such checkpoint.
+        ValueError: The checkpoint is incomplete, or an argument does not fit.
+        ModuleNotFoundError: The package ``safetensors`` is needed and missing.
+    """
+    if format not in ("lightning", "safetensors"):
+        raise ValueError(f"`format={format!r}` is not supported: 'lightning' or 'safetensors'.")
+    if prefix and format == "lightning":
+        raise ValueError(
+            f"`prefix={prefix!r}` applies to `format='safetensors'` only: a Lightning checkpoint "
+            "keeps the names of the LightningModule. Leave it out or change the format."
+        )
+    source, target = Path(checkpoint), Path(output)
+    if target.exists() and target.resolve() == source.resolve():
+        raise ValueError(f"`output` is the checkpoint itself (`{target}`): choose another name.")
+    if is_sharded_checkpoint(source):
+        content = _read_sharded(ShardedCheckpoint(source, weights_only), format == "lightning")
+    else:
+        content = load_full_checkpoint(source, weights_only)
+    if format == "lightning":
+        AtomicCheckpointIO().save_checkpoint(content, target)
+    else:
+        _save_safetensors(content["state_dict"], target, prefix)
+
+
+def _read_sharded(checkpoint: ShardedCheckpoint, everything: bool) -> dict[str, Any]:
+    wanted = {
+        key: path
+        for key, path in checkpoint.paths.items()
+        if everything or path[0] in ("state_dict", "model")
+    }
+    flat: dict[str, Any] = {}
+    for key in wanted:
+        size, dtype = checkpoint.size(key), checkpoint.dtype(key)
+        flat[key] = None if size is None else torch.empty(size, dtype=dtype)
+    checkpoint.load(flat)
+    state = unflatten_checkpoint(flat, wanted)
+    content = checkpoint.read_meta() if everything else {}
+    content["state_dict"] = state.pop("state_dict", None) or state.pop("model", {})
+    replica = state.pop("replica", {})
+    if replica:
+        content.setdefault(EXTRA, {})["tensors"] = replica
+    optimizers = sorted((k for k in state if k.startswith("optimizer_")), key=_number)
+    if optimizers:
+        content["optimizer_states"] = [_by_position(state.pop(key)) for key in optimizers]
+    return content
+
+
+def _number(key: str) -> int:
+    return int(key.removeprefix("optimizer_"))
+
+
+def _by_position(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Number the parameters as ``torch.optim.Optimizer.state_dict`` does."""
+    position: dict[str, int] = {}
+    groups = []
+    for group in optimizer["param_groups"]:
+        for name in group["params"]:
+            position[name] = len(position)
+        groups.append({**group, "params": [position[name] for name in group["params"]]})
+    state = {position[name]: value for name, value in optimizer.get("state", {}).items()}
+    return {"state": state, "param_groups": groups}
+
+
+def _save_safetensors(state: dict[str, Any], target: Path, prefix: str) -> None:
+    try:
+        from safetensors.torch import save_file
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "`format='safetensors'` needs the package safetensors: `pip install safetensors`, or "
+            "use `format='lightning'`."
+        ) from error
+    tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)}
+    named = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    if not named:
+        starts = sorted({key.split(".")[0] + "." for key in tensors})
+        raise ValueError(f"no tensor's name starts with `{prefix}`: names start with {starts}.")
+    if len(named) < len(tensors):
+        others = [key for key in tensors if not key.startswith(prefix)]
+        log.warning("left out %d tensors without `%s`: %s", len(others), prefix, others[:5])
+    separate = {key: tensor.contiguous().clone() for key, tensor in named.items()}
+    write_in_place(target, lambda path: save_file(separate, path, metadata={"format": "pt"}))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line of :func:`consolidate_checkpoint`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lq_lightning.strategies.consolidate",
+        description="Turn a checkpoint directory into one file.",
+    )
+    parser.add_argument("checkpoint", help="checkpoint directory (or file)")
+    parser.add_argument("output", help="file to write")
+    parser.add_argument(
+        "--format",
+        choices=("lightning", "safetensors"),
+        default="lightning",
+        help="everything for Lightning, or only the weights as safetensors (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--prefix", default="", help="keep only weights whose name starts so, and cut it off"
+    )
+    parser.add_argument(
+        "--no-weights-only",
+        action="store_true",
+        help="also load arbitrary Python objects; only for checkpoints you trust",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        consolidate_checkpoint(
+            options.checkpoint,
+            options.output,
+            options.format,
+            options.prefix,
+            weights_only=False if options.no_weights_only else None,
+        )
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Which modules become units, and what is refused; no process group needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from lq_testing.models import Block, TinyLM
+from torch import nn
+
+import lq_lightning
+from lq_lightning import (
+    FullyShardedPrecision,
+    GradientQuantization,
+    QuantizedFSDPStrategy,
+    WeightQuantization,
+)
+from lq_lightning.strategies.sharding import check_shardable, find_units
+
+
+def test_repeated_blocks_are_found() -> None:
+    plan = find_units(TinyLM(layers=3))
+    assert plan.units == ("blocks.0", "blocks.1", "blocks.2")
+    assert plan.source == "repeated blocks"
+    assert "3 units" in plan.summary()
+
+
+def test_topmost_containers_only_and_leaves_never() -> None:
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(Block(), Block())
+
+    model = nn.Module()
+    model.stages = nn.ModuleList([Stage(), Stage()])
+    model.heads = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])  # leaves
+    model.single = nn.ModuleList([Block()])  # one of a kind
+    model.nested = nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList([Block()])])
+    assert set(find_units(model).units) == {
+        "stages.0",
+        "stages.1",
+        "nested.0.0",
+        "nested.0.1",
+    }
+
+
+def test_multihead_attention_is_one_unit() -> None:
+    """It reads the weight of its child `out_proj` without calling it."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.MultiheadAttention(4, 2), nn.MultiheadAttention(4, 2)])
+    assert find_units(model).units == ("layers.0", "layers.1")
+
+
+def test_sharing_with_the_outside_keeps_a_block_in_the_root() -> None:
+    model = TinyLM(layers=3)
+    model.shadow = nn.Linear(24, 51)
+    model.shadow.weight = model.blocks[1].up.weight
+    plan = find_units(model)
+    assert plan.units == ("blocks.0", "blocks.2")
+    assert plan.kept_in_root == (
+        ("blocks.1", "`blocks.1.up.weight` is shared with `shadow.weight`"),
+    )
+    assert "stays in the root" in plan.summary()
+
+
+def test_a_module_shared_by_blocks_keeps_them_in_the_root() -> None:
+    model = TinyLM(layers=3)
+    model.blocks[2].norm = model.blocks[0].norm
+    plan = find_units(model)
+    assert plan.units == ("blocks.1",)
+    assert {name for name, _ in plan.kept_in_root} == {"blocks.0", "blocks.2"}
+
+
+def test_a_second_name_for_a_whole_block_is_no_sharing() -> None:
+    model = TinyLM(layers=2)
+    model.alias = model.blocks[0]
+    assert len(find_units(model).units) == 2
+
+
+def test_no_split_modules_of_transformers_come_first() -> None:
+    model = nn.Module()
+    model.hf = TinyLM(layers=2)
+    model.hf._no_split_modules = ["LayerNorm"]
+    plan = find_units(model)
+    assert plan.units == ("hf.blocks.0.norm", "hf.blocks.1.norm")
+    assert "_no_split_modules" in plan.source
+    model.hf._no_split_modules = ["Absent"]
+    assert find_units(model).source == "repeated blocks"
+
+
+def test_units_option() -> None:
+    model = TinyLM(layers=2)
+    assert find_units(model, ["Embedding", "Block"]).units == (
+        "blocks.0",
+        "blocks.1",
+        "embed",
+    )
+    chosen = find_units(model, lambda module: isinstance(module, nn.Linear))
+    assert set(chosen.units) >= {"head", "blocks.0.up"}
+    with pytest.raises(ValueError, match=r"no submodule of class \['Bloc'\].*Block, Embedding"):
+        find_units(model, ["Bloc"])
+    with pytest.raises(ValueError, match="selects no module of `TinyLM`"):
+        find_units(model, lambda module: False)
+    with pytest.raises(ValueError, match="without `forward`"):
+        find_units(model, ["ModuleList"])
+    with pytest.raises(TypeError, match="give a list of class names"):
+        find_units(model, "Block")
+
+
+def test_scalar_and_lazy_parameters_are_named() -> None:
+    model = TinyLM()
+    model.temperature = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"`temperature` is a scalar.*\(1,\)"):
+        check_shardable(model)
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"`0.weight` is lazily initialised"):
+        check_shardable(lazy)
+
+
+# --- options and precision --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": "qwd"}, r"weights='qwd'.*'qWD', 'qW', 'none'"),
+        ({"gradients": "TLQ"}, r"gradients='TLQ'.*'TLq-HS', 'TLq', 'ULq', 'none'"),
+        ({"replica": "rank"}, r"replica='rank'.*'full', 'node'"),
+        ({"on_drift": "ignore"}, r"on_drift='ignore'.*'resync' or 'raise'"),
+        ({"node_size": 0}, r"node_size=0.*1 or more"),
+        ({"min_quantized_numel": 0}, r"min_quantized_numel=0.*1 or more"),
+        ({"check_replicas_every_n_steps": -1}, r"check_replicas_every_n_steps=-1.*0 or more"),
+    ],
+)
+def test_wrong_option_values_are_explained(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QuantizedFSDPStrategy(**options)
+
+
+def test_unknown_options_are_named_with_the_known_ones() -> None:
+    with pytest.raises(TypeError, match=r"no option `weight_bits=4`.*weights, gradients, replica"):
+        QuantizedFSDPStrategy(weight_bits=4)  # type: ignore[call-arg]
+
+
+def test_configs_are_taken_as_they_are() -> None:
+    strategy = QuantizedFSDPStrategy(
+        weights=WeightQuantization(bits=3), gradients=GradientQuantization(inter_bits=5)
+    )
+    assert strategy.settings()["weights"] == WeightQuantization(bits=3)
+    assert QuantizedFSDPStrategy(weights="none", gradients="none").settings()["weights"] is None
+    named = QuantizedFSDPStrategy(weights="qWD", replica="node").settings()["weights"]
+    assert named == WeightQuantization(replica="node")
+
+
+@pytest.mark.parametrize(
+    ("plugin", "name"),
+    [
+        (Precision(), "32-true"),
+        (HalfPrecision("bf16-true"), "bf16-true"),
+        (MixedPrecision("bf16-mixed", "cpu"), "bf16-mixed"),
+        (FullyShardedPrecision("bf16-mixed"), "bf16-mixed"),
+    ],
+)
+def test_precision_plugins_are_mapped(plugin: Precision, name: str) -> None:
+    strategy = QuantizedFSDPStrategy()
+    strategy.precision_plugin = plugin
+    assert type(strategy.precision_plugin) is FullyShardedPrecision
+    assert strategy.precision_plugin.precision == name
+
+
+@pytest.mark.parametrize(
+    "plugin", [HalfPrecision("16-true"), DoublePrecision(), MixedPrecision("16-mixed", "cuda")]
+)
+def test_other_precision_plugins_are_refused(plugin: Precision) -> None:
+    with pytest.raises(ValueError, match=r"'32-true', 'bf16-true', 'bf16-mixed'"):
+        QuantizedFSDPStrategy().precision_plugin = plugin
+
+
+def test_policy() -> None:
+    mixed = FullyShardedPrecision("bf16-mixed")
+    assert mixed.policy(root=False).param_dtype == torch.bfloat16
+    assert mixed.policy(root=True).reduce_dtype == torch.float32
+    assert not mixed.policy(root=True).cast_forward_inputs
+    assert FullyShardedPrecision("32-true").policy(root=True).param_dtype is None
+    with pytest.raises(ValueError, match="precision='16-mixed'"):
+        FullyShardedPrecision("16-mixed")  # type: ignore[arg-type]
+
+
+def test_grad_norm_of_a_plain_module_equals_lightnings() -> None:
+    from lightning.pytorch.utilities import grad_norm
+
+    model = nn.Linear(3, 2)
+    model(torch.ones(1, 3)).sum().backward()
+    ours, theirs = lq_lightning.grad_norm(model, 2), grad_norm(model, 2)
+    assert {k: float(v) for k, v in ours.items()} == {k: float(v) for k, v in theirs.items()}
+    with pytest.raises(ValueError, match="norm_type=0"):
+        lq_lightning.grad_norm(model, 0)
+    assert lq_lightning.grad_norm(nn.Linear(1, 1)) == {}
+
+
