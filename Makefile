@@ -70,7 +70,7 @@ lint: $(VENV)/.dev
 	@$(BIN)/codespell $(SOURCES) *.md docs
 
 types: $(VENV)/.dev
-	@$(BIN)/mypy
+	@.ci/types $(BIN)/mypy
 
 bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/kernels.py
