@@ -1,4 +1,4 @@
-"""Write constraints.txt from the running environment: `python .ci/constraints.py > constraints.txt`.
+"""Write constraints from this environment: `python .ci/constraints.py > constraints.txt`.
 
 Lists every installed distribution that the project and its extras need, directly or not.
 """
@@ -13,8 +13,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 PROJECT = "lq-lightning"
-# Installed on their own, since they are no requirement of the distribution above (see the Makefile).
-ALSO = ["litdata", "pip", "wheel"]
+# Installed on its own (see the Makefile).
+ALSO = ["litdata"]
 # torch's CUDA wheels pin their own Triton, so one exact version would shut them out.
 RANGES = {"triton": "triton>=3.6,<=3.9.0"}
 HEADER = """\
@@ -45,7 +45,7 @@ def needed() -> set[str]:
                 continue
             child = canonicalize_name(requirement.name)
             todo += [(child, e) for e in ["", *requirement.extras]]
-    return found - {PROJECT, "pip", "wheel"}
+    return found - {PROJECT}
 
 
 def line(name: str) -> str:
