@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lq_testing import run_ranks
 from lq_testing.models import Block, LoRABlock, OptionalBlock, TinyLM, batch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -59,6 +60,7 @@ def build(
     if prepare is not None:
         prepare(model)
     shard_kwargs["mp_policy"] = policy or MixedPrecisionPolicy()
+    shard_kwargs["mesh"] = init_device_mesh(device().type, (dist.get_world_size(),))
     for child in model.blocks:
         fully_shard(child, **shard_kwargs)
     fully_shard(model, **shard_kwargs)
@@ -628,8 +630,6 @@ def test_off_is_plain_fsdp2() -> None:
 
 
 def _refuses(rank: int, world: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
     topology = Topology(world_size=world, rank=rank, node_size=1)
     with pytest.raises(ValueError, match="no module sharded by FSDP2"):
         quantize_communication(nn.Linear(2, 2), weights=QWD, gradients=None, topology=topology)
@@ -637,7 +637,7 @@ def _refuses(rank: int, world: int) -> None:
     hybrid = fully_shard(nn.Linear(4, 4), mesh=mesh)
     with pytest.raises(NotImplementedError, match="HSDP"):
         quantize_communication(hybrid, weights=QWD, gradients=None, topology=topology)
-    model = fully_shard(nn.Linear(4, 4))
+    model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(ValueError, match="min_quantized_numel=0"):
         quantize_communication(
             model, weights=QWD, gradients=None, topology=topology, min_quantized_numel=0
