@@ -1,0 +1,88 @@
+"""The step-time benchmark and the emulated nodes run and report what they measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+STEP_TIME = ROOT / "benchmarks" / "step_time.py"
+NODES = ROOT / "benchmarks" / "nodes.sh"
+FAST = ["--tiny", "--cpu", "--steps", "2", "--warmup", "2"]
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def _can_make_nodes() -> bool:
+    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
+        return False
+    name = f"lqtest{os.getpid() % 10000}"
+    made = _run("ip", "netns", "add", name).returncode == 0
+    return made and _run("ip", "netns", "del", name).returncode == 0
+
+
+def test_step_time_compares_the_variants(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    variants = "fsdp2,quantized,gradients-only"
+    done = _run(
+        *launcher,
+        *("--nproc-per-node", "2", str(STEP_TIME), *FAST),
+        *("--variants", variants, "--json", str(report)),
+    )
+    assert done.returncode == 0, done.stderr
+    data = json.loads(report.read_text())
+    assert data["world_size"] == 2
+    assert data["backend"] == "gloo"
+    results = data["results"]
+    assert list(results) == variants.split(",")
+    assert all(r["step_ms"] > 0 for r in results.values())
+    # Same start, same data: quantization may not change the first loss much, nor lose the bytes.
+    assert math.isclose(
+        results["quantized"]["first_loss"], results["fsdp2"]["first_loss"], rel_tol=1e-3
+    )
+    assert results["quantized"]["sent_bytes"] < results["gradients-only"]["sent_bytes"]
+    assert results["gradients-only"]["sent_bytes"] < results["fsdp2"]["sent_bytes"]
+
+
+def test_step_time_names_the_variants_it_knows() -> None:
+    done = _run(sys.executable, str(STEP_TIME), "--variants", "fsdp3")
+    assert done.returncode == 2
+    assert "quantized-node" in done.stderr
+
+
+def test_nodes_explains_itself() -> None:
+    shown = _run("bash", str(NODES), "-h")
+    assert shown.returncode == 0
+    assert "usage: nodes.sh" in shown.stdout
+    assert _run("bash", str(NODES)).returncode == 2
+    assert "-n and -g" in _run("bash", str(NODES), "-n", "two", "x.py").stderr
+
+
+@pytest.mark.slow
+def test_nodes_limit_the_rate_and_clean_up(tmp_path: Path) -> None:
+    if not _can_make_nodes():
+        pytest.skip("needs root, ip and tc")
+    report = tmp_path / "report.json"
+    done = _run(
+        *("bash", str(NODES), "-p", sys.executable, "-r", "20mbit", "-n", "2", "-g", "1"),
+        *(str(STEP_TIME), *FAST, "--hidden", "256", "--node-size", "1"),
+        *("--variants", "fsdp2,quantized", "--json", str(report)),
+    )
+    assert done.returncode == 0, done.stderr
+    plain = json.loads(report.read_text())["results"]["fsdp2"]
+    # 20 Mb/s are 2.5e6 B/s; the bucket may let 4 MB through at once.
+    assert plain["step_ms"] / 1e3 >= (plain["interface_bytes"] - 4e6) / 2.5e6
+    assert plain["interface_bytes"] >= plain["sent_inter_bytes"]
+    assert "lq" not in _run("ip", "netns", "list").stdout
+    assert "lqb" not in _run("ip", "link").stdout
