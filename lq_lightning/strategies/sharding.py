@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from lq_lightning._compat import fsdp_units, prepare_fsdp_class, uses_hsdp
+from lq_lightning._compat import convert_floating, fsdp_units, prepare_fsdp_class, uses_hsdp
 from lq_lightning.plugins import FullyShardedPrecision
 
 __all__ = [
@@ -25,6 +30,16 @@ __all__ = [
     "find_units",
     "shard_module",
 ]
+
+_WITH_STATISTICS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 
 UnitSelector = Sequence[str] | Callable[[nn.Module], bool] | None
 """Class names of the units, or a predicate over modules, or ``None`` to find repeated blocks."""
@@ -274,6 +289,8 @@ def shard_module(
         reshard_after_forward: Free a unit's weights between forward and backward. The root keeps
             its own (they are needed first in backward).
     """
+    if precision.precision == "bf16-mixed":
+        _keep_norms_working(root, mesh)
     for name in plan.units:
         module = root.get_submodule(name)
         if not isinstance(module, FSDPModule):
@@ -292,6 +309,33 @@ def shard_module(
             reshard_after_forward=None if reshard_after_forward else False,
             mp_policy=precision.policy(root=True),
         )
+
+
+def _keep_norms_working(root: nn.Module, mesh: DeviceMesh) -> None:
+    """Give normalisation layers the dtypes that their kernels take when parameters become bf16.
+
+    Batch norm needs its parameters in the dtype of its running statistics, so each one is a unit of
+    its own in fp32 (FSDP1 did the same). CPU kernels of the other norms refuse fp32 input with bf16
+    parameters, which autocast on CUDA allows.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule) or not _has_own_parameters(module):
+            continue
+        if isinstance(module, _WITH_STATISTICS):
+            prepare_fsdp_class(type(module))
+            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+        elif mesh.device_type == "cpu" and isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
+            module.register_forward_pre_hook(_cast_to_weight)
+
+
+def _has_own_parameters(module: nn.Module) -> bool:
+    parameters = list(module.parameters(recurse=False))
+    return bool(parameters) and not any(isinstance(p, DTensor) for p in parameters)
+
+
+def _cast_to_weight(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    dtype = next(module.parameters(recurse=False)).dtype
+    return tuple(convert_floating(arg, dtype) for arg in args)
 
 
 def check_fully_sharded(root: nn.Module) -> None:

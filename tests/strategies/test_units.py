@@ -203,5 +203,3 @@ def test_grad_norm_of_a_plain_module_equals_lightnings() -> None:
     with pytest.raises(ValueError, match="norm_type=0"):
         lq_lightning.grad_norm(model, 0)
     assert lq_lightning.grad_norm(nn.Linear(1, 1)) == {}
-
-

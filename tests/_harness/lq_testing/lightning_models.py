@@ -10,9 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lq_testing.models import TinyLM, batch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+
+from lq_testing.models import TinyLM, batch
 
 
 class Tokens(Dataset[Tensor]):
