@@ -14,6 +14,9 @@ from lq_testing import poison_uninitialized_memory
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    if torch.cuda.device_count() == 0:
+        # Triton decides when it is first imported whether kernels run in its interpreter.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

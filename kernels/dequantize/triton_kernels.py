@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message.launch import layout_arguments, on_device, row_stride
-from lq_lightning.kernels.message.triton_blocks import hadamard, load_tile
+from lq_lightning.kernels.message.triton_blocks import hadamard, load_tile, round_output
 
 
 @triton.jit
@@ -101,12 +101,12 @@ def _dequantize_tile(
     if FULL:
         if ADD:
             values = values + tl.load(target).to(tl.float32)
-        tl.store(target, values.to(out_ptr.dtype.element_ty))
+        tl.store(target, round_output(values, out_ptr.dtype.element_ty))
     else:
         inside = offsets < numel - start
         if ADD:
             values = values + tl.load(target, inside, 0.0).to(tl.float32)
-        tl.store(target, values.to(out_ptr.dtype.element_ty), inside)
+        tl.store(target, round_output(values, out_ptr.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["factor"])

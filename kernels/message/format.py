@@ -181,11 +181,10 @@ class MessageFormat:
         )
 
     def layout(self, numel: int) -> RowLayout:
-        """Return the layout of a row of ``numel`` values."""
-        return _layout(self, numel)
+        """Return the layout of a row of ``numel`` values, which may be symbolic in a trace."""
+        return _cached_layout(self, numel) if type(numel) is int else _layout(self, numel)
 
 
-@lru_cache(maxsize=4096)
 def _layout(fmt: MessageFormat, numel: int) -> RowLayout:
     padded = round_up(numel, max(8, fmt.hadamard_size))
     num_groups = -(-padded // fmt.group_size)
@@ -202,6 +201,9 @@ def _layout(fmt: MessageFormat, numel: int) -> RowLayout:
     return RowLayout(
         numel, padded, num_groups, tuple(plane_offsets), scale_offset, minimum_offset, offset
     )
+
+
+_cached_layout = lru_cache(maxsize=4096)(_layout)
 
 
 @lru_cache(maxsize=1024)

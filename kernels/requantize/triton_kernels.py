@@ -61,10 +61,7 @@ def _requantize_tile(
     if not SAME and SOURCE.hadamard_size > 0:
         x = hadamard(x, BLOCK, SOURCE.hadamard_size, 32) * SOURCE.inverse_norm
     if not FULL:
-        if SAME and SOURCE.hadamard_size > 0:
-            last = source_padded_numel
-        else:
-            last = numel
+        last = source_padded_numel if SAME and SOURCE.hadamard_size > 0 else numel
         x = tl.where(tl.arange(0, BLOCK) < last - tile * BLOCK, x, 0.0)
     if not SAME:
         x = hadamard(x, BLOCK, TARGET.hadamard_size, 32)

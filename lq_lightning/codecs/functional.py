@@ -98,7 +98,8 @@ def encode(
         reference = reference.detach()
     value, fmt = _seed_value(spec, seed), str(spec.message_format)
     if out is None:
-        return quantize(x_RN.detach(), reference, fmt, value)
+        encoded: Tensor = quantize(x_RN.detach(), reference, fmt, value)
+        return encoded
     _check_messages("out", out, 2)
     _check_shape("out", out, (x_RN.shape[0], spec.nbytes(x_RN.shape[1])), x_RN.device)
     quantize_out(x_RN.detach(), reference, fmt, value, out)
@@ -119,7 +120,8 @@ def _decode(
         if add:
             raise ValueError("add=True needs out=: the tensor that the values are added to.")
         _check_float("dtype", dtype)
-        return dequantize(buf_KRB, numel, fmt, scale, dtype)
+        decoded: Tensor = dequantize(buf_KRB, numel, fmt, scale, dtype)
+        return decoded
     _check_float("out", out.dtype)
     _check_shape("out", out, (buf_KRB.shape[1], numel), buf_KRB.device)
     dequantize_out(buf_KRB, numel, fmt, scale, add, out.detach())
@@ -216,7 +218,8 @@ def decode_reduce_encode(
     value = _seed_value(spec_out, seed)
     source, target = str(spec_in.message_format), str(spec_out.message_format)
     if out is None:
-        return requantize(buf_KRB, numel, source, target, value)
+        encoded: Tensor = requantize(buf_KRB, numel, source, target, value)
+        return encoded
     _check_messages("out", out, 2)
     _check_shape("out", out, (buf_KRB.shape[1], spec_out.nbytes(numel)), buf_KRB.device)
     requantize_out(buf_KRB, numel, source, target, value, out)

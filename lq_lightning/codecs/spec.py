@@ -98,7 +98,8 @@ class CodecSpec:
         """
         if numel < 0:
             raise ValueError(f"numel={numel} must be at least 0. Pass the length of a row.")
-        return self.message_format.layout(numel).nbytes
+        nbytes: int = self.message_format.layout(numel).nbytes
+        return nbytes
 
     def bits_per_element(self, numel: int) -> float:
         """Return the bits on the wire per value of a row of ``numel`` values, scales included.

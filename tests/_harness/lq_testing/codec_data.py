@@ -1,0 +1,70 @@
+"""Specifications and inputs that exercise every branch of a codec."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+from lq_lightning.codecs import CodecSpec
+
+CODES = [*(f"int{bits}" for bits in range(2, 9)), "fp8_e4m3", "fp8_e5m2"]
+
+
+def codec_specs() -> st.SearchStrategy[CodecSpec]:
+    """Every valid combination of options."""
+
+    def build(
+        code: str, log_group: int, hadamard: int, symmetric: bool, rounding: str, scale: str
+    ) -> CodecSpec:
+        group_size = 2**log_group
+        return CodecSpec(
+            code=code,  # type: ignore[arg-type]
+            group_size=group_size,
+            symmetric=symmetric or code.startswith("fp8"),
+            hadamard_size=min(hadamard, group_size, 128),
+            rounding=rounding,  # type: ignore[arg-type]
+            scale_dtype=scale,  # type: ignore[arg-type]
+        )
+
+    return st.builds(
+        build,
+        st.sampled_from(CODES),
+        st.integers(4, 12),
+        st.sampled_from([0, 16, 32, 64, 128]),
+        st.booleans(),
+        st.sampled_from(["nearest", "stochastic"]),
+        st.sampled_from(["float32", "bfloat16", "float16"]),
+    )
+
+
+def awkward_rows(rows: int, numel: int, group_size: int, seed: int = 0) -> torch.Tensor:
+    """Return ``[rows, numel]`` fp32 whose groups take turns in being difficult.
+
+    Kinds, by group: ordinary, zeros (of both signs), large offset, one outlier, subnormal, huge,
+    NaN inside, infinity inside, constant, tiny.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, numel, generator=generator)
+    for start in range(0, numel, group_size):
+        part = x[:, start : start + group_size]
+        kind = (start // group_size) % 10
+        if kind == 1:
+            part.zero_()
+            part[:, ::3] = -0.0
+        elif kind == 2:
+            part.add_(100.0)
+        elif kind == 3:
+            part[:, part.shape[1] // 2] = -1000.0
+        elif kind == 4:
+            part.mul_(1e-41)
+        elif kind == 5:
+            part.mul_(1e37)
+        elif kind == 6:
+            part[0, -1] = float("nan")
+        elif kind == 7:
+            part[-1, 0] = float("-inf")
+        elif kind == 8:
+            part.fill_(-0.7)
+        elif kind == 9:
+            part.mul_(1e-7)
+    return x

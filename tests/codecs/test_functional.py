@@ -1,0 +1,183 @@
+"""The functions of lq_lightning.codecs: outputs, sums, tracing, messages for bad input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lq_testing.codec_data import codec_specs
+
+from lq_lightning.codecs import (
+    CodecSpec,
+    decode,
+    decode_reduce,
+    decode_reduce_encode,
+    encode,
+)
+
+PLAIN = CodecSpec(code="int4", group_size=64)
+SMOOTH = CodecSpec(code="int8", group_size=128, hadamard_size=32, rounding="stochastic")
+
+
+@settings(max_examples=60, deadline=None)
+@given(codec_specs(), st.integers(1, 4), st.integers(0, 700))
+def test_reduce_is_the_sum_in_order(spec: CodecSpec, messages: int, numel: int) -> None:
+    x = torch.randn(messages, 2, numel)
+    buf = torch.stack([encode(spec, part, seed=index) for index, part in enumerate(x)])
+    actual = decode_reduce(spec, buf, numel, scale=0.25)
+    parts = torch.stack([decode(spec, rows, numel) for rows in buf])
+    if spec.hadamard_size == 0:
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        assert torch.equal(actual, total * 0.25)
+    else:
+        # |x| < 6, so sums of 128 * 4 terms err by less than 512 * 6 * 2**-24 / sqrt(128) each
+        assert torch.allclose(actual, parts.sum(0) * 0.25, rtol=0, atol=1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(codec_specs(), codec_specs(), st.integers(1, 700))
+def test_reduce_encode_is_both_steps(spec_in: CodecSpec, spec_out: CodecSpec, numel: int) -> None:
+    buf = encode(spec_in, torch.randn(3, numel), seed=1)[:, None]
+    fused = decode_reduce_encode(spec_in, buf, numel, spec_out, seed=2)
+    assert fused.shape == (1, spec_out.nbytes(numel))
+    if spec_in.hadamard_size == 0 or spec_in.hadamard_size != spec_out.hadamard_size:
+        two_steps = encode(spec_out, decode_reduce(spec_in, buf, numel), seed=2)
+        assert torch.equal(fused, two_steps)
+
+
+def test_shared_domain_error_is_that_of_one_more_encoding() -> None:
+    """Staying in the transformed domain errs as much as leaving and entering it again."""
+    four = CodecSpec(code="int4", group_size=128, hadamard_size=32)
+    x = torch.randn(4, 1, 8192)
+    buf = torch.stack([encode(SMOOTH, part, seed=index) for index, part in enumerate(x)])
+    exact = decode_reduce(SMOOTH, buf, 8192)
+    fused = decode(four, decode_reduce_encode(SMOOTH, buf, 8192, four), 8192)
+    two_steps = decode(four, encode(four, exact), 8192)
+    errors = [(value - exact).norm() for value in (fused, two_steps)]
+    assert 0.95 < errors[0] / errors[1] < 1.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_add_is_one_fp32_addition(dtype: torch.dtype) -> None:
+    message = encode(PLAIN, torch.randn(2, 1000))
+    base = torch.randn(2, 1000).to(dtype)
+    out = base.clone()
+    assert decode(PLAIN, message, 1000, out=out, add=True) is out
+    expected = (base.float() + decode(PLAIN, message, 1000)).to(dtype)
+    assert torch.equal(out, expected)
+
+
+def test_difference_and_its_residual() -> None:
+    """Adding decoded differences walks the reference to the target."""
+    target = torch.randn(1, 5000)
+    reference = target + 1e-2 * torch.randn(1, 5000)
+    distance = (target - reference).norm()
+    for _ in range(4):
+        message = encode(PLAIN, target, reference=reference)
+        decode(PLAIN, message, 5000, out=reference, add=True)
+    assert (target - reference).norm() < 1e-3 * distance
+
+
+def test_difference_is_taken_in_fp32() -> None:
+    x = torch.randn(1, 640)
+    reference = x.bfloat16()
+    expected = encode(PLAIN, x - reference.float())
+    assert torch.equal(encode(PLAIN, x, reference=reference), expected)
+
+
+def test_outputs_are_written_in_place() -> None:
+    x = torch.randn(3, 200)
+    out = torch.empty(3, PLAIN.nbytes(200), dtype=torch.uint8)
+    assert encode(PLAIN, x, out=out) is out
+    assert torch.equal(out, encode(PLAIN, x))
+    values = torch.empty(3, 200)
+    assert decode_reduce(PLAIN, out[None], 200, out=values) is values
+    assert torch.equal(values, decode(PLAIN, out, 200))
+    again = torch.empty_like(out)
+    assert decode_reduce_encode(PLAIN, out[None], 200, PLAIN, out=again) is again
+
+
+def test_gradients_stay_out() -> None:
+    x = torch.randn(1, 100, requires_grad=True)
+    out = decode(PLAIN, encode(PLAIN, x), 100)
+    assert not out.requires_grad
+    decode(PLAIN, encode(PLAIN, x), 100, out=x)
+    assert torch.equal(x, out)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_traces_without_a_break(dynamic: bool) -> None:
+    def step(x: torch.Tensor, replica: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        message = encode(PLAIN, x, reference=replica)
+        decode(PLAIN, message, x.shape[1], out=replica, add=True)
+        eight = encode(SMOOTH, x * 2, seed=5)
+        total = decode_reduce(SMOOTH, eight[:, None], x.shape[1], scale=0.5)
+        four = decode_reduce_encode(SMOOTH, eight[:, None], x.shape[1], PLAIN)
+        return total + 1, four
+
+    traced = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for numel in (300, 512):
+        x = torch.randn(2, numel)
+        replicas = torch.zeros(2, numel), torch.zeros(2, numel)
+        expected, actual = step(x, replicas[0]), traced(x, replicas[1])
+        assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
+        assert torch.equal(*replicas)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: encode(PLAIN, torch.zeros(4, dtype=torch.float32)), r"1 dimensions.*view\(1, -1"),
+        (lambda: encode(PLAIN, torch.zeros(1, 4, dtype=torch.float64)), "float64; allowed"),
+        (
+            lambda: encode(PLAIN, torch.zeros(1, 4), reference=torch.zeros(1, 5)),
+            r"reference has shape \(1, 5\); expected \(1, 4\)",
+        ),
+        (
+            lambda: encode(PLAIN, torch.zeros(1, 4), out=torch.zeros(1, 4, dtype=torch.uint8)),
+            r"out has shape \(1, 4\); expected \(1, 32\)",
+        ),
+        (
+            lambda: encode(PLAIN, torch.zeros(1, 4), reference=torch.zeros(1, 4, device="meta")),
+            "reference is on meta; expected cpu",
+        ),
+        (lambda: decode(PLAIN, torch.zeros(1, 32), 4), "buf_RB is torch.float32 with 2 dim"),
+        (
+            lambda: decode(PLAIN, torch.zeros(1, 48, dtype=torch.uint8), 4),
+            "rows of 48 bytes, but this format and numel need 32",
+        ),
+        (
+            lambda: decode(PLAIN, torch.zeros(1, 32, dtype=torch.uint8), 4, add=True),
+            "add=True needs out=",
+        ),
+        (
+            lambda: decode(PLAIN, torch.zeros(1, 32, dtype=torch.uint8), 4, dtype=torch.int32),
+            "dtype has dtype torch.int32; allowed",
+        ),
+        (
+            lambda: decode_reduce(PLAIN, torch.zeros(0, 1, 32, dtype=torch.uint8), 4),
+            "no messages to sum",
+        ),
+        (
+            lambda: decode_reduce(PLAIN, torch.zeros(1, 32, dtype=torch.uint8), 4),
+            r"expected uint8 \[K, R, B\]",
+        ),
+    ],
+)
+def test_bad_input_is_named(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()  # type: ignore[operator]
+
+
+@pytest.mark.gpu
+@settings(max_examples=25, deadline=None)
+@given(codec_specs(), st.integers(0, 20_000))
+def test_gpu_equals_cpu(spec: CodecSpec, numel: int) -> None:
+    x = torch.randn(2, numel)
+    message = encode(spec, x, seed=3)
+    assert torch.equal(encode(spec, x.cuda(), seed=3).cpu(), message)
+    values = decode(spec, message, numel)
+    assert torch.equal(decode(spec, message.cuda(), numel).cpu(), values)

@@ -1,0 +1,236 @@
+"""Encode then decode: error bounds derived from the format, and what must be exact."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lq_testing.codec_data import CODES, awkward_rows, codec_specs
+
+from lq_lightning.codecs import CodecSpec, decode, encode
+from lq_lightning.kernels.message import FLOAT_CODES
+from lq_lightning.kernels.message import reference as blocks
+
+# Relative error of the few fp32 operations on the way (each 2**-24).
+SLOP = 2.0**-20
+
+
+def stored_scales(spec: CodecSpec, message: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return ``[R, numel]``: the scale that each element was encoded with."""
+    fmt = spec.message_format
+    layout = fmt.layout(numel)
+    scale = blocks.load_scales(message, layout.scale_offset, layout.num_groups, fmt)
+    return scale.repeat_interleave(spec.group_size, dim=1)[:, :numel]
+
+
+def error_bound(spec: CodecSpec, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return the largest error per element of a codec without transform."""
+    steps = 1.0 if spec.rounding == "stochastic" else 0.5
+    magnitude = x.abs()
+    if spec.code in FLOAT_CODES:
+        code = FLOAT_CODES[spec.code]
+        smallest = 2.0 ** (code.min_exponent - code.mantissa_bits)
+        # One unit in the last place of |x|, never below that of the subnormals.
+        unit = torch.maximum(2.0**-code.mantissa_bits * magnitude, smallest * scale)
+        return steps * unit * (1 + SLOP) + SLOP * magnitude
+    levels = 2.0 ** int(spec.code[3:])
+    bound = scale * (steps + levels * SLOP) + SLOP * magnitude
+    # A group is stored as zeros (or as its minimum) when its scale would be subnormal.
+    return torch.where(scale == 0, levels * 2.0**-126 + SLOP * magnitude, bound)
+
+
+def rows_of(seed: int, rows: int, numel: int, exponent: int, spread: float) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, numel, generator=generator)
+    heavy = torch.exp(spread * torch.randn(rows, numel, generator=generator))
+    return x * heavy * 2.0**exponent
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    codec_specs(),
+    st.integers(0, 2**31),
+    st.integers(1, 3),
+    st.integers(1, 700),
+    st.integers(-30, 10),
+    st.floats(0, 3),
+)
+def test_error_is_bounded(
+    spec: CodecSpec, seed: int, rows: int, numel: int, exponent: int, spread: float
+) -> None:
+    spec = dataclasses.replace(spec, hadamard_size=0)
+    x = rows_of(seed, rows, numel, exponent, spread)
+    message = encode(spec, x, seed=seed)
+    error = (decode(spec, message, numel) - x).abs()
+    scale = stored_scales(spec, message, numel)
+    bound = error_bound(spec, x, scale)
+    if not spec.symmetric:
+        # The minimum may be as far as the largest magnitude of the group.
+        bound = bound + SLOP * x.abs().amax()
+    overflown = scale.isnan()
+    assert not overflown.any() or spec.scale_dtype == "float16"
+    assert ((error <= bound) | overflown).all()
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    codec_specs(), st.integers(0, 2**31), st.integers(1, 700), st.sampled_from([16, 32, 64, 128])
+)
+def test_transformed_error_is_bounded(spec: CodecSpec, seed: int, numel: int, size: int) -> None:
+    group_size = max(spec.group_size, size)
+    spec = dataclasses.replace(
+        spec, hadamard_size=size, group_size=group_size, scale_dtype="float32"
+    )
+    x = rows_of(seed, 1, numel, 0, 1.0)
+    message = encode(spec, x, seed=seed)
+    error = decode(spec, message, numel) - x
+    # In the transformed domain every element errs by at most `steps` units; the inverse keeps the
+    # L2 norm up to sqrt(size) * inverse_norm.
+    padded = -(-numel // size) * size
+    steps = 1.0 if spec.rounding == "stochastic" else 0.5
+    scale = stored_scales(spec, message, padded).view(-1, size)
+    unit = scale
+    if spec.code in FLOAT_CODES:
+        code = FLOAT_CODES[spec.code]
+        unit = scale * code.max_value * 2.0**-code.mantissa_bits
+    inverse_norm = spec.message_format.inverse_norm
+    bound = steps * unit[:, 0] * size * inverse_norm
+    blocks_of_error = torch.nn.functional.pad(error, (0, padded - numel)).view(-1, size)
+    slop = 1e-5 * x.abs().amax() * size**0.5
+    assert (blocks_of_error.norm(dim=1) <= bound * (1 + 1e-4) + slop).all()
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_representable_values_are_kept(code: str, rounding: str) -> None:
+    """Values on the grid of their scale come back exactly, whatever the rounding."""
+    spec = CodecSpec(code=code, group_size=256, rounding=rounding)  # type: ignore[arg-type]
+    if code in FLOAT_CODES:
+        dtype = torch.float8_e4m3fn if code == "fp8_e4m3" else torch.float8_e5m2
+        x = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+        x = x[x.isfinite()]
+        x = torch.cat([x, torch.zeros(256 - x.numel())])[None]
+    else:
+        largest = 2 ** (int(code[3:]) - 1) - 1
+        x = (torch.arange(256) % (2 * largest + 1) - largest).float()[None] * 0.25
+    x = x.repeat(1, 20)
+    assert torch.equal(decode(spec, encode(spec, x, seed=1), x.shape[1]), x)
+
+
+@pytest.mark.parametrize("code", [code for code in CODES if code.startswith("int")])
+def test_asymmetric_ends_are_kept(code: str) -> None:
+    """The minimum is exact with an fp32 scale, and a constant group is exact."""
+    spec = CodecSpec(code=code, group_size=64, symmetric=False)  # type: ignore[arg-type]
+    x = torch.rand(1, 640) + 3.0
+    x[:, 64:128] = 1.7
+    decoded = decode(spec, encode(spec, x), 640)
+    groups, decoded_groups = x.view(10, 64), decoded.view(10, 64)
+    assert torch.equal(groups.amin(1), decoded_groups.amin(1))
+    assert torch.equal(groups[1], decoded_groups[1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(codec_specs(), st.integers(0, 600))
+def test_zeros_decode_to_exact_zeros(spec: CodecSpec, numel: int) -> None:
+    x = torch.zeros(2, numel)
+    x[1] = -0.0
+    decoded = decode(spec, encode(spec, x, seed=9), numel)
+    assert torch.equal(decoded, torch.zeros(2, numel))
+    if spec.code not in FLOAT_CODES:  # those have a negative zero, which torch's casts keep too
+        assert not decoded.signbit().any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    codec_specs(),
+    st.sampled_from([float("nan"), float("inf"), float("-inf")]),
+    st.integers(0, 999),
+)
+def test_one_bad_value_poisons_its_group_alone(
+    spec: CodecSpec, value: float, position: int
+) -> None:
+    clean = torch.randn(2, 1000)
+    dirty = clean.clone()
+    dirty[1, position] = value
+    expected = decode(spec, encode(spec, clean, seed=4), 1000)
+    actual = decode(spec, encode(spec, dirty, seed=4), 1000)
+    start = position // spec.group_size * spec.group_size
+    inside = torch.zeros(2, 1000, dtype=torch.bool)
+    inside[1, start : start + spec.group_size] = True
+    assert actual[inside].isnan().all()
+    assert torch.equal(actual[~inside], expected[~inside])
+
+
+@pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_subnormal_groups(scale_dtype: str, symmetric: bool) -> None:
+    """Groups too small for a normal fp32 scale become zeros, not NaN."""
+    spec = CodecSpec(
+        code="int8",
+        group_size=16,
+        symmetric=symmetric,
+        scale_dtype=scale_dtype,  # type: ignore[arg-type]
+    )
+    x = torch.randn(1, 160) * 1e-40
+    decoded = decode(spec, encode(spec, x), 160)
+    assert decoded.isfinite().all()
+    if scale_dtype == "float32":
+        assert ((decoded - x).abs() <= 2 * x.abs().amax()).all()
+
+
+def test_scale_beyond_half_precision_is_nan() -> None:
+    spec = CodecSpec(code="int4", group_size=16, scale_dtype="float16")
+    x = torch.full((1, 32), 1.0)
+    x[0, :16] = 65504.0 * 7 * 1.01
+    decoded = decode(spec, encode(spec, x), 32)
+    assert decoded[0, :16].isnan().all()
+    assert torch.equal(decoded[0, 16:], torch.full((16,), decoded[0, 16].item()))
+
+
+def test_small_half_precision_scales_do_not_clip() -> None:
+    """Scales are rounded up, so the bound of half a step holds for subnormal scales too."""
+    spec = CodecSpec(code="int8", group_size=16, scale_dtype="float16")
+    x = torch.randn(1, 1600) * 127 * 2.0**-24 / 3
+    message = encode(spec, x)
+    error = (decode(spec, message, 1600) - x).abs()
+    assert (error <= stored_scales(spec, message, 1600) * 0.5 * (1 + SLOP)).all()
+
+
+def test_asymmetric_padding_does_not_widen_the_range() -> None:
+    spec = CodecSpec(code="int4", group_size=64, symmetric=False)
+    x = torch.rand(1, 67) + 100.0
+    decoded = decode(spec, encode(spec, x), 67)
+    assert ((decoded - x).abs() <= 0.5 / 15 + 1e-4).all()
+
+
+# Measured on Gaussian data, group 128, nearest: relative L2 error; floors leave 5% of room.
+@pytest.mark.parametrize(
+    ("code", "relative_error"),
+    [("int4", 0.118), ("int8", 0.0065), ("fp8_e4m3", 0.026), ("fp8_e5m2", 0.052), ("int2", 0.75)],
+)
+def test_error_on_gaussian_data(code: str, relative_error: float) -> None:
+    x = torch.randn(8, 8192)
+    spec = CodecSpec(code=code, group_size=128)  # type: ignore[arg-type]
+    nearest = ((decode(spec, encode(spec, x), 8192) - x).norm() / x.norm()).item()
+    assert nearest <= relative_error * 1.05
+    noisy = dataclasses.replace(spec, rounding="stochastic")
+    stochastic = ((decode(noisy, encode(noisy, x, seed=0), 8192) - x).norm() / x.norm()).item()
+    assert nearest < stochastic <= nearest * 2**0.5 * 1.05
+
+
+def test_transform_helps_where_there_are_outliers() -> None:
+    x = torch.randn(4, 8192)
+    x[:, ::97] *= 30
+    plain = CodecSpec(code="int4", group_size=128)
+    smooth = dataclasses.replace(plain, hadamard_size=32)
+    errors = [(decode(spec, encode(spec, x), 8192) - x).norm() for spec in (plain, smooth)]
+    assert errors[1] < 0.8 * errors[0]
+
+
+def test_awkward_rows_are_deterministic() -> None:
+    spec = CodecSpec(code="int6", group_size=64, hadamard_size=64, rounding="stochastic")
+    x = awkward_rows(3, 3000, 64)
+    assert torch.equal(encode(spec, x, seed=5), encode(spec, x.clone(), seed=5))

@@ -1,0 +1,112 @@
+"""Stochastic rounding: unbiased, reproducible, independent of who computes what; seeds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lq_testing.codec_data import CODES
+
+from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode
+from lq_lightning.kernels.message import reference as blocks
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("fraction", [0.01, 0.37, 0.5, 0.993])
+def test_unbiased(code: str, fraction: float) -> None:
+    """The mean over many elements is the value: five standard errors plus the 2**-17 grid."""
+    spec = CodecSpec(code=code, group_size=128, rounding="stochastic")  # type: ignore[arg-type]
+    if code.startswith("fp8"):
+        code_bits = 3 if code == "fp8_e4m3" else 2
+        largest, low, step = 448.0 if code_bits == 3 else 57344.0, 8.0, 8.0 * 2.0**-code_bits
+    else:
+        largest, low, step = 2.0 ** (int(code[3:]) - 1) - 1, 0.0, 1.0
+    value = low + fraction * step
+    count = 1 << 17
+    x = torch.full((1, count), value)
+    x[:, ::128] = largest
+    decoded = decode(spec, encode(spec, x, seed=11), count)
+    kept = decoded[x == value] if value != largest else decoded
+    assert set(kept.unique().tolist()) <= {low, low + step}
+    deviation = step * (fraction * (1 - fraction) / kept.numel()) ** 0.5
+    assert abs(kept.double().mean().item() - value) <= 5 * deviation + step * 2.0**-17
+
+
+def test_negative_values_are_unbiased_too() -> None:
+    spec = CodecSpec(code="int4", group_size=128, rounding="stochastic")
+    x = torch.full((1, 1 << 17), -2.25)
+    x[:, ::128] = 7.0
+    kept = decode(spec, encode(spec, x, seed=3), 1 << 17)[x == -2.25]
+    assert abs(kept.double().mean().item() + 2.25) <= 5 * (0.25 * 0.75 / kept.numel()) ** 0.5
+
+
+def test_noise_is_uniform_and_uncorrelated() -> None:
+    rows, count = 8, 1 << 15
+    noise = blocks.rounding_noise(123, 0, rows, 0, count).double()
+    assert noise.abs().max() < 0.5
+    histogram = torch.histc(noise.float(), bins=64, min=-0.5, max=0.5)
+    expected = rows * count / 64
+    chi_square = ((histogram - expected) ** 2 / expected).sum().item()
+    assert chi_square < 63 + 5 * (2 * 63) ** 0.5
+    limit = 5 * (1 / 12) / count**0.5
+    centred = noise - noise.mean(dim=1, keepdim=True)
+    covariance = centred @ centred.T / count
+    assert (covariance - covariance.diag().diag()).abs().max() < limit
+    for lag in (1, 2, 3, 64, 128):
+        assert (centred[:, lag:] * centred[:, :-lag]).mean(dim=1).abs().max() < limit
+    other = blocks.rounding_noise(124, 0, rows, 0, count).double()
+    assert ((other - other.mean()) * centred).mean(dim=1).abs().max() < limit
+
+
+def test_depends_on_position_not_on_the_cut() -> None:
+    spec = CodecSpec(code="int4", group_size=128, hadamard_size=32, rounding="stochastic")
+    x = torch.randn(5, 70_000)
+    whole = encode(spec, x, seed=1)
+    assert torch.equal(encode(spec, x[:1], seed=1), whole[:1])
+    narrow = encode(spec, x[:, :1280], seed=1)
+    assert torch.equal(narrow[:, :640], whole[:, :640])
+
+
+def test_rows_and_seeds_differ() -> None:
+    spec = CodecSpec(code="int4", group_size=128, rounding="stochastic")
+    x = torch.randn(1, 4096).expand(3, -1).contiguous()
+    first, second = encode(spec, x, seed=1), encode(spec, x, seed=2)
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first, second)
+    assert torch.equal(first, encode(spec, x, seed=1))
+    assert torch.equal(encode(spec, x, seed=2**64 + 1), first)
+
+
+def test_seed_is_needed() -> None:
+    spec = CodecSpec(code="int4", group_size=128, rounding="stochastic")
+    with pytest.raises(ValueError, match="seed=None with rounding='stochastic'"):
+        encode(spec, torch.randn(1, 16))
+
+
+def test_nearest_ignores_the_seed() -> None:
+    spec = CodecSpec(code="int4", group_size=128)
+    x = torch.randn(1, 4096)
+    assert torch.equal(encode(spec, x, seed=1), encode(spec, x))
+
+
+@given(st.lists(st.integers(-(2**70), 2**70), min_size=1, max_size=4))
+def test_derived_seeds_are_63_bits_and_reproducible(parts: list[int]) -> None:
+    seed = derive_seed(*parts)
+    assert 0 <= seed < 2**63
+    assert seed == derive_seed(*parts)
+
+
+def test_derived_seeds_depend_on_order_number_and_value() -> None:
+    tuples = [(a, b) for a in range(-8, 40) for b in range(-8, 40)]
+    seeds = {derive_seed(*parts) for parts in tuples}
+    seeds |= {derive_seed(a) for a in range(-8, 40)} | {derive_seed(), derive_seed(0, 0, 0)}
+    assert len(seeds) == len(tuples) + 48 + 2
+    assert derive_seed(1) != derive_seed(1 + 2**64)
+
+
+def test_derived_seed_is_stable() -> None:
+    """Checkpoints and ranks of different machines rely on this value."""
+    assert derive_seed(1, 2, 3) == derive_seed(1, 2, 3)
+    bits = sum(bin(derive_seed(n) ^ derive_seed(n + 1)).count("1") for n in range(256)) / 256
+    assert 29 < bits < 34

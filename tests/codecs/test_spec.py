@@ -1,0 +1,83 @@
+"""CodecSpec: validation, sizes, identity."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lq_testing.codec_data import codec_specs
+
+from lq_lightning.codecs import CodecSpec
+
+
+@given(codec_specs(), st.integers(0, 1 << 20))
+def test_size_is_tight_up_to_section_padding(spec: CodecSpec, numel: int) -> None:
+    bits = int(spec.code[3:]) if spec.code.startswith("int") else 8
+    granule = max(8, spec.hadamard_size)
+    padded = -(-numel // granule) * granule
+    scale_nbytes = 4 if spec.scale_dtype == "float32" else 2
+    per_group = scale_nbytes * (1 if spec.symmetric else 2)
+    content = padded // 8 * bits + -(-padded // spec.group_size) * per_group
+    sections = bin(bits).count("1") + (1 if spec.symmetric else 2)
+    nbytes = spec.nbytes(numel)
+    assert nbytes % 16 == 0
+    assert content <= nbytes <= content + 15 * sections
+
+
+@given(codec_specs())
+def test_no_padding_for_round_sizes(spec: CodecSpec) -> None:
+    numel = 1 << 16
+    bits = int(spec.code[3:]) if spec.code.startswith("int") else 8
+    scale_bits = (32 if spec.scale_dtype == "float32" else 16) * (1 if spec.symmetric else 2)
+    assert spec.bits_per_element(numel) == bits + scale_bits / spec.group_size
+
+
+@given(codec_specs(), st.integers(0, 5000), st.integers(0, 5000))
+def test_size_grows_with_numel(spec: CodecSpec, first: int, second: int) -> None:
+    low, high = sorted((first, second))
+    assert spec.nbytes(low) <= spec.nbytes(high)
+
+
+def test_empty_row_has_no_bytes() -> None:
+    assert CodecSpec(code="int4", group_size=16).nbytes(0) == 0
+
+
+def test_frozen_hashable_and_replaceable() -> None:
+    spec = CodecSpec(code="int4", group_size=128)
+    assert spec == CodecSpec(code="int4", group_size=128)
+    assert len({spec, dataclasses.replace(spec, code="int8")}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.code = "int8"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"code": "int9"}, r"code='int9'.*'int2', 'int3'"),
+        ({"code": "fp8"}, r"code='fp8'.*'fp8_e4m3'"),
+        ({"group_size": 8}, r"group_size=8.*16, 32"),
+        ({"group_size": 100}, r"group_size=100"),
+        ({"group_size": 8192}, r"group_size=8192"),
+        ({"group_size": True}, r"group_size=True"),
+        ({"hadamard_size": 8}, r"hadamard_size=8.*0, 16, 32, 64, 128"),
+        ({"hadamard_size": True}, r"hadamard_size=True"),
+        ({"group_size": 16, "hadamard_size": 32}, r"must divide the group"),
+        ({"rounding": "up"}, r"rounding='up'.*'nearest', 'stochastic'"),
+        ({"scale_dtype": "float64"}, r"scale_dtype='float64'"),
+        ({"symmetric": 1}, r"symmetric=1.*True, False"),
+        ({"code": "fp8_e4m3", "symmetric": False}, r"no minimum. Use symmetric=True"),
+    ],
+)
+def test_invalid_options_are_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CodecSpec(**{"code": "int4", "group_size": 64, **changes})  # type: ignore[arg-type]
+
+
+def test_invalid_sizes_are_named() -> None:
+    spec = CodecSpec(code="int4", group_size=64)
+    with pytest.raises(ValueError, match="numel=-1"):
+        spec.nbytes(-1)
+    with pytest.raises(ValueError, match="numel=0 must be at least 1"):
+        spec.bits_per_element(0)

@@ -1,0 +1,105 @@
+"""The reference itself against independent, naive computations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lq_lightning.codecs import CodecSpec, decode, encode
+from lq_lightning.kernels.message import reference as blocks
+
+
+def sylvester(size: int) -> torch.Tensor:
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    step = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+    while matrix.shape[0] < size:
+        matrix = torch.kron(step, matrix)
+    return matrix
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_transform_is_the_sylvester_matrix(size: int) -> None:
+    x = torch.randint(-50, 50, (7, size)).float()
+    expected = x.double() @ sylvester(size)
+    assert torch.equal(blocks.hadamard_(x.clone(), size).double(), expected)
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_norms_multiply_to_one_over_size(size: int) -> None:
+    fmt = CodecSpec(code="int8", group_size=128, hadamard_size=size).message_format
+    assert fmt.forward_norm * fmt.inverse_norm == 1 / size
+    assert 2.0**-0.5 <= fmt.forward_norm * size**0.5 <= 1
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_planes(width: int) -> None:
+    """Element j of a byte sits at bit j * width."""
+    codes = torch.randint(0, 2**width, (64,), dtype=torch.uint8)
+    packed = blocks.pack_plane(codes, width)
+    per_byte = 8 // width
+    shifts = torch.arange(per_byte) * width
+    expected = (codes.view(-1, per_byte).int() << shifts).sum(1)
+    assert torch.equal(packed.int(), expected.int())
+    assert torch.equal(blocks.unpack_plane(packed, width), codes)
+
+
+def test_int4_message_by_hand() -> None:
+    """The documented layout, byte by byte: offset codes, low nibble first, then the scale."""
+    x = torch.zeros(1, 16)
+    x[0, :4] = torch.tensor([7.0, -7.0, 1.0, -3.4])
+    message = encode(CodecSpec(code="int4", group_size=16), x)
+    assert message.shape == (1, 32)
+    codes = [8 + 7, 8 - 7, 8 + 1, 8 - 3] + [8] * 12
+    expected = [low | high << 4 for low, high in zip(codes[::2], codes[1::2], strict=True)]
+    assert message[0, :8].tolist() == expected
+    assert message[0, 8:16].tolist() == [0] * 8
+    assert message[0, 16:20].view(torch.float32).item() == 1.0
+    assert message[0, 20:].tolist() == [0] * 12
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_integer_codes_match_the_formula(bits: int) -> None:
+    x = torch.randn(4, 512)
+    spec = CodecSpec(code=f"int{bits}", group_size=64)  # type: ignore[arg-type]
+    largest = 2 ** (bits - 1) - 1
+    groups = x.view(4, 8, 64)
+    scale = groups.abs().amax(-1, keepdim=True) / largest
+    expected = (groups * (1 / scale)).round() * scale
+    assert torch.equal(decode(spec, encode(spec, x), 512), expected.view(4, 512))
+
+
+@pytest.mark.parametrize(
+    ("code", "dtype", "largest"),
+    [("fp8_e4m3", torch.float8_e4m3fn, 448.0), ("fp8_e5m2", torch.float8_e5m2, 57344.0)],
+)
+def test_float8_codes_match_the_cast_of_torch(
+    code: str, dtype: torch.dtype, largest: float
+) -> None:
+    # 2**17 values over the whole range, subnormals of the code and ties included
+    exponents = torch.randint(-30, 17, (1, 1 << 16)).float()
+    x = torch.randn(1, 1 << 16) * torch.exp2(exponents)
+    ties = torch.arange(1 << 16).float()[None] * 2.0**-12
+    x = torch.cat([x, ties], dim=1).clamp(-largest, largest)
+    x[:, ::4096] = largest
+    spec = CodecSpec(code=code, group_size=4096)  # type: ignore[arg-type]
+    message = encode(spec, x)
+    expected = x.to(dtype)  # every scale is exactly 1
+    assert torch.equal(message[0, : x.shape[1]], expected.view(torch.uint8)[0])
+    assert torch.equal(decode(spec, message, x.shape[1]), expected.float())
+
+
+@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16"])
+def test_scales_are_rounded_up_and_minima_down(scale_dtype: str) -> None:
+    dtype = torch.bfloat16 if scale_dtype == "bfloat16" else torch.float16
+    values = torch.randn(4096) * torch.exp2(torch.randint(-30, 15, (4096,)).float())
+    values[:4] = torch.tensor([0.0, -0.0, 2.0**-26, -(2.0**-26)])
+    down = blocks.round_minimum_down(values, scale_dtype)
+    up = blocks.round_scale_up(values.abs(), scale_dtype)
+    for rounded, exact in ((down, values), (up, values.abs())):
+        assert torch.equal(rounded.to(dtype).float(), rounded)
+        nearest = exact.to(dtype).float()
+        spacing = torch.maximum(nearest.abs() * torch.finfo(dtype).eps, torch.tensor(2.0**-24))
+        assert ((rounded - exact).abs() <= spacing).all()
+    assert (down <= values).all()
+    assert (up >= values.abs()).all()
+    assert not torch.signbit(down[:2]).any()

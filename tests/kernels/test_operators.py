@@ -1,0 +1,73 @@
+"""The operators as torch sees them: schema, fake implementations, tracing, checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lq_lightning.kernels.dequantize import dequantize, dequantize_out
+from lq_lightning.kernels.message import parse_format
+from lq_lightning.kernels.quantize import quantize, quantize_out
+from lq_lightning.kernels.requantize import requantize, requantize_out
+
+EIGHT = "int8/128/symmetric/32/stochastic/float32"
+FOUR = "int4/64/asymmetric/32/nearest/bfloat16"
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("numel", [1000, 0])
+def test_opcheck(device: str, numel: int) -> None:
+    x = torch.randn(3, numel, device=device)
+    message = quantize(x, None, EIGHT, 7)
+    torch.library.opcheck(quantize, (x, None, EIGHT, 7))
+    torch.library.opcheck(quantize, (x, x.bfloat16(), FOUR, 0))
+    torch.library.opcheck(quantize_out, (x, None, EIGHT, 7, torch.zeros_like(message)))
+    messages = message[:, None]
+    torch.library.opcheck(dequantize, (messages, numel, EIGHT, 0.5, torch.bfloat16))
+    torch.library.opcheck(dequantize_out, (messages, numel, EIGHT, 0.5, True, x[:1].clone()))
+    torch.library.opcheck(requantize, (messages, numel, EIGHT, FOUR, 0))
+    out = requantize(messages, numel, EIGHT, FOUR, 0)
+    torch.library.opcheck(requantize_out, (messages, numel, EIGHT, FOUR, 0, out))
+
+
+def test_meta_shapes_match() -> None:
+    x = torch.empty(5, 777, device="meta")
+    message = quantize(x, None, EIGHT, 0)
+    assert message.shape == (5, parse_format(EIGHT).layout(777).nbytes)
+    assert message.dtype == torch.uint8
+    decoded = dequantize(message[:, None], 777, EIGHT, 1.0, torch.float16)
+    assert decoded.shape == (1, 777)
+    assert decoded.dtype == torch.float16
+
+
+def test_format_string_round_trip() -> None:
+    for text in (EIGHT, FOUR, "fp8_e5m2/16/symmetric/0/nearest/float16"):
+        assert str(parse_format(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "int9/64/symmetric/0/nearest/float32", "int4/64"])
+def test_bad_format_string(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a message format"):
+        parse_format(text)
+
+
+def test_inner_stride_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"x has stride 2 .*Pass x.contiguous"):
+        quantize(torch.randn(4, 64)[:, ::2], None, FOUR, 0)
+
+
+def test_misaligned_rows_are_refused() -> None:
+    message = quantize(torch.randn(2, 256), None, FOUR, 0)
+    wide = torch.zeros(2, message.shape[1] + 8, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="must start at a multiple of 16 bytes"):
+        dequantize(wide[None, :, : message.shape[1]], 256, FOUR, 1.0, torch.float32)
+    flat = torch.zeros(message.numel() + 16, dtype=torch.uint8)[1:]
+    with pytest.raises(ValueError, match="must start at a multiple of 16 bytes"):
+        dequantize(flat[: message.numel()].view(1, 2, -1), 256, FOUR, 1.0, torch.float32)
+
+
+def test_wrong_row_length_is_refused() -> None:
+    message = quantize(torch.randn(2, 256), None, FOUR, 0)
+    with pytest.raises(ValueError, match=r"this format and numel need \d+"):
+        dequantize(message[None], 4000, FOUR, 1.0, torch.float32)
