@@ -34,5 +34,5 @@ def layout_arguments(layout: RowLayout) -> tuple[int, ...]:
 def on_device(tensor: Tensor) -> AbstractContextManager[None]:
     """Return a context in which kernels run on the device of ``tensor``."""
     if tensor.is_cuda:
-        return torch.cuda.device(tensor.device)  # type: ignore[return-value]
+        return torch.cuda.device(tensor.device)
     return nullcontext()
