@@ -73,6 +73,11 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _save(obj: object, path: Path) -> None:
+    with path.open("wb") as file:  # torch.save refuses hidden names
+        torch.save(obj, file)
+
+
 def write_in_place(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` make a file under another name and move it to ``path`` when it is on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +118,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or not is_local(path):
             super().save_checkpoint(checkpoint, str(path), storage_options)
             return
-        write_in_place(Path(path), lambda unfinished: torch.save(checkpoint, unfinished))
+        write_in_place(Path(path), lambda unfinished: _save(checkpoint, unfinished))
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a file or directory; it disappears at once, never in parts."""
@@ -164,7 +169,7 @@ def save_sharded_checkpoint(
     barrier()
     if rank_zero:
         try:
-            torch.save(meta, unfinished / META_FILENAME)
+            _save(meta, unfinished / META_FILENAME)
             _sync(unfinished / META_FILENAME)
             _sync(unfinished)
             _move_into_place(unfinished, path)
@@ -198,8 +203,10 @@ def raise_together(error: list[str | None], path: str | os.PathLike[str]) -> Non
 
 
 def _explain_unpickling(path: Path, error: Exception) -> pickle.UnpicklingError:
+    lines = [line.strip() for line in str(error).splitlines()]
+    cause = next((line for line in lines if line.startswith("WeightsUnpickler error")), lines[0])
     return pickle.UnpicklingError(
-        f"`{path}` holds objects that `weights_only=True` (the default) does not load: {error}\n"
+        f"`{path}` holds objects that `weights_only=True` (the default) does not load: {cause}\n"
         "If you trust the file, pass `weights_only=False` to `trainer.fit`, `validate`, `test` or "
         "`predict`."
     )
@@ -219,10 +226,13 @@ def load_full_checkpoint(path: Path, weights_only: bool | None) -> dict[str, Any
     """
     if not path.is_file():
         raise FileNotFoundError(f"Checkpoint file not found: {path}{_hint_replaced(path)}")
-    safe = weights_only is not False
+    safe, is_zip = weights_only is not False, zipfile.is_zipfile(path)
+    with path.open("rb") as file:
+        if file.read(2) == b"PK" and not is_zip:  # the directory at its end is missing
+            raise ValueError(f"`{path}` is no complete checkpoint file. Resume from another one.")
     try:
         checkpoint: dict[str, Any] = torch.load(
-            path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=safe
+            path, map_location="cpu", mmap=is_zip, weights_only=safe
         )
     except pickle.UnpicklingError as error:
         raise _explain_unpickling(path, error) from error

@@ -34,7 +34,7 @@ class TinyModule(pl.LightningModule):
 
     def __init__(self, optimizer: str = "adamw", lr: float = 1e-2, **model: Any) -> None:
         super().__init__()
-        self.save_hyperparameters()
+        self.save_hyperparameters(ignore=["block"])
         self.optimizer_name, self.lr = optimizer, lr
         self.net = TinyLM(**model)
 
