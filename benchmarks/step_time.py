@@ -16,18 +16,18 @@ import argparse
 import gc
 import itertools
 import json
+import math
 import os
-import platform
 import statistics
-import subprocess
 import time
 from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from common import table, write_report
 from gpt import GPT, GPTConfig
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,7 +43,6 @@ from lq_lightning.data_parallel import (
 )
 from lq_lightning.data_parallel.traffic import ring_bytes
 
-ROOT = Path(__file__).resolve().parents[1]
 TINY = {"layers": 2, "hidden": 64, "heads": 2, "seq": 64, "vocab": 256}
 
 
@@ -100,29 +99,6 @@ class Result:
     interface_bytes: float
     first_loss: float
     last_loss: float
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """Describe hardware, versions and commit."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    cuda = device.type == "cuda"
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() or "unknown",
-        "device": torch.cuda.get_device_name()
-        if cuda
-        else platform.processor() or platform.machine(),
-        "cpu_cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
-    }
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -298,11 +274,11 @@ def measure(variant: Variant, args: argparse.Namespace, device: torch.device) ->
     )
 
 
-def environment(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Describe what was run, on what."""
+def setup(args: argparse.Namespace) -> dict[str, Any]:
+    """Describe what is run."""
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(args.config).parameters())
-    return machine(device) | {
+    return {
         "model": asdict(args.config) | {"parameters": parameters},
         "micro_batch": args.micro_batch,
         "world_size": dist.get_world_size(),
@@ -315,21 +291,30 @@ def environment(args: argparse.Namespace, device: torch.device) -> dict[str, Any
     }
 
 
-def table(results: dict[str, Result]) -> str:
-    """Lay out the results; speedups are relative to the first variant."""
-    head = f"{'variant':18}{'ms/step':>10}{'speedup':>9}{'tokens/s':>12}{'peak GiB':>10}"
-    head += f"{'MB sent':>10}{'MB inter':>10}{'MB wire':>10}{'last loss':>11}"
+def without_nan(values: dict[str, float]) -> dict[str, float | None]:
+    """Replace NaN by None, which JSON can hold."""
+    return {name: None if math.isnan(value) else value for name, value in values.items()}
+
+
+def lay_out(results: dict[str, Result]) -> str:
+    """Return the results as a table; speedups are relative to the first variant."""
     base = next(iter(results.values())).step_ms
-    lines = [head]
-    for name, r in results.items():
-        line = f"{name:18}{r.step_ms:10.1f}{base / r.step_ms:8.2f}x{r.tokens_per_s:12.0f}"
-        line += (
-            f"{r.peak_memory_gib:10.2f}{r.sent_bytes / 1e6:10.2f}{r.sent_inter_bytes / 1e6:10.2f}"
-        )
-        line += f"{r.interface_bytes / 1e6:10.2f}{r.last_loss:11.4f}"
-        lines.append(line)
-    lines.append("MB per step: sent and inter by one rank, wire by one node's interface")
-    return "\n".join(lines)
+    header = ["variant", "ms/step", "speedup", "tokens/s", "peak GiB"]
+    header += ["MB sent", "MB between nodes", "MB on the wire", "last loss"]
+    rows = [
+        [
+            name,
+            f"{r.step_ms:.1f}",
+            f"{base / r.step_ms:.2f}x",
+            f"{r.tokens_per_s:.0f}",
+            *(f"{v:.2f}" for v in (r.peak_memory_gib, r.sent_bytes / 1e6)),
+            *(f"{v / 1e6:.2f}" for v in (r.sent_inter_bytes, r.interface_bytes)),
+            f"{r.last_loss:.4f}",
+        ]
+        for name, r in results.items()
+    ]
+    note = "MB per step: sent and between nodes by one rank, on the wire by one node's interface"
+    return f"{table(rows, header)}\n{note}"
 
 
 def main() -> None:
@@ -345,9 +330,9 @@ def main() -> None:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
     lead = dist.get_rank() == 0
-    described = environment(args, device)
+    described = setup(args)
     if lead:
-        print(json.dumps(described, indent=1), flush=True)
+        print(json.dumps(described), flush=True)
     results: dict[str, Result] = {}
     for name in args.variants:
         results[name] = measure(VARIANTS[name], args, device)
@@ -357,11 +342,9 @@ def main() -> None:
         if lead:
             print(f"{name}: {results[name].step_ms:.1f} ms/step", flush=True)
     if lead:
-        print(table(results))
-        if args.json:
-            report = described | {"results": {n: asdict(r) for n, r in results.items()}}
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
-            print(f"wrote {args.json}")
+        print(lay_out(results))
+        measured = {name: without_nan(asdict(result)) for name, result in results.items()}
+        write_report(args.json, "step_time", {"setup": described, "variants": measured})
     dist.destroy_process_group()
 
 
