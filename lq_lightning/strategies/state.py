@@ -38,7 +38,8 @@ def _names(module: nn.Module) -> dict[int, str]:
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {clean_name(n): p for n, p in module.named_parameters()}
+    """Parameters by every name that they have: tied ones are stored under any of theirs."""
+    return {clean_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}
 
 
 # --- whole tensors ----------------------------------------------------------------------------
