@@ -58,8 +58,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--minutes",
         type=float,
-        default=6.0,
-        help="take fewer steps where both runs would need more than this on a CPU (default: 6)",
+        default=5.5,
+        help="take fewer steps where both runs would need more than this on a CPU (default: 5.5)",
     )
     parser.add_argument(
         "--out", default="runs/quickstart", help="folder for everything (default: runs/quickstart)"

@@ -1,0 +1,91 @@
+"""The example on two ranks with quantized communication, started as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pretraining import report
+
+
+def _run(stage: str, config: str, examples: Path, tmp_path: Path, *options: str) -> str:
+    """Run ``pretrain.py`` on two gloo ranks with a small model and return what it printed."""
+    values = {
+        "trainer.enable_progress_bar": "false",
+        "trainer.limit_val_batches": 2,
+        "trainer.log_every_n_steps": 1,
+        "model.decoder.num_layers": 1,
+        "model.decoder.hidden_size": 64,
+        "model.decoder.num_heads": 2,
+        "data.text": tmp_path / "text",
+        "data.block_size": 16,
+        "data.batch_size": 2,
+        "data.storage": "mmap",
+        "data.cache_dir": tmp_path / "data",
+        "sample.max_new_tokens": 5,
+    }
+    command = [sys.executable, str(examples / "pretrain.py"), stage]
+    command += [f"--config={examples}/configs/{config}.yaml"]
+    command += [f"--{name}={value}" for name, value in values.items()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(examples.parent)}
+    finished = subprocess.run(
+        [*command, *options],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout + finished.stderr
+
+
+@pytest.mark.usefixtures("text_folder")
+def test_quantized_run(examples: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="draws the plot")
+    steps = ["--trainer.max_steps=8", "--trainer.val_check_interval=4"]
+    shown = _run("fit", "quantized_fsdp", examples, tmp_path, *steps)
+    assert "4-bit differences" in shown
+    assert "Generated text" in shown
+    root = tmp_path / "runs" / "quantized_fsdp"
+    result = report.read(root / "report.json")
+    assert result.world_size == 2
+    assert [step for step, _ in result.validation] == [4, 8]
+    wire = result.wire
+    assert wire is not None
+    assert wire.baseline > 4 * wire.sent > 0
+    # Messages of this small model are short, so the padding of their groups shows.
+    assert wire.bits_per_weight is not None
+    assert 4 < wire.bits_per_weight < 8
+    assert wire.bits_per_gradient is not None
+    assert 4 < wire.bits_per_gradient < 8
+    assert (root / "report.png").is_file()
+    assert (root / "checkpoints" / "last.ckpt").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("text_folder")
+def test_resumed_run_and_predictions(examples: Path, tmp_path: Path) -> None:
+    """A run that continues from its middle ends with the losses of the whole run."""
+    options = ["--trainer.val_check_interval=4", "--report.plot=false"]
+    fit = ("fit", "quantized_fsdp", examples, tmp_path, "--trainer.max_steps=8", *options)
+    every = ("--checkpoint.filename={step}", "--checkpoint.save_top_k=-1")
+    _run(*fit, "--trainer.default_root_dir=whole", *every)
+    middle = tmp_path / "whole" / "checkpoints" / "4.ckpt"
+    _run(*fit, "--trainer.default_root_dir=resumed", f"--ckpt_path={middle}")
+    curves = [report.read(tmp_path / name / "report.json") for name in ("whole", "resumed")]
+    assert curves[0].validation == curves[1].validation
+    shown = _run(
+        "predict",
+        "quantized_fsdp",
+        examples,
+        tmp_path,
+        f"--ckpt_path={tmp_path}/resumed/checkpoints/last.ckpt",
+        "--model.max_new_tokens=3",
+        '--data.prompts=["one", "two", "three"]',
+    )
+    assert [f"Prompt {i} continued" in shown for i in (1, 2, 3)] == [True] * 3
