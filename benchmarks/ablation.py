@@ -13,7 +13,6 @@ Python, as bytes. The losses are those of the weights that the ranks compute wit
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import subprocess
@@ -22,12 +21,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import table, write_report
 from gpt import GPT, GPTConfig
-from step_time import machine
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -190,15 +188,16 @@ def validate(model: nn.Module, blocks: Blocks, preset: Preset, device: torch.dev
     return float(total) / count
 
 
-def table(outcomes: dict[str, list[Outcome]]) -> str:
+def summary(outcomes: dict[str, list[Outcome]]) -> str:
     """Lay out the losses; differences are relative to the mean of full precision."""
     exact = outcomes["full precision"]
     base = sum(o.val_loss for o in exact) / len(exact)
-    lines = [f"{'variant':18}{'val loss':>10}{'vs full':>10}{'seconds':>9}"]
+    rows = []
     for name, results in outcomes.items():
         loss = sum(o.val_loss for o in results) / len(results)
         seconds = sum(o.train_s for o in results) / len(results)
-        lines.append(f"{name:18}{loss:10.5f}{100 * (loss / base - 1):+9.3f}%{seconds:9.1f}")
+        rows.append([name, f"{loss:.5f}", f"{100 * (loss / base - 1):+.3f}%", f"{seconds:.1f}"])
+    lines = [table(rows, ["variant", "val loss", "vs full", "seconds"])]
     if len(exact) > 1:
         spread = 100 * (max(o.val_loss for o in exact) - min(o.val_loss for o in exact)) / base
         lines.append(f"full precision, {len(exact)} seeds: spread {spread:.3f}%")
@@ -230,27 +229,24 @@ def run(args: argparse.Namespace) -> None:
         if dist.get_rank() == 0:
             print(name, [round(o.val_loss, 5) for o in outcomes[name]], flush=True)
     if dist.get_rank() == 0:
-        print(table(outcomes))
+        print(summary(outcomes))
         if args.json:
-            write(args, outcomes, device, corpus.num_tokens)
+            write(args, outcomes, corpus.num_tokens)
     dist.destroy_process_group()
 
 
 def write(
-    args: argparse.Namespace,
-    outcomes: dict[str, list[Outcome]],
-    device: torch.device,
-    num_tokens: dict[str, int],
+    args: argparse.Namespace, outcomes: dict[str, list[Outcome]], num_tokens: dict[str, int]
 ) -> None:
     """Write the report with everything needed to repeat it."""
-    report: dict[str, Any] = machine(device) | {
+    results = {
         "preset": asdict(args.sizes),
         "world_size": dist.get_world_size(),
         "node_size": args.node_size,
-        "tokens": num_tokens,
-        "results": {name: [asdict(o) for o in results] for name, results in outcomes.items()},
+        "corpus_tokens": num_tokens,
+        "variants": {name: [asdict(o) for o in runs] for name, runs in outcomes.items()},
     }
-    args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(args.json, "ablation", results)
     print(f"wrote {args.json}")
 
 

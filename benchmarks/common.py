@@ -1,0 +1,149 @@
+"""What the benchmarks share: a report with hardware, versions and commit, and timing on a GPU."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def git_commit() -> str:
+    """Return the commit of the checkout, with ``+changes`` if files differ; or ``unknown``."""
+    try:
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        return commit + ("+changes" if _git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    result = subprocess.run(
+        ["git", *arguments], cwd=REPOSITORY, check=True, capture_output=True, text=True
+    )
+    return result.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def environment() -> dict[str, Any]:
+    """Describe machine and software, for the head of a report."""
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {
+                "name": properties.name,
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+                "multiprocessors": properties.multi_processor_count,
+            }
+        )
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": git_commit(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "host": {"machine": platform.machine(), "system": platform.platform()},
+        "gpus": gpus,
+        "versions": {
+            "python": platform.python_version(),
+            "cuda": torch.version.cuda,
+            **{name: _version(name) for name in ("torch", "triton", "lightning", "numpy")},
+        },
+    }
+
+
+def write_report(path: str | Path | None, name: str, results: Any) -> dict[str, Any]:
+    """Return ``{"benchmark", "environment", "results"}`` and write it as JSON if a path is given.
+
+    Args:
+        path: file to write, or None.
+        name: of the benchmark.
+        results: anything that JSON can hold.
+    """
+    report = {"benchmark": name, "environment": environment(), "results": results}
+    if path is not None:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
+    """Return an aligned text table; numbers to the right."""
+    cells = [list(header), *[[str(cell) for cell in row] for row in rows]]
+    widths = [max(len(row[index]) for row in cells) for index in range(len(header))]
+    lines = []
+    for row in cells:
+        padded = [
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def time_cuda_calls(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
+    """Return the median device time of one call in seconds.
+
+    The calls, which should work on different buffers so that none of them finds its input in the
+    cache, are captured in one CUDA graph: launch overhead stays out of the result.
+
+    Args:
+        calls: functions that only launch kernels.
+        repeats: replays of the graph to take the median of.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times) / len(calls)
+
+
+def copy_bandwidth(total_nbytes: int = 2 << 30, working_set: int = 1 << 29) -> float:
+    """Return the bytes per second, read plus written, of a device-to-device copy.
+
+    Args:
+        total_nbytes: bytes that one copy reads and writes together.
+        working_set: rotate over as many buffers as it takes to exceed this many bytes.
+    """
+    half = total_nbytes // 2
+    count = max(1, -(-working_set // total_nbytes))
+    pairs = [
+        (
+            torch.randint(0, 255, (half,), dtype=torch.uint8, device="cuda"),
+            torch.empty(half, dtype=torch.uint8, device="cuda"),
+        )
+        for _ in range(count)
+    ]
+    calls = [lambda pair=pair: pair[1].copy_(pair[0]) for pair in pairs]
+    return 2 * half / time_cuda_calls(calls)
