@@ -139,17 +139,18 @@ def test_editable_install_imports_anywhere(checkout: Path, tmp_path: Path, mode:
     pytest.importorskip("pip")
     environment = tmp_path / "venv"
     venv.create(environment, with_pip=False, system_site_packages=False)
-    # The packages of this environment, without its editable installs (.pth files are not read).
-    here = [p for p in sys.path if p.endswith("site-packages")]
     python = str(environment / "bin" / "python")
+    # The packages of this environment come after those of the new one, which so has its own finder.
+    here = [p for p in sys.path if p.endswith("site-packages")]
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "outer.pth").write_text("\n".join(here))
     mode_options = [] if mode == "default" else ["-C", f"editable_mode={mode}"]
     _run(
         *(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"),
         *("--no-build-isolation", "--no-index", *mode_options, "-e", str(checkout)),
         cwd=tmp_path,
-        path=os.pathsep.join(here),
     )
-    package, quantize, kernels = _where(tmp_path, os.pathsep.join(here), python)
+    package, quantize, kernels = _where(tmp_path, python=python)
     assert package == str(checkout / "lq_lightning")
     assert quantize == str(checkout / "kernels" / "quantize")
     assert not kernels.startswith(str(checkout))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lq_testing import RankError, run_ranks
+from lq_testing.ranks import _causes_first
 
 
 class Box:
@@ -97,6 +98,14 @@ def test_dying_rank_is_named_with_its_signal() -> None:
     with pytest.raises(RankError, match="rank 1 died: killed by SIGKILL") as e:
         run_ranks(_die_on_one, 2)
     assert e.value.rank == 1
+
+
+@pytest.mark.parametrize(("how", "first"), [("SIGKILL", 1), ("SIGSEGV", 1), ("SIGABRT", 0)])
+def test_death_comes_before_lost_connections_unless_a_watchdog_aborted(
+    how: str, first: int
+) -> None:
+    failures = {0: "Traceback\nConnection closed", 1: f"rank 1 died: killed by {how}"}
+    assert next(iter(_causes_first(failures))) == first
 
 
 def test_rank_that_exits_is_named_with_its_code() -> None:

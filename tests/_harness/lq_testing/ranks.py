@@ -30,6 +30,7 @@ _PRELOAD = ["torch", "torch.distributed.fsdp", "lightning.pytorch"]
 # After a rank has failed the others usually follow (connection reset); wait this long to hear why.
 _GRACE_S = 2.0
 _STACK_WAIT_S = 0.5
+_DIED = " died: "
 
 
 class RankError(RuntimeError):
@@ -216,7 +217,7 @@ def _collect(ranks: list[_Rank], timeout: float) -> list[Any]:
         if outcome.failures and first_failure:
             outcome.deadline = min(outcome.deadline, time.monotonic() + _GRACE_S)
     if outcome.failures:
-        raise _failure_error(outcome.failures, len(ranks))
+        raise _failure_error(_causes_first(outcome.failures), len(ranks))
     if pending:
         raise _timeout_error(pending, len(ranks), timeout)
     return [r.value for r in ranks]
@@ -233,11 +234,21 @@ def _receive_all(pending: list[_Rank], ready: set[Any]) -> list[tuple[float, int
             ok, when, content = pickle.loads(r.connection.recv_bytes())
         except EOFError:
             r.process.join(5.0)
-            messages.append((0.0, r.rank, f"rank {r.rank} died: {_exit(r.process.exitcode)}"))
+            messages.append((0.0, r.rank, f"rank {r.rank}{_DIED}{_exit(r.process.exitcode)}"))
             continue
         r.value = pickle.loads(content) if ok else None
         messages.append((when, r.rank, None if ok else content))
     return messages
+
+
+def _causes_first(failures: dict[int, str]) -> dict[int, str]:
+    """Put ranks that died in front: their peers may notice the lost connection sooner than we do.
+
+    Not those that aborted: a collective's watchdog does that when another rank is to blame.
+    """
+    died = {rank for rank, text in failures.items() if _DIED in text.splitlines()[0]}
+    died -= {rank for rank in died if "SIGABRT" in failures[rank]}
+    return {rank: failures[rank] for rank in sorted(failures, key=lambda rank: rank not in died)}
 
 
 def _exit(code: int | None) -> str:
