@@ -1,0 +1,149 @@
+"""A rank that dies, hangs or drifts."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lq_testing import RankError, run_ranks
+from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from lq_lightning import QuantizedFSDPStrategy
+from lq_lightning.strategies.failures import LostRankError, explain_lost_rank
+
+SMALL = {"min_quantized_numel": 64}
+
+run_trainer = functools.partial(run_ranks, backend=None, torchrun=True)
+
+
+class Dies(Callback):
+    """Rank 1 dies without a word, in a step or between the steps."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 1 and self.where == "step":
+            self._die(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.where == "end":
+            self._die(trainer)
+            torch.distributed.barrier()
+
+    def _die(self, trainer: pl.Trainer) -> None:
+        if trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _dying(rank: int, world_size: int, root: str, where: str, options: dict[str, Any]) -> None:
+    run = trainer(QuantizedFSDPStrategy(**options), root, callbacks=[Dies(where)])
+    run.fit(TinyModule(), loader())
+
+
+@pytest.mark.parametrize("where", ["step", "end"])
+@pytest.mark.parametrize("options", [SMALL, {"weights": "none", "gradients": "none"}])
+def test_a_dead_rank_is_named(tmp_path: Path, where: str, options: dict[str, Any]) -> None:
+    with pytest.raises(RankError) as error:
+        run_trainer(_dying, 2, str(tmp_path), where, options, timeout=60.0)
+    assert "SIGKILL" in error.value.failures[1]
+    assert "LostRankError: rank 0 of 2 lost contact with another rank" in error.value.failures[0]
+
+
+def _hanging(rank: int, world_size: int, root: str) -> float:
+    run = trainer(QuantizedFSDPStrategy(**SMALL, timeout=timedelta(seconds=4)), root)
+    module = TinyModule()
+    if rank == 1:
+        module.on_train_batch_start = lambda *args: time.sleep(20)  # type: ignore[method-assign]
+    start = time.monotonic()
+    if rank == 0:
+        with pytest.raises(LostRankError, match="rank 0 of 2 lost contact"):
+            run.fit(module, loader())
+    else:
+        with pytest.raises(RuntimeError):
+            run.fit(module, loader())
+    return time.monotonic() - start
+
+
+def test_a_hanging_rank_stops_the_others_after_the_timeout(tmp_path: Path) -> None:
+    times = run_trainer(_hanging, 2, str(tmp_path), timeout=60.0)
+    assert times[0] < 15
+
+
+def test_other_errors_pass_through() -> None:
+    with pytest.raises(RuntimeError, match="^shapes differ$"), explain_lost_rank(0, 2):
+        raise RuntimeError("shapes differ")
+    with pytest.raises(LostRankError, match="rank 1 of 4"), explain_lost_rank(1, 4):
+        raise RuntimeError("[pair.cc:525] Connection closed by peer [127.0.0.1]:3")
+    with pytest.raises(RuntimeError, match="^Connection reset") as error, explain_lost_rank(0, 1):
+        raise RuntimeError("Connection reset by peer")
+    assert not isinstance(error.value, LostRankError)
+
+
+class Wrapped(TinyModule):
+    def configure_model(self) -> None:
+        self.net.head = FullyShardedDataParallel(self.net.head, device_id=torch.device("cpu"))
+
+
+class Scalar(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+
+def _before_the_first_step(rank: int, world_size: int, root: str) -> None:
+    for module, error, message in (
+        (Wrapped(), TypeError, r"`net.head` is wrapped by FSDP1.*fully_shard"),
+        (Scalar(), ValueError, r"`temperature` is a scalar"),
+    ):
+        losses = Losses()
+        with pytest.raises(error, match=message):
+            trainer(QuantizedFSDPStrategy(), root, callbacks=[losses]).fit(module, loader())
+        assert not losses.values
+    with pytest.raises(ValueError, match=r"no submodule of class \['Blok'\].*Block"):
+        trainer(QuantizedFSDPStrategy(units=["Blok"]), root).fit(TinyModule(), loader())
+
+
+def test_errors_come_before_the_first_step(tmp_path: Path) -> None:
+    run_trainer(_before_the_first_step, 2, str(tmp_path))
+
+
+class Tampers(Callback):
+    """Rank 1 changes its copy of the weights that differences refer to."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            for unit in trainer.strategy.communication._units:
+                if unit.name == "net.blocks.1":
+                    unit.gather._replica[200] += 1.0  # of `up.weight`, which travels quantized
+
+
+def _drifting(rank: int, world_size: int, root: str) -> None:
+    for action in ("resync", "raise"):
+        strategy = QuantizedFSDPStrategy(**SMALL, check_replicas_every_n_steps=3, on_drift=action)
+        run = trainer(strategy, root, callbacks=[Tampers()])
+        if action == "raise":
+            with pytest.raises(RuntimeError, match=r"`net.blocks.1`"):
+                run.fit(TinyModule(), loader())
+        elif rank == 0:
+            with pytest.warns(UserWarning, match=r"first: `net.blocks.1`.*refreshed"):
+                run.fit(TinyModule(), loader())
+        else:
+            run.fit(TinyModule(), loader())
+        if action == "resync":
+            assert strategy.communication.check_replicas() == []
+
+
+def test_drift_is_found_named_and_repaired(tmp_path: Path) -> None:
+    run_trainer(_drifting, 2, str(tmp_path))
