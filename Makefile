@@ -30,9 +30,15 @@ quickstart:
 	@$(VENV)/bin/python examples/quickstart.py
 
 bench: install
-	@$(VENV)/bin/python benchmarks/kernels.py
-	@$(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
-		benchmarks/step_time.py $$(command -v nvidia-smi >/dev/null || echo --tiny)
+	@if command -v nvidia-smi >/dev/null; then \
+		$(VENV)/bin/python benchmarks/kernels.py && \
+		$(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node gpu \
+			benchmarks/step_time.py; \
+	else \
+		echo "no GPU: a tiny model on two CPU ranks; kernels.py needs a GPU" && \
+		$(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+			benchmarks/step_time.py --tiny; \
+	fi
 
 clean:
 	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
