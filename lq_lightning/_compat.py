@@ -49,6 +49,7 @@ __all__ = [
     "propagate_requires_grad",
     "record_reduced_params",
     "reduce_scatter_flat",
+    "reset_iteration",
     "to_sharded_dtensor",
     "unflatten_checkpoint",
     "use_own_sampling",
@@ -286,6 +287,13 @@ def begin_root_forward(module: FSDPModule) -> None:
 def end_root_forward(module: FSDPModule, output: Any) -> Any:
     """Finish the root's forward as its forward hook does; ``output`` starts its backward."""
     return module._get_fsdp_state()._post_forward(cast(nn.Module, module), (), output)
+
+
+def reset_iteration(root: nn.Module) -> None:
+    """Forget a forward or backward that an exception ended, so that the next one can start."""
+    state = root._get_fsdp_state() if isinstance(root, FSDPModule) else None
+    if state is not None and hasattr(state, "_reset_iter_state"):  # torch >= 2.13
+        state._reset_iter_state()
 
 
 def propagate_requires_grad(module: FSDPModule) -> None:

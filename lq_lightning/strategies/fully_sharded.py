@@ -8,7 +8,6 @@ precisions, and writes and reads checkpoints of any world size.
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,10 +30,13 @@ from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from lq_lightning._compat import (
+    begin_root_forward,
     discard_unreduced_gradients,
+    end_root_forward,
     fsdp_units,
     materialize_meta_tensors,
     move_optimizers_to_device,
+    reset_iteration,
     use_own_sampling,
 )
 from lq_lightning.plugins import FullyShardedPrecision
@@ -71,7 +73,7 @@ class ShardedModule:
     extra: Any = None
 
 
-_SHARDED: weakref.WeakKeyDictionary[nn.Module, ShardedModule] = weakref.WeakKeyDictionary()
+_RECORD = "_lq_sharded"  # kept in the module, so that both are freed together
 
 
 def _already_configured() -> None:
@@ -287,12 +289,12 @@ class FullyShardedStrategy(CheckpointingStrategy):
                 )
 
     def _shard_once(self, module: LightningModule) -> ShardedModule:
-        known = _SHARDED.get(module)
+        known: ShardedModule | None = module.__dict__.get(_RECORD)
         if known is None:
             plan = self._shard(module)
             manual = None if module.automatic_optimization else ManualForward(module)
             known = ShardedModule(settings=self.settings(), plan=plan, manual=manual)
-            _SHARDED[module] = known
+            module.__dict__[_RECORD] = known
             known.extra = self.on_sharded(module)
             rank_zero_info(plan.summary())
         elif known.settings != self.settings():
@@ -334,7 +336,7 @@ class FullyShardedStrategy(CheckpointingStrategy):
     @property
     def _sharded(self) -> ShardedModule | None:
         module = self._attached_module
-        return None if module is None else _SHARDED.get(module)
+        return None if module is None else module.__dict__.get(_RECORD)
 
     @property
     def sharding_plan(self) -> ShardingPlan | None:
@@ -351,6 +353,7 @@ class FullyShardedStrategy(CheckpointingStrategy):
         super().setup_optimizers(trainer)
         self.num_skipped_steps = 0
         self._has_unreduced = False
+        discard_unreduced_gradients(self._require_module())  # of an interrupted run
         for index, optimizer in enumerate(self.optimizers):
             if self._skip_nonfinite_steps and isinstance(optimizer, LBFGS):
                 raise NotImplementedError(
@@ -366,28 +369,56 @@ class FullyShardedStrategy(CheckpointingStrategy):
     def _manual(self) -> ManualForward | None:
         return None if self._sharded is None else self._sharded.manual
 
+    @contextmanager
+    def _guard(self) -> Generator[None, None, None]:
+        """Leave FSDP2 usable after an error (such as out of memory), explain a lost rank."""
+        with explain_lost_rank(self.global_rank, self.world_size):
+            try:
+                yield
+            except Exception as error:
+                if self._is_sharded and not is_lost_rank(error):
+                    reset_iteration(self._require_module())
+                raise
+
+    @contextmanager
+    def root_forward(self) -> Generator[None, None, None]:
+        """Make the root's own parameters usable outside of the step methods; all ranks together.
+
+        ``forward`` and the step methods need no such help. Other code that calls submodules does,
+        for example ``with trainer.strategy.root_forward(): module.model.generate(...)`` in a hook.
+        Without gradients, and harmless where nothing is sharded.
+        """
+        if not self._is_sharded:
+            yield
+            return
+        module = cast(FSDPModule, self._attached_module)
+        with torch.no_grad():
+            begin_root_forward(module)
+            try:
+                yield
+            finally:
+                end_root_forward(module, None)
+                module.reshard()
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` as a forward of the root unit."""
         manual = self._manual
-        with (
-            explain_lost_rank(self.global_rank, self.world_size),
-            nullcontext() if manual is None else manual.step(),
-        ):
+        with self._guard(), nullcontext() if manual is None else manual.step():
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step`` as a forward of the root unit."""
-        with explain_lost_rank(self.global_rank, self.world_size):
+        with self._guard():
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``test_step`` as a forward of the root unit."""
-        with explain_lost_rank(self.global_rank, self.world_size):
+        with self._guard():
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``predict_step`` as a forward of the root unit."""
-        with explain_lost_rank(self.global_rank, self.world_size):
+        with self._guard():
             return super().predict_step(*args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -404,7 +435,7 @@ class FullyShardedStrategy(CheckpointingStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Backward, with an explanation if another rank is lost."""
-        with explain_lost_rank(self.global_rank, self.world_size):
+        with self._guard():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @contextmanager

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -267,7 +268,7 @@ def broadcast_module_states(root: nn.Module, *, parameters: bool) -> None:
             continue
         staged = tensor.detach().to(device) if device else tensor.detach()
         staged = staged.contiguous()
-        dist.broadcast(staged, src=0)
+        dist.broadcast(staged.view(-1).view(torch.uint8), src=0)  # gloo knows no float8
         if staged.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(staged)
 

@@ -1,0 +1,318 @@
+"""Programs as people write them: Hugging Face, wrapped submodules, default Trainer, scripts."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import weakref
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from lq_testing import run_ranks
+from lq_testing.lightning_models import TinyModule, loader, quiet, trainer
+from lq_testing.models import TinyLM
+from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torchmetrics import MeanMetric
+
+from lq_lightning import QuantizedFSDPStrategy
+from lq_lightning.strategies.consolidate import consolidate_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {"min_quantized_numel": 64}
+
+run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
+
+
+# --- Hugging Face -------------------------------------------------------------------------------
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config)
+
+
+class HuggingFace(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = _llama()
+        self.samples: list[Tensor] = []
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+    def predict_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        out: Tensor = self.model.generate(tokens[:1, :4], max_new_tokens=4, do_sample=False)
+        return out
+
+    def on_train_end(self) -> None:
+        with self.trainer.strategy.root_forward():
+            self.samples.append(self.predict_step(torch.ones(1, 4, dtype=torch.long), 0))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def _hugging_face(rank: int, world_size: int, root: str) -> None:
+    torch.manual_seed(0)
+    module = HuggingFace()
+    strategy = QuantizedFSDPStrategy(**SMALL)
+    run = trainer(strategy, root, precision="bf16-mixed", max_epochs=2)
+    run.fit(module, loader())
+    assert strategy.sharding_plan.source == "`_no_split_modules` (LlamaDecoderLayer)"
+    assert strategy.sharding_plan.units == ("model.model.layers.0", "model.model.layers.1")
+    assert module.model.lm_head.weight is module.model.model.embed_tokens.weight
+    assert all(isinstance(p, DTensor) for p in module.parameters())
+    predictions = run.predict(module, loader(2, batch_size=1))
+    assert predictions[0].shape[1] > 4
+    assert module.samples[0].shape[1] > 4
+    run.save_checkpoint(f"{root}/hf.ckpt")
+    restored = HuggingFace()
+    run = trainer(QuantizedFSDPStrategy(**SMALL), root, precision="bf16-mixed", max_epochs=3)
+    run.fit(restored, loader(), ckpt_path=f"{root}/hf.ckpt")
+    assert run.global_step == 12
+
+
+def test_hugging_face_model_trains_generates_and_exports(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("safetensors")
+    run_trainer(_hugging_face, 2, str(tmp_path))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    _llama().config.save_pretrained(folder)
+    consolidate_checkpoint(
+        tmp_path / "hf.ckpt", folder / "model.safetensors", "safetensors", prefix="model."
+    )
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    consolidate_checkpoint(tmp_path / "hf.ckpt", tmp_path / "one.ckpt")
+    state = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, state[f"model.{name}"]), name
+
+
+# --- wrapped submodules, offload, metrics -------------------------------------------------------
+
+
+class Wrapped(TinyModule):
+    """Activation checkpointing around blocks, a compiled head, a metric, an extra buffer."""
+
+    def __init__(self, compiled: bool = True) -> None:
+        super().__init__()
+        apply_activation_checkpointing(
+            self.net, check_fn=lambda m: m in (self.net.blocks[0], self.net.blocks[1])
+        )
+        if compiled:
+            self.net.head = torch.compile(self.net.head, backend="eager")
+        self.mean = MeanMetric()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        self.seen += 1
+        loss: Tensor = self.net(tokens)
+        self.mean.update(loss.detach())
+        self.log("mean", self.mean, on_epoch=True)
+        return loss
+
+
+def _wrapped(rank: int, world_size: int, root: str) -> None:
+    for full in (False, True):
+        torch.manual_seed(0)
+        module = Wrapped()
+        strategy = QuantizedFSDPStrategy(**SMALL, save_distributed_checkpoint=not full)
+        run = trainer(strategy, root)
+        run.fit(module, loader())
+        assert len(strategy.sharding_plan.units) == 2
+        run.save_checkpoint(f"{root}/{full}.ckpt")
+        saved = {n: p.full_tensor() for n, p in module.named_parameters()}
+        for compiled in (True, False):  # names match whether or not a submodule is compiled
+            other = Wrapped(compiled)
+            run = trainer(
+                QuantizedFSDPStrategy(**SMALL, save_distributed_checkpoint=not full),
+                root,
+                max_epochs=2,
+                limit_train_batches=0,
+            )
+            run.fit(other, loader(), ckpt_path=f"{root}/{full}.ckpt")
+            for (name, value), parameter in zip(saved.items(), other.parameters(), strict=True):
+                assert torch.equal(value, parameter.full_tensor()), name
+            assert other.seen.item() == 4
+
+
+class Offloading(TinyModule):
+    def configure_model(self) -> None:
+        for block in self.net.blocks:
+            fully_shard(block, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def _offload(rank: int, world_size: int, root: str) -> None:
+    module = Offloading()
+    trainer(QuantizedFSDPStrategy(**SMALL), root).fit(module, loader())
+    assert {p.device.type for p in module.parameters()} == {"cpu"}
+
+
+def test_wrapped_submodules_keep_their_names_in_checkpoints(tmp_path: Path) -> None:
+    run_trainer(_wrapped, 2, str(tmp_path))
+
+
+def test_item_14_cpu_offload(tmp_path: Path) -> None:
+    run_trainer(_offload, 2, str(tmp_path))
+
+
+# --- errors, memory -----------------------------------------------------------------------------
+
+
+class Fails(TinyModule):
+    """Raises once, in the middle of the forward of all ranks."""
+
+    failed = False
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(tokens)
+        if batch_idx == 2 and not self.failed:
+            self.failed = True
+            self.net.blocks[1](torch.ones(1))  # wrong shape
+        return loss
+
+
+def _after_an_error(rank: int, world_size: int, root: str) -> None:
+    module = Fails()
+    strategy = QuantizedFSDPStrategy(weights="none", gradients="none")
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        trainer(strategy, root, accumulate_grad_batches=4).fit(module, loader(64))
+    before = {n: p.full_tensor().clone() for n, p in module.named_parameters()}
+    module.lr = 0.0  # stale gradients of the interrupted window would show in the norm below
+    reference = TinyModule(lr=0.0)
+    norms = []
+    for model in (module, reference):
+        if model is reference:
+            reference.load_state_dict(before)
+
+        class Norm(pl.Callback):
+            def on_before_optimizer_step(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+                squares = [p.grad.full_tensor().square().sum() for p in pl_module.parameters()]
+                norms.append(sum(squares).item())
+
+        strategy = QuantizedFSDPStrategy(weights="none", gradients="none")
+        run = trainer(strategy, root, accumulate_grad_batches=4, callbacks=[Norm()])
+        run.fit(model, loader(64))
+    assert norms[:2] == norms[2:]
+    # nothing keeps a module alive that nobody uses
+    alive = weakref.ref(reference)
+    del reference, model, run, strategy
+    gc.collect()
+    assert alive() is None
+
+
+def test_training_goes_on_after_an_error_and_modules_are_freed(tmp_path: Path) -> None:
+    run_trainer(_after_an_error, 2, str(tmp_path))
+
+
+def _everything_on(rank: int, world_size: int, root: str) -> None:
+    quiet()
+    os.chdir(root)
+    module = TinyModule()
+    run = pl.Trainer(
+        strategy="quantized_fsdp",
+        accelerator="cpu",
+        devices=2,
+        max_epochs=2,
+        precision="bf16-mixed",
+        logger=CSVLogger(root),
+        gradient_clip_val=1.0,
+        gradient_clip_algorithm="value",
+        log_every_n_steps=1,
+        val_check_interval=2,
+    )
+    run.fit(module, loader(), loader(8))
+    assert run.test(ckpt_path="best", dataloaders=loader(8))
+    run.validate(module, loader(8))
+    assert "val" in run.callback_metrics
+    total = sum(p.numel() for p in TinyLM().parameters())
+    assert sum(p.numel() for p in module.parameters()) == total
+
+
+def test_default_trainer_with_all_its_callbacks(tmp_path: Path) -> None:
+    run_trainer(_everything_on, 2, str(tmp_path))
+
+
+SCRIPT = """
+    import sys
+    import lightning.pytorch as pl
+    import torch
+    from torch import nn
+    import lq_lightning
+
+    class Model(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+        def training_step(self, batch, batch_idx):
+            if "die" in sys.argv and batch_idx == 1 and self.global_rank == 1:
+                sys.exit(3)
+            return self.layer(batch).square().mean()
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    if __name__ == "__main__":
+        data = torch.utils.data.DataLoader(torch.ones(16, 4), batch_size=2)
+        run = pl.Trainer(strategy="quantized_fsdp", accelerator="cpu", devices=2, max_epochs=1,
+                         logger=False, enable_checkpointing=False, enable_progress_bar=False)
+        run.fit(Model(), data)
+        print(f"rank {run.global_rank} took {run.global_step} steps")
+"""
+
+
+def _launch(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_script_started_by_lightning(tmp_path: Path) -> None:
+    done = _launch(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 took 4 steps" in done.stdout
+    assert "rank 1 took 4 steps" in done.stdout
+
+
+@pytest.mark.slow
+def test_script_whose_second_rank_exits(tmp_path: Path) -> None:
+    done = _launch(tmp_path, "die")
+    assert done.returncode != 0
+    assert "lost contact with another rank" in done.stderr or "Child process" in done.stderr
