@@ -109,7 +109,7 @@ def _dequantize_tile(
         tl.store(target, round_output(values, out_ptr.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["factor"])
+@triton.jit(do_not_specialize=["factor", "num_groups"])
 def dequantize_rows_kernel(
     message_ptr,
     out_ptr,

@@ -155,6 +155,19 @@ class MessageFormat:
         return 2 ** (self.bits - 1) if self.symmetric and self.float_code is None else 0
 
     @property
+    def noise_bits(self) -> int:
+        """Random bits that stochastic rounding adds below the unit.
+
+        As many, up to 16, as leave room for this: the largest level times ``2**noise_bits`` fits
+        the 22 bits of the rounding trick of the kernels, and the few roundings on the way to the
+        largest level (two units in the last place) vanish when it is rounded to that many bits, so
+        that noise can never carry it beyond the code.
+        """
+        if self.float_code is not None:
+            return 16
+        return min(16, (23 if self.symmetric else 22) - self.bits)
+
+    @property
     def scale_nbytes(self) -> int:
         """Bytes of one stored scale."""
         return 4 if self.scale_dtype == "float32" else 2

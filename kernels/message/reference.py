@@ -15,6 +15,9 @@ from .format import SCALE_DTYPES, MessageFormat, RowLayout
 
 # Groups whose scale would be subnormal are stored as zeros: 1/scale could overflow.
 MIN_SCALE = 2.0**-126
+# Groups whose scale is larger become NaN like those with infinities: 1/scale, times the norm of a
+# transform, could be subnormal and too inexact to keep the largest level inside the code.
+MAX_SCALE = 2.0**120
 
 _MASK_32 = 0xFFFFFFFF
 _HASH_A = 0x7FEB352D
@@ -86,11 +89,14 @@ def _stream_keys(words: tuple[int, int], row: int, pair_high: int) -> tuple[int,
     return _int32(first), _int32(second)
 
 
-def rounding_noise(seed: int, row: int, num_rows: int, start: int, count: int) -> Tensor:
-    """Return the noise that stochastic rounding adds before rounding to nearest.
+def rounding_noise(
+    seed: int, row: int, num_rows: int, start: int, count: int, noise_bits: int
+) -> Tensor:
+    """Return the random bits that stochastic rounding adds below the unit before truncating.
 
-    Two neighbouring columns share one 32-bit hash of (pair of columns, row, seed) and take 16 bits
-    each, so the noise depends on the position only, not on who computes it.
+    Two neighbouring columns share one 32-bit hash of (pair of columns, row, seed): the even one
+    takes its low bits, the odd one its high bits. So the noise depends on the position only, not
+    on who computes it.
 
     Args:
         seed: 64-bit seed.
@@ -98,13 +104,13 @@ def rounding_noise(seed: int, row: int, num_rows: int, start: int, count: int) -
         num_rows: number of rows R.
         start: index of the first column, a multiple of 16.
         count: number of columns N, even.
+        noise_bits: bits per element, at most 16.
 
     Returns:
-        ``[R, N]`` fp32, uniform on the 2^16 midpoints of (-1/2, 1/2); never an endpoint, so
-        that values which are representable stay exactly as they are.
+        ``[R, N]`` int32, uniform on ``[0, 2**noise_bits)``.
     """
     words = seed_words(seed)
-    noise = torch.empty(num_rows, count // 2, 2, dtype=torch.float32)
+    noise = torch.empty(num_rows, count // 2, 2, dtype=torch.int32)
     first_pair = start // 2
     segment_start = 0
     while segment_start < count // 2:
@@ -121,10 +127,10 @@ def rounding_noise(seed: int, row: int, num_rows: int, start: int, count: int) -
             x.mul_(_int32(_HASH_B))
             x ^= _shift_right(x, 16)
             target = noise[index, segment_start : segment_start + length]
-            target[:, 1] = _shift_right(x, 16)
-            target[:, 0] = x.bitwise_and_(0xFFFF)
+            target[:, 1] = _shift_right(x, 32 - noise_bits)
+            target[:, 0] = x.bitwise_and_((1 << noise_bits) - 1)
         segment_start += length
-    return noise.mul_(2.0**-16).add_(2.0**-17 - 0.5).view(num_rows, count)
+    return noise.view(num_rows, count)
 
 
 def round_scale_up(scale: Tensor, scale_dtype: str) -> Tensor:
@@ -173,7 +179,7 @@ def group_range(
     Returns:
         ``[R, G]`` scale and, for asymmetric formats, minimum; values of the scale dtype held as
         fp32. The scale is 0 where the range is too small to divide by and NaN (with minimum 0)
-        where anything in the group is not finite or the range overflows the scale dtype.
+        where anything in the group is not finite or the scale exceeds its dtype or ``MAX_SCALE``.
     """
     minimum = None
     if fmt.symmetric:
@@ -191,7 +197,7 @@ def group_range(
         raw = high.sub_(minimum).div_(fmt.max_level)
     scale = round_scale_up(raw, fmt.scale_dtype)
     scale = torch.where(raw < MIN_SCALE, 0.0, scale)
-    broken = ~(scale < float("inf"))
+    broken = ~(scale <= MAX_SCALE)
     scale = scale.masked_fill_(broken, float("nan"))
     if minimum is not None:
         minimum = minimum.masked_fill_(broken, 0.0)
@@ -225,14 +231,24 @@ def quantize_groups(
         x.mul_((inverse * norm).unsqueeze(-1))
     else:
         x.mul_(norm).sub_(minimum.unsqueeze(-1)).mul_(inverse.unsqueeze(-1))
-    if broken:  # 0 * inf; the Triton twin's max drops NaN in the same way
+        x.clamp_(fmt.min_level, fmt.max_level)  # padding may lie outside the range of the group
+    if broken:  # 0 * inf; the Triton twin's maximum drops NaN in the same way
         x.nan_to_num_(nan=fmt.min_level)
     if fmt.float_code is not None:
         return _quantize_float(x, noise, fmt)
-    if noise is not None:
-        x.add_(noise.view_as(x))
-    x.clamp_(fmt.min_level, fmt.max_level).round_()
-    return x.add_(fmt.zero_code).to(torch.uint8)
+    if noise is None:
+        return x.round_().add_(fmt.zero_code).to(torch.uint8)
+    return _round_stochastic(x, noise, fmt.zero_code, fmt.noise_bits).to(torch.uint8)
+
+
+def _round_stochastic(x: Tensor, noise: Tensor, offset: int, noise_bits: int) -> Tensor:
+    """Return ``offset + floor(x + noise / 2**noise_bits)`` as int32; ``x`` is overwritten.
+
+    First ``x`` is rounded to ``noise_bits`` binary places. What is an integer then stays itself.
+    """
+    steps = x.mul_(2.0**noise_bits).round_().to(torch.int32)
+    steps += noise.view_as(x)
+    return steps.add_(offset << noise_bits).bitwise_right_shift_(noise_bits)
 
 
 def _quantize_float(x: Tensor, noise: Tensor | None, fmt: MessageFormat) -> Tensor:
@@ -240,16 +256,17 @@ def _quantize_float(x: Tensor, noise: Tensor | None, fmt: MessageFormat) -> Tens
     code = fmt.float_code
     if code is None:
         raise AssertionError(f"{fmt.code} is not a floating-point code")
-    bits = x.clamp_(-code.max_value, code.max_value).view(torch.int32)
+    bits = x.view(torch.int32)
     sign = bits.bitwise_right_shift(24).bitwise_and_(0x80)
     exponent = bits.bitwise_right_shift(23).bitwise_and_(0xFF)
     exponent = exponent.sub_(127).clamp_(min=code.min_exponent)
     # |x| in units of the last place of its own binade, so rounding is rounding to an integer.
     unit = (127 + code.mantissa_bits - exponent).bitwise_left_shift_(23).view(torch.float32)
     scaled = x.abs_().mul_(unit)
-    if noise is not None:
-        scaled.add_(noise.view_as(x))
-    steps = scaled.round_().to(torch.int32)
+    if noise is None:
+        steps = scaled.round_().to(torch.int32)
+    else:
+        steps = _round_stochastic(scaled, noise, 0, fmt.noise_bits)
     # A carry out of the fraction moves into the exponent field by itself.
     steps += exponent.sub_(code.min_exponent).bitwise_left_shift_(code.mantissa_bits)
     return steps.bitwise_or_(sign).to(torch.uint8)

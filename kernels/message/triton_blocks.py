@@ -18,7 +18,9 @@ _ROUND_MAGIC = tl.constexpr(12582912.0)
 # 2**23: or-ing a small integer into its bit pattern gives 2**23 + that integer.
 _FLOAT_MAGIC = tl.constexpr(8388608.0)
 _FLOAT_MAGIC_BITS = tl.constexpr(0x4B000000)
+_ROUND_MAGIC_BITS = tl.constexpr(0x4B400000)
 _MIN_SCALE = tl.constexpr(2.0**-126)
+_MAX_SCALE = tl.constexpr(2.0**120)
 _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -26,7 +28,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 @triton.jit
 def round_output(x, DTYPE: tl.constexpr):
     """Round fp32 to the dtype of an output, half to even."""
-    if _INTERPRETED and DTYPE == tl.bfloat16:
+    if _INTERPRETED and DTYPE.is_bf16():
         # Triton's interpreter truncates here (seen with 3.9); a GPU rounds.
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -132,8 +134,8 @@ def _mix(x):
 
 
 @triton.jit
-def rounding_noise(seed_a, seed_b, row, start, BLOCK: tl.constexpr):
-    """Noise of a tile, ``[BLOCK]`` fp32 in (-1/2, 1/2); ``reference.rounding_noise``."""
+def rounding_noise(seed_a, seed_b, row, start, BLOCK: tl.constexpr, NOISE_BITS: tl.constexpr):
+    """Random bits of a tile, ``[BLOCK]`` int32; ``reference.rounding_noise``."""
     first_pair = start // 2
     pair_high = (first_pair >> 32).to(tl.uint32)
     row_high = (row >> 32).to(tl.uint32)
@@ -147,11 +149,9 @@ def rounding_noise(seed_a, seed_b, row, start, BLOCK: tl.constexpr):
     x = x ^ (x >> 15)
     x = x * 0x846CA68B
     x = x ^ (x >> 16)
-    # 16 random bits below the leading one of a float in [1, 2), plus half a step.
-    even = ((x << 7) & 0x7FFF80) | 0x3F800040
-    odd = ((x >> 9) & 0x7FFF80) | 0x3F800040
-    bits = tl.reshape(tl.join(even, odd), (BLOCK,))
-    return bits.to(tl.float32, bitcast=True) - 1.5
+    even = x & ((1 << NOISE_BITS) - 1)
+    odd = x >> (32 - NOISE_BITS)
+    return tl.reshape(tl.join(even, odd), (BLOCK,)).to(tl.int32)
 
 
 @triton.jit
@@ -195,6 +195,12 @@ def _ordered(bits):
 
 
 @triton.jit
+def _maximum_or_nan(a, b):
+    """Larger of two values, NaN if one of them is NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def group_range(
     x,
     valid,
@@ -204,14 +210,17 @@ def group_range(
     FULL: tl.constexpr,
 ):
     """Scale and minimum of each group of a ``[GROUPS, GROUP]`` tile; ``reference.group_range``."""
-    # Integer comparison of bit patterns: NaN beats everything, which a float maximum would drop.
-    bits = x.to(tl.int32, bitcast=True)
     if FORMAT.symmetric:
-        largest = tl.max(bits & _MAGNITUDE_BITS, axis=1).to(tl.float32, bitcast=True)
+        if _INTERPRETED:  # runs any other reduction than its own element by element
+            bits = x.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS
+            largest = tl.max(bits, axis=1).to(tl.float32, bitcast=True)
+        else:
+            largest = tl.reduce(tl.abs(x), 1, _maximum_or_nan)
         minimum = tl.zeros((GROUPS,), tl.float32)
         raw = tl.div_rn(largest * NORM, FORMAT.max_level)
     else:
-        keys = _ordered(bits)
+        # Integer comparison of bit patterns: NaN beats everything, which a float minimum drops.
+        keys = _ordered(x.to(tl.int32, bitcast=True))
         low_keys = keys
         high_keys = keys
         if not FULL:
@@ -224,7 +233,7 @@ def group_range(
         minimum = round_minimum_down(low, FORMAT)
         raw = tl.div_rn(high - minimum, FORMAT.max_level)
     scale = tl.where(raw < _MIN_SCALE, 0.0, round_scale_up(raw, FORMAT))
-    finite = scale < float("inf")
+    finite = scale <= _MAX_SCALE
     scale = tl.where(finite, scale, float("nan"))
     minimum = tl.where(finite, minimum, 0.0)
     return scale, minimum
@@ -238,25 +247,40 @@ def quantize_groups(x, scale, minimum, noise, FORMAT: tl.constexpr, NORM: tl.con
         y = x * (inverse * NORM)[:, None]
     else:
         y = (x * NORM - minimum[:, None]) * inverse[:, None]
-    # The maximum always comes first: it turns NaN, which only occurs in groups whose scale is NaN,
-    # into the lowest level.
+    # Turns NaN, which only occurs in groups whose scale is NaN, into the lowest level. Nothing else
+    # can leave the code (see `MessageFormat.noise_bits`), except padding in asymmetric groups.
+    y = tl.maximum(y, FORMAT.min_level)
+    if not FORMAT.symmetric:
+        y = tl.minimum(y, FORMAT.max_level)
     if FORMAT.mantissa_bits > 0:
-        y = tl.minimum(tl.maximum(y, FORMAT.min_level), FORMAT.max_level)
         bits = y.to(tl.int32, bitcast=True)
-        exponent = tl.maximum(((bits >> 23) & 0xFF) - 127, FORMAT.min_exponent)
-        unit = ((127 + FORMAT.mantissa_bits - exponent) << 23).to(tl.float32, bitcast=True)
-        scaled = tl.abs(y) * unit
-        if FORMAT.stochastic:
-            scaled = scaled + noise
-        steps = (scaled + _ROUND_MAGIC).to(tl.int32, bitcast=True) & 0x1F
-        codes = steps + ((exponent - FORMAT.min_exponent) << FORMAT.mantissa_bits)
+        LOWEST: tl.constexpr = (127 + FORMAT.min_exponent) << 23
+        exponent = tl.maximum(bits & 0x7F800000, LOWEST)
+        # |y| in units of the last place of its own binade, so rounding is rounding to an integer.
+        BIAS: tl.constexpr = ((254 + FORMAT.mantissa_bits) << 23) - (1 << 32)  # wraps back below
+        unit = BIAS - exponent
+        steps = _round(tl.abs(y) * unit.to(tl.float32, bitcast=True), noise, 0, FORMAT)
+        # A carry out of the fraction moves into the exponent field by itself.
+        codes = steps + ((exponent - LOWEST) >> (23 - FORMAT.mantissa_bits))
         codes = codes | ((bits >> 24) & 0x80)
     else:
-        if FORMAT.stochastic:
-            y = y + noise
-        y = tl.minimum(tl.maximum(y, FORMAT.min_level), FORMAT.max_level)
-        codes = (y + (_ROUND_MAGIC + FORMAT.zero_code)).to(tl.int32, bitcast=True) & 0xFF
+        codes = _round(y, noise, FORMAT.zero_code, FORMAT)
     return codes
+
+
+@triton.jit
+def _round(y, noise, OFFSET: tl.constexpr, FORMAT: tl.constexpr):
+    """Round to nearest even, or with the noise, and add ``OFFSET``; int32."""
+    if FORMAT.stochastic:
+        NOISE_BITS: tl.constexpr = FORMAT.noise_bits
+        # One rounding, since the product with a power of two is exact.
+        magic = tl.full(y.shape, _ROUND_MAGIC, tl.float32)
+        scaled = tl.fma(y, tl.full(y.shape, 2.0**NOISE_BITS, tl.float32), magic)
+        BASE: tl.constexpr = (OFFSET << NOISE_BITS) - _ROUND_MAGIC_BITS
+        steps = (scaled.to(tl.int32, bitcast=True) + noise + BASE) >> NOISE_BITS
+    else:
+        steps = (y + _ROUND_MAGIC).to(tl.int32, bitcast=True) + (OFFSET - _ROUND_MAGIC_BITS)
+    return steps
 
 
 @triton.jit
@@ -483,10 +507,10 @@ def store_tile(
     valid = padded_numel - start if FORMAT.hadamard_size > 0 else numel - start
     scale, minimum = group_range(values, valid, FORMAT, GROUPS, NORM, FULL)
     if FORMAT.stochastic:
-        noise = rounding_noise(seed_a, seed_b, row, start, BLOCK)
+        noise = rounding_noise(seed_a, seed_b, row, start, BLOCK, FORMAT.noise_bits)
         noise = tl.reshape(noise, (GROUPS, FORMAT.group_size))
     else:
-        noise = 0.0
+        noise = 0
     codes = quantize_groups(values, scale, minimum, noise, FORMAT, NORM)
     codes = tl.reshape(codes, (BLOCK,))
     store_codes(codes, row_ptr, start, padded_numel, plane_1, plane_2, BLOCK, FORMAT, FULL)

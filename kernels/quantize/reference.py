@@ -35,7 +35,9 @@ def store_block(
     """
     layout = fmt.layout(numel)
     rows, width = x.shape
-    noise = blocks.rounding_noise(seed, row, rows, column, width) if fmt.stochastic else None
+    noise = None
+    if fmt.stochastic:
+        noise = blocks.rounding_noise(seed, row, rows, column, width, fmt.noise_bits)
     end = layout.padded_numel if fmt.hadamard_size else numel
     grouped = x.view(rows, -1, fmt.group_size)
     scale, minimum = blocks.group_range(grouped, min(end - column, width), norm, fmt)

@@ -86,7 +86,7 @@ def _requantize_tile(
     )
 
 
-@triton.jit(do_not_specialize=["seed_a", "seed_b"])
+@triton.jit(do_not_specialize=["source_num_groups", "num_groups", "seed_a", "seed_b"])
 def requantize_rows_kernel(
     message_ptr,
     out_ptr,

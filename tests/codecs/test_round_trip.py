@@ -234,3 +234,16 @@ def test_awkward_rows_are_deterministic() -> None:
     spec = CodecSpec(code="int6", group_size=64, hadamard_size=64, rounding="stochastic")
     x = awkward_rows(3, 3000, 64)
     assert torch.equal(encode(spec, x, seed=5), encode(spec, x.clone(), seed=5))
+
+
+@pytest.mark.parametrize("code", ["int2", "int8", "fp8_e4m3"])
+def test_largest_magnitudes(code: str) -> None:
+    """Scales above 2**120 count as overflow; what fits below does not lose accuracy."""
+    spec = CodecSpec(code=code, group_size=16, hadamard_size=16)  # type: ignore[arg-type]
+    levels = spec.message_format.max_level
+    x = torch.zeros(1, 32)
+    x[0, 0], x[0, 16] = 2.0**120, 2.0**127
+    decoded = decode(spec, encode(spec, x), 32)
+    assert decoded[0, :16].isfinite().all()
+    # after the transform, 16 equal values of a quarter
+    assert decoded[0, 16:].isnan().all() == (2.0**125 / levels > 2.0**120)

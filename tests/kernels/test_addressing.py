@@ -29,7 +29,7 @@ FORMAT = MessageFormat(
 def noise_kernel(out_ptr, place_ptr, seed_a, seed_b, BLOCK: tl.constexpr):
     row = tl.load(place_ptr)
     start = tl.load(place_ptr + 1) * BLOCK
-    noise = rounding_noise(seed_a, seed_b, row, start, BLOCK)
+    noise = rounding_noise(seed_a, seed_b, row, start, BLOCK, 16)
     tl.store(out_ptr + tl.arange(0, BLOCK), noise)
 
 
@@ -37,24 +37,24 @@ def noise_kernel(out_ptr, place_ptr, seed_a, seed_b, BLOCK: tl.constexpr):
 @pytest.mark.parametrize("tile", [0, 3, 2**22 + 1, 2**24 - 1, 2**24, 2**33 + 5])
 def test_noise_far_away(row: int, tile: int, device: torch.device) -> None:
     block = 512
-    actual = torch.empty(block, device=device)
+    actual = torch.empty(block, dtype=torch.int32, device=device)
     place = torch.tensor([row, tile], device=device)
     noise_kernel[(1,)](actual, place, *blocks.seed_words(77), BLOCK=block)
-    expected = blocks.rounding_noise(77, row, 1, tile * block, block)
+    expected = blocks.rounding_noise(77, row, 1, tile * block, block, 16)
     assert torch.equal(actual.cpu(), expected[0])
 
 
 def test_noise_crosses_the_32_bit_border_like_two_pieces() -> None:
     border = 2**33
-    whole = blocks.rounding_noise(5, 2, 2, border - 64, 128)
-    left = blocks.rounding_noise(5, 2, 2, border - 64, 64)
-    right = blocks.rounding_noise(5, 2, 2, border, 64)
+    whole = blocks.rounding_noise(5, 2, 2, border - 64, 128, 16)
+    left = blocks.rounding_noise(5, 2, 2, border - 64, 64, 16)
+    right = blocks.rounding_noise(5, 2, 2, border, 64, 16)
     assert torch.equal(whole, torch.cat([left, right], dim=1))
 
 
 def test_noise_differs_beyond_every_border() -> None:
     places = [(0, 0), (1, 0), (2**32, 0), (0, 2**32), (0, 2**33), (2**32, 2**33), (0, 64)]
-    rows = [blocks.rounding_noise(9, row, 1, start, 64)[0] for row, start in places]
+    rows = [blocks.rounding_noise(9, row, 1, start, 64, 16)[0] for row, start in places]
     for first in range(len(rows)):
         for second in range(first):
             assert (rows[first] == rows[second]).float().mean() < 0.1

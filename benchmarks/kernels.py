@@ -1,0 +1,246 @@
+"""Speed of every codec operator against a device-to-device copy of the same run.
+
+First every operator is compared with the CPU reference, bit by bit, on random data; if one
+differs, no speed is printed and the exit code is 1. Then each is timed (median over graph replays,
+buffers rotated through more than the L2 cache). GB/s counts each byte read once and written once.
+
+    python benchmarks/kernels.py --out outputs/kernels.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks.common import copy_bandwidth, table, time_cuda_calls, write_report
+from lq_lightning.codecs import CodecSpec, decode, decode_reduce, decode_reduce_encode, encode
+
+GRADIENT_8 = CodecSpec(code="int8", group_size=128, hadamard_size=32, rounding="stochastic")
+GRADIENT_4 = CodecSpec(code="int4", group_size=128, hadamard_size=32, rounding="stochastic")
+WEIGHT_4 = CodecSpec(code="int4", group_size=2048)
+SEED = 1234
+WORKING_SET_NBYTES = 1 << 29
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator and variant.
+
+    Attributes:
+        name: shown in the table.
+        run: launches it on a set of buffers.
+        buffers: makes the set for ``(rows of one message, numel, device)``.
+        floats: bytes per element of the float tensor that the size of a run refers to.
+        every_size: time all sizes, not only the reference size.
+    """
+
+    name: str
+    run: Callable[[dict[str, torch.Tensor]], torch.Tensor]
+    buffers: Callable[[int, int], dict[str, torch.Tensor]]
+    floats: int
+    every_size: bool = True
+
+
+def _floats(rows: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(rows, numel, dtype=dtype, device="cuda")
+
+
+def _message(spec: CodecSpec, count: int, rows: int, numel: int) -> torch.Tensor:
+    messages = torch.empty(count, rows, spec.nbytes(numel), dtype=torch.uint8, device="cuda")
+    for message in messages:
+        encode(spec, _floats(rows, numel, torch.bfloat16), seed=SEED, out=message)
+    return messages
+
+
+def _encoded(spec: CodecSpec, rows: int, numel: int) -> torch.Tensor:
+    return torch.empty(rows, spec.nbytes(numel), dtype=torch.uint8, device="cuda")
+
+
+def encode_case(
+    label: str, spec: CodecSpec, dtype: torch.dtype, difference: bool = False, **options: bool
+) -> Case:
+    """Quantize, optionally the difference to a second tensor."""
+
+    def buffers(rows: int, numel: int) -> dict[str, torch.Tensor]:
+        made = {"x": _floats(rows, numel, dtype), "out": _encoded(spec, rows, numel)}
+        if difference:
+            noise = _floats(rows, numel, torch.bfloat16)
+            made["reference"] = (made["x"] + 1e-2 * noise).bfloat16()
+        return made
+
+    def run(made: dict[str, torch.Tensor]) -> torch.Tensor:
+        return encode(spec, made["x"], seed=SEED, reference=made.get("reference"), out=made["out"])
+
+    return Case(label, run, buffers, dtype.itemsize, **options)
+
+
+def decode_case(
+    label: str, spec: CodecSpec, dtype: torch.dtype, add: bool = False, **options: bool
+) -> Case:
+    """Dequantize one message per row, optionally adding to the output."""
+
+    def buffers(rows: int, numel: int) -> dict[str, torch.Tensor]:
+        return {"message": _message(spec, 1, rows, numel)[0], "out": _floats(rows, numel, dtype)}
+
+    def run(made: dict[str, torch.Tensor]) -> torch.Tensor:
+        numel = made["out"].shape[1]
+        return decode(spec, made["message"], numel, out=made["out"], add=add)
+
+    return Case(label, run, buffers, dtype.itemsize, **options)
+
+
+def reduce_case(label: str, spec: CodecSpec, count: int) -> Case:
+    """Dequantize and sum ``count`` messages."""
+
+    def buffers(rows: int, numel: int) -> dict[str, torch.Tensor]:
+        out = _floats(rows, numel, torch.float32)
+        return {"messages": _message(spec, count, rows, numel), "out": out}
+
+    def run(made: dict[str, torch.Tensor]) -> torch.Tensor:
+        numel = made["out"].shape[1]
+        return decode_reduce(spec, made["messages"], numel, scale=1 / count, out=made["out"])
+
+    return Case(label, run, buffers, 4)
+
+
+def requantize_case(label: str, source: CodecSpec, target: CodecSpec, count: int) -> Case:
+    """Dequantize, sum and quantize again."""
+
+    def buffers(rows: int, numel: int) -> dict[str, torch.Tensor]:
+        return {
+            "messages": _message(source, count, rows, numel),
+            "out": _encoded(target, rows, numel),
+            "numel": torch.tensor(numel),
+        }
+
+    def run(made: dict[str, torch.Tensor]) -> torch.Tensor:
+        numel = int(made["numel"])
+        return decode_reduce_encode(
+            source, made["messages"], numel, target, seed=SEED, out=made["out"]
+        )
+
+    return Case(label, run, buffers, 4)
+
+
+def cases() -> list[Case]:
+    """Return every operator and variant."""
+    fp32, bf16 = torch.float32, torch.bfloat16
+    chosen = [
+        encode_case("hadamard+quantize int8 fp32", GRADIENT_8, fp32),
+        encode_case("hadamard+quantize int4 fp32", GRADIENT_4, fp32),
+        encode_case("hadamard+quantize int8 bf16", GRADIENT_8, bf16),
+        encode_case("quantize int4/2048 bf16", WEIGHT_4, bf16),
+        encode_case("difference+quantize int4/2048 bf16-bf16", WEIGHT_4, bf16, True),
+        encode_case("difference+quantize int4/2048 fp32-bf16", WEIGHT_4, fp32, True),
+        decode_case("dequantize int4/2048 bf16", WEIGHT_4, bf16),
+        decode_case("dequantize+add int4/2048 bf16", WEIGHT_4, bf16, True),
+        decode_case("dequantize+inverse int8 fp32", GRADIENT_8, fp32),
+        decode_case("dequantize+inverse int4 bf16", GRADIENT_4, bf16),
+        reduce_case("dequantize+reduce 4x int8 fp32", GRADIENT_8, 4),
+        reduce_case("dequantize+reduce 8x int8 fp32", GRADIENT_8, 8),
+        reduce_case("dequantize+reduce 4x int4 fp32", GRADIENT_4, 4),
+        requantize_case("dequantize+reduce+requantize 4x int8", GRADIENT_8, GRADIENT_4, 4),
+        requantize_case("dequantize+reduce+requantize 8x int8", GRADIENT_8, GRADIENT_4, 8),
+    ]
+    variants = {
+        "int2": CodecSpec(code="int2", group_size=128),
+        "int3": CodecSpec(code="int3", group_size=128),
+        "int5": CodecSpec(code="int5", group_size=128),
+        "int6": CodecSpec(code="int6", group_size=128),
+        "int7": CodecSpec(code="int7", group_size=128),
+        "fp8_e4m3": CodecSpec(code="fp8_e4m3", group_size=128),
+        "fp8_e5m2 stochastic": CodecSpec(code="fp8_e5m2", group_size=128, rounding="stochastic"),
+        "int4 asymmetric, bf16 scale": CodecSpec(
+            code="int4", group_size=128, symmetric=False, scale_dtype="bfloat16"
+        ),
+        "int8 h128, fp16 scale": CodecSpec(
+            code="int8", group_size=128, hadamard_size=128, scale_dtype="float16"
+        ),
+        "int8 h64": CodecSpec(code="int8", group_size=128, hadamard_size=64),
+        "int4 group 16": CodecSpec(code="int4", group_size=16),
+    }
+    for label, spec in variants.items():
+        chosen.append(encode_case(f"quantize {label} bf16", spec, bf16, every_size=False))
+        chosen.append(decode_case(f"dequantize {label} bf16", spec, bf16, every_size=False))
+    return chosen
+
+
+def differing(case: Case) -> int:
+    """Return how many bytes of the operator's output differ from the CPU reference."""
+    made = case.buffers(2, 300_016)
+    copies = {name: tensor.cpu() for name, tensor in made.items()}
+    actual = case.run(made).cpu().view(torch.uint8)
+    expected = case.run(copies).view(torch.uint8)
+    return int((actual != expected).sum())
+
+
+def measure(case: Case, size_nbytes: int, copy_rate: float) -> dict[str, object]:
+    """Time a case with a float tensor of ``size_nbytes``."""
+    numel = size_nbytes // case.floats
+    first = case.buffers(1, numel)
+    moved = sum(tensor.nbytes for tensor in first.values() if tensor.is_cuda)
+    if "add" in case.name:
+        moved += first["out"].nbytes
+    count = max(1, min(64, -(-WORKING_SET_NBYTES // moved)))
+    sets = [first, *[case.buffers(1, numel) for _ in range(count - 1)]]
+    seconds = time_cuda_calls([lambda made=made: case.run(made) for made in sets], repeats=15)
+    return {
+        "op": case.name,
+        "size_mb": size_nbytes / 2**20,
+        "numel": numel,
+        "bytes_moved": moved,
+        "time_us": seconds * 1e6,
+        "gb_per_s": moved / seconds / 1e9,
+        "share_of_copy": moved / seconds / copy_rate,
+    }
+
+
+def main() -> int:
+    """Check, time, print and write; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, help="JSON report to write")
+    parser.add_argument("--sizes-mb", type=int, nargs="+", default=[1, 16, 64, 256, 1024])
+    parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("this benchmark needs a CUDA GPU")
+        return 2
+    torch.manual_seed(0)
+    chosen = [case for case in cases() if arguments.only in case.name]
+    wrong = {case.name: count for case in chosen if (count := differing(case))}
+    if wrong:
+        print("differs from the reference, so no speed is shown (bytes that differ):")
+        print("\n".join(f"  {name}: {count}" for name, count in wrong.items()))
+        return 1
+    print(f"{len(chosen)} operators equal their reference bit for bit")
+    copy_rate = copy_bandwidth()
+    print(f"device-to-device copy: {copy_rate / 1e9:.0f} GB/s read+written (2 GiB copied)")
+    results = []
+    for case in chosen:
+        sizes = arguments.sizes_mb if case.every_size else [256]
+        results += [measure(case, size << 20, copy_rate) for size in sizes]
+    rows = [
+        (
+            r["op"],
+            f"{r['size_mb']:.0f}",
+            f"{r['time_us']:.1f}",
+            f"{r['gb_per_s']:.0f}",
+            f"{r['share_of_copy']:.0%}",
+        )
+        for r in results
+    ]
+    print(table(rows, ["op", "MB", "us", "GB/s", "of copy"]))
+    report = {"copy_gb_per_s": copy_rate / 1e9, "cases": results}
+    write_report(arguments.out, "kernels", report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
