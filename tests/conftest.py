@@ -6,13 +6,19 @@ import os
 import random
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
 from lq_testing import poison_uninitialized_memory
 
 
+# The same examples on every run, and no limit on one example's time: machines are busy.
+hypothesis.settings.register_profile("lq", deadline=None, derandomize=True, database=None)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("lq")
     torch.set_num_threads(1)
     if torch.cuda.device_count() == 0:
         # Triton decides when it is first imported whether kernels run in its interpreter.
