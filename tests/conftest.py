@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from lq_testing import poison_uninitialized_memory
 
-
 # The same examples on every run, and no limit on one example's time: machines are busy.
 hypothesis.settings.register_profile("lq", deadline=None, derandomize=True, database=None)
 
