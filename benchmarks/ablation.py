@@ -5,16 +5,19 @@ The ablation of SDP4Bit (table 1 and figure 5) in one command and one table::
     python benchmarks/ablation.py                          # 4 CPU ranks as 2 nodes of 2
     python benchmarks/ablation.py --preset small --json ablation.json     # on 4 GPUs
 
-Every variant sees the same model, data, order and learning rates; full precision is also run with
-other seeds, to show how much of a difference is noise. Text: the standard library of the running
-Python, as bytes. The losses are those of the weights that the ranks compute with.
+With the same seed every variant sees the same model, data, order and learning rates; several seeds
+show how much of a difference is noise. Text: the standard library of the running Python, as bytes.
+Keep a run below one pass over it: on repeated text quantization noise acts as regularization. The
+losses are those of the weights that the ranks compute with.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -64,7 +67,7 @@ PRESETS = {
         layers=2, hidden=128, heads=4, seq=128, batch=8, steps=300, lr=2e-3, val_blocks=64
     ),
     "small": Preset(
-        layers=6, hidden=384, heads=6, seq=256, batch=32, steps=1500, lr=1e-3, val_blocks=512
+        layers=6, hidden=384, heads=6, seq=256, batch=8, steps=800, lr=1e-3, val_blocks=512
     ),
 }
 
@@ -76,8 +79,6 @@ VARIANTS: dict[str, tuple[WeightQuantization | None, GradientQuantization | None
     "TLq": (None, GradientQuantization(method="TLq")),
     "TLq-HS": (None, GradientQuantization()),
     "SDP4Bit": (WeightQuantization(), GradientQuantization()),
-}
-OTHERS = {
     "qWD stochastic": (WeightQuantization(rounding="stochastic"), None),
     "TLq-HS nearest": (None, GradientQuantization(rounding="nearest")),
 }
@@ -85,8 +86,15 @@ OTHERS = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one variant: the last validation loss in nats per byte, and seconds of training."""
+    """One run of a variant.
 
+    Attributes:
+        seed: Of initialisation, data order and rounding.
+        val_loss: After the last step, in nats per byte.
+        train_s: Seconds of training.
+    """
+
+    seed: int
     val_loss: float
     train_s: float
 
@@ -166,7 +174,7 @@ def train(
         schedule.step()
         optimizer.zero_grad()
     loss = validate(model, val_blocks, preset, device)
-    return Outcome(loss, time.perf_counter() - start)
+    return Outcome(seed, loss, time.perf_counter() - start)
 
 
 @torch.no_grad()
@@ -189,19 +197,37 @@ def validate(model: nn.Module, blocks: Blocks, preset: Preset, device: torch.dev
 
 
 def summary(outcomes: dict[str, list[Outcome]]) -> str:
-    """Lay out the losses; differences are relative to the mean of full precision."""
-    exact = outcomes["full precision"]
-    base = sum(o.val_loss for o in exact) / len(exact)
+    """Lay out the losses; differences are to full precision with the same seed.
+
+    ``std error`` is that of the mean difference over seeds; for full precision, the spread of one
+    seed (standard deviation).
+    """
+    exact = {o.seed: o.val_loss for o in outcomes.get("full precision", [])}
     rows = []
     for name, results in outcomes.items():
-        loss = sum(o.val_loss for o in results) / len(results)
-        seconds = sum(o.train_s for o in results) / len(results)
-        rows.append([name, f"{loss:.5f}", f"{100 * (loss / base - 1):+.3f}%", f"{seconds:.1f}"])
-    lines = [table(rows, ["variant", "val loss", "vs full", "seconds"])]
-    if len(exact) > 1:
-        spread = 100 * (max(o.val_loss for o in exact) - min(o.val_loss for o in exact)) / base
-        lines.append(f"full precision, {len(exact)} seeds: spread {spread:.3f}%")
-    return "\n".join(lines)
+        changes = [100 * (o.val_loss / exact.get(o.seed, float("nan")) - 1) for o in results]
+        deviations = changes
+        if name == "full precision":
+            mean = statistics.mean(exact.values())
+            deviations = [100 * (loss / mean - 1) for loss in exact.values()]
+        error = statistics.stdev(deviations) if len(results) > 1 else float("nan")
+        if name != "full precision":
+            error /= len(results) ** 0.5
+        loss = statistics.mean(o.val_loss for o in results)
+        seconds = statistics.mean(o.train_s for o in results)
+        change = f"{statistics.mean(changes):+.3f}%"
+        rows.append([name, len(results), f"{loss:.5f}", change, f"{error:.3f}%", f"{seconds:.1f}"])
+    header = ["variant", "seeds", "val loss", "vs full", "std error", "seconds"]
+    return table(rows, header)
+
+
+def merged(paths: list[Path]) -> dict[str, list[Outcome]]:
+    """Join the outcomes of several reports, variants in their usual order."""
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in VARIANTS}
+    for path in paths:
+        for name, results in json.loads(path.read_text())["results"]["variants"].items():
+            outcomes[name] += [Outcome(**result) for result in results]
+    return {name: results for name, results in outcomes.items() if results}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -214,17 +240,18 @@ def run(args: argparse.Namespace) -> None:
     else:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if cuda else "gloo")
-    settings = CorpusSettings(block_size=args.sizes.seq)
+    text = None if args.text is None else str(args.text)
+    settings = CorpusSettings(block_size=args.sizes.seq, text=text, suffixes=(".py",))
     if local_rank == 0:
         prepare(settings, args.cache)
     dist.barrier()
     corpus = prepare(settings, args.cache)
     train_blocks, val_blocks = corpus.blocks("train"), corpus.blocks("val")
     outcomes: dict[str, list[Outcome]] = {}
-    for name, variant in (VARIANTS | (OTHERS if args.rounding else {})).items():
-        seeds = range(args.seeds if name == "full precision" else args.variant_seeds)
+    for name in args.variants:
         outcomes[name] = [
-            train(variant, train_blocks, val_blocks, args, seed, device) for seed in seeds
+            train(VARIANTS[name], train_blocks, val_blocks, args, seed, device)
+            for seed in args.seeds
         ]
         if dist.get_rank() == 0:
             print(name, [round(o.val_loss, 5) for o in outcomes[name]], flush=True)
@@ -257,21 +284,30 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="optimizer steps, instead of the preset's")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--node-size", type=int, default=2, help="ranks per emulated node")
-    parser.add_argument("--seeds", type=int, default=2, help="seeds of full precision")
-    parser.add_argument("--variant-seeds", type=int, default=1, help="seeds of every other variant")
-    parser.add_argument("--rounding", action="store_true", help="also try the other roundings")
+    parser.add_argument("--seeds", default="0,1", help="seeds of every variant (default: 0,1)")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated names")
+    parser.add_argument("--text", type=Path, help="folder with .py files (default: the stdlib)")
+    parser.add_argument("--merge", type=Path, nargs="+", help="show these reports as one; no run")
     parser.add_argument("--cpu", action="store_true", help="use gloo even where there are GPUs")
     parser.add_argument("--cache", type=Path, default=ROOT / "runs" / "data")
     parser.add_argument("--json", type=Path, help="where to write the report")
     args = parser.parse_args()
     sizes = asdict(PRESETS[args.preset])
     args.sizes = Preset(**(sizes | ({"steps": args.steps} if args.steps else {})))
+    args.seeds = [int(seed) for seed in args.seeds.split(",")]
+    args.variants = args.variants.split(",")
+    unknown = [name for name in args.variants if name not in VARIANTS]
+    if unknown:
+        parser.error(f"unknown variants {unknown}: choose among {', '.join(VARIANTS)}")
     return args
 
 
 def main() -> None:
     """Start the ranks, or be one."""
     args = parse_arguments()
+    if args.merge:
+        print(summary(merged(args.merge)))
+        return
     if "RANK" in os.environ:
         run(args)
         return
