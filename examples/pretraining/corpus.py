@@ -13,11 +13,13 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -362,28 +364,41 @@ def _write_litdata(tokens_N: np.ndarray, length: int, folder: Path) -> None:
         (str(source), start * length, min(start + per_item, num_blocks) * length)
         for start in range(0, num_blocks, per_item)
     ]
+    with _litdata_process():
+        litdata.optimize(
+            fn=_litdata_item,
+            inputs=spans,
+            output_dir=str(folder),
+            chunk_bytes=_LITDATA_CHUNK_NBYTES,
+            item_loader=litdata.TokensLoader(block_size=length),
+            num_workers=1,
+            reorder_files=False,
+            keep_data_ordered=True,
+            start_method="spawn",
+            verbose=False,
+        )
+    source.unlink()
+
+
+@contextmanager
+def _litdata_process() -> Iterator[None]:
+    """Give ``litdata.optimize`` a folder of its own, and undo what it changes in this process.
+
+    It sets the start method of all later processes, such as those of data loaders.
+    """
+    variable = "DATA_OPTIMIZER_CACHE_FOLDER"
+    folder_before = os.environ.get(variable)
+    method_before = multiprocessing.get_start_method(allow_none=True)
     with tempfile.TemporaryDirectory(prefix="litdata-") as scratch:
-        variable = "DATA_OPTIMIZER_CACHE_FOLDER"
-        before = os.environ.get(variable)
         os.environ[variable] = scratch
         try:
-            litdata.optimize(
-                fn=_litdata_item,
-                inputs=spans,
-                output_dir=str(folder),
-                chunk_bytes=_LITDATA_CHUNK_NBYTES,
-                item_loader=litdata.TokensLoader(block_size=length),
-                num_workers=1,
-                reorder_files=False,
-                keep_data_ordered=True,
-                verbose=False,
-            )
+            yield
         finally:
-            if before is None:
+            multiprocessing.set_start_method(method_before, force=True)
+            if folder_before is None:
                 del os.environ[variable]
             else:
-                os.environ[variable] = before
-    source.unlink()
+                os.environ[variable] = folder_before
 
 
 def _litdata_item(span: tuple[str, int, int]) -> Iterator[np.ndarray]:

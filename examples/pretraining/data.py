@@ -26,7 +26,13 @@ from pretraining.corpus import (
     load,
     prepare,
 )
-from pretraining.text import Tokenizer
+from pretraining.text import (
+    BPETokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    check_folder,
+    check_tokenizer,
+)
 
 DEFAULT_PROMPTS = ("def ", "import os\n\nclass ", "    for i in range(")
 
@@ -246,6 +252,9 @@ class TextDataModule(pl.LightningDataModule):
             split_seed=split_seed,
             storage=chosen,
         )
+        # What can be checked now is: an error here comes before any other rank is started.
+        check_folder(self.settings.folder)
+        check_tokenizer(tokenizer)
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.shuffle_seed = shuffle_seed
@@ -270,8 +279,6 @@ class TextDataModule(pl.LightningDataModule):
         """Vocabulary size for the model, known before any text is read where that is possible."""
         if self.settings.tokenizer == "bpe":
             return -(-self.settings.vocab_size // 8) * 8
-        from pretraining.text import BPETokenizer, ByteTokenizer
-
         if self.settings.tokenizer == "byte":
             return ByteTokenizer.vocab_size
         return BPETokenizer(Path(self.settings.tokenizer).expanduser()).vocab_size

@@ -57,6 +57,28 @@ def standard_library() -> Path:
     return folder
 
 
+def check_folder(folder: Path | None) -> Path:
+    """Return the folder to read, which is cheap to call before any process is started.
+
+    Args:
+        folder: Where to look; ``None`` is the standard library of the running Python.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: it is missing.
+    """
+    if folder is None:
+        return standard_library()
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"`--data.text={folder}` is not a folder. Give a folder with text or code files, or "
+            "leave the option out to train on the Python standard library."
+        )
+    return folder
+
+
 def find_files(folder: Path | None, suffixes: Sequence[str] | None = None) -> dict[str, Path]:
     """List the files below ``folder``, sorted by path, without reading them.
 
@@ -73,12 +95,8 @@ def find_files(folder: Path | None, suffixes: Sequence[str] | None = None) -> di
     """
     skips: frozenset[str] = frozenset()
     if folder is None:
-        folder, suffixes, skips = standard_library(), [".py"], _STANDARD_LIBRARY_SKIPS
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"`--data.text={folder}` is not a folder. Give a folder with text or code files, or "
-            "leave the option out to train on the Python standard library."
-        )
+        suffixes, skips = [".py"], _STANDARD_LIBRARY_SKIPS
+    folder = check_folder(folder)
     found: dict[str, Path] = {}
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skips]
@@ -251,6 +269,23 @@ class BPETokenizer:
         """Return the text of ``ids``, leaving out specials."""
         known = self._tokenizer.get_vocab_size()
         return self._tokenizer.decode([int(i) for i in ids if i < known])
+
+
+def check_tokenizer(tokenizer: str) -> None:
+    """Raise an error with a remedy where a tokenizer cannot be used.
+
+    Args:
+        tokenizer: ``byte``, ``bpe``, or the path of a ``tokenizer.json``.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ModuleNotFoundError: ``tokenizers`` is needed and missing.
+        ValueError: the file has no end-of-text token.
+    """
+    if tokenizer == "bpe":
+        _import_tokenizers()
+    elif tokenizer != "byte":
+        BPETokenizer(Path(tokenizer).expanduser())
 
 
 def train_bpe(files: Sequence[TextFile], vocab_size: int, path: Path) -> None:

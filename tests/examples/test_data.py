@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -128,6 +129,20 @@ def test_data_module(text_folder: Path, tmp_path: Path) -> None:
     assert prompt["tokens"].tolist() == [list(b"def ")]
 
 
-def test_data_module_refuses_wrong_batch_size() -> None:
+def test_nodes_with_other_text_are_named(text_folder: Path, tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    data = TextDataModule(text=str(text_folder), storage="mmap", cache_dir=cache)
+    data.prepare_data()
+    strategy = SimpleNamespace(broadcast=lambda own: "another")
+    data.trainer = SimpleNamespace(strategy=strategy, global_rank=3)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="Rank 3 prepared other text .* than rank 0 .another"):
+        data.setup("fit")
+
+
+def test_data_module_checks_before_any_rank_starts() -> None:
     with pytest.raises(ValueError, match="batch_size=0"):
         TextDataModule(batch_size=0)
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
+        TextDataModule(text="/no/such/folder")
+    with pytest.raises((FileNotFoundError, ModuleNotFoundError), match="tokenizer"):
+        TextDataModule(tokenizer="/no/such.json")
