@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -19,7 +20,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def git_commit() -> str:
-    """Return the commit of the checkout, with ``+changes`` if files differ; or ``unknown``."""
+    """Return the commit of the checkout, with ``+changes`` if files differ.
+
+    Where there is no git, ``LQ_COMMIT`` from the environment, or ``unknown``.
+    """
+    if "LQ_COMMIT" in os.environ:
+        return os.environ["LQ_COMMIT"]
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
         return commit + ("+changes" if _git("status", "--porcelain", "-uno") else "")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,6 +203,19 @@ def measure(case: Case, size_nbytes: int, copy_rate: float) -> dict[str, object]
     }
 
 
+def host_time_per_call(case: Case) -> float:
+    """Return the seconds that one call keeps the host busy, whatever the size."""
+    made = case.buffers(1, 4096)
+    case.run(made)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(200):
+        case.run(made)
+    seconds = (time.perf_counter() - start) / 200
+    torch.cuda.synchronize()
+    return seconds
+
+
 def main() -> int:
     """Check, time, print and write; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -237,7 +251,9 @@ def main() -> int:
         for r in results
     ]
     print(table(rows, ["op", "MB", "us", "GB/s", "of copy"]))
-    report = {"copy_gb_per_s": copy_rate / 1e9, "cases": results}
+    host = {case.name: host_time_per_call(case) * 1e6 for case in chosen if case.every_size}
+    print(f"host time per call: {min(host.values()):.0f} to {max(host.values()):.0f} us")
+    report = {"copy_gb_per_s": copy_rate / 1e9, "host_us_per_call": host, "cases": results}
     write_report(arguments.out, "kernels", report)
     return 0
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
-from lq_lightning.kernels.message.launch import layout_arguments, on_device, row_stride
+from lq_lightning.kernels.message.launch import layout_arguments, on_device, row_stride, tile_sizes
 from lq_lightning.kernels.message.triton_blocks import hadamard, load_tile, round_output
 
 
@@ -186,7 +186,9 @@ def launch_dequantize(
     num_messages, rows = message.shape[:2]
     if rows == 0 or numel == 0:
         return
-    block = max(fmt.group_size, 4096)
+    # Small tiles are 6% faster when they sum messages, 3% slower when they do not (H200, int4).
+    preferred = 4096 if num_messages == 1 else 1024
+    block, warps = tile_sizes(fmt.group_size, preferred, out.device)
     # Rounded to fp32 once, on the host, for every device alike.
     factor = torch.tensor(scale * fmt.inverse_norm, dtype=torch.float32).item()
     with on_device(out):
@@ -203,6 +205,6 @@ def launch_dequantize(
             FORMAT=fmt,
             NUM_MESSAGES=num_messages,
             ADD=add,
-            num_warps=4,
+            num_warps=warps,
             enable_fp_fusion=False,
         )

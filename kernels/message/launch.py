@@ -9,8 +9,17 @@ from torch import Tensor
 
 from .format import RowLayout
 
-# Tiles per program-id dimension are limited by the 31 bits of a grid dimension.
-MAX_PROGRAMS = 2**31 - 1
+
+def tile_sizes(group_size: int, preferred: int, device: torch.device) -> tuple[int, int]:
+    """Return elements and warps of a program; a thread holds 32 elements. The bits do not change.
+
+    Args:
+        group_size: the larger one of the formats involved; a tile holds whole groups.
+        preferred: elements of a tile, a power of two from 1024.
+        device: where the kernel runs. Triton's interpreter takes as long for any tile.
+    """
+    block = max(group_size, preferred if device.type == "cuda" else 4096)
+    return block, block // 1024
 
 
 def row_stride(rows: Tensor, dim: int) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lq_lightning.kernels.dequantize.triton_kernels import reduce_tile
 from lq_lightning.kernels.message import MessageFormat
-from lq_lightning.kernels.message.launch import layout_arguments, on_device, row_stride
+from lq_lightning.kernels.message.launch import layout_arguments, on_device, row_stride, tile_sizes
 from lq_lightning.kernels.message.reference import seed_words
 from lq_lightning.kernels.message.triton_blocks import hadamard, store_tile
 
@@ -191,7 +191,7 @@ def launch_requantize(
     num_messages, rows = message.shape[:2]
     if rows == 0 or numel == 0:
         return
-    block = max(source.group_size, target.group_size, 4096)
+    block, warps = tile_sizes(max(source.group_size, target.group_size), 1024, out.device)
     layout = target.layout(numel)
     with on_device(out):
         requantize_rows_kernel[(rows * triton.cdiv(layout.padded_numel, block),)](
@@ -208,6 +208,6 @@ def launch_requantize(
             SOURCE=source,
             TARGET=target,
             NUM_MESSAGES=num_messages,
-            num_warps=4,
+            num_warps=warps,
             enable_fp_fusion=False,
         )
