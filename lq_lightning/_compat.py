@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fully_shard import (
@@ -41,6 +43,7 @@ __all__ = [
     "fill_wrapping_checkpoint_io",
     "fsdp_units",
     "group_params",
+    "inherit_timeout",
     "has_unreduced_gradients",
     "local_shard",
     "materialize_meta_tensors",
@@ -369,6 +372,21 @@ def unflatten_checkpoint(
 
     nested: dict[str, Any] = unflatten_state_dict(flat, paths)
     return nested
+
+
+def inherit_timeout(mesh: DeviceMesh) -> None:
+    """Give the process groups of a mesh the timeout of the default group.
+
+    ``init_device_mesh`` makes groups smaller than the world with torch's own default (30 minutes on
+    gloo), so that a stuck rank would be noticed only then.
+    """
+    device = torch.device(mesh.device_type)
+    world = dist.group.WORLD
+    options = None if world is None else getattr(world._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    if timeout is not None:
+        for dim in range(mesh.ndim):
+            _set_pg_timeout(timeout, mesh.get_group(dim))
 
 
 # --- lightning: imported when called, so that only strategies, plugins and callbacks need it ------

@@ -18,6 +18,7 @@ from lq_lightning._compat import (
     GroupParam,
     fsdp_units,
     group_params,
+    inherit_timeout,
     record_reduced_params,
     uses_hsdp,
 )
@@ -303,6 +304,7 @@ def _make_context(topology: Topology, seed: int, device: torch.device) -> UnitCo
         (topology.num_nodes, topology.node_size),
         mesh_dim_names=("lq_node", "lq_local"),
     )
+    inherit_timeout(mesh)
     return UnitContext(
         topology=topology,
         intra_group=mesh.get_group("lq_local"),

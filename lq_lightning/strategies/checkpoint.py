@@ -132,9 +132,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         _remove(aside)
 
 
-def save_sharded_checkpoint(
-    tensors: dict[str, Any], meta: dict[str, Any], path: Path, barrier: Callable[[], None]
-) -> None:
+def save_sharded_checkpoint(tensors: dict[str, Any], meta: dict[str, Any], path: Path) -> None:
     """Write a checkpoint directory from all ranks; it appears under ``path`` when complete.
 
     Args:
@@ -142,7 +140,6 @@ def save_sharded_checkpoint(
             are not DTensors are taken from rank 0.
         meta: Everything else, saved by rank 0.
         path: The same on every rank, on a file system that all ranks see.
-        barrier: Waits for all ranks.
 
     Raises:
         RuntimeError: Rank 0 could not write or rename; raised on every rank.
@@ -166,8 +163,7 @@ def save_sharded_checkpoint(
         storage_writer=FileSystemWriter(unfinished, single_file_per_rank=True),
         planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
     )
-    barrier()
-    if rank_zero:
+    if rank_zero:  # `save` returned, so every rank has written its file
         try:
             _save(meta, unfinished / META_FILENAME)
             _sync(unfinished / META_FILENAME)

@@ -49,6 +49,9 @@ class CheckpointingStrategy(ModelParallelStrategy):
 
     # --- for subclasses -----------------------------------------------------------------------
 
+    def on_weights_loaded(self) -> None:
+        """Called after the weights were replaced by those of a checkpoint."""
+
     def extra_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Training state beyond Lightning's: plain values, and DTensors by parameter name."""
         return {}, {}
@@ -164,7 +167,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         path = self.broadcast(str(filepath))
         values: dict[str, Any] = {}
         tensors: dict[str, Any] = {}
-        if self._is_sharded and "optimizer_states" in checkpoint:
+        if "optimizer_states" in checkpoint:
             values, tensors = self.extra_state()
         if self.saves_sharded:
             if storage_options is not None:
@@ -214,7 +217,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
             stored["replica"] = tensors
         if values:
             checkpoint[EXTRA] = values
-        save_sharded_checkpoint(stored, checkpoint, path, self.barrier)
+        save_sharded_checkpoint(stored, checkpoint, path)
 
     # --- loading ------------------------------------------------------------------------------
 
@@ -256,6 +259,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
             state.load_sharded_model(module, source, strict)
         else:
             state.load_model(module, checkpoint["state_dict"], strict)
+        self.on_weights_loaded()
 
     def run_deferred_load(self) -> None:
         """Load what :meth:`load_model_state_dict` was given before the model was ready."""
@@ -279,8 +283,8 @@ class CheckpointingStrategy(ModelParallelStrategy):
             else:
                 state.load_optimizer(module, optimizer, checkpoint["optimizer_states"][index])
         if not self._is_sharded:
-            return
-        if source is not None:
+            tensors = {}
+        elif source is not None:
             tensors = state.load_sharded_replica(module, source)
         else:
             tensors = state.load_replica(module, tensors)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
+
 __all__ = ["LostRankError", "explain_lost_rank", "is_lost_rank"]
 
 # gloo, TCPStore and NCCL words for "the other side is not there any more"
@@ -24,7 +26,10 @@ class LostRankError(RuntimeError):
 
 def is_lost_rank(error: BaseException) -> bool:
     """Whether a collective failed because of another rank, judging by the backend's message."""
-    return isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
+    ours = isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    )
+    return ours and bool(_LOST.search(str(error)))
 
 
 def lost_rank_error(error: BaseException, rank: int, world_size: int) -> LostRankError:

@@ -34,6 +34,7 @@ from lq_lightning._compat import (
     discard_unreduced_gradients,
     end_root_forward,
     fsdp_units,
+    inherit_timeout,
     materialize_meta_tensors,
     move_optimizers_to_device,
     reset_iteration,
@@ -129,6 +130,7 @@ class FullyShardedStrategy(CheckpointingStrategy):
     ) -> None:
         """Keep the options; nothing is started."""
         self._attached_module: LightningModule | None = None
+        self._default_precision = FullyShardedPrecision()
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
@@ -177,9 +179,8 @@ class FullyShardedStrategy(CheckpointingStrategy):
 
     @property
     def _fsdp_precision(self) -> FullyShardedPrecision:
-        if self._precision_plugin is None:
-            self._precision_plugin = FullyShardedPrecision()
-        return cast(FullyShardedPrecision, self._precision_plugin)
+        # the default is kept apart: Trainer takes a stored plugin as the user's choice
+        return cast(FullyShardedPrecision, self._precision_plugin or self._default_precision)
 
     @property
     def _lightning_module(self) -> LightningModule | None:
@@ -225,6 +226,7 @@ class FullyShardedStrategy(CheckpointingStrategy):
         self._tensor_parallel_size = 1
         with explain_lost_rank(self.global_rank, self.world_size):
             super().setup_environment()
+        inherit_timeout(self.device_mesh)
 
     def _check_devices(self) -> None:
         device = self.root_device.type
@@ -253,9 +255,7 @@ class FullyShardedStrategy(CheckpointingStrategy):
         module = self._require_module()
         shared = self.world_size > 1
         if not shared and not any(isinstance(m, FSDPModule) for m in module.modules()):
-            use_own_sampling(trainer)
-            materialize_meta_tensors(module, self.root_device)
-            Strategy.setup(self, trainer)
+            self._setup_single(trainer, module)
             return
         if self.accelerator is None:
             raise AssertionError("the Trainer sets the accelerator before `setup`")
@@ -274,6 +274,19 @@ class FullyShardedStrategy(CheckpointingStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             move_optimizers_to_device(self.optimizers, self.root_device)
+
+    def _setup_single(self, trainer: Trainer, module: LightningModule) -> None:
+        use_own_sampling(trainer)
+        materialize_meta_tensors(module, self.root_device)
+        if self._units is not None or self._compile_units:
+            self._compile(module, sharding.find_units(module, self._units))
+        Strategy.setup(self, trainer)
+
+    def _compile(self, module: LightningModule, plan: ShardingPlan) -> None:
+        units = [module.get_submodule(name) for name in plan.units] if self._compile_units else []
+        for unit in units:
+            if "forward" not in unit.__dict__:  # not in an earlier stage
+                unit.forward = torch.compile(unit.forward)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         self.run_deferred_load()  # only called on the single-device path
@@ -327,10 +340,7 @@ class FullyShardedStrategy(CheckpointingStrategy):
             module.to(self.root_device)
         sharding.check_fully_sharded(module)
         module.configure_model = _already_configured  # type: ignore[method-assign]
-        if self._compile_units:
-            for name in plan.units:
-                unit = module.get_submodule(name)
-                unit.forward = torch.compile(unit.forward)
+        self._compile(module, plan)
         return plan
 
     @property

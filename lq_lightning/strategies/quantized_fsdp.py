@@ -231,9 +231,16 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
                     "precision. Something writes to them on some ranks only."
                 )
 
+    def on_weights_loaded(self) -> None:
+        """Gather the loaded weights in full precision first."""
+        if self._communication is not None:
+            self._communication.invalidate()
+
     def extra_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Counters, and the replica that the next difference refers to."""
-        values: dict[str, Any] = {"num_skipped_steps": self.num_skipped_steps}
+        values: dict[str, Any] = {}
+        if self.num_skipped_steps:
+            values["num_skipped_steps"] = self.num_skipped_steps
         if self._communication is None:
             return values, {}
         values["communication"] = self._communication.state_dict()

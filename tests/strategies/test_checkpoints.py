@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,14 @@ def _save_both(rank: int, world_size: int, root: str) -> None:
         dist.barrier()
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`fullTrue.ckpt` (a file), `fullFalse.ckpt` (a directory), and what they must hold."""
+    folder: Path = tmp_path_factory.mktemp("saved")
+    run_trainer(_save_both, 2, str(folder))
+    return folder
+
+
 class _StateAtStart(pl.Callback):
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
@@ -148,11 +157,9 @@ def _resume_elsewhere(rank: int, world_size: int, root: str) -> None:
         assert losses[0] < 3.0
 
 
-def test_resume_on_1_2_and_4_ranks(tmp_path: Path) -> None:
-    root = str(tmp_path)
-    run_trainer(_save_both, 2, root)
-    run_trainer(_resume_elsewhere, 4, root)
-    run_trainer(_resume_elsewhere, 1, root)
+def test_resume_on_1_2_and_4_ranks(saved: Path) -> None:
+    run_trainer(_resume_elsewhere, 4, str(saved))
+    run_trainer(_resume_elsewhere, 1, str(saved))
 
 
 def _stock_single(root: str) -> None:
@@ -202,9 +209,8 @@ def _resume_stock(rank: int, world_size: int, root: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(seen.moments, moments, strict=True))
 
 
-def test_full_checkpoint_needs_nothing_of_this_package(tmp_path: Path) -> None:
-    root = str(tmp_path)
-    run_trainer(_save_both, 2, root)
+def test_full_checkpoint_needs_nothing_of_this_package(saved: Path) -> None:
+    root = str(saved)
     path = f"{root}/fullTrue.ckpt"
     checkpoint = torch.load(path, weights_only=True)
     weights, _ = torch.load(f"{root}/expectedTrue.pt")
@@ -390,8 +396,8 @@ def test_a_run_killed_while_saving_leaves_the_previous_checkpoint(
     assert len(list(tmp_path.iterdir())) == 2  # and one hidden leftover, reused by the next save
 
 
-def test_incomplete_checkpoints_are_refused(tmp_path: Path) -> None:
-    run_trainer(_save_both, 2, str(tmp_path))
+def test_incomplete_checkpoints_are_refused(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     full, sharded = tmp_path / "fullTrue.ckpt", tmp_path / "fullFalse.ckpt"
     content = full.read_bytes()
     full.write_bytes(content[: len(content) // 2])
@@ -446,17 +452,18 @@ def test_atomic_checkpoint_io(tmp_path: Path) -> None:
 # --- item 11: consolidation ---------------------------------------------------------------------
 
 
-def test_item_11_consolidation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_item_11_consolidation(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = str(tmp_path)
-    run_trainer(_save_both, 2, root)
-    sharded = tmp_path / "fullFalse.ckpt"
-    weights, _ = torch.load(tmp_path / "expectedFalse.pt")
+    sharded = saved / "fullFalse.ckpt"
+    weights, _ = torch.load(saved / "expectedFalse.pt")
     one = tmp_path / "one.ckpt"
     main([str(sharded), str(one)])
     loaded = TinyModule.load_from_checkpoint(one)
     assert all(torch.equal(p, weights[n]) for n, p in loaded.named_parameters())
     checkpoint = torch.load(one, weights_only=True)
-    direct = torch.load(tmp_path / "fullTrue.ckpt", weights_only=True)
+    direct = torch.load(saved / "fullTrue.ckpt", weights_only=True)
     assert checkpoint["optimizer_states"][0].keys() == direct["optimizer_states"][0].keys()
     assert checkpoint["quantized_fsdp"]["tensors"].keys() == weights.keys()
     quiet()

@@ -41,6 +41,18 @@ def test_by_string() -> None:
         Trainer(strategy=name, accelerator="cpu", devices=2, precision="64-true")
 
 
+def test_by_object() -> None:
+    quiet()
+    for precision in ("32-true", "bf16-mixed"):
+        strategy = QuantizedFSDPStrategy()
+        assert strategy.settings()["precision"] == "32-true"  # looking does not decide
+        options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False}
+        run = Trainer(strategy=strategy, precision=precision, **options)
+        assert run.precision == precision
+    plugin = FullyShardedPrecision("bf16-true")
+    assert Trainer(strategy="quantized_fsdp", plugins=[plugin], **options).precision == "bf16-true"
+
+
 def test_by_class_path_and_options() -> None:
     strategy = _strategy(
         [

@@ -62,10 +62,10 @@ def test_a_dead_rank_is_named(tmp_path: Path, where: str, options: dict[str, Any
 
 
 def _hanging(rank: int, world_size: int, root: str) -> float:
-    run = trainer(QuantizedFSDPStrategy(**SMALL, timeout=timedelta(seconds=4)), root)
+    run = trainer(QuantizedFSDPStrategy(**SMALL, timeout=timedelta(seconds=3)), root)
     module = TinyModule()
     if rank == 1:
-        module.on_train_batch_start = lambda *args: time.sleep(20)  # type: ignore[method-assign]
+        module.on_train_batch_start = lambda *args: time.sleep(9)  # type: ignore[method-assign]
     start = time.monotonic()
     if rank == 0:
         with pytest.raises(LostRankError, match="rank 0 of 2 lost contact"):
@@ -78,14 +78,17 @@ def _hanging(rank: int, world_size: int, root: str) -> float:
 
 def test_a_hanging_rank_stops_the_others_after_the_timeout(tmp_path: Path) -> None:
     times = run_trainer(_hanging, 2, str(tmp_path), timeout=60.0)
-    assert times[0] < 15
+    assert times[0] < 12  # the timeout, and the start of the run
 
 
 def test_other_errors_pass_through() -> None:
     with pytest.raises(RuntimeError, match="^shapes differ$"), explain_lost_rank(0, 2):
         raise RuntimeError("shapes differ")
     with pytest.raises(LostRankError, match="rank 1 of 4"), explain_lost_rank(1, 4):
-        raise RuntimeError("[pair.cc:525] Connection closed by peer [127.0.0.1]:3")
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:525] Connection closed by peer [::1]:3")
+    with pytest.raises(RuntimeError, match="^database:") as error, explain_lost_rank(1, 4):
+        raise RuntimeError("database: connection refused")
+    assert not isinstance(error.value, LostRankError)
     with pytest.raises(RuntimeError, match="^Connection reset") as error, explain_lost_rank(0, 1):
         raise RuntimeError("Connection reset by peer")
     assert not isinstance(error.value, LostRankError)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -114,6 +115,19 @@ def _single_device_programs(rank: int, world_size: int, root: str) -> None:
     expected = Losses()
     trainer("auto", root, devices=1, callbacks=[expected]).fit(Silent(), loader())
     assert losses.values == expected.values
+    # options of sharding mean the same here
+    pl.seed_everything(3, verbose=False)
+    original, torch.compile = torch.compile, functools.partial(torch.compile, backend="eager")
+    try:
+        module, losses = Silent(), Losses()
+        strategy = QuantizedFSDPStrategy(compile_units=True)
+        trainer(strategy, root, devices=1, callbacks=[losses]).fit(module, loader())
+    finally:
+        torch.compile = original
+    assert losses.values == expected.values
+    assert "forward" in module.net.blocks[0].__dict__
+    with pytest.raises(ValueError, match=r"no submodule of class \['Blok'\]"):
+        trainer(QuantizedFSDPStrategy(units=["Blok"]), root, devices=1).fit(Silent(), loader())
     # meta device
     module = MetaModule()
     trainer("quantized_fsdp", root, devices=1).fit(module, loader(64))

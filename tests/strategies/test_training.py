@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import lightning.pytorch as pl
@@ -556,8 +557,12 @@ def test_quantized_training_on_two_emulated_nodes(tmp_path: Any) -> None:
 
 def _two_nodes(rank: int, world_size: int, root: str) -> list[float]:
     torch.manual_seed(0)
-    strategy = QuantizedFSDPStrategy(**SMALL, node_size=2)
+    limit = timedelta(seconds=77)
+    strategy = QuantizedFSDPStrategy(**SMALL, node_size=2, timeout=limit)
     module = TinyModule()
     run, losses = _fit(root, module, strategy, batches=8, devices=4)
     assert strategy.topology().num_nodes == 2
+    context = strategy.communication._context  # groups of the node and between nodes wait as long
+    for group in (context.intra_group, context.inter_group):
+        assert group._get_backend(torch.device("cpu")).options._timeout == limit
     return [p.full_tensor().sum().item() for p in module.parameters()]
