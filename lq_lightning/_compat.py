@@ -364,9 +364,7 @@ def _from_local(local: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def unflatten_checkpoint(
-    flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]
-) -> dict[str, Any]:
+def unflatten_checkpoint(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Rebuild the nested dictionary whose leaves a distributed checkpoint has under flat keys."""
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # slow to import
 
