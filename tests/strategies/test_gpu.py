@@ -1,0 +1,95 @@
+"""The strategy on GPUs with NCCL: the same promises as on CPU ranks."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lq_testing import run_ranks
+from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
+from torch.distributed.fsdp import FSDPModule
+
+from lq_lightning import QuantizedFSDPStrategy
+from lq_lightning.callbacks import QuantizationMonitor
+
+run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=200.0)
+
+
+def _fit(root: str, world: int, options: dict[str, Any], **kwargs: Any) -> tuple[Any, list[float]]:
+    torch.manual_seed(0)
+    losses = Losses()
+    ckpt_path = kwargs.pop("ckpt_path", None)
+    strategy = QuantizedFSDPStrategy(**{"min_quantized_numel": 64, **options})
+    callbacks = [losses, *kwargs.pop("callbacks", [])]
+    run = trainer(strategy, root, devices=world, accelerator="gpu", callbacks=callbacks, **kwargs)
+    run.fit(TinyModule(), loader(), loader(), ckpt_path=ckpt_path)
+    return run, losses.values
+
+
+def _trains_and_resumes(rank: int, world: int, root: str, node_size: int) -> None:
+    for precision in ("32-true", "bf16-mixed", "bf16-true"):
+        plain = {"weights": "none", "gradients": "none"}
+        exact = _fit(root, world, plain, precision=precision, gradient_clip_val=1.0)[1]
+        for replica in ("full", "node"):
+            options = {"replica": replica, "node_size": node_size}
+            fit = functools.partial(
+                _fit, root, world, options, precision=precision, gradient_clip_val=1.0
+            )
+            run, losses = fit(max_epochs=2, callbacks=[QuantizationMonitor(every_n_steps=2)])
+            assert run.strategy.root_device == torch.device("cuda", rank)
+            assert isinstance(run.lightning_module, FSDPModule)
+            near = zip(losses, exact, strict=False)
+            assert max(abs(a - b) for a, b in near) < 0.3, (precision, replica)
+            assert run.strategy.communication.check_replicas("raise") == []
+            assert 0 < run.callback_metrics["quant/gradients_error"] < 0.5
+            short, first = fit(max_epochs=1)
+            path = f"{root}/{precision}-{replica}.ckpt"
+            short.save_checkpoint(path)
+            resumed = fit(max_epochs=2, ckpt_path=path)[1]
+            assert first + resumed == losses, (precision, replica, first, resumed, losses)
+
+
+@pytest.mark.gpu(2)
+def test_two_gpus_train_and_resume_bit_exactly(tmp_path: Path) -> None:
+    run_trainer(_trains_and_resumes, 2, str(tmp_path), 1)
+
+
+@pytest.mark.gpu(4)
+def test_two_by_two_gpus_train_and_resume_bit_exactly(tmp_path: Path) -> None:
+    run_trainer(_trains_and_resumes, 4, str(tmp_path), 2)
+
+
+def _off_and_compiled(rank: int, world: int, root: str) -> None:
+    plain = {"weights": "none", "gradients": "none"}
+    once = _fit(root, world, plain)[1]
+    assert _fit(root, world, plain)[1] == once
+    compiled = _fit(root, world, {"compile_units": True})[1]
+    eager = _fit(root, world, {})[1]
+    assert max(abs(a - b) for a, b in zip(compiled, eager, strict=True)) < 0.05
+    assert dist.get_backend() == "nccl"
+
+
+@pytest.mark.gpu(2)
+def test_compiled_units_on_two_gpus(tmp_path: Path) -> None:
+    run_trainer(_off_and_compiled, 2, str(tmp_path))
+
+
+@pytest.mark.gpu(1)
+def test_one_gpu_runs_like_a_single_device(tmp_path: Path) -> None:
+    losses = _fit(str(tmp_path), 1, {}, precision="bf16-mixed")[1]
+    plain = Losses()
+    torch.manual_seed(0)
+    run = trainer(
+        "auto",
+        str(tmp_path),
+        devices=1,
+        accelerator="gpu",
+        precision="bf16-mixed",
+        callbacks=[plain],
+    )
+    run.fit(TinyModule(), loader(), loader())
+    assert losses == plain.values
