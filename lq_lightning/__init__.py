@@ -6,6 +6,7 @@ Importing this package registers ``Trainer(strategy="quantized_fsdp")``. It work
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lq_lightning.callbacks import QuantizationMonitor
 from lq_lightning.data_parallel import (
     CommunicationPlan,
     GradientQuantization,
@@ -21,6 +22,7 @@ __all__ = [
     "CommunicationPlan",
     "FullyShardedPrecision",
     "GradientQuantization",
+    "QuantizationMonitor",
     "QuantizedCommunication",
     "QuantizedFSDPStrategy",
     "Topology",

@@ -330,7 +330,10 @@ class FullyShardedStrategy(CheckpointingStrategy):
         plan = sharding.find_units(module, self._units)
         mesh = self.device_mesh["data_parallel"]
         sharding.shard_module(module, plan, mesh, self._fsdp_precision, self._reshard_after_forward)
-        materialize_meta_tensors(module, self.root_device)
+        with torch.random.fork_rng([], enabled=self.root_device.type == "cpu"):
+            if self.root_device.type == "cpu":  # DTensor's own generator is for GPUs only
+                torch.manual_seed(torch.initial_seed() + self.global_rank)
+            materialize_meta_tensors(module, self.root_device)
         if self.world_size > 1:
             sharding.broadcast_module_states(module, parameters=False)
         offloads = any(

@@ -65,7 +65,7 @@ def _hanging(rank: int, world_size: int, root: str) -> float:
     run = trainer(QuantizedFSDPStrategy(**SMALL, timeout=timedelta(seconds=3)), root)
     module = TinyModule()
     if rank == 1:
-        module.on_train_batch_start = lambda *args: time.sleep(9)  # type: ignore[method-assign]
+        module.on_train_batch_start = lambda *args: time.sleep(14)  # type: ignore[method-assign]
     start = time.monotonic()
     if rank == 0:
         with pytest.raises(LostRankError, match="rank 0 of 2 lost contact"):

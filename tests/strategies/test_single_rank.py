@@ -180,6 +180,8 @@ def _meta_on_two(rank: int, world_size: int, root: str) -> None:
     module = MetaModule()
     run = trainer(QuantizedFSDPStrategy(min_quantized_numel=1), root)
     run.fit(module, loader(64))
+    halves = module.layers[0][0].weight.full_tensor().chunk(2)
+    assert not torch.allclose(*halves)  # ranks drew different numbers
     run.save_checkpoint(f"{root}/meta.ckpt")
     other = MetaModule()
     trainer(QuantizedFSDPStrategy(), root, max_epochs=2).fit(
