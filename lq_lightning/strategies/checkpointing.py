@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -289,11 +288,3 @@ class CheckpointingStrategy(ModelParallelStrategy):
         else:
             tensors = state.load_replica(module, tensors)
         self.load_extra_state(extra, tensors)
-
-    def teardown_checkpoint_io(self) -> None:
-        """Wait for unfinished saves."""
-        self.checkpoint_io.teardown()
-
-    @property
-    def _is_fitting(self) -> bool:
-        return self._require_module().trainer.state.fn == TrainerFn.FITTING

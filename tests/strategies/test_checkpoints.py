@@ -76,8 +76,12 @@ def _fit(root: str, module: TinyModule, strategy: Any, **options: Any) -> tuple[
 
 def _resume_exactly(rank: int, world_size: int, root: str) -> None:
     for full in (False, True):
-        for options in (SMALL, {**SMALL, "replica": "node", "node_size": 1}, PLAIN):
-            folder = f"{root}/{full}-{len(options)}-{options.get('weights')}"
+        for precision, options in (
+            ("bf16-mixed", SMALL),
+            ("32-true", {**SMALL, "replica": "node", "node_size": 1}),
+            ("bf16-true", PLAIN),
+        ):
+            folder = f"{root}/{full}-{precision}"
             saves = ModelCheckpoint(folder, every_n_epochs=1, save_top_k=-1, save_last="link")
             _, losses = _fit(
                 root,
@@ -86,12 +90,18 @@ def _resume_exactly(rank: int, world_size: int, root: str) -> None:
                 callbacks=[saves],
                 max_epochs=2,
                 enable_checkpointing=True,
+                precision=precision,
             )
             first = str(next(Path(folder).glob("epoch=0*")))
             assert os.path.isdir(first) is not full
             other = TinyModule(lr=0.5)  # everything must come from the checkpoint
             run, resumed = _fit(
-                root, other, _strategy(full, **options), ckpt_path=first, max_epochs=2
+                root,
+                other,
+                _strategy(full, **options),
+                ckpt_path=first,
+                max_epochs=2,
+                precision=precision,
             )
             assert resumed == losses[4:]
             assert run.optimizers[0].param_groups[0]["lr"] == 1e-2
