@@ -26,7 +26,8 @@ EXAMPLES = Path(__file__).resolve().parent
 FULL, QUANTIZED = "full_precision", "quantized_fsdp"
 SLOWDOWN = 1.5  # a step of two ranks with communication against one step alone on one core
 STARTUP_S = 30  # imports, text sample and validation of one run
-FEWEST_STEPS = 60
+FEWEST_STEPS = 64
+VALIDATIONS = 8
 
 
 def main() -> None:
@@ -105,16 +106,21 @@ def choose_steps(wanted: int, minutes: float, accelerator: str) -> int:
         Steps per run.
     """
     if accelerator == "gpu":
-        return wanted
+        return _evenly(wanted)
     step_s = SLOWDOWN * time_one_step()
     possible = int((minutes * 60 / 2 - STARTUP_S) / step_s)
-    steps = min(wanted, max(FEWEST_STEPS, possible))
-    if steps < wanted:
+    steps = _evenly(min(wanted, max(FEWEST_STEPS, possible)))
+    if steps < _evenly(wanted):
         print(
             f"      This machine needs about {step_s:.2f} s a step, so each run takes {steps} "
             f"steps instead of {wanted} (--minutes changes that)."
         )
     return steps
+
+
+def _evenly(steps: int) -> int:
+    """Round down to what validations divide, so that the last one sees the last step."""
+    return steps - steps % VALIDATIONS if steps > VALIDATIONS else steps
 
 
 def time_one_step() -> float:
@@ -141,7 +147,7 @@ def run(name: str, out: Path, steps: int, arguments: argparse.Namespace) -> None
     """
     options = {
         "trainer.max_steps": steps,
-        "trainer.val_check_interval": max(1, steps // 8),
+        "trainer.val_check_interval": max(1, steps // VALIDATIONS),
         "trainer.accelerator": arguments.accelerator,
         "trainer.devices": arguments.devices,
         "trainer.default_root_dir": out / name,
@@ -222,7 +228,7 @@ What to try next
     continue this run for {steps} more steps
         {base} fit --config {config} --ckpt_path={last} \\
             --trainer.max_steps={2 * steps} --trainer.default_root_dir={folder} \\
-            --data.cache_dir={out / "data"}
+            --data.cache_dir={out / "data"} --report.reference={out / FULL / "report.json"}
     your own text
         {base} fit --config {config} --data.text=FOLDER
     another gradient recipe

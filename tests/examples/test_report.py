@@ -111,6 +111,6 @@ def test_quickstart_takes_fewer_steps_on_a_slow_machine(
     monkeypatch.setattr(quickstart, "time_one_step", lambda: 0.1)
     assert quickstart.choose_steps(400, 6.0, "cpu") == 400
     monkeypatch.setattr(quickstart, "time_one_step", lambda: 1.0)
-    assert quickstart.choose_steps(400, 6.0, "cpu") == 100
+    assert quickstart.choose_steps(400, 6.0, "cpu") == 96
     assert "instead of 400" in capsys.readouterr().out
-    assert quickstart.choose_steps(400, 6.0, "gpu") == 400
+    assert quickstart.choose_steps(401, 6.0, "gpu") == 400
