@@ -114,15 +114,6 @@ class WeightDifferenceAllGather(WeightAllGather):
             return None
         return _checksum(self._replica)
 
-    def corrupt(self, amount: float = 1.0) -> None:
-        """Change one element of another rank's slot in this rank's replica (for drift tests)."""
-        if self._replica is None:
-            raise RuntimeError(f"unit `{self.name}` has no replica yet: run a forward pass first.")
-        position = 0 if self._context.topology.rank else self._replica.numel() - 1
-        if self.shared_by_node:
-            position = 0 if self._context.topology.node else self._replica.numel() - 1
-        self._replica[position] += amount
-
     # --- the collective ---------------------------------------------------------------------
 
     def allocate(
