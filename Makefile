@@ -1,6 +1,6 @@
 # `make quickstart` and `make test` work on a fresh machine with Python >= 3.10 and pip: the first
 # call makes .venv, later calls reuse it.
-#   make quickstart TORCH_INDEX=https://download.pytorch.org/whl/cpu     (no GPU: saves 2.5 GB)
+#   make quickstart TORCH_INDEX=URL     (no GPU: the index of PyTorch's CPU wheels saves 2.5 GB)
 
 VENV ?= .venv
 PYTEST_ARGS ?=
