@@ -326,7 +326,8 @@ def discard_unreduced_gradients(root: nn.Module) -> None:
             continue
         for group in _param_groups(module):
             for fsdp_param in group.fsdp_params:
-                fsdp_param.unsharded_accumulated_grad = None
+                if "unsharded_accumulated_grad" in vars(fsdp_param):  # torch < 2.15
+                    fsdp_param.unsharded_accumulated_grad = None
                 gathered = getattr(fsdp_param, "_unsharded_param", None)
                 if gathered is not None:
                     gathered.grad = None
