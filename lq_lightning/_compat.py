@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fully_shard import (
@@ -383,9 +383,13 @@ def inherit_timeout(mesh: DeviceMesh) -> None:
     world = dist.group.WORLD
     options = None if world is None else getattr(world._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)
-    if timeout is not None:
-        for dim in range(mesh.ndim):
-            _set_pg_timeout(timeout, mesh.get_group(dim))
+    if timeout is None:
+        return
+    set_timeout = getattr(dist, "set_timeout", None)  # newer torch
+    if set_timeout is None:
+        set_timeout = distributed_c10d._set_pg_timeout
+    for dim in range(mesh.ndim):
+        set_timeout(timeout, mesh.get_group(dim))
 
 
 # --- lightning: imported when called, so that only strategies, plugins and callbacks need it ------
