@@ -159,13 +159,19 @@ def run(name: str, out: Path, steps: int, arguments: argparse.Namespace) -> None
     script = os.path.relpath(EXAMPLES / "pretrain.py")
     command = [sys.executable, script, "fit", "--config", config]
     command += [f"--{option}={value}" for option, value in options.items()]
-    print(f"      {shlex.join(['python', *command[1:]])}\n", flush=True)
+    print(f"      {shlex.join([program('python'), *command[1:]])}\n", flush=True)
     finished = subprocess.run(command, check=False)
     if finished.returncode:
         raise SystemExit(
             f"\nThe run '{name}' stopped with status {finished.returncode}; the message above says "
             "why. The command above repeats just that run."
         )
+
+
+def program(name: str) -> str:
+    """Return how to call a program of this Python's environment from the current folder."""
+    path = Path(sys.executable).with_name(name)
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else name
 
 
 def print_comparison(full: report.Report, quantized: report.Report) -> None:
@@ -216,13 +222,13 @@ def print_next_steps(out: Path, steps: int) -> None:
     config = os.path.relpath(EXAMPLES / "configs" / f"{QUANTIZED}.yaml")
     folder = out / QUANTIZED
     last = folder / "checkpoints" / "last.ckpt"
-    base = f"python {script}"
+    base = f"{program('python')} {script}"
     print(f"""
 Where things are
     plot          {folder / "report.png"}
     results       {folder / "report.json"}
     checkpoint    {last}
-    logs          tensorboard --logdir {out}
+    logs          {program("tensorboard")} --logdir {out}
 
 What to try next
     continue this run for {steps} more steps
