@@ -116,6 +116,22 @@ def test_resume_is_bit_exact_on_the_same_world_size(tmp_path: Path) -> None:
     run_trainer(_resume_exactly, 2, str(tmp_path))
 
 
+def _resume_tied(rank: int, world_size: int, root: str) -> None:
+    for full in (False, True):
+        saves = ModelCheckpoint(f"{root}/{full}", every_n_epochs=1, save_top_k=-1)
+        options = {"callbacks": [saves], "max_epochs": 2, "enable_checkpointing": True}
+        _, losses = _fit(root, _module(tied=True), _strategy(full), **options)
+        path = str(next(Path(f"{root}/{full}").glob("epoch=0*")))
+        other = TinyModule(tied=True)
+        run, resumed = _fit(root, other, _strategy(full), ckpt_path=path, max_epochs=2)
+        assert resumed == losses[4:]
+        assert run.strategy.communication.outside_writes == {}
+
+
+def test_tied_weights_resume_with_their_replica(tmp_path: Path) -> None:
+    run_trainer(_resume_tied, 2, str(tmp_path))
+
+
 # --- other world sizes, other strategies --------------------------------------------------------
 
 
