@@ -7,7 +7,7 @@ and that slot, which is a *view* of it: writing the output destroys the input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,44 +19,29 @@ from lq_lightning.codecs import decode, derive_seed, encode
 from lq_lightning.data_parallel.config import WeightQuantization
 from lq_lightning.data_parallel.layout import MessageLayout, Segment, segment_runs
 from lq_lightning.data_parallel.traffic import ring_bytes
-from lq_lightning.data_parallel.unit import UnitContext, keep_small_runs_exact, weight_segments
+from lq_lightning.data_parallel.unit import (
+    UnitCollective,
+    keep_small_runs_exact,
+    weight_segments,
+)
 
 __all__ = ["WeightAllGather"]
 
 
-class WeightAllGather(AllGather):
+class WeightAllGather(UnitCollective, AllGather):
     """All-gather of the quantized weights themselves (SDP4Bit's ablation qW).
 
     Every gather sends codes, and every rank, the owner included, computes with the decoded weights.
     Rounding is keyed by the optimizer step, so that forward and backward see the same weights.
 
     Args:
-        name: Name of the unit, for messages.
-        index: Number of the unit in the model, part of the rounding seed.
-        params: Function that describes the unit's parameters (read at every layout change).
-        names: Fully qualified names of these parameters.
         config: Codec and method.
-        min_quantized_numel: Parameters with fewer elements travel in full precision.
-        context: What all units share.
+        unit: Arguments of :class:`UnitCollective`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        index: int,
-        params: Callable[[], list[GroupParam]],
-        names: Sequence[str],
-        config: WeightQuantization,
-        min_quantized_numel: int,
-        context: UnitContext,
-    ) -> None:
-        self.name = name
-        self._index = index
-        self._params = params
-        self.names = tuple(names)
+    def __init__(self, config: WeightQuantization, **unit: Any) -> None:
+        super().__init__(**unit)
         self._config = config
-        self._min_quantized_numel = min_quantized_numel
-        self._context = context
         self._layout: MessageLayout | None = None
         self._layout_key: tuple[Any, ...] | None = None
 

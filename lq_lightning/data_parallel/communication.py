@@ -328,14 +328,21 @@ def _make_unit(
         return group_params(group)
 
     names = tuple(_clean(names_of[id(p.sharded_param)]) for p in params())
-    shared = (name or "root", index, params, names)
+    shared: dict[str, Any] = {
+        "name": name or "root",
+        "index": index,
+        "params": params,
+        "names": names,
+        "min_quantized_numel": min_quantized_numel,
+        "context": context,
+    }
     gather: WeightAllGather | None = None
     if weights is not None:
         kind = WeightDifferenceAllGather if weights.method == "qWD" else WeightAllGather
-        gather = kind(*shared, weights, min_quantized_numel, context)
+        gather = kind(weights, **shared)
     scatter = None
     if gradients is not None:
-        scatter = TwoLevelReduceScatter(*shared, gradients, min_quantized_numel, context)
+        scatter = TwoLevelReduceScatter(gradients, **shared)
     return _Unit(name or "root", names, params, gather, scatter)
 
 

@@ -9,20 +9,20 @@ enough (SDP4Bit §3.3).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat import GroupParam, ReduceScatter, reduce_scatter_flat
+from lq_lightning._compat import ReduceScatter, reduce_scatter_flat
 from lq_lightning.codecs import decode_reduce, decode_reduce_encode, derive_seed, encode
 from lq_lightning.data_parallel.config import GradientQuantization
 from lq_lightning.data_parallel.layout import MessageLayout, Segment, segment_runs
 from lq_lightning.data_parallel.traffic import ring_bytes
 from lq_lightning.data_parallel.unit import (
-    UnitContext,
+    UnitCollective,
     full_precision_reason,
     keep_small_runs_exact,
 )
@@ -32,7 +32,7 @@ __all__ = ["TwoLevelReduceScatter"]
 _SEED_INTRA, _SEED_INTER = 2, 3
 
 
-class TwoLevelReduceScatter(ReduceScatter):
+class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
     """Reduce-scatter that sends INT8 codes within a node and INT4 codes between nodes.
 
     With one node, or one rank per node, only the level that exists is used. Sums are formed in fp32
@@ -40,32 +40,13 @@ class TwoLevelReduceScatter(ReduceScatter):
     group NaN on the rank that owns it, on any level, so the gradient norm of every rank sees it.
 
     Args:
-        name: Name of the unit, for messages.
-        index: Number of the unit in the model, part of the rounding seed.
-        params: Function that describes the unit's parameters.
-        names: Fully qualified names of these parameters.
         config: Codecs and method.
-        min_quantized_numel: Parameters with fewer elements travel in full precision.
-        context: What all units share.
+        unit: Arguments of :class:`UnitCollective`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        index: int,
-        params: Callable[[], list[GroupParam]],
-        names: Sequence[str],
-        config: GradientQuantization,
-        min_quantized_numel: int,
-        context: UnitContext,
-    ) -> None:
-        self.name = name
-        self._index = index
-        self._params = params
-        self.names = tuple(names)
+    def __init__(self, config: GradientQuantization, **unit: Any) -> None:
+        super().__init__(**unit)
         self._config = config
-        self._min_quantized_numel = min_quantized_numel
-        self._context = context
         self._packed: tuple[int, ...] | None = None
         self._layouts: dict[tuple[Any, ...], tuple[MessageLayout, MessageLayout]] = {}
         self._calls = 0

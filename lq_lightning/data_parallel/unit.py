@@ -15,6 +15,7 @@ from lq_lightning.data_parallel.layout import Segment, segment_runs
 from lq_lightning.data_parallel.traffic import ErrorSums, Traffic
 
 __all__ = [
+    "UnitCollective",
     "UnitContext",
     "full_precision_reason",
     "keep_small_runs_exact",
@@ -50,6 +51,35 @@ class UnitContext:
     weight_errors: ErrorSums = field(default_factory=ErrorSums)
     gradient_errors: ErrorSums = field(default_factory=ErrorSums)
     on_outside_write: Callable[[str], None] = lambda name: None
+
+
+class UnitCollective:
+    """A collective of one unit: what it knows about the unit's parameters.
+
+    Args:
+        name: Name of the unit, for messages.
+        index: Number of the unit in the model, part of the rounding seed.
+        params: Function that describes the unit's parameters as they are now.
+        names: Fully qualified names of these parameters.
+        min_quantized_numel: Parameters with fewer elements travel in full precision.
+        context: What all units share.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        params: Callable[[], list[GroupParam]],
+        names: Sequence[str],
+        min_quantized_numel: int,
+        context: UnitContext,
+    ) -> None:
+        self.name = name
+        self.names = tuple(names)
+        self._index = index
+        self._params = params
+        self._min_quantized_numel = min_quantized_numel
+        self._context = context
 
 
 def weight_segments(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lq_lightning._compat import all_gather_flat, to_sharded_dtensor, write_fingerprint
 from lq_lightning.data_parallel.all_gather import WeightAllGather
+from lq_lightning.data_parallel.config import WeightQuantization
 
 __all__ = ["ReplicaRead", "WeightDifferenceAllGather"]
 
@@ -45,8 +46,8 @@ class WeightDifferenceAllGather(WeightAllGather):
 
     _skip_frozen = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: WeightQuantization, **unit: Any) -> None:
+        super().__init__(config, **unit)
         self._replica: Tensor | None = None  # full: [world * n]; node: [nodes * n]
         self._own: Tensor | None = None  # [n], this rank's slot of the replica
         self._restored: Tensor | None = None
