@@ -208,7 +208,8 @@ class WeightDifferenceAllGather(WeightAllGather):
         """
         layout = self._current_layout(main.dtype)
         message = self._encode(layout, main, reference=own)
-        exact = main.clone() if self._context.measure_errors else None
+        measured = self._context.measure_errors and main.is_floating_point()
+        exact = main.clone() if measured else None
         if slot is not own:
             slot.copy_(own)
         self._gather_and_decode(layout, message, slots, group, add=True)
@@ -263,9 +264,7 @@ class WeightDifferenceAllGather(WeightAllGather):
 
 def _checksum(values: Tensor, chunk: int = 1 << 16) -> Tensor:
     """Position-weighted sum of the raw bits: differs between ranks if any chunk's sum differs."""
-    words = values.view(torch.int16) if values.itemsize == 2 else values.view(torch.int32)
-    if values.itemsize not in (2, 4):
-        words = values.view(torch.uint8)
+    words = values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[values.itemsize])
     full = words.numel() // chunk * chunk
     sums = [words[:full].view(-1, chunk).sum(dim=1, dtype=torch.int64)]
     sums.append(words[full:].sum(dtype=torch.int64).view(1))

@@ -23,6 +23,7 @@ from lq_lightning.data_parallel import (
     WeightQuantization,
     quantize_communication,
 )
+from lq_lightning.data_parallel.weight_difference import _checksum
 
 QWD = WeightQuantization(group_size=64)
 QWD8 = WeightQuantization(group_size=64, bits=8)
@@ -676,6 +677,48 @@ def test_plan_names_what_is_not_quantized_and_why() -> None:
     summary = run_ranks(_plan, 2)[0]
     assert "4-bit differences" in summary
     assert "not quantized, 1-D" in summary
+
+
+class MixedBlock(Block):
+    """Frozen bf16 matrices (odd sizes) beside trained fp32 ones: FSDP2 then gathers bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.full((7, 3), 0.5, dtype=torch.bfloat16), False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.frozen.float().mean() * 2
+
+
+def _mixed_dtypes(rank: int, world: int) -> None:
+    plain = train(*build(block=MixedBlock)[:2], 4)
+    model, optimizer, communication = build(block=MixedBlock, weights=QWD)
+    communication.measure_errors = True
+    reasons = {t.name: t.reason for t in communication.plan.tensors}
+    assert reasons["blocks.0.up.weight"] == "mixed dtypes in one unit"
+    losses = train(model, optimizer, 4)
+    assert max(abs(a - b) for a, b in zip(losses, plain, strict=True)) < 0.1
+    weights = sum(p.full_tensor().float().square().sum() for p in model.parameters())
+    norm = communication.errors().weights_squared_norm
+    assert 0 < norm < 10 * weights, "raw bytes were counted as weights"
+    assert communication.check_replicas(on_drift="raise") == []
+    for name, value in zip(dict(model.named_parameters()), _by_name(model), strict=True):
+        if name.startswith("blocks"):
+            assert torch.equal(dict(model.named_parameters())[name].full_tensor(), value), name
+
+
+def test_units_of_mixed_dtypes_travel_exactly() -> None:
+    run_ranks(_mixed_dtypes, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("numel", [1, 7, (1 << 16) + 3])
+def test_checksum_sees_one_changed_element(dtype: torch.dtype, numel: int) -> None:
+    values = (torch.arange(numel) % 100).to(dtype)
+    before = _checksum(values)
+    assert torch.equal(before, _checksum(values.clone()))
+    values[numel // 2] += 1
+    assert not torch.equal(before, _checksum(values))
 
 
 # --- the same on GPUs -----------------------------------------------------------------------------
