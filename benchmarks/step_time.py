@@ -118,6 +118,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--keep-gathered", action="store_true", help="no reshard after forward")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one collective")
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--trace", type=Path, help="folder for a profile of two steps per variant")
     args = parser.parse_args()
     args.variants = args.variants.split(",")
     unknown = [name for name in args.variants if name not in VARIANTS]
@@ -201,6 +202,26 @@ def time_steps(job: Job, count: int) -> tuple[list[float], list[Tensor]]:
     return [b - a for a, b in itertools.pairwise(times)], losses
 
 
+def profile_steps(job: Job, path: Path) -> None:
+    """Profile two steps on every rank and write rank 0's as a Chrome trace.
+
+    Each step is marked by a `step` range, so that ``benchmarks/trace.py`` can find it.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if job.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(2):
+            with torch.profiler.record_function("step"):
+                job.step()
+        if job.device.type == "cuda":
+            torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(path))
+    dist.barrier()
+
+
 def plain_bytes(job: Job, variant: Variant, args: argparse.Namespace) -> tuple[float, float]:
     """Bytes that one rank sends per step in FSDP2's own collectives, within and between nodes.
 
@@ -235,8 +256,9 @@ def over_ranks(values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
     return [float(value) for value in tensor]
 
 
-def measure(variant: Variant, args: argparse.Namespace, device: torch.device) -> Result:
+def measure(name: str, args: argparse.Namespace, device: torch.device) -> Result:
     """Build the variant, warm it up, time it and take it down again."""
+    variant = VARIANTS[name]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     job = Job(variant, args, device)
@@ -254,6 +276,8 @@ def measure(variant: Variant, args: argparse.Namespace, device: torch.device) ->
     inter += (traffic.weights_inter + traffic.gradients_inter) / args.steps
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
 
+    if args.trace:
+        profile_steps(job, args.trace / f"{name}.json.gz")
     slowest = over_ranks(times, dist.ReduceOp.MAX)
     (peak,) = over_ranks([peak], dist.ReduceOp.MAX)
     means = [intra + inter, inter, on_interface, float((first or losses)[0]), float(losses[-1])]
@@ -335,7 +359,7 @@ def main() -> None:
         print(json.dumps(described), flush=True)
     results: dict[str, Result] = {}
     for name in args.variants:
-        results[name] = measure(VARIANTS[name], args, device)
+        results[name] = measure(name, args, device)
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()
