@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 __all__ = [
     "AllGather",
     "GroupParam",
+    "GroupParams",
     "ReduceScatter",
     "all_gather_flat",
+    "all_linked_by_nvlink",
     "begin_root_forward",
     "call_hooks",
     "convert_floating",
@@ -42,12 +44,12 @@ __all__ = [
     "end_root_forward",
     "fill_wrapping_checkpoint_io",
     "fsdp_units",
-    "group_params",
     "inherit_timeout",
     "has_unreduced_gradients",
     "local_shard",
     "materialize_meta_tensors",
     "move_optimizers_to_device",
+    "pack_shards",
     "prepare_fsdp_class",
     "propagate_requires_grad",
     "record_reduced_params",
@@ -69,25 +71,24 @@ class GroupParam(NamedTuple):
 
     Attributes:
         fsdp_param: FSDP2's own bookkeeping object (identity is what matters to callers).
+        sharded_param: The DTensor parameter that the optimizer updates.
         padded_shard_numel: Elements this rank contributes to one collective slot.
         numel: Elements of the whole, unsharded parameter.
         ndim: Dimensions of the whole parameter.
         gather_dtype: Dtype of the all-gather input (the mixed-precision dtype if there is one).
-        requires_grad: Whether the parameter is trained.
     """
 
     fsdp_param: Any
+    sharded_param: nn.Parameter
     padded_shard_numel: int
     numel: int
     ndim: int
     gather_dtype: torch.dtype
-    requires_grad: bool
 
     @property
-    def sharded_param(self) -> nn.Parameter:
-        """The DTensor parameter that the optimizer updates."""
-        param: nn.Parameter = self.fsdp_param.sharded_param
-        return param
+    def requires_grad(self) -> bool:
+        """Whether the parameter is trained, which can change at any time."""
+        return self.sharded_param.requires_grad
 
 
 def _param_groups(module: FSDPModule) -> list[Any]:
@@ -125,26 +126,59 @@ def uses_hsdp(group: Any) -> bool:
     return bool(type(group.mesh_info).__name__ == "HSDPMeshInfo")
 
 
-def group_params(group: Any) -> list[GroupParam]:
-    """Describe the parameters of a group in the order in which FSDP2 packs them."""
-    params = []
-    for fsdp_param in group.fsdp_params:
-        sharded = fsdp_param.sharded_param
-        dtype = sharded.dtype
-        wanted = fsdp_param.mp_policy.param_dtype
-        if wanted is not None and dtype.is_floating_point:
-            dtype = wanted
-        params.append(
-            GroupParam(
-                fsdp_param=fsdp_param,
-                padded_shard_numel=fsdp_param.padded_sharded_param_size.numel(),
-                numel=sharded.numel(),
-                ndim=sharded.ndim,
-                gather_dtype=dtype,
-                requires_grad=sharded.requires_grad,
-            )
-        )
-    return params
+class GroupParams:
+    """The parameters of an FSDP2 parameter group, described anew only when they were replaced.
+
+    Args:
+        group: FSDP2's parameter group.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._key: list[tuple[int, torch.dtype]] = []
+        self._params: list[GroupParam] = []
+
+    def __call__(self) -> list[GroupParam]:
+        """Describe the parameters in the order in which FSDP2 packs them."""
+        found = [(p, p.sharded_param) for p in self._group.fsdp_params]
+        key = [(id(sharded), sharded.dtype) for _, sharded in found]
+        if key != self._key:
+            self._params = [_describe(*pair) for pair in found]
+            self._key = key
+        return self._params
+
+
+def _describe(fsdp_param: Any, sharded: nn.Parameter) -> GroupParam:
+    dtype = sharded.dtype
+    wanted = fsdp_param.mp_policy.param_dtype
+    if wanted is not None and dtype.is_floating_point:
+        dtype = wanted
+    return GroupParam(
+        fsdp_param=fsdp_param,
+        sharded_param=sharded,
+        padded_shard_numel=fsdp_param.padded_sharded_param_size.numel(),
+        numel=sharded.numel(),
+        ndim=sharded.ndim,
+        gather_dtype=dtype,
+    )
+
+
+@torch.no_grad()
+def pack_shards(params: list[GroupParam], like: Tensor) -> Tensor:
+    """Cast and pack this rank's shards into one slot, as FSDP2 does before an all-gather.
+
+    Args:
+        params: The parameters of a group, in its order.
+        like: ``[n]`` in the gather dtype, or uint8 if the parameters have several; gives the shape,
+            dtype and device of the result.
+    """
+    slot = torch.empty_like(like)
+    shards = [p.fsdp_param._sharded_param_data for p in params]
+    if slot.dtype == torch.uint8:
+        dtypes = [p.gather_dtype for p in params]
+        shards = [s.to(d).view(torch.uint8) for s, d in zip(shards, dtypes, strict=True)]
+    torch._foreach_copy_(torch.split(slot, [s.numel() for s in shards]), shards, non_blocking=True)
+    return slot
 
 
 def record_reduced_params(group: Any, record: Callable[[list[Any]], None]) -> Callable[[], None]:
@@ -371,6 +405,20 @@ def unflatten_checkpoint(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]
 
     nested: dict[str, Any] = unflatten_state_dict(flat, paths)
     return nested
+
+
+def all_linked_by_nvlink(num_gpus: int) -> bool:
+    """Whether every two GPUs that this process sees are linked by NVLink, and are that many.
+
+    A process that sees only its own GPU (``CUDA_VISIBLE_DEVICES``) cannot tell: False.
+    """
+    if torch.cuda.device_count() < num_gpus:
+        return False
+    from torch._C import _distributed_c10d as c10d
+    from torch._C._autograd import DeviceType
+
+    matrix = c10d._detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix  # type: ignore[attr-defined]
+    return all(n > 0 for i, row in enumerate(matrix) for j, n in enumerate(row) if i != j)
 
 
 def inherit_timeout(mesh: DeviceMesh) -> None:

@@ -93,8 +93,8 @@ class WeightAllGather(UnitCollective, AllGather):
         self._count_baseline(input_tensor)
         layout = self._current_layout(input_tensor.dtype)
         message = self._encode(layout, input_tensor, reference=None)
-        slots = output_tensor.view(group.size(), -1)
-        self._gather_and_decode(layout, message, slots, group, add=False)
+        messages = self._gather_within_node(self._gather_between_nodes(message))
+        self._decode_by_node(layout, messages, output_tensor.view(group.size(), -1), add=False)
 
     # --- pieces -----------------------------------------------------------------------------
 
@@ -134,41 +134,23 @@ class WeightAllGather(UnitCollective, AllGather):
         traffic.weights_elements += layout.numel
         return message
 
-    def _gather_and_decode(
-        self,
-        layout: MessageLayout,
-        message: Tensor,
-        slots: Tensor,
-        group: dist.ProcessGroup,
-        *,
-        add: bool,
-    ) -> None:
-        """Gather every rank's message and decode it into (or onto) its slot.
+    def _gather_between_nodes(self, message: Tensor) -> Tensor:
+        """Gather ``[1, nbytes]`` messages of the ranks with this local rank to ``[N, nbytes]``."""
+        return self._gather_messages(message, self._context.inter_group)
+
+    def _gather_within_node(self, by_node: Tensor) -> Tensor:
+        """Gather ``[N, nbytes]`` messages of the local ranks to ``[L, N, nbytes]``.
 
         With several nodes of several ranks, messages cross the slow network once per node and are
         passed on inside it, which a flat ring over all ranks does not do.
-
-        Args:
-            layout: Layout of the messages.
-            message: ``[1, nbytes]`` of this rank.
-            slots: ``[R, n]``, one row for each rank of ``group`` in its order.
-            group: All ranks, or the ranks with this local rank.
-            add: Whether to add to the slots instead of replacing them.
         """
-        context, topology = self._context, self._context.topology
-        flat = group.size() != topology.world_size or 1 in (topology.num_nodes, topology.node_size)
-        if flat:
-            self._decode(layout, self._gather_messages(message, group), slots, add=add)
-            return
-        by_node = self._gather_messages(message, context.inter_group)
-        every = self._gather_messages(by_node.view(1, -1), context.intra_group)
-        slots_by_node = slots.view(topology.num_nodes, topology.node_size, -1)
-        for local_rank in range(topology.node_size):
-            messages = every[local_rank].view(topology.num_nodes, -1)
-            self._decode(layout, messages, slots_by_node[:, local_rank], add=add)
+        every = self._gather_messages(by_node.view(1, -1), self._context.intra_group)
+        return every.view(-1, *by_node.shape)
 
     def _gather_messages(self, message: Tensor, group: dist.ProcessGroup) -> Tensor:
         """All-gather ``[1, nbytes]`` messages over ``group`` to ``[ranks, nbytes]``."""
+        if group.size() == 1:
+            return message
         messages = message.new_empty(group.size(), message.shape[1])
         if message.shape[1]:
             all_gather_flat(messages.view(-1), message.view(-1), group)
@@ -186,6 +168,18 @@ class WeightAllGather(UnitCollective, AllGather):
             intra, inter = ring_bytes(nbytes, topology)
             traffic.weights_intra += intra
             traffic.weights_inter += inter
+
+    def _decode_by_node(
+        self, layout: MessageLayout, messages: Tensor, slots: Tensor, *, add: bool
+    ) -> None:
+        """Decode ``[L, N, nbytes]`` messages into (or onto) ``[N * L, n]`` slots in rank order."""
+        local, nodes = messages.shape[:2]
+        slots = slots.view(nodes, local, -1)
+        for i in range(min(nodes, local)):
+            if nodes < local:
+                self._decode(layout, messages[:, i], slots[i], add=add)
+            else:
+                self._decode(layout, messages[i], slots[:, i], add=add)
 
     @staticmethod
     def _decode(layout: MessageLayout, messages: Tensor, slots: Tensor, *, add: bool) -> None:

@@ -16,14 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from lq_lightning._compat import (
     GroupParam,
+    GroupParams,
     fsdp_units,
-    group_params,
     inherit_timeout,
     record_reduced_params,
     uses_hsdp,
 )
 from lq_lightning.data_parallel.all_gather import WeightAllGather
 from lq_lightning.data_parallel.config import GradientQuantization, Topology, WeightQuantization
+from lq_lightning.data_parallel.exchange import ExchangeSchedule
 from lq_lightning.data_parallel.plan import (
     CommunicationPlan,
     TensorPlan,
@@ -38,7 +39,7 @@ from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGath
 
 __all__ = ["QuantizationErrors", "QuantizedCommunication", "quantize_communication"]
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 
 
 class QuantizationErrors(NamedTuple):
@@ -72,13 +73,20 @@ class QuantizedCommunication:
             optimizer step, with the number of times; each such write costs a full-precision gather.
     """
 
-    def __init__(self, units: list[_Unit], context: UnitContext, plan: CommunicationPlan) -> None:
+    def __init__(
+        self,
+        units: list[_Unit],
+        context: UnitContext,
+        plan: CommunicationPlan,
+        device: torch.device,
+    ) -> None:
         self._units = units
         self._context = context
         self.plan = plan
         self.topology = context.topology
         self.outside_writes: dict[str, int] = {}
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._exchanges = ExchangeSchedule(device)
         context.on_outside_write = self._count_outside_write
 
     # --- steps ------------------------------------------------------------------------------
@@ -89,17 +97,27 @@ class QuantizedCommunication:
         return self._context.step
 
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count this optimizer's steps; each one allows one more weight exchange. Idempotent."""
+        """Exchange weights after each of this optimizer's steps. Idempotent."""
         if optimizer in self._optimizers:
             return
         self._optimizers.add(optimizer)
-        optimizer.register_step_post_hook(lambda *unused: self.note_optimizer_step())
+        # Exchanges read the main weights on streams of their own.
+        optimizer.register_step_pre_hook(lambda *unused: self._exchanges.join())
+        optimizer.register_step_post_hook(lambda opt, *unused: self.note_optimizer_step(opt))
 
-    def note_optimizer_step(self) -> None:
-        """Say that the weights were updated by an optimizer on every rank."""
+    def note_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Say that the weights were updated by an optimizer on every rank; exchanges them.
+
+        Args:
+            optimizer: The one that stepped; units without any of its parameters are left alone.
+        """
         self._context.step += 1
-        for gather in self._difference_gathers():
-            gather.note_optimizer_step()
+        stepped = None
+        if optimizer is not None:
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._exchanges.run(
+            gather for gather in self._difference_gathers() if gather.holds_any(stepped)
+        )
 
     def invalidate(self) -> None:
         """Let the next gathers refresh the replicas in full precision (after any outside write)."""
@@ -172,9 +190,8 @@ class QuantizedCommunication:
         return slots
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs besides :meth:`replica_state_dict`: plain numbers and names."""
-        pending = [g.name for g in self._difference_gathers() if g.pending]
-        return {"version": _STATE_VERSION, "step": self.step, "pending": pending}
+        """What a checkpoint needs besides :meth:`replica_state_dict`: plain numbers."""
+        return {"version": _STATE_VERSION, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any], replica: Mapping[str, Tensor]) -> None:
         """Continue from a checkpoint: the next gathers restore the saved replicas.
@@ -198,11 +215,10 @@ class QuantizedCommunication:
                 "it, or drop the `quantized_fsdp` entry to start from the main weights."
             )
         self._context.step = int(state["step"])
-        pending = set(state["pending"])
         for gather in self._difference_gathers():
             slots = {n: _local(replica[n]) for n in gather.names if n in replica}
             if len(slots) == len(gather.names):
-                gather.restore(slots, gather.name in pending)
+                gather.restore(slots)
             else:
                 gather.invalidate()
 
@@ -219,6 +235,7 @@ class QuantizedCommunication:
 
     def errors(self) -> QuantizationErrors:
         """Error sums since the last call; zeros where nothing was measured."""
+        self._exchanges.join()
         weights = self._context.weight_errors.pop()
         gradients = self._context.gradient_errors.pop()
         return QuantizationErrors(*weights, *gradients)
@@ -290,7 +307,7 @@ def quantize_communication(
     plan = CommunicationPlan(
         tuple(tensors), describe_weights(weights), describe_gradients(gradients, topology)
     )
-    return QuantizedCommunication(units, context, plan)
+    return QuantizedCommunication(units, context, plan, device)
 
 
 def _make_context(topology: Topology, seed: int, device: torch.device) -> UnitContext:
@@ -324,9 +341,7 @@ def _make_unit(
     min_quantized_numel: int,
     context: UnitContext,
 ) -> _Unit:
-    def params() -> list[GroupParam]:
-        return group_params(group)
-
+    params = GroupParams(group)
     names = tuple(_clean(names_of[id(p.sharded_param)]) for p in params())
     shared: dict[str, Any] = {
         "name": name or "root",

@@ -3,45 +3,64 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat import all_gather_flat, to_sharded_dtensor, write_fingerprint
+from lq_lightning._compat import (
+    all_gather_flat,
+    pack_shards,
+    to_sharded_dtensor,
+    write_fingerprint,
+)
 from lq_lightning.data_parallel.all_gather import WeightAllGather
 from lq_lightning.data_parallel.config import WeightQuantization
+from lq_lightning.data_parallel.layout import MessageLayout
 
-__all__ = ["ReplicaRead", "WeightDifferenceAllGather"]
+__all__ = ["Exchange", "ReplicaRead", "WeightDifferenceAllGather"]
 
 
 class ReplicaRead(enum.Enum):
     """What a gather has to do before the replica can be read."""
 
     READ = "read"
-    EXCHANGE = "exchange"
     RESTORE = "restore"
     FULL = "full"
+
+
+class Exchange(NamedTuple):
+    """An exchange on its way.
+
+    Attributes:
+        layout: Layout of the messages.
+        messages: ``[N, nbytes]`` uint8: of the ranks with this local rank, one for each node.
+        exact: This rank's main slot ``[n]``, if errors are measured.
+    """
+
+    layout: MessageLayout
+    messages: Tensor
+    exact: Tensor | None
 
 
 class WeightDifferenceAllGather(WeightAllGather):
     """All-gather of quantized weight differences (SDP4Bit §3.1, Algorithm 2).
 
-    Every rank keeps a replica of the weights it computes with. Once per optimizer step each rank
+    Every rank keeps a replica of the weights it computes with. After each optimizer step, each rank
     encodes the difference between its main shard and its slot of the replica; all ranks, the owner
-    included, add the decoded differences. Main weights stay exact, so the next difference contains
-    what this one lost. Further gathers of the step only read the replica.
+    included, add the decoded differences (:meth:`start_exchange`, :meth:`finish_exchange`). Main
+    weights stay exact, so the next difference contains what this one lost. The gathers that FSDP2
+    asks for in forward and backward only read the replica.
 
-    A full-precision gather replaces the exchange for the first gather, after
-    :meth:`invalidate`, and when the shards were written by anything but an optimizer step (seen by
-    storage address and version counters; a write through ``.data`` is not seen: call
-    :meth:`invalidate` after one).
+    A gather refreshes the replica in full precision the first time, after :meth:`invalidate`, and
+    when the shards were written by anything but an optimizer step (seen by storage address and
+    version counters; a write through ``.data`` is not seen: call :meth:`invalidate` after one).
     These decisions rest on what every rank does alike, as all FSDP2 collectives do.
 
     Deviations from the reference implementation: rounds to nearest by default; the difference is
-    formed and added in fp32 and rounded once to the replica's dtype.
+    formed and added in fp32 and rounded once to the replica's dtype; it is sent right after the
+    optimizer step and not when the next forward asks for it.
     """
 
     _skip_frozen = True
@@ -49,17 +68,22 @@ class WeightDifferenceAllGather(WeightAllGather):
     def __init__(self, config: WeightQuantization, **unit: Any) -> None:
         super().__init__(config, **unit)
         self._replica: Tensor | None = None  # full: [world * n]; node: [nodes * n]
-        self._own: Tensor | None = None  # [n], this rank's slot of the replica
+        self._own: Tensor | None = None  # [n], this rank's slot: a view of the replica
         self._restored: Tensor | None = None
         self._dirty = False
-        self._read_step = -1
-        self._read_print: tuple[tuple[int, int, int], ...] | None = None
-        self._step_print: tuple[tuple[int, int, int], ...] | None = None
+        self._fingerprint: tuple[tuple[int, int, int], ...] | None = None
+        self._written: torch.cuda.Event | None = None
 
     @property
     def shared_by_node(self) -> bool:
         """Whether the ranks of a node share one replica."""
         return self._config.replica == "node"
+
+    def holds_any(self, param_ids: set[int] | None) -> bool:
+        """Whether one of these parameters (``id``; None: any) is in the unit."""
+        if param_ids is None:
+            return True
+        return any(id(p.sharded_param) in param_ids for p in self._params())
 
     # --- state ------------------------------------------------------------------------------
 
@@ -67,19 +91,11 @@ class WeightDifferenceAllGather(WeightAllGather):
         """Make the next gather a full-precision one."""
         self._dirty = True
 
-    def note_optimizer_step(self) -> None:
-        """Remember the shards as the optimizer left them; any other write is an outside one."""
-        self._step_print = write_fingerprint(self._params())
-
-    @property
-    def pending(self) -> bool:
-        """Whether an optimizer step was taken since the last exchange."""
-        return self._read_step != self._context.step
-
     def replica_slots(self) -> dict[str, Any]:
         """This rank's slot of the replica as DTensors sharded like the parameters, by name."""
         if self._own is None or self._own.dtype == torch.uint8:
             return {}
+        self._wait_for_writes()
         slots, start = {}, 0
         for param, name in zip(self._params(), self.names, strict=True):
             flat = self._own[start : start + param.padded_shard_numel]
@@ -87,12 +103,11 @@ class WeightDifferenceAllGather(WeightAllGather):
             start += param.padded_shard_numel
         return slots
 
-    def restore(self, slots: dict[str, Tensor], pending: bool) -> None:
+    def restore(self, slots: dict[str, Tensor]) -> None:
         """Let the next gather start from saved replica slots instead of the main weights.
 
         Args:
             slots: This rank's valid local part of the replica by parameter name.
-            pending: Whether an exchange was still due when the slots were saved.
         """
         params = self._params()
         total = sum(p.padded_shard_numel for p in params)
@@ -106,56 +121,69 @@ class WeightDifferenceAllGather(WeightAllGather):
         self._restored = restored
         self._dirty = False
         self._replica = self._own = None
-        self._read_step = -1 if pending else self._context.step
-        self._step_print = write_fingerprint(params)
+        self._fingerprint = write_fingerprint(params)
 
     def checksum(self) -> Tensor | None:
         """Order-sensitive 64-bit checksum of the replica, ``[1]`` int64; None before a gather."""
         if self._replica is None:
             return None
+        self._wait_for_writes()
         return _checksum(self._replica)
 
-    # --- the collective ---------------------------------------------------------------------
+    def _wait_for_writes(self) -> None:
+        """Let the current stream wait until the last write to the replica is done."""
+        if self._written is not None:
+            torch.cuda.current_stream().wait_event(self._written)
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Return the persistent replica (``"full"``) or a transient buffer (``"node"``)."""
-        if self.shared_by_node or size[0] != self._expected_numel(dtype):
-            return torch.empty(*size, dtype=dtype, device=device)
-        if self._replica is None or self._replica.dtype != dtype:
-            with torch.inference_mode(False):
-                self._replica = torch.empty(*size, dtype=dtype, device=device)
-                self._own = None
-        return self._replica
+    def _note_write(self, replica: Tensor) -> None:
+        if replica.is_cuda:
+            self._written = torch.cuda.current_stream().record_event()
 
-    def _expected_numel(self, dtype: torch.dtype) -> int:
+    # --- the exchange after an optimizer step -----------------------------------------------
+
+    def start_exchange(self) -> Exchange | None:
+        """Encode how this rank's shard changed and send it to the other nodes.
+
+        Call on every rank after an optimizer step, then :meth:`finish_exchange`, possibly on
+        another CUDA stream. The parameters must not be written before the former is done.
+
+        Returns:
+            What :meth:`finish_exchange` needs; None if the next gather refreshes the replica anyway
+            (it is the first one, or the replica is invalid).
+        """
+        if self._restored is not None:
+            self._dirty = True
+        own = self._own
+        if own is None or self._dirty:
+            return None
         params = self._params()
-        world = self._context.topology.world_size
-        if dtype == torch.uint8:
-            return world * sum(p.padded_shard_numel * p.gather_dtype.itemsize for p in params)
-        return world * sum(p.padded_shard_numel for p in params)
+        self._fingerprint = write_fingerprint(params)
+        self._wait_for_writes()
+        layout = self._current_layout(own.dtype)
+        main = pack_shards(params, own)
+        messages = self._gather_between_nodes(self._encode(layout, main, reference=own))
+        measured = self._context.measure_errors and own.is_floating_point()
+        return Exchange(layout, messages, main if measured else None)
 
-    def _decide(self) -> ReplicaRead:
-        """What this gather has to do; every rank must come to the same answer."""
-        current = write_fingerprint(self._params())
-        if self._restored is not None and not self._dirty:
-            outside = current != self._step_print
-            self._read_print = current
-            return ReplicaRead.FULL if outside else ReplicaRead.RESTORE
-        if self._own is None or self._dirty:
-            decision = ReplicaRead.FULL
-        elif self.pending:
-            decision = ReplicaRead.EXCHANGE if current == self._step_print else ReplicaRead.FULL
-            if decision is ReplicaRead.FULL:
-                self._context.on_outside_write(self.name)
-        elif current != self._read_print:
-            decision = ReplicaRead.FULL
-            self._context.on_outside_write(self.name)
+    def finish_exchange(self, exchange: Exchange) -> None:
+        """Pass the messages on inside the node and add the differences to the replica."""
+        replica, own = self._replica, self._own
+        if replica is None or own is None:
+            raise AssertionError("start_exchange() found a replica, but there is none")
+        slots = replica.view(-1, own.numel())
+        messages = exchange.messages
+        if self.shared_by_node:
+            self._decode(exchange.layout, messages, slots, add=True)
         else:
-            decision = ReplicaRead.READ
-        self._read_print = current
-        return decision
+            every = self._gather_within_node(messages)
+            self._decode_by_node(exchange.layout, every, slots, add=True)
+        if exchange.exact is not None:
+            for run in exchange.layout.runs:
+                part = slice(run.start, run.start + run.numel)
+                self._context.weight_errors.add(own[part], exchange.exact[part])
+        self._note_write(replica)
+
+    # --- the collective ---------------------------------------------------------------------
 
     def __call__(
         self,
@@ -164,7 +192,11 @@ class WeightDifferenceAllGather(WeightAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """Fill ``output_tensor`` (``[world * n]``) with the replica, exchanging first if due."""
+        """Let ``output_tensor`` (``[world * n]``) hold the replica, refreshed first if needed.
+
+        With ``replica="full"`` the output is made to share the replica's memory. It must not be its
+        memory from the start: FSDP2 writes this rank's main slot into the output first.
+        """
         topology = self._context.topology
         expected = input_tensor.numel() * topology.world_size == self._expected_numel(
             input_tensor.dtype
@@ -173,93 +205,74 @@ class WeightDifferenceAllGather(WeightAllGather):
             all_gather_flat(output_tensor, input_tensor, group)
             return
         self._count_baseline(input_tensor)
-        decision = self._decide()
-        if self.shared_by_node:
-            self._gather_node(output_tensor, input_tensor, decision)
-        else:
-            self._gather_full(input_tensor, group, decision)
-        self._read_step = self._context.step
-
-    def _gather_full(self, slot: Tensor, group: dist.ProcessGroup, decision: ReplicaRead) -> None:
+        self._wait_for_writes()
+        decision = self._decide(input_tensor)
+        if decision is not ReplicaRead.READ:
+            self._refresh(input_tensor, decision, group)
         replica = self._replica
         if replica is None:
-            raise AssertionError("allocate() was not called before the all-gather")
-        slots = replica.view(group.size(), -1)
-        own = self._own
-        if decision is ReplicaRead.FULL or own is None:
-            due = decision is ReplicaRead.RESTORE and self.pending
-            main = slot.clone() if due else None
-            own = self._start_replica(slot, decision)
-            slot.copy_(own)
-            self._gather_exact(replica, slot, group)
-            if main is not None:
-                self._exchange(main, own, slot, slots, group)
-        elif decision is ReplicaRead.EXCHANGE:
-            self._exchange(slot, own, slot, slots, group)
+            raise AssertionError("a refreshed replica must exist")
+        if self.shared_by_node:
+            self._gather_node(output_tensor, replica)
         else:
-            slot.copy_(own)
+            output_tensor.set_(replica)  # type: ignore[call-overload]
 
-    def _exchange(
-        self, main: Tensor, own: Tensor, slot: Tensor, slots: Tensor, group: dist.ProcessGroup
-    ) -> None:
-        """Send ``main - own`` and add every rank's decoded difference to ``slots``.
+    def _expected_numel(self, dtype: torch.dtype) -> int:
+        params = self._params()
+        world = self._context.topology.world_size
+        if dtype == torch.uint8:
+            return world * sum(p.padded_shard_numel * p.gather_dtype.itemsize for p in params)
+        return world * sum(p.padded_shard_numel for p in params)
 
-        ``main`` may be ``slot`` itself: it is encoded before the slot is overwritten.
-        """
-        layout = self._current_layout(main.dtype)
-        message = self._encode(layout, main, reference=own)
-        measured = self._context.measure_errors and main.is_floating_point()
-        exact = main.clone() if measured else None
-        if slot is not own:
-            slot.copy_(own)
-        self._gather_and_decode(layout, message, slots, group, add=True)
-        if slot is not own:
-            own.copy_(slot)
-        if exact is not None:
-            for run in layout.runs:
-                stop = run.start + run.numel
-                self._context.weight_errors.add(own[run.start : stop], exact[run.start : stop])
+    def _decide(self, slot: Tensor) -> ReplicaRead:
+        """What this gather has to do; every rank must come to the same answer."""
+        fingerprint = write_fingerprint(self._params())
+        outside = fingerprint != self._fingerprint
+        self._fingerprint = fingerprint
+        if self._restored is not None and not self._dirty:
+            return ReplicaRead.FULL if outside else ReplicaRead.RESTORE
+        if self._own is None or self._dirty or self._own.dtype != slot.dtype:
+            return ReplicaRead.FULL
+        if outside:
+            self._context.on_outside_write(self.name)
+            return ReplicaRead.FULL
+        return ReplicaRead.READ
 
-    def _start_replica(self, slot: Tensor, decision: ReplicaRead) -> Tensor:
-        """Set this rank's slot from the main weights, or from restored values."""
-        if self._own is None or self._own.shape != slot.shape:
+    def _refresh(self, slot: Tensor, decision: ReplicaRead, group: dist.ProcessGroup) -> None:
+        """Gather the main weights, or restored ones, into the replica in full precision."""
+        topology = self._context.topology
+        index, group = (
+            (topology.node, self._context.inter_group)
+            if self.shared_by_node
+            else (topology.rank, group)
+        )
+        replica, own = self._replica, self._own
+        if replica is None or own is None or own.dtype != slot.dtype:
             with torch.inference_mode(False):
-                self._own = torch.empty_like(slot)
+                replica = slot.new_empty(group.size() * slot.numel())
+                own = replica.view(group.size(), -1)[index]
+            self._replica, self._own = replica, own
         if decision is ReplicaRead.RESTORE and self._restored is not None:
-            self._own.copy_(self._restored)
+            own.copy_(self._restored)
         else:
-            self._own.copy_(slot)
+            own.copy_(slot)
+            if slot.is_cuda:  # FSDP2 allocated it on another stream
+                slot.record_stream(torch.cuda.current_stream())
         self._restored = None
         self._dirty = False
-        return self._own
-
-    def _gather_exact(self, output: Tensor, slot: Tensor, group: dist.ProcessGroup) -> None:
-        """Gather slots in full precision; ``slot`` may be a view of ``output``."""
-        all_gather_flat(output, slot, group)
+        all_gather_flat(replica, own, group)
         self._context.traffic.full_precision_gathers += 1
-        self._count_sent(slot.numel() * slot.itemsize, group)
+        self._count_sent(own.numel() * own.itemsize, group)
+        self._note_write(replica)
 
-    def _gather_node(self, output: Tensor, slot: Tensor, decision: ReplicaRead) -> None:
+    def _gather_node(self, output: Tensor, replica: Tensor) -> None:
+        """Gather the node's slots of the replica to ``[nodes * node_size * n]``."""
         topology, context = self._context.topology, self._context
-        if self._replica is None or self._own is None:
-            with torch.inference_mode(False):
-                self._replica = slot.new_empty(topology.num_nodes * slot.numel())
-                self._own = self._replica.view(topology.num_nodes, -1)[topology.node]
-            if decision is not ReplicaRead.RESTORE:
-                decision = ReplicaRead.FULL
-        slots = self._replica.view(topology.num_nodes, -1)
-        if decision in (ReplicaRead.FULL, ReplicaRead.RESTORE):
-            due = decision is ReplicaRead.RESTORE and self.pending
-            own = self._start_replica(slot, decision)
-            self._gather_exact(self._replica, own, context.inter_group)
-            if due:
-                self._exchange(slot, own, own, slots, context.inter_group)
-        elif decision is ReplicaRead.EXCHANGE:
-            self._exchange(slot, self._own, self._own, slots, context.inter_group)
+        slots = replica.view(topology.num_nodes, -1)
         nodes = output.view(topology.num_nodes, -1)
         for node in range(topology.num_nodes):
             all_gather_flat(nodes[node], slots[node], context.intra_group)
-        self._count_sent(self._replica.numel() * slot.itemsize, context.intra_group)
+        self._count_sent(replica.numel() * replica.itemsize, context.intra_group)
 
 
 def _checksum(values: Tensor, chunk: int = 1 << 16) -> Tensor:

@@ -22,11 +22,17 @@ from lq_lightning.strategies.fully_sharded import (
     FullyShardedStrategy,
     ShardedModule,
 )
+from lq_lightning.strategies.topology import (
+    WeightOption,
+    choose_quantization,
+    nvlink_inside_nodes,
+)
 
 __all__ = ["QuantizedFSDPStrategy"]
 
-WeightName = Literal["qWD", "qW", "none"]
-GradientName = Literal["TLq-HS", "TLq", "ULq", "none"]
+WeightName = Literal["auto", "qWD", "qW", "none"]
+GradientName = Literal["auto", "TLq-HS", "TLq", "ULq", "none"]
+ReplicaName = Literal["auto", "full", "node"]
 
 
 def _check_name(option: str, value: object, allowed: tuple[object, ...], config: type) -> None:
@@ -38,21 +44,27 @@ def _check_name(option: str, value: object, allowed: tuple[object, ...], config:
         )
 
 
-def _weight_config(
-    weights: WeightName | WeightQuantization, replica: Literal["full", "node"]
-) -> WeightQuantization | None:
+def _weight_option(
+    weights: WeightName | WeightQuantization, replica: ReplicaName
+) -> WeightOption | WeightQuantization | None:
     if isinstance(weights, WeightQuantization):
         return weights
     _check_name("weights", weights, get_args(WeightName), WeightQuantization)
     if weights == "none":
         return None
-    return WeightQuantization(method=weights, replica=replica)
+    if "auto" in (weights, replica):
+        return WeightOption(weights, replica)
+    return WeightQuantization(method=weights, replica=replica)  # type: ignore[arg-type]
 
 
-def _gradient_config(gradients: GradientName | GradientQuantization) -> GradientQuantization | None:
+def _gradient_option(
+    gradients: GradientName | GradientQuantization,
+) -> Literal["auto"] | GradientQuantization | None:
     if isinstance(gradients, GradientQuantization):
         return gradients
     _check_name("gradients", gradients, get_args(GradientName), GradientQuantization)
+    if gradients == "auto":
+        return "auto"
     return None if gradients == "none" else GradientQuantization(method=gradients)
 
 
@@ -65,15 +77,19 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
     Args:
         weights: How weights are gathered: ``"qWD"`` sends 4-bit differences to what every rank
             already holds, once per optimizer step; ``"qW"`` sends 4-bit weights at every gather
-            (loses accuracy, for comparison); ``"none"`` is FSDP2's own gather. Or a full
-            ``WeightQuantization``.
+            (loses accuracy, for comparison); ``"none"`` is FSDP2's own gather. ``"auto"`` is
+            ``"none"`` on one node whose GPUs are all linked by NVLink, ``"qWD"`` anywhere else. Or
+            a full ``WeightQuantization``.
         gradients: How gradients are reduced: ``"TLq-HS"`` in 8 bits within a node and 4 bits
             between nodes after a Hadamard transform; ``"TLq"`` without the transform; ``"ULq"`` 4
-            bits everywhere; ``"none"`` is FSDP2's own reduction. Or a full
+            bits everywhere; ``"none"`` is FSDP2's own reduction. ``"auto"`` is ``"none"`` on one
+            node whose GPUs are all linked by NVLink, ``"TLq-HS"`` anywhere else. Or a full
             ``GradientQuantization``.
         replica: Where ``weights="qWD"`` keeps the weights that differences refer to: ``"full"`` on
             every rank (2 bytes per parameter, no other weight traffic) or ``"node"`` shared by the
-            ranks of a node.
+            ranks of a node (2/node_size bytes, gathered inside the node when used). ``"auto"`` is
+            ``"node"`` on several nodes with NVLink inside, else ``"full"``. A
+            ``WeightQuantization`` brings its own.
         node_size: Ranks per node; ``None`` takes it from Lightning. A smaller number emulates
             nodes.
         min_quantized_numel: Smaller tensors travel in full precision.
@@ -105,9 +121,9 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
 
     def __init__(
         self,
-        weights: Literal["qWD", "qW", "none"] | WeightQuantization = "qWD",
-        gradients: Literal["TLq-HS", "TLq", "ULq", "none"] | GradientQuantization = "TLq-HS",
-        replica: Literal["full", "node"] = "full",
+        weights: Literal["auto", "qWD", "qW", "none"] | WeightQuantization = "auto",
+        gradients: Literal["auto", "TLq-HS", "TLq", "ULq", "none"] | GradientQuantization = "auto",
+        replica: Literal["auto", "full", "node"] = "auto",
         node_size: int | None = None,
         min_quantized_numel: int = 4096,
         units: list[str] | Callable[[nn.Module], bool] | None = None,
@@ -133,7 +149,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        _check_name("replica", replica, ("full", "node"), WeightQuantization)
+        _check_name("replica", replica, get_args(ReplicaName), WeightQuantization)
         if on_drift not in ("resync", "raise"):
             raise ValueError(f"`on_drift={on_drift!r}` is not supported: 'resync' or 'raise'.")
         for name, value, least in (
@@ -143,8 +159,8 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         ):
             if value < least:
                 raise ValueError(f"`{name}={value}` is not valid: give {least} or more.")
-        self._weights = _weight_config(weights, replica)
-        self._gradients = _gradient_config(gradients)
+        self._weights = _weight_option(weights, replica)
+        self._gradients = _gradient_option(gradients)
         self._node_size = node_size
         self._min_quantized_numel = min_quantized_numel
         self._check_every = check_replicas_every_n_steps
@@ -187,11 +203,24 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         """Install the quantized collectives."""
         if self.world_size == 1 or (self._weights is None and self._gradients is None):
             return None
+        topology = self.topology()
+        nvlink = nvlink_inside_nodes(self.root_device, topology.node_size)
+        weights, gradients, reason = choose_quantization(
+            self._weights, self._gradients, topology, nvlink
+        )
+        if reason:
+            rank_zero_info(f"{type(self).__name__} {reason}")
+        if weights is None and gradients is None:
+            rank_zero_info(
+                "Nothing is quantized: the link between these ranks is no bottleneck. Give "
+                '`weights="qWD"` and `gradients="TLq-HS"` to quantize all the same.'
+            )
+            return None
         communication = quantize_communication(
             module,
-            weights=self._weights,
-            gradients=self._gradients,
-            topology=self.topology(),
+            weights=weights,
+            gradients=gradients,
+            topology=topology,
             min_quantized_numel=self._min_quantized_numel,
             seed=self._seed,
         )

@@ -133,13 +133,13 @@ def _weights_follow(rank: int, world: int, replica: str, node_size: int) -> None
     assert max(abs(a - b) for a, b in zip(losses, plain, strict=True)) < 0.02
     assert plain[-1] < plain[0] - 0.3, "the model does not learn, so the test shows nothing"
 
-    # forward and backward of a step read the same weights, without another exchange
+    # the exchange follows the optimizer step; forward and backward only read
     before = communication.traffic()
     first, second = replicas(model), replicas(model)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert same_on_all_ranks(first)
     counted = communication.traffic().since(before)
-    assert counted.exchanges == 3, "one exchange per unit and step"
+    assert counted.exchanges == 0, "one exchange per unit and step"
     assert counted.full_precision_gathers == 0
     assert communication.traffic().exchanges == 3 * 8
     assert communication.traffic().full_precision_gathers == 3
@@ -187,14 +187,14 @@ def _residual_is_fed_back(rank: int, world: int) -> None:
     train(model, optimizer, 1)
     gaps = []
     for _ in range(40):
-        values = _by_name(model)  # exchanges the difference of the last step
+        values = _by_name(model)
         gaps.append(
             max(
                 (p.full_tensor() - v).abs().max().item()
                 for p, v in zip(model.parameters(), values, strict=True)
             )
         )
-        communication.note_optimizer_step()  # the weights stay as they are
+        communication.note_optimizer_step()  # exchanges; the main weights stay as they are
     assert gaps[0] > 1e-4
     assert gaps[-1] < gaps[0] / 100, gaps
 
@@ -287,6 +287,83 @@ def _plain_weight_quantization(rank: int, world: int) -> None:
 
 def test_qw_computes_with_decoded_weights() -> None:
     run_ranks(_plain_weight_quantization, 2)
+
+
+def _replica_is_the_only_copy(rank: int, world: int) -> None:
+    model, optimizer, communication = build(weights=QWD, policy=BF16)
+    train(model, optimizer, 2)
+    for gather in communication._difference_gathers():
+        replica = gather._replica
+        params = gather._params()
+        numel = world * sum(p.padded_shard_numel for p in params)
+        assert replica.untyped_storage().nbytes() == 2 * numel
+        held = [v for v in vars(gather).values() if isinstance(v, Tensor)]
+        assert {v.untyped_storage().data_ptr() for v in held} == {
+            replica.untyped_storage().data_ptr()
+        }
+        before = replica.clone()
+        replicas(model)  # FSDP2 writes main weights into the output of each gather
+        assert torch.equal(replica, before)
+
+
+def test_full_replica_takes_two_bytes_per_parameter() -> None:
+    run_ranks(_replica_is_the_only_copy, 2)
+
+
+def _optimizers_exchange_their_own_units(rank: int, world: int) -> None:
+    model, optimizer, communication = build(weights=QWD, node_size=1)
+    first = torch.optim.AdamW(model.blocks[0].parameters(), lr=1e-2)
+    rest = [*model.embed.parameters(), *model.blocks[1].parameters(), *model.head.parameters()]
+    second = torch.optim.SGD([*rest, model.tiny], lr=1e-2)
+    communication.register_optimizer(first)
+    communication.register_optimizer(second)
+    communication.register_optimizer(second)  # twice is once
+    model(tokens(0)).backward()
+    first.step()
+    assert communication.traffic().exchanges == 1
+    assert communication.step == 1
+    second.step()
+    assert communication.traffic().exchanges == 3
+    model.zero_grad()
+    before = communication.traffic()
+    assert same_on_all_ranks(replicas(model))
+    counted = communication.traffic().since(before)
+    assert counted.exchanges == counted.full_precision_gathers == 0
+    assert communication.outside_writes == {}
+    for p, v in zip(model.parameters(), _by_name(model), strict=True):
+        assert (p.full_tensor() - v).abs().max() < 1e-2, "an update did not arrive"
+
+
+def test_each_optimizer_exchanges_the_units_it_updates() -> None:
+    run_ranks(_optimizers_exchange_their_own_units, 2)
+
+
+class WideBlock(Block):
+    """Large enough that kernels on different streams overlap on a GPU."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__(width)
+        self.wide = nn.Linear(width, 200_000, bias=False)
+        nn.init.normal_(self.wide.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.wide(x[:, :2]).relu()
+        return super().forward(x) + (hidden @ self.wide.weight).mean() * 1e-3
+
+
+def _streams_change_nothing(rank: int, world: int, replica: str) -> None:
+    config = WeightQuantization(replica=replica)  # type: ignore[arg-type]
+    losses, weights = [], []
+    for device_type in ("cpu", "cuda"):  # a CPU's schedule stays on the current stream
+        model, optimizer, communication = build(
+            weights=config, gradients=TLQ_HS, policy=BF16, node_size=2, block=WideBlock
+        )
+        communication._exchanges._device = torch.device(device_type)
+        losses.append(train(model, optimizer, 12))
+        weights.append(replicas(model))
+        assert communication.check_replicas(on_drift="raise") == []
+    assert losses[0] == losses[1]
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
 # --- gradients ----------------------------------------------------------------------------------
@@ -741,6 +818,8 @@ def test_checksum_sees_one_changed_element(dtype: torch.dtype, numel: int) -> No
         (_trains, (["fp32", "bf16", "tied", "lora", "checkpointing", "compiled"], 1)),
         (_unused, ()),
         (_accumulates, ()),
+        (_replica_is_the_only_copy, ()),
+        (_optimizers_exchange_their_own_units, ()),
         (_resumes, ("full",)),
         (_resumes, ("node",)),
         (_off, ()),
@@ -755,6 +834,8 @@ def test_on_two_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
     ("fn", "args"),
     [
         (_replica_modes_agree, ()),
+        (_streams_change_nothing, ("full",)),
+        (_streams_change_nothing, ("node",)),
         (_gradient_error, (4, "TLq-HS", 0.02)),
         (_gradient_error, (2, "TLq-HS", 0.25)),
         (_gradient_error, (1, "TLq-HS", 0.25)),

@@ -19,6 +19,7 @@ from lq_lightning import (
     QuantizedFSDPStrategy,
     WeightQuantization,
 )
+from lq_lightning.strategies.topology import WeightOption
 
 CLASS = "lq_lightning.QuantizedFSDPStrategy"
 
@@ -64,7 +65,7 @@ def test_by_class_path_and_options() -> None:
         ]
     )
     assert strategy.settings()["gradients"] == GradientQuantization(method="TLq")
-    assert strategy.settings()["weights"] == WeightQuantization()
+    assert strategy.settings()["weights"] == WeightOption("auto", "auto")
     assert strategy.settings()["precision"] == "bf16-mixed"
     assert _strategy(["--trainer.strategy=quantized_fsdp"]).settings()["node_size"] == 2
 

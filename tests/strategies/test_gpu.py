@@ -14,6 +14,7 @@ from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
 from torch.distributed.fsdp import FSDPModule
 
 from lq_lightning import QuantizedFSDPStrategy
+from lq_lightning._compat import all_linked_by_nvlink
 from lq_lightning.callbacks import QuantizationMonitor
 
 run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=200.0)
@@ -67,8 +68,9 @@ def _off_and_compiled(rank: int, world: int, root: str) -> None:
     plain = {"weights": "none", "gradients": "none"}
     once = _fit(root, world, plain)[1]
     assert _fit(root, world, plain)[1] == once
-    compiled = _fit(root, world, {"compile_units": True})[1]
-    eager = _fit(root, world, {})[1]
+    quantized = {"weights": "qWD", "gradients": "TLq-HS"}
+    compiled = _fit(root, world, {**quantized, "compile_units": True})[1]
+    eager = _fit(root, world, quantized)[1]
     assert max(abs(a - b) for a, b in zip(compiled, eager, strict=True)) < 0.05
     assert dist.get_backend() == "nccl"
 
@@ -76,6 +78,18 @@ def _off_and_compiled(rank: int, world: int, root: str) -> None:
 @pytest.mark.gpu(2)
 def test_compiled_units_on_two_gpus(tmp_path: Path) -> None:
     run_trainer(_off_and_compiled, 2, str(tmp_path))
+
+
+def _one_node(rank: int, world: int, root: str) -> None:
+    run, losses = _fit(root, world, {})
+    assert all_linked_by_nvlink(world), "this machine's GPUs are not linked by NVLink"
+    assert run.strategy.communication is None
+    assert losses == _fit(root, world, {"weights": "none", "gradients": "none"})[1]
+
+
+@pytest.mark.gpu(4)
+def test_nothing_is_quantized_by_default_inside_one_nvlink_node(tmp_path: Path) -> None:
+    run_trainer(_one_node, 4, str(tmp_path))
 
 
 @pytest.mark.gpu(1)

@@ -130,9 +130,9 @@ def test_scalar_and_lazy_parameters_are_named() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": "qwd"}, r"weights='qwd'.*'qWD', 'qW', 'none'"),
-        ({"gradients": "TLQ"}, r"gradients='TLQ'.*'TLq-HS', 'TLq', 'ULq', 'none'"),
-        ({"replica": "rank"}, r"replica='rank'.*'full', 'node'"),
+        ({"weights": "qwd"}, r"weights='qwd'.*'auto', 'qWD', 'qW', 'none'"),
+        ({"gradients": "TLQ"}, r"gradients='TLQ'.*'auto', 'TLq-HS', 'TLq', 'ULq', 'none'"),
+        ({"replica": "rank"}, r"replica='rank'.*'auto', 'full', 'node'"),
         ({"on_drift": "ignore"}, r"on_drift='ignore'.*'resync' or 'raise'"),
         ({"node_size": 0}, r"node_size=0.*1 or more"),
         ({"min_quantized_numel": 0}, r"min_quantized_numel=0.*1 or more"),
