@@ -33,8 +33,11 @@ __all__ = [
     "GroupParam",
     "GroupParams",
     "ReduceScatter",
+    "Reduced",
+    "after_backward",
     "all_gather_flat",
     "all_linked_by_nvlink",
+    "backward_id",
     "begin_root_forward",
     "call_hooks",
     "convert_floating",
@@ -181,8 +184,22 @@ def pack_shards(params: list[GroupParam], like: Tensor) -> Tensor:
     return slot
 
 
-def record_reduced_params(group: Any, record: Callable[[list[Any]], None]) -> Callable[[], None]:
-    """Call ``record(fsdp_params)`` with the parameters that the next reduce-scatter packs.
+class Reduced(NamedTuple):
+    """What the next reduce-scatter of a parameter group packs, and for whom.
+
+    Attributes:
+        fsdp_params: The parameters with a gradient, in the order of the slot.
+        read_in_backward: Whether something other than the optimizer reads the result, while
+            backward still runs: accumulation onto earlier gradients, a cast, a copy to the CPU, or
+            a hook.
+    """
+
+    fsdp_params: list[Any]
+    read_in_backward: bool
+
+
+def record_reduced_params(group: Any, record: Callable[[Reduced], None]) -> Callable[[], None]:
+    """Call ``record`` with what the next reduce-scatter of the group packs.
 
     FSDP2 packs only parameters that received a gradient and drops the gradients before it calls a
     custom reduce-scatter, so the layout has to be read just before its post-backward.
@@ -198,7 +215,9 @@ def record_reduced_params(group: Any, record: Callable[[list[Any]], None]) -> Ca
             # torch >= 2.15 packs parameters grouped by gradient dtype
             order = getattr(group, "_reduce_scatter_param_indices", range(len(group.fsdp_params)))
             params = [group.fsdp_params[index] for index in order]
-            record([p for p in params if _will_be_reduced(p, unused_too)])
+            packed = [p for p in params if _will_be_reduced(p, unused_too)]
+            read = group._all_reduce_hook is not None or any(map(_is_read_in_backward, packed))
+            record(Reduced(packed, read))
         original(*unused)
 
     def remove() -> None:
@@ -207,6 +226,28 @@ def record_reduced_params(group: Any, record: Callable[[list[Any]], None]) -> Ca
 
     group.post_backward = post_backward
     return remove
+
+
+def _is_read_in_backward(fsdp_param: Any) -> bool:
+    sharded = fsdp_param.sharded_param
+    reduce_dtype = fsdp_param.mp_policy.reduce_dtype or fsdp_param.param_dtype or sharded.dtype
+    return bool(
+        sharded.grad is not None
+        or fsdp_param.offload_to_cpu
+        or reduce_dtype != sharded.dtype
+        or getattr(sharded, "_post_accumulate_grad_hooks", None)
+    )
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward that runs now ends, in its caller's thread."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def backward_id() -> int:
+    """Number of the backward that runs now in this thread; -1 if none does."""
+    number: int = torch._C._current_graph_task_id()
+    return number
 
 
 def _will_be_reduced(fsdp_param: Any, unused_too: bool) -> bool:

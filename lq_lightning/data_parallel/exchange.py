@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 
 import torch
 
+from lq_lightning.data_parallel.pipeline import SecondStage
 from lq_lightning.data_parallel.weight_difference import Exchange, WeightDifferenceAllGather
 
 __all__ = ["ExchangeSchedule"]
-
-# Units whose messages are held at the same time: one crosses the slow network while the other is
-# passed on inside the node and decoded.
-_IN_FLIGHT = 2
 
 
 class ExchangeSchedule:
@@ -31,8 +27,8 @@ class ExchangeSchedule:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._outer: torch.cuda.Stream | None = None
-        self._inner: torch.cuda.Stream | None = None
+        self._first: torch.cuda.Stream | None = None
+        self._second = SecondStage()
 
     def run(self, gathers: Iterable[WeightDifferenceAllGather]) -> None:
         """Exchange the differences of these units, in this order. Every rank must call this."""
@@ -42,35 +38,21 @@ class ExchangeSchedule:
                 if exchange is not None:
                     gather.finish_exchange(exchange)
             return
-        outer, inner = self._streams()
-        outer.wait_stream(torch.cuda.current_stream())
-        # Messages are made on one stream and read on the other: hold them until the first stream
-        # has waited for the second, then their memory can be used for later messages.
-        in_flight: deque[tuple[Exchange, torch.cuda.Event]] = deque()
-        for gather in gathers:
-            if len(in_flight) == _IN_FLIGHT:
-                outer.wait_event(in_flight[0][1])
-                in_flight.popleft()
-            with torch.cuda.stream(outer):
-                exchange = gather.start_exchange()
-            if exchange is None:
-                continue
-            inner.wait_stream(outer)
-            with torch.cuda.stream(inner):
-                gather.finish_exchange(exchange)
-            in_flight.append((exchange, inner.record_event()))
-        outer.wait_stream(inner)
+        if self._first is None:
+            self._first = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        self._first.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._first):
+            for gather in gathers:
+                self._run_one(gather)
+            self._second.join()
+
+    def _run_one(self, gather: WeightDifferenceAllGather) -> None:
+        self._second.make_room()
+        exchange: Exchange | None = gather.start_exchange()
+        if exchange is not None:
+            self._second.submit(exchange.messages, lambda: gather.finish_exchange(exchange))
 
     def join(self) -> None:
         """Let the current stream wait until all exchanges are done."""
-        if self._inner is not None and self._outer is not None:
-            current = torch.cuda.current_stream()
-            current.wait_stream(self._outer)
-            current.wait_stream(self._inner)
-
-    def _streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        if self._outer is None or self._inner is None:
-            # High priority, as FSDP2's own: small kernels must not queue behind a matrix product.
-            self._outer = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-            self._inner = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-        return self._outer, self._inner
+        if self._first is not None:
+            torch.cuda.current_stream().wait_stream(self._first)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat import ReduceScatter, reduce_scatter_flat
+from lq_lightning._compat import Reduced, ReduceScatter, backward_id, reduce_scatter_flat
 from lq_lightning.codecs import decode_reduce, decode_reduce_encode, derive_seed, encode
 from lq_lightning.data_parallel.config import GradientQuantization
 from lq_lightning.data_parallel.layout import MessageLayout, Segment, segment_runs
@@ -48,16 +48,18 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         super().__init__(**unit)
         self._config = config
         self._packed: tuple[int, ...] | None = None
+        self._read_in_backward = True
         self._layouts: dict[tuple[Any, ...], tuple[MessageLayout, MessageLayout]] = {}
         self._calls = 0
         self._calls_step = -1
 
     # --- layout -----------------------------------------------------------------------------
 
-    def record_packed(self, fsdp_params: list[Any]) -> None:
+    def record_packed(self, reduced: Reduced) -> None:
         """Remember which parameters the next call packs (those with a gradient), in its order."""
         index_of = {id(p.fsdp_param): i for i, p in enumerate(self._params())}
-        self._packed = tuple(index_of[id(p)] for p in fsdp_params)
+        self._packed = tuple(index_of[id(p)] for p in reduced.fsdp_params)
+        self._read_in_backward = reduced.read_in_backward
 
     def segments(self, packed: Sequence[int] | None = None, itemsize: int = 4) -> list[Segment]:
         """How the gradients of the given parameters (all trained ones by default) travel.
@@ -132,7 +134,8 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
             input_tensor: ``[world * n]`` in the reduction dtype.
             group: All ranks of the topology.
             op: Sum or average.
-            async_op: Not used: the result is complete on the current stream.
+            async_op: Not used. The result is complete on the current stream, or, if only the
+                optimizer reads it, on the stream that called backward when backward ends.
 
         Raises:
             NotImplementedError: ``op`` is neither a sum nor an average.
@@ -147,20 +150,36 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         self._start_call(output_tensor)
         intra, inter = self._layouts_for(output_tensor.numel(), input_tensor.dtype)
         exact = self._exact(output_tensor, input_tensor, group, scale)
+        deferred = (
+            input_tensor.is_cuda
+            and exact is None
+            and not self._read_in_backward
+            and op == dist.ReduceOp.AVG  # of a sum, FSDP2 divides the result itself
+            and backward_id() != -1
+        )
+        if deferred:
+            self._context.reductions.make_room()
         slots = input_tensor.view(topology.world_size, -1)
         if topology.node_size == 1:
             messages = self._encode(slots, inter, level=_SEED_INTER)
-            received = self._exchange(messages, self._context.inter_group)
-            self._finish(received, inter, output_tensor, scale)
         else:
             messages = self._encode_for_node(slots, intra)
-            received = self._exchange(messages, self._context.intra_group)
+            if topology.num_nodes > 1:
+                received = self._exchange(messages, self._context.intra_group)
+                messages = self._reduce_and_encode(received, intra, inter)
+
+        def last_level() -> None:
             if topology.num_nodes == 1:
+                received = self._exchange(messages, self._context.intra_group)
                 self._finish(received[:, 0], intra, output_tensor, scale)
             else:
-                messages = self._reduce_and_encode(received, intra, inter)
                 received = self._exchange(messages, self._context.inter_group)
                 self._finish(received, inter, output_tensor, scale)
+
+        if deferred:
+            self._context.reductions.submit(messages, last_level)
+        else:
+            last_level()
         if exact is not None:
             self._context.gradient_errors.add(output_tensor, exact)
 

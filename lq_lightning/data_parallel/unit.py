@@ -7,20 +7,51 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from lq_lightning._compat import GroupParam
+from lq_lightning._compat import GroupParam, after_backward, backward_id
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel.config import Topology
 from lq_lightning.data_parallel.layout import Segment, segment_runs
+from lq_lightning.data_parallel.pipeline import SecondStage
 from lq_lightning.data_parallel.traffic import ErrorSums, Traffic
 
 __all__ = [
+    "DeferredReductions",
     "UnitCollective",
     "UnitContext",
     "full_precision_reason",
     "keep_small_runs_exact",
     "weight_segments",
 ]
+
+
+class DeferredReductions:
+    """Runs the last level of gradient reductions beside the rest of backward.
+
+    The network is the slowest part of a reduction, and only the optimizer needs its result. On a
+    stream of its own it overlaps with the first level of the units that follow, and FSDP2 need not
+    hold up backward for it. The stream that calls backward waits for it in the end.
+    """
+
+    def __init__(self) -> None:
+        self._stage = SecondStage()
+        self._joined_after = -1
+
+    def make_room(self) -> None:
+        """Let the current stream wait until another reduction may be deferred."""
+        self._stage.make_room()
+
+    def submit(self, messages: Tensor, work: Callable[[], None]) -> None:
+        """Run ``work``, which reads ``messages``, on the stream of this object."""
+        if self._joined_after != backward_id():
+            self._joined_after = backward_id()
+            after_backward(self._join)
+        self._stage.submit(messages, work)
+
+    def _join(self) -> None:
+        self._joined_after = -1
+        self._stage.join()
 
 
 @dataclass(slots=True)
@@ -37,6 +68,7 @@ class UnitContext:
         measure_errors: Whether to sum up quantization errors (costs extra passes).
         weight_errors: Sums of the weights' relative error.
         gradient_errors: Sums of the gradients' relative error.
+        reductions: Where the slowest level of gradient reductions runs on CUDA.
         on_outside_write: Called with the unit's name when its weights were written by something
             other than an optimizer step.
     """
@@ -50,6 +82,7 @@ class UnitContext:
     measure_errors: bool = False
     weight_errors: ErrorSums = field(default_factory=ErrorSums)
     gradient_errors: ErrorSums = field(default_factory=ErrorSums)
+    reductions: DeferredReductions = field(default_factory=DeferredReductions)
     on_outside_write: Callable[[str], None] = lambda name: None
 
 

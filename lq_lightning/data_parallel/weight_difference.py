@@ -178,6 +178,8 @@ class WeightDifferenceAllGather(WeightAllGather):
             every = self._gather_within_node(messages)
             self._decode_by_node(exchange.layout, every, slots, add=True)
         if exchange.exact is not None:
+            if exchange.exact.is_cuda:
+                exchange.exact.record_stream(torch.cuda.current_stream())
             for run in exchange.layout.runs:
                 part = slice(run.start, run.start + run.numel)
                 self._context.weight_errors.add(own[part], exchange.exact[part])

@@ -16,12 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lq_lightning._compat import Reduced
 from lq_lightning.data_parallel import (
     GradientQuantization,
     QuantizedCommunication,
     Topology,
     WeightQuantization,
     quantize_communication,
+    reduce_scatter,
 )
 from lq_lightning.data_parallel.weight_difference import _checksum
 
@@ -352,15 +354,20 @@ class WideBlock(Block):
 
 
 def _streams_change_nothing(rank: int, world: int, replica: str) -> None:
+    """Everything in order on FSDP2's streams must give the same bits as the overlapping run."""
     config = WeightQuantization(replica=replica)  # type: ignore[arg-type]
     losses, weights = [], []
-    for device_type in ("cpu", "cuda"):  # a CPU's schedule stays on the current stream
+    in_backward = reduce_scatter.backward_id
+    for overlap in (False, True):
         model, optimizer, communication = build(
             weights=config, gradients=TLQ_HS, policy=BF16, node_size=2, block=WideBlock
         )
-        communication._exchanges._device = torch.device(device_type)
+        communication._exchanges._device = torch.device("cuda" if overlap else "cpu")
+        reduce_scatter.backward_id = in_backward if overlap else lambda: -1
         losses.append(train(model, optimizer, 12))
         weights.append(replicas(model))
+        deferred = communication._context.reductions._stage._stream is not None
+        assert deferred == overlap
         assert communication.check_replicas(on_drift="raise") == []
     assert losses[0] == losses[1]
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
@@ -416,7 +423,7 @@ def _int8_bound(rank: int, world: int) -> None:
     numel = sum(p.padded_shard_numel for p in scatter._params())
     slots = torch.randn(world * numel, generator=torch.Generator().manual_seed(rank))
     slots = slots.to(device())
-    scatter.record_packed([p.fsdp_param for p in scatter._params()])
+    scatter.record_packed(Reduced([p.fsdp_param for p in scatter._params()], False))
     result = torch.empty(numel, device=device())
     scatter(result, slots, dist.group.WORLD, dist.ReduceOp.SUM)
     every = [torch.empty_like(slots) for _ in range(world)]
@@ -445,7 +452,7 @@ def _stochastic_is_unbiased(rank: int, world: int) -> None:
     numel = sum(p.padded_shard_numel for p in scatter._params())
     slots = torch.randn(world * numel, generator=torch.Generator().manual_seed(rank))
     slots = slots.to(device())
-    scatter.record_packed([p.fsdp_param for p in scatter._params()])
+    scatter.record_packed(Reduced([p.fsdp_param for p in scatter._params()], False))
     exact = torch.empty(numel, device=device())
     dist.reduce_scatter_tensor(exact, slots.clone())
     total, single, rounds = torch.zeros(numel, device=device()), 0.0, 200
