@@ -1,72 +1,52 @@
 """Time training steps of a GPT with plain FSDP2 and with quantized communication, in one run.
 
-Raw torch, no Lightning; every variant gets the same model, data and optimizer. Examples::
+Examples::
 
     torchrun --nproc-per-node 4 benchmarks/step_time.py --json step_time.json
     torchrun --nproc-per-node 2 benchmarks/step_time.py --tiny
-    benchmarks/nodes.sh -r 10gbit -n 2 -g 2 benchmarks/step_time.py --node-size 2
+    benchmarks/nodes.sh -n 2 -g 2 benchmarks/step_time.py --node-size 2 \\
+        --rates none,100gbit,25gbit,10gbit --budget 6 --trace traces --json step_time_{rate}.json
 
-The default model has 1.41e9 parameters. Parameters travel in bf16 and gradients in fp32, FSDP2's
+The default model has 1.42e9 parameters. Parameters travel in bf16 and gradients in fp32, FSDP2's
 usual mixed-precision policy; `fsdp2-bf16-reduce` also reduces in bf16.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
-import itertools
 import json
 import math
 import os
 import statistics
-import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from trace import load, read_step, summarize
+from typing import Any
 
+import network
 import torch
 import torch.distributed as dist
 from common import table, write_report
-from gpt import GPT, GPTConfig
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-from lq_lightning.data_parallel import (
-    GradientQuantization,
-    QuantizedCommunication,
-    Topology,
-    Traffic,
-    WeightQuantization,
-    quantize_communication,
+from gpt import GPT
+from job import (
+    VARIANTS,
+    Job,
+    Variant,
+    add_model_arguments,
+    model_config,
+    over_ranks,
+    process_group,
+    time_steps,
 )
+from torch import Tensor
+
+from lq_lightning.data_parallel import Traffic
 from lq_lightning.data_parallel.traffic import ring_bytes
 
-TINY = {"layers": 2, "hidden": 64, "heads": 2, "seq": 64, "vocab": 256}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Variant:
-    """What one timed configuration communicates, and how."""
-
-    weights: WeightQuantization | None = None
-    gradients: GradientQuantization | None = None
-    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    communicate: bool = True  # False: each rank trains its own unsharded copy
-
-
-VARIANTS = {
-    "fsdp2": Variant(),
-    "fsdp2-bf16-reduce": Variant(reduce_dtype="bfloat16"),
-    "quantized": Variant(weights=WeightQuantization(), gradients=GradientQuantization()),
-    "quantized-node": Variant(
-        weights=WeightQuantization(replica="node"), gradients=GradientQuantization()
-    ),
-    "weights-only": Variant(weights=WeightQuantization()),
-    "gradients-only": Variant(gradients=GradientQuantization()),
-    "no-communication": Variant(communicate=False),
-}
 DEFAULT_VARIANTS = [name for name in VARIANTS if name != "no-communication"]
 
 
@@ -78,6 +58,10 @@ class Result:
         step_ms: Median over steps of the slowest rank's time.
         step_ms_min: Fastest step.
         step_ms_max: Slowest step.
+        steps: Number of timed steps.
+        compute_ms: Time that the compute stream of rank 0 is busy in one profiled step; NaN without
+            ``--trace``.
+        exposed_ms: The rest of that profiled step: time waiting for communication or the host.
         tokens_per_s: Tokens of all ranks per second, at the median.
         peak_memory_gib: Largest allocated device memory of any rank (NaN on a CPU).
         sent_bytes: Bytes that one rank sends in one step, counted by the collectives (mean over
@@ -86,12 +70,16 @@ class Result:
         interface_bytes: Bytes that this node's interface really sent in one step, with protocol
             overhead, over all ranks of the node; NaN without `nodes.sh`.
         first_loss: Loss of the first step.
-        last_loss: Loss of the last step; a variant that trains differently shows here.
+        last_loss: Loss of the last timed step; a variant that trains differently shows here.
+        last_step: Number of steps taken until then. It differs between variants with ``--budget``.
     """
 
     step_ms: float
     step_ms_min: float
     step_ms_max: float
+    steps: int
+    compute_ms: float
+    exposed_ms: float
     tokens_per_s: float
     peak_memory_gib: float
     sent_bytes: float
@@ -99,6 +87,7 @@ class Result:
     interface_bytes: float
     first_loss: float
     last_loss: float
+    last_step: int
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -107,122 +96,74 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--variants", default=",".join(DEFAULT_VARIANTS), help=", ".join(VARIANTS))
-    parser.add_argument("--node-size", type=int, help="ranks per node (default: all on one node)")
-    for name, value in asdict(GPTConfig()).items():
-        parser.add_argument(f"--{name}", type=int, help=f"default {value}")
-    parser.add_argument("--micro-batch", type=int, help="sequences per rank and step (default 8)")
-    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can run")
+    add_model_arguments(parser)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each variant")
     parser.add_argument("--warmup", type=int, default=3, help="steps before timing starts")
-    parser.add_argument("--cpu", action="store_true", help="gloo on the CPU even if there are GPUs")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=math.inf,
+        help="seconds for the timed steps of one variant: fewer steps (but two) and no profile "
+        "where they take longer",
+    )
+    parser.add_argument(
+        "--rates",
+        help="network rates to measure each variant at, such as none,25gbit; needs nodes.sh",
+    )
+    parser.add_argument("--compile", action="store_true", help="torch.compile each block")
     parser.add_argument("--keep-gathered", action="store_true", help="no reshard after forward")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds for one collective")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--trace", type=Path, help="folder for a profile of two steps per variant")
+    parser.add_argument(
+        "--json", type=Path, help="write the results here; {rate} is replaced with --rates"
+    )
+    parser.add_argument(
+        "--trace", type=Path, help="profile each variant too, and put the traces into this folder"
+    )
     args = parser.parse_args()
     args.variants = args.variants.split(",")
     unknown = [name for name in args.variants if name not in VARIANTS]
     if unknown:
         parser.error(f"unknown variants {unknown}: choose among {', '.join(VARIANTS)}")
-    given = {name: getattr(args, name) for name in asdict(GPTConfig())}
-    given = {name: value for name, value in given.items() if value is not None}
-    args.config = GPTConfig(**((TINY if args.tiny else {}) | given))
+    args.rates = args.rates.split(",") if args.rates else [None]
+    if len(args.rates) > 1 and args.json and "{rate}" not in args.json.name:
+        parser.error(f"--json {args.json} is one file for {len(args.rates)} rates: put {{rate}} in")
+    args.config = model_config(args)
     args.micro_batch = args.micro_batch or (2 if args.tiny else 8)
     return args
 
 
-class Job:
-    """One variant on one rank: the sharded model, its optimizer and its data."""
-
-    def __init__(self, variant: Variant, args: argparse.Namespace, device: torch.device) -> None:
-        self.device = device
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        with torch.device("meta"):
-            self.model = GPT(args.config)
-        shards = world_size if variant.communicate else 1
-        mesh = init_device_mesh(
-            device.type, (world_size // shards, shards), mesh_dim_names=("i", "s")
-        )
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, variant.reduce_dtype)
-        )
-        options: dict[str, Any] = {"mesh": mesh["s"], "mp_policy": policy}
-        for block in self.model.blocks:
-            fully_shard(block, **options, reshard_after_forward=not args.keep_gathered)
-        fully_shard(self.model, **options)
-        self.model.to_empty(device=device)
-        self.model.reset_local_shards(seed=rank)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.topology = Topology(
-            world_size=world_size, rank=rank, node_size=args.node_size or world_size
-        )
-        self.communication: QuantizedCommunication | None = None
-        if variant.weights is not None or variant.gradients is not None:
-            self.communication = quantize_communication(
-                self.model,
-                weights=variant.weights,
-                gradients=variant.gradients,
-                topology=self.topology,
-            )
-            self.communication.register_optimizer(self.optimizer)
-        generator = torch.Generator().manual_seed(rank)
-        shape = (4, args.micro_batch, args.config.seq)
-        self.data = torch.randint(args.config.vocab, shape, generator=generator).to(device)
-        self.steps = 0
-
-    def step(self) -> Tensor:
-        """Train one step; return the loss, still on the device."""
-        loss: Tensor = self.model(self.data[self.steps % len(self.data)])
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.steps += 1
-        return loss.detach()
-
-
-def time_steps(job: Job, count: int) -> tuple[list[float], list[Tensor]]:
-    """Take ``count`` steps; return the seconds of each on this rank, and the losses.
-
-    On CUDA the times lie between events on the stream, so the host runs ahead as in training.
-    """
-    losses: list[Tensor] = []
-    if job.device.type == "cuda":
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        torch.cuda.synchronize()
-        marks[0].record()
-        for mark in marks[1:]:
-            losses.append(job.step())
-            mark.record()
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)], losses
-    times = [time.perf_counter()]
-    for _ in range(count):
-        losses.append(job.step())
-        times.append(time.perf_counter())
-    return [b - a for a, b in itertools.pairwise(times)], losses
-
-
-def profile_steps(job: Job, path: Path) -> None:
-    """Profile two steps on every rank and write rank 0's as a Chrome trace.
+def profile_steps(job: Job, path: Path) -> tuple[float, float]:
+    """Profile two steps on rank 0 and write them as a Chrome trace.
 
     Each step is marked by a `step` range, so that ``benchmarks/trace.py`` can find it.
+
+    Returns:
+        Milliseconds that rank 0 computed in the second step, and those that it waited; NaN on other
+        ranks and on a CPU.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
-    if job.device.type == "cuda":
+    cuda = job.device.type == "cuda"
+    if cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
+    lead = dist.get_rank() == 0
+    profile = torch.profiler.profile(activities=activities) if lead else nullcontext()
+    with profile:
         for _ in range(2):
             with torch.profiler.record_function("step"):
                 job.step()
-        if job.device.type == "cuda":
+        if cuda:
             torch.cuda.synchronize()
-    if dist.get_rank() == 0:
+    times = (math.nan, math.nan)
+    if isinstance(profile, torch.profiler.profile):
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(path))
+        if cuda:
+            summary = summarize(read_step(load(path), job.topology.node_size))
+            times = (summary["compute_ms"], summary["exposed_ms"])
     dist.barrier()
+    return times
 
 
-def plain_bytes(job: Job, variant: Variant, args: argparse.Namespace) -> tuple[float, float]:
+def plain_bytes(job: Job, variant: Variant) -> tuple[float, float]:
     """Bytes that one rank sends per step in FSDP2's own collectives, within and between nodes.
 
     A block is gathered in forward and in backward, the root's own parameters once; a ring sends
@@ -230,7 +171,7 @@ def plain_bytes(job: Job, variant: Variant, args: argparse.Namespace) -> tuple[f
     """
     if not variant.communicate:
         return 0.0, 0.0
-    gathers = 1 if args.keep_gathered else 2
+    gathers = 1 if variant.keep_gathered else 2
     in_blocks = sum(p.numel() for p in job.model.blocks.parameters())
     in_root = sum(p.numel() for p in job.model.parameters()) - in_blocks
     nbytes = 0
@@ -241,53 +182,72 @@ def plain_bytes(job: Job, variant: Variant, args: argparse.Namespace) -> tuple[f
     return ring_bytes(nbytes // dist.get_world_size(), job.topology)
 
 
-def interface_bytes() -> float:
-    """Bytes that this node's emulated interface has sent so far; NaN outside `nodes.sh`."""
-    name = os.environ.get("LQ_NODE_INTERFACE")
-    path = Path(f"/sys/class/net/{name}/statistics/tx_bytes")
-    return float(path.read_text()) if name and path.exists() else float("nan")
-
-
-def over_ranks(values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
-    """Reduce each of the values over all ranks."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op)
-    return [float(value) for value in tensor]
-
-
-def measure(name: str, args: argparse.Namespace, device: torch.device) -> Result:
-    """Build the variant, warm it up, time it and take it down again."""
-    variant = VARIANTS[name]
+def measure(
+    name: str, args: argparse.Namespace, device: torch.device
+) -> Iterator[tuple[str | None, Result]]:
+    """Build the variant, warm it up, and yield each rate with what was measured at it."""
+    variant = dataclasses.replace(VARIANTS[name], keep_gathered=args.keep_gathered)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    job = Job(variant, args, device)
-    _, first = time_steps(job, args.warmup)
+    if args.rates[0] is not None:
+        network.set_rate(args.rates[0])
+    job = Job(
+        variant,
+        args.config,
+        micro_batch=args.micro_batch,
+        node_size=args.node_size or dist.get_world_size(),
+        device=device,
+        compile_blocks=args.compile,
+    )
+    settle, losses = time_steps(job, args.warmup)
+    for index, rate in enumerate(args.rates):
+        if index > 0:
+            network.set_rate(rate)
+            settle, _ = time_steps(job, 1)
+        (step_s,) = over_ranks(settle[-1:] or [0.0], dist.ReduceOp.MAX)
+        count = args.steps
+        if step_s * count > args.budget:
+            count = max(2, int(args.budget / step_s))
+        trace = None
+        if args.trace and 2 * step_s <= args.budget:
+            label = "" if rate is None else f"_{network.file_label(rate)}"
+            trace = args.trace / f"{name}{label}.json.gz"
+        yield rate, measure_steps(job, variant, count, losses[:1], trace)
+
+
+def measure_steps(
+    job: Job, variant: Variant, count: int, first: list[Tensor], trace: Path | None
+) -> Result:
+    """Time ``count`` steps of a warm job, and then profile two if there is a file for them."""
     before = job.communication.traffic() if job.communication else Traffic()
     dist.barrier()
-    sent_before = interface_bytes()
-    times, losses = time_steps(job, args.steps)
+    sent_before = network.sent_bytes()
+    times, losses = time_steps(job, count)
     dist.barrier()
-    on_interface = (interface_bytes() - sent_before) / args.steps
+    on_interface = (network.sent_bytes() - sent_before) / count
     after = job.communication.traffic() if job.communication else Traffic()
+    last_step = job.steps
     traffic = after.since(before)
-    intra, inter = plain_bytes(job, variant, args)
-    intra += (traffic.weights_intra + traffic.gradients_intra) / args.steps
-    inter += (traffic.weights_inter + traffic.gradients_inter) / args.steps
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
+    intra, inter = plain_bytes(job, variant)
+    intra += (traffic.weights_intra + traffic.gradients_intra) / count
+    inter += (traffic.weights_inter + traffic.gradients_inter) / count
+    cuda = job.device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else math.nan
+    compute_ms, exposed_ms = profile_steps(job, trace) if trace else (math.nan, math.nan)
 
-    if args.trace:
-        profile_steps(job, args.trace / f"{name}.json.gz")
     slowest = over_ranks(times, dist.ReduceOp.MAX)
     (peak,) = over_ranks([peak], dist.ReduceOp.MAX)
     means = [intra + inter, inter, on_interface, float((first or losses)[0]), float(losses[-1])]
     means = [v / dist.get_world_size() for v in over_ranks(means, dist.ReduceOp.SUM)]
     median = statistics.median(slowest)
-    tokens = dist.get_world_size() * args.micro_batch * args.config.seq
+    tokens = dist.get_world_size() * job.data[0].numel()
     return Result(
         step_ms=1e3 * median,
         step_ms_min=1e3 * min(slowest),
         step_ms_max=1e3 * max(slowest),
+        steps=count,
+        compute_ms=compute_ms,
+        exposed_ms=exposed_ms,
         tokens_per_s=tokens / median,
         peak_memory_gib=peak,
         sent_bytes=means[0],
@@ -295,10 +255,11 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> Result
         interface_bytes=means[2],
         first_loss=means[3],
         last_loss=means[4],
+        last_step=last_step,
     )
 
 
-def setup(args: argparse.Namespace) -> dict[str, Any]:
+def setup(args: argparse.Namespace, rate: str | None, link_gbit_per_s: float) -> dict[str, Any]:
     """Describe what is run."""
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(args.config).parameters())
@@ -308,10 +269,12 @@ def setup(args: argparse.Namespace) -> dict[str, Any]:
         "world_size": dist.get_world_size(),
         "node_size": args.node_size or dist.get_world_size(),
         "backend": dist.get_backend(),
-        "emulated_rate": os.environ.get("LQ_EMULATED_RATE", "not emulated"),
+        "emulated_rate": rate or os.environ.get("LQ_EMULATED_RATE", "not emulated"),
+        "link_gbit_per_s": None if math.isnan(link_gbit_per_s) else link_gbit_per_s,
         "steps": args.steps,
         "warmup": args.warmup,
         "reshard_after_forward": not args.keep_gathered,
+        "compile": args.compile,
     }
 
 
@@ -323,13 +286,14 @@ def without_nan(values: dict[str, float]) -> dict[str, float | None]:
 def lay_out(results: dict[str, Result]) -> str:
     """Return the results as a table; speedups are relative to the first variant."""
     base = next(iter(results.values())).step_ms
-    header = ["variant", "ms/step", "speedup", "tokens/s", "peak GiB"]
+    header = ["variant", "ms/step", "speedup", "exposed ms", "tokens/s", "peak GiB"]
     header += ["MB sent", "MB between nodes", "MB on the wire", "last loss"]
     rows = [
         [
             name,
             f"{r.step_ms:.1f}",
             f"{base / r.step_ms:.2f}x",
+            f"{r.exposed_ms:.1f}",
             f"{r.tokens_per_s:.0f}",
             *(f"{v:.2f}" for v in (r.peak_memory_gib, r.sent_bytes / 1e6)),
             *(f"{v / 1e6:.2f}" for v in (r.sent_inter_bytes, r.interface_bytes)),
@@ -341,35 +305,51 @@ def lay_out(results: dict[str, Result]) -> str:
     return f"{table(rows, header)}\n{note}"
 
 
-def main() -> None:
-    """Run every variant and report on rank 0."""
-    args = parse_arguments()
-    cuda = torch.cuda.is_available() and not args.cpu
-    device = (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    )
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
+def report(args: argparse.Namespace, setup: dict[str, Any], results: dict[str, Result]) -> None:
+    """Print the results of one rate and write them."""
+    print(f"network: {setup['emulated_rate']}\n{lay_out(results)}")
+    path = args.json
+    if path is not None:
+        label = network.file_label(setup["emulated_rate"]).replace(" ", "_")
+        path = path.with_name(path.name.replace("{rate}", label))
+    measured = {name: without_nan(asdict(result)) for name, result in results.items()}
+    write_report(path, "step_time", {"setup": setup, "variants": measured})
+
+
+def run(args: argparse.Namespace, device: torch.device) -> None:
+    """Measure every variant at every rate and report on rank 0."""
     lead = dist.get_rank() == 0
-    described = setup(args)
+    links = dict.fromkeys(args.rates, math.nan)
+    for rate in args.rates:
+        if rate is not None:
+            network.set_rate(rate)
+            size = (8 if args.tiny else 64) << 20
+            links[rate] = network.link_gbit_per_s(
+                args.node_size or dist.get_world_size(), device, size
+            )
+    described = {rate: setup(args, rate, links[rate]) for rate in args.rates}
     if lead:
-        print(json.dumps(described), flush=True)
-    results: dict[str, Result] = {}
+        print(json.dumps(list(described.values())), flush=True)
+    results: dict[str | None, dict[str, Result]] = {rate: {} for rate in args.rates}
     for name in args.variants:
-        results[name] = measure(name, args, device)
+        for rate, result in measure(name, args, device):
+            results[rate][name] = result
+            if lead:
+                at = "" if rate is None else f" at {rate}"
+                print(f"{name}{at}: {result.step_ms:.1f} ms/step", flush=True)
         gc.collect()
-        if cuda:
+        if device.type == "cuda":
             torch.cuda.empty_cache()
-        if lead:
-            print(f"{name}: {results[name].step_ms:.1f} ms/step", flush=True)
     if lead:
-        print(lay_out(results))
-        measured = {name: without_nan(asdict(result)) for name, result in results.items()}
-        write_report(args.json, "step_time", {"setup": described, "variants": measured})
-    dist.destroy_process_group()
+        for rate in args.rates:
+            report(args, described[rate], results[rate])
+
+
+def main() -> None:
+    """Join the process group and measure."""
+    args = parse_arguments()
+    with process_group(args) as device:
+        run(args, device)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,210 @@
+"""A sharded GPT with plain or quantized communication, as the step-time and memory benchmarks use.
+
+Raw torch, no Lightning; every variant gets the same model, data and optimizer. Parameters travel in
+bf16 and gradients in fp32, FSDP2's usual mixed-precision policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, GPTConfig
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from lq_lightning.data_parallel import (
+    GradientQuantization,
+    QuantizedCommunication,
+    Topology,
+    WeightQuantization,
+    quantize_communication,
+)
+
+TINY = {"layers": 2, "hidden": 64, "heads": 2, "seq": 64, "vocab": 256}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """What one measured configuration communicates, and how.
+
+    Attributes:
+        weights: Quantization of the weights; None leaves FSDP2's all-gather.
+        gradients: Quantization of the gradients; None leaves FSDP2's reduce-scatter.
+        reduce_dtype: Of FSDP2's gradient reduction.
+        communicate: False lets each rank train its own unsharded copy.
+        keep_gathered: Whether blocks stay gathered between forward and backward (ZeRO-2).
+    """
+
+    weights: WeightQuantization | None = None
+    gradients: GradientQuantization | None = None
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    communicate: bool = True
+    keep_gathered: bool = False
+
+
+VARIANTS = {
+    "fsdp2": Variant(),
+    "fsdp2-bf16-reduce": Variant(reduce_dtype="bfloat16"),
+    "quantized": Variant(weights=WeightQuantization(), gradients=GradientQuantization()),
+    "quantized-node": Variant(
+        weights=WeightQuantization(replica="node"), gradients=GradientQuantization()
+    ),
+    "weights-only": Variant(weights=WeightQuantization()),
+    "gradients-only": Variant(gradients=GradientQuantization()),
+    "no-communication": Variant(communicate=False),
+}
+
+
+class Job:
+    """One variant on one rank: the sharded model, its optimizer and its data.
+
+    Args:
+        variant: What to communicate.
+        config: Sizes of the model.
+        micro_batch: Sequences per rank and step.
+        node_size: Ranks of one node.
+        device: Of this rank.
+        compile_blocks: Whether to ``torch.compile`` the forward of each block before sharding it.
+    """
+
+    def __init__(
+        self,
+        variant: Variant,
+        config: GPTConfig,
+        *,
+        micro_batch: int,
+        node_size: int,
+        device: torch.device,
+        compile_blocks: bool = False,
+    ) -> None:
+        self.device = device
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        with torch.device("meta"):
+            self.model = GPT(config)
+        shards = world_size if variant.communicate else 1
+        mesh = init_device_mesh(
+            device.type, (world_size // shards, shards), mesh_dim_names=("i", "s")
+        )
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, variant.reduce_dtype)
+        )
+        options: dict[str, Any] = {"mesh": mesh["s"], "mp_policy": policy}
+        for block in self.model.blocks:
+            if compile_blocks:  # FSDP2's hooks stay outside
+                block.forward = torch.compile(block.forward)
+            fully_shard(block, **options, reshard_after_forward=not variant.keep_gathered)
+        fully_shard(self.model, **options)
+        self.model.to_empty(device=device)
+        self.model.reset_local_shards(seed=rank)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.topology = Topology(world_size=world_size, rank=rank, node_size=node_size)
+        self.communication: QuantizedCommunication | None = None
+        if variant.weights is not None or variant.gradients is not None:
+            self.communication = quantize_communication(
+                self.model,
+                weights=variant.weights,
+                gradients=variant.gradients,
+                topology=self.topology,
+            )
+            self.communication.register_optimizer(self.optimizer)
+        generator = torch.Generator().manual_seed(rank)
+        shape = (4, micro_batch, config.seq)
+        self.data = torch.randint(config.vocab, shape, generator=generator).to(device)
+        self.steps = 0
+
+    def forward(self) -> Tensor:
+        """Return the loss of the next batch."""
+        loss: Tensor = self.model(self.data[self.steps % len(self.data)])
+        self.steps += 1
+        return loss
+
+    def update(self) -> None:
+        """Apply the gradients and free them."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self) -> Tensor:
+        """Train one step; return the loss, still on the device."""
+        loss = self.forward()
+        loss.backward()
+        self.update()
+        return loss.detach()
+
+
+def time_steps(job: Job, count: int) -> tuple[list[float], list[Tensor]]:
+    """Take ``count`` steps; return the seconds of each on this rank, and the losses.
+
+    On CUDA the times lie between events on the stream, so the host runs ahead as in training.
+    """
+    losses: list[Tensor] = []
+    if job.device.type == "cuda":
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        torch.cuda.synchronize()
+        marks[0].record()
+        for mark in marks[1:]:
+            losses.append(job.step())
+            mark.record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)], losses
+    times = [time.perf_counter()]
+    for _ in range(count):
+        losses.append(job.step())
+        times.append(time.perf_counter())
+    return [b - a for a, b in itertools.pairwise(times)], losses
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that size the model and its batch, and those of the process group."""
+    for name, value in asdict(GPTConfig()).items():
+        parser.add_argument(f"--{name}", type=int, help=f"default {value}")
+    parser.add_argument("--micro-batch", type=int, help="sequences per rank and step")
+    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can run")
+    parser.add_argument("--node-size", type=int, help="ranks per node (default: all on one node)")
+    parser.add_argument("--cpu", action="store_true", help="gloo on the CPU even if there are GPUs")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds for one collective")
+
+
+def model_config(args: argparse.Namespace, defaults: dict[str, int] | None = None) -> GPTConfig:
+    """Return the model that the options ask for.
+
+    Args:
+        args: Parsed options of :func:`add_model_arguments`.
+        defaults: Sizes used where no option gives one.
+    """
+    given = {name: getattr(args, name) for name in asdict(GPTConfig())}
+    given = {name: value for name, value in given.items() if value is not None}
+    return GPTConfig(**((TINY if args.tiny else defaults or {}) | given))
+
+
+@contextmanager
+def process_group(args: argparse.Namespace) -> Iterator[torch.device]:
+    """Open the default process group, NCCL with GPUs and gloo without; yield this rank's device."""
+    cuda = torch.cuda.is_available() and not args.cpu
+    if cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
+    yield device
+    dist.destroy_process_group()  # not after an error: it would wait for the other ranks
+
+
+def over_ranks(values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+    """Reduce each of the values over all ranks."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op)
+    return [float(value) for value in tensor]

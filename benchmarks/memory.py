@@ -1,0 +1,255 @@
+"""Device memory of plain FSDP2 and of quantized communication against a prediction, in one run.
+
+    torchrun --nproc-per-node 4 benchmarks/memory.py --node-size 2 --json memory.json
+    torchrun --nproc-per-node 2 benchmarks/memory.py --tiny
+
+Prediction, in bytes of one rank for P parameters on N ranks, L of them in one node:
+
+- between steps: 4 P / N fp32 weights, 8 P / N AdamW moments, and the replica of the weights: none
+  without quantization, 2 P for `full`, 2 P / L for `node`;
+- in the optimizer step: 4 P / N fp32 gradients more;
+- peak of a step: what plain ZeRO-3 measured, which includes the activations, plus the replica; for
+  ZeRO-2, plus 2 bytes for each parameter of the blocks, which stay gathered.
+
+A peak is predicted from above: blocks that ZeRO-3 has gathered at its peak are counted twice.
+Messages are transient and not predicted; the report holds the most that the largest unit needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import table, write_report
+from gpt import GPT, GPTConfig
+from job import (
+    VARIANTS,
+    Job,
+    Variant,
+    add_model_arguments,
+    model_config,
+    over_ranks,
+    process_group,
+)
+
+MODELS = {
+    "1.4B": ({}, 8),
+    "7B": ({"layers": 32, "hidden": 4096, "heads": 32}, 2),
+}
+MEASURED = {
+    "ZeRO-3": VARIANTS["fsdp2"],
+    "ZeRO-2": dataclasses.replace(VARIANTS["fsdp2"], keep_gathered=True),
+    "quantized, full": VARIANTS["quantized"],
+    "quantized, node": VARIANTS["quantized-node"],
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes that PyTorch allocated on the device, the largest of all ranks.
+
+    Attributes:
+        at_rest: Between steps.
+        optimizer: Peak in the optimizer step.
+        peak: Peak of the whole step.
+    """
+
+    at_rest: float
+    optimizer: float
+    peak: float
+
+
+def replica_bytes(variant: Variant, parameters: int, node_size: int) -> float:
+    """Bytes of one rank's replica of bf16 weights."""
+    if variant.weights is None:
+        return 0.0
+    return 2 * parameters / (node_size if variant.weights.replica == "node" else 1)
+
+
+def predict(
+    variant: Variant,
+    *,
+    parameters: int,
+    in_blocks: int,
+    world_size: int,
+    node_size: int,
+    zero3_peak: float,
+) -> Memory:
+    """Return what the formula of this file's head gives.
+
+    Args:
+        variant: What to predict.
+        parameters: Of the model.
+        in_blocks: Those of its blocks.
+        world_size: Number of ranks.
+        node_size: Ranks of one node.
+        zero3_peak: Measured peak of plain ZeRO-3 in bytes.
+    """
+    replica = replica_bytes(variant, parameters, node_size)
+    kept = 2 * in_blocks if variant.keep_gathered and variant.weights is None else 0
+    return Memory(
+        at_rest=12 * parameters / world_size + replica,
+        optimizer=16 * parameters / world_size + replica,
+        peak=zero3_peak + replica + kept,
+    )
+
+
+def message_bytes(unit_parameters: int, world_size: int, node_size: int) -> float:
+    """Bound on the transient messages of one unit: sent and received codes of both levels.
+
+    8-bit codes to and from the ranks of the node, 4-bit codes of a node's sum to and from the other
+    nodes; scales add less than a tenth. The weights' 4-bit codes are fewer.
+    """
+    within = 2 * unit_parameters if node_size > 1 else 0
+    between = unit_parameters / node_size if world_size > node_size else 0
+    return 1.1 * (within + between)
+
+
+def measure(
+    variant: Variant, config: GPTConfig, micro_batch: int, node_size: int, device: torch.device
+) -> Memory:
+    """Train two steps of the variant, then measure a third; NaN on a CPU."""
+    job = Job(variant, config, micro_batch=micro_batch, node_size=node_size, device=device)
+    for _ in range(2):
+        job.step()
+    rest = _allocated(device, reset=True)
+    job.forward().backward()
+    training = _peak(device, reset=True)
+    job.update()
+    optimizer = _peak(device, reset=False)
+    peaks = [rest, optimizer, max(training, optimizer)]
+    return Memory(**dict(zip(_FIELDS, over_ranks(peaks, dist.ReduceOp.MAX), strict=True)))
+
+
+_FIELDS = [field.name for field in dataclasses.fields(Memory)]
+
+
+def _allocated(device: torch.device, *, reset: bool) -> float:
+    if device.type != "cuda":
+        return math.nan
+    torch.cuda.synchronize()
+    if reset:
+        torch.cuda.reset_peak_memory_stats()
+    return float(torch.cuda.memory_allocated())
+
+
+def _peak(device: torch.device, *, reset: bool) -> float:
+    if device.type != "cuda":
+        return math.nan
+    torch.cuda.synchronize()
+    peak = float(torch.cuda.max_memory_allocated())
+    if reset:
+        torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+def measure_model(
+    name: str, config: GPTConfig, micro_batch: int, node_size: int, device: torch.device
+) -> dict[str, Any]:
+    """Measure every variant of one model and predict it; print a table on rank 0."""
+    with torch.device("meta"):
+        model = GPT(config)
+    parameters = sum(p.numel() for p in model.parameters())
+    in_blocks = sum(p.numel() for p in model.blocks.parameters())
+    world_size = dist.get_world_size()
+    largest = max(in_blocks // config.layers, parameters - in_blocks)
+    variants: dict[str, Any] = {}
+    zero3_peak = math.nan
+    for label, variant in MEASURED.items():
+        measured = measure(variant, config, micro_batch, node_size, device)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if label == "ZeRO-3":
+            zero3_peak = measured.peak
+        predicted = predict(
+            variant,
+            parameters=parameters,
+            in_blocks=in_blocks,
+            world_size=world_size,
+            node_size=node_size,
+            zero3_peak=zero3_peak,
+        )
+        over = (measured.peak - zero3_peak) / parameters
+        variants[label] = {
+            "measured": _without_nan(asdict(measured)),
+            "predicted": _without_nan(asdict(predicted)),
+            "replica_bytes_per_parameter": replica_bytes(variant, parameters, node_size)
+            / parameters,
+            "peak_over_zero3_bytes_per_parameter": None if math.isnan(over) else over,
+        }
+    result = {
+        "model": asdict(config) | {"parameters": parameters, "in_blocks": in_blocks},
+        "micro_batch": micro_batch,
+        "largest_message_bytes": message_bytes(largest, world_size, node_size),
+        "variants": variants,
+    }
+    if dist.get_rank() == 0:
+        print(f"{name}: {parameters / 1e9:.2f}e9 parameters\n{lay_out(variants)}", flush=True)
+    return result
+
+
+def _without_nan(values: dict[str, float]) -> dict[str, float | None]:
+    return {name: None if math.isnan(value) else value for name, value in values.items()}
+
+
+def lay_out(variants: dict[str, Any]) -> str:
+    """Return measured and predicted GiB of every variant as a table."""
+    rows = []
+    for label, result in variants.items():
+        row = [label]
+        for field in _FIELDS:
+            for source in ("measured", "predicted"):
+                value = result[source][field]
+                row.append("-" if value is None else f"{value / 2**30:.2f}")
+        over = result["peak_over_zero3_bytes_per_parameter"]
+        rows.append([*row, "-" if over is None else f"{over:.2f}"])
+    header = ["GiB", "at rest", "predicted", "optimizer", "predicted", "peak", "predicted"]
+    return table(rows, [*header, "bytes/parameter over ZeRO-3"])
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated: 1.4B, 7B")
+    add_model_arguments(parser)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    args = parser.parse_args()
+    args.models = ["1.4B"] if args.tiny else args.models.split(",")
+    unknown = [name for name in args.models if name not in MODELS]
+    if unknown:
+        parser.error(f"unknown models {unknown}: choose among {', '.join(MODELS)}")
+    return args
+
+
+def main() -> None:
+    """Measure the models one after the other and report on rank 0."""
+    args = parse_arguments()
+    with process_group(args) as device:
+        node_size = args.node_size or dist.get_world_size()
+        results = {}
+        for name in args.models:
+            sizes, micro_batch = MODELS[name]
+            results["tiny" if args.tiny else name] = measure_model(
+                name,
+                model_config(args, sizes),
+                args.micro_batch or (2 if args.tiny else micro_batch),
+                node_size,
+                device,
+            )
+        if dist.get_rank() == 0:
+            setup = {"world_size": dist.get_world_size(), "node_size": node_size}
+            write_report(args.json, "memory", {"setup": setup, "models": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The emulated network of `nodes.sh`, seen from a rank: its rate and what it sent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+UNLIMITED = "none"
+
+
+def interface() -> str | None:
+    """Name of this node's interface; None outside `nodes.sh`."""
+    return os.environ.get("LQ_NODE_INTERFACE")
+
+
+def sent_bytes() -> float:
+    """Bytes that this node's interface has sent so far; NaN outside `nodes.sh`."""
+    name = interface()
+    path = Path(f"/sys/class/net/{name}/statistics/tx_bytes")
+    return float(path.read_text()) if name and path.exists() else float("nan")
+
+
+def file_label(rate: str) -> str:
+    """Name of a rate in the name of a file."""
+    return "unlimited" if rate == UNLIMITED else rate
+
+
+def set_rate(rate: str) -> None:
+    """Limit what every node sends; collective over all ranks.
+
+    Args:
+        rate: In `tc`'s units, such as ``10gbit``, or ``none``.
+
+    Raises:
+        RuntimeError: Not started by `nodes.sh`, or `tc` refuses the rate.
+    """
+    name = interface()
+    if name is None:
+        raise RuntimeError(
+            f"the rate {rate!r} needs a network to limit: start the job with benchmarks/nodes.sh"
+        )
+    dist.barrier()
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        limited = "tbf" in _tc("show", name)
+        if rate != UNLIMITED:  # the same bucket as in nodes.sh
+            bucket = ["rate", rate, "burst", "4mb", "latency", "100ms"]
+            _tc("replace", name, "root", "tbf", *bucket)
+        elif limited:
+            _tc("del", name, "root")
+    dist.barrier()
+
+
+def _tc(action: str, name: str, *arguments: str) -> str:
+    command = ["tc", "qdisc", action, "dev", name, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def link_gbit_per_s(node_size: int, device: torch.device, nbytes: int = 64 << 20) -> float:
+    """Gigabits per second that a node's interface sends while every rank exchanges with its peers.
+
+    Collective over all ranks. Protocol overhead counts. NaN outside `nodes.sh`.
+
+    Args:
+        node_size: Ranks of one node.
+        device: Of this rank.
+        nbytes: Bytes that each rank sends to each peer in one of three exchanges; more than the
+            4 MB that the bucket lets through at once, which the first exchange uses up.
+    """
+    nodes = dist.get_world_size() // node_size
+    mesh = init_device_mesh(device.type, (nodes, node_size), mesh_dim_names=("node", "local"))
+    group = mesh.get_group("node")
+    sent = torch.zeros(nodes * nbytes, dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)  # connects, and empties the bucket
+    _finish(device)
+    before, start = sent_bytes(), time.perf_counter()
+    for _ in range(3):
+        dist.all_to_all_single(received, sent, group=group)
+    _finish(device)
+    return 8e-9 * (sent_bytes() - before) / (time.perf_counter() - start)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
