@@ -30,7 +30,7 @@ from typing import Any
 import network
 import torch
 import torch.distributed as dist
-from common import table, write_report
+from common import git_commit, table, write_report
 from gpt import GPT
 from job import (
     VARIANTS,
@@ -152,6 +152,8 @@ def profile_steps(job: Job, path: Path) -> tuple[float, float]:
                 job.step()
         if cuda:
             torch.cuda.synchronize()
+        if lead:
+            profile.add_metadata("commit", git_commit())
     times = (math.nan, math.nan)
     if isinstance(profile, torch.profiler.profile):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Where the time of a training step goes, read from a profile of `step_time.py --trace`.
 
-    python benchmarks/trace.py quantized_10gbit.json.gz --node-size 2 --picture step.png
+    python benchmarks/trace.py quantized_10gbit.json.gz --node-size 2 --pictures outputs
 
 A trace holds two steps of one rank. The second is read: it lasts from the end of the first step's
 last kernel on the compute stream to the end of its own, so that what the host enqueued early and
@@ -297,31 +297,38 @@ def _times(name: str, spans: list[Span], compute: list[Span]) -> dict[str, float
 
 
 def lanes(step: Step) -> dict[int, str]:
-    """Name every stream by what runs on it, the compute stream first."""
-    times: dict[int, Counter[str]] = defaultdict(Counter)
+    """Name every stream by what runs on it, the compute stream first; each name differs."""
+    seen: dict[int, Counter[str]] = defaultdict(Counter)
     for work in step.work:
-        times[work.stream][work.carries or work.activity] += 1
-        if work.carries:
-            times[work.stream][work.activity] += 1
-    names = {step.compute_stream: "compute"}
-    for stream, seen in sorted(times.items()):
-        if stream == step.compute_stream:
-            continue
-        name = "copies"
-        if seen["weights"] and seen["gradients"]:
-            name = "collectives"
-        elif seen["weights"]:
-            name = "weight exchange" if seen["quantize"] or not seen[WITHIN] else "weight gather"
-        elif seen["gradients"]:
-            name = "gradient reduce"
-        elif seen["quantize"]:
-            name = "quantize"
-        scopes = [scope for scope in (BETWEEN, WITHIN) if seen[scope]]
-        if name in names.values() or name == "collectives":
-            name = f"{name}\n{scopes[0]}" if len(scopes) == 1 else name
-        copies = sum(other.split(" #")[0] == name for other in names.values())
-        names[stream] = f"{name} #{copies + 1}" if copies else name
+        seen[work.stream].update([work.activity, work.carries])
+    streams = [step.compute_stream, *sorted(set(seen) - {step.compute_stream})]
+    names = {stream: _lane(seen[stream]) for stream in streams[1:]}
+    names = {step.compute_stream: "compute"} | names
+    for parts in (_scopes, _number):
+        times = Counter(names.values())
+        shared = [stream for stream, name in names.items() if times[name] > 1]
+        for index, stream in enumerate(shared):
+            names[stream] += parts(seen[stream], index)
     return names
+
+
+def _lane(seen: Counter[str]) -> str:
+    if seen["weights"] and seen["gradients"]:
+        return "collectives"
+    if seen["weights"]:
+        return "weight exchange" if seen["quantize"] else "weight gather"
+    if seen["gradients"]:
+        return "gradient reduce"
+    return "quantize" if seen["quantize"] else "copies"
+
+
+def _scopes(seen: Counter[str], _: int) -> str:
+    scopes = [scope for scope in (BETWEEN, WITHIN) if seen[scope]]
+    return f"\n{' and '.join(scopes)}" if scopes else ""
+
+
+def _number(_: Counter[str], index: int) -> str:
+    return f" {index + 1}"
 
 
 COLORS = {
@@ -337,9 +344,7 @@ COLORS = {
 }
 
 
-def draw(
-    step: Step, path: Path, *, title: str = "", zoom: tuple[float, float] | None = None
-) -> Path:
+def draw(step: Step, path: Path, title: str, zoom: tuple[float, float] | None = None) -> None:
     """Draw the step as a timeline, one lane per stream.
 
     Args:
@@ -378,7 +383,6 @@ def draw(
     figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-    return path
 
 
 def _draw_lanes(axes: Any, step: Step, names: dict[int, str], thinnest: float) -> None:
@@ -435,22 +439,25 @@ def main() -> None:
     parser.add_argument("traces", type=Path, nargs="+", help="Chrome traces, .json or .json.gz")
     parser.add_argument("--node-size", type=int, help="ranks per node")
     parser.add_argument("--json", type=Path, help="write the times here")
-    parser.add_argument("--picture", type=Path, help="PNG to draw, of a single trace")
-    parser.add_argument("--title", default="", help="of the picture")
+    parser.add_argument("--pictures", type=Path, help="folder for one PNG per trace")
     parser.add_argument("--zoom", type=_zoom, help="START:END in ms, drawn below the whole step")
     args = parser.parse_args()
-    if args.picture and len(args.traces) > 1:
-        parser.error("--picture takes a single trace")
     results = {}
     for path in args.traces:
         trace = load(path)
         step = read_step(trace, args.node_size)
         name = path.name.removesuffix(".gz").removesuffix(".json")
-        results[name] = summarize(step)
-        print(describe(name, results[name]))
-        if args.picture:
-            draw(step, args.picture, title=args.title or name, zoom=args.zoom)
-            print(f"wrote {args.picture}, {args.picture.stat().st_size / 1e3:.0f} kB")
+        times = summarize(step)
+        gpu = (trace.get("deviceProperties") or [{}])[0].get("name")
+        ranks = trace.get("distributedInfo", {}).get("world_size")
+        commit = trace.get("commit", "unknown")
+        results[name] = {"gpu": gpu, "world_size": ranks, "commit": commit} | times
+        print(describe(name, times))
+        if args.pictures:
+            picture = args.pictures / f"{name}.png"
+            title = f"{name.replace('_', ', ')}: one step of rank 0, {times['step_ms']:.0f} ms"
+            draw(step, picture, title, args.zoom)
+            print(f"wrote {picture}, {picture.stat().st_size / 1e3:.0f} kB")
     if args.json:
         write_report(args.json, "trace", {"node_size": args.node_size, "traces": results})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -35,12 +36,17 @@ def test_step_time_compares_the_variants(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     variants = "fsdp2,quantized,gradients-only"
+    traces = tmp_path / "traces"
     done = _run(
         *launcher,
         *("--nproc-per-node", "2", str(STEP_TIME), *FAST),
-        *("--variants", variants, "--json", str(report)),
+        *("--variants", variants, "--json", str(report), "--trace", str(traces)),
     )
     assert done.returncode == 0, done.stderr
+    profile = json.loads(gzip.decompress((traces / "quantized.json.gz").read_bytes()))
+    marked = [e for e in profile["traceEvents"] if e["name"] == "step" and e["ph"] == "X"]
+    assert len(marked) == 2
+    assert profile["commit"]
     data = json.loads(report.read_text())["results"]
     assert data["setup"]["world_size"] == 2
     assert data["setup"]["backend"] == "gloo"
@@ -53,6 +59,19 @@ def test_step_time_compares_the_variants(tmp_path: Path) -> None:
     )
     assert results["quantized"]["sent_bytes"] < results["gradients-only"]["sent_bytes"]
     assert results["gradients-only"]["sent_bytes"] < results["fsdp2"]["sent_bytes"]
+
+
+def test_step_time_asks_for_a_file_per_rate() -> None:
+    options = ("--rates", "none,10gbit", "--json", "report.json")
+    done = _run(sys.executable, str(STEP_TIME), *FAST, *options)
+    assert done.returncode == 2
+    assert "put {rate} in" in done.stderr
+
+
+def test_run_all_explains_itself() -> None:
+    script = str(ROOT / "benchmarks" / "run_all.sh")
+    assert "usage: run_all.sh" in _run("bash", script, "-h").stdout
+    assert _run("bash", script, "everything").returncode == 2
 
 
 def test_nodes_explains_itself() -> None:
@@ -80,3 +99,22 @@ def test_nodes_limit_the_rate_and_clean_up(tmp_path: Path) -> None:
     assert plain["interface_bytes"] >= plain["sent_inter_bytes"]
     assert "lq" not in _run("ip", "netns", "list").stdout
     assert "lqb" not in _run("ip", "link").stdout
+
+
+@pytest.mark.slow
+def test_one_launch_measures_several_rates(tmp_path: Path) -> None:
+    if not _can_make_nodes():
+        pytest.skip("needs root, ip and tc")
+    done = _run(
+        *("bash", str(NODES), "-p", sys.executable, "-n", "2", "-g", "1"),
+        *(str(STEP_TIME), *FAST, "--hidden", "256", "--node-size", "1", "--rates", "none,50mbit"),
+        *("--variants", "fsdp2", "--json", str(tmp_path / "step_time_{rate}.json")),
+    )
+    assert done.returncode == 0, done.stderr
+    reports = {
+        rate: json.loads((tmp_path / f"step_time_{rate}.json").read_text())["results"]
+        for rate in ("unlimited", "50mbit")
+    }
+    links = {rate: report["setup"]["link_gbit_per_s"] for rate, report in reports.items()}
+    assert links["50mbit"] == pytest.approx(0.05, rel=0.2)
+    assert links["unlimited"] > 5 * links["50mbit"]

@@ -1,0 +1,83 @@
+"""The performance page shows what the reports hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def page(load_benchmark: Any) -> ModuleType:
+    return load_benchmark("performance_page")
+
+
+def run(page: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr("sys.argv", ["performance_page.py", *map(str, arguments)])
+    return int(page.main())
+
+
+def write_step_time(folder: Path, label: str, **variants: dict[str, float | None]) -> None:
+    setup = {"link_gbit_per_s": 9.8}
+    report = {"results": {"setup": setup, "variants": variants}}
+    (folder / f"step_time_{label}.json").write_text(json.dumps(report))
+
+
+def test_the_page_is_up_to_date(page: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(page, monkeypatch, "--check") == 0, "run python benchmarks/performance_page.py"
+
+
+def test_check_fails_until_the_page_is_written(
+    page: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    copy = tmp_path / "performance.md"
+    copy.write_text((ROOT / "docs" / "performance.md").read_text())
+    (tmp_path / "results").mkdir()
+    options = ("--page", copy, "--results", tmp_path / "results")
+    assert run(page, monkeypatch, "--check", *options) == 1
+    assert run(page, monkeypatch, *options) == 0
+    assert run(page, monkeypatch, "--check", *options) == 0
+    assert copy.read_text().count("Not measured yet") == len(page.SECTIONS)
+
+
+def test_step_times_and_exposed_time(page: ModuleType, tmp_path: Path) -> None:
+    plain = {"step_ms": 600.0, "step_ms_min": 590.0, "step_ms_max": 640.0}
+    fast = {"step_ms": 200.0, "step_ms_min": 190.0, "step_ms_max": 210.0}
+    profiled = {"compute_ms": 150.0, "exposed_ms": 50.0}
+    write_step_time(tmp_path, "unlimited", fsdp2=plain | {"compute_ms": 160.0, "exposed_ms": 440.0})
+    not_profiled = {"compute_ms": None, "exposed_ms": None}
+    write_step_time(tmp_path, "10gbit", fsdp2=plain | not_profiled, quantized=fast | profiled)
+    folder = page.Folder(tmp_path, tmp_path / "page.md")
+    times = page.step_time(folder)
+    assert (
+        "| 2x2, 10 Gb/s | 9.8 | 600 (590 to 640) | - | 200, **3.00x** (190 to 210) | - |" in times
+    )
+    assert "2x2, 25 Gb/s: not measured yet" in times
+    waiting = page.exposed(folder)
+    assert "| 2x2, unlimited | 440 (73%) | - | - | - |" in waiting
+    assert "| 2x2, 10 Gb/s | ~440 (73%) | - | 50 (25%) | - |" in waiting
+
+
+def test_losses_are_compared_by_seed(page: ModuleType) -> None:
+    def runs(*losses: float) -> list[dict[str, float]]:
+        return [{"seed": seed, "val_loss": loss} for seed, loss in enumerate(losses)]
+
+    rows = page._losses(
+        {"qWD": runs(2.02, 4.08), "full precision": runs(2.0, 4.0), "qW": runs(2.1)}
+    )
+    # changes of 1% and 2%: mean 1.5%, standard error 0.5%; one seed has none
+    assert rows[0][0] == "full precision"
+    assert rows[0][3] == "-"
+    assert rows[1] == ["qWD", "2", "3.0500", "+1.500%", "0.500%"]
+    assert rows[2] == ["qW", "1", "2.1000", "+5.000%", "-"]
+
+
+def test_a_page_with_other_markers_is_refused(page: ModuleType, tmp_path: Path) -> None:
+    folder = page.Folder(tmp_path, tmp_path / "page.md")
+    with pytest.raises(ValueError, match="the page marks"):
+        page.fill("<!-- begin: other -->\n<!-- end: other -->\n", folder)
