@@ -64,21 +64,25 @@ def _tc(action: str, name: str, *arguments: str) -> str:
     return done.stdout
 
 
-def link_gbit_per_s(node_size: int, device: torch.device, nbytes: int = 64 << 20) -> float:
+def peers(node_size: int, device: torch.device) -> dist.ProcessGroup:
+    """Return the group of this rank and those with its local rank on the other nodes."""
+    nodes = dist.get_world_size() // node_size
+    mesh = init_device_mesh(device.type, (nodes, node_size), mesh_dim_names=("node", "local"))
+    return mesh.get_group("node")
+
+
+def link_gbit_per_s(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> float:
     """Gigabits per second that a node's interface sends while every rank exchanges with its peers.
 
     Collective over all ranks. Protocol overhead counts. NaN outside `nodes.sh`.
 
     Args:
-        node_size: Ranks of one node.
+        group: Of :func:`peers`.
         device: Of this rank.
         nbytes: Bytes that each rank sends to each peer in one of three exchanges; more than the
             4 MB that the bucket lets through at once, which the first exchange uses up.
     """
-    nodes = dist.get_world_size() // node_size
-    mesh = init_device_mesh(device.type, (nodes, node_size), mesh_dim_names=("node", "local"))
-    group = mesh.get_group("node")
-    sent = torch.zeros(nodes * nbytes, dtype=torch.uint8, device=device)
+    sent = torch.zeros(group.size() * nbytes, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)  # connects, and empties the bucket
     _finish(device)

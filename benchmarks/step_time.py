@@ -144,18 +144,19 @@ def profile_steps(job: Job, path: Path) -> tuple[float, float]:
     cuda = job.device.type == "cuda"
     if cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    lead = dist.get_rank() == 0
-    profile = torch.profiler.profile(activities=activities) if lead else nullcontext()
-    with profile:
+    profile = None
+    if dist.get_rank() == 0:
+        profile = torch.profiler.profile(activities=activities)
+    with profile or nullcontext():
         for _ in range(2):
             with torch.profiler.record_function("step"):
                 job.step()
         if cuda:
             torch.cuda.synchronize()
-        if lead:
+        if profile is not None:
             profile.add_metadata("commit", git_commit())
     times = (math.nan, math.nan)
-    if isinstance(profile, torch.profiler.profile):
+    if profile is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(path))
         if cuda:
@@ -307,9 +308,8 @@ def lay_out(results: dict[str, Result]) -> str:
     return f"{table(rows, header)}\n{note}"
 
 
-def report(args: argparse.Namespace, setup: dict[str, Any], results: dict[str, Result]) -> None:
-    """Print the results of one rate and write them."""
-    print(f"network: {setup['emulated_rate']}\n{lay_out(results)}")
+def write(args: argparse.Namespace, setup: dict[str, Any], results: dict[str, Result]) -> None:
+    """Write the results of one rate."""
     path = args.json
     if path is not None:
         label = network.file_label(setup["emulated_rate"]).replace(" ", "_")
@@ -318,17 +318,22 @@ def report(args: argparse.Namespace, setup: dict[str, Any], results: dict[str, R
     write_report(path, "step_time", {"setup": setup, "variants": measured})
 
 
-def run(args: argparse.Namespace, device: torch.device) -> None:
-    """Measure every variant at every rate and report on rank 0."""
-    lead = dist.get_rank() == 0
+def measure_links(args: argparse.Namespace, device: torch.device) -> dict[str | None, float]:
+    """Return what the network really carries at each rate, in Gb/s; NaN without rates."""
     links = dict.fromkeys(args.rates, math.nan)
+    if args.rates == [None]:
+        return links
+    group = network.peers(args.node_size or dist.get_world_size(), device)
     for rate in args.rates:
-        if rate is not None:
-            network.set_rate(rate)
-            size = (8 if args.tiny else 64) << 20
-            links[rate] = network.link_gbit_per_s(
-                args.node_size or dist.get_world_size(), device, size
-            )
+        network.set_rate(rate)
+        links[rate] = network.link_gbit_per_s(group, device, (8 if args.tiny else 64) << 20)
+    return links
+
+
+def run(args: argparse.Namespace, device: torch.device) -> None:
+    """Measure every variant at every rate; rank 0 prints, and writes after each variant."""
+    lead = dist.get_rank() == 0
+    links = measure_links(args, device)
     described = {rate: setup(args, rate, links[rate]) for rate in args.rates}
     if lead:
         print(json.dumps(list(described.values())), flush=True)
@@ -337,6 +342,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
         for rate, result in measure(name, args, device):
             results[rate][name] = result
             if lead:
+                write(args, described[rate], results[rate])
                 at = "" if rate is None else f" at {rate}"
                 print(f"{name}{at}: {result.step_ms:.1f} ms/step", flush=True)
         gc.collect()
@@ -344,7 +350,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
             torch.cuda.empty_cache()
     if lead:
         for rate in args.rates:
-            report(args, described[rate], results[rate])
+            print(f"network: {described[rate]['emulated_rate']}\n{lay_out(results[rate])}")
 
 
 def main() -> None:
