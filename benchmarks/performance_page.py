@@ -201,7 +201,7 @@ def trace(folder: Folder) -> str:
     report = folder.report("trace")
     if report is None:
         return missing(
-            "benchmarks/trace.py outputs/traces/... --json benchmarks/results/trace.json"
+            "benchmarks/timeline.py outputs/traces/... --json benchmarks/results/trace.json"
         )
     traces = report["results"]["traces"]
     pictures = ""

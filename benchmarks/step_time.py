@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from trace import load, read_step, summarize
 from typing import Any
 
 import network
@@ -42,6 +41,7 @@ from job import (
     process_group,
     time_steps,
 )
+from timeline import load, read_step, summarize
 from torch import Tensor
 
 from lq_lightning.data_parallel import Traffic
@@ -134,7 +134,7 @@ def parse_arguments() -> argparse.Namespace:
 def profile_steps(job: Job, path: Path) -> tuple[float, float]:
     """Profile two steps on rank 0 and write them as a Chrome trace.
 
-    Each step is marked by a `step` range, so that ``benchmarks/trace.py`` can find it.
+    Each step is marked by a `step` range, so that ``benchmarks/timeline.py`` can find it.
 
     Returns:
         Milliseconds that rank 0 computed in the second step, and those that it waited; NaN on other

@@ -1,6 +1,6 @@
 """Where the time of a training step goes, read from a profile of `step_time.py --trace`.
 
-    python benchmarks/trace.py quantized_10gbit.json.gz --node-size 2 --pictures outputs
+    python benchmarks/timeline.py quantized_10gbit.json.gz --node-size 2 --pictures outputs
 
 A trace holds two steps of one rank. The second is read: it lasts from the end of the first step's
 last kernel on the compute stream to the end of its own, so that what the host enqueued early and

@@ -15,8 +15,8 @@ MAIN, AUTOGRAD = 1, 2
 
 
 @pytest.fixture(scope="module")
-def trace(load_benchmark: Any) -> ModuleType:
-    return load_benchmark("trace")
+def timeline(load_benchmark: Any) -> ModuleType:
+    return load_benchmark("timeline")
 
 
 class Recording:
@@ -84,8 +84,8 @@ def recorded(compute: int = 7, first: int = 15) -> dict[str, Any]:
     return run.trace
 
 
-def test_times_of_the_second_step(trace: ModuleType) -> None:
-    times = trace.summarize(trace.read_step(recorded(), node_size=2))
+def test_times_of_the_second_step(timeline: ModuleType) -> None:
+    times = timeline.summarize(timeline.read_step(recorded(), node_size=2))
     assert times["step_ms"] == pytest.approx(1.0)
     assert times["compute_ms"] == pytest.approx(0.6)
     assert times["exposed_ms"] == pytest.approx(0.4)
@@ -108,39 +108,41 @@ def test_times_of_the_second_step(trace: ModuleType) -> None:
     assert times["kinds"]["gradients between nodes"]["overlapped"] == pytest.approx(170 / 400)
 
 
-def test_without_a_node_size_collectives_are_not_told_apart(trace: ModuleType) -> None:
-    times = trace.summarize(trace.read_step(recorded()))
+def test_without_a_node_size_collectives_are_not_told_apart(timeline: ModuleType) -> None:
+    times = timeline.summarize(timeline.read_step(recorded()))
     assert times["kinds"]["weights collective"]["ms"] == pytest.approx(0.12)
 
 
 @pytest.mark.parametrize(("compute", "first"), [(7, 15), (40, 20)])
-def test_lanes_do_not_depend_on_stream_numbers(trace: ModuleType, compute: int, first: int) -> None:
-    step = trace.read_step(recorded(compute, first), node_size=2)
-    names = trace.lanes(step)
+def test_lanes_do_not_depend_on_stream_numbers(
+    timeline: ModuleType, compute: int, first: int
+) -> None:
+    step = timeline.read_step(recorded(compute, first), node_size=2)
+    names = timeline.lanes(step)
     assert next(iter(names.items())) == (compute, "compute")
     assert names[first + 1] == "weight exchange"
     assert names[first + 2] == "gradient reduce"
     assert names[first + 3] == "copies"
 
 
-def test_lanes_of_the_same_kind_get_different_names(trace: ModuleType) -> None:
-    spans = [trace.Span(0, 1)]
+def test_lanes_of_the_same_kind_get_different_names(timeline: ModuleType) -> None:
+    spans = [timeline.Span(0, 1)]
 
     def work(stream: int, activity: str, carries: str = "") -> Any:
-        return trace.Work(spans[0], stream, activity, carries)
+        return timeline.Work(spans[0], stream, activity, carries)
 
-    step = trace.Step(
+    step = timeline.Step(
         10.0,
         1,
         [
             work(1, "forward"),
-            work(2, trace.BETWEEN, "weights"),
-            work(3, trace.WITHIN, "weights"),
+            work(2, timeline.BETWEEN, "weights"),
+            work(3, timeline.WITHIN, "weights"),
             work(4, "copy"),
             work(5, "copy"),
         ],
     )
-    assert trace.lanes(step) == {
+    assert timeline.lanes(step) == {
         1: "compute",
         2: "weight gather\nbetween nodes",
         3: "weight gather\nwithin a node",
@@ -149,37 +151,37 @@ def test_lanes_of_the_same_kind_get_different_names(trace: ModuleType) -> None:
     }
 
 
-def test_phases_by_launching_thread(trace: ModuleType) -> None:
-    step = trace.read_step(recorded(), node_size=2)
+def test_phases_by_launching_thread(timeline: ModuleType) -> None:
+    step = timeline.read_step(recorded(), node_size=2)
     lengths = {
-        activity: trace.total(step.spans(activity=activity))
+        activity: timeline.total(step.spans(activity=activity))
         for activity in ("forward", "backward", "optimizer")
     }
     assert lengths == {"forward": 300, "backward": 250, "optimizer": 50}
 
 
-def test_unusable_traces_say_why(trace: ModuleType) -> None:
+def test_unusable_traces_say_why(timeline: ModuleType) -> None:
     with pytest.raises(ValueError, match="marks 0 `step` ranges"):
-        trace.read_step({"traceEvents": []})
+        timeline.read_step({"traceEvents": []})
     run = Recording()
     run.host("step", 0, 1)
     run.host("step", 1, 2)
     with pytest.raises(ValueError, match="no GPU work"):
-        trace.read_step(run.trace)
+        timeline.read_step(run.trace)
 
 
 def test_command_draws_and_writes(
-    trace: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timeline: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
     source = tmp_path / "quantized_10gbit.json.gz"
     source.write_bytes(gzip.compress(json.dumps(recorded()).encode()))
     report = tmp_path / "trace.json"
-    arguments = ["trace.py", str(source), "--node-size", "2", "--zoom", "0.2:0.6"]
+    arguments = ["timeline.py", str(source), "--node-size", "2", "--zoom", "0.2:0.6"]
     monkeypatch.setattr(
         "sys.argv", [*arguments, "--json", str(report), "--pictures", str(tmp_path)]
     )
-    trace.main()
+    timeline.main()
     times = json.loads(report.read_text())["results"]["traces"]["quantized_10gbit"]
     assert times["exposed_ms"] == pytest.approx(0.4)
     assert 2_000 < (tmp_path / "quantized_10gbit.png").stat().st_size < 150_000
