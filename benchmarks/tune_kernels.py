@@ -66,6 +66,7 @@ def kinds() -> dict[str, Case]:
         chosen[f"dequantize {bits} hadamard"] = decode_case("", gradient, dtype)
         chosen[f"reduce {bits}"] = reduce_case("", GRADIENT_8, 4, dtype)
     chosen["requantize"] = requantize_case("", GRADIENT_8, GRADIENT_4, 4)
+    chosen["requantize many"] = requantize_case("", GRADIENT_8, GRADIENT_4, 8)
     return chosen
 
 

@@ -143,8 +143,9 @@ def launch_requantize(
     if rows == 0 or numel == 0:
         return
     if tile is None:
+        kind = "requantize" if num_messages <= 4 else "requantize many"
         group_size = max(source.group_size, target.group_size)
-        tile = choose_tile("requantize", group_size, rows * numel, message.device)
+        tile = choose_tile(kind, group_size, rows * numel, message.device)
     with on_device(out):
         requantize_rows_kernel[row_grid(rows, target.layout(numel).padded_numel, tile)](
             message,
