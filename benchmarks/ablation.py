@@ -4,20 +4,23 @@ The ablation of SDP4Bit (table 1 and figure 5) in one command and one table::
 
     python benchmarks/ablation.py                          # 4 CPU ranks as 2 nodes of 2
     python benchmarks/ablation.py --preset small --json ablation.json     # on 4 GPUs
+    python benchmarks/ablation.py --preset gpt_125m --tokens kernel_tokens --json ablation.json
+    python benchmarks/ablation.py --merge ablation_*.json --figure ablation.png
 
 With the same seed every variant sees the same model, data, order and learning rates; several seeds
-show how much of a difference is noise. Text: the standard library of the running Python, as bytes.
-Keep a run below one pass over it: on repeated text quantization noise acts as regularization. The
-losses are those of the weights that the ranks compute with.
+show how much of a difference is noise. Text: the standard library of the running Python, as bytes,
+or what ``kernel_text.py`` prepared. Keep a run below one or two passes over it: on repeated text
+quantization noise acts as regularization. The losses are those of the weights that the ranks
+compute with. The report is written after every run, so an interrupted one keeps what it finished.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -25,9 +28,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from common import table, write_report
+from ablation_report import BASELINE, Outcome, Outcomes, draw, merged, summary, to_json, to_outcomes
+from common import write_report
 from gpt import GPT, GPTConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -43,14 +48,26 @@ from lq_lightning.data_parallel import (
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from pretraining.corpus import Blocks, CorpusSettings, prepare  # noqa: E402
+from pretraining.corpus import Blocks, Corpus, CorpusSettings, prepare  # noqa: E402
 
-VOCAB = 264  # 256 bytes and room for the tokenizer's special tokens
+CURVE_STEPS = 50  # the training loss is kept as means over this many steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """Sizes of one ablation: the model, the batch of one rank, and the length of the run."""
+    """Sizes of one ablation: the model, the batch of one rank, and the length of the run.
+
+    Attributes:
+        layers: Transformer blocks.
+        hidden: Width.
+        heads: Attention heads.
+        seq: Tokens that the model sees at once.
+        batch: Sequences of one rank in one step.
+        steps: Optimizer steps.
+        lr: Peak learning rate, after a twentieth of the steps; a cosine then ends at a tenth of it.
+        val_blocks: Sequences to validate on.
+        compile: Whether blocks and loss are compiled where there are GPUs.
+    """
 
     layers: int
     hidden: int
@@ -60,19 +77,37 @@ class Preset:
     steps: int
     lr: float
     val_blocks: int
+    compile: bool = False
 
 
 PRESETS = {
+    # Shows in seconds that every variant runs; its losses say nothing.
+    "smoke": Preset(
+        layers=1, hidden=32, heads=2, seq=32, batch=4, steps=50, lr=2e-3, val_blocks=64
+    ),
     "tiny": Preset(
         layers=2, hidden=128, heads=4, seq=128, batch=8, steps=300, lr=2e-3, val_blocks=64
     ),
     "small": Preset(
         layers=6, hidden=384, heads=6, seq=256, batch=8, steps=800, lr=1e-3, val_blocks=512
     ),
+    # The smallest model of SDP4Bit (tables 7 and 9) on shorter sequences: 262144 tokens a step on 4
+    # ranks, 301e6 in all.
+    "gpt_125m": Preset(
+        layers=12,
+        hidden=768,
+        heads=12,
+        seq=1024,
+        batch=64,
+        steps=1150,
+        lr=6e-4,
+        val_blocks=4096,
+        compile=True,
+    ),
 }
 
 VARIANTS: dict[str, tuple[WeightQuantization | None, GradientQuantization | None]] = {
-    "full precision": (None, None),
+    BASELINE: (None, None),
     "qW": (WeightQuantization(method="qW"), None),
     "qWD": (WeightQuantization(), None),
     "ULq": (None, GradientQuantization(method="ULq")),
@@ -81,33 +116,74 @@ VARIANTS: dict[str, tuple[WeightQuantization | None, GradientQuantization | None
     "SDP4Bit": (WeightQuantization(), GradientQuantization()),
     "qWD stochastic": (WeightQuantization(rounding="stochastic"), None),
     "TLq-HS nearest": (None, GradientQuantization(rounding="nearest")),
+    "SDP4Bit nearest": (WeightQuantization(), GradientQuantization(rounding="nearest")),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """One run of a variant.
+class Data:
+    """What all runs read, on the device of this rank.
 
     Attributes:
-        seed: Of initialisation, data order and rounding.
-        val_loss: After the last step, in nats per byte.
-        train_s: Seconds of training.
+        train: ``[blocks, seq + 1]`` tokens, in the smallest integer type that holds them.
+        val: Likewise.
+        vocab: Size of the vocabulary.
+        num_tokens: Tokens per split.
     """
 
-    seed: int
-    val_loss: float
-    train_s: float
+    train: Tensor
+    val: Tensor
+    vocab: int
+    num_tokens: dict[str, int]
 
 
-def batches(blocks: Blocks, preset: Preset, seed: int, device: torch.device) -> Iterator[Tensor]:
-    """Yield this rank's batches: a shuffled pass over all blocks, then another."""
+def load(args: argparse.Namespace, device: torch.device) -> Data:
+    """Read prepared tokens, or prepare the standard library on the first rank of a machine."""
+    if args.tokens:
+        settings = CorpusSettings(
+            block_size=args.sizes.seq, tokenizer=str(args.tokens / "tokenizer.json")
+        )
+        stored = json.loads((args.tokens / "corpus.json").read_text())
+        corpus = Corpus(path=args.tokens, settings=settings, **stored)
+    else:
+        text = None if args.text is None else str(args.text)
+        settings = CorpusSettings(block_size=args.sizes.seq, text=text, suffixes=(".py",))
+        if int(os.environ["LOCAL_RANK"]) == 0:
+            prepare(settings, args.cache)
+        dist.barrier()
+        corpus = prepare(settings, args.cache)
+    vocab = corpus.tokenizer().vocab_size
+    dtype = np.int16 if vocab <= 2**15 else np.int32
+    train, val = (_on_device(corpus.blocks(split), dtype, device) for split in ("train", "val"))
+    return Data(train, val, vocab, corpus.num_tokens)
+
+
+def _on_device(blocks: Blocks, dtype: type[np.signedinteger], device: torch.device) -> Tensor:
+    rows = np.empty((len(blocks), len(blocks[0])), dtype=dtype)
+    for index in range(len(blocks)):
+        rows[index] = blocks[index]
+    return torch.from_numpy(rows).to(device)
+
+
+def batches(blocks: Tensor, preset: Preset, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's inputs and targets: a shuffled pass over all blocks, then another."""
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(seed)
+    if len(blocks) < world * preset.batch:
+        raise ValueError(
+            f"{len(blocks)} training blocks do not fill one batch on each of {world} ranks: "
+            "give more text or lower the preset's batch"
+        )
     while True:
-        order = torch.randperm(len(blocks), generator=generator)[rank::world]
-        for start in range(0, len(order) - preset.batch, preset.batch):
-            rows = [torch.as_tensor(blocks[int(i)]) for i in order[start : start + preset.batch]]
-            yield torch.stack(rows).long().to(device)
+        order = torch.randperm(len(blocks), generator=generator)[rank::world].to(blocks.device)
+        for rows in order.split(preset.batch):
+            if len(rows) == preset.batch:
+                yield _inputs_and_targets(blocks[rows])
+
+
+def _inputs_and_targets(rows: Tensor) -> tuple[Tensor, Tensor]:
+    rows = rows.long()
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
 def build(
@@ -115,7 +191,8 @@ def build(
     weights: WeightQuantization | None,
     gradients: GradientQuantization | None,
     seed: int,
-    node_size: int,
+    vocab: int,
+    args: argparse.Namespace,
     device: torch.device,
 ) -> tuple[nn.Module, QuantizedCommunication]:
     """Make the sharded model with the given collectives."""
@@ -124,19 +201,24 @@ def build(
         layers=preset.layers,
         hidden=preset.hidden,
         heads=preset.heads,
-        seq=preset.seq + 1,
-        vocab=VOCAB,
+        seq=preset.seq,
+        vocab=vocab,
     )
-    model = GPT(config).to(device)
+    with device:
+        model = GPT(config)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             scale = 0.02 / math.sqrt(2 * preset.layers) if "out" in name or "down" in name else 0.02
             nn.init.normal_(parameter, 0.0, scale)
+    if args.compile:
+        model.compile_parts()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    topology = Topology(world_size=dist.get_world_size(), rank=dist.get_rank(), node_size=node_size)
+    topology = Topology(
+        world_size=dist.get_world_size(), rank=dist.get_rank(), node_size=args.node_size
+    )
     communication = quantize_communication(
         model, weights=weights, gradients=gradients, topology=topology, seed=seed
     )
@@ -145,17 +227,21 @@ def build(
 
 def train(
     variant: tuple[WeightQuantization | None, GradientQuantization | None],
-    train_blocks: Blocks,
-    val_blocks: Blocks,
+    data: Data,
     args: argparse.Namespace,
     seed: int,
     device: torch.device,
 ) -> Outcome:
-    """Train one variant from scratch and validate it."""
+    """Train one variant from scratch and validate it; nothing waits for the device in between."""
     preset: Preset = args.sizes
-    model, communication = build(preset, *variant, seed, args.node_size, device)
+    start = time.perf_counter()
+    model, communication = build(preset, *variant, seed, data.vocab, args, device)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=preset.lr, betas=(0.9, 0.95), weight_decay=0.1
+        model.parameters(),
+        lr=preset.lr,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        fused=device.type == "cuda",
     )
     communication.register_optimizer(optimizer)
     warmup = max(1, preset.steps // 20)
@@ -165,20 +251,35 @@ def train(
         return min(1.0, (step + 1) / warmup) * (0.1 + 0.9 * decay)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    data = batches(train_blocks, preset, seed, device)
-    start = time.perf_counter()
-    for _ in range(preset.steps):
-        model(next(data)).backward()
+    rows = batches(data.train, preset, seed)
+    total, means = torch.zeros((), device=device), []
+    for step in range(1, preset.steps + 1):
+        loss = model(*next(rows))
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    loss = validate(model, val_blocks, preset, device)
-    return Outcome(seed, loss, time.perf_counter() - start)
+        total += loss.detach()
+        if step % CURVE_STEPS == 0:
+            means.append(total / CURVE_STEPS)
+            total = torch.zeros_like(total)
+    curve = _mean_over_ranks(means)
+    train_s = time.perf_counter() - start
+    return Outcome(seed, validate(model, data.val, preset), train_s, curve)
+
+
+def _mean_over_ranks(means: list[Tensor]) -> tuple[tuple[int, float], ...]:
+    if not means:
+        return ()
+    stacked = torch.stack(means)
+    dist.all_reduce(stacked)
+    losses = (stacked / dist.get_world_size()).tolist()
+    return tuple((CURVE_STEPS * (index + 1), loss) for index, loss in enumerate(losses))
 
 
 @torch.no_grad()
-def validate(model: nn.Module, blocks: Blocks, preset: Preset, device: torch.device) -> float:
+def validate(model: nn.Module, blocks: Tensor, preset: Preset) -> float:
     """Return the mean loss over the first validation blocks, split over the ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     count = min(preset.val_blocks, len(blocks)) // (world * preset.batch) * (world * preset.batch)
@@ -187,51 +288,16 @@ def validate(model: nn.Module, blocks: Blocks, preset: Preset, device: torch.dev
             f"{len(blocks)} validation blocks do not fill one batch on each of {world} ranks: "
             "lower the preset's batch or use fewer ranks"
         )
-    total = torch.zeros((), device=device, dtype=torch.float64)
-    mine = range(rank, count, world)
-    for start in range(0, len(mine), preset.batch):
-        rows = [torch.as_tensor(blocks[i]) for i in mine[start : start + preset.batch]]
-        total += model(torch.stack(rows).long().to(device)).double() * len(rows)
+    total = torch.zeros((), device=blocks.device, dtype=torch.float64)
+    for rows in blocks[rank:count:world].split(preset.batch):
+        total += model(*_inputs_and_targets(rows)).double() * len(rows)
     dist.all_reduce(total)
     return float(total) / count
 
 
-def summary(outcomes: dict[str, list[Outcome]]) -> str:
-    """Lay out the losses; differences are to full precision with the same seed.
-
-    ``std error`` is that of the mean difference over seeds; for full precision, the spread of one
-    seed (standard deviation).
-    """
-    exact = {o.seed: o.val_loss for o in outcomes.get("full precision", [])}
-    rows = []
-    for name, results in outcomes.items():
-        changes = [100 * (o.val_loss / exact.get(o.seed, float("nan")) - 1) for o in results]
-        deviations = changes
-        if name == "full precision":
-            mean = statistics.mean(exact.values())
-            deviations = [100 * (loss / mean - 1) for loss in exact.values()]
-        error = statistics.stdev(deviations) if len(results) > 1 else float("nan")
-        if name != "full precision":
-            error /= len(results) ** 0.5
-        loss = statistics.mean(o.val_loss for o in results)
-        seconds = statistics.mean(o.train_s for o in results)
-        change = f"{statistics.mean(changes):+.3f}%"
-        rows.append([name, len(results), f"{loss:.5f}", change, f"{error:.3f}%", f"{seconds:.1f}"])
-    header = ["variant", "seeds", "val loss", "vs full", "std error", "seconds"]
-    return table(rows, header)
-
-
-def merged(paths: list[Path]) -> dict[str, list[Outcome]]:
-    """Join the outcomes of several reports, variants in their usual order."""
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in VARIANTS}
-    for path in paths:
-        for name, results in json.loads(path.read_text())["results"]["variants"].items():
-            outcomes[name] += [Outcome(**result) for result in results]
-    return {name: results for name, results in outcomes.items() if results}
-
-
 def run(args: argparse.Namespace) -> None:
     """Train every variant on the ranks of this process group and report on rank 0."""
+    start = time.perf_counter()
     cuda = torch.cuda.is_available() and not args.cpu
     local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -239,42 +305,84 @@ def run(args: argparse.Namespace) -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
+    if args.compile is None:
+        args.compile = cuda and args.sizes.compile
     dist.init_process_group("nccl" if cuda else "gloo")
-    text = None if args.text is None else str(args.text)
-    settings = CorpusSettings(block_size=args.sizes.seq, text=text, suffixes=(".py",))
-    if local_rank == 0:
-        prepare(settings, args.cache)
-    dist.barrier()
-    corpus = prepare(settings, args.cache)
-    train_blocks, val_blocks = corpus.blocks("train"), corpus.blocks("val")
-    outcomes: dict[str, list[Outcome]] = {}
-    for name in args.variants:
-        outcomes[name] = [
-            train(VARIANTS[name], train_blocks, val_blocks, args, seed, device)
-            for seed in args.seeds
-        ]
-        if dist.get_rank() == 0:
-            print(name, [round(o.val_loss, 5) for o in outcomes[name]], flush=True)
-    if dist.get_rank() == 0:
+    data = load(args, device)
+    first = dist.get_rank() == 0
+    if first:
+        print(f"data on the device after {time.perf_counter() - start:.1f} s", flush=True)
+    outcomes: Outcomes = {}
+    longest = 0.0
+    for done, (name, seed) in enumerate(args.runs):
+        elapsed = time.perf_counter() - start
+        if args.time_budget and done and _on_rank_0(elapsed + longest, device) > args.time_budget:
+            left = ",".join(f"{name}:{seed}" for name, seed in args.runs[done:])
+            if first:
+                print(f'no time for --runs "{left}"', flush=True)
+            break
+        outcome = train(VARIANTS[name], data, args, seed, device)
+        gc.collect()  # hooks and modules refer to each other; free the model before the next one
+        longest = max(longest, time.perf_counter() - start - elapsed)
+        outcomes.setdefault(name, []).append(outcome)
+        if first:
+            report(args, outcomes, data)
+            loss = f"{name}:{seed} {outcome.val_loss:.5f}"
+            print(f"{loss} in {outcome.train_s:.1f} s, {device_memory(device)}", flush=True)
+    if first:
         print(summary(outcomes))
-        if args.json:
-            write(args, outcomes, corpus.num_tokens)
     dist.destroy_process_group()
 
 
-def write(
-    args: argparse.Namespace, outcomes: dict[str, list[Outcome]], num_tokens: dict[str, int]
-) -> None:
-    """Write the report with everything needed to repeat it."""
+def _on_rank_0(value: float, device: torch.device) -> float:
+    """Return rank 0's value on every rank, so that all decide alike."""
+    shared = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.broadcast(shared, 0)
+    return float(shared)
+
+
+def device_memory(device: torch.device) -> str:
+    """Say how much memory of the device the runs took so far."""
+    if device.type != "cuda":
+        return "on a CPU"
+    return f"peak {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB"
+
+
+def report(args: argparse.Namespace, outcomes: Outcomes, data: Data) -> None:
+    """Write the report with everything needed to repeat it; a file that exists is replaced."""
+    if not args.json:
+        return
+    preset: Preset = args.sizes
+    world = dist.get_world_size()
+    tokens = preset.steps * preset.batch * preset.seq * world
     results = {
-        "preset": asdict(args.sizes),
-        "world_size": dist.get_world_size(),
+        "preset": asdict(preset),
+        "compiled": args.compile,
+        "world_size": world,
         "node_size": args.node_size,
-        "corpus_tokens": num_tokens,
-        "variants": {name: [asdict(o) for o in runs] for name, runs in outcomes.items()},
+        "vocab": data.vocab,
+        "corpus_tokens": data.num_tokens,
+        "train_tokens": tokens,
+        "train_passes": round(tokens / (data.train.shape[0] * preset.seq), 3),
+        "val_tokens": min(preset.val_blocks, len(data.val)) * preset.seq,
+        "variants": to_json(outcomes),
     }
-    write_report(args.json, "ablation", results)
-    print(f"wrote {args.json}")
+    scratch = args.json.with_suffix(".part")
+    write_report(scratch, "ablation", results)
+    scratch.replace(args.json)
+
+
+def show_merged(args: argparse.Namespace) -> None:
+    """Show several reports as one; write and draw it if asked to."""
+    results = merged(args.merge)
+    outcomes = to_outcomes(results, list(VARIANTS))
+    print(summary(outcomes))
+    if args.json:
+        environments = [json.loads(path.read_text())["environment"] for path in args.merge]
+        joined = {"benchmark": "ablation", "environments": environments, "results": results}
+        args.json.write_text(json.dumps(joined, indent=2) + "\n")
+    if args.figure:
+        draw(outcomes, args.figure)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -286,17 +394,39 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--node-size", type=int, default=2, help="ranks per emulated node")
     parser.add_argument("--seeds", default="0,1", help="seeds of every variant (default: 0,1)")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated names")
+    parser.add_argument(
+        "--runs", help='instead of both, in this order: "full precision:0,SDP4Bit:0,qW:1"'
+    )
+    parser.add_argument(
+        "--time-budget", type=float, help="seconds after which no run starts that would not end"
+    )
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile blocks and loss (default: on GPUs, if the preset says so)",
+    )
     parser.add_argument("--text", type=Path, help="folder with .py files (default: the stdlib)")
+    parser.add_argument("--tokens", type=Path, help="folder that kernel_text.py wrote")
     parser.add_argument("--merge", type=Path, nargs="+", help="show these reports as one; no run")
+    parser.add_argument("--figure", type=Path, help="with --merge: image to draw")
     parser.add_argument("--cpu", action="store_true", help="use gloo even where there are GPUs")
     parser.add_argument("--cache", type=Path, default=ROOT / "runs" / "data")
     parser.add_argument("--json", type=Path, help="where to write the report")
     args = parser.parse_args()
     sizes = asdict(PRESETS[args.preset])
     args.sizes = Preset(**(sizes | ({"steps": args.steps} if args.steps else {})))
-    args.seeds = [int(seed) for seed in args.seeds.split(",")]
-    args.variants = args.variants.split(",")
-    unknown = [name for name in args.variants if name not in VARIANTS]
+    chosen = [
+        (name, int(seed)) for name in args.variants.split(",") for seed in args.seeds.split(",")
+    ]
+    if args.runs:
+        named = [run.rpartition(":") for run in args.runs.split(",")]
+        if not all(name and seed.isdecimal() for name, _, seed in named):
+            parser.error(f"--runs {args.runs!r} is not of the form 'NAME:SEED,NAME:SEED'")
+        chosen = [(name, int(seed)) for name, _, seed in named]
+    args.runs = chosen
+    if args.tokens and not (args.tokens / "corpus.json").is_file():
+        parser.error(f"--tokens {args.tokens} has no corpus.json: make it with kernel_text.py")
+    unknown = sorted({name for name, _ in chosen} - set(VARIANTS))
     if unknown:
         parser.error(f"unknown variants {unknown}: choose among {', '.join(VARIANTS)}")
     return args
@@ -306,7 +436,7 @@ def main() -> None:
     """Start the ranks, or be one."""
     args = parse_arguments()
     if args.merge:
-        print(summary(merged(args.merge)))
+        show_merged(args)
         return
     if "RANK" in os.environ:
         run(args)

@@ -62,14 +62,36 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.hidden)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return the loss over ``[B, T]`` int64 tokens, a scalar."""
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Return the mean loss over ``[B, T]`` int64 tokens, a scalar.
+
+        Args:
+            tokens_BT: What the model reads.
+            targets_BT: What follows each token. Without them it is the next of ``tokens_BT``, and
+                the last position has none.
+        """
         positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x = self.tokens(tokens_BT) + self.positions(positions)
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens_BT[:, 1:].flatten())
+        if targets_BT is None:
+            x, targets_BT = x[:, :-1], tokens_BT[:, 1:]
+        return self.head_loss(x, targets_BT)
+
+    def head_loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
+        """Return the mean loss of the last hidden states, a scalar."""
+        logits = self.head(self.norm(x_BTC))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets_BT.flatten())
+
+    def compile_parts(self) -> None:
+        """Compile each block and the loss; call before ``fully_shard``.
+
+        Only what lies between FSDP2's hooks is compiled, so that no graph contains a collective.
+        All blocks share one graph. In the loss, logits are converted to float32 in registers.
+        """
+        for block in self.blocks:
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+        self.head_loss = torch.compile(self.head_loss, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
 
     @torch.no_grad()
     def reset_local_shards(self, seed: int) -> None:

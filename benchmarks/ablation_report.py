@@ -1,0 +1,179 @@
+"""What ``ablation.py`` found: outcomes joined from several reports, as a table and a figure."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from common import table
+
+BASELINE = "full precision"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run of a variant.
+
+    Attributes:
+        seed: Of initialisation, data order and rounding.
+        val_loss: After the last step, in nats per token.
+        train_s: Seconds of training, compilation included.
+        curve: Pairs of a step and the mean training loss since the pair before, in nats per token.
+    """
+
+    seed: int
+    val_loss: float
+    train_s: float
+    curve: tuple[tuple[int, float], ...] = ()
+
+
+Outcomes = dict[str, list[Outcome]]
+
+
+def merged(paths: list[Path]) -> dict[str, Any]:
+    """Join the results of several reports; a run that two of them hold is taken from the later.
+
+    Raises:
+        ValueError: the reports are of different presets, worlds or texts.
+    """
+    same = ("preset", "world_size", "node_size", "corpus_tokens")
+    joined: dict[str, Any] = {}
+    variants: dict[str, dict[int, Any]] = {}
+    for path in paths:
+        results = json.loads(path.read_text())["results"]
+        joined = joined or results
+        for key in same:
+            if results.get(key) != joined.get(key):
+                raise ValueError(
+                    f"`{key}` is {results.get(key)} in {path} but {joined.get(key)} in {paths[0]}: "
+                    "only reports of equal runs can be joined"
+                )
+        for name, runs in results["variants"].items():
+            variants.setdefault(name, {}).update({run["seed"]: run for run in runs})
+    runs_by_seed = {name: [runs[s] for s in sorted(runs)] for name, runs in variants.items()}
+    return joined | {"variants": runs_by_seed}
+
+
+def to_outcomes(results: dict[str, Any], order: list[str]) -> Outcomes:
+    """Read the outcomes of a report, variants in the given order, others after them."""
+    variants = results["variants"]
+    names = [name for name in order if name in variants]
+    names += [name for name in variants if name not in order]
+    return {
+        name: [
+            Outcome(**run | {"curve": tuple((step, loss) for step, loss in run.get("curve", ()))})
+            for run in variants[name]
+        ]
+        for name in names
+    }
+
+
+def to_json(outcomes: Outcomes) -> dict[str, list[dict[str, Any]]]:
+    """Turn outcomes into what JSON can hold."""
+    return {name: [asdict(outcome) for outcome in runs] for name, runs in outcomes.items()}
+
+
+def changes(outcomes: Outcomes, name: str) -> list[float]:
+    """Return the changes of validation loss against full precision with the same seed, in percent.
+
+    Runs without a counterpart are left out.
+    """
+    exact = {o.seed: o.val_loss for o in outcomes.get(BASELINE, [])}
+    return [100 * (o.val_loss / exact[o.seed] - 1) for o in outcomes[name] if o.seed in exact]
+
+
+def seed_noise(outcomes: Outcomes) -> float:
+    """Return the standard deviation of full precision over seeds, in percent; NaN for one seed."""
+    losses = [o.val_loss for o in outcomes.get(BASELINE, [])]
+    if len(losses) < 2:
+        return float("nan")
+    return 100 * statistics.stdev(losses) / statistics.mean(losses)
+
+
+def summary(outcomes: Outcomes) -> str:
+    """Lay out the losses; differences are to full precision with the same seed.
+
+    ``std error`` is that of the mean difference over seeds; for full precision, the spread of one
+    seed (standard deviation).
+    """
+    rows = []
+    for name, results in outcomes.items():
+        paired = changes(outcomes, name)
+        change = f"{statistics.mean(paired):+.3f}%" if paired else "-"
+        error = float("nan")
+        if name == BASELINE:
+            error = seed_noise(outcomes)
+        elif len(paired) > 1:
+            error = statistics.stdev(paired) / len(paired) ** 0.5
+        loss = statistics.mean(o.val_loss for o in results)
+        seconds = statistics.mean(o.train_s for o in results)
+        rows.append([name, len(results), f"{loss:.5f}", change, f"{error:.3f}%", f"{seconds:.1f}"])
+    header = ["variant", "seeds", "val loss", "vs full", "std error", "seconds"]
+    return table(rows, header)
+
+
+def draw(outcomes: Outcomes, path: Path) -> None:
+    """Draw the changes of the validation loss, and of the training loss over time.
+
+    Args:
+        outcomes: With full precision among them.
+        path: Image to write; its ending chooses the format.
+
+    Raises:
+        ValueError: there is no full-precision run to compare with.
+    """
+    if BASELINE not in outcomes:
+        raise ValueError(f"the figure compares with {BASELINE!r}, of which there is no run")
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = [name for name in outcomes if name != BASELINE and changes(outcomes, name)]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), constrained_layout=True)
+    colors = {name: f"C{index}" for index, name in enumerate(names)}
+    for row, name in enumerate(names):
+        values = changes(outcomes, name)
+        left.plot(values, [row] * len(values), "o", color=colors[name])
+        left.annotate(
+            f"{statistics.mean(values):+.3f}%",
+            (max(values), row),
+            xytext=(8, -3),
+            textcoords="offset points",
+            fontsize=8,
+        )
+        _draw_curves(right, outcomes, name, colors[name])
+    noise = seed_noise(outcomes)
+    if noise == noise:
+        left.axvspan(-noise, noise, color="0.88", zorder=0, label="full precision, one seed (sd)")
+        left.legend(loc="lower right", fontsize=8)
+    left.axvline(0, color="0.4", linewidth=0.8)
+    left.set_xscale("symlog", linthresh=0.5)
+    left.margins(x=0.25)
+    left.set_yticks(range(len(names)), names)
+    left.invert_yaxis()
+    left.set_xlabel("validation loss against full precision, same seed (%)")
+    right.axhline(0, color="0.4", linewidth=0.8)
+    right.set_yscale("symlog", linthresh=0.5)
+    right.set_xlabel("optimizer step")
+    right.set_ylabel("training loss against full precision (%)")
+    right.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _draw_curves(axes: Any, outcomes: Outcomes, name: str, color: str) -> None:
+    """Draw one line for the first seed of a variant that full precision was run with too."""
+    exact = {o.seed: dict(o.curve) for o in outcomes[BASELINE]}
+    for outcome in outcomes[name]:
+        known = exact.get(outcome.seed, {})
+        points = [
+            (step, 100 * (loss / known[step] - 1)) for step, loss in outcome.curve if step in known
+        ]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=color, label=name, linewidth=1.2)
+            return

@@ -1,0 +1,185 @@
+"""Prepare the Linux kernel's sources as training tokens: a corpus of text that anyone can download.
+
+``ablation.py --tokens`` reads the result. The source is an unpacked tree of kernel.org or of a
+distribution; the same tree always gives the same tokens::
+
+    apt-get download linux-source-6.12 && dpkg-deb -x linux-source-6.12_*.deb .
+    tar xf usr/src/linux-source-6.12.tar.xz
+    python benchmarks/kernel_text.py linux-source-6.12 kernel_tokens --archive kernel_tokens.tar.xz
+
+Code, comments and documentation are kept; tables of registers and of numbers, most of which are
+generated, are left out, and so are repeated files. Of the drivers, which are most of the tree, only
+as much is taken as ``--megabytes`` leaves room for. The archive unpacks with ``tar xf``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import lzma
+import re
+import shutil
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from pretraining.corpus import CorpusSettings, prepare  # noqa: E402
+from pretraining.text import TextFile, find_files, read_files, split_files, train_bpe  # noqa: E402
+
+SUFFIXES = (".S", ".c", ".h", ".py", ".rst", ".txt")
+FOLDERS = (
+    *("Documentation", "arch", "block", "certs", "crypto", "drivers", "fs", "include", "init"),
+    *("io_uring", "ipc", "kernel", "lib", "mm", "net", "rust", "samples", "scripts", "security"),
+    *("sound", "tools", "usr", "virt"),
+)
+# Written by tools from descriptions of the hardware, but too wordy for `is_table`.
+GENERATED = ("drivers/gpu/drm/amd/include/", "drivers/accel/habanalabs/include/")
+TABLE_NBYTES = 16384  # shorter files are never taken for tables
+TABLE_DEFINES = 0.4  # share of non-empty lines
+TABLE_DIGITS = 0.15  # share of bytes
+VAL_FRACTION = 0.03
+TEST_FRACTION = 0.001  # not used here; a corpus has three splits
+_DEFINE = re.compile(rb"^\s*#\s*define\b", re.MULTILINE)
+
+
+def is_table(content: bytes) -> bool:
+    """Tell whether a file is mostly register definitions or numbers."""
+    if len(content) <= TABLE_NBYTES:
+        return False
+    lines = sum(1 for line in content.split(b"\n") if line.strip())
+    digits = sum(content.count(digit) for digit in b"0123456789")
+    defines = len(_DEFINE.findall(content))
+    return defines > TABLE_DEFINES * lines or digits > TABLE_DIGITS * len(content)
+
+
+def by_hash(files: Sequence[TextFile]) -> list[TextFile]:
+    """Return the files in an order that depends on nothing but their paths."""
+    return sorted(files, key=lambda file: hashlib.sha256(file.path.encode()).digest())
+
+
+def take(files: Sequence[TextFile], max_nbytes: int) -> list[TextFile]:
+    """Take files in hash order until the next one would exceed ``max_nbytes``; sorted by path."""
+    taken, nbytes = [], 0
+    for file in by_hash(files):
+        nbytes += len(file.content)
+        if nbytes > max_nbytes:
+            break
+        taken.append(file)
+    return sorted(taken, key=lambda file: file.path)
+
+
+def select(tree: Path, max_nbytes: int) -> list[TextFile]:
+    """Choose the files of a kernel source tree to train on.
+
+    Args:
+        tree: The unpacked tree.
+        max_nbytes: Bytes to take; everything outside ``drivers`` comes first.
+
+    Raises:
+        ValueError: ``tree`` is no kernel source tree.
+    """
+    if not (tree / "kernel").is_dir() or not (tree / "Documentation").is_dir():
+        raise ValueError(
+            f"'{tree}' has no folders `kernel` and `Documentation`: give an unpacked Linux "
+            "source tree"
+        )
+    paths = {
+        name: path
+        for name, path in find_files(tree, SUFFIXES).items()
+        if name.split("/")[0] in FOLDERS
+        and not name.startswith(GENERATED)
+        and not path.is_symlink()
+    }
+    files = [file for file in read_files(paths) if not is_table(file.content)]
+    core = [file for file in files if not file.path.startswith("drivers/")]
+    drivers = [file for file in files if file.path.startswith("drivers/")]
+    room = max_nbytes - sum(len(file.content) for file in core)
+    chosen = take(core, max_nbytes) if room < 0 else core + take(drivers, room)
+    return sorted(chosen, key=lambda file: file.path)
+
+
+def build(files: list[TextFile], vocab_size: int, sample_nbytes: int, out: Path) -> None:
+    """Train the tokenizer on a sample of the training files and write tokens of all files.
+
+    Args:
+        files: The text.
+        vocab_size: Size of the BPE vocabulary.
+        sample_nbytes: Bytes of training text that the tokenizer learns from.
+        out: Folder to write: ``{train,val,test}.npy`` (uint16), ``tokenizer.json``,
+            ``corpus.json`` (numbers) and ``files.json`` (paths).
+    """
+    splits = split_files(files, val_fraction=VAL_FRACTION, test_fraction=TEST_FRACTION, seed=0)
+    with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
+        text = Path(scratch, "text")
+        for file in files:
+            target = text / file.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.content)
+        tokenizer = Path(scratch, "tokenizer.json")
+        start = time.perf_counter()
+        train_bpe(take(splits["train"], sample_nbytes), vocab_size, tokenizer)
+        print(f"tokenizer trained in {time.perf_counter() - start:.0f} s", flush=True)
+        settings = CorpusSettings(
+            text=str(text),
+            tokenizer=str(tokenizer),
+            val_fraction=VAL_FRACTION,
+            test_fraction=TEST_FRACTION,
+        )
+        start = time.perf_counter()
+        corpus = prepare(settings, Path(scratch, "cache"))
+        print(f"tokens written in {time.perf_counter() - start:.0f} s", flush=True)
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.move(corpus.path, out)
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Write the folder's files as a ``.tar.xz`` without names or dates of this machine."""
+    filters = [
+        # Tokens have two bytes, whose positions matter; the dictionary spans the whole corpus.
+        {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 512 * 2**20}
+        | {"lc": 2, "lp": 1, "pb": 1}
+    ]
+    with (
+        lzma.open(archive, "wb", filters=filters) as packed,
+        tarfile.open(fileobj=packed, mode="w|") as tar,
+    ):
+        for path in sorted(folder.iterdir()):
+            content = path.read_bytes()
+            entry = tarfile.TarInfo(f"{folder.name}/{path.name}")
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+
+
+def main() -> None:
+    """Select the text, write the tokens and pack them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tree", type=Path, help="unpacked Linux source tree")
+    parser.add_argument("out", type=Path, help="folder to write, replaced if it exists")
+    parser.add_argument("--megabytes", type=int, default=560, help="1e6 bytes of text to take")
+    parser.add_argument("--vocab-size", type=int, default=16384)
+    parser.add_argument("--sample-megabytes", type=int, default=60, help="for the tokenizer")
+    parser.add_argument("--archive", type=Path, help="also pack the folder as this .tar.xz")
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    files = select(args.tree, args.megabytes * 10**6)
+    print(f"{len(files)} files, {sum(len(f.content) for f in files) / 1e6:.1f} MB", flush=True)
+    build(files, args.vocab_size, args.sample_megabytes * 10**6, args.out)
+    numbers = json.loads((args.out / "corpus.json").read_text())
+    print(json.dumps(numbers))
+    num_bytes, num_tokens = sum(numbers["num_bytes"].values()), sum(numbers["num_tokens"].values())
+    print(f"{num_bytes / num_tokens:.3f} bytes per token")
+    if args.archive:
+        pack(args.out, args.archive)
+        print(f"{args.archive}: {args.archive.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""The ablation trains every variant alike, keeps finished runs, and joins and draws reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ABLATION = ROOT / "benchmarks" / "ablation.py"
+KERNEL_TEXT = ROOT / "benchmarks" / "kernel_text.py"
+WORDS = [
+    f"{verb}_{noun}" for verb in ("get", "put", "map") for noun in ("page", "inode", "skb", "irq")
+]
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def _function(rng: random.Random) -> str:
+    body = "".join(f"\t{rng.choice(WORDS)}({rng.choice('abc')});\n" for _ in range(8))
+    return f"/* Takes one reference. */\nvoid {rng.choice(WORDS)}(int a)\n{{\n{body}}}\n\n"
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder laid out like kernel sources: 1.3 MB of code, a table, a copy and an odd file."""
+    root = tmp_path_factory.mktemp("linux")
+    rng = random.Random(0)
+    for folder in ("Documentation", "kernel", "drivers/net"):
+        (root / folder).mkdir(parents=True)
+        for number in range(30):
+            code = "".join(_function(rng) for _ in range(80))
+            (root / folder / f"file{number}.c").write_text(code)
+    registers = "".join(f"#define REG_{n} {n:#x}\n" for n in range(2000))
+    (root / "drivers/net/registers.h").write_text(registers)
+    shutil.copy(root / "kernel/file0.c", root / "kernel/same.c")
+    (root / "kernel/picture.svg").write_text("<svg/>")
+    return root
+
+
+def _tokens(tree: Path, out: Path, *options: str) -> Path:
+    command = (sys.executable, str(KERNEL_TEXT), str(tree), str(out), "--vocab-size", "300")
+    done = _run(*command, *options)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def tokens(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    archive = tmp_path_factory.mktemp("packed") / "tokens.tar.xz"
+    out = _tokens(
+        tree, tmp_path_factory.mktemp("tokens") / "kernel_tokens", "--archive", str(archive)
+    )
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(archive) as packed:
+        packed.extractall(unpacked, filter="data")
+    shutil.rmtree(out)
+    return unpacked / "kernel_tokens"
+
+
+def test_text_leaves_out_tables_and_copies(tokens: Path) -> None:
+    paths = {
+        path for split in json.loads((tokens / "files.json").read_text()).values() for path in split
+    }
+    assert len(paths) == 90
+    assert "drivers/net/registers.h" not in paths
+    assert len(paths & {"kernel/file0.c", "kernel/same.c"}) == 1
+    assert "kernel/picture.svg" not in paths
+
+
+def test_text_is_reproducible_and_keeps_everything_but_drivers(
+    tree: Path, tokens: Path, tmp_path: Path
+) -> None:
+    again = _tokens(tree, tmp_path / "again")
+    numbers = json.loads((again / "corpus.json").read_text())
+    assert numbers == json.loads((tokens / "corpus.json").read_text())
+    stored = np.load(again / "train.npy")
+    assert stored.dtype == np.uint16
+    assert len(stored) == numbers["num_tokens"]["train"]
+    less = _tokens(tree, tmp_path / "less", "--megabytes", "1")
+    paths = [p for split in json.loads((less / "files.json").read_text()).values() for p in split]
+    assert sum(not p.startswith("drivers/") for p in paths) == 60
+    assert 0 < sum(p.startswith("drivers/") for p in paths) < 30
+
+
+def _ablation(tokens: Path, report: Path, runs: str, *options: str) -> str:
+    done = _run(
+        *(sys.executable, str(ABLATION), "--cpu", "--ranks", "2", "--node-size", "1"),
+        *("--preset", "smoke", "--tokens", str(tokens), "--json", str(report), "--runs", runs),
+        *options,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_runs_out_of_time_are_named_and_can_be_added(tokens: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    runs = "full precision:0,SDP4Bit nearest:0"
+    shown = _ablation(tokens, first, runs, "--time-budget", "0.001")
+    assert 'no time for --runs "SDP4Bit nearest:0"' in shown
+    results = json.loads(first.read_text())["results"]
+    assert list(results["variants"]) == ["full precision"]
+    assert results["vocab"] == 304
+    assert results["val_tokens"] == 64 * 32
+    (exact,) = results["variants"]["full precision"]
+    assert [step for step, _ in exact["curve"]] == [50]
+    assert exact["val_loss"] < exact["curve"][0][1] < np.log(304)
+
+    _ablation(tokens, second, "SDP4Bit nearest:0")
+    joined, figure = tmp_path / "joined.json", tmp_path / "figure.png"
+    merge = ("--merge", str(first), str(second), "--json", str(joined), "--figure", str(figure))
+    done = _run(sys.executable, str(ABLATION), *merge)
+    assert done.returncode == 0, done.stderr
+    assert figure.stat().st_size > 1000
+    variants = json.loads(joined.read_text())["results"]["variants"]
+    assert list(variants) == ["full precision", "SDP4Bit nearest"]
+    # same model, data and order: 4-bit messages change the loss, but only a little
+    change = variants["SDP4Bit nearest"][0]["val_loss"] / exact["val_loss"] - 1
+    assert 0 < abs(change) < 0.05
+
+
+def _report(path: Path, variants: dict[str, Any], seq: int = 128) -> str:
+    results = {"preset": {"seq": seq}, "world_size": 4, "node_size": 2, "variants": variants}
+    path.write_text(json.dumps({"environment": {}, "results": results}))
+    return str(path)
+
+
+def _outcome(seed: int, val_loss: float) -> dict[str, Any]:
+    return {"seed": seed, "val_loss": val_loss, "train_s": 1.0}
+
+
+def test_merge_pairs_seeds_and_takes_the_later_of_two(tmp_path: Path) -> None:
+    exact = [_outcome(0, 2.0), _outcome(1, 2.02)]
+    first = _report(tmp_path / "a.json", {"full precision": exact, "qW": [_outcome(0, 9.0)]})
+    second = _report(tmp_path / "b.json", {"qW": [_outcome(0, 2.2), _outcome(2, 5.0)]})
+    done = _run(sys.executable, str(ABLATION), "--merge", first, second)
+    lines = {line[:14].strip(): line.split() for line in done.stdout.splitlines()}
+    assert "+10.000%" in lines["qW"]  # seed 2 has no counterpart
+    assert "0.704%" in lines["full precision"]  # 0.0141421 / 2.01
+
+
+def test_merge_refuses_reports_of_different_presets(tmp_path: Path) -> None:
+    first = _report(tmp_path / "a.json", {"qW": [_outcome(0, 2.0)]})
+    second = _report(tmp_path / "b.json", {"qW": [_outcome(0, 2.0)]}, seq=256)
+    done = _run(sys.executable, str(ABLATION), "--merge", first, second)
+    assert done.returncode != 0
+    assert "only reports of equal runs can be joined" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--runs", "SDP4Bit"), "NAME:SEED"),
+        (("--runs", "SDP5Bit:0"), "unknown variants"),
+        (("--tokens", "/nowhere"), "kernel_text.py"),
+    ],
+)
+def test_wrong_options_are_explained(options: tuple[str, str], message: str) -> None:
+    done = _run(sys.executable, str(ABLATION), *options)
+    assert done.returncode == 2
+    assert message in done.stderr
