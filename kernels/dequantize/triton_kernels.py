@@ -20,11 +20,11 @@ from lq_lightning.kernels.message.launch import (
 from lq_lightning.kernels.message.triton_blocks import (
     hadamard,
     load_run,
-    load_tile,
     program_row,
     program_tiles,
     round_output,
 )
+from lq_lightning.kernels.message.triton_rows import load_tile
 
 
 @triton.jit

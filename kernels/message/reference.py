@@ -1,7 +1,7 @@
 """Building blocks of the codec in plain torch: the truth that the Triton kernels must match.
 
 Every function works on contiguous tensors, does the same IEEE fp32 operations in the same order
-as its Triton twin in ``triton_blocks.py``, and may overwrite its input.
+as its Triton twin in ``triton_*.py``, and may overwrite its input.
 
 Shape legend: R rows, N elements, G groups, S elements of a group, B bytes.
 """

@@ -14,8 +14,8 @@ from lq_lightning.kernels.message.triton_blocks import (
     load_run,
     program_row,
     program_tiles,
-    store_tile,
 )
+from lq_lightning.kernels.message.triton_rows import store_tile
 
 
 @triton.jit

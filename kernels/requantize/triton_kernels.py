@@ -17,13 +17,8 @@ from lq_lightning.kernels.message.launch import (
     row_stride,
 )
 from lq_lightning.kernels.message.reference import seed_words
-from lq_lightning.kernels.message.triton_blocks import (
-    hadamard,
-    program_row,
-    program_tiles,
-    row_sections,
-    store_tile,
-)
+from lq_lightning.kernels.message.triton_blocks import hadamard, program_row, program_tiles
+from lq_lightning.kernels.message.triton_rows import row_sections, store_tile
 
 
 @triton.jit

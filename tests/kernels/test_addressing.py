@@ -12,7 +12,7 @@ import triton.language as tl
 from lq_lightning.kernels.dequantize import reference as dequantize_reference
 from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message import reference as blocks
-from lq_lightning.kernels.message.triton_blocks import mixed_noise
+from lq_lightning.kernels.message.triton_rounding import mixed_noise
 from lq_lightning.kernels.quantize import reference as quantize_reference
 
 FORMAT = MessageFormat(
