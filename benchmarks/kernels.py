@@ -19,11 +19,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import triton
 
 from benchmarks.common import copy_bandwidth, table, time_cuda_calls, write_report
 from lq_lightning.codecs import CodecSpec, decode, decode_reduce, decode_reduce_encode, encode
 
 GRADIENT_8 = CodecSpec(code="int8", group_size=128, hadamard_size=32, rounding="stochastic")
+PLAIN_8 = CodecSpec(code="int8", group_size=128, rounding="stochastic")
 GRADIENT_4 = CodecSpec(code="int4", group_size=128, hadamard_size=32, rounding="stochastic")
 WEIGHT_4 = CodecSpec(code="int4", group_size=2048)
 SEED = 1234
@@ -97,18 +99,20 @@ def decode_case(
     return Case(label, run, buffers, dtype.itemsize, **options)
 
 
-def reduce_case(label: str, spec: CodecSpec, count: int) -> Case:
+def reduce_case(
+    label: str, spec: CodecSpec, count: int, dtype: torch.dtype = torch.float32
+) -> Case:
     """Dequantize and sum ``count`` messages."""
 
     def buffers(rows: int, numel: int) -> dict[str, torch.Tensor]:
-        out = _floats(rows, numel, torch.float32)
+        out = _floats(rows, numel, dtype)
         return {"messages": _message(spec, count, rows, numel), "out": out}
 
     def run(made: dict[str, torch.Tensor]) -> torch.Tensor:
         numel = made["out"].shape[1]
         return decode_reduce(spec, made["messages"], numel, scale=1 / count, out=made["out"])
 
-    return Case(label, run, buffers, 4)
+    return Case(label, run, buffers, dtype.itemsize)
 
 
 def requantize_case(label: str, source: CodecSpec, target: CodecSpec, count: int) -> Case:
@@ -137,11 +141,14 @@ def cases() -> list[Case]:
         encode_case("hadamard+quantize int8 fp32", GRADIENT_8, fp32),
         encode_case("hadamard+quantize int4 fp32", GRADIENT_4, fp32),
         encode_case("hadamard+quantize int8 bf16", GRADIENT_8, bf16),
+        encode_case("quantize int8 fp32", PLAIN_8, fp32),
+        encode_case("quantize int8 bf16", PLAIN_8, bf16),
         encode_case("quantize int4/2048 bf16", WEIGHT_4, bf16),
         encode_case("difference+quantize int4/2048 bf16-bf16", WEIGHT_4, bf16, True),
         encode_case("difference+quantize int4/2048 fp32-bf16", WEIGHT_4, fp32, True),
         decode_case("dequantize int4/2048 bf16", WEIGHT_4, bf16),
         decode_case("dequantize+add int4/2048 bf16", WEIGHT_4, bf16, True),
+        decode_case("dequantize int8 fp32", PLAIN_8, fp32),
         decode_case("dequantize+inverse int8 fp32", GRADIENT_8, fp32),
         decode_case("dequantize+inverse int4 bf16", GRADIENT_4, bf16),
         reduce_case("dequantize+reduce 4x int8 fp32", GRADIENT_8, 4),
@@ -182,6 +189,24 @@ def differing(case: Case) -> int:
     return int((actual != expected).sum())
 
 
+@triton.jit
+def empty_kernel(a, b, c, d, e, f, g, h, i, j):
+    """Do nothing, with about as many arguments as the operators."""
+
+
+def empty_launch() -> float:
+    """Return the seconds of a launch that does nothing: the floor of what ``measure`` can show."""
+    x = torch.zeros(16, device="cuda")
+    call = lambda: empty_kernel[(1,)](x, x, x, 0, 0, 0, 1, 16, 5, 7)  # noqa: E731
+    return time_cuda_calls([call] * 64)
+
+
+def one_element_copy() -> float:
+    """Return the seconds of the smallest kernel that reads and writes memory."""
+    x, y = torch.zeros(16, device="cuda"), torch.zeros(16, device="cuda")
+    return time_cuda_calls([lambda: torch.neg(x, out=y)] * 64)
+
+
 def measure(case: Case, size_nbytes: int, copy_rate: float) -> dict[str, object]:
     """Time a case with a float tensor of ``size_nbytes``."""
     numel = size_nbytes // case.floats
@@ -197,7 +222,9 @@ def measure(case: Case, size_nbytes: int, copy_rate: float) -> dict[str, object]
         "size_mb": size_nbytes / 2**20,
         "numel": numel,
         "bytes_moved": moved,
+        "bytes_per_value": moved / numel,
         "time_us": seconds * 1e6,
+        "ns_per_1000_values": seconds * 1e12 / numel,
         "gb_per_s": moved / seconds / 1e9,
         "share_of_copy": moved / seconds / copy_rate,
     }
@@ -220,7 +247,7 @@ def main() -> int:
     """Check, time, print and write; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="JSON report to write")
-    parser.add_argument("--sizes-mb", type=int, nargs="+", default=[1, 16, 64, 256, 1024])
+    parser.add_argument("--sizes-mb", type=int, nargs="+", default=[1, 16, 64, 256, 1024, 2048])
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -236,6 +263,8 @@ def main() -> int:
     print(f"{len(chosen)} operators equal their reference bit for bit")
     copy_rate = copy_bandwidth()
     print(f"device-to-device copy: {copy_rate / 1e9:.0f} GB/s read+written (2 GiB copied)")
+    empty, smallest = empty_launch() * 1e6, one_element_copy() * 1e6
+    print(f"empty launch: {empty:.2f} us; smallest kernel that reads and writes: {smallest:.2f} us")
     results = []
     for case in chosen:
         sizes = arguments.sizes_mb if case.every_size else [256]
@@ -245,15 +274,23 @@ def main() -> int:
             r["op"],
             f"{r['size_mb']:.0f}",
             f"{r['time_us']:.1f}",
+            f"{r['bytes_per_value']:.2f}",
+            f"{r['ns_per_1000_values']:.2f}",
             f"{r['gb_per_s']:.0f}",
             f"{r['share_of_copy']:.0%}",
         )
         for r in results
     ]
-    print(table(rows, ["op", "MB", "us", "GB/s", "of copy"]))
+    print(table(rows, ["op", "MB", "us", "B/value", "ns/1000", "GB/s", "of copy"]))
     host = {case.name: host_time_per_call(case) * 1e6 for case in chosen if case.every_size}
     print(f"host time per call: {min(host.values()):.0f} to {max(host.values()):.0f} us")
-    report = {"copy_gb_per_s": copy_rate / 1e9, "host_us_per_call": host, "cases": results}
+    report = {
+        "copy_gb_per_s": copy_rate / 1e9,
+        "empty_launch_us": empty,
+        "smallest_kernel_us": smallest,
+        "host_us_per_call": host,
+        "cases": results,
+    }
     write_report(arguments.out, "kernels", report)
     return 0
 

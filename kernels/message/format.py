@@ -155,17 +155,21 @@ class MessageFormat:
         return 2 ** (self.bits - 1) if self.symmetric and self.float_code is None else 0
 
     @property
-    def noise_bits(self) -> int:
-        """Random bits that stochastic rounding adds below the unit.
+    def fraction_bits(self) -> int:
+        """Binary places to which scaled values are rounded before noise is added, 7 to 14.
 
-        As many, up to 16, as leave room for this: the largest level times ``2**noise_bits`` fits
-        the 22 bits of the rounding trick of the kernels, and the few roundings on the way to the
-        largest level (two units in the last place) vanish when it is rounded to that many bits, so
-        that noise can never carry it beyond the code.
+        With the bits of an integer code 16 altogether. There the largest level, computed with a few
+        roundings, is exact again, so that noise can never carry it beyond the code. Floating-point
+        codes have the bits of fp16 that are below the code: 8 (E5M2) or 7 (E4M3).
         """
         if self.float_code is not None:
-            return 16
-        return min(16, (23 if self.symmetric else 22) - self.bits)
+            return 10 - self.mantissa_bits
+        return 16 - self.bits if self.stochastic else 0
+
+    @property
+    def noise_mask(self) -> int:
+        """``fraction_bits`` ones in both halves of a 32-bit word."""
+        return 0x10001 * ((1 << self.fraction_bits) - 1)
 
     @property
     def scale_nbytes(self) -> int:

@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
-from .format import RowLayout
+from .tiles import SIZES, TILES
+
+MAX_GRID_Y = 65535
+# Bits of 2**23 as fp32, the argument ``magic`` of kernels that decode.
+FLOAT_MAGIC_BITS = 0x4B000000
 
 
-def tile_sizes(group_size: int, preferred: int, device: torch.device) -> tuple[int, int]:
-    """Return elements and warps of a program; a thread holds 32 elements. The bits do not change.
+class Tile(NamedTuple):
+    """What one program works on; it changes the speed, not the bits.
+
+    Attributes:
+        block: consecutive elements of a row, a power of two, a multiple of every group size.
+        run: consecutive elements that one thread owns, a power of two from 8.
+        warps: threads of a program, in units of 32.
+        tiles: blocks that one program works on, one after the other.
+    """
+
+    block: int
+    run: int
+    warps: int
+    tiles: int = 1
+
+
+def choose_tile(kind: str, group_size: int, numel: int, device: torch.device) -> Tile:
+    """Return the tile of a launch from the table in ``tiles.py``.
 
     Args:
-        group_size: the larger one of the formats involved; a tile holds whole groups.
-        preferred: elements of a tile, a power of two from 1024.
+        kind: a key of the table.
+        group_size: the larger one of the formats involved; a tile to quantize holds whole groups.
+        numel: values of all rows together.
         device: where the kernel runs. Triton's interpreter takes as long for any tile.
     """
-    block = max(group_size, preferred if device.type == "cuda" else 4096)
-    return block, block // 1024
+    if device.type != "cuda":
+        return Tile(max(group_size, 4096), 32, 4, 2)
+    tile = Tile(*TILES[kind][bisect_right(SIZES, numel)])
+    if tile.block >= group_size:
+        return tile
+    factor = group_size // tile.block
+    return Tile(group_size, tile.run, tile.warps * factor, max(1, tile.tiles // factor))
 
 
 def row_stride(rows: Tensor, dim: int) -> int:
@@ -27,21 +56,17 @@ def row_stride(rows: Tensor, dim: int) -> int:
     return rows.stride(dim) if rows.shape[dim] > 1 else 0
 
 
-def layout_arguments(layout: RowLayout) -> tuple[int, ...]:
-    """Return the layout as the integers that kernels take, in their order."""
-    planes = (*layout.plane_offsets, 0, 0)
+def row_grid(rows: int, numel: int, tile: Tile) -> tuple[int, int, int]:
+    """Return a grid for which ``program_row`` and ``program_tiles`` cover all rows."""
     return (
-        layout.padded_numel,
-        layout.num_groups,
-        planes[1],
-        planes[2],
-        layout.scale_offset,
-        layout.minimum_offset,
+        triton.cdiv(numel, tile.block * tile.tiles),
+        min(rows, MAX_GRID_Y),
+        triton.cdiv(rows, MAX_GRID_Y),
     )
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[None]:
     """Return a context in which kernels run on the device of ``tensor``."""
-    if tensor.is_cuda:
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return nullcontext()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .format import SCALE_DTYPES, MessageFormat, RowLayout
+from .format import SCALE_DTYPES, FloatCode, MessageFormat, RowLayout
 
 # Groups whose scale would be subnormal are stored as zeros: 1/scale could overflow.
 MIN_SCALE = 2.0**-126
@@ -23,7 +23,7 @@ _MASK_32 = 0xFFFFFFFF
 _HASH_A = 0x7FEB352D
 _HASH_B = 0x846CA68B
 _ROW_HIGH_FACTOR = 0x85EBCA6B
-_PAIR_HIGH_FACTOR = 0xC2B2AE35
+_QUAD_HIGH_FACTOR = 0xC2B2AE35
 
 
 def hadamard_(x: Tensor, size: int) -> Tensor:
@@ -82,9 +82,9 @@ def seed_words(seed: int) -> tuple[int, int]:
     return _int32(first), _int32(second)
 
 
-def _stream_keys(words: tuple[int, int], row: int, pair_high: int) -> tuple[int, int]:
+def _stream_keys(words: tuple[int, int], row: int, quad_high: int) -> tuple[int, int]:
     first = _mix(words[0] + row & _MASK_32)
-    extra = (row >> 32) * _ROW_HIGH_FACTOR + pair_high * _PAIR_HIGH_FACTOR
+    extra = (row >> 32) * _ROW_HIGH_FACTOR + quad_high * _QUAD_HIGH_FACTOR
     second = _mix((words[1] ^ first ^ extra) & _MASK_32)
     return _int32(first), _int32(second)
 
@@ -94,43 +94,50 @@ def rounding_noise(
 ) -> Tensor:
     """Return the random bits that stochastic rounding adds below the unit before truncating.
 
-    Two neighbouring columns share one 32-bit hash of (pair of columns, row, seed): the even one
-    takes its low bits, the odd one its high bits. So the noise depends on the position only, not
-    on who computes it.
+    Of every eight columns, 0, 1, 4 and 5 share one 32-bit hash of (column, row, seed), and 2, 3, 6
+    and 7 the next; each takes ``noise_bits`` of it from another byte on, cyclically. Beyond 8 bits
+    the fine bits of one are the coarse bits of another: their correlation is ``2**-8``. The noise
+    depends on the position only, not on who computes it.
+
+    The noise is a multiple of ``u = 2**-noise_bits``. A value that is a multiple of ``u`` is
+    rounded without bias; others are first rounded to the nearest multiple, so the expectation is
+    off by at most ``u / 2`` of the distance between codes, with a sign that depends on the value.
 
     Args:
         seed: 64-bit seed.
         row: index of the first row.
         num_rows: number of rows R.
         start: index of the first column, a multiple of 16.
-        count: number of columns N, even.
+        count: number of columns N, a multiple of 8.
         noise_bits: bits per element, at most 16.
 
     Returns:
         ``[R, N]`` int32, uniform on ``[0, 2**noise_bits)``.
     """
     words = seed_words(seed)
-    noise = torch.empty(num_rows, count // 2, 2, dtype=torch.int32)
-    first_pair = start // 2
+    noise = torch.empty(num_rows, count // 4, dtype=torch.int32)
+    first_quad = start // 4
     segment_start = 0
-    while segment_start < count // 2:
-        low = (first_pair + segment_start) & _MASK_32
-        length = min(count // 2 - segment_start, (1 << 32) - low)
-        pairs = torch.arange(low, low + length, dtype=torch.int64).to(torch.int32)
+    while segment_start < count // 4:
+        low = (first_quad + segment_start) & _MASK_32
+        length = min(count // 4 - segment_start, (1 << 32) - low)
+        quads = torch.arange(low, low + length, dtype=torch.int64).to(torch.int32)
         for index in range(num_rows):
-            pair_high = (first_pair + segment_start) >> 32
-            key_a, key_b = _stream_keys(words, row + index, pair_high)
-            x = pairs ^ key_a
+            quad_high = (first_quad + segment_start) >> 32
+            key_a, key_b = _stream_keys(words, row + index, quad_high)
+            x = quads + key_a
             x ^= _shift_right(x, 16)
             x.mul_(_int32(_HASH_A)).add_(key_b)
             x ^= _shift_right(x, 15)
             x.mul_(_int32(_HASH_B))
             x ^= _shift_right(x, 16)
-            target = noise[index, segment_start : segment_start + length]
-            target[:, 1] = _shift_right(x, 32 - noise_bits)
-            target[:, 0] = x.bitwise_and_((1 << noise_bits) - 1)
+            noise[index, segment_start : segment_start + length] = x
         segment_start += length
-    return noise.view(num_rows, count)
+    rotated = _shift_right(noise, 8) | noise << 24
+    # [.., which hash, rotated or not, which half of it] -> [.., half, hash, rotated]
+    each = torch.stack([noise, rotated], dim=-1).view(torch.int16).view(num_rows, -1, 2, 2, 2)
+    each = each.permute(0, 1, 4, 2, 3).to(torch.int32)
+    return each.bitwise_and_((1 << noise_bits) - 1).reshape(num_rows, count)
 
 
 def round_scale_up(scale: Tensor, scale_dtype: str) -> Tensor:
@@ -223,50 +230,52 @@ def quantize_groups(
         fmt: the format.
 
     Returns:
-        ``[R, G, S]`` uint8 codes.
+        ``[R, G, S]`` uint8 codes; 0 in groups whose scale is NaN.
     """
-    broken = bool(scale.isnan().any())
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
     if minimum is None:
         x.mul_((inverse * norm).unsqueeze(-1))
     else:
         x.mul_(norm).sub_(minimum.unsqueeze(-1)).mul_(inverse.unsqueeze(-1))
         x.clamp_(fmt.min_level, fmt.max_level)  # padding may lie outside the range of the group
-    if broken:  # 0 * inf; the Triton twin's maximum drops NaN in the same way
-        x.nan_to_num_(nan=fmt.min_level)
-    if fmt.float_code is not None:
-        return _quantize_float(x, noise, fmt)
-    if noise is None:
-        return x.round_().add_(fmt.zero_code).to(torch.uint8)
-    return _round_stochastic(x, noise, fmt.zero_code, fmt.noise_bits).to(torch.uint8)
+    broken = scale.isnan().unsqueeze(-1)
+    if broken.any():
+        x.masked_fill_(broken, 0.0)
+    if noise is not None:
+        codes = _round_stochastic(x, noise, fmt)
+    elif fmt.float_code is not None:
+        codes = _round_to_float(x, fmt.float_code)
+    else:
+        codes = x.round_().add_(fmt.zero_code).to(torch.uint8)
+    return codes.masked_fill_(broken, 0) if broken.any() else codes
 
 
-def _round_stochastic(x: Tensor, noise: Tensor, offset: int, noise_bits: int) -> Tensor:
-    """Return ``offset + floor(x + noise / 2**noise_bits)`` as int32; ``x`` is overwritten.
+def _round_stochastic(x: Tensor, noise: Tensor, fmt: MessageFormat) -> Tensor:
+    """Round to ``fraction_bits`` places, add the noise and truncate; ``x`` is overwritten.
 
-    First ``x`` is rounded to ``noise_bits`` binary places. What is an integer then stays itself.
+    What is a code already stays itself.
     """
-    steps = x.mul_(2.0**noise_bits).round_().to(torch.int32)
-    steps += noise.view_as(x)
-    return steps.add_(offset << noise_bits).bitwise_right_shift_(noise_bits)
+    if fmt.float_code is None:
+        fixed = x.mul_(2.0**fmt.fraction_bits).round_().to(torch.int32)
+        fixed += noise.view_as(x)
+        fixed += fmt.zero_code << fmt.fraction_bits
+        return fixed.bitwise_right_shift_(fmt.fraction_bits).to(torch.uint8)
+    # Its smallest exponent becomes that of fp16, whose bits then begin with those of the code.
+    half = x.mul_(2.0 ** (-14 - fmt.min_exponent)).to(torch.float16)
+    bits = half.view(torch.int16).to(torch.int32).add_(noise.view_as(x))
+    magnitude = bits.bitwise_right_shift(fmt.fraction_bits).bitwise_and_(0x7F)
+    return magnitude.bitwise_or_(bits.bitwise_right_shift_(8).bitwise_and_(0x80)).to(torch.uint8)
 
 
-def _quantize_float(x: Tensor, noise: Tensor | None, fmt: MessageFormat) -> Tensor:
-    """Round scaled values to a small float by integer arithmetic; ``x`` is overwritten."""
-    code = fmt.float_code
-    if code is None:
-        raise AssertionError(f"{fmt.code} is not a floating-point code")
+def _round_to_float(x: Tensor, code: FloatCode) -> Tensor:
+    """Round scaled values to the nearest small float by integers; ``x`` is overwritten."""
     bits = x.view(torch.int32)
     sign = bits.bitwise_right_shift(24).bitwise_and_(0x80)
     exponent = bits.bitwise_right_shift(23).bitwise_and_(0xFF)
     exponent = exponent.sub_(127).clamp_(min=code.min_exponent)
     # |x| in units of the last place of its own binade, so rounding is rounding to an integer.
     unit = (127 + code.mantissa_bits - exponent).bitwise_left_shift_(23).view(torch.float32)
-    scaled = x.abs_().mul_(unit)
-    if noise is None:
-        steps = scaled.round_().to(torch.int32)
-    else:
-        steps = _round_stochastic(scaled, noise, 0, fmt.noise_bits)
+    steps = x.abs_().mul_(unit).round_().to(torch.int32)
     # A carry out of the fraction moves into the exponent field by itself.
     steps += exponent.sub_(code.min_exponent).bitwise_left_shift_(code.mantissa_bits)
     return steps.bitwise_or_(sign).to(torch.uint8)

@@ -9,20 +9,69 @@ Names: a tile is ``BLOCK`` consecutive elements of one row, a power of two and a
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 # 1.5 * 2**23: adding it rounds an fp32 of small magnitude to an integer (half to even) and leaves
 # that integer in the low bits, without a conversion instruction.
 _ROUND_MAGIC = tl.constexpr(12582912.0)
-# 2**23: or-ing a small integer into its bit pattern gives 2**23 + that integer.
+# 2**23: or-ing a small integer into its bits (`launch.FLOAT_MAGIC_BITS`) gives the sum of both.
 _FLOAT_MAGIC = tl.constexpr(8388608.0)
-_FLOAT_MAGIC_BITS = tl.constexpr(0x4B000000)
 _ROUND_MAGIC_BITS = tl.constexpr(0x4B400000)
 _MIN_SCALE = tl.constexpr(2.0**-126)
 _MAX_SCALE = tl.constexpr(2.0**120)
 _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Instructions that the compiler does not find by itself; what they compute is also written out.
+_HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
+
+
+@triton.jit
+def _select_bytes(a, b, SELECTOR: tl.constexpr):
+    """int32 whose byte i is byte ``SELECTOR >> 4 * i & 7`` of ``a`` (0 to 3) and ``b`` (4 to 7)."""
+    if _HAS_PTX:
+        asm: tl.constexpr = "prmt.b32 $0, $1, $2, $3;"
+        word = tl.inline_asm_elementwise(asm, "=r,r,r,r", [a, b, SELECTOR], tl.int32, True, 1)
+    else:
+        word = a & 0
+        for index in tl.static_range(4):
+            place = (SELECTOR >> (4 * index)) & 7
+            source = a if place < 4 else b
+            word |= ((source >> (8 * (place % 4))) & 0xFF) << (8 * index)
+    return word
+
+
+@triton.jit
+def _and_or(a, MASK: tl.constexpr, bits):
+    """``a & MASK | bits`` of int32."""
+    if _HAS_PTX:
+        asm: tl.constexpr = "lop3.b32 $0, $1, $2, $3, 0xEA;"
+        word = tl.inline_asm_elementwise(asm, "=r,r,r,r", [a, MASK, bits], tl.int32, True, 1)
+    else:
+        word = (a & MASK) | bits
+    return word
+
+
+@triton.jit
+def program_row():
+    """Row of this program in the grid of ``launch.row_grid``, int64."""
+    return tl.program_id(1).to(tl.int64) + tl.program_id(2).to(tl.int64) * 65535
+
+
+@triton.jit
+def program_tiles(numel, tiles, BLOCK: tl.constexpr):
+    """Tiles of this program in the grid of ``launch.row_grid``.
+
+    Returns:
+        The first one; the end of those that lie wholly inside the row; whether the tile at that end
+        is the incomplete one at the end of the row, and of this program.
+    """
+    first = tl.program_id(0) * tiles
+    complete = (tl.cast(numel, tl.int64) // BLOCK).to(tl.int32)
+    end = tl.maximum(first, tl.minimum(first + tiles, complete))
+    last = (end == complete) & (end < first + tiles) & (tl.cast(numel, tl.int64) % BLOCK != 0)
+    return first, end, last
 
 
 @triton.jit
@@ -66,8 +115,9 @@ def load_run(
     """
     PART: tl.constexpr = SIZE if SIZE > 0 else RUN
     if PART <= VECTOR:
-        index = tl.arange(0, BLOCK // RUN * PART)
-        offsets = index // PART * RUN + index % PART + FIRST
+        offsets = tl.arange(0, BLOCK // RUN * PART)
+        if PART < RUN:
+            offsets = offsets // PART * RUN + offsets % PART + FIRST
         if FULL:
             values = tl.load(source_ptr + offsets)
         else:
@@ -95,10 +145,12 @@ def _butterfly_across(x, BLOCK: tl.constexpr, DISTANCE: tl.constexpr):
     Splitting pairs as above would change the layout of the whole tile. The exclusive or over a
     pair, applied to one's own bits, is the partner: one shuffle, same layout.
     """
-    bits = tl.reshape(x.to(tl.int32, bitcast=True), (BLOCK // (2 * DISTANCE), 2, DISTANCE))
+    values = tl.reshape(x, (BLOCK // (2 * DISTANCE), 2, DISTANCE))
+    bits = values.to(tl.int32, bitcast=True)
     partner = bits ^ tl.xor_sum(bits, axis=1, keep_dims=True)
-    sign = (tl.arange(0, 2) << 31)[None, :, None]
-    y = partner.to(tl.float32, bitcast=True) + (bits ^ sign).to(tl.float32, bitcast=True)
+    sign = (1 - 2 * tl.arange(0, 2)).to(tl.float32)[None, :, None]
+    # one instruction, and rounded once, since the product is exact
+    y = tl.fma(values, tl.broadcast_to(sign, values.shape), partner.to(tl.float32, bitcast=True))
     return tl.reshape(y, (BLOCK,))
 
 
@@ -134,24 +186,29 @@ def _mix(x):
 
 
 @triton.jit
-def rounding_noise(seed_a, seed_b, row, start, BLOCK: tl.constexpr, NOISE_BITS: tl.constexpr):
-    """Random bits of a tile, ``[BLOCK]`` int32; ``reference.rounding_noise``."""
-    first_pair = start // 2
-    pair_high = (first_pair >> 32).to(tl.uint32)
+def noise_keys(seed_a, seed_b, row, quad):
+    """Two words for ``mixed_noise`` from the seed, the row and the high bits of the column."""
+    quad_high = (quad >> 32).to(tl.uint32)
     row_high = (row >> 32).to(tl.uint32)
-    key_a = _mix(seed_a.to(tl.uint32) + row.to(tl.uint32))
-    extra = row_high * 0x85EBCA6B + pair_high * 0xC2B2AE35
-    key_b = _mix(seed_b.to(tl.uint32) ^ key_a ^ extra)
-    # A tile is aligned to its own size, so the low word does not wrap inside it.
-    x = (first_pair.to(tl.uint32) + tl.arange(0, BLOCK // 2).to(tl.uint32)) ^ key_a
+    first = _mix(seed_a.to(tl.uint32) + row.to(tl.uint32))
+    extra = row_high * 0x85EBCA6B + quad_high * 0xC2B2AE35
+    return first, _mix(seed_b.to(tl.uint32) ^ first ^ extra)
+
+
+@triton.jit
+def mixed_noise(seed_a, seed_b, row, start, BLOCK: tl.constexpr, HALF: tl.constexpr):
+    """Random ``[BLOCK // 8]`` int32, one for four columns; ``reference.rounding_noise``.
+
+    ``HALF`` 0 is for columns 0, 1, 4 and 5 of every eight, 1 for columns 2, 3, 6 and 7.
+    """
+    quad = start // 4
+    key_a, key_b = noise_keys(seed_a, seed_b, row, quad)
+    x = tl.arange(0, BLOCK // 8).to(tl.uint32) * 2 + (quad.to(tl.uint32) + key_a + HALF)
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D + key_b
     x = x ^ (x >> 15)
     x = x * 0x846CA68B
-    x = x ^ (x >> 16)
-    even = x & ((1 << NOISE_BITS) - 1)
-    odd = x >> (32 - NOISE_BITS)
-    return tl.reshape(tl.join(even, odd), (BLOCK,)).to(tl.int32)
+    return (x ^ (x >> 16)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -240,52 +297,76 @@ def group_range(
 
 
 @triton.jit
-def quantize_groups(x, scale, minimum, noise, FORMAT: tl.constexpr, NORM: tl.constexpr):
-    """Stored int32 codes of a ``[GROUPS, GROUP]`` tile; ``reference.quantize_groups``."""
+def fixed_point(x, scale, minimum, FORMAT: tl.constexpr, NORM: tl.constexpr, FULL: tl.constexpr):
+    """Scale a ``[GROUPS, GROUP]`` tile to codes with ``FORMAT.fraction_bits`` binary places.
+
+    Returns int32; the low 16 bits hold the number, those above are arbitrary. The twin of
+    ``reference.fixed_point``, except in groups without a scale, where the bits are arbitrary too.
+    """
     inverse = tl.where(scale > 0.0, tl.div_rn(1.0, scale), 0.0)
     if FORMAT.symmetric:
         y = x * (inverse * NORM)[:, None]
     else:
         y = (x * NORM - minimum[:, None]) * inverse[:, None]
-    # Turns NaN, which only occurs in groups whose scale is NaN, into the lowest level. Nothing else
-    # can leave the code (see `MessageFormat.noise_bits`), except padding in asymmetric groups.
-    y = tl.maximum(y, FORMAT.min_level)
-    if not FORMAT.symmetric:
-        y = tl.minimum(y, FORMAT.max_level)
+        if not FULL:  # padding may lie outside the range of the group
+            y = tl.minimum(tl.maximum(y, FORMAT.min_level), FORMAT.max_level)
     if FORMAT.mantissa_bits > 0:
         bits = y.to(tl.int32, bitcast=True)
-        LOWEST: tl.constexpr = (127 + FORMAT.min_exponent) << 23
-        exponent = tl.maximum(bits & 0x7F800000, LOWEST)
-        # |y| in units of the last place of its own binade, so rounding is rounding to an integer.
-        BIAS: tl.constexpr = ((254 + FORMAT.mantissa_bits) << 23) - (1 << 32)  # wraps back below
-        unit = BIAS - exponent
-        steps = _round(tl.abs(y) * unit.to(tl.float32, bitcast=True), noise, 0, FORMAT)
-        # A carry out of the fraction moves into the exponent field by itself.
-        codes = steps + ((exponent - LOWEST) >> (23 - FORMAT.mantissa_bits))
-        codes = codes | ((bits >> 24) & 0x80)
+        if not FORMAT.stochastic:
+            # Adding and subtracting 1.5 * 2**23 units of the last place of its own binade rounds.
+            LOWEST: tl.constexpr = (127 + FORMAT.min_exponent) << 23
+            RAISE: tl.constexpr = ((23 - FORMAT.mantissa_bits) << 23) + (1 << 22)
+            magic = tl.maximum(bits & 0x7F800000, LOWEST) + RAISE
+            magic = magic.to(tl.float32, bitcast=True)
+            rounded = ((y + magic) - magic).to(tl.int32, bitcast=True)
+            y = (rounded | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+        # Its smallest exponent becomes that of fp16, whose bits then begin with those of the code.
+        half = (y * 2.0 ** (-14 - FORMAT.min_exponent)).to(tl.float16)
+        fixed = half.to(tl.int16, bitcast=True).to(tl.int32)
     else:
-        codes = _round(y, noise, FORMAT.zero_code, FORMAT)
-    return codes
+        FRACTION: tl.constexpr = FORMAT.fraction_bits
+        magic = tl.full(y.shape, _ROUND_MAGIC + FORMAT.zero_code * 2.0**FRACTION, tl.float32)
+        if FRACTION > 0:  # one rounding, since the product with a power of two is exact
+            y = tl.fma(y, tl.full(y.shape, 2.0**FRACTION, tl.float32), magic)
+        else:
+            y = y + magic
+        fixed = y.to(tl.int32, bitcast=True)
+    return fixed
 
 
 @triton.jit
-def _round(y, noise, OFFSET: tl.constexpr, FORMAT: tl.constexpr):
-    """Round to nearest even, or with the noise, and add ``OFFSET``; int32."""
-    if FORMAT.stochastic:
-        NOISE_BITS: tl.constexpr = FORMAT.noise_bits
-        # One rounding, since the product with a power of two is exact.
-        magic = tl.full(y.shape, _ROUND_MAGIC, tl.float32)
-        scaled = tl.fma(y, tl.full(y.shape, 2.0**NOISE_BITS, tl.float32), magic)
-        BASE: tl.constexpr = (OFFSET << NOISE_BITS) - _ROUND_MAGIC_BITS
-        steps = (scaled.to(tl.int32, bitcast=True) + noise + BASE) >> NOISE_BITS
-    else:
-        steps = (y + _ROUND_MAGIC).to(tl.int32, bitcast=True) + (OFFSET - _ROUND_MAGIC_BITS)
-    return steps
+def _two(x):
+    """The low halves of neighbours ``[N, 2]`` in one ``[N]`` int32."""
+    low, high = tl.split(x)
+    return _select_bytes(low, high, 0x5410)
 
 
 @triton.jit
-def store_plane(
-    codes,
+def pair_up(x, BLOCK: tl.constexpr):
+    """Cut ``[BLOCK]`` into ``[BLOCK // 8]`` pairs: of every eight, columns j and j + 4 of 0 to 3.
+
+    The low 16 bits of the former are the low half of a pair. If a thread owns eight consecutive
+    columns, nothing moves.
+    """
+    even, odd = tl.split(tl.reshape(x, (BLOCK // 8, 2, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return _two(first), _two(second), _two(third), _two(fourth)
+
+
+@triton.jit
+def _same_in_groups(values, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Spread ``[BLOCK // GROUP]`` values to ``[BLOCK // 8]`` without leaving a thread."""
+    spread = tl.broadcast_to(values[:, None], (BLOCK // GROUP, GROUP))
+    first, _ = tl.split(tl.reshape(spread, (BLOCK // 8, 2, 2, 2)))
+    first, _ = tl.split(first)
+    first, _ = tl.split(first)
+    return first
+
+
+@triton.jit
+def store_words(
+    words,
     plane_ptr,
     start,
     padded_numel,
@@ -293,130 +374,310 @@ def store_plane(
     WIDTH: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Pack ``[BLOCK]`` codes of ``WIDTH`` bits and write them, with the zeros that end the plane.
+    """Write a plane of ``WIDTH`` bits per code, with the zeros that end it.
 
-    ``codes`` must not have bits above ``WIDTH``.
+    ``words`` are ``[BLOCK // 8]`` of ``WIDTH`` bytes, or twice as many int32 for 8 bits.
     """
-    PER_BYTE: tl.constexpr = 8 // WIDTH
-    packed = codes
-    if PER_BYTE >= 2:
-        low, high = tl.split(tl.reshape(packed, (BLOCK // 2, 2)))
-        packed = low | (high << WIDTH)
-    if PER_BYTE >= 4:
-        low, high = tl.split(tl.reshape(packed, (BLOCK // 4, 2)))
-        packed = low | (high << (2 * WIDTH))
-    if PER_BYTE >= 8:
-        low, high = tl.split(tl.reshape(packed, (BLOCK // 8, 2)))
-        packed = low | (high << (4 * WIDTH))
-    offsets = tl.arange(0, BLOCK // PER_BYTE)
-    target = plane_ptr + start // PER_BYTE + offsets
-    packed = packed.to(tl.uint8)
+    PER_WORD: tl.constexpr = BLOCK // words.shape[0]
+    PER_SECTION: tl.constexpr = 128 // (WIDTH * PER_WORD)
+    pointer = tl.pointer_type(words.dtype)
+    target = plane_ptr.to(pointer, bitcast=True) + start // PER_WORD
+    offsets = tl.arange(0, words.shape[0])
     if FULL:
-        tl.store(target, packed)
+        tl.store(target + offsets, words)
     else:
-        limit = (padded_numel - start) // PER_BYTE
-        aligned = (limit + 15) // 16 * 16
-        tl.store(target, tl.where(offsets < limit, packed, 0).to(tl.uint8), offsets < aligned)
+        limit = (padded_numel - start) // PER_WORD
+        aligned = (limit + PER_SECTION - 1) // PER_SECTION * PER_SECTION
+        tl.store(target + offsets, tl.where(offsets < limit, words, 0), offsets < aligned)
+
+
+@triton.jit
+def _plane_of_pairs(a, b, c, d, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
+    """Bits from ``SHIFT`` of eight codes in pairs, as one word of ``WIDTH`` bytes."""
+    MASK: tl.constexpr = ((1 << WIDTH) - 1) * 0x10001
+    low = ((a >> SHIFT) & MASK) | (((b >> SHIFT) & MASK) << WIDTH)
+    high = ((c >> SHIFT) & MASK) | (((d >> SHIFT) & MASK) << WIDTH)
+    both = low | (high << (2 * WIDTH))
+    if WIDTH == 4:
+        word = both
+    elif WIDTH == 2:
+        word = ((both & 0xFF) | (both >> 8)).to(tl.int16)
+    else:
+        word = ((both & 0xF) | (both >> 12)).to(tl.int8)
+    return word
+
+
+@triton.jit
+def _store_bytes(
+    a,
+    b,
+    c,
+    d,
+    keep,
+    row_ptr,
+    start,
+    sections,
+    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """``store_codes`` for codes of 8 bits."""
+    if FORMAT.fraction_bits == 7:  # sign, one unused bit of the exponent, code
+        a = (a & -0x7FFF8000) | ((a << 1) & 0x7FFF7FFF)
+        b = (b & -0x7FFF8000) | ((b << 1) & 0x7FFF7FFF)
+        c = (c & -0x7FFF8000) | ((c << 1) & 0x7FFF7FFF)
+        d = (d & -0x7FFF8000) | ((d << 1) & 0x7FFF7FFF)
+    BYTES: tl.constexpr = 0x6240 if FORMAT.fraction_bits == 0 else 0x7351
+    low = _select_bytes(a, b, BYTES)  # codes 0, 1, 4, 5
+    high = _select_bytes(c, d, BYTES)  # codes 2, 3, 6, 7
+    words = tl.join(
+        _select_bytes(low, high, 0x5410) & keep, _select_bytes(low, high, 0x7632) & keep
+    )
+    store_words(tl.reshape(words, (BLOCK // 4,)), row_ptr, start, sections[0], BLOCK, 8, FULL)
 
 
 @triton.jit
 def store_codes(
-    codes,
+    a,
+    b,
+    c,
+    d,
+    keep,
     row_ptr,
     start,
-    padded_numel,
-    plane_1,
-    plane_2,
+    sections,
     BLOCK: tl.constexpr,
     FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Write ``[BLOCK]`` int32 codes to their planes; ``reference.store_codes``."""
-    if FORMAT.bits == 8:
-        store_plane(codes, row_ptr, start, padded_numel, BLOCK, 8, FULL)
-    elif FORMAT.bits == 4:
-        store_plane(codes, row_ptr, start, padded_numel, BLOCK, 4, FULL)
-    elif FORMAT.bits == 2:
-        store_plane(codes, row_ptr, start, padded_numel, BLOCK, 2, FULL)
-    elif FORMAT.bits == 3:
-        store_plane(codes & 3, row_ptr, start, padded_numel, BLOCK, 2, FULL)
-        store_plane(codes >> 2, row_ptr + plane_1, start, padded_numel, BLOCK, 1, FULL)
+    """Truncate pairs of numbers of ``fixed_point`` to codes and write ``[BLOCK]`` of them.
+
+    ``reference.store_codes``; ``keep`` is -1, or 0 where codes are to be 0.
+    """
+    BITS: tl.constexpr = FORMAT.bits
+    if BITS == 8:
+        _store_bytes(a, b, c, d, keep, row_ptr, start, sections, BLOCK, FORMAT, FULL)
     else:
-        store_plane(codes & 15, row_ptr, start, padded_numel, BLOCK, 4, FULL)
-        if FORMAT.bits == 5:
-            store_plane(codes >> 4, row_ptr + plane_1, start, padded_numel, BLOCK, 1, FULL)
-        else:
-            middle = (codes >> 4) & 3
-            store_plane(middle, row_ptr + plane_1, start, padded_numel, BLOCK, 2, FULL)
-        if FORMAT.bits == 7:
-            store_plane(codes >> 6, row_ptr + plane_2, start, padded_numel, BLOCK, 1, FULL)
+        if FORMAT.stochastic:
+            MASK: tl.constexpr = 0x10001 * ((1 << BITS) - 1)
+            a = (a >> FORMAT.fraction_bits) & MASK
+            b = (b >> FORMAT.fraction_bits) & MASK
+            c = (c >> FORMAT.fraction_bits) & MASK
+            d = (d >> FORMAT.fraction_bits) & MASK
+        FIRST: tl.constexpr = 2 if BITS <= 3 else 4
+        words = _plane_of_pairs(a & keep, b & keep, c & keep, d & keep, 0, FIRST)
+        store_words(words, row_ptr, start, sections[0], BLOCK, FIRST, FULL)
+        if BITS == 6 or BITS == 7:
+            words = _plane_of_pairs(a & keep, b & keep, c & keep, d & keep, 4, 2)
+            store_words(words, row_ptr + sections[2], start, sections[0], BLOCK, 2, FULL)
+        if BITS == 3 or BITS == 5:
+            words = _plane_of_pairs(a & keep, b & keep, c & keep, d & keep, FIRST, 1)
+            store_words(words, row_ptr + sections[2], start, sections[0], BLOCK, 1, FULL)
+        if BITS == 7:
+            words = _plane_of_pairs(a & keep, b & keep, c & keep, d & keep, 6, 1)
+            store_words(words, row_ptr + sections[3], start, sections[0], BLOCK, 1, FULL)
 
 
 @triton.jit
-def load_plane(
+def load_words(
     plane_ptr,
     start,
     padded_numel,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
+    RUN: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Read ``[BLOCK]`` codes of ``WIDTH`` bits as int32; zero beyond the plane."""
-    PER_BYTE: tl.constexpr = 8 // WIDTH
-    source = plane_ptr + start // PER_BYTE
-    limit = (padded_numel - start) // PER_BYTE
-    if WIDTH == 8:
-        packed = load_run(source, limit, BLOCK, 16, 32, FULL)
-    else:
-        offsets = tl.arange(0, BLOCK // PER_BYTE)
-        if FULL:
-            packed = tl.load(source + offsets)
-        else:
-            packed = tl.load(source + offsets, offsets < limit, 0)
-    codes = packed.to(tl.int32)
-    if PER_BYTE >= 8:
-        codes = tl.reshape(tl.join(codes & 15, codes >> 4), (BLOCK // 4,))
-    if PER_BYTE >= 4:
-        low = codes & ((1 << (2 * WIDTH)) - 1)
-        codes = tl.reshape(tl.join(low, codes >> (2 * WIDTH)), (BLOCK // 2,))
-    if PER_BYTE >= 2:
-        codes = tl.reshape(tl.join(codes & ((1 << WIDTH) - 1), codes >> WIDTH), (BLOCK,))
-    return codes
+    """Read a plane as ``[BLOCK // 8]`` words of ``WIDTH`` bytes, twice as many int32 for 8 bits."""
+    PER_WORD: tl.constexpr = 4 if WIDTH == 8 else 8
+    BITS: tl.constexpr = WIDTH * PER_WORD
+    DTYPE: tl.constexpr = tl.int32 if BITS == 32 else (tl.int16 if BITS == 16 else tl.int8)
+    source = plane_ptr.to(tl.pointer_type(DTYPE), bitcast=True) + start // PER_WORD
+    limit = (padded_numel - start) // PER_WORD
+    return load_run(source, limit, BLOCK // PER_WORD, 128 // BITS, RUN // PER_WORD, FULL)
 
 
 @triton.jit
-def load_codes(
+def _level_of(bits, SHIFT: tl.constexpr, FORMAT: tl.constexpr):
+    """Level of the code at bit ``SHIFT`` of fp32 bits that count from ``_FLOAT_MAGIC``; exact."""
+    wide = bits.to(tl.float32, bitcast=True)
+    if SHIFT == 0:
+        level = wide - (_FLOAT_MAGIC + FORMAT.zero_code)
+    else:
+        factor = tl.full(wide.shape, 2.0**-SHIFT, tl.float32)
+        base = tl.full(wide.shape, -(_FLOAT_MAGIC * 2.0**-SHIFT + FORMAT.zero_code), tl.float32)
+        level = tl.fma(wide, factor, base)
+    return level
+
+
+@triton.jit
+def _level_at(word, magic, SHIFT: tl.constexpr, FORMAT: tl.constexpr):
+    """Level of the code at bit ``SHIFT`` of a word; the code ends below bit 23."""
+    MASK: tl.constexpr = ((1 << FORMAT.bits) - 1) << SHIFT
+    return _level_of(_and_or(word, MASK, magic), SHIFT, FORMAT)
+
+
+@triton.jit
+def _level_of_byte(word, magic, INDEX: tl.constexpr, FORMAT: tl.constexpr):
+    """Level of the code in byte ``INDEX`` of a word."""
+    return _level_of(_select_bytes(word, magic, 0x7540 + INDEX), 0, FORMAT)
+
+
+@triton.jit
+def _join_eight(a, b, c, d, e, f, g, h, BLOCK: tl.constexpr):
+    """Interleave eight ``[BLOCK // 8]`` tensors to ``[BLOCK]``, the inverse of cutting it."""
+    even = tl.join(tl.join(a, e), tl.join(c, g))
+    odd = tl.join(tl.join(b, f), tl.join(d, h))
+    return tl.reshape(tl.join(even, odd), (BLOCK,))
+
+
+@triton.jit
+def load_levels(
     row_ptr,
     start,
-    padded_numel,
-    plane_1,
-    plane_2,
+    sections,
+    magic,
     BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
     FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Read ``[BLOCK]`` int32 codes from their planes; ``reference.load_codes``."""
-    if FORMAT.bits == 8:
-        return load_plane(row_ptr, start, padded_numel, BLOCK, 8, FULL)
-    if FORMAT.bits == 4:
-        return load_plane(row_ptr, start, padded_numel, BLOCK, 4, FULL)
-    if FORMAT.bits == 2:
-        return load_plane(row_ptr, start, padded_numel, BLOCK, 2, FULL)
-    if FORMAT.bits == 3:
-        codes = load_plane(row_ptr, start, padded_numel, BLOCK, 2, FULL)
-        high = load_plane(row_ptr + plane_1, start, padded_numel, BLOCK, 1, FULL)
-        return codes | (high << 2)
-    if FORMAT.bits == 5:
-        codes = load_plane(row_ptr, start, padded_numel, BLOCK, 4, FULL)
-        high = load_plane(row_ptr + plane_1, start, padded_numel, BLOCK, 1, FULL)
-        return codes | (high << 4)
-    codes = load_plane(row_ptr, start, padded_numel, BLOCK, 4, FULL)
-    middle = load_plane(row_ptr + plane_1, start, padded_numel, BLOCK, 2, FULL)
-    codes = codes | (middle << 4)
-    if FORMAT.bits == 7:
-        high = load_plane(row_ptr + plane_2, start, padded_numel, BLOCK, 1, FULL)
-        codes = codes | (high << 6)
-    return codes
+    """Read ``[BLOCK]`` codes as levels in units of the scale; ``reference.dequantize_codes``.
+
+    Whatever lies beyond the row decodes to some finite level.
+    """
+    padded_numel = sections[0]
+    BITS: tl.constexpr = FORMAT.bits
+    if BITS == 8:
+        words = load_words(row_ptr, start, padded_numel, BLOCK, 8, RUN, FULL)
+        if FORMAT.mantissa_bits > 0:
+            levels = _float_levels(words, BLOCK, FORMAT)
+        else:
+            even = tl.join(
+                _level_of_byte(words, magic, 0, FORMAT), _level_of_byte(words, magic, 2, FORMAT)
+            )
+            odd = tl.join(
+                _level_of_byte(words, magic, 1, FORMAT), _level_of_byte(words, magic, 3, FORMAT)
+            )
+            levels = tl.reshape(tl.join(even, odd), (BLOCK,))
+    elif BITS == 4:
+        words = load_words(row_ptr, start, padded_numel, BLOCK, 4, RUN, FULL)
+        upper = words >> 16
+        levels = _join_eight(
+            _level_at(words, magic, 0, FORMAT),
+            _level_at(words, magic, 4, FORMAT),
+            _level_at(words, magic, 8, FORMAT),
+            _level_at(words, magic, 12, FORMAT),
+            _level_at(upper, magic, 0, FORMAT),
+            _level_at(upper, magic, 4, FORMAT),
+            _level_at(upper, magic, 8, FORMAT),
+            _level_at(upper, magic, 12, FORMAT),
+            BLOCK,
+        )
+    else:
+        levels = _levels_of_planes(row_ptr, start, sections, magic, BLOCK, RUN, FORMAT, FULL)
+    return levels
+
+
+@triton.jit
+def _float_levels(words, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+    """Levels of four floating-point codes per word, by way of fp32 with a tiny exponent."""
+    codes = tl.reshape(tl.join(words, words >> 16), (BLOCK // 4, 2))
+    codes = tl.reshape(tl.join(codes, codes >> 8), (BLOCK,))
+    bits = ((codes & 0x7F) << (23 - FORMAT.mantissa_bits)) | ((codes & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True) * (2.0 ** (126 + FORMAT.min_exponent))
+
+
+@triton.jit
+def _pairs_of_word(word, WIDTH: tl.constexpr):
+    """Undo ``_plane_of_pairs`` for ``SHIFT`` 0."""
+    MASK: tl.constexpr = ((1 << WIDTH) - 1) * 0x10001
+    both = word.to(tl.int32)
+    if WIDTH == 2:
+        both = (both & 0xFF) | ((both & 0xFF00) << 8)
+    if WIDTH == 1:
+        both = (both & 0xF) | ((both & 0xF0) << 12)
+    return (
+        both & MASK,
+        (both >> WIDTH) & MASK,
+        (both >> (2 * WIDTH)) & MASK,
+        (both >> (3 * WIDTH)) & MASK,
+    )
+
+
+@triton.jit
+def _levels_of_planes(
+    row_ptr,
+    start,
+    sections,
+    magic,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """``load_levels`` for codes of 2 bits or of several planes."""
+    padded_numel = sections[0]
+    BITS: tl.constexpr = FORMAT.bits
+    FIRST: tl.constexpr = 2 if BITS <= 3 else 4
+    words = load_words(row_ptr, start, padded_numel, BLOCK, FIRST, RUN, FULL)
+    a, b, c, d = _pairs_of_word(words, FIRST)
+    if BITS == 6 or BITS == 7:
+        words = load_words(row_ptr + sections[2], start, padded_numel, BLOCK, 2, RUN, FULL)
+        e, f, g, h = _pairs_of_word(words, 2)
+        a, b, c, d = a | (e << 4), b | (f << 4), c | (g << 4), d | (h << 4)
+    if BITS == 3 or BITS == 5:
+        words = load_words(row_ptr + sections[2], start, padded_numel, BLOCK, 1, RUN, FULL)
+        e, f, g, h = _pairs_of_word(words, 1)
+        a, b, c, d = a | (e << FIRST), b | (f << FIRST), c | (g << FIRST), d | (h << FIRST)
+    if BITS == 7:
+        words = load_words(row_ptr + sections[3], start, padded_numel, BLOCK, 1, RUN, FULL)
+        e, f, g, h = _pairs_of_word(words, 1)
+        a, b, c, d = a | (e << 6), b | (f << 6), c | (g << 6), d | (h << 6)
+    return _join_eight(
+        _level_at(a, magic, 0, FORMAT),
+        _level_at(b, magic, 0, FORMAT),
+        _level_at(c, magic, 0, FORMAT),
+        _level_at(d, magic, 0, FORMAT),
+        _level_at(a >> 16, magic, 0, FORMAT),
+        _level_at(b >> 16, magic, 0, FORMAT),
+        _level_at(c >> 16, magic, 0, FORMAT),
+        _level_at(d >> 16, magic, 0, FORMAT),
+        BLOCK,
+    )
+
+
+@triton.jit
+def _section(numel, BITS: tl.constexpr):
+    """Bytes of a section with ``numel`` fields of ``BITS``, a power of two; ``format._layout``."""
+    nbytes = numel * (BITS // 8) if BITS >= 8 else numel // (8 // BITS)
+    return (nbytes + 15) // 16 * 16
+
+
+@triton.jit
+def row_sections(numel, FORMAT: tl.constexpr):
+    """Where the sections of a row lie; ``MessageFormat.layout``.
+
+    Derived here, since a handful of scalar operations costs less than arguments of the launch.
+
+    Returns ``padded_numel``, ``num_groups``, the offsets of planes 1 and 2, of the scales and of
+    the minima; all int64.
+    """
+    MULTIPLE: tl.constexpr = 8 if FORMAT.hadamard_size < 8 else FORMAT.hadamard_size
+    padded_numel = (tl.cast(numel, tl.int64) + (MULTIPLE - 1)) // MULTIPLE * MULTIPLE
+    num_groups = (padded_numel + (FORMAT.group_size - 1)) // FORMAT.group_size
+    BITS: tl.constexpr = FORMAT.bits
+    FIRST: tl.constexpr = BITS if BITS == 8 else (2 if BITS <= 3 else 4)
+    SECOND: tl.constexpr = 2 if BITS == 6 or BITS == 7 else 1
+    plane_1 = _section(padded_numel, FIRST)
+    plane_2 = plane_1
+    if BITS != FIRST:
+        plane_2 += _section(padded_numel, SECOND)
+    scales = plane_2
+    if BITS == 7:
+        scales += _section(padded_numel, 1)
+    minima = scales + _section(num_groups, FORMAT.scale_nbytes * 8)
+    return padded_numel, num_groups, plane_1, plane_2, scales, minima
 
 
 @triton.jit
@@ -469,30 +730,12 @@ def load_scales(row_ptr, offset, first, num_groups, GROUPS: tl.constexpr, FORMAT
 
 
 @triton.jit
-def dequantize_codes(codes, FORMAT: tl.constexpr):
-    """Levels of int32 codes in units of the scale; ``reference.dequantize_codes``."""
-    if FORMAT.mantissa_bits > 0:
-        bits = ((codes & 0x7F) << (23 - FORMAT.mantissa_bits)) | ((codes & 0x80) << 24)
-        levels = bits.to(tl.float32, bitcast=True) * (2.0 ** (126 + FORMAT.min_exponent))
-    else:
-        wide = (codes | _FLOAT_MAGIC_BITS).to(tl.float32, bitcast=True)
-        levels = wide - (_FLOAT_MAGIC + FORMAT.zero_code)
-    return levels
-
-
-@triton.jit
 def store_tile(
     x,
     row_ptr,
     row,
     tile,
     numel,
-    padded_numel,
-    num_groups,
-    plane_1,
-    plane_2,
-    scale_offset,
-    minimum_offset,
     seed_a,
     seed_b,
     BLOCK: tl.constexpr,
@@ -501,48 +744,61 @@ def store_tile(
     FULL: tl.constexpr,
 ):
     """Quantize a transformed ``[BLOCK]`` tile and write it; ``quantize.reference.store_block``."""
-    GROUPS: tl.constexpr = BLOCK // FORMAT.group_size
-    start = tile * BLOCK
-    values = tl.reshape(x, (GROUPS, FORMAT.group_size))
+    sections = row_sections(numel, FORMAT)
+    padded_numel, num_groups = sections[0], sections[1]
+    GROUP: tl.constexpr = FORMAT.group_size
+    GROUPS: tl.constexpr = BLOCK // GROUP
+    start = tl.cast(tile, tl.int64) * BLOCK
+    values = tl.reshape(x, (GROUPS, GROUP))
     valid = padded_numel - start if FORMAT.hadamard_size > 0 else numel - start
     scale, minimum = group_range(values, valid, FORMAT, GROUPS, NORM, FULL)
+    fixed = fixed_point(values, scale, minimum, FORMAT, NORM, FULL)
+    a, b, c, d = pair_up(tl.reshape(fixed, (BLOCK,)), BLOCK)
     if FORMAT.stochastic:
-        noise = rounding_noise(seed_a, seed_b, row, start, BLOCK, FORMAT.noise_bits)
-        noise = tl.reshape(noise, (GROUPS, FORMAT.group_size))
-    else:
-        noise = 0
-    codes = quantize_groups(values, scale, minimum, noise, FORMAT, NORM)
-    codes = tl.reshape(codes, (BLOCK,))
-    store_codes(codes, row_ptr, start, padded_numel, plane_1, plane_2, BLOCK, FORMAT, FULL)
-    first = tile * GROUPS
-    store_scales(scale, row_ptr, scale_offset, first, num_groups, GROUPS, FORMAT)
+        # Below a unit, so it cannot carry into the other half.
+        MASK: tl.constexpr = FORMAT.noise_mask
+        noise = mixed_noise(seed_a, seed_b, row, start, BLOCK, 0)
+        a += noise & MASK
+        b += _select_bytes(noise, noise, 0x0321) & MASK
+        noise = mixed_noise(seed_a, seed_b, row, start, BLOCK, 1)
+        c += noise & MASK
+        d += _select_bytes(noise, noise, 0x0321) & MASK
+    keep = _same_in_groups(tl.where(scale == scale, -1, 0), BLOCK, GROUP)
+    store_codes(a, b, c, d, keep, row_ptr, start, sections, BLOCK, FORMAT, FULL)
+    first = start // GROUP
+    store_scales(scale, row_ptr, sections[4], first, num_groups, GROUPS, FORMAT)
     if not FORMAT.symmetric:
-        store_scales(minimum, row_ptr, minimum_offset, first, num_groups, GROUPS, FORMAT)
+        store_scales(minimum, row_ptr, sections[5], first, num_groups, GROUPS, FORMAT)
 
 
 @triton.jit
 def load_tile(
     row_ptr,
     tile,
-    padded_numel,
-    num_groups,
-    plane_1,
-    plane_2,
-    scale_offset,
-    minimum_offset,
+    numel,
+    magic,
     BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
     FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Decode a ``[BLOCK]`` tile, still transformed; ``dequantize.reference.dequantize_block``."""
-    GROUPS: tl.constexpr = BLOCK // FORMAT.group_size
-    start = tile * BLOCK
-    first = tile * GROUPS
-    codes = load_codes(row_ptr, start, padded_numel, plane_1, plane_2, BLOCK, FORMAT, FULL)
-    levels = tl.reshape(dequantize_codes(codes, FORMAT), (GROUPS, FORMAT.group_size))
-    scale = load_scales(row_ptr, scale_offset, first, num_groups, GROUPS, FORMAT)
+    """Decode a ``[BLOCK]`` tile, still transformed; ``dequantize.reference.dequantize_block``.
+
+    ``magic`` is ``launch.FLOAT_MAGIC_BITS``: known to the compiler, it would be moved to a register
+    for every code again.
+    """
+    sections = row_sections(numel, FORMAT)
+    num_groups = sections[1]
+    # A tile is either several groups or a part of one.
+    GROUP: tl.constexpr = FORMAT.group_size if FORMAT.group_size < BLOCK else BLOCK
+    GROUPS: tl.constexpr = BLOCK // GROUP
+    start = tl.cast(tile, tl.int64) * BLOCK
+    first = start // FORMAT.group_size
+    levels = load_levels(row_ptr, start, sections, magic, BLOCK, RUN, FORMAT, FULL)
+    levels = tl.reshape(levels, (GROUPS, GROUP))
+    scale = load_scales(row_ptr, sections[4], first, num_groups, GROUPS, FORMAT)
     values = levels * scale[:, None]
     if not FORMAT.symmetric:
-        minimum = load_scales(row_ptr, minimum_offset, first, num_groups, GROUPS, FORMAT)
+        minimum = load_scales(row_ptr, sections[5], first, num_groups, GROUPS, FORMAT)
         values = values + minimum[:, None]
     return tl.reshape(values, (BLOCK,))

@@ -37,7 +37,7 @@ def store_block(
     rows, width = x.shape
     noise = None
     if fmt.stochastic:
-        noise = blocks.rounding_noise(seed, row, rows, column, width, fmt.noise_bits)
+        noise = blocks.rounding_noise(seed, row, rows, column, width, fmt.fraction_bits)
     end = layout.padded_numel if fmt.hadamard_size else numel
     grouped = x.view(rows, -1, fmt.group_size)
     scale, minimum = blocks.group_range(grouped, min(end - column, width), norm, fmt)

@@ -7,9 +7,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
-from lq_lightning.kernels.message.launch import layout_arguments, on_device, row_stride, tile_sizes
+from lq_lightning.kernels.message.launch import Tile, choose_tile, on_device, row_grid, row_stride
 from lq_lightning.kernels.message.reference import seed_words
-from lq_lightning.kernels.message.triton_blocks import hadamard, load_run, store_tile
+from lq_lightning.kernels.message.triton_blocks import (
+    hadamard,
+    load_run,
+    program_row,
+    program_tiles,
+    store_tile,
+)
 
 
 @triton.jit
@@ -20,12 +26,6 @@ def _quantize_tile(
     row,
     tile,
     numel,
-    padded_numel,
-    num_groups,
-    plane_1,
-    plane_2,
-    scale_offset,
-    minimum_offset,
     seed_a,
     seed_b,
     BLOCK: tl.constexpr,
@@ -34,7 +34,7 @@ def _quantize_tile(
     RUN: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    start = tile * BLOCK
+    start = tl.cast(tile, tl.int64) * BLOCK
     limit = numel - start
     VECTOR: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     x = load_run(x_ptr + start, limit, BLOCK, VECTOR, RUN, FULL).to(tl.float32)
@@ -43,28 +43,11 @@ def _quantize_tile(
         other = load_run(reference_ptr + start, limit, BLOCK, OTHER, RUN, FULL)
         x = x - other.to(tl.float32)
     x = hadamard(x, BLOCK, FORMAT.hadamard_size, RUN)
-    store_tile(
-        x,
-        row_ptr,
-        row,
-        tile,
-        numel,
-        padded_numel,
-        num_groups,
-        plane_1,
-        plane_2,
-        scale_offset,
-        minimum_offset,
-        seed_a,
-        seed_b,
-        BLOCK,
-        FORMAT,
-        FORMAT.forward_norm,
-        FULL,
-    )
+    NORM: tl.constexpr = FORMAT.forward_norm
+    store_tile(x, row_ptr, row, tile, numel, seed_a, seed_b, BLOCK, FORMAT, NORM, FULL)
 
 
-@triton.jit(do_not_specialize=["num_groups", "seed_a", "seed_b"])
+@triton.jit(do_not_specialize=["rows", "tiles", "seed_a", "seed_b"])
 def quantize_rows_kernel(
     x_ptr,
     reference_ptr,
@@ -72,13 +55,9 @@ def quantize_rows_kernel(
     x_stride,
     reference_stride,
     out_stride,
+    rows,
+    tiles,
     numel,
-    padded_numel,
-    num_groups,
-    plane_1,
-    plane_2,
-    scale_offset,
-    minimum_offset,
     seed_a,
     seed_b,
     BLOCK: tl.constexpr,
@@ -86,28 +65,22 @@ def quantize_rows_kernel(
     DIFFERENCE: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Encode one tile of one row: [difference ->] Hadamard -> scale -> round -> pack."""
-    tiles = tl.cdiv(padded_numel, BLOCK).to(tl.int64)
-    program = tl.program_id(0).to(tl.int64)
-    row = program // tiles
-    tile = program % tiles
-    x_row = x_ptr + row * x_stride
-    reference_row = reference_ptr + row * reference_stride
-    out_row = out_ptr + row * out_stride
-    if (tile + 1) * BLOCK <= numel:
+    """Encode ``tiles`` tiles of one row: [difference ->] Hadamard -> scale -> round -> pack."""
+    row = program_row()
+    if row >= rows:
+        return
+    x = x_ptr + row * x_stride
+    other = reference_ptr + row * reference_stride
+    out = out_ptr + row * out_stride
+    first, end, last = program_tiles(numel, tiles, BLOCK)
+    for tile in range(first, end):
         _quantize_tile(
-            x_row,
-            reference_row,
-            out_row,
+            x,
+            other,
+            out,
             row,
             tile,
             numel,
-            padded_numel,
-            num_groups,
-            plane_1,
-            plane_2,
-            scale_offset,
-            minimum_offset,
             seed_a,
             seed_b,
             BLOCK,
@@ -116,20 +89,14 @@ def quantize_rows_kernel(
             RUN,
             True,
         )
-    else:
+    if last:
         _quantize_tile(
-            x_row,
-            reference_row,
-            out_row,
+            x,
+            other,
+            out,
             row,
-            tile,
+            end,
             numel,
-            padded_numel,
-            num_groups,
-            plane_1,
-            plane_2,
-            scale_offset,
-            minimum_offset,
             seed_a,
             seed_b,
             BLOCK,
@@ -147,36 +114,36 @@ def launch_quantize(
     seed: int,
     out: Tensor,
     *,
-    run: int | None = None,
+    tile: Tile | None = None,
 ) -> None:
     """Launch the kernel; arguments as for ``reference.quantize``.
 
-    ``run`` is the number of consecutive elements per thread; it changes the speed, not the bits.
-    By default 64 bytes: on an H200, int8 codes of 256 MB of fp32 take 95 us that way, against 108
-    us with 128 bytes, where a warp touches twice as many cache lines per load.
+    ``tile`` overrides the choice from the tables; it changes the speed, not the bits.
     """
     rows, numel = x.shape
     if rows == 0 or numel == 0:
         return
-    # One warp per tile is up to 8% faster than four (H200, Hadamard and int8 from bf16).
-    block, warps = tile_sizes(fmt.group_size, 1024, x.device)
-    layout = fmt.layout(numel)
+    if tile is None:
+        kind = f"{'quantize' if reference is None else 'difference'} {8 * x.element_size()}"
+        kind += " hadamard" if fmt.hadamard_size else ""
+        tile = choose_tile(kind, fmt.group_size, x.numel(), x.device)
     other = x if reference is None else reference
     with on_device(x):
-        quantize_rows_kernel[(rows * triton.cdiv(layout.padded_numel, block),)](
+        quantize_rows_kernel[row_grid(rows, fmt.layout(numel).padded_numel, tile)](
             x,
             other,
             out,
             row_stride(x, 0),
             row_stride(other, 0),
             row_stride(out, 0),
+            rows,
+            tile.tiles,
             numel,
-            *layout_arguments(layout),
             *seed_words(seed),
-            BLOCK=block,
+            BLOCK=tile.block,
             FORMAT=fmt,
             DIFFERENCE=reference is not None,
-            RUN=run or 64 // x.element_size(),
-            num_warps=warps,
+            RUN=tile.run,
+            num_warps=tile.warps,
             enable_fp_fusion=False,
         )

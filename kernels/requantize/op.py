@@ -7,17 +7,12 @@ from torch import Tensor
 
 from lq_lightning.kernels.message import parse_format
 from lq_lightning.kernels.message.checks import check_message
+from lq_lightning.kernels.message.operators import count_write, define_operator
 
 from . import reference as cpu
 
 
-@torch.library.custom_op(
-    "lq_lightning::requantize_out",
-    mutates_args=("out",),
-    device_types="cpu",
-    schema=("(Tensor message, int numel, str source, str target, int seed, Tensor(a!) out) -> ()"),
-)
-def requantize_out(
+def _requantize_out(
     message: Tensor, numel: int, source: str, target: str, seed: int, out: Tensor
 ) -> None:
     """Sum messages of format ``source`` and encode the sum in format ``target``.
@@ -33,39 +28,41 @@ def requantize_out(
     source_format, target_format = parse_format(source), parse_format(target)
     check_message("message", message, source_format.layout(numel).nbytes)
     check_message("out", out, target_format.layout(numel).nbytes)
-    cpu.requantize(message, numel, source_format, target_format, seed, out)
+    if message.is_cuda:
+        from .triton_kernels import launch_requantize
+
+        launch_requantize(message, numel, source_format, target_format, seed, out)
+    else:
+        cpu.requantize(message, numel, source_format, target_format, seed, out)
+    count_write(out)
 
 
-@requantize_out.register_kernel("cuda")
-def _(message: Tensor, numel: int, source: str, target: str, seed: int, out: Tensor) -> None:
-    from .triton_kernels import launch_requantize
-
-    source_format, target_format = parse_format(source), parse_format(target)
-    check_message("message", message, source_format.layout(numel).nbytes)
-    check_message("out", out, target_format.layout(numel).nbytes)
-    launch_requantize(message, numel, source_format, target_format, seed, out)
-
-
-@requantize_out.register_fake
-def _(message: Tensor, numel: int, source: str, target: str, seed: int, out: Tensor) -> None:
-    return None
-
-
-@torch.library.custom_op(
-    "lq_lightning::requantize",
-    mutates_args=(),
-    device_types=("cpu", "cuda"),
-    schema="(Tensor message, int numel, str source, str target, int seed) -> Tensor",
-)
-def requantize(message: Tensor, numel: int, source: str, target: str, seed: int) -> Tensor:
+def _requantize(message: Tensor, numel: int, source: str, target: str, seed: int) -> Tensor:
     """Sum and encode into new rows; arguments as for ``requantize_out``."""
-    nbytes = parse_format(target).layout(numel).nbytes
-    out = torch.empty(message.shape[1], nbytes, dtype=torch.uint8, device=message.device)
-    requantize_out(message, numel, source, target, seed, out)
+    out = _fake_requantize(message, numel, source, target, seed)
+    _requantize_out(message, numel, source, target, seed, out)
     return out
 
 
-@requantize.register_fake
-def _(message: Tensor, numel: int, source: str, target: str, seed: int) -> Tensor:
+def _fake_requantize_out(
+    message: Tensor, numel: int, source: str, target: str, seed: int, out: Tensor
+) -> None:
+    return None
+
+
+def _fake_requantize(message: Tensor, numel: int, source: str, target: str, seed: int) -> Tensor:
     nbytes = parse_format(target).layout(numel).nbytes
-    return message.new_empty(message.shape[1], nbytes, dtype=torch.uint8)
+    return torch.empty(message.shape[1], nbytes, dtype=torch.uint8, device=message.device)
+
+
+requantize_out = define_operator(
+    "requantize_out(Tensor message, int numel, str source, str target, int seed, Tensor(a!) out)"
+    " -> ()",
+    _requantize_out,
+    _fake_requantize_out,
+)
+requantize = define_operator(
+    "requantize(Tensor message, int numel, str source, str target, int seed) -> Tensor",
+    _requantize,
+    _fake_requantize,
+)

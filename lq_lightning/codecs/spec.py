@@ -35,7 +35,10 @@ class CodecSpec:
         hadamard_size: apply a Walsh-Hadamard transform to this many consecutive elements before
             quantization and undo it after; 0 for none, else 16, 32, 64 or 128, at most
             ``group_size``. It spreads outliers over the transform block.
-        rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (unbiased, needs a seed).
+        rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (needs a seed), which is unbiased
+            up to the resolution of its noise: the expectation is off by at most ``2**(b - 17)`` of
+            the distance between codes for integer codes of b bits, ``2**-8`` for FP8 E4M3 and
+            ``2**-9`` for FP8 E5M2, with a sign that depends on the value.
         scale_dtype: storage of scales and minima. Scales are rounded up and minima down, so no
             value is clipped.
 
