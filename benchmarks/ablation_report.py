@@ -12,6 +12,10 @@ from common import table
 
 BASELINE = "full precision"
 
+# Scale of the figure: linear near zero, logarithmic beyond.
+_LINEAR_PERCENT = 0.2
+_TICKS = (-10, -5, -2, -1, -0.5, -0.2, -0.1, 0, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -148,19 +152,25 @@ def draw(outcomes: Outcomes, path: Path) -> None:
         _draw_curves(right, outcomes, name, colors[name])
     noise = seed_noise(outcomes)
     if noise == noise:
-        left.axvspan(-noise, noise, color="0.88", zorder=0, label="full precision, one seed (sd)")
-        left.legend(loc="lower right", fontsize=8)
+        left.axvspan(-noise, noise, color="0.88", zorder=0)
+        left.set_title("shaded: one standard deviation of full precision over seeds", fontsize=9)
     left.axvline(0, color="0.4", linewidth=0.8)
-    left.set_xscale("symlog", linthresh=0.5)
+    left.set_xscale("symlog", linthresh=_LINEAR_PERCENT)
     left.margins(x=0.25)
+    shown = left.get_xlim()
+    left.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS], fontsize=8)
+    left.set_xlim(shown)
     left.set_yticks(range(len(names)), names)
     left.invert_yaxis()
     left.set_xlabel("validation loss against full precision, same seed (%)")
     right.axhline(0, color="0.4", linewidth=0.8)
-    right.set_yscale("symlog", linthresh=0.5)
+    right.set_yscale("symlog", linthresh=_LINEAR_PERCENT)
+    shown = right.get_ylim()
+    right.set_yticks(_TICKS, [f"{tick:g}" for tick in _TICKS], fontsize=8)
+    right.set_ylim(shown)
+    right.set_title("means over the steps since the point before; colors as left", fontsize=9)
     right.set_xlabel("optimizer step")
     right.set_ylabel("training loss against full precision (%)")
-    right.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -19,20 +19,29 @@ import hashlib
 import io
 import json
 import lzma
+import multiprocessing
 import re
 import shutil
 import sys
 import tarfile
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from pretraining.corpus import CorpusSettings, prepare  # noqa: E402
-from pretraining.text import TextFile, find_files, read_files, split_files, train_bpe  # noqa: E402
+from pretraining.text import (  # noqa: E402
+    SPLITS,
+    BPETokenizer,
+    TextFile,
+    find_files,
+    read_files,
+    split_files,
+    train_bpe,
+)
 
 SUFFIXES = (".S", ".c", ".h", ".py", ".rst", ".txt")
 FOLDERS = (
@@ -47,6 +56,7 @@ TABLE_DEFINES = 0.4  # share of non-empty lines
 TABLE_DIGITS = 0.15  # share of bytes
 VAL_FRACTION = 0.03
 TEST_FRACTION = 0.001  # not used here; a corpus has three splits
+_tokenizer: BPETokenizer  # of a worker process
 _DEFINE = re.compile(rb"^\s*#\s*define\b", re.MULTILINE)
 
 
@@ -106,38 +116,52 @@ def select(tree: Path, max_nbytes: int) -> list[TextFile]:
     return sorted(chosen, key=lambda file: file.path)
 
 
-def build(files: list[TextFile], vocab_size: int, sample_nbytes: int, out: Path) -> None:
-    """Train the tokenizer on a sample of the training files and write tokens of all files.
+def build(files: list[TextFile], vocab_size: int, sample_nbytes: int, out: Path) -> dict[str, Any]:
+    """Train the tokenizer on a sample of the training files and write the tokens of all files.
 
     Args:
         files: The text.
         vocab_size: Size of the BPE vocabulary.
         sample_nbytes: Bytes of training text that the tokenizer learns from.
-        out: Folder to write: ``{train,val,test}.npy`` (uint16), ``tokenizer.json``,
-            ``corpus.json`` (numbers) and ``files.json`` (paths).
+        out: Folder to write: ``{train,val,test}.npy`` (uint16), ``tokenizer.json`` and
+            ``corpus.json`` (numbers).
+
+    Returns:
+        The numbers: a fingerprint of all tokens, and tokens, bytes and files per split.
     """
     splits = split_files(files, val_fraction=VAL_FRACTION, test_fraction=TEST_FRACTION, seed=0)
-    with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
-        text = Path(scratch, "text")
-        for file in files:
-            target = text / file.path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(file.content)
-        tokenizer = Path(scratch, "tokenizer.json")
-        start = time.perf_counter()
-        train_bpe(take(splits["train"], sample_nbytes), vocab_size, tokenizer)
-        print(f"tokenizer trained in {time.perf_counter() - start:.0f} s", flush=True)
-        settings = CorpusSettings(
-            text=str(text),
-            tokenizer=str(tokenizer),
-            val_fraction=VAL_FRACTION,
-            test_fraction=TEST_FRACTION,
-        )
-        start = time.perf_counter()
-        corpus = prepare(settings, Path(scratch, "cache"))
-        print(f"tokens written in {time.perf_counter() - start:.0f} s", flush=True)
-        shutil.rmtree(out, ignore_errors=True)
-        shutil.move(corpus.path, out)
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    train_bpe(take(splits["train"], sample_nbytes), vocab_size, out / "tokenizer.json")
+    fingerprint = hashlib.sha256()
+    num_tokens = {}
+    with multiprocessing.Pool(initializer=_open, initargs=(out / "tokenizer.json",)) as pool:
+        for split in SPLITS:
+            # Neighbours in the tree resemble each other: in this order tokens pack 3% smaller.
+            ordered = sorted(splits[split], key=lambda file: file.path)
+            parts = pool.map(_encode, [file.content for file in ordered], chunksize=64)
+            tokens_N = np.concatenate(parts)
+            np.save(out / f"{split}.npy", tokens_N)
+            num_tokens[split] = len(tokens_N)
+            fingerprint.update(f"{split}:{len(tokens_N)}:".encode() + tokens_N.tobytes())
+    numbers = {
+        "fingerprint": fingerprint.hexdigest()[:16],
+        "num_tokens": num_tokens,
+        "num_bytes": {split: sum(len(f.content) for f in splits[split]) for split in SPLITS},
+        "num_files": {split: len(splits[split]) for split in SPLITS},
+    }
+    (out / "corpus.json").write_text(json.dumps(numbers, indent=1))
+    return numbers
+
+
+def _open(path: Path) -> None:
+    global _tokenizer
+    _tokenizer = BPETokenizer(path)
+
+
+def _encode(content: bytes) -> np.ndarray:
+    """Return the tokens of a file and the one that ends it."""
+    return np.append(_tokenizer.encode(content), _tokenizer.eof_id).astype(np.uint16)
 
 
 def pack(folder: Path, archive: Path) -> None:
@@ -163,16 +187,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tree", type=Path, help="unpacked Linux source tree")
     parser.add_argument("out", type=Path, help="folder to write, replaced if it exists")
-    parser.add_argument("--megabytes", type=int, default=560, help="1e6 bytes of text to take")
+    parser.add_argument("--megabytes", type=int, default=410, help="1e6 bytes of text to take")
     parser.add_argument("--vocab-size", type=int, default=16384)
     parser.add_argument("--sample-megabytes", type=int, default=60, help="for the tokenizer")
     parser.add_argument("--archive", type=Path, help="also pack the folder as this .tar.xz")
     args = parser.parse_args()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     files = select(args.tree, args.megabytes * 10**6)
     print(f"{len(files)} files, {sum(len(f.content) for f in files) / 1e6:.1f} MB", flush=True)
-    build(files, args.vocab_size, args.sample_megabytes * 10**6, args.out)
-    numbers = json.loads((args.out / "corpus.json").read_text())
+    numbers = build(files, args.vocab_size, args.sample_megabytes * 10**6, args.out)
     print(json.dumps(numbers))
     num_bytes, num_tokens = sum(numbers["num_bytes"].values()), sum(numbers["num_tokens"].values())
     print(f"{num_bytes / num_tokens:.3f} bytes per token")

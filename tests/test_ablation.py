@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -59,6 +60,8 @@ def _tokens(tree: Path, out: Path, *options: str) -> Path:
 
 @pytest.fixture(scope="module")
 def tokens(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the tree became, packed and unpacked."""
+    pytest.importorskip("tokenizers", reason="BPE needs tokenizers")
     archive = tmp_path_factory.mktemp("packed") / "tokens.tar.xz"
     out = _tokens(
         tree, tmp_path_factory.mktemp("tokens") / "kernel_tokens", "--archive", str(archive)
@@ -70,29 +73,36 @@ def tokens(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpacked / "kernel_tokens"
 
 
-def test_text_leaves_out_tables_and_copies(tokens: Path) -> None:
-    paths = {
-        path for split in json.loads((tokens / "files.json").read_text()).values() for path in split
-    }
+def test_text_leaves_out_tables_copies_and_part_of_the_drivers(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    select = importlib.import_module("kernel_text").select
+    paths = {file.path for file in select(tree, 10**9)}
     assert len(paths) == 90
     assert "drivers/net/registers.h" not in paths
     assert len(paths & {"kernel/file0.c", "kernel/same.c"}) == 1
     assert "kernel/picture.svg" not in paths
+    fewer = {file.path for file in select(tree, 10**6)}
+    assert fewer < paths
+    assert {path for path in paths if not path.startswith("drivers/")} < fewer
+    with pytest.raises(ValueError, match="unpacked Linux source tree"):
+        select(tree / "kernel", 10**6)
 
 
-def test_text_is_reproducible_and_keeps_everything_but_drivers(
-    tree: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_text_is_reproducible(tree: Path, tokens: Path, tmp_path: Path) -> None:
     again = _tokens(tree, tmp_path / "again")
     numbers = json.loads((again / "corpus.json").read_text())
     assert numbers == json.loads((tokens / "corpus.json").read_text())
-    stored = np.load(again / "train.npy")
-    assert stored.dtype == np.uint16
-    assert len(stored) == numbers["num_tokens"]["train"]
-    less = _tokens(tree, tmp_path / "less", "--megabytes", "1")
-    paths = [p for split in json.loads((less / "files.json").read_text()).values() for p in split]
-    assert sum(not p.startswith("drivers/") for p in paths) == 60
-    assert 0 < sum(p.startswith("drivers/") for p in paths) < 30
+    for split in ("train", "val", "test"):
+        stored = np.load(again / f"{split}.npy")
+        assert stored.dtype == np.uint16
+        assert len(stored) == numbers["num_tokens"][split]
+    tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(
+        str(tokens / "tokenizer.json")
+    )
+    text = tokenizer.decode(np.load(tokens / "val.npy").tolist())
+    assert text.startswith("/* Takes one reference. */\nvoid ")
 
 
 def _ablation(tokens: Path, report: Path, runs: str, *options: str) -> str:
@@ -105,7 +115,9 @@ def _ablation(tokens: Path, report: Path, runs: str, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_runs_out_of_time_are_named_and_can_be_added(tokens: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="figures need matplotlib")
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     runs = "full precision:0,SDP4Bit nearest:0"
     shown = _ablation(tokens, first, runs, "--time-budget", "0.001")
