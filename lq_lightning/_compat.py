@@ -46,10 +46,13 @@ __all__ = [
     "empty_like_sharded",
     "end_root_forward",
     "fill_wrapping_checkpoint_io",
+    "first_row",
     "fsdp_units",
     "inherit_timeout",
     "has_unreduced_gradients",
+    "like_rows",
     "local_shard",
+    "local_tensor",
     "materialize_meta_tensors",
     "move_optimizers_to_device",
     "pack_shards",
@@ -58,6 +61,7 @@ __all__ = [
     "record_reduced_params",
     "reduce_scatter_flat",
     "reset_iteration",
+    "shard_rows",
     "to_sharded_dtensor",
     "unflatten_checkpoint",
     "use_own_sampling",
@@ -438,6 +442,50 @@ def _from_local(local: Tensor, like: DTensor) -> DTensor:
         shape=like.shape,
         stride=like.stride(),
     )
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, without autograd; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def like_rows(local: Tensor, like: Tensor) -> Tensor:
+    """Wrap rows that belong to the local rows of ``like`` as a DTensor placed like it.
+
+    Args:
+        local: ``[D_local, ...]``; the dimensions after the first are whole.
+        like: ``[D, ...]``; where it is no DTensor, ``local`` is returned.
+    """
+    if not isinstance(like, DTensor):
+        return local
+    shape = torch.Size([like.shape[0], *local.shape[1:]])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def shard_rows(full: Tensor, like: Tensor) -> Tensor:
+    """Cut the rows that belong to the local rows of ``like`` out of a whole tensor.
+
+    Args:
+        full: ``[D, ...]``.
+        like: ``[D, ...]``; where it is no DTensor, ``full`` is returned.
+    """
+    if not isinstance(like, DTensor):
+        return full
+    start = first_row(like)
+    return like_rows(full[start : start + like._local_tensor.shape[0]].contiguous(), like)
+
+
+def first_row(tensor: Tensor) -> int:
+    """Index of the first local row of a tensor that is sharded on dimension 0 at most."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return offset[0]
 
 
 def unflatten_checkpoint(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The import rules of the package, read from its syntax trees.
 
-Imports go strictly down: strategies, plugins, callbacks -> data_parallel -> codecs -> kernels, and
-folders of one level never import each other.
+Imports go strictly down: strategies, plugins, callbacks -> data_parallel, optim -> codecs ->
+kernels, and folders of one level never import each other.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ LEVELS = {
     "plugins": 3,
     "callbacks": 3,
     "data_parallel": 2,
+    "optim": 2,
     "codecs": 1,
     "kernels": 0,
 }

@@ -74,6 +74,18 @@ def test_run_all_explains_itself() -> None:
     assert _run("bash", script, "everything").returncode == 2
 
 
+def test_optimizer_error_compares_formats(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    script = ROOT / "benchmarks" / "optimizer_error.py"
+    done = _run(sys.executable, str(script), "--steps", "5", "--out", str(report))
+    assert done.returncode == 0, done.stderr
+    results = {(r["first"], r["second"]): r for r in json.loads(report.read_text())["results"]}
+    expanded = results["expanded_fp8", "expanded_fp8"]
+    assert results["float32", "float32"]["mse"] == 0
+    assert expanded["lost"] == 0
+    assert 0 < expanded["mse"] < results["fp8", "fp8"]["mse"]
+
+
 def test_nodes_explains_itself() -> None:
     shown = _run("bash", str(NODES), "-h")
     assert shown.returncode == 0

@@ -1,0 +1,25 @@
+"""One optimizer step on quantized states: decode -> update -> encode, one pass over memory."""
+
+from .formats import (
+    FORMATS,
+    GROUP_SIZE,
+    NUM_SCALARS,
+    RULES,
+    StateFormat,
+    groups_per_row,
+    row_length,
+    state_format,
+)
+from .op import optimizer_step
+
+__all__ = [
+    "FORMATS",
+    "GROUP_SIZE",
+    "NUM_SCALARS",
+    "RULES",
+    "StateFormat",
+    "groups_per_row",
+    "optimizer_step",
+    "row_length",
+    "state_format",
+]

@@ -1,0 +1,18 @@
+"""Optimizers whose states are 8-bit codes."""
+
+from .base import ParameterPlan, QuantizedOptimizer
+from .config import OptimizerQuantization, embedding_weights
+from .convert import quantize_optimizer
+from .optimizers import QuantizedAdam, QuantizedAdamW, QuantizedLion, QuantizedSGD
+
+__all__ = [
+    "OptimizerQuantization",
+    "ParameterPlan",
+    "QuantizedAdam",
+    "QuantizedAdamW",
+    "QuantizedLion",
+    "QuantizedOptimizer",
+    "QuantizedSGD",
+    "embedding_weights",
+    "quantize_optimizer",
+]

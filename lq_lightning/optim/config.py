@@ -1,0 +1,143 @@
+"""What is quantized in an optimizer, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lq_lightning.kernels.optimizer_step import StateFormat, row_length, state_format
+
+StateCode = Literal["expanded_fp8", "fp8", "dynamic8", "int8", "float32"]
+
+FORMAT_VERSION = 1
+# With shorter rows, two states with three bytes of constants per group would take more than 2.2
+# bytes per parameter.
+MIN_ROW_LENGTH = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerQuantization:
+    """How the states of an optimizer are stored.
+
+    Groups of 128 elements along a row (all dimensions but the first, flattened) share a scale.
+    Sharding on dimension 0 never cuts a group, so the codes do not depend on the world size.
+
+    Attributes:
+        first_moment: format of ``exp_avg`` (AdamW, Adam, Lion) and of SGD's ``momentum_buffer``.
+            ``"expanded_fp8"`` is FP8 E4M3 with dynamic range expansion (COAT); ``"dynamic8"`` the
+            dynamic map of 8-bit optimizers (Dettmers et al.); ``"fp8"`` and ``"int8"`` are plain
+            formats to compare with; ``"float32"`` stores no codes.
+        second_moment: format of ``exp_avg_sq``. Not ``"int8"`` or ``"fp8"`` in earnest: small
+            second moments become zero in them, and updates explode.
+        min_numel: parameters with fewer elements, counted before sharding, keep fp32 states.
+        quantize_embeddings: quantize the states of embedding weights too. They are known only where
+            the module is given.
+        stochastic_rounding: round bf16 parameters stochastically, which replaces fp32 main weights.
+            The noise depends on ``seed``, step, parameter and position: not on the world size.
+        seed: for stochastic rounding.
+
+    Raises:
+        ValueError: a format that is not listed above, or a negative number.
+    """
+
+    first_moment: StateCode = "expanded_fp8"
+    second_moment: StateCode = "expanded_fp8"
+    min_numel: int = 4096
+    quantize_embeddings: bool = False
+    stochastic_rounding: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        for name in ("first_moment", "second_moment"):
+            value = getattr(self, name)
+            if value not in get_args(StateCode):
+                raise ValueError(
+                    f"OptimizerQuantization({name}={value!r}) is not supported; allowed: "
+                    f"{', '.join(map(repr, get_args(StateCode)))}. Choose one of them."
+                )
+        if self.min_numel < 0:
+            raise ValueError(
+                f"OptimizerQuantization(min_numel={self.min_numel}) must be at least 0; use 0 to "
+                "quantize matrices of any size."
+            )
+
+    def formats(self, num_states: int) -> list[StateFormat]:
+        """Formats of the first ``num_states`` states."""
+        first = state_format(self.first_moment, signed=True)
+        second = state_format(self.second_moment, signed=False)
+        return [first, second][:num_states]
+
+    @property
+    def stamp(self) -> str:
+        """What checkpoints say about their codes: ``"1/expanded_fp8/expanded_fp8"``."""
+        return f"{FORMAT_VERSION}/{self.first_moment}/{self.second_moment}"
+
+
+def check_stamp(saved: str, config: OptimizerQuantization) -> None:
+    """Make sure that codes of a checkpoint can be read.
+
+    Raises:
+        ValueError: they are of another version or format.
+    """
+    version = saved.split("/")[0]
+    if version != str(FORMAT_VERSION):
+        raise ValueError(
+            f"the optimizer state was saved in quantization format {saved!r}; this version of "
+            f"lq_lightning reads version {FORMAT_VERSION}. Load it with the version that saved it, "
+            "and save `full_precision_state_dict()` there."
+        )
+    if saved != config.stamp:
+        raise ValueError(
+            f"the optimizer state was saved in quantization format {saved!r}, but the optimizer "
+            f"uses {config.stamp!r}. Use the same formats, or load it with those first, and then "
+            "load `full_precision_state_dict()` of that optimizer into this one."
+        )
+
+
+def reason_for_full_precision(
+    param: Tensor, config: OptimizerQuantization, excluded: Mapping[Tensor, str]
+) -> str | None:
+    """Say why the states of a parameter stay in fp32, or None if they are quantized.
+
+    The answer depends on the whole parameter, never on this rank's shard.
+
+    Raises:
+        NotImplementedError: the parameter would be quantized but is sharded on another dimension
+            than 0.
+    """
+    if param in excluded:
+        return excluded[param]
+    if all(not fmt.quantized for fmt in config.formats(2)):
+        return "all formats are float32"
+    if param.dim() < 2:
+        return "one dimension, which sharding cuts anywhere"
+    if param.numel() < config.min_numel:
+        return f"fewer than {config.min_numel} elements"
+    if row_length(param.shape) < MIN_ROW_LENGTH:
+        return f"rows of fewer than {MIN_ROW_LENGTH} elements"
+    if isinstance(param, DTensor):
+        for placement in param.placements:
+            if not placement.is_replicate() and not placement.is_shard(0):
+                raise NotImplementedError(
+                    f"a parameter of shape {tuple(param.shape)} is placed as {placement}; coded "
+                    "optimizer states support sharding on dimension 0 and replication. Shard it on "
+                    "dimension 0, or pass it in `full_precision`."
+                )
+    return None
+
+
+def embedding_weights(module: nn.Module) -> dict[Tensor, str]:
+    """Weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` (also where a head is tied to them).
+
+    8-bit states of embeddings are unstable in pretraining (Dettmers et al., section 2.3).
+    """
+    return {
+        child.weight: "embedding"
+        for child in module.modules()
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag))
+    }

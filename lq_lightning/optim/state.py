@@ -1,0 +1,102 @@
+"""The tensors that stand for one optimizer state of one parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lq_lightning._compat import like_rows, local_tensor, shard_rows
+from lq_lightning.kernels.optimizer_step import StateFormat, groups_per_row, row_length
+from lq_lightning.kernels.optimizer_step.reference import State, decode_state, encode_state
+
+CODES, SCALE, EXPONENT = "_codes", "_scale", "_exponent"
+NO_EXPANSION = 16  # the stored exponent of k = 1
+
+
+def zero_state(param: Tensor, name: str, fmt: StateFormat) -> dict[str, Tensor]:
+    """Allocate a state of zeros.
+
+    Args:
+        param: ``[D, ...]``, a DTensor or not.
+        name: of the state, such as ``exp_avg``.
+        fmt: its format.
+
+    Returns:
+        ``{name}_codes`` uint8 with the shape of the parameter, ``{name}_scale`` bf16 and, for
+        ``expanded_fp8``, ``{name}_exponent`` uint8 with shape ``[D, groups of a row]``; for
+        ``float32`` just ``{name}``. All are placed like the parameter.
+    """
+    local = local_tensor(param)
+    if not fmt.quantized:
+        values = torch.zeros(local.shape, dtype=torch.float32, device=local.device)
+        return {name: _placed(values, param)}
+    shape = (local.shape[0], groups_per_row(row_length(param.shape)))
+    codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
+    scale = torch.zeros(shape, dtype=torch.bfloat16, device=local.device)
+    entry = {name + CODES: codes, name + SCALE: scale}
+    if fmt.expanded:
+        entry[name + EXPONENT] = torch.full(
+            shape, NO_EXPANSION, dtype=torch.uint8, device=local.device
+        )
+    return {key: _placed(value, param) for key, value in entry.items()}
+
+
+def _placed(local: Tensor, param: Tensor) -> Tensor:
+    return local if param.dim() == 0 else like_rows(local, param)
+
+
+def local_state(entry: Mapping[str, Any], name: str, fmt: StateFormat) -> State:
+    """This rank's tensors of a state, as the kernels take them."""
+    if not fmt.quantized:
+        return State(local_tensor(entry[name]), None, None)
+    exponent = local_tensor(entry[name + EXPONENT]) if fmt.expanded else None
+    return State(local_tensor(entry[name + CODES]), local_tensor(entry[name + SCALE]), exponent)
+
+
+def is_quantized(entry: Mapping[str, Any], name: str) -> bool:
+    """Whether a parameter's entry holds codes of a state."""
+    return name + CODES in entry
+
+
+def decoded(entry: Mapping[str, Any], name: str, param: Tensor, fmt: StateFormat) -> Tensor:
+    """The values of a state in fp32, placed like the parameter."""
+    return _placed(decode_state(local_state(entry, name, fmt), fmt), param)
+
+
+def encoded(values: Tensor, name: str, param: Tensor, fmt: StateFormat) -> dict[str, Tensor]:
+    """The state that holds ``values``, which are placed like the parameter, or whole."""
+    entry = zero_state(param, name, fmt)
+    placed = adopted(values, param, torch.float32)
+    encode_state(local_tensor(placed).contiguous(), local_state(entry, name, fmt), fmt)
+    return entry
+
+
+def adopted(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bring a tensor of a checkpoint to the parameter's device and sharding.
+
+    Args:
+        value: placed like the parameter, or whole.
+        param: ``[D, ...]``.
+        dtype: that it must have already, unless both are floating-point.
+
+    Raises:
+        ValueError: another number of rows, or an integer where floats belong or vice versa.
+    """
+    if value.shape[:1] != param.shape[:1]:
+        raise ValueError(
+            f"a saved optimizer state of shape {tuple(value.shape)} does not fit a parameter of "
+            f"shape {tuple(param.shape)}. Load it into the model that it was saved from."
+        )
+    if value.dtype.is_floating_point != dtype.is_floating_point:
+        raise ValueError(
+            f"a saved optimizer state is {value.dtype}, expected {dtype}: it was cast on the way. "
+            "Load it with the `load_state_dict` of the quantized optimizer."
+        )
+    value = value.to(dtype=dtype)
+    if not isinstance(value, DTensor) and param.dim() > 0:
+        value = shard_rows(value, param)
+    return value.to(device=local_tensor(param).device)

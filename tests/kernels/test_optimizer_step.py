@@ -1,0 +1,327 @@
+"""The optimizer step: Triton against the reference, bounds of the formats, the operator."""
+
+from __future__ import annotations
+
+import math
+from importlib import metadata
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from lq_lightning.kernels.optimizer_step import (
+    FORMATS,
+    RULES,
+    StateFormat,
+    groups_per_row,
+    optimizer_step,
+    reference,
+    row_length,
+    state_format,
+)
+from lq_lightning.kernels.optimizer_step.formats import codebook, exponent_table
+from lq_lightning.kernels.optimizer_step.reference import State
+
+OLD_TRITON = Version(metadata.version("triton")) < Version("3.9")
+in_triton = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(
+        OLD_TRITON and not torch.cuda.is_available(),
+        reason="the interpreter of Triton < 3.9 computes other bits; run on a GPU",
+    ),
+]
+SCALARS = [0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 0.999, 1e-2]
+QUANTIZED = FORMATS[:4]
+
+
+def formats(rule: str, name: str) -> list[StateFormat]:
+    first = state_format(name, signed=True)
+    return [first, state_format(name, signed=False)] if rule.startswith("adam") else [first]
+
+
+def zeros(shape: tuple[int, ...], fmt: StateFormat, device: torch.device | str) -> State:
+    if not fmt.quantized:
+        return State(torch.zeros(shape, device=device), None, None)
+    constants = (shape[0], groups_per_row(row_length(shape)))
+    return State(
+        torch.zeros(shape, dtype=torch.uint8, device=device),
+        torch.zeros(constants, dtype=torch.bfloat16, device=device),
+        torch.full(constants, 16, dtype=torch.uint8, device=device) if fmt.expanded else None,
+    )
+
+
+def gradients(shape: tuple[int, ...], step: int) -> Tensor:
+    """Of many magnitudes, with a group of zeros; the third ones with NaN and infinity."""
+    generator = torch.Generator().manual_seed(step)
+    values = torch.randn(shape, generator=generator)
+    values *= torch.exp(3 * torch.randn(shape, generator=generator))
+    values[0] = 0
+    values[1].view(-1)[:4] = torch.tensor([1e-39, -1e-41, -0.0, 1e-38])
+    if step == 3:
+        values[-1].view(-1)[-1] = float("nan")
+        values[2].view(-1)[0] = float("-inf")
+    return values
+
+
+def assert_same(actual: Tensor | None, expected: Tensor | None) -> None:
+    """Equal bits, except that any NaN equals any NaN."""
+    if expected is None:
+        assert actual is None
+        return
+    assert actual is not None
+    actual = actual.cpu()
+    if expected.is_floating_point():
+        assert torch.equal(actual.isnan(), expected.isnan())
+        actual, expected = actual.nan_to_num(nan=1.25), expected.nan_to_num(nan=1.25)
+        actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
+    assert torch.equal(actual, expected)
+
+
+def check_steps(
+    rule: str,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    shapes: list[tuple[int, ...]],
+    **options: int,
+) -> None:
+    from lq_lightning.kernels.optimizer_step.launch import launch_optimizer_step
+
+    chosen = formats(rule, name)
+    stochastic = dtype == torch.bfloat16
+    expected = [torch.randn(shape).to(dtype) for shape in shapes]
+    actual = [param.to(device, copy=True) for param in expected]
+    states = [[zeros(shape, fmt, "cpu") for fmt in chosen] for shape in shapes]
+    device_states = [[zeros(shape, fmt, device) for fmt in chosen] for shape in shapes]
+    scalars = torch.tensor([SCALARS] * len(shapes))
+    seeds, offsets = [7 + i for i in range(len(shapes))], [i << 33 for i in range(len(shapes))]
+    for step in range(1, 4):
+        grads = [gradients(shape, step).to(dtype) for shape in shapes]
+        if dtype == torch.bfloat16:  # Triton's interpreter misreads subnormal bf16
+            grads = [g.masked_fill(g.abs() < 2.0**-126, 0) for g in grads]
+        for index, param in enumerate(expected):
+            reference.step(
+                param,
+                grads[index],
+                states[index],
+                scalars[index].tolist(),
+                seeds[index],
+                offsets[index],
+                rule,
+                chosen,
+                stochastic,
+            )
+        launch_optimizer_step(
+            actual,
+            [grad.to(device) for grad in grads],
+            device_states,
+            scalars,
+            seeds,
+            offsets,
+            rule,
+            chosen,
+            stochastic,
+            **options,
+        )
+        for index, param in enumerate(expected):
+            assert_same(actual[index], param)
+            for one, other in zip(device_states[index], states[index], strict=True):
+                assert_same(one.codes, other.codes)
+                assert_same(one.scale, other.scale)
+                assert_same(one.exponent, other.exponent)
+
+
+class TestTriton:
+    pytestmark = in_triton
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_formats(self, name: str, dtype: torch.dtype, device: torch.device) -> None:
+        check_steps("adamw", name, dtype, device, [(3, 128), (3, 1, 50)])
+
+    @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "adamw"])
+    def test_rules(self, rule: str, device: torch.device) -> None:
+        check_steps(rule, "expanded_fp8", torch.float32, device, [(3, 128), (3, 130)])
+
+    @pytest.mark.gpu(1)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("name", FORMATS)
+    @pytest.mark.parametrize("rule", RULES)
+    def test_many_elements(self, rule: str, name: str, dtype: torch.dtype) -> None:
+        shapes: list[tuple[int, ...]] = [(512, 1024), (67, 200), (3, 40, 32), (1031, 129)]
+        check_steps(rule, name, dtype, torch.device("cuda"), shapes)
+
+    @pytest.mark.gpu(1)
+    @pytest.mark.parametrize("options", [(1, 1), (3, 1), (4, 2), (8, 4)])
+    def test_programs_of_any_size(self, options: tuple[int, int]) -> None:
+        per_program, at_once = options
+        check_steps(
+            "adamw",
+            "expanded_fp8",
+            torch.float32,
+            torch.device("cuda"),
+            [(5, 384), (7, 128), (9, 100)],
+            per_program=per_program,
+            at_once=at_once,
+        )
+
+
+# --- the formats ------------------------------------------------------------------------------
+
+
+def round_trip(x: Tensor, fmt: StateFormat) -> tuple[Tensor, Tensor, Tensor | None]:
+    codes, scale, exponent = reference.encode_groups(x, fmt)
+    return reference.decode_groups(codes, scale, exponent, fmt), scale, exponent
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_codes_are_the_nearest_in_the_expanded_domain(name: str, signed: bool) -> None:
+    fmt = state_format(name, signed)
+    x = torch.randn(64, 128) * torch.exp(2 * torch.randn(64, 128))
+    x = x if signed else x.abs()
+    codes, scale, exponent = reference.encode_groups(x, fmt)
+    levels, _ = codebook(fmt, x.device)
+    levels = levels[:, : fmt.num_levels].double()
+    if exponent is None:
+        rows, power = levels.expand(64, -1), torch.ones(64, 1, dtype=torch.float64)
+    else:
+        rows, power = levels[exponent.int()], exponent.double()[:, None] / 16
+    target = (x.double().abs() / scale.double()[:, None]) ** power
+    distance = (target[:, :, None] - (rows**power)[:, None, :]).abs()
+    chosen = distance.gather(2, (codes & (fmt.num_levels - 1)).long()[:, :, None])
+    assert (chosen[:, :, 0] <= distance.amin(2) * (1 + 1e-4) + 1e-7).all()
+
+
+def test_expansion_follows_its_rule() -> None:
+    fmt = state_format("expanded_fp8", signed=False)
+    x = torch.exp(3 * torch.randn(500, 128))
+    _, _, exponent = reference.encode_groups(x, fmt)
+    assert exponent is not None
+    octaves = (x.double().amax(1) / x.double().amin(1)).log2()
+    official = (16 * math.log2(448**2 / 2) / octaves).floor()
+    lower = (16 * math.log2(448**2 / 2) / (octaves + 0.15)).floor()
+    assert (exponent <= official).all()
+    assert (exponent >= lower).all()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_wide_groups_lose_no_value(signed: bool) -> None:
+    fmt = state_format("expanded_fp8", signed)
+    x = torch.exp(3 * torch.randn(500, 128))
+    decoded, _, _ = round_trip(x, fmt)
+    assert (decoded > 0).all()
+    wider = torch.exp2(torch.linspace(-80, 7, 128)).expand(4, -1).contiguous()
+    decoded, _, exponent = round_trip(wider, fmt)
+    assert exponent is not None
+    assert (decoded > 0).all()
+    assert (exponent < 16).all()
+
+
+@pytest.mark.parametrize("value", [1.0, 3.0e-7, 2.9, 2.0**-126, 1.5e38])
+def test_constant_groups_and_single_elements(value: float) -> None:
+    fmt = state_format("expanded_fp8", signed=True)
+    constant = torch.full((2, 128), value)
+    single = torch.zeros(2, 128)
+    single[:, 5] = -value
+    for x in (constant, single):
+        decoded, _, exponent = round_trip(x, fmt)
+        assert exponent is not None
+        assert (exponent == 255).all()
+        torch.testing.assert_close(decoded, x, rtol=1 / 128, atol=0)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_zeros_and_broken_groups(name: str) -> None:
+    fmt = state_format(name, signed=True)
+    x = torch.randn(5, 128)
+    x[0] = 0
+    x[1] = 1e-39
+    x[2, 3] = float("nan")
+    x[3, 100] = float("-inf")
+    x[4, 0] = 3.4e38  # beyond bf16
+    decoded, scale, _ = round_trip(x, fmt)
+    assert torch.equal(decoded[:2], torch.zeros(2, 128))
+    assert torch.equal(scale[:2], torch.zeros(2, dtype=torch.bfloat16))
+    assert decoded[2:].isnan().all()
+
+
+def test_error_of_gaussian_data() -> None:
+    """Relative L2 errors of one round trip, known from design measurements within a tenth."""
+    x = torch.randn(2000, 128)
+    bounds = {"fp8": 0.028, "expanded_fp8": 0.028, "dynamic8": 0.0115, "int8": 0.0072}
+    for name, bound in bounds.items():
+        decoded, _, _ = round_trip(x, state_format(name, signed=True))
+        error = ((decoded - x).norm() / x.norm()).item()
+        assert bound / 2 < error < bound
+
+
+def test_exponents_fall_with_the_range() -> None:
+    table = exponent_table(torch.device("cpu")).int()
+    assert (table.diff() <= 0).all()
+    assert table[0] == 255
+    assert table[-1] == 3
+
+
+# --- stochastic rounding ----------------------------------------------------------------------
+
+
+def test_stochastic_rounding_is_unbiased_and_exact_on_bf16() -> None:
+    x = torch.full((1 << 16,), 1.0 + 2.0**-9)
+    noise = reference.rounding_noise(3, 1 << 33, x.shape, x.device)
+    rounded = reference.round_stochastically(x, noise).float()
+    assert set(rounded.unique().tolist()) == {1.0, 1.0 + 2.0**-7}
+    # a quarter of the way; 7 standard deviations
+    assert abs((rounded > 1).float().mean() - 0.25) < 7 * math.sqrt(0.1875 / len(x))
+    kept = torch.randn(1 << 12).bfloat16()
+    noise = noise[: 1 << 12]
+    assert torch.equal(reference.round_stochastically(kept.float(), noise), kept)
+    special = torch.tensor([float("inf"), float("-inf"), float("nan")])
+    result = reference.round_stochastically(special, torch.full((3,), 0xFFFF, dtype=torch.int32))
+    assert_same(result, special.bfloat16())
+
+
+def test_noise_depends_on_position_only() -> None:
+    whole = reference.rounding_noise(5, 0, (8, 100), torch.device("cpu"))
+    rows = reference.rounding_noise(5, 300, (5, 100), torch.device("cpu"))
+    assert torch.equal(whole[3:], rows)
+
+
+# --- the operator -----------------------------------------------------------------------------
+
+
+def arguments(name: str = "expanded_fp8", device: str = "cpu") -> list[object]:
+    shapes = [(3, 128), (2, 40)]
+    chosen = formats("adamw", name)
+    states = [[zeros(shape, fmt, device) for shape in shapes] for fmt in chosen]
+    lists: list[object] = []
+    for column in states:
+        for part in ("codes", "scale", "exponent"):
+            tensors = [getattr(state, part) for state in column]
+            lists.append([t for t in tensors if t is not None])
+    params = [torch.randn(shape, device=device) for shape in shapes]
+    grads = [torch.randn(shape, device=device) for shape in shapes]
+    scalars = torch.tensor([SCALARS] * 2)
+    return [params, grads, *lists, scalars, [0, 0], [0, 0], "adamw", name, name, False]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))])
+@pytest.mark.parametrize("name", ["expanded_fp8", "float32"])
+def test_opcheck(name: str, device: str) -> None:
+    torch.library.opcheck(optimizer_step, tuple(arguments(name, device)))
+
+
+def test_bad_arguments_are_refused() -> None:
+    values = arguments()
+    with pytest.raises(ValueError, match=r"rule='rmsprop' is not known; allowed: adamw"):
+        optimizer_step(*values[:11], "rmsprop", *values[12:])
+    with pytest.raises(ValueError, match=r"state format 'fp4' is not known; allowed"):
+        optimizer_step(*values[:12], "fp4", *values[13:])
+    with pytest.raises(ValueError, match="first_exponent has 0 tensors for 2 parameters"):
+        optimizer_step(*values[:4], [], *values[5:])
+    params = [values[0][0].t(), values[0][1]]  # type: ignore[index]
+    with pytest.raises(ValueError, match="expected a contiguous tensor"):
+        optimizer_step(params, *values[1:])
+    with pytest.raises(ValueError, match=r"first is torch.int8 .*expected .*torch.uint8"):
+        optimizer_step(*values[:2], [c.view(torch.int8) for c in values[2]], *values[3:])  # type: ignore[attr-defined]
