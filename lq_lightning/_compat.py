@@ -8,7 +8,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AllGather",
     "GroupParam",
+    "GradientKeeper",
     "GroupParams",
     "ReduceScatter",
     "Reduced",
@@ -50,6 +51,7 @@ __all__ = [
     "fsdp_units",
     "inherit_timeout",
     "has_unreduced_gradients",
+    "keep_unreduced_gradients",
     "like_rows",
     "local_shard",
     "local_tensor",
@@ -254,6 +256,82 @@ def backward_id() -> int:
     return number
 
 
+class GradientKeeper(Protocol):
+    """Keeps unreduced gradients of a parameter group between backward passes."""
+
+    def store(self, index: int, gradient: Tensor) -> bool:
+        """Add the gradient of parameter ``index``; False leaves it where it is."""
+
+    def restore(
+        self, index: int, gradient: Tensor | None, like: Tensor, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Return what was stored plus ``gradient``, in ``dtype``; None if nothing was stored.
+
+        ``like`` has the shape and the device; its memory may be freed.
+        """
+
+    def discard(self) -> None:
+        """Forget everything."""
+
+
+def keep_unreduced_gradients(group: Any, keeper: GradientKeeper) -> None:
+    """Hand the group's unreduced gradients to ``keeper`` until the backward that reduces them.
+
+    While ``set_requires_gradient_sync(False)`` holds, FSDP2 accumulates whole gradients, in the
+    reduction dtype. They are taken from it after each backward and given back just before the
+    reduction. Call it after :func:`record_reduced_params`, which has to see what is given back.
+    """
+    original = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        if group.reduce_grads:
+            for index, fsdp_param in enumerate(group.fsdp_params):
+                _give_back(fsdp_param, index, keeper)
+            original(*unused)
+            return
+        original(*unused)
+        for index, fsdp_param in enumerate(group.fsdp_params):
+            gradient = _unreduced_gradient(fsdp_param)
+            if gradient is not None and keeper.store(index, gradient):
+                _drop_unreduced_gradient(fsdp_param)
+
+    group.post_backward = post_backward
+    group.gradient_keeper = keeper
+
+
+def _unreduced_gradient(fsdp_param: Any) -> Tensor | None:
+    accumulated: Tensor | None = vars(fsdp_param).get("unsharded_accumulated_grad")
+    if accumulated is not None:
+        return accumulated
+    return getattr(getattr(fsdp_param, "_unsharded_param", None), "grad", None)
+
+
+def _drop_unreduced_gradient(fsdp_param: Any) -> None:
+    if "unsharded_accumulated_grad" in vars(fsdp_param):  # torch < 2.15
+        fsdp_param.unsharded_accumulated_grad = None
+    gathered = getattr(fsdp_param, "_unsharded_param", None)
+    if gathered is not None:
+        gathered.grad = None
+
+
+def _give_back(fsdp_param: Any, index: int, keeper: GradientKeeper) -> None:
+    gathered = getattr(fsdp_param, "_unsharded_param", None)
+    if gathered is None:
+        return
+    dtype = fsdp_param.mp_policy.reduce_dtype or gathered.dtype
+    total = keeper.restore(index, _unreduced_gradient(fsdp_param), gathered, dtype)
+    if total is None:
+        return
+    _drop_unreduced_gradient(fsdp_param)
+    if dtype == gathered.dtype:
+        gathered.grad = total
+    elif "unsharded_accumulated_grad" in vars(fsdp_param):  # torch < 2.15
+        fsdp_param.unsharded_accumulated_grad = total
+    else:
+        gathered.grad_dtype = None
+        gathered.grad = total
+
+
 def _will_be_reduced(fsdp_param: Any, unused_too: bool) -> bool:
     if not hasattr(fsdp_param, "_unsharded_param"):
         return False
@@ -405,11 +483,10 @@ def discard_unreduced_gradients(root: nn.Module) -> None:
             continue
         for group in _param_groups(module):
             for fsdp_param in group.fsdp_params:
-                if "unsharded_accumulated_grad" in vars(fsdp_param):  # torch < 2.15
-                    fsdp_param.unsharded_accumulated_grad = None
-                gathered = getattr(fsdp_param, "_unsharded_param", None)
-                if gathered is not None:
-                    gathered.grad = None
+                _drop_unreduced_gradient(fsdp_param)
+            keeper: GradientKeeper | None = getattr(group, "gradient_keeper", None)
+            if keeper is not None:
+                keeper.discard()
 
 
 def local_shard(full: Tensor, like: DTensor) -> DTensor:
