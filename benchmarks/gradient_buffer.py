@@ -300,9 +300,7 @@ def measure(kind: str, schemes: dict[str, Scheme], args: argparse.Namespace) -> 
             total += gradient
         for accumulator in accumulators.values():
             accumulator.add(gradients, exact, step)
-    return {
-        name: Result(a.stored, a.delivered, a.slope) for name, a in accumulators.items()
-    }
+    return {name: Result(a.stored, a.delivered, a.slope) for name, a in accumulators.items()}
 
 
 def main() -> None:

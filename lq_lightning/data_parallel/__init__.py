@@ -6,14 +6,17 @@ from lq_lightning.data_parallel.communication import (
     quantize_communication,
 )
 from lq_lightning.data_parallel.config import GradientQuantization, Topology, WeightQuantization
+from lq_lightning.data_parallel.gradient_buffer import KeptGradient, QuantizedGradientBuffer
 from lq_lightning.data_parallel.plan import CommunicationPlan, TensorPlan
 from lq_lightning.data_parallel.traffic import Traffic
 
 __all__ = [
     "CommunicationPlan",
     "GradientQuantization",
+    "KeptGradient",
     "QuantizationErrors",
     "QuantizedCommunication",
+    "QuantizedGradientBuffer",
     "TensorPlan",
     "Topology",
     "Traffic",

@@ -226,6 +226,7 @@ class QuantizedGradientBuffer:
             enabled: ``False`` makes it the last one, for loops that write one ``with``.
         """
         before, self._accumulating = self._accumulating, enabled
+        self._flush_queued = False  # of a backward that an exception ended
         try:
             yield
         finally:
