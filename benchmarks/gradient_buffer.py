@@ -31,6 +31,7 @@ from gpt import GPT, GPTConfig
 from torch import Tensor
 
 from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode
+from lq_lightning.kernels.accumulate import accumulate_, buffer_layout, read_accumulated_
 
 CHECKPOINTS = (1, 4, 16, 64)
 LIMIT_NBYTES = 1.134
@@ -146,6 +147,15 @@ def _hadamard(x: Tensor, size: int = 128) -> Tensor:
     return y.reshape(-1) * size**-0.5
 
 
+def half_steps(x: Tensor, seed: int) -> Tensor:
+    """What `QuantizedGradientBuffer` does: INT8 with half the step for pairs of small values."""
+    buffer = torch.empty(buffer_layout(x.numel()).nbytes, dtype=torch.uint8)
+    accumulate_(buffer, x, True)
+    out = torch.empty_like(x)
+    read_accumulated_(buffer, out, False)
+    return out
+
+
 def two_level_scale(size: int) -> Quantizer:
     """INT8 with a one-byte scale per ``size`` elements in units of a bf16 scale per 256."""
 
@@ -197,9 +207,13 @@ SCHEMES: dict[str, Scheme] = {
     "int8-g32-asymmetric": codec_scheme("int8", 32, symmetric=False),
     "int8-g16-hadamard16": codec_scheme("int8", 16, hadamard_size=16),
     "int8-g128-hadamard128": codec_scheme("int8", 128, hadamard_size=128),
+    "int8-g16-nearest-scale": Scheme(
+        1 + 2 / 16, lambda x, seed: _uniform(x, 16, 127, lambda s: _round_float(s, torch.bfloat16))
+    ),
     "int8-g32-exponent": Scheme(1 + 1 / 32, block_exponent),
     "int8-g16-two-level": Scheme(1 + 1 / 16 + 2 / 256, two_level_scale(16)),
     "int8-g8-two-level": Scheme(1 + 1 / 8 + 2 / 256, two_level_scale(8)),
+    "int8-g32-half-steps": Scheme(1 + 1 / 16 + 2 / 32, half_steps),
     "int9-g512": Scheme(9 / 8 + 2 / 512, nine_bits(512, False)),
     "int9-g512-hadamard128": Scheme(9 / 8 + 2 / 512, nine_bits(512, True)),
 }
@@ -311,7 +325,7 @@ def main() -> None:
     every = {**SCHEMES, **REFERENCES}
     parser.add_argument("--schemes", default=",".join(every), help=", ".join(every))
     parser.add_argument("--data", default=",".join(DATA), help=", ".join(DATA))
-    parser.add_argument("--numel", type=int, default=1 << 18, help="elements of synthetic data")
+    parser.add_argument("--numel", type=int, default=1 << 16, help="elements of synthetic data")
     parser.add_argument("--train-steps", type=int, default=150, help="before gradients are taken")
     parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()

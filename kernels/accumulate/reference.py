@@ -59,7 +59,7 @@ def _encode(x: Tensor, sections: _Sections) -> None:
     sections.scale_bits.copy_(torch.where(finite, bits, _NAN_BITS))
     inverse = torch.where(finite & (scale > 0), 1.0 / scale, 0.0)
     y = groups * inverse.unsqueeze(1)
-    y = torch.where(y == y, y, 0.0).view(-1, 2)  # noqa: PLR0124 (NaN is not itself)
+    y = torch.where(y == y, y, 0.0).view(-1, 2)
     fine = y.abs().amax(1, keepdim=True) < FINE_BELOW
     levels = torch.where(fine, y * 2.0, y)
     sections.codes.copy_(levels.round_().view(-1))

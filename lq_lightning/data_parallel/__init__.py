@@ -1,5 +1,6 @@
-"""Quantized collectives for models sharded by FSDP2 (SDP4Bit)."""
+"""Quantized collectives (SDP4Bit, AGoQ) and 8-bit gradient accumulation (AGoQ)."""
 
+from lq_lightning.data_parallel.all_reduce import QuantizedAllReduce, quantized_all_reduce_hook
 from lq_lightning.data_parallel.communication import (
     QuantizationErrors,
     QuantizedCommunication,
@@ -15,6 +16,7 @@ __all__ = [
     "GradientQuantization",
     "KeptGradient",
     "QuantizationErrors",
+    "QuantizedAllReduce",
     "QuantizedCommunication",
     "QuantizedGradientBuffer",
     "TensorPlan",
@@ -22,4 +24,5 @@ __all__ = [
     "Traffic",
     "WeightQuantization",
     "quantize_communication",
+    "quantized_all_reduce_hook",
 ]
