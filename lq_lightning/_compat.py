@@ -265,10 +265,7 @@ class GradientKeeper(Protocol):
     def restore(
         self, index: int, gradient: Tensor | None, like: Tensor, dtype: torch.dtype
     ) -> Tensor | None:
-        """Return what was stored plus ``gradient``, in ``dtype``; None if nothing was stored.
-
-        ``like`` has the shape and the device; its memory may be freed.
-        """
+        """Return what was stored plus ``gradient``, shaped as ``like``; None if there is none."""
 
     def discard(self) -> None:
         """Forget everything."""
@@ -278,58 +275,41 @@ def keep_unreduced_gradients(group: Any, keeper: GradientKeeper) -> None:
     """Hand the group's unreduced gradients to ``keeper`` until the backward that reduces them.
 
     While ``set_requires_gradient_sync(False)`` holds, FSDP2 accumulates whole gradients, in the
-    reduction dtype. They are taken from it after each backward and given back just before the
-    reduction. Call it after :func:`record_reduced_params`, which has to see what is given back.
+    reduction dtype. Call it after :func:`record_reduced_params`, which sees what is given back.
     """
     original = group.post_backward
 
     def post_backward(*unused: Any) -> None:
-        if group.reduce_grads:
-            for index, fsdp_param in enumerate(group.fsdp_params):
-                _give_back(fsdp_param, index, keeper)
-            original(*unused)
-            return
+        params = enumerate(group.fsdp_params)
+        gathered = [(i, p) for i, p in params if hasattr(p, "_unsharded_param")]
+        for index, fsdp_param in gathered if group.reduce_grads else ():
+            unsharded, gradient = fsdp_param._unsharded_param, _unreduced_gradient(fsdp_param)
+            dtype = fsdp_param.mp_policy.reduce_dtype or unsharded.dtype
+            total = keeper.restore(index, gradient, unsharded, dtype)
+            if total is not None:
+                _set_unreduced_gradient(fsdp_param, total)
         original(*unused)
-        for index, fsdp_param in enumerate(group.fsdp_params):
+        for index, fsdp_param in () if group.reduce_grads else gathered:
             gradient = _unreduced_gradient(fsdp_param)
             if gradient is not None and keeper.store(index, gradient):
-                _drop_unreduced_gradient(fsdp_param)
+                _set_unreduced_gradient(fsdp_param, None)
 
-    group.post_backward = post_backward
-    group.gradient_keeper = keeper
+    group.post_backward, group.gradient_keeper = post_backward, keeper
 
 
 def _unreduced_gradient(fsdp_param: Any) -> Tensor | None:
-    accumulated: Tensor | None = vars(fsdp_param).get("unsharded_accumulated_grad")
-    if accumulated is not None:
-        return accumulated
-    return getattr(getattr(fsdp_param, "_unsharded_param", None), "grad", None)
+    accumulated: Tensor | None = vars(fsdp_param).get("unsharded_accumulated_grad")  # torch < 2.15
+    return fsdp_param._unsharded_param.grad if accumulated is None else accumulated
 
 
-def _drop_unreduced_gradient(fsdp_param: Any) -> None:
+def _set_unreduced_gradient(fsdp_param: Any, gradient: Tensor | None) -> None:
+    gathered = getattr(fsdp_param, "_unsharded_param", None)
     if "unsharded_accumulated_grad" in vars(fsdp_param):  # torch < 2.15
-        fsdp_param.unsharded_accumulated_grad = None
-    gathered = getattr(fsdp_param, "_unsharded_param", None)
+        fsdp_param.unsharded_accumulated_grad, gradient = gradient, None
+    if gradient is not None and gradient.dtype != gathered.dtype:
+        gathered.grad_dtype = None  # any
     if gathered is not None:
-        gathered.grad = None
-
-
-def _give_back(fsdp_param: Any, index: int, keeper: GradientKeeper) -> None:
-    gathered = getattr(fsdp_param, "_unsharded_param", None)
-    if gathered is None:
-        return
-    dtype = fsdp_param.mp_policy.reduce_dtype or gathered.dtype
-    total = keeper.restore(index, _unreduced_gradient(fsdp_param), gathered, dtype)
-    if total is None:
-        return
-    _drop_unreduced_gradient(fsdp_param)
-    if dtype == gathered.dtype:
-        gathered.grad = total
-    elif "unsharded_accumulated_grad" in vars(fsdp_param):  # torch < 2.15
-        fsdp_param.unsharded_accumulated_grad = total
-    else:
-        gathered.grad_dtype = None
-        gathered.grad = total
+        gathered.grad = gradient
 
 
 def _will_be_reduced(fsdp_param: Any, unused_too: bool) -> bool:
@@ -483,7 +463,7 @@ def discard_unreduced_gradients(root: nn.Module) -> None:
             continue
         for group in _param_groups(module):
             for fsdp_param in group.fsdp_params:
-                _drop_unreduced_gradient(fsdp_param)
+                _set_unreduced_gradient(fsdp_param, None)
             keeper: GradientKeeper | None = getattr(group, "gradient_keeper", None)
             if keeper is not None:
                 keeper.discard()

@@ -240,7 +240,8 @@ def _ranks_per_host() -> int:
 
 
 def quantized_all_reduce_hook(
-    state: QuantizedAllReduce, bucket: dist.GradBucket
+    state: QuantizedAllReduce,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients in 8 bits: a communication hook of DDP.
 

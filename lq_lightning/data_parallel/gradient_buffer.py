@@ -190,7 +190,8 @@ class QuantizedGradientBuffer:
         for name, parameter in module.named_parameters():
             if not reasons[name]:
                 self._sums[parameter] = self._new_sum()
-                parameter.register_post_accumulate_grad_hook(self._after_accumulation)
+                hook = self._after_accumulation
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         if not self._sums:
             raise ValueError(
                 f"no gradient of `{type(module).__name__}` would be quantized: it has no trained "
