@@ -275,24 +275,25 @@ def keep_unreduced_gradients(group: Any, keeper: GradientKeeper) -> None:
     """Hand the group's unreduced gradients to ``keeper`` until the backward that reduces them.
 
     While ``set_requires_gradient_sync(False)`` holds, FSDP2 accumulates whole gradients, in the
-    reduction dtype. Call it after :func:`record_reduced_params`, which sees what is given back.
+    reduction dtype. The keeper gets them before that cast. Call it after
+    :func:`record_reduced_params`, which sees what is given back.
     """
     original = group.post_backward
 
     def post_backward(*unused: Any) -> None:
-        params = enumerate(group.fsdp_params)
-        gathered = [(i, p) for i, p in params if hasattr(p, "_unsharded_param")]
-        for index, fsdp_param in gathered if group.reduce_grads else ():
-            unsharded, gradient = fsdp_param._unsharded_param, _unreduced_gradient(fsdp_param)
-            dtype = fsdp_param.mp_policy.reduce_dtype or unsharded.dtype
-            total = keeper.restore(index, gradient, unsharded, dtype)
-            if total is not None:
-                _set_unreduced_gradient(fsdp_param, total)
-        original(*unused)
-        for index, fsdp_param in () if group.reduce_grads else gathered:
+        for index, fsdp_param in enumerate(group.fsdp_params):
+            unsharded = getattr(fsdp_param, "_unsharded_param", None)
+            if unsharded is None:
+                continue
             gradient = _unreduced_gradient(fsdp_param)
-            if gradient is not None and keeper.store(index, gradient):
+            if group.reduce_grads:
+                dtype = fsdp_param.mp_policy.reduce_dtype or unsharded.dtype
+                total = keeper.restore(index, gradient, unsharded, dtype)
+                if total is not None:
+                    _set_unreduced_gradient(fsdp_param, total)
+            elif gradient is not None and keeper.store(index, gradient):
                 _set_unreduced_gradient(fsdp_param, None)
+        original(*unused)
 
     group.post_backward, group.gradient_keeper = post_backward, keeper
 
