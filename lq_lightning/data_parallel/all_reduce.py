@@ -49,9 +49,8 @@ class QuantizedAllReduce:
     call, in which all ranks must take part. A non-finite value makes its group of elements NaN on
     all ranks.
 
-    Relative L2 error with the default codec on Gaussian data: 0.7% for the sum and, averaged over
-    ``k`` ranks, as much for their contributions on each level (together 1.0% flat, 1.2% with two
-    levels). AGoQ sends FP8 E4M3 (2.6%): ``codec=CodecSpec(code="fp8_e4m3", group_size=128)``.
+    Every encoding adds a relative L2 error of 0.65% on Gaussian data: 0.9% with one level, 1.1%
+    with two. AGoQ sends FP8 E4M3 (2.6% each): ``codec=CodecSpec(code="fp8_e4m3", group_size=128)``.
 
     Args:
         codec: Codec of all messages. Values lie in ``[N]`` order, so groups may cross parameters.

@@ -123,7 +123,7 @@ def test_wrong_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match=r"64 values need uint8 \(96,\)"):
         accumulate_(new_buffer(32), x, True)
     with pytest.raises(ValueError, match="multiple of 16 bytes"):
-        accumulate_(torch.zeros(120, dtype=torch.uint8)[8:], x, True)
+        accumulate_(torch.zeros(104, dtype=torch.uint8)[8:], x, True)
 
 
 def test_operators_are_well_formed() -> None:
