@@ -98,8 +98,11 @@ def accumulate_kernel(
     """Add one tile of values to the sum: unpack -> add -> scale -> pack."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     index = start + tl.arange(0, BLOCK)
-    values = tl.load(values_ptr + index, index < numel, 0.0).to(tl.float32)
-    x = tl.reshape(values, (BLOCK // _GROUP, _PAIRS, 2))
+    if start + BLOCK <= numel:  # without a mask, loads are as wide as they can be
+        values = tl.load(values_ptr + index)
+    else:
+        values = tl.load(values_ptr + index, index < numel, 0.0)
+    x = tl.reshape(values.to(tl.float32), (BLOCK // _GROUP, _PAIRS, 2))
     if not EMPTY:
         x = x + _load_sum(buffer_ptr, start, padded_numel, scale_offset, BLOCK)
     _store_sum(x, buffer_ptr, start, padded_numel, scale_offset, nbytes, BLOCK)
@@ -118,11 +121,16 @@ def read_accumulated_kernel(
     """Write or add one tile of the sum."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     x = tl.reshape(_load_sum(buffer_ptr, start, padded_numel, scale_offset, BLOCK), (BLOCK,))
-    index = start + tl.arange(0, BLOCK)
-    inside = index < numel
-    if ADD:
-        x = x + tl.load(out_ptr + index, inside, 0.0).to(tl.float32)
-    tl.store(out_ptr + index, round_output(x, out_ptr.dtype.element_ty), inside)
+    target = out_ptr + start + tl.arange(0, BLOCK)
+    if start + BLOCK <= numel:
+        if ADD:
+            x = x + tl.load(target).to(tl.float32)
+        tl.store(target, round_output(x, out_ptr.dtype.element_ty))
+    else:
+        inside = start + tl.arange(0, BLOCK) < numel
+        if ADD:
+            x = x + tl.load(target, inside, 0.0).to(tl.float32)
+        tl.store(target, round_output(x, out_ptr.dtype.element_ty), inside)
 
 
 def launch_accumulate(buffer: Tensor, values: Tensor, empty: bool) -> None:
