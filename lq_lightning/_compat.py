@@ -1,6 +1,7 @@
 """Every private torch and lightning import, and every version gate, in one place.
 
 Nothing outside this module may import a name with a leading underscore from torch or lightning.
+What FSDP2 holds of unreduced gradients is taken and given back in `_compat_gradients`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = [
     "AllGather",
     "GroupParam",
-    "GradientKeeper",
     "GroupParams",
     "ReduceScatter",
     "Reduced",
@@ -51,7 +51,6 @@ __all__ = [
     "fsdp_units",
     "inherit_timeout",
     "has_unreduced_gradients",
-    "keep_unreduced_gradients",
     "like_rows",
     "local_shard",
     "local_tensor",
@@ -256,63 +255,6 @@ def backward_id() -> int:
     return number
 
 
-class GradientKeeper(Protocol):
-    """Keeps unreduced gradients of a parameter group between backward passes."""
-
-    def store(self, index: int, gradient: Tensor) -> bool:
-        """Add the gradient of parameter ``index``; False leaves it where it is."""
-
-    def restore(
-        self, index: int, gradient: Tensor | None, like: Tensor, dtype: torch.dtype
-    ) -> Tensor | None:
-        """Return what was stored plus ``gradient``, shaped as ``like``; None if there is none."""
-
-    def discard(self) -> None:
-        """Forget everything."""
-
-
-def keep_unreduced_gradients(group: Any, keeper: GradientKeeper) -> None:
-    """Hand the group's unreduced gradients to ``keeper`` until the backward that reduces them.
-
-    While ``set_requires_gradient_sync(False)`` holds, FSDP2 accumulates whole gradients, in the
-    reduction dtype. The keeper gets them before that cast. Call it after
-    :func:`record_reduced_params`, which sees what is given back.
-    """
-    original = group.post_backward
-
-    def post_backward(*unused: Any) -> None:
-        for index, fsdp_param in enumerate(group.fsdp_params):
-            unsharded = getattr(fsdp_param, "_unsharded_param", None)
-            if unsharded is None:
-                continue
-            gradient = _unreduced_gradient(fsdp_param)
-            if group.reduce_grads:
-                dtype = fsdp_param.mp_policy.reduce_dtype or unsharded.dtype
-                total = keeper.restore(index, gradient, unsharded, dtype)
-                if total is not None:
-                    _set_unreduced_gradient(fsdp_param, total)
-            elif gradient is not None and keeper.store(index, gradient):
-                _set_unreduced_gradient(fsdp_param, None)
-        original(*unused)
-
-    group.post_backward, group.gradient_keeper = post_backward, keeper
-
-
-def _unreduced_gradient(fsdp_param: Any) -> Tensor | None:
-    accumulated: Tensor | None = vars(fsdp_param).get("unsharded_accumulated_grad")  # torch < 2.15
-    return fsdp_param._unsharded_param.grad if accumulated is None else accumulated
-
-
-def _set_unreduced_gradient(fsdp_param: Any, gradient: Tensor | None) -> None:
-    gathered = getattr(fsdp_param, "_unsharded_param", None)
-    if "unsharded_accumulated_grad" in vars(fsdp_param):  # torch < 2.15
-        fsdp_param.unsharded_accumulated_grad, gradient = gradient, None
-    if gradient is not None and gradient.dtype != gathered.dtype:
-        gathered.grad_dtype = None  # any
-    if gathered is not None:
-        gathered.grad = gradient
-
-
 def _will_be_reduced(fsdp_param: Any, unused_too: bool) -> bool:
     if not hasattr(fsdp_param, "_unsharded_param"):
         return False
@@ -464,8 +406,12 @@ def discard_unreduced_gradients(root: nn.Module) -> None:
             continue
         for group in _param_groups(module):
             for fsdp_param in group.fsdp_params:
-                _set_unreduced_gradient(fsdp_param, None)
-            keeper: GradientKeeper | None = getattr(group, "gradient_keeper", None)
+                if "unsharded_accumulated_grad" in vars(fsdp_param):  # torch < 2.15
+                    fsdp_param.unsharded_accumulated_grad = None
+                gathered = getattr(fsdp_param, "_unsharded_param", None)
+                if gathered is not None:
+                    gathered.grad = None
+            keeper = getattr(group, "gradient_keeper", None)  # of `_compat_gradients`
             if keeper is not None:
                 keeper.discard()
 

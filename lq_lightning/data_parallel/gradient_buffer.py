@@ -16,12 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lq_lightning._compat import (
-    after_backward,
-    empty_like_sharded,
-    fsdp_units,
-    keep_unreduced_gradients,
-)
+from lq_lightning._compat import after_backward, empty_like_sharded, fsdp_units, local_tensor
+from lq_lightning._compat_gradients import keep_unreduced_gradients
 from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode
 from lq_lightning.kernels.accumulate import accumulate_, buffer_layout, read_accumulated_
 
@@ -263,7 +259,7 @@ class QuantizedGradientBuffer:
                 "buffer takes dense ones. Build the embedding with `sparse=False`."
             )
         if self._accumulating:
-            kept.add(_local(gradient))
+            kept.add(local_tensor(gradient))
             parameter.grad = None
             return
         if not kept.empty:
@@ -274,7 +270,7 @@ class QuantizedGradientBuffer:
 
     @staticmethod
     def _add_to(gradient: Tensor, kept: _Sum) -> None:
-        local = _local(gradient)
+        local = local_tensor(gradient)
         total = local.contiguous()
         kept.read(total, add=True)
         if total is not local:
@@ -298,13 +294,9 @@ def _full_precision_reason(parameter: nn.Parameter, min_quantized_numel: int) ->
     return ""
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _zeros_like(parameter: nn.Parameter) -> Tensor:
     if not isinstance(parameter, DTensor):
         return torch.zeros_like(parameter)
     zeros = empty_like_sharded(parameter, parameter.dtype)
-    zeros.to_local().zero_()
+    local_tensor(zeros).zero_()
     return zeros
