@@ -58,10 +58,9 @@ def _unreduced_gradient(fsdp_param: Any) -> Tensor | None:
 
 
 def _set_unreduced_gradient(fsdp_param: Any, gradient: Tensor | None) -> None:
-    gathered = getattr(fsdp_param, "_unsharded_param", None)
+    gathered = fsdp_param._unsharded_param
     if "unsharded_accumulated_grad" in vars(fsdp_param):  # torch < 2.15
         fsdp_param.unsharded_accumulated_grad, gradient = gradient, None
     if gradient is not None and gradient.dtype != gathered.dtype:
         gathered.grad_dtype = None  # any
-    if gathered is not None:
-        gathered.grad = gradient
+    gathered.grad = gradient
