@@ -10,9 +10,12 @@ from lq_lightning.callbacks import QuantizationMonitor
 from lq_lightning.data_parallel import (
     CommunicationPlan,
     GradientQuantization,
+    QuantizedAllReduce,
     QuantizedCommunication,
+    QuantizedGradientBuffer,
     Topology,
     WeightQuantization,
+    quantized_all_reduce_hook,
 )
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.plugins.grad_norm import grad_norm
@@ -23,11 +26,14 @@ __all__ = [
     "FullyShardedPrecision",
     "GradientQuantization",
     "QuantizationMonitor",
+    "QuantizedAllReduce",
     "QuantizedCommunication",
     "QuantizedFSDPStrategy",
+    "QuantizedGradientBuffer",
     "Topology",
     "WeightQuantization",
     "grad_norm",
+    "quantized_all_reduce_hook",
 ]
 
 if QuantizedFSDPStrategy.strategy_name not in StrategyRegistry:

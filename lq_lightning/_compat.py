@@ -1,6 +1,7 @@
 """Every private torch and lightning import, and every version gate, in one place.
 
 Nothing outside this module may import a name with a leading underscore from torch or lightning.
+What FSDP2 holds of unreduced gradients is taken and given back in `_compat_gradients`.
 """
 
 from __future__ import annotations
@@ -410,6 +411,9 @@ def discard_unreduced_gradients(root: nn.Module) -> None:
                 gathered = getattr(fsdp_param, "_unsharded_param", None)
                 if gathered is not None:
                     gathered.grad = None
+            keeper = getattr(group, "gradient_keeper", None)  # of `_compat_gradients`
+            if keeper is not None:
+                keeper.discard()
 
 
 def local_shard(full: Tensor, like: DTensor) -> DTensor:

@@ -46,7 +46,8 @@ LIBRARY = {_module_name(p): p for p in _sources("lq_lightning", "kernels")}
 def _folder(module: str) -> str:
     """Return the part after `lq_lightning.`: a folder's name, or that of a top-level module."""
     parts = module.split(".")
-    return parts[1] if len(parts) > 1 else ""
+    name = parts[1] if len(parts) > 1 else ""
+    return "_compat" if name.startswith("_compat_") else name
 
 
 def _imports(tree: ast.AST, module: str) -> Iterator[tuple[str, list[str]]]:
@@ -163,6 +164,7 @@ def test_library_keeps_the_import_rules(check: str) -> None:
         ("downward", "lq_lightning.strategies.x", "from lq_lightning.callbacks import C"),
         ("downward", "lq_lightning.kernels.quantize.op", "from lq_lightning.codecs import C"),
         ("downward", "lq_lightning._compat", "from lq_lightning.codecs import C"),
+        ("downward", "lq_lightning._compat_gradients", "from lq_lightning.codecs import C"),
         ("lightning", "lq_lightning.data_parallel.x", "def f():\n  import lightning.pytorch"),
         ("lightning", "lq_lightning._compat", "from lightning.pytorch import Trainer"),
         ("private", "lq_lightning.codecs.x", "from torch.distributed._tensor import DTensor"),

@@ -1,22 +1,28 @@
-"""Quantized collectives for models sharded by FSDP2 (SDP4Bit)."""
+"""Quantized collectives (SDP4Bit, AGoQ) and 8-bit gradient accumulation (AGoQ)."""
 
+from lq_lightning.data_parallel.all_reduce import QuantizedAllReduce, quantized_all_reduce_hook
 from lq_lightning.data_parallel.communication import (
     QuantizationErrors,
     QuantizedCommunication,
     quantize_communication,
 )
 from lq_lightning.data_parallel.config import GradientQuantization, Topology, WeightQuantization
+from lq_lightning.data_parallel.gradient_buffer import KeptGradient, QuantizedGradientBuffer
 from lq_lightning.data_parallel.plan import CommunicationPlan, TensorPlan
 from lq_lightning.data_parallel.traffic import Traffic
 
 __all__ = [
     "CommunicationPlan",
     "GradientQuantization",
+    "KeptGradient",
     "QuantizationErrors",
+    "QuantizedAllReduce",
     "QuantizedCommunication",
+    "QuantizedGradientBuffer",
     "TensorPlan",
     "Topology",
     "Traffic",
     "WeightQuantization",
     "quantize_communication",
+    "quantized_all_reduce_hook",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from lq_lightning.codecs import CodecSpec
 
@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 WeightMethod = Literal["qWD", "qW"]
-GradientMethod = Literal["TLq-HS", "TLq", "ULq"]
+GradientMethod = Literal["TLq-HS", "TLq", "ULq", "QuanGrad"]
 ReplicaMode = Literal["full", "node"]
 Rounding = Literal["nearest", "stochastic"]
 
@@ -89,9 +89,11 @@ class GradientQuantization:
     Attributes:
         method: ``"TLq-HS"`` two levels, ``intra_bits`` within a node and ``inter_bits`` between
             nodes, after a Hadamard transform that spreads outliers; ``"TLq"`` the same without the
-            transform; ``"ULq"`` ``inter_bits`` on both levels, no transform (as in ZeRO++).
-        intra_bits: Bits of one code within a node, 2 to 8 (not used by ``"ULq"``).
-        inter_bits: Bits of one code between nodes, 2 to 8.
+            transform; ``"ULq"`` ``inter_bits`` on both levels, no transform (as in ZeRO++);
+            ``"QuanGrad"`` 8 bits on both levels, no transform: the first half of AGoQ's all-reduce
+            (its second half, an all-gather of gradients, has no place where they stay sharded).
+        intra_bits: Bits of one code within a node, 2 to 8 (``"TLq-HS"`` and ``"TLq"`` only).
+        inter_bits: Bits of one code between nodes, 2 to 8 (not used by ``"QuanGrad"``).
         group_size: Elements that share one scale, a power of two from 16 to 4096.
         hadamard_size: Order of the Hadamard transform (``"TLq-HS"`` only): 16, 32, 64 or 128, not
             larger than ``group_size``.
@@ -113,7 +115,7 @@ class GradientQuantization:
             ValueError: A field has a value outside its choices.
         """
         owner = type(self).__name__
-        _check_choice(owner, "method", self.method, ("TLq-HS", "TLq", "ULq"))
+        _check_choice(owner, "method", self.method, get_args(GradientMethod))
         _check_bits(owner, "intra_bits", self.intra_bits)
         _check_bits(owner, "inter_bits", self.inter_bits)
         _check_choice(owner, "hadamard_size", self.hadamard_size, (16, 32, 64, 128))
@@ -122,8 +124,12 @@ class GradientQuantization:
 
     def codec(self, level: Literal["intra", "inter"]) -> CodecSpec:
         """Codec of the messages within a node (``"intra"``) or between nodes (``"inter"``)."""
-        two_levels = self.method != "ULq"
-        bits = self.intra_bits if level == "intra" and two_levels else self.inter_bits
+        if self.method == "QuanGrad":
+            bits = 8
+        elif level == "intra" and self.method != "ULq":
+            bits = self.intra_bits
+        else:
+            bits = self.inter_bits
         return CodecSpec(
             code=f"int{bits}",  # type: ignore[arg-type]
             group_size=self.group_size,

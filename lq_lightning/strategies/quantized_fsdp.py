@@ -31,7 +31,7 @@ from lq_lightning.strategies.topology import (
 __all__ = ["QuantizedFSDPStrategy"]
 
 WeightName = Literal["auto", "qWD", "qW", "none"]
-GradientName = Literal["auto", "TLq-HS", "TLq", "ULq", "none"]
+GradientName = Literal["auto", "TLq-HS", "TLq", "ULq", "QuanGrad", "none"]
 ReplicaName = Literal["auto", "full", "node"]
 
 
@@ -82,9 +82,9 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             a full ``WeightQuantization``.
         gradients: How gradients are reduced: ``"TLq-HS"`` in 8 bits within a node and 4 bits
             between nodes after a Hadamard transform; ``"TLq"`` without the transform; ``"ULq"`` 4
-            bits everywhere; ``"none"`` is FSDP2's own reduction. ``"auto"`` is ``"none"`` on one
-            node whose GPUs are all linked by NVLink, ``"TLq-HS"`` anywhere else. Or a full
-            ``GradientQuantization``.
+            bits everywhere; ``"QuanGrad"`` 8 bits everywhere (AGoQ); ``"none"`` is FSDP2's own
+            reduction. ``"auto"`` is ``"none"`` on one node whose GPUs are all linked by NVLink,
+            ``"TLq-HS"`` anywhere else. Or a full ``GradientQuantization``.
         replica: Where ``weights="qWD"`` keeps the weights that differences refer to: ``"full"`` on
             every rank (2 bytes per parameter, no other weight traffic) or ``"node"`` shared by the
             ranks of a node (2/node_size bytes, gathered inside the node when used). ``"auto"`` is
@@ -122,7 +122,8 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
     def __init__(
         self,
         weights: Literal["auto", "qWD", "qW", "none"] | WeightQuantization = "auto",
-        gradients: Literal["auto", "TLq-HS", "TLq", "ULq", "none"] | GradientQuantization = "auto",
+        gradients: Literal["auto", "TLq-HS", "TLq", "ULq", "QuanGrad", "none"]
+        | GradientQuantization = "auto",
         replica: Literal["auto", "full", "node"] = "auto",
         node_size: int | None = None,
         min_quantized_numel: int = 4096,

@@ -1,0 +1,229 @@
+"""Time the 8-bit all-reduce against NCCL's own in fp32 and bf16, in one run.
+
+What is timed is what a DDP hook does with a bucket of fp32 gradients: `quantized` averages it with
+`QuantizedAllReduce`, `fp32` with one all-reduce, `bf16` casts to bf16, reduces and casts back.
+Before a size is timed, the quantized result is compared with the fp32 one and between ranks.
+Examples::
+
+    benchmarks/nodes.sh -r 10gbit -n 2 -g 2 benchmarks/all_reduce.py --node-size 2
+    torchrun --nproc-per-node 4 benchmarks/all_reduce.py --json all_reduce.json
+    torchrun --nproc-per-node 2 benchmarks/all_reduce.py --cpu --sizes 64K,1M
+
+Each size and path gets up to `--seconds` of measurement, at least two timed calls. Times are those
+of the slowest rank. `crossover_nbytes` in the report is the smallest size from which on the
+quantized path is never slower than fp32: the threshold for `min_nbytes`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from common import table, write_report
+from torch import Tensor
+
+from lq_lightning.data_parallel import QuantizedAllReduce
+
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+SIZES = "64K,256K,1M,4M,16M,64M,256M,1G"
+MAX_ERROR = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Times of one size.
+
+    Attributes:
+        nbytes: Size of the fp32 tensor.
+        ms: Median time by path.
+        ms_min: Fastest time by path.
+        calls: Timed calls by path.
+        relative_error: L2 error of the quantized mean against the fp32 one.
+    """
+
+    nbytes: int
+    ms: dict[str, float]
+    ms_min: dict[str, float]
+    calls: dict[str, int]
+    relative_error: float
+
+    @property
+    def speedup(self) -> float:
+        """Time of fp32 over that of the quantized path."""
+        return self.ms["fp32"] / self.ms["quantized"]
+
+
+def parse_size(text: str) -> int:
+    """Read a number of bytes such as ``64K``, ``1M`` or ``1G``."""
+    unit = UNITS.get(text[-1].upper())
+    return int(text) if unit is None else int(text[:-1]) * unit
+
+
+def average_fp32(x: Tensor) -> None:
+    """Average in place with one all-reduce."""
+    dist.all_reduce(x.div_(dist.get_world_size()))
+
+
+def average_bf16(x: Tensor) -> None:
+    """Average in place with one all-reduce of bf16."""
+    half = x.div(dist.get_world_size()).bfloat16()
+    dist.all_reduce(half)
+    x.copy_(half)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def slowest(seconds: float, device: torch.device) -> float:
+    """Return the largest value of any rank."""
+    value = torch.tensor(seconds, device=device, dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)
+
+
+def time_call(call: Callable[[], None], device: torch.device) -> float:
+    """Return the seconds that the slowest rank takes from a common start."""
+    dist.barrier()
+    _synchronize(device)
+    start = time.perf_counter()
+    call()
+    _synchronize(device)
+    return slowest(time.perf_counter() - start, device)
+
+
+def measure(call: Callable[[], None], budget_s: float, device: torch.device) -> list[float]:
+    """Return the times of at least two calls, or as many, up to 30, as the budget allows."""
+    first = time_call(call, device)
+    if first < budget_s / 3:  # else a warm-up call costs too much and matters too little
+        first = time_call(call, device)
+    count = max(2, min(30, int(budget_s / first)))
+    return [time_call(call, device) for _ in range(count)]
+
+
+def check(x: Tensor, reduce: QuantizedAllReduce) -> float:
+    """Return the relative error of the quantized mean; every rank must have the same bits.
+
+    Raises:
+        AssertionError: Ranks differ, or the error is too large.
+    """
+    exact, quantized = x.clone(), x.clone()
+    average_fp32(exact)
+    reduce.average_(quantized)
+    error = float((quantized - exact).norm() / exact.norm())
+    bits = quantized.view(torch.int32)
+    sums = torch.stack([bits.sum(dtype=torch.int64), (bits >> 7).sum(dtype=torch.int64)])
+    low, high = sums.clone(), sums.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    if not torch.equal(low, high):
+        raise AssertionError(f"{x.numel()} elements: ranks hold different means")
+    if not error < MAX_ERROR:
+        raise AssertionError(f"{x.numel()} elements: relative error {error}")
+    return error
+
+
+def measure_size(nbytes: int, args: argparse.Namespace, device: torch.device) -> Row:
+    """Check and time all paths for one size."""
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    x = torch.randn(nbytes // 4, device=device, generator=generator)
+    reduce = args.reduce
+    error = check(x, reduce)
+    paths = {
+        "fp32": lambda: average_fp32(x),
+        "bf16": lambda: average_bf16(x),
+        "quantized": lambda: reduce.average_(x),
+    }
+    times = {name: measure(call, args.seconds, device) for name, call in paths.items()}
+    return Row(
+        nbytes,
+        {name: 1e3 * statistics.median(t) for name, t in times.items()},
+        {name: 1e3 * min(t) for name, t in times.items()},
+        {name: len(t) for name, t in times.items()},
+        error,
+    )
+
+
+def crossover(rows: list[Row]) -> int | None:
+    """Return the smallest size from which on the quantized path is never slower; None if none."""
+    found = None
+    for row in sorted(rows, key=lambda row: row.nbytes, reverse=True):
+        if row.speedup < 1:
+            break
+        found = row.nbytes
+    return found
+
+
+def main() -> None:
+    """Measure, print a table on rank 0, write JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", default=SIZES, help=f"bytes of fp32 (default {SIZES})")
+    parser.add_argument("--node-size", type=int, help="ranks per node (default: by host)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each size and path")
+    parser.add_argument("--cpu", action="store_true", help="gloo on the CPU even if there are GPUs")
+    parser.add_argument("--timeout", type=int, default=120, help="seconds for one collective")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    args = parser.parse_args()
+    use_cuda = torch.cuda.is_available() and not args.cpu
+    device = torch.device("cpu")
+    if use_cuda:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=args.timeout)
+    dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timeout)
+    args.reduce = QuantizedAllReduce(min_nbytes=0, node_size=args.node_size)
+    rows = []
+    for text in args.sizes.split(","):
+        row = measure_size(parse_size(text), args, device)
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print(f"{text}: {row.ms}, speedup {row.speedup:.2f}", flush=True)
+    if dist.get_rank() == 0:
+        report(rows, args)
+    dist.destroy_process_group()
+
+
+def report(rows: list[Row], args: argparse.Namespace) -> None:
+    """Print the table and write the JSON file."""
+    cells = [
+        [
+            f"{row.nbytes / 2**20:g} MiB",
+            *(f"{row.ms[name]:.3f}" for name in ("fp32", "bf16", "quantized")),
+            f"{row.speedup:.2f}",
+            f"{row.ms['bf16'] / row.ms['quantized']:.2f}",
+            f"{100 * row.relative_error:.2f}",
+        ]
+        for row in rows
+    ]
+    header = ["size", "fp32 ms", "bf16 ms", "8-bit ms", "vs fp32", "vs bf16", "error %"]
+    print(table(cells, header))
+    codec = args.reduce.codec
+    write_report(
+        args.json,
+        "all_reduce",
+        {
+            "world_size": dist.get_world_size(),
+            "node_size": args.node_size,
+            "rate": os.environ.get("LQ_EMULATED_RATE"),
+            "backend": dist.get_backend(),
+            "codec": asdict(codec),
+            "bits_per_element": codec.bits_per_element(1 << 20),
+            "crossover_nbytes": crossover(rows),
+            "rows": [{**asdict(row), "speedup": row.speedup} for row in rows],
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Accumulate in plain torch: the truth that the Triton kernels must match bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .format import FINE_BELOW, GROUP_SIZE, MAX_CODE, MAX_SCALE, MIN_SCALE, buffer_layout
+
+_CHUNK_NUMEL = 1 << 16  # stays in a CPU core's cache
+_NAN_BITS = 0x7FC0
+
+
+class _Sections(NamedTuple):
+    codes: Tensor  # [N] int8
+    fine: Tensor  # [N / 16] uint8, unpadded
+    scale_bits: Tensor  # [N / 32] int16
+
+
+def _chunks(buffer: Tensor, numel: int) -> Iterator[tuple[slice, _Sections]]:
+    layout = buffer_layout(numel)
+    codes = buffer[: layout.padded_numel].view(torch.int8)
+    fine = buffer[layout.fine_offset :]
+    scale_bits = buffer[layout.scale_offset :].view(torch.int16)
+    for start in range(0, layout.padded_numel, _CHUNK_NUMEL):
+        end = min(start + _CHUNK_NUMEL, layout.padded_numel)
+        groups = slice(start // GROUP_SIZE, end // GROUP_SIZE)
+        sections = _Sections(codes[start:end], fine[start // 16 : end // 16], scale_bits[groups])
+        yield slice(start, min(end, numel)), sections
+
+
+def _zero_padding(buffer: Tensor, numel: int) -> None:
+    layout = buffer_layout(numel)
+    buffer[layout.fine_offset + layout.padded_numel // 16 : layout.scale_offset] = 0
+    buffer[layout.scale_offset + layout.padded_numel // GROUP_SIZE * 2 :] = 0
+
+
+def _decode(sections: _Sections) -> Tensor:
+    """Return ``[N]`` fp32; exact, since codes have 7 bits and scales 8."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    fine = (sections.fine.unsqueeze(1) >> shifts).bitwise_and_(1).view(-1, 1)
+    levels = sections.codes.to(torch.float32).view(-1, 2)
+    levels = torch.where(fine == 1, levels * 0.5, levels)
+    scale = sections.scale_bits.view(torch.bfloat16).to(torch.float32).unsqueeze(1)
+    return (levels.view(-1, GROUP_SIZE) * scale).view(-1)
+
+
+def _encode(x: Tensor, sections: _Sections) -> None:
+    """Encode ``[N]`` fp32 values."""
+    groups = x.view(-1, GROUP_SIZE)
+    raw = groups.abs().amax(1) / MAX_CODE
+    scale = raw.to(torch.bfloat16).to(torch.float32)
+    scale = torch.where(raw < MIN_SCALE, 0.0, scale)
+    finite = raw <= MAX_SCALE
+    bits = scale.to(torch.bfloat16).view(torch.int16)
+    sections.scale_bits.copy_(torch.where(finite, bits, _NAN_BITS))
+    inverse = torch.where(finite & (scale > 0), 1.0 / scale, 0.0)
+    y = groups * inverse.unsqueeze(1)
+    y = torch.where(y == y, y, 0.0).view(-1, 2)
+    fine = y.abs().amax(1, keepdim=True) < FINE_BELOW
+    levels = torch.where(fine, y * 2.0, y)
+    sections.codes.copy_(levels.round_().view(-1))
+    weights = 1 << torch.arange(8, dtype=torch.int32)
+    sections.fine.copy_((fine.view(-1, 8) * weights).sum(1))
+
+
+def accumulate_(buffer: Tensor, values: Tensor, empty: bool) -> None:
+    """Add ``[N]`` values to the sum in ``buffer``; see the operator."""
+    _zero_padding(buffer, values.numel())
+    for where, sections in _chunks(buffer, values.numel()):
+        x = torch.zeros(sections.codes.numel(), dtype=torch.float32)
+        part = values[where]
+        x[: part.numel()].copy_(part)
+        if not empty:
+            x += _decode(sections)
+        _encode(x, sections)
+
+
+def read_accumulated_(buffer: Tensor, out: Tensor, add: bool) -> None:
+    """Write or add the sum in ``buffer`` to ``[N]`` ``out``; see the operator."""
+    for where, sections in _chunks(buffer, out.numel()):
+        target = out[where]
+        x = _decode(sections)[: target.numel()]
+        target.copy_(x + target if add else x)

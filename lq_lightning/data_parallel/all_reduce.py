@@ -1,0 +1,254 @@
+"""All-reduce in 8 bits that sums in fp32, also as a communication hook of DDP (AGoQ §5).
+
+A tensor is cut into one slot per rank. Every rank sends each slot's codes to the rank that owns the
+slot (all-to-all); the owner decodes them, sums in fp32 and encodes the sum; an all-gather brings
+all sums to all ranks, which decode them. With several ranks on several nodes both halves have two
+levels, so that every value crosses the network between nodes once per node and direction instead of
+once per rank: all-to-all within the node, all-to-all between nodes, all-gather between nodes,
+all-gather within the node. All ranks decode the same bytes, the owner of a slot too, so the results
+are equal in every bit.
+"""
+
+# No `from __future__ import annotations`: DDP compares the annotations of a hook with classes.
+
+import os
+import socket
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from lq_lightning._compat import all_gather_flat, inherit_timeout
+from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, derive_seed, encode
+from lq_lightning.data_parallel.config import Topology
+
+__all__ = ["DEFAULT_CODEC", "QuantizedAllReduce", "quantized_all_reduce_hook"]
+
+DEFAULT_CODEC = CodecSpec(code="int8", group_size=128, scale_dtype="bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    topology: Topology
+    intra: dist.ProcessGroup
+    inter: dist.ProcessGroup
+
+
+class QuantizedAllReduce:
+    """Averages tensors over all ranks of the default process group in 8 bits.
+
+    As the state of :func:`quantized_all_reduce_hook` it works with the stock strategy::
+
+        DDPStrategy(
+            ddp_comm_state=QuantizedAllReduce(), ddp_comm_hook=quantized_all_reduce_hook
+        )
+
+    It may be created before the process group; the groups of the two levels are made at the first
+    call, in which all ranks must take part. A non-finite value makes its group of elements NaN on
+    all ranks.
+
+    Every encoding adds a relative L2 error of 0.65% on Gaussian data: 0.9% with one level, 1.1%
+    with two. AGoQ sends FP8 E4M3 (2.6% each): ``codec=CodecSpec(code="fp8_e4m3", group_size=128)``.
+
+    Args:
+        codec: Codec of all messages. Values lie in ``[N]`` order, so groups may cross parameters.
+        min_nbytes: Smaller tensors are averaged in their own dtype, since latency dominates there.
+        node_size: Ranks per node; ``None`` counts the ranks of each host and uses one level if
+            hosts hold different numbers. A smaller number emulates nodes.
+        seed: Base of the seeds of stochastic rounding, if the codec has that.
+
+    Raises:
+        ValueError: A number is out of range; at the first call, ``node_size`` does not divide the
+            world size.
+    """
+
+    def __init__(
+        self,
+        *,
+        codec: CodecSpec = DEFAULT_CODEC,
+        min_nbytes: int = 1 << 20,
+        node_size: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        for name, value, least in (
+            ("min_nbytes", min_nbytes, 0),
+            ("node_size", 1 if node_size is None else node_size, 1),
+        ):
+            if value < least:
+                raise ValueError(
+                    f"`QuantizedAllReduce({name}={value})` is not valid: give {least} or more."
+                )
+        self.codec = codec
+        self.min_nbytes = min_nbytes
+        self._node_size = node_size
+        self._seed = seed
+        self._calls = 0
+        self._groups: _Groups | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def is_quantized(self, tensor: Tensor) -> bool:
+        """Whether a tensor of this size and dtype travels in codes."""
+        nbytes = tensor.numel() * tensor.element_size()
+        slot_nbytes = self.codec.nbytes(max(1, tensor.numel()))
+        return dist.get_world_size() > 1 and nbytes >= self.min_nbytes and slot_nbytes < nbytes
+
+    @torch.no_grad()
+    def average_(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by its mean over all ranks, complete on the current stream.
+
+        Args:
+            tensor: Contiguous fp32, bf16 or fp16 of the same shape on every rank.
+
+        Raises:
+            ValueError: ``tensor`` is not contiguous, or has another dtype.
+        """
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"the tensor of shape {tuple(tensor.shape)} has stride {tensor.stride()}; an "
+                "all-reduce works in place on contiguous ones. Pass tensor.contiguous()."
+            )
+        flat = tensor.detach().view(-1)
+        if self.is_quantized(flat):
+            self._average(flat, self._groups or self._make_groups(flat.device))
+        else:
+            flat.div_(dist.get_world_size())  # first, so that fp16 sums do not overflow
+            dist.all_reduce(flat)
+
+    def average_async(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
+        """Start :meth:`average_`; the future holds ``tensor``. On CUDA on a stream of its own.
+
+        Averages run one after another in the order of the calls, also uncompressed ones, so that
+        communicators never compete.
+        """
+        if not tensor.is_cuda:
+            self.average_(tensor)
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(tensor)
+            return done
+        if self._stream is None:
+            # High priority: small kernels must not queue behind a matrix product.
+            self._stream = torch.cuda.Stream(tensor.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[tensor.device])
+        with torch.cuda.stream(self._stream):
+            self.average_(tensor)
+            future.set_result(tensor)  # records an event of this stream, which readers wait for
+        return future
+
+    # --- groups -----------------------------------------------------------------------------
+
+    def _make_groups(self, device: torch.device) -> _Groups:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        size = self._node_size or _ranks_per_host()
+        topology = Topology(world_size=world, rank=rank, node_size=size)
+        mesh = init_device_mesh(
+            device.type, (topology.num_nodes, size), mesh_dim_names=("lq_node", "lq_local")
+        )
+        inherit_timeout(mesh)
+        self._groups = _Groups(topology, mesh.get_group("lq_local"), mesh.get_group("lq_node"))
+        return self._groups
+
+    # --- the collective ---------------------------------------------------------------------
+
+    def _seed_of(self, level: int) -> int:
+        return derive_seed(self._seed, self._calls, level, dist.get_rank())
+
+    def _average(self, flat: Tensor, groups: _Groups) -> None:
+        """Average ``[N]``. Slot ``l * nodes + m`` belongs to local rank ``l`` of node ``m``."""
+        self._calls += 1
+        topology = groups.topology
+        nodes, local = topology.num_nodes, topology.node_size
+        group_size = self.codec.group_size
+        slot = -(-flat.numel() // (topology.world_size * group_size)) * group_size
+        messages = self._encode_slots(flat, slot, topology.world_size)
+        messages = messages.view(local, nodes, -1)
+        if local > 1:
+            received = _all_to_all(messages, groups.intra)
+            messages = self._sum(received, slot, level=1)  # [nodes, B]
+        if nodes > 1:
+            received = _all_to_all(messages.view(nodes, 1, -1), groups.inter)
+            messages = self._sum(received, slot, level=2)  # [1, B]
+        total = messages.view(-1)
+        if nodes > 1:
+            total = _all_gather(total, groups.inter)
+        if local > 1:
+            total = _all_gather(total, groups.intra)
+        self._decode_slots(total.view(topology.world_size, -1), flat, slot)
+
+    def _encode_slots(self, flat: Tensor, slot: int, count: int) -> Tensor:
+        """Encode ``[N]`` to ``[count, B]`` messages of ``slot`` values; missing ones are zero."""
+        whole, rest = divmod(flat.numel(), slot)
+        messages = flat.new_empty((count, self.codec.nbytes(slot)), dtype=torch.uint8)
+        messages[whole + bool(rest) :] = 0
+        seed = self._seed_of(0)
+        if whole:
+            rows = flat[: whole * slot].view(whole, slot)
+            encode(self.codec, rows, seed=seed, out=messages[:whole])
+        if rest:
+            row = flat.new_zeros((1, slot))
+            row[0, :rest] = flat[whole * slot :]
+            seed = derive_seed(seed, whole)
+            encode(self.codec, row, seed=seed, out=messages[whole : whole + 1])
+        return messages
+
+    def _sum(self, received: Tensor, slot: int, *, level: int) -> Tensor:
+        """Sum ``[K, R, B]`` messages over ``K`` in fp32 and encode to ``[R, B]``."""
+        seed = self._seed_of(level)
+        return decode_reduce_encode(self.codec, received, slot, self.codec, seed=seed)
+
+    def _decode_slots(self, messages: Tensor, flat: Tensor, slot: int) -> None:
+        """Write the mean of ``[world, B]`` sums to ``[N]``."""
+        scale = 1.0 / messages.shape[0]
+        whole, rest = divmod(flat.numel(), slot)
+        if whole:
+            rows = flat[: whole * slot].view(whole, slot)
+            decode_reduce(self.codec, messages[None, :whole], slot, scale=scale, out=rows)
+        if rest:
+            row = decode_reduce(
+                self.codec, messages[None, whole : whole + 1], slot, scale=scale, dtype=flat.dtype
+            )
+            flat[whole * slot :] = row[0, :rest]
+
+
+def _all_to_all(messages: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Exchange along dim 0: row ``i`` goes to rank ``i``, row ``j`` comes from rank ``j``."""
+    received = torch.empty_like(messages)
+    dist.all_to_all_single(received.view(-1), messages.view(-1), group=group)
+    return received
+
+
+def _all_gather(message: Tensor, group: dist.ProcessGroup) -> Tensor:
+    gathered = message.new_empty(group.size() * message.numel())
+    all_gather_flat(gathered, message, group)
+    return gathered
+
+
+def _ranks_per_host() -> int:
+    """Ranks of one host; all ranks if hosts hold different numbers or not consecutive ranks."""
+    # NCCL's own way to say that processes of one machine belong to different hosts
+    name = os.environ.get("NCCL_HOSTID") or socket.gethostname()
+    world = dist.get_world_size()
+    names: list[str] = [""] * world
+    dist.all_gather_object(names, name)
+    size = names.count(names[0])
+    hosts = [set(names[start : start + size]) for start in range(0, world, size)]
+    uneven = world % size or any(len(host) > 1 for host in hosts)
+    return world if uneven or len(set(names)) != world // size else size
+
+
+def quantized_all_reduce_hook(
+    state: QuantizedAllReduce,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of gradients in 8 bits: a communication hook of DDP.
+
+    Args:
+        state: Where and how; one object for all buckets of a model.
+        bucket: Gradients of one bucket, as DDP passes it.
+
+    Returns:
+        A future of the averaged bucket.
+    """
+    return state.average_async(bucket.buffer())

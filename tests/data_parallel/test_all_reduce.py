@@ -1,0 +1,263 @@
+"""The 8-bit all-reduce, alone and as a communication hook of DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+from lightning.pytorch.strategies import DDPStrategy
+from lq_testing import run_ranks
+from lq_testing.models import TinyLM, batch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from lq_lightning.codecs import CodecSpec
+from lq_lightning.data_parallel import (
+    GradientQuantization,
+    QuantizedAllReduce,
+    quantized_all_reduce_hook,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [1, 127, 128, 129, 512, 513, 1025, 40_000]
+
+
+def on_all_ranks(tensor: Tensor) -> list[Tensor]:
+    every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, tensor)
+    return every
+
+
+def check_average(reduce: QuantizedAllReduce, x: Tensor, largest_error: float) -> None:
+    every = torch.stack([t.float() for t in on_all_ranks(x)])
+    exact = every.mean(0)
+    out = x.clone()
+    reduce.average_(out)
+    assert all(torch.equal(out, other) for other in on_all_ranks(out)), "ranks differ"
+    error = float((out.float() - exact).norm() / exact.norm())
+    assert error < largest_error, (x.numel(), x.dtype, error)
+    if reduce.is_quantized(x):
+        assert error > 0 or x.numel() == 1
+
+
+def _averages(rank: int, world: int, node_size: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    codec = CodecSpec(code="int8", group_size=16, scale_dtype="bfloat16")
+    reduce = QuantizedAllReduce(codec=codec, min_nbytes=0, node_size=node_size)
+    default = QuantizedAllReduce(min_nbytes=0, node_size=node_size)
+    for dtype in DTYPES:
+        for numel in SIZES:
+            x = torch.randn(numel, generator=generator).to(dtype)
+            check_average(reduce, x, 0.03)
+        check_average(default, torch.randn(40_000, generator=generator).to(dtype), 0.015)
+        check_average(default, torch.randn(30, 50, generator=generator).to(dtype), 0.015)
+
+
+@pytest.mark.parametrize(("world", "node_size"), [(2, 2), (2, 1), (3, 3), (4, 2)])
+def test_average_is_close_and_equal_on_all_ranks(world: int, node_size: int) -> None:
+    run_ranks(_averages, world, node_size)
+
+
+def _special(rank: int, world: int) -> None:
+    reduce = QuantizedAllReduce(min_nbytes=0, node_size=2)
+    # constants and zeros are exact: a group of equal values decodes to itself
+    x = torch.full((2000,), float(rank + 1))
+    x[256:512] = 0.0
+    reduce.average_(x)
+    assert torch.allclose(x[:256], torch.tensor(2.5), rtol=0.01)
+    assert (x[256:512] == 0).all()
+    # one rank's NaN reaches every rank, and only its group
+    for bad in (float("nan"), float("inf")):
+        x = torch.ones(2000)
+        if rank == 3:
+            x[700] = bad
+        reduce.average_(x)
+        assert x[640:768].isnan().all()
+        assert x[:640].isfinite().all()
+        assert x[768:].isfinite().all()
+    # fp16 sums beyond the range of fp16 have a mean inside of it
+    x = torch.full((2000,), 60000.0, dtype=torch.float16)
+    reduce.average_(x)
+    assert torch.allclose(x.float(), torch.tensor(60000.0), rtol=0.01)
+    with pytest.raises(ValueError, match=r"Pass tensor.contiguous"):
+        reduce.average_(torch.ones(20, 20).t())
+
+
+def test_special_values() -> None:
+    run_ranks(_special, 4)
+
+
+def _stochastic(rank: int, world: int) -> None:
+    codec = CodecSpec(code="int8", group_size=128, rounding="stochastic")
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(rank))
+    exact = torch.stack(on_all_ranks(x)).mean(0)
+    results = []
+    for seed in (0, 0, 1):
+        reduce = QuantizedAllReduce(codec=codec, min_nbytes=0, seed=seed)
+        runs = []
+        for _ in range(50):
+            out = x.clone()
+            reduce.average_(out)
+            runs.append(out)
+        results.append(torch.stack(runs))
+    assert torch.equal(results[0], results[1]), "the same seed gives the same bits"
+    assert not torch.equal(results[0], results[2])
+    assert not torch.equal(results[0][0], results[0][1]), "every call rounds differently"
+    single = float((results[0][0] - exact).norm() / exact.norm())
+    mean = float((results[0].mean(0) - exact).norm() / exact.norm())
+    assert mean < single / 4, "not unbiased"
+
+
+def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
+    run_ranks(_stochastic, 2)
+
+
+def _small(rank: int, world: int) -> None:
+    reduce = QuantizedAllReduce(min_nbytes=4000)
+    small, large = torch.randn(999), torch.randn(1000)
+    assert not reduce.is_quantized(small)
+    assert reduce.is_quantized(large)
+    exact = torch.stack(on_all_ranks(small)).mean(0)
+    reduce.average_(small)
+    assert torch.allclose(small, exact, rtol=1e-6)
+    # codes of a few values would be larger than the values
+    assert not QuantizedAllReduce(min_nbytes=0).is_quantized(torch.ones(2))
+
+
+def test_small_tensors_travel_uncompressed() -> None:
+    run_ranks(_small, 2)
+
+
+def _finds_hosts(rank: int, world: int, hosts: list[str], expected: int) -> None:
+    from lq_lightning.data_parallel import all_reduce
+
+    all_reduce.os.environ["NCCL_HOSTID"] = hosts[rank]
+    assert all_reduce._ranks_per_host() == expected
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [("aabb", 2), ("aaaa", 4), ("abcd", 1), ("aaab", 4), ("abab", 4), ("abba", 4)],
+)
+def test_ranks_of_a_host_are_counted(hosts: str, expected: int) -> None:
+    run_ranks(_finds_hosts, 4, list(hosts), expected)
+
+
+@pytest.mark.parametrize(("option", "value"), [("min_nbytes", -1), ("node_size", 0)])
+def test_bad_options_are_refused(option: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"`QuantizedAllReduce\({option}={value}\)`"):
+        QuantizedAllReduce(**{option: value})  # type: ignore[arg-type]
+
+
+# --- DDP ----------------------------------------------------------------------------------------
+
+
+def _ddp(rank: int, world: int) -> None:
+    losses = []
+    for quantized in (True, False):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(TinyLM(), bucket_cap_mb=0.01)
+        if quantized:
+            state = QuantizedAllReduce(min_nbytes=1000, node_size=2)
+            # as DDPStrategy does, which leaves the hook out on a CPU
+            _register_ddp_comm_hook(model, state, quantized_all_reduce_hook)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(10):
+            loss = model(batch(step, rank))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        assert all(torch.equal(weights, other) for other in on_all_ranks(weights))
+    assert losses[:10] != losses[10:]
+    assert max(abs(a - b) for a, b in zip(losses[:10], losses[10:], strict=True)) < 0.02
+    assert losses[9] < losses[0] - 0.1, "the model does not learn, so the test shows nothing"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ddp_trains_with_the_hook(world: int) -> None:
+    run_ranks(_ddp, world)
+
+
+# --- the reduce-scatter half, for FSDP2 -----------------------------------------------------------
+
+
+def test_quangrad_reduces_in_8_bits_on_both_levels() -> None:
+    config = GradientQuantization(method="QuanGrad", inter_bits=4, intra_bits=5)
+    assert config.codec("intra").code == config.codec("inter").code == "int8"
+    assert config.codec("inter").hadamard_size == 0
+
+
+# --- GPU ------------------------------------------------------------------------------------------
+
+
+def _gpu(rank: int, world: int) -> None:
+    for numel in (1 << 22, (1 << 22) + 12_345):
+        x = torch.randn(numel, device="cuda")
+        for node_size in (1, 2):
+            reduce = QuantizedAllReduce(node_size=node_size)
+            exact = torch.stack(on_all_ranks(x)).mean(0)
+            futures = []
+            for _ in range(3):  # each waits for what the stream before it wrote
+                y = x * 2
+                futures.append(reduce.average_async(y.mul_(0.5)))
+            for future in futures:
+                out = future.wait()
+                assert all(torch.equal(out, other) for other in on_all_ranks(out))
+                assert float((out - exact).norm() / exact.norm()) < 0.013
+
+
+@pytest.mark.gpu(2)
+def test_asynchronous_averages_on_gpus() -> None:
+    run_ranks(_gpu, 2, backend="nccl")
+
+
+class LightningLM(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = TinyLM()
+
+    def training_step(self, tokens: Tensor, index: int) -> Tensor:
+        return self.model(tokens)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def _fit(rank: int, world: int, quantized: bool) -> list[Tensor]:
+    L.seed_everything(0, verbose=False)
+    options: dict[str, Any] = {}
+    if quantized:
+        options["ddp_comm_state"] = QuantizedAllReduce(min_nbytes=1000)
+        options["ddp_comm_hook"] = quantized_all_reduce_hook
+    trainer = L.Trainer(
+        strategy=DDPStrategy(**options),
+        accelerator="gpu",
+        devices=world,
+        max_steps=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = torch.cat([batch(step, 0) for step in range(8)])
+    model = LightningLM()
+    trainer.fit(model, DataLoader(data, batch_size=4))
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+@pytest.mark.gpu(2)
+def test_stock_ddp_strategy_takes_the_hook() -> None:
+    runs = [
+        run_ranks(_fit, 2, quantized, backend=None, torchrun=True) for quantized in (True, False)
+    ]
+    for first, second, plain in zip(*runs[0], runs[1][0], strict=True):
+        assert torch.equal(first, second)
+        assert torch.allclose(first, plain, atol=0.02)
+    assert not all(torch.equal(a, b) for a, b in zip(runs[0][0], runs[1][0], strict=True))

@@ -1,0 +1,48 @@
+"""The benchmarks of gradient accumulation and of the 8-bit all-reduce run and report."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _run(*command: str) -> str:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_error_study_compares_schemes(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    script = str(ROOT / "benchmarks" / "gradient_buffer.py")
+    schemes = "fp8-tensor,int8-g128,int8-g32-half-steps"
+    options = ("--data", "gaussian", "--numel", "4096", "--schemes", schemes)
+    _run(script, *options, "--json", str(report))
+    results = json.loads(report.read_text())["results"]
+    assert all(n < 1.135 for n in results["nbytes_per_parameter"].values())
+    errors = results["errors"]["gaussian"]
+    at_16 = [errors[name]["stored"][2] for name in schemes.split(",")]
+    assert 0.05 < at_16[0] < 0.10
+    assert at_16[0] > 3 * at_16[1] > 3 * at_16[2]
+    assert at_16[2] < 0.0125
+
+
+def test_all_reduce_is_checked_and_timed(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    script = str(ROOT / "benchmarks" / "all_reduce.py")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    options = ("--cpu", "--sizes", "64K,100K", "--seconds", "0.05", "--json", str(report))
+    assert "0.0625 MiB" in _run(*launcher, script, *options)
+    results = json.loads(report.read_text())["results"]
+    assert [row["nbytes"] for row in results["rows"]] == [64 << 10, 100 << 10]
+    assert all(row["ms"][name] > 0 for row in results["rows"] for name in row["ms"])
+    assert all(0 < row["relative_error"] < 0.015 for row in results["rows"])
+    assert 8 < results["bits_per_element"] < 8.2
