@@ -17,7 +17,7 @@ from lq_lightning.data_parallel import (
     WeightQuantization,
     quantized_all_reduce_hook,
 )
-from lq_lightning.plugins import FullyShardedPrecision
+from lq_lightning.plugins import FullyShardedPrecision, QuantizedPrecision
 from lq_lightning.plugins.grad_norm import grad_norm
 from lq_lightning.strategies import QuantizedFSDPStrategy
 
@@ -30,6 +30,7 @@ __all__ = [
     "QuantizedCommunication",
     "QuantizedFSDPStrategy",
     "QuantizedGradientBuffer",
+    "QuantizedPrecision",
     "Topology",
     "WeightQuantization",
     "grad_norm",

@@ -1,13 +1,25 @@
-"""Take the unreduced gradients that FSDP2 accumulates, and give them back; see `_compat`."""
+"""Gradient accumulation: when Lightning does it, and the gradients that FSDP2 keeps; see `_compat`.
+
+Imports of lightning are for types only.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["GradientKeeper", "keep_unreduced_gradients"]
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["GradientKeeper", "is_accumulating", "keep_unreduced_gradients"]
+
+
+def is_accumulating(trainer: Trainer) -> bool:
+    """Whether the micro-batch that runs now is not the last one before an optimizer step."""
+    accumulating: bool = trainer.fit_loop._should_accumulate()
+    return accumulating
 
 
 class GradientKeeper(Protocol):

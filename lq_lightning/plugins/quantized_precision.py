@@ -1,0 +1,181 @@
+"""``Trainer(plugins=[QuantizedPrecision(...)])``: optimizer states and gradient sums in 8 bits."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lq_lightning._compat_gradients import is_accumulating
+from lq_lightning.codecs import CodecSpec
+from lq_lightning.data_parallel import QuantizedGradientBuffer
+from lq_lightning.optim import OptimizerQuantization, QuantizedOptimizer, quantize_optimizer
+from lq_lightning.plugins.precision import FullyShardedPrecision, PrecisionName
+
+__all__ = ["QuantizedPrecision"]
+
+StateName = Literal["expanded_fp8", "dynamic8", "fp8", "int8", "none"]
+BufferName = Literal["int8", "fp8_e4m3", "none"]
+
+
+def _check_name(option: str, value: object, allowed: tuple[object, ...], config: type) -> None:
+    if value not in allowed:
+        names = ", ".join(repr(name) for name in allowed)
+        raise ValueError(
+            f"`QuantizedPrecision({option}={value!r})` is not supported: choose one of {names}, "
+            f"or give a `{config.__name__}`."
+        )
+
+
+class QuantizedPrecision(FullyShardedPrecision):
+    """Keeps optimizer states and gradient sums in 8 bits; ``configure_optimizers`` stays as it is.
+
+    The optimizers that the module configures (``torch.optim.AdamW``, ``Adam``, ``SGD`` with
+    momentum, or a Lion) become their quantized twins in place, so that learning-rate schedulers,
+    parameter groups and hooks go on working. With ``accumulate_grad_batches`` the gradient sums
+    between micro-batches are codes too. Small and 1-D tensors and embeddings stay in full precision
+    (``lq_lightning.optim.OptimizerQuantization``).
+
+    Works with ``strategy="quantized_fsdp"``, ``"ddp"`` and on a single device.
+
+    Args:
+        compute: ``"32-true"``, ``"bf16-true"`` or ``"bf16-mixed"``, in place of the Trainer's
+            ``precision``, which cannot be given beside a plugin.
+        optimizer_state: ``"expanded_fp8"`` is FP8 with dynamic range expansion (COAT §4), at most
+            2.2 bytes per parameter; ``"dynamic8"`` the 8-bit dynamic map; ``"fp8"`` and ``"int8"``
+            plain formats, to compare with; ``"none"`` leaves the optimizers alone. The second
+            moment has the same format. Or a full ``OptimizerQuantization``.
+        gradient_buffer: ``"int8"`` is the library's own code, 1.125 bytes per parameter;
+            ``"fp8_e4m3"`` that of AGoQ §5; ``"none"`` accumulates in full precision. Or a
+            ``CodecSpec``. Only used with automatic optimization and gradient accumulation.
+
+    Raises:
+        ValueError: An option has a value outside its choices; or, before training starts, the
+            strategy or an optimizer's options are not supported.
+        TypeError: Before training starts: an optimizer has no quantized twin.
+    """
+
+    def __init__(
+        self,
+        compute: PrecisionName = "32-true",
+        optimizer_state: Literal["expanded_fp8", "dynamic8", "fp8", "int8", "none"]
+        | OptimizerQuantization = "expanded_fp8",
+        gradient_buffer: Literal["int8", "fp8_e4m3", "none"] | CodecSpec = "int8",
+    ) -> None:
+        """Check the options."""
+        super().__init__(compute)
+        self._states: OptimizerQuantization | None
+        if isinstance(optimizer_state, OptimizerQuantization):
+            self._states = optimizer_state
+        else:
+            allowed = get_args(StateName)
+            _check_name("optimizer_state", optimizer_state, allowed, OptimizerQuantization)
+            self._states = None
+            if optimizer_state != "none":
+                self._states = OptimizerQuantization(
+                    first_moment=optimizer_state, second_moment=optimizer_state
+                )
+        if not isinstance(gradient_buffer, CodecSpec):
+            _check_name("gradient_buffer", gradient_buffer, get_args(BufferName), CodecSpec)
+        self._buffer_code = gradient_buffer
+        self._buffer: QuantizedGradientBuffer | None = None
+
+    @property
+    def gradient_buffer(self) -> QuantizedGradientBuffer | None:
+        """The buffer in use; ``None`` before ``fit``, or where no gradients are accumulated."""
+        return self._buffer
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Quantize the optimizers, and the gradient sums if there will be any.
+
+        Raises:
+            ValueError: The strategy or an optimizer's options are not supported.
+            TypeError: An optimizer has no quantized twin.
+        """
+        module = model if isinstance(model, LightningModule) else model.module
+        if not isinstance(module, LightningModule):
+            raise AssertionError("strategies wrap the LightningModule itself")
+        self._check_strategy(module)
+        self.device_type = module.device.type
+        if self._states is not None:
+            for optimizer in optimizers:
+                self._quantize(optimizer, self._states, module)
+        if optimizers and self._buffer is None and self._accumulates(module):
+            self._make_buffer(module)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @staticmethod
+    def _check_strategy(module: LightningModule) -> None:
+        strategy = module.trainer.strategy
+        if not isinstance(strategy, (ModelParallelStrategy, DDPStrategy, SingleDeviceStrategy)):
+            raise ValueError(
+                f"`QuantizedPrecision` does not work with `{type(strategy).__name__}`: use "
+                'strategy="quantized_fsdp", "ddp" or a single device.'
+            )
+
+    @staticmethod
+    def _quantize(
+        optimizer: Optimizer, config: OptimizerQuantization, module: LightningModule
+    ) -> None:
+        if isinstance(optimizer, QuantizedOptimizer):
+            return  # the module made it so
+        twin = quantize_optimizer(optimizer, config, module=module)
+        plan = twin.quantization_plan()
+        kept = [entry for entry in plan if entry.reason]
+        nbytes = sum(entry.nbytes for entry in plan)
+        reasons = ", ".join(sorted({entry.reason for entry in kept if entry.reason}))
+        rank_zero_info(
+            f"{type(twin).__name__}: states of {len(plan) - len(kept)} of {len(plan)} tensors are "
+            f"{config.first_moment}/{config.second_moment} codes, {nbytes / 2**20:.1f} MiB before "
+            "sharding" + (f"; in fp32: {reasons}" if kept else "")
+        )
+
+    @staticmethod
+    def _accumulates(module: LightningModule) -> bool:
+        trainer = module.trainer
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
+        return module.automatic_optimization and (scheduled or trainer.accumulate_grad_batches > 1)
+
+    def _make_buffer(self, module: LightningModule) -> None:
+        if self._buffer_code == "none":
+            return
+        codec = None
+        if isinstance(self._buffer_code, CodecSpec):
+            codec = self._buffer_code
+        elif self._buffer_code == "fp8_e4m3":
+            codec = CodecSpec(code="fp8_e4m3", group_size=128)
+        self._buffer = QuantizedGradientBuffer(module, codec=codec)
+        kept = [entry for entry in self._buffer.plan if entry.reason]
+        rank_zero_info(
+            f"gradient sums of {len(self._buffer.plan) - len(kept)} of {len(self._buffer.plan)} "
+            "tensors are kept in 8 bits between micro-batches"
+        )
+
+    def backward(  # type: ignore[override]
+        self,
+        tensor: Tensor,
+        model: LightningModule,
+        optimizer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Backward; gradients of all but the last micro-batch of a window go to the buffer."""
+        if self._buffer is None:
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+            return
+        with self._buffer.accumulating(is_accumulating(model.trainer)):
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    def teardown(self) -> None:
+        """Forget gradients of an interrupted window."""
+        if self._buffer is not None:
+            self._buffer.discard()
+        super().teardown()

@@ -1,0 +1,239 @@
+"""`QuantizedPrecision` in a Trainer: training, resuming, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger
+from lq_testing import run_ranks
+from lq_testing.lightning_models import Losses, TinyModule, loader, quiet, trainer
+from torch import nn
+
+from lq_lightning import QuantizedFSDPStrategy, QuantizedPrecision
+from lq_lightning.codecs import CodecSpec
+from lq_lightning.optim import OptimizerQuantization, QuantizedAdamW, QuantizedSGD
+
+STATES = OptimizerQuantization(min_numel=256)
+run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=200.0)
+
+
+class Wide(TinyModule):
+    """Has a matrix large enough for every default, a schedule and two parameter groups."""
+
+    def __init__(self, optimizer: str = "adamw", lr: float = 1e-2) -> None:
+        super().__init__(optimizer, lr)
+        self.wide = nn.Linear(200, 24, bias=False)
+
+    def training_step(self, tokens: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        hidden = self.net.embed(tokens)
+        mixed = self.wide((hidden @ self.wide.weight).relu()).square().mean()
+        return self.net(tokens) + 0.1 * mixed
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.net.parameters()}, {"params": [self.wide.weight], "lr": 3e-3}]
+        if self.optimizer_name == "sgd":
+            return torch.optim.SGD(groups, lr=self.lr, momentum=0.9)
+        if self.optimizer_name == "amsgrad":
+            return torch.optim.AdamW(groups, lr=self.lr, amsgrad=True)
+        if self.optimizer_name == "adagrad":
+            return torch.optim.Adagrad(groups, lr=self.lr)
+        optimizer = torch.optim.AdamW(groups, lr=self.lr)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=40)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def fit(
+    root: str,
+    strategy: Any = "auto",
+    devices: int = 1,
+    plugin: QuantizedPrecision | None = None,
+    optimizer: str = "adamw",
+    **kwargs: Any,
+) -> tuple[Any, list[float]]:
+    torch.manual_seed(0)
+    losses = Losses()
+    ckpt_path = kwargs.pop("ckpt_path", None)
+    callbacks = [losses, *kwargs.pop("callbacks", [])]
+    plugins = [QuantizedPrecision(optimizer_state=STATES) if plugin is None else plugin]
+    run = trainer(strategy, root, devices=devices, plugins=plugins, callbacks=callbacks, **kwargs)
+    run.fit(Wide(optimizer), loader(), ckpt_path=ckpt_path)
+    return run, losses.values
+
+
+def state_of(run: Any, suffix: str) -> list[torch.Tensor]:
+    entries = run.optimizers[0].state.values()
+    return [value for entry in entries for key, value in entry.items() if key.endswith(suffix)]
+
+
+def test_states_are_codes_and_the_loss_follows(tmp_path: Path) -> None:
+    off = QuantizedPrecision(optimizer_state="none")
+    exact = fit(str(tmp_path), plugin=off, max_epochs=2)[1]
+    monitor = LearningRateMonitor()
+    logger = CSVLogger(tmp_path)
+    run, losses = fit(str(tmp_path), max_epochs=2, callbacks=[monitor], logger=logger)
+    assert type(run.optimizers[0]) is QuantizedAdamW
+    assert all(codes.dtype == torch.uint8 for codes in state_of(run, "_codes"))
+    # `wide`, and `down` of two blocks; the others have short rows, or are 1-D or an embedding
+    assert len(state_of(run, "exp_avg_codes")) == 3
+    assert losses != exact
+    assert max(abs(a - b) for a, b in zip(losses, exact, strict=True)) < 0.05
+    assert exact[-1] < exact[0] - 0.3, "the model does not learn, so the test shows nothing"
+    lrs = [group["lr"] for group in run.optimizers[0].param_groups]
+    assert lrs[0] != 1e-2, "the schedule has no effect"
+    assert len(monitor.lrs) == 2
+
+
+def test_states_take_at_most_2_2_bytes_per_parameter(tmp_path: Path) -> None:
+    run, _ = fit(str(tmp_path), plugin=QuantizedPrecision(), max_epochs=1, limit_train_batches=2)
+    wide = run.lightning_module.wide.weight
+    entry = run.optimizers[0].state[wide]
+    nbytes = sum(v.numel() * v.element_size() for k, v in entry.items() if k != "step")
+    assert 2 * wide.numel() < nbytes <= 2.2 * wide.numel()
+    plan = {p.name: p for p in run.optimizers[0].quantization_plan()}
+    assert sum(p.reason is None for p in plan.values()) == 1
+
+
+@pytest.mark.parametrize("buffer", ["int8", "fp8_e4m3", CodecSpec(code="int8", group_size=64)])
+def test_accumulated_gradients_are_codes(tmp_path: Path, buffer: Any) -> None:
+    plugin = QuantizedPrecision(optimizer_state="none", gradient_buffer="none")
+    exact = fit(str(tmp_path), plugin=plugin, max_epochs=2, accumulate_grad_batches=4)
+    assert exact[0].precision_plugin.gradient_buffer is None
+    held: list[int] = []
+
+    class Held(Losses):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            held.append(trainer.precision_plugin.gradient_buffer.nbytes)
+
+    plugin = QuantizedPrecision(optimizer_state="none", gradient_buffer=buffer)
+    run, losses = fit(
+        str(tmp_path), plugin=plugin, max_epochs=2, accumulate_grad_batches=4, callbacks=[Held()]
+    )
+    assert [n > 0 for n in held] == [True, True, True, False] * 4
+    assert losses != exact[1]
+    assert max(abs(a - b) for a, b in zip(losses, exact[1], strict=True)) < 0.05
+
+
+def test_without_accumulation_there_is_no_buffer(tmp_path: Path) -> None:
+    run, _ = fit(str(tmp_path), max_epochs=1)
+    assert run.precision_plugin.gradient_buffer is None
+
+
+def test_sgd_and_single_device_resume_bit_exactly(tmp_path: Path) -> None:
+    for name, kind in (("sgd", QuantizedSGD), ("adamw", QuantizedAdamW)):
+        whole_run, whole = fit(str(tmp_path), optimizer=name, max_epochs=2)
+        assert type(whole_run.optimizers[0]) is kind
+        run, first = fit(str(tmp_path), optimizer=name, max_epochs=1)
+        path = str(tmp_path / f"{name}.ckpt")
+        run.save_checkpoint(path)
+        resumed, second = fit(str(tmp_path), optimizer=name, max_epochs=2, ckpt_path=path)
+        assert first + second == whole
+        assert all(c.dtype == torch.uint8 for c in state_of(resumed, "_codes"))
+        groups = [g["lr"] for r in (resumed, whole_run) for g in r.optimizers[0].param_groups]
+        assert groups[:2] == groups[2:]
+
+
+def _resumes_on_ranks(rank: int, world: int, root: str, strategy: str) -> None:
+    def make() -> Any:
+        if strategy == "ddp":
+            return "ddp"
+        sharded = strategy == "sharded"
+        return QuantizedFSDPStrategy(min_quantized_numel=64, save_distributed_checkpoint=sharded)
+
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
+    for compute in ("32-true", "bf16-mixed"):
+
+        def run(compute: str = compute, **kwargs: Any) -> tuple[Any, list[float]]:
+            plugin = QuantizedPrecision(compute, optimizer_state=STATES)  # type: ignore[arg-type]
+            return fit(root, make(), world, plugin, **options, **kwargs)
+
+        done, whole = run(max_epochs=2)
+        assert type(done.optimizers[0]) is QuantizedAdamW
+        assert whole[-1] < whole[0]
+        short, first = run(max_epochs=1)
+        path = f"{root}/{compute}.ckpt"
+        short.save_checkpoint(path)
+        assert first + run(max_epochs=2, ckpt_path=path)[1] == whole, (strategy, compute)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "sharded", "full"])
+def test_two_ranks_train_and_resume_bit_exactly(tmp_path: Path, strategy: str) -> None:
+    run_trainer(_resumes_on_ranks, 2, str(tmp_path), strategy)
+
+
+def _save_on_ranks(rank: int, world: int, root: str) -> None:
+    strategy = QuantizedFSDPStrategy(min_quantized_numel=64)
+    run, _ = fit(root, strategy, world, max_epochs=1)
+    run.save_checkpoint(f"{root}/ranks.ckpt")
+    codes = [c.full_tensor() if hasattr(c, "full_tensor") else c for c in state_of(run, "_codes")]
+    if rank == 0:
+        torch.save(codes, f"{root}/codes.pt")
+
+
+def _load_on_ranks(rank: int, world: int, root: str) -> None:
+    strategy = QuantizedFSDPStrategy(min_quantized_numel=64)
+    run, losses = fit(
+        root, strategy, world, ckpt_path=f"{root}/ranks.ckpt", max_epochs=2, limit_train_batches=0
+    )
+    codes = [c.full_tensor() if hasattr(c, "full_tensor") else c for c in state_of(run, "_codes")]
+    saved = torch.load(f"{root}/codes.pt")
+    assert len(saved) == 6
+    assert all(torch.equal(a, b) for a, b in zip(codes, saved, strict=True))
+
+
+def test_codes_are_equal_on_another_number_of_ranks(tmp_path: Path) -> None:
+    run_trainer(_save_on_ranks, 2, str(tmp_path))
+    run_trainer(_load_on_ranks, 3, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compute": "16-mixed"}, r"precision='16-mixed'.*'bf16-mixed'"),
+        ({"optimizer_state": "fp4"}, r"optimizer_state='fp4'.*'expanded_fp8'"),
+        ({"gradient_buffer": "int4"}, r"gradient_buffer='int4'.*'fp8_e4m3'"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QuantizedPrecision(**options)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "error", "message"),
+    [("amsgrad", ValueError, "amsgrad"), ("adagrad", TypeError, "Adagrad")],
+)
+def test_optimizers_without_a_twin_are_refused(
+    tmp_path: Path, optimizer: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        fit(str(tmp_path), optimizer=optimizer, max_epochs=1)
+
+
+YAML = """
+trainer:
+  plugins:
+    - class_path: lq_lightning.plugins.QuantizedPrecision
+      init_args:
+        compute: bf16-mixed
+        optimizer_state: {first_moment: dynamic8, min_numel: 256}
+        gradient_buffer: fp8_e4m3
+"""
+
+
+def test_in_yaml(tmp_path: Path) -> None:
+    quiet()
+    (tmp_path / "a.yaml").write_text(YAML)
+    options = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
+    arguments = [f"--config={tmp_path / 'a.yaml'}", *options]
+    cli = LightningCLI(Wide, run=False, args=arguments, save_config_callback=None)
+    plugin = cli.trainer.precision_plugin
+    assert isinstance(plugin, QuantizedPrecision)
+    assert plugin.precision == "bf16-mixed"
+    assert plugin._states == OptimizerQuantization(first_moment="dynamic8", min_numel=256)
+    assert plugin._buffer_code == "fp8_e4m3"
