@@ -131,7 +131,10 @@ def test_scalar_and_lazy_parameters_are_named() -> None:
     ("options", "message"),
     [
         ({"weights": "qwd"}, r"weights='qwd'.*'auto', 'qWD', 'qW', 'none'"),
-        ({"gradients": "TLQ"}, r"gradients='TLQ'.*'auto', 'TLq-HS', 'TLq', 'ULq', 'QuanGrad', 'none'"),
+        (
+            {"gradients": "TLQ"},
+            r"gradients='TLQ'.*'auto', 'TLq-HS', 'TLq', 'ULq', 'QuanGrad', 'none'",
+        ),
         ({"replica": "rank"}, r"replica='rank'.*'auto', 'full', 'node'"),
         ({"on_drift": "ignore"}, r"on_drift='ignore'.*'resync' or 'raise'"),
         ({"node_size": 0}, r"node_size=0.*1 or more"),
