@@ -5,6 +5,7 @@ Imports of lightning are for types only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -13,13 +14,18 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["GradientKeeper", "is_accumulating", "keep_unreduced_gradients"]
+__all__ = ["GradientKeeper", "is_accumulating", "keep_unreduced_gradients", "starts_window"]
 
 
 def is_accumulating(trainer: Trainer) -> bool:
     """Whether the micro-batch that runs now is not the last one before an optimizer step."""
     accumulating: bool = trainer.fit_loop._should_accumulate()
     return accumulating
+
+
+def starts_window(trainer: Trainer) -> bool:
+    """Whether the micro-batch that runs now is the first one after an optimizer step."""
+    return bool(trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0)
 
 
 class GradientKeeper(Protocol):
@@ -37,12 +43,15 @@ class GradientKeeper(Protocol):
         """Forget everything."""
 
 
-def keep_unreduced_gradients(group: Any, keeper: GradientKeeper) -> None:
+def keep_unreduced_gradients(group: Any, keeper: GradientKeeper) -> Callable[[], None]:
     """Hand the group's unreduced gradients to ``keeper`` until the backward that reduces them.
 
     While ``set_requires_gradient_sync(False)`` holds, FSDP2 accumulates whole gradients, in the
     reduction dtype. The keeper gets them before that cast. Call it after
     ``_compat.record_reduced_params``, which sees what is given back.
+
+    Returns:
+        A function that undoes it.
     """
     original = group.post_backward
 
@@ -61,7 +70,12 @@ def keep_unreduced_gradients(group: Any, keeper: GradientKeeper) -> None:
                 _set_unreduced_gradient(fsdp_param, None)
         original(*unused)
 
+    def remove() -> None:
+        if group.__dict__.get("post_backward") is post_backward:
+            group.post_backward, group.gradient_keeper = original, None
+
     group.post_backward, group.gradient_keeper = post_backward, keeper
+    return remove
 
 
 def _unreduced_gradient(fsdp_param: Any) -> Tensor | None:

@@ -101,9 +101,35 @@ class QuantizedCommunication:
         if optimizer in self._optimizers:
             return
         self._optimizers.add(optimizer)
-        # Exchanges read the main weights on streams of their own.
-        optimizer.register_step_pre_hook(lambda *unused: self._exchanges.join())
+        optimizer.register_step_pre_hook(self._wait_before_update)
         optimizer.register_step_post_hook(lambda opt, *unused: self.note_optimizer_step(opt))
+
+    def _wait_before_update(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Let an update wait for the exchanges, which read the main weights on their own streams.
+
+        A closure runs forward and backward first, which need not wait.
+        """
+        position = next((i for i, value in enumerate(args[1:], 1) if callable(value)), None)
+        closure = kwargs.get("closure") if position is None else args[position]
+        if closure is None:
+            self._exchanges.join()
+            return args, kwargs
+
+        def joined() -> Any:
+            result = closure()
+            self._exchanges.join()
+            return result
+
+        if position is None:
+            return args, {**kwargs, "closure": joined}
+        return (*args[:position], joined, *args[position + 1 :]), kwargs
+
+    def join(self) -> None:
+        """Let the current CUDA stream wait for everything on its way; call it after an error."""
+        self._exchanges.join()
+        self._context.reductions.join()
 
     def note_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Say that the weights were updated by an optimizer on every rank; exchanges them.

@@ -7,7 +7,7 @@ encoded again; the last one is added to the decoded sum without encoding it.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -178,6 +178,7 @@ class QuantizedGradientBuffer:
         self._flush_queued = False
         self._sums: dict[nn.Parameter, _Sum] = {}
         self._keepers: list[_UnitKeeper] = []
+        self._undo: list[Callable[[], None]] = []
         self.plan = tuple(
             KeptGradient(name, p.numel(), _full_precision_reason(p, min_quantized_numel))
             for name, p in module.named_parameters()
@@ -187,7 +188,8 @@ class QuantizedGradientBuffer:
             if not reasons[name]:
                 self._sums[parameter] = self._new_sum()
                 hook = self._after_accumulation
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._undo.append(handle.remove)
         if not self._sums:
             raise ValueError(
                 f"no gradient of `{type(module).__name__}` would be quantized: it has no trained "
@@ -200,7 +202,7 @@ class QuantizedGradientBuffer:
                 for p in group.fsdp_params
             ]
             self._keepers.append(_UnitKeeper(sums))
-            keep_unreduced_gradients(group, self._keepers[-1])
+            self._undo.append(keep_unreduced_gradients(group, self._keepers[-1]))
 
     def _new_sum(self) -> _Sum:
         count = len(self._sums) + sum(len(keeper.sums) for keeper in self._keepers)
@@ -234,6 +236,13 @@ class QuantizedGradientBuffer:
         for kept in self._all_sums():
             kept.clear()
 
+    def remove(self) -> None:
+        """Forget everything and leave the module as it was before; do not use the buffer again."""
+        self.discard()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
     @torch.no_grad()
     def flush(self) -> None:
         """Add what is still stored to ``grad``: of parameters that the last backward did not use.
@@ -258,8 +267,11 @@ class QuantizedGradientBuffer:
                 f"a gradient of shape {tuple(gradient.shape)} is {gradient.layout}; the gradient "
                 "buffer takes dense ones. Build the embedding with `sparse=False`."
             )
+        local = local_tensor(gradient)
+        if local.device.type == "cpu" and torch.cuda.is_available() and local.is_pinned():
+            torch.cuda.synchronize()  # FSDP2 of torch < 2.13 is still copying it from the GPU
         if self._accumulating:
-            kept.add(local_tensor(gradient))
+            kept.add(local)
             parameter.grad = None
             return
         if not kept.empty:

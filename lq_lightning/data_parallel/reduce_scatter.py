@@ -159,6 +159,8 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         )
         if deferred:
             self._context.reductions.make_room()
+        elif input_tensor.is_cuda:
+            self._context.reductions.join()  # FSDP2 may add this result to one of them
         slots = input_tensor.view(topology.world_size, -1)
         if topology.node_size == 1:
             messages = self._encode(slots, inter, level=_SEED_INTER)

@@ -46,10 +46,11 @@ class DeferredReductions:
         """Run ``work``, which reads ``messages``, on the stream of this object."""
         if self._joined_after != backward_id():
             self._joined_after = backward_id()
-            after_backward(self._join)
+            after_backward(self.join)
         self._stage.submit(messages, work)
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """Let the current stream wait for all reductions."""
         self._joined_after = -1
         self._stage.join()
 

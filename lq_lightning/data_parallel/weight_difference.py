@@ -149,7 +149,7 @@ class WeightDifferenceAllGather(WeightAllGather):
 
         Returns:
             What :meth:`finish_exchange` needs; None if the next gather refreshes the replica anyway
-            (it is the first one, or the replica is invalid).
+            (it is the first one, the replica is invalid, or a frozen parameter was written).
         """
         if self._restored is not None:
             self._dirty = True
@@ -157,7 +157,13 @@ class WeightDifferenceAllGather(WeightAllGather):
         if own is None or self._dirty:
             return None
         params = self._params()
-        self._fingerprint = write_fingerprint(params)
+        fingerprint, before = write_fingerprint(params), self._fingerprint or ()
+        self._fingerprint = fingerprint
+        written = [p for p, a, b in zip(params, fingerprint, before, strict=True) if a != b]
+        if not all(p.requires_grad for p in written):  # frozen parameters are not in the message
+            self._context.on_outside_write(self.name)
+            self._dirty = True
+            return None
         self._wait_for_writes()
         layout = self._current_layout(own.dtype)
         main = pack_shards(params, own)

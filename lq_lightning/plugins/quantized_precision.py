@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lq_lightning._compat_gradients import is_accumulating
+from lq_lightning._compat_gradients import is_accumulating, starts_window
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import QuantizedGradientBuffer
 from lq_lightning.optim import OptimizerQuantization, QuantizedOptimizer, quantize_optimizer
@@ -103,11 +103,17 @@ class QuantizedPrecision(FullyShardedPrecision):
         if not isinstance(module, LightningModule):
             raise AssertionError("strategies wrap the LightningModule itself")
         self._check_strategy(module)
-        self.device_type = module.device.type
+        self.device_type = module.trainer.strategy.root_device.type
         if self._states is not None:
             for optimizer in optimizers:
                 self._quantize(optimizer, self._states, module)
-        if optimizers and self._buffer is None and self._accumulates(module):
+        if optimizers and self._accumulates(module):
+            if getattr(model, "find_unused_parameters", False) and self._buffer_code != "none":
+                raise ValueError(
+                    "`QuantizedPrecision(gradient_buffer=...)` does not work with "
+                    "`find_unused_parameters=True`, where DDP reduces gradients that this rank has "
+                    'not computed. Give `gradient_buffer="none"`, or use `strategy="ddp"`.'
+                )
             self._make_buffer(module)
         return super().connect(model, optimizers, lr_schedulers)
 
@@ -171,11 +177,19 @@ class QuantizedPrecision(FullyShardedPrecision):
         if self._buffer is None:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
+        if starts_window(model.trainer):
+            self._buffer.discard()  # of a window that was not completed
         with self._buffer.accumulating(is_accumulating(model.trainer)):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
-    def teardown(self) -> None:
-        """Forget gradients of an interrupted window."""
+    def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         if self._buffer is not None:
-            self._buffer.discard()
+            self._buffer.flush()  # if the last micro-batch had no loss
+        super()._after_closure(model, optimizer)
+
+    def teardown(self) -> None:
+        """Leave the module without a buffer."""
+        if self._buffer is not None:
+            self._buffer.remove()
+            self._buffer = None
         super().teardown()

@@ -163,6 +163,9 @@ class FullyShardedStrategy(CheckpointingStrategy):
     def after_optimizer_step(self) -> None:
         """Called after every optimizer step that was not skipped."""
 
+    def on_step_error(self) -> None:
+        """Called after an error in a step method or backward, before FSDP2's state is reset."""
+
     # --- environment ----------------------------------------------------------------------------
 
     @property
@@ -390,6 +393,7 @@ class FullyShardedStrategy(CheckpointingStrategy):
                 yield
             except Exception as error:
                 if self._is_sharded and not is_lost_rank(error):
+                    self.on_step_error()
                     reset_iteration(self._require_module())
                 raise
 

@@ -205,7 +205,8 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         if self.world_size == 1 or (self._weights is None and self._gradients is None):
             return None
         topology = self.topology()
-        nvlink = nvlink_inside_nodes(self.root_device, topology.node_size)
+        is_open = self._gradients == "auto" or isinstance(self._weights, WeightOption)
+        nvlink = is_open and nvlink_inside_nodes(self.root_device, topology.node_size)
         weights, gradients, reason = choose_quantization(
             self._weights, self._gradients, topology, nvlink
         )
@@ -260,6 +261,11 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
                     f"step {communication.step} (first: `{drifted[0]}`) and are refreshed in full "
                     "precision. Something writes to them on some ranks only."
                 )
+
+    def on_step_error(self) -> None:
+        """Let no reduction write to memory that is freed now."""
+        if self._communication is not None:
+            self._communication.join()
 
     def on_weights_loaded(self) -> None:
         """Gather the loaded weights in full precision first."""

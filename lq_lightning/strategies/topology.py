@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lq_lightning._compat import all_linked_by_nvlink
 from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQuantization
@@ -38,7 +39,14 @@ class Choice(NamedTuple):
 
 def nvlink_inside_nodes(device: torch.device, node_size: int) -> bool:
     """Whether every rank sees that NVLink connects all GPUs of its node. All ranks must call it."""
-    linked = device.type == "cuda" and all_linked_by_nvlink(node_size)
+    linked = False
+    if device.type == "cuda":
+        try:
+            linked = all_linked_by_nvlink(node_size)
+        except RuntimeError as error:  # the other ranks wait for this one's answer
+            rank_zero_warn(
+                f"cannot tell whether NVLink connects the GPUs, so assuming not: {error}"
+            )
     flag = torch.tensor(int(linked), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MIN)
     return bool(flag)

@@ -340,6 +340,63 @@ def test_each_optimizer_exchanges_the_units_it_updates() -> None:
     run_ranks(_optimizers_exchange_their_own_units, 2)
 
 
+def _frozen_write_before_a_step(rank: int, world: int) -> None:
+    """As of a teacher that follows the student between backward and the optimizer step."""
+
+    def freeze(model: TinyLM) -> None:
+        model.blocks[0].up.weight.requires_grad_(False)
+
+    model, optimizer, communication = build(weights=QWD, node_size=1, prepare=freeze)
+    optimizer.add_param_group({"params": [model.blocks[0].up.weight]})
+    train(model, optimizer, 2)
+    assert communication.outside_writes == {}
+    model(tokens(2)).backward()
+    with torch.no_grad():
+        model.blocks[0].up.weight.mul_(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert communication.outside_writes == {"blocks.0": 1}
+    weights = dict(zip(dict(model.named_parameters()), _by_name(model), strict=True))
+    whole = model.blocks[0].up.weight.full_tensor()
+    assert torch.equal(weights["blocks.0.up.weight"], whole), "the write did not arrive"
+
+
+def test_frozen_weights_written_before_a_step_arrive() -> None:
+    run_ranks(_frozen_write_before_a_step, 2)
+
+
+def _closures(rank: int, world: int) -> None:
+    losses = []
+    for as_keyword in (None, False, True):
+        model, optimizer, communication = build(weights=QWD, node_size=1)
+        seen: list[float] = []
+        for step in range(3):
+
+            def closure(
+                model: TinyLM = model, step: int = step, seen: list[float] = seen
+            ) -> Tensor:
+                loss = model(tokens(step))
+                model.zero_grad()
+                loss.backward()
+                seen.append(loss.item())
+                return loss
+
+            if as_keyword is None:
+                closure()
+                assert optimizer.step() is None
+            elif as_keyword:
+                assert optimizer.step(closure=closure).item() == seen[-1]
+            else:
+                assert optimizer.step(closure).item() == seen[-1]
+        losses.append(seen)
+        assert communication.traffic().exchanges == 3 * 3
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_steps_with_a_closure_are_the_same() -> None:
+    run_ranks(_closures, 2)
+
+
 class WideBlock(Block):
     """Large enough that kernels on different streams overlap on a GPU."""
 

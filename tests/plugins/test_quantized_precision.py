@@ -119,6 +119,42 @@ def test_accumulated_gradients_are_codes(tmp_path: Path, buffer: Any) -> None:
     assert max(abs(a - b) for a, b in zip(losses, exact[1], strict=True)) < 0.05
 
 
+class Interrupted(Wide):
+    """Has no loss in the last micro-batch of each window."""
+
+    def training_step(self, tokens: torch.Tensor, batch_idx: int) -> Any:
+        return None if batch_idx % 4 == 3 else super().training_step(tokens, batch_idx)
+
+
+def test_windows_without_a_last_loss_are_complete(tmp_path: Path) -> None:
+    finals = []
+    for buffer in ("none", "int8"):
+        torch.manual_seed(0)
+        plugin = QuantizedPrecision(optimizer_state="none", gradient_buffer=buffer)  # type: ignore[arg-type]
+        options = {"max_epochs": 2, "accumulate_grad_batches": 4}
+        run = trainer("auto", str(tmp_path), devices=1, plugins=[plugin], **options)
+        module = Interrupted()
+        run.fit(module, loader())
+        finals.append(module.wide.weight.detach().clone())
+    torch.manual_seed(0)
+    start = Interrupted().wide.weight
+    moved = (finals[0] - start).norm()
+    assert moved > 0.05
+    assert (finals[0] - finals[1]).norm() < 0.1 * moved
+
+
+def test_buffer_is_gone_after_fit(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Wide()
+    options = {"max_epochs": 1, "accumulate_grad_batches": 2}
+    for _ in range(2):  # the second fit makes a new one
+        plugin = QuantizedPrecision(optimizer_state="none")
+        run = trainer("auto", str(tmp_path), devices=1, plugins=[plugin], **options)
+        run.fit(module, loader())
+        assert plugin.gradient_buffer is None
+        assert not module.wide.weight._post_accumulate_grad_hooks
+
+
 def test_without_accumulation_there_is_no_buffer(tmp_path: Path) -> None:
     run, _ = fit(str(tmp_path), max_epochs=1)
     assert run.precision_plugin.gradient_buffer is None
