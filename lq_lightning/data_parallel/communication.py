@@ -19,6 +19,7 @@ from lq_lightning._compat import (
     GroupParams,
     fsdp_units,
     inherit_timeout,
+    local_tensor,
     record_reduced_params,
     uses_hsdp,
 )
@@ -242,7 +243,7 @@ class QuantizedCommunication:
             )
         self._context.step = int(state["step"])
         for gather in self._difference_gathers():
-            slots = {n: _local(replica[n]) for n in gather.names if n in replica}
+            slots = {n: local_tensor(replica[n]) for n in gather.names if n in replica}
             if len(slots) == len(gather.names):
                 gather.restore(slots)
             else:
@@ -269,10 +270,6 @@ class QuantizedCommunication:
     def traffic(self) -> Traffic:
         """A snapshot of this rank's byte counters."""
         return self._context.traffic.snapshot()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def quantize_communication(

@@ -24,10 +24,27 @@ Rounding = Literal["nearest", "stochastic"]
 _INTEGER_BITS = range(2, 9)
 
 
-def _check_choice(owner: str, field: str, value: object, allowed: tuple[object, ...]) -> None:
+def check_choice(
+    owner: str, field: str, value: object, allowed: tuple[object, ...], config: type | None = None
+) -> None:
+    """Refuse a value outside the choices of an option.
+
+    Args:
+        owner: Class that has the option.
+        field: The option.
+        value: Given by the user.
+        allowed: The choices.
+        config: Class of which an instance could be given instead.
+
+    Raises:
+        ValueError: ``value`` is not among ``allowed``.
+    """
     if value not in allowed:
         names = ", ".join(repr(item) for item in allowed)
-        raise ValueError(f"`{owner}({field}={value!r})` is not supported: choose one of {names}.")
+        instead = f", or give a `{config.__name__}`" if config else ""
+        raise ValueError(
+            f"`{owner}({field}={value!r})` is not supported: choose one of {names}{instead}."
+        )
 
 
 def _check_bits(owner: str, field: str, bits: int) -> None:
@@ -68,8 +85,8 @@ class WeightQuantization:
             ValueError: A field has a value outside its choices.
         """
         owner = type(self).__name__
-        _check_choice(owner, "method", self.method, ("qWD", "qW"))
-        _check_choice(owner, "replica", self.replica, ("full", "node"))
+        check_choice(owner, "method", self.method, ("qWD", "qW"))
+        check_choice(owner, "replica", self.replica, ("full", "node"))
         _check_bits(owner, "bits", self.bits)
         self.codec()  # group size and rounding
 
@@ -115,10 +132,10 @@ class GradientQuantization:
             ValueError: A field has a value outside its choices.
         """
         owner = type(self).__name__
-        _check_choice(owner, "method", self.method, get_args(GradientMethod))
+        check_choice(owner, "method", self.method, get_args(GradientMethod))
         _check_bits(owner, "intra_bits", self.intra_bits)
         _check_bits(owner, "inter_bits", self.inter_bits)
-        _check_choice(owner, "hadamard_size", self.hadamard_size, (16, 32, 64, 128))
+        check_choice(owner, "hadamard_size", self.hadamard_size, (16, 32, 64, 128))
         self.codec("intra")
         self.codec("inter")
 

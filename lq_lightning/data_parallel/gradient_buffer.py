@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from lq_lightning._compat import after_backward, empty_like_sharded, fsdp_units, local_tensor
 from lq_lightning._compat_gradients import keep_unreduced_gradients
 from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode
+from lq_lightning.data_parallel.unit import full_precision_reason
 from lq_lightning.kernels.accumulate import accumulate_, buffer_layout, read_accumulated_
 
 __all__ = ["KeptGradient", "QuantizedGradientBuffer"]
@@ -180,7 +181,7 @@ class QuantizedGradientBuffer:
         self._keepers: list[_UnitKeeper] = []
         self._undo: list[Callable[[], None]] = []
         self.plan = tuple(
-            KeptGradient(name, p.numel(), _full_precision_reason(p, min_quantized_numel))
+            KeptGradient(name, p.numel(), _reason(p, min_quantized_numel))
             for name, p in module.named_parameters()
         )
         reasons = {kept.name: kept.reason for kept in self.plan}
@@ -294,16 +295,12 @@ def _has_units(module: nn.Module) -> bool:
     return any(isinstance(m, FSDPModule) for m in module.modules())
 
 
-def _full_precision_reason(parameter: nn.Parameter, min_quantized_numel: int) -> str:
+def _reason(parameter: nn.Parameter, min_quantized_numel: int) -> str:
     if not parameter.requires_grad:
         return "frozen: has no gradient"
-    if not parameter.is_floating_point():
-        return f"{parameter.dtype} is not floating point"
-    if parameter.ndim < 2:
-        return f"{parameter.ndim}-D"
-    if parameter.numel() < min_quantized_numel:
-        return f"{parameter.numel()} elements < min_quantized_numel={min_quantized_numel}"
-    return ""
+    return full_precision_reason(
+        parameter.ndim, parameter.numel(), parameter.dtype, min_quantized_numel
+    )
 
 
 def _zeros_like(parameter: nn.Parameter) -> Tensor:

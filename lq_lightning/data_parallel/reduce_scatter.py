@@ -74,7 +74,9 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         segments, start = [], 0
         for i in packed:
             param = params[i]
-            reason = full_precision_reason(param, torch.float32, self._min_quantized_numel)
+            reason = full_precision_reason(
+                param.ndim, param.numel, torch.float32, self._min_quantized_numel
+            )
             travel = "full" if reason else "quantized"
             segments.append(
                 Segment(self.names[i], start, param.padded_shard_numel, travel, reason)  # type: ignore[arg-type]

@@ -137,21 +137,25 @@ def weight_segments(
         if skip_frozen and not param.requires_grad:
             travel, reason = "skipped", "frozen: gathered once in full precision"
         else:
-            reason = full_precision_reason(param, param.gather_dtype, min_quantized_numel)
+            reason = full_precision_reason(
+                param.ndim, param.numel, param.gather_dtype, min_quantized_numel
+            )
             travel = "full" if reason else "quantized"
         segments.append(Segment(name, start, param.padded_shard_numel, travel, reason))  # type: ignore[arg-type]
         start += param.padded_shard_numel
     return segments
 
 
-def full_precision_reason(param: GroupParam, dtype: torch.dtype, min_quantized_numel: int) -> str:
-    """Why a parameter's weights or gradients are not quantized; empty if they are."""
+def full_precision_reason(
+    ndim: int, numel: int, dtype: torch.dtype, min_quantized_numel: int
+) -> str:
+    """Why weights or gradients of a whole parameter are not quantized; empty if they are."""
     if not dtype.is_floating_point:
         return f"{dtype} is not floating point"
-    if param.ndim < 2:
-        return f"{param.ndim}-D"
-    if param.numel < min_quantized_numel:
-        return f"{param.numel} elements < min_quantized_numel={min_quantized_numel}"
+    if ndim < 2:
+        return f"{ndim}-D"
+    if numel < min_quantized_numel:
+        return f"{numel} elements < min_quantized_numel={min_quantized_numel}"
     return ""
 
 

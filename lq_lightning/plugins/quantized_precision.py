@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lq_lightning._compat_gradients import is_accumulating, starts_window
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import QuantizedGradientBuffer
+from lq_lightning.data_parallel.config import check_choice
 from lq_lightning.optim import OptimizerQuantization, QuantizedOptimizer, quantize_optimizer
 from lq_lightning.plugins.precision import FullyShardedPrecision, PrecisionName
 
@@ -24,12 +25,7 @@ BufferName = Literal["int8", "fp8_e4m3", "none"]
 
 
 def _check_name(option: str, value: object, allowed: tuple[object, ...], config: type) -> None:
-    if value not in allowed:
-        names = ", ".join(repr(name) for name in allowed)
-        raise ValueError(
-            f"`QuantizedPrecision({option}={value!r})` is not supported: choose one of {names}, "
-            f"or give a `{config.__name__}`."
-        )
+    check_choice("QuantizedPrecision", option, value, allowed, config)
 
 
 class QuantizedPrecision(FullyShardedPrecision):

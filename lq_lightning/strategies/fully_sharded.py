@@ -25,7 +25,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
@@ -35,6 +34,7 @@ from lq_lightning._compat import (
     end_root_forward,
     fsdp_units,
     inherit_timeout,
+    local_tensor,
     materialize_meta_tensors,
     move_optimizers_to_device,
     reset_iteration,
@@ -521,7 +521,7 @@ class FullyShardedStrategy(CheckpointingStrategy):
 
     def _gradients_finite(self, optimizer: Optimizer) -> bool:
         gradients = [p.grad for g in optimizer.param_groups for p in g["params"]]
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None]
+        local = [local_tensor(g) for g in gradients if g is not None]
         largest = torch.nn.utils.get_total_norm([g for g in local if g.numel()], float("inf"))
         bad = (~torch.isfinite(largest)).to(self.root_device, torch.int32)
         if self.world_size > 1:

@@ -17,6 +17,7 @@ from lq_lightning.data_parallel import (
     WeightQuantization,
     quantize_communication,
 )
+from lq_lightning.data_parallel.config import check_choice
 from lq_lightning.strategies.fully_sharded import (
     DEFAULT_TIMEOUT,
     FullyShardedStrategy,
@@ -36,12 +37,7 @@ ReplicaName = Literal["auto", "full", "node"]
 
 
 def _check_name(option: str, value: object, allowed: tuple[object, ...], config: type) -> None:
-    if value not in allowed:
-        names = ", ".join(repr(name) for name in allowed)
-        raise ValueError(
-            f"`QuantizedFSDPStrategy({option}={value!r})` is not supported: choose one of {names}, "
-            f"or give a `{config.__name__}`."
-        )
+    check_choice("QuantizedFSDPStrategy", option, value, allowed, config)
 
 
 def _weight_option(

@@ -370,11 +370,17 @@ def _closures(rank: int, world: int) -> None:
     for as_keyword in (None, False, True):
         model, optimizer, communication = build(weights=QWD, node_size=1)
         seen: list[float] = []
+        order: list[str] = []
+        communication._exchanges.join = lambda order=order: order.append("wait")  # type: ignore[misc]
         for step in range(3):
 
             def closure(
-                model: TinyLM = model, step: int = step, seen: list[float] = seen
+                model: TinyLM = model,
+                step: int = step,
+                seen: list[float] = seen,
+                order: list[str] = order,
             ) -> Tensor:
+                order.append("forward")
                 loss = model(tokens(step))
                 model.zero_grad()
                 loss.backward()
@@ -389,6 +395,7 @@ def _closures(rank: int, world: int) -> None:
             else:
                 assert optimizer.step(closure).item() == seen[-1]
         losses.append(seen)
+        assert order == ["forward", "wait"] * 3, "forward must not wait for the exchanges"
         assert communication.traffic().exchanges == 3 * 3
     assert losses[0] == losses[1] == losses[2]
 
