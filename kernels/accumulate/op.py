@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lq_lightning.kernels.message.operators import count_write, define_operator
+
 from . import reference as cpu
 from .format import buffer_layout
 
@@ -28,13 +30,7 @@ def _check(values: Tensor, buffer: Tensor) -> None:
         )
 
 
-@torch.library.custom_op(
-    "lq_lightning::accumulate_",
-    mutates_args=("buffer",),
-    device_types="cpu",
-    schema="(Tensor(a!) buffer, Tensor values, bool empty) -> ()",
-)
-def accumulate_(buffer: Tensor, values: Tensor, empty: bool) -> None:
+def _accumulate(buffer: Tensor, values: Tensor, empty: bool) -> None:
     """Add values to the sum in a buffer: decoded, added and scaled in fp32, encoded to nearest.
 
     Where anything in a group of 32 is not finite, the whole group is NaN from then on.
@@ -45,29 +41,16 @@ def accumulate_(buffer: Tensor, values: Tensor, empty: bool) -> None:
         empty: Whether to ignore what the buffer holds, which is then the first term of a sum.
     """
     _check(values, buffer)
-    cpu.accumulate_(buffer, values, empty)
+    if buffer.is_cuda:
+        from .triton_kernels import launch_accumulate
+
+        launch_accumulate(buffer, values, empty)
+    else:
+        cpu.accumulate_(buffer, values, empty)
+    count_write(buffer)
 
 
-@accumulate_.register_kernel("cuda")
-def _(buffer: Tensor, values: Tensor, empty: bool) -> None:
-    from .triton_kernels import launch_accumulate
-
-    _check(values, buffer)
-    launch_accumulate(buffer, values, empty)
-
-
-@accumulate_.register_fake
-def _(buffer: Tensor, values: Tensor, empty: bool) -> None:
-    return None
-
-
-@torch.library.custom_op(
-    "lq_lightning::read_accumulated_",
-    mutates_args=("out",),
-    device_types="cpu",
-    schema="(Tensor buffer, Tensor(a!) out, bool add) -> ()",
-)
-def read_accumulated_(buffer: Tensor, out: Tensor, add: bool) -> None:
+def _read_accumulated(buffer: Tensor, out: Tensor, add: bool) -> None:
     """Write the sum in a buffer to ``out``, or add it in fp32, rounded once.
 
     Args:
@@ -76,17 +59,22 @@ def read_accumulated_(buffer: Tensor, out: Tensor, add: bool) -> None:
         add: Whether to add to ``out`` instead of overwriting it.
     """
     _check(out, buffer)
-    cpu.read_accumulated_(buffer, out, add)
+    if buffer.is_cuda:
+        from .triton_kernels import launch_read_accumulated
+
+        launch_read_accumulated(buffer, out, add)
+    else:
+        cpu.read_accumulated_(buffer, out, add)
+    count_write(out)
 
 
-@read_accumulated_.register_kernel("cuda")
-def _(buffer: Tensor, out: Tensor, add: bool) -> None:
-    from .triton_kernels import launch_read_accumulated
-
-    _check(out, buffer)
-    launch_read_accumulated(buffer, out, add)
-
-
-@read_accumulated_.register_fake
-def _(buffer: Tensor, out: Tensor, add: bool) -> None:
+def _fake(first: Tensor, second: Tensor, flag: bool) -> None:
     return None
+
+
+accumulate_ = define_operator(
+    "accumulate_(Tensor(a!) buffer, Tensor values, bool empty) -> ()", _accumulate, _fake
+)
+read_accumulated_ = define_operator(
+    "read_accumulated_(Tensor buffer, Tensor(a!) out, bool add) -> ()", _read_accumulated, _fake
+)

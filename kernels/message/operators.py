@@ -35,7 +35,6 @@ def define_operator(schema: str, kernel: Callable[..., Any], fake: Callable[...,
     return getattr(torch.ops.lq_lightning, name).default
 
 
-def count_write(out: Tensor) -> None:
-    """Tell autograd that a kernel has written to ``out``, as operators of torch do themselves."""
-    if not out.is_inference():
-        torch.autograd.graph.increment_version(out)
+def count_write(*outs: Tensor) -> None:
+    """Tell autograd that a kernel has written to ``outs``, as operators of torch do themselves."""
+    torch.autograd.graph.increment_version([out for out in outs if not out.is_inference()])

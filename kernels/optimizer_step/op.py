@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lq_lightning.kernels.message.operators import count_write, define_operator
+
 from . import reference as cpu
 from .formats import (
     FORMATS,
@@ -20,22 +22,11 @@ from .formats import (
 from .reference import State
 
 _SCHEMA = (
-    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] first_scale, "
+    "optimizer_step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] first_scale, "
     "Tensor(d!)[] first_exponent, Tensor(e!)[] second, Tensor(f!)[] second_scale, "
     "Tensor(g!)[] second_exponent, Tensor scalars, int[] seeds, int[] offsets, str rule, "
     "str first_format, str second_format, bool stochastic) -> ()"
 )
-_MUTATED = (
-    "params",
-    "first",
-    "first_scale",
-    "first_exponent",
-    "second",
-    "second_scale",
-    "second_exponent",
-)
-
-
 def _has_two_states(rule: str) -> bool:
     return rule in ("adamw", "adam")
 
@@ -114,10 +105,7 @@ def _checked(
     return [list(states) for states in zip(*columns, strict=True)]
 
 
-@torch.library.custom_op(
-    "lq_lightning::optimizer_step", mutates_args=_MUTATED, device_types="cpu", schema=_SCHEMA
-)
-def optimizer_step(
+def _optimizer_step(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     first: Sequence[Tensor],
@@ -174,50 +162,34 @@ def optimizer_step(
     formats = _formats(rule, first_format, second_format)
     lists = (first, first_scale, first_exponent, second, second_scale, second_exponent)
     states = _checked(params, grads, lists, scalars, formats)
-    values = scalars.tolist()
-    for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        cpu.step(
-            param,
-            grad,
-            states[index],
-            values[index],
-            seeds[index],
-            offsets[index],
-            rule,
-            formats,
-            stochastic,
+    if params and params[0].is_cuda:
+        from .launch import launch_optimizer_step
+
+        launch_optimizer_step(
+            params, grads, states, scalars, seeds, offsets, rule, formats, stochastic
         )
+    else:
+        values = scalars.tolist()
+        for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            cpu.step(
+                param,
+                grad,
+                states[index],
+                values[index],
+                seeds[index],
+                offsets[index],
+                rule,
+                formats,
+                stochastic,
+            )
+    for tensors in (params, *lists):
+        count_write(*tensors)
 
 
-@optimizer_step.register_kernel("cuda")
-def _(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    first: Sequence[Tensor],
-    first_scale: Sequence[Tensor],
-    first_exponent: Sequence[Tensor],
-    second: Sequence[Tensor],
-    second_scale: Sequence[Tensor],
-    second_exponent: Sequence[Tensor],
-    scalars: Tensor,
-    seeds: Sequence[int],
-    offsets: Sequence[int],
-    rule: str,
-    first_format: str,
-    second_format: str,
-    stochastic: bool,
-) -> None:
-    from .launch import launch_optimizer_step
-
-    formats = _formats(rule, first_format, second_format)
-    lists = (first, first_scale, first_exponent, second, second_scale, second_exponent)
-    states = _checked(params, grads, lists, scalars, formats)
-    launch_optimizer_step(params, grads, states, scalars, seeds, offsets, rule, formats, stochastic)
-
-
-@optimizer_step.register_fake
-def _(*arguments: object) -> None:
+def _fake_optimizer_step(*arguments: object) -> None:
     return None
 
+
+optimizer_step = define_operator(_SCHEMA, _optimizer_step, _fake_optimizer_step)
 
 __all__ = ["FORMATS", "optimizer_step"]

@@ -25,8 +25,52 @@ TABLE_WIDTH = 18
 _TABLE_WIDTH = tl.constexpr(TABLE_WIDTH)
 _SCALARS_AT = tl.constexpr(28)
 _LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
-# The prediction of a code is this much too low on a scale of log2, ten times its error.
-_PREDICTION_MARGIN = tl.constexpr(0.00390625)
+# Bits nearer to a threshold than this are not trusted; codes are 2**20 apart. A prediction is off by
+# up to 0.0012 octaves (logarithms near 126 with an error of 2**-22, of which 16 times the difference
+# counts), and bits grow by up to 2**24 ln 2 per octave, which makes 0x3688.
+DOUBT = 0x6000
+_DOUBT = tl.constexpr(DOUBT)
+
+
+def _rounding_assembly(signed: bool) -> str:
+    """PTX of ``_round_prediction``; operands: codes, bits (4), x (4), row (4), scale (4), keep (4)."""
+    lines = [".reg .pred p;", ".reg .b32 n, a, b, c, d;", ".reg .f32 limit, size;"]
+    lines.append(".reg .u64 address;")
+    for index, code in enumerate("abcd"):
+        bits, x = f"${1 + index}", f"${5 + index}"
+        lines += [
+            f"and.b32 n, {bits}, 0xFFFFF;",
+            f"sub.u32 n, n, {0x80000 - DOUBT};",
+            f"setp.le.u32 p, n, {2 * DOUBT};",
+            f"setp.eq.or.u32 p, {bits}, 0, p;",
+            f"add.u32 {code}, {bits}, 0x80000;",
+            f"shr.u32 {code}, {code}, 20;",
+            f"@p shr.u32 n, {bits}, 20;",
+            "@p mad.wide.u32 address, n, 4, $9;",
+            "@p ld.global.nc.f32 limit, [address];",
+            "@p mul.rn.f32 limit, limit, $13;",
+            f"@p abs.f32 size, {x};",
+            f"@p set.gt.u32.f32 {code}, size, limit;",  # all ones if so
+            f"@p sub.u32 {code}, n, {code};",
+        ]
+    lines += [
+        "prmt.b32 a, a, b, 0x0040;",
+        "prmt.b32 c, c, d, 0x0040;",
+        "prmt.b32 a, a, c, 0x5410;",
+    ]
+    if signed:
+        lines += [
+            "prmt.b32 b, $5, $6, 0x0073;",
+            "prmt.b32 d, $7, $8, 0x0073;",
+            "prmt.b32 b, b, d, 0x5410;",
+            "lop3.b32 a, a, b, 0x80808080, 0xF8;",
+        ]
+    lines.append("and.b32 $0, a, $17;")
+    return "{ " + " ".join(lines) + " }"
+
+
+_ROUND_SIGNED = tl.constexpr(_rounding_assembly(True))
+_ROUND_UNSIGNED = tl.constexpr(_rounding_assembly(False))
 
 
 @triton.jit
@@ -142,19 +186,43 @@ def decode_group(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _predict(x, scale, power):
-    """Number of a level below |x|: the highest one or the next, where levels are powers of E4M3's.
+    """Bits that show the code of |x| where levels are powers of E4M3's, but for a small error.
 
-    ``y = 448 (|x| / scale)**k`` is computed approximately and a little too low. The bits of
-    ``y * 2**-120``, which has the exponent of E4M3, show its code rounded down.
+    These are the bits of ``448 (|x| / scale)**k * 2**-120``, which has the exponents of E4M3: its
+    code is in the bits from 20 on, and the bits below say how far away the next level is. They are
+    0 for what counts as zero.
     """
-    offset = (_LOG2_E4M3_MAX - _PREDICTION_MARGIN) - power * _log2(scale)
+    offset = _LOG2_E4M3_MAX - power * _log2(scale)
     zeros = tl.zeros(x.shape, tl.float32)
     y = _exp2(tl.fma(_log2(x), zeros + power, zeros + offset))
-    # What NaN makes of it, up to 2047, is inside the table, which has room for it.
-    number = (y * (2.0**-120)).to(tl.int32, bitcast=True) >> 20
+    return (y * (2.0**-120)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _round_prediction(bits, x, scale, row_ptr, keep, SIGNED: tl.constexpr):
+    """Codes from what ``_predict`` returns, with the sign of x; masked by ``keep``; bytes.
+
+    A threshold is looked up only where the prediction is so near to it that its error may matter,
+    or cannot tell: by few lanes, whose loads do not get into each other's way.
+    """
     if _INTERPRETED:
-        number = number & 0x7FF
-    return number
+        number = (bits >> 20) & 0x7FF  # NaN's is inside the table, which has room for it
+        doubtful = (tl.abs((bits & 0xFFFFF) - 0x80000) <= _DOUBT) | (bits == 0)
+        exact = tl.where(tl.abs(x) > _look_up(row_ptr, number) * scale, number + 1, number)
+        codes = tl.where(doubtful, exact, (bits + 0x80000) >> 20)
+        if SIGNED:
+            codes = codes | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+        codes = (codes & keep).to(tl.uint8)
+    else:
+        codes = tl.inline_asm_elementwise(
+            _ROUND_SIGNED if SIGNED else _ROUND_UNSIGNED,
+            "=r,r,r,r,r,f,f,f,f,l,l,l,l,f,f,f,f,r,r,r,r",
+            [bits, x, row_ptr.to(tl.int64), scale, keep],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    return codes
 
 
 @triton.jit
@@ -228,9 +296,9 @@ def encode_group(x, thresholds_ptr, exponent_table_ptr, FORMAT: tl.constexpr):
         exponent = tl.load(exponent_table_ptr + octaves).to(tl.int32)
         exponent = tl.where(zero | broken, 16, exponent)
         row_ptr += exponent * FORMAT.num_levels
-        number = _predict(x, scale, exponent.to(tl.float32) * 0.0625)
+        bits = _predict(x, scale, exponent.to(tl.float32) * 0.0625)
     elif FORMAT.floating:
-        number = _predict(x, scale, 1.0)
+        bits = _predict(x, scale, 1.0)
     else:
         # Bisection but for its last step.
         number = tl.zeros(x.shape, tl.int32)
@@ -238,9 +306,12 @@ def encode_group(x, thresholds_ptr, exponent_table_ptr, FORMAT: tl.constexpr):
         for bit in tl.static_range(1, BITS):
             limit = _look_up(row_ptr, number + ((FORMAT.num_levels >> bit) - 1)) * scale
             number = tl.where(tl.abs(x) > limit, number + (FORMAT.num_levels >> bit), number)
-    limit = _look_up(row_ptr, number) * scale
     keep = tl.where(zero | broken, 0, -1)
-    codes = _finish_codes(number, limit, x, keep, FORMAT.signed)
+    if FORMAT.floating:
+        codes = _round_prediction(bits, x, scale, row_ptr, keep, FORMAT.signed)
+    else:
+        limit = _look_up(row_ptr, number) * scale
+        codes = _finish_codes(number, limit, x, keep, FORMAT.signed)
     stored = tl.where(zero, 0, tl.where(broken, 0x7FC0, scale_bits >> 16)).to(tl.uint16)
     return codes, stored, exponent.to(tl.uint8)
 
