@@ -1,4 +1,4 @@
-"""Validation loss of full precision against each quantized collective, on one small model.
+"""Validation loss of full precision against each quantized part, on one small model.
 
 The ablation of SDP4Bit (table 1 and figure 5) in one command and one table::
 
@@ -6,6 +6,9 @@ The ablation of SDP4Bit (table 1 and figure 5) in one command and one table::
     python benchmarks/ablation.py --preset small --json ablation.json     # on 4 GPUs
     python benchmarks/ablation.py --preset gpt_125m --tokens kernel_tokens --json ablation.json
     python benchmarks/ablation.py --merge ablation_*.json --figure ablation.png
+
+Variants named ``AdamW ...`` quantize the optimizer's states (COAT). ``--moments`` keeps moments of
+full precision for ``optimizer_error.py``.
 
 With the same seed every variant sees the same model, data, order and learning rates; several seeds
 show how much of a difference is noise. Text: the standard library of the running Python, as bytes,
@@ -44,6 +47,8 @@ from lq_lightning.data_parallel import (
     WeightQuantization,
     quantize_communication,
 )
+from lq_lightning.optim import OptimizerQuantization, quantize_optimizer
+from lq_lightning.optim.config import StateCode
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -64,7 +69,7 @@ class Preset:
         seq: Tokens that the model sees at once.
         batch: Sequences of one rank in one step.
         steps: Optimizer steps.
-        lr: Peak learning rate, after a twentieth of the steps; a cosine then ends at a tenth of it.
+        lr: Peak learning rate, after a tenth of the steps; a cosine then ends at a tenth of it.
         val_blocks: Sequences to validate on.
         compile: Whether blocks and loss are compiled where there are GPUs.
     """
@@ -91,32 +96,63 @@ PRESETS = {
     "small": Preset(
         layers=6, hidden=384, heads=6, seq=256, batch=8, steps=800, lr=1e-3, val_blocks=512
     ),
-    # The smallest model of SDP4Bit (tables 7 and 9) on shorter sequences: 262144 tokens a step on 4
+    # The smallest model of SDP4Bit (tables 7 and 9) on shorter sequences: 131072 tokens a step on 4
     # ranks, 301e6 in all.
     "gpt_125m": Preset(
         layers=12,
         hidden=768,
         heads=12,
         seq=1024,
-        batch=64,
-        steps=1150,
+        batch=32,
+        steps=2300,
         lr=6e-4,
         val_blocks=4096,
         compile=True,
     ),
 }
 
-VARIANTS: dict[str, tuple[WeightQuantization | None, GradientQuantization | None]] = {
-    BASELINE: (None, None),
-    "qW": (WeightQuantization(method="qW"), None),
-    "qWD": (WeightQuantization(), None),
-    "ULq": (None, GradientQuantization(method="ULq")),
-    "TLq": (None, GradientQuantization(method="TLq")),
-    "TLq-HS": (None, GradientQuantization()),
-    "SDP4Bit": (WeightQuantization(), GradientQuantization()),
-    "qWD stochastic": (WeightQuantization(rounding="stochastic"), None),
-    "TLq-HS nearest": (None, GradientQuantization(rounding="nearest")),
-    "SDP4Bit nearest": (WeightQuantization(), GradientQuantization(rounding="nearest")),
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """What one run quantizes; nothing by default.
+
+    Attributes:
+        weights: All-gathers of weights.
+        gradients: Reductions of gradients.
+        states: States of the optimizer, except those of embeddings.
+    """
+
+    weights: WeightQuantization | None = None
+    gradients: GradientQuantization | None = None
+    states: OptimizerQuantization | None = None
+
+
+def _states(name: StateCode) -> OptimizerQuantization:
+    return OptimizerQuantization(first_moment=name, second_moment=name)
+
+
+VARIANTS = {
+    BASELINE: Variant(),
+    "qW": Variant(weights=WeightQuantization(method="qW")),
+    "qWD": Variant(weights=WeightQuantization()),
+    "ULq": Variant(gradients=GradientQuantization(method="ULq")),
+    "TLq": Variant(gradients=GradientQuantization(method="TLq")),
+    "TLq-HS": Variant(gradients=GradientQuantization()),
+    "SDP4Bit": Variant(weights=WeightQuantization(), gradients=GradientQuantization()),
+    "qWD stochastic": Variant(weights=WeightQuantization(rounding="stochastic")),
+    "TLq-HS nearest": Variant(gradients=GradientQuantization(rounding="nearest")),
+    "SDP4Bit nearest": Variant(
+        weights=WeightQuantization(), gradients=GradientQuantization(rounding="nearest")
+    ),
+    "AdamW expanded_fp8": Variant(states=_states("expanded_fp8")),
+    "AdamW dynamic8": Variant(states=_states("dynamic8")),
+    "AdamW fp8": Variant(states=_states("fp8")),
+    "AdamW int8": Variant(states=_states("int8")),
+    "SDP4Bit + AdamW expanded_fp8": Variant(
+        weights=WeightQuantization(),
+        gradients=GradientQuantization(),
+        states=_states("expanded_fp8"),
+    ),
 }
 
 
@@ -188,8 +224,7 @@ def _inputs_and_targets(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def build(
     preset: Preset,
-    weights: WeightQuantization | None,
-    gradients: GradientQuantization | None,
+    variant: Variant,
     seed: int,
     vocab: int,
     args: argparse.Namespace,
@@ -220,13 +255,17 @@ def build(
         world_size=dist.get_world_size(), rank=dist.get_rank(), node_size=args.node_size
     )
     communication = quantize_communication(
-        model, weights=weights, gradients=gradients, topology=topology, seed=seed
+        model,
+        weights=variant.weights,
+        gradients=variant.gradients,
+        topology=topology,
+        seed=seed,
     )
     return model, communication
 
 
 def train(
-    variant: tuple[WeightQuantization | None, GradientQuantization | None],
+    variant: Variant,
     data: Data,
     args: argparse.Namespace,
     seed: int,
@@ -235,7 +274,7 @@ def train(
     """Train one variant from scratch and validate it; nothing waits for the device in between."""
     preset: Preset = args.sizes
     start = time.perf_counter()
-    model, communication = build(preset, *variant, seed, data.vocab, args, device)
+    model, communication = build(preset, variant, seed, data.vocab, args, device)
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=preset.lr,
@@ -243,8 +282,10 @@ def train(
         weight_decay=0.1,
         fused=device.type == "cuda",
     )
+    if variant.states is not None:
+        quantize_optimizer(optimizer, variant.states, module=model)
     communication.register_optimizer(optimizer)
-    warmup = max(1, preset.steps // 20)
+    warmup = max(1, preset.steps // 10)
 
     def factor(step: int) -> float:
         decay = 0.5 * (1 + math.cos(math.pi * min(1.0, step / preset.steps)))
@@ -266,7 +307,21 @@ def train(
             total = torch.zeros_like(total)
     curve = _mean_over_ranks(means)
     train_s = time.perf_counter() - start
+    if args.moments and variant == VARIANTS[BASELINE] and not args.moments.exists():
+        save_moments(args.moments, model.blocks[preset.layers // 2], optimizer)
     return Outcome(seed, validate(model, data.val, preset), train_s, curve)
+
+
+def save_moments(path: Path, block: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write rank 0's shards of the moments of a block's matrices, for ``optimizer_error.py``."""
+    if dist.get_rank() != 0:
+        return
+    state = {}
+    for name, parameter in block.named_parameters():
+        if parameter.ndim > 1:
+            entry = optimizer.state[parameter]
+            state[name] = {key: entry[key].to_local().cpu() for key in ("exp_avg", "exp_avg_sq")}
+    torch.save({"state": state}, path)
 
 
 def _mean_over_ranks(means: list[Tensor]) -> tuple[tuple[int, float], ...]:
@@ -409,6 +464,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=Path, help="folder that kernel_text.py wrote")
     parser.add_argument("--merge", type=Path, nargs="+", help="show these reports as one; no run")
     parser.add_argument("--figure", type=Path, help="with --merge: image to draw")
+    parser.add_argument(
+        "--moments", type=Path, help="write Adam's moments of a block here, of full precision"
+    )
     parser.add_argument("--cpu", action="store_true", help="use gloo even where there are GPUs")
     parser.add_argument("--cache", type=Path, default=ROOT / "runs" / "data")
     parser.add_argument("--json", type=Path, help="where to write the report")
