@@ -44,6 +44,11 @@ _TARGET_OCTAVES = math.log2(_E4M3_MAX**2 / 2)
 _BIT_LOG_ERROR = 0.0860714
 EXPONENT_TABLE_SHIFT = 19  # entries are 1/16 octave apart
 
+# Bit patterns of the smallest normal number and of the largest scale, 2**126, whose reciprocal is
+# normal too.
+SMALLEST_BITS = 0x00800000
+LARGEST_SCALE_BITS = 0x7E800000
+
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:

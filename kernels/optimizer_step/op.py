@@ -22,11 +22,14 @@ from .formats import (
 from .reference import State
 
 _SCHEMA = (
-    "optimizer_step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] first_scale, "
+    "optimizer_step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] first, "
+    "Tensor(c!)[] first_scale, "
     "Tensor(d!)[] first_exponent, Tensor(e!)[] second, Tensor(f!)[] second_scale, "
     "Tensor(g!)[] second_exponent, Tensor scalars, int[] seeds, int[] offsets, str rule, "
     "str first_format, str second_format, bool stochastic) -> ()"
 )
+
+
 def _has_two_states(rule: str) -> bool:
     return rule in ("adamw", "adam")
 

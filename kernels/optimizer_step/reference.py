@@ -20,7 +20,9 @@ from lq_lightning.kernels.message.reference import seed_words
 from .formats import (
     EXPONENT_TABLE_SHIFT,
     GROUP_SIZE,
+    LARGEST_SCALE_BITS,
     PLAIN_EXPONENT,
+    SMALLEST_BITS,
     StateFormat,
     codebook,
     exponent_table,
@@ -28,9 +30,6 @@ from .formats import (
     row_length,
 )
 
-# Bit patterns of the smallest normal number and of the largest finite bf16.
-SMALLEST_BITS = 0x00800000
-LARGEST_SCALE_BITS = 0x7F7F0000
 _SMALLEST_SQUARE = 2.0**-100
 _MAGNITUDE = 0x7FFFFFFF
 _CHUNK_NUMEL = 1 << 17
@@ -80,7 +79,7 @@ def encode_groups(x: Tensor, fmt: StateFormat) -> tuple[Tensor, Tensor, Tensor |
 
     Returns:
         Codes ``[R, S]`` uint8, scale ``[R]`` bf16 and, for expanded formats, exponent ``[R]``
-        uint8. A group with anything that is not finite, or above the largest bf16, gets the scale
+        uint8. A group with anything that is not finite, or above 2**126, gets the scale
         NaN and codes 0.
     """
     bits = x.view(torch.int32) & _MAGNITUDE
@@ -99,8 +98,8 @@ def encode_groups(x: Tensor, fmt: StateFormat) -> tuple[Tensor, Tensor, Tensor |
         exponent = exponent_table(x.device)[octaves].masked_fill_(special, PLAIN_EXPONENT)
         rows = thresholds[exponent.int()]
     codes = torch.searchsorted(rows * scale[:, None], bits.view(torch.float32), out_int32=True)
-    if fmt.floating:  # the smallest threshold may be subnormal
-        codes = torch.where(bits < SMALLEST_BITS, codes.clamp(max=1), codes)
+    if fmt.floating:
+        codes = codes.masked_fill(bits < SMALLEST_BITS, 0)
     codes = codes.to(torch.uint8)
     if fmt.signed:
         codes |= (x.view(torch.int32) >> 24).bitwise_and_(0x80).to(torch.uint8)

@@ -12,12 +12,13 @@ import triton.language as tl
 
 from lq_lightning.kernels.message.triton_blocks import round_output
 
-from .formats import GROUP_SIZE
+from .formats import GROUP_SIZE, LARGEST_SCALE_BITS, SMALLEST_BITS
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_SMALLEST_BITS = tl.constexpr(0x00800000)
-_LARGEST_SCALE_BITS = tl.constexpr(0x7F7F0000)
+_SMALLEST_BITS = tl.constexpr(SMALLEST_BITS)
+_SMALLEST_NORMAL = tl.constexpr(2.0**-126)
+_LARGEST_SCALE_BITS = tl.constexpr(LARGEST_SCALE_BITS)
 _SMALLEST_SQUARE = tl.constexpr(2.0**-100)  # 0f0D800000 below
 _GROUP = tl.constexpr(GROUP_SIZE)
 # Of a row of the table, see `launch.py`: its length, and where the scalars begin, in fp32 words.
@@ -25,81 +26,80 @@ TABLE_WIDTH = 18
 _TABLE_WIDTH = tl.constexpr(TABLE_WIDTH)
 _SCALARS_AT = tl.constexpr(28)
 _LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
-# Bits nearer to a threshold than this are not trusted; codes are 2**20 apart. A prediction is off by
-# up to 0.0012 octaves (logarithms near 126 with an error of 2**-22, of which 16 times the difference
-# counts), and bits grow by up to 2**24 ln 2 per octave, which makes 0x3688.
-DOUBT = 0x6000
+# Codes are predicted, in units of 2**-20, and a threshold is looked up only within this distance.
+# A logarithm of |x| / scale is off by up to 2**-21 (with the division) and 2**-22 of itself. k <= 16
+# times that counts, but k times the logarithm is at most 17.6 octaves unless the code is 0. With the
+# exponential that makes 1.2e-5 octaves or 140 units; the rounding of the thresholds adds 40.
+DOUBT = 512
 _DOUBT = tl.constexpr(DOUBT)
 
 
-def _rounding_assembly(signed: bool) -> str:
-    """PTX of ``_round_prediction``; operands: codes, bits (4), x (4), row (4), scale (4), keep (4)."""
-    lines = [".reg .pred p;", ".reg .b32 n, a, b, c, d;", ".reg .f32 limit, size;"]
-    lines.append(".reg .u64 address;")
-    for index, code in enumerate("abcd"):
-        bits, x = f"${1 + index}", f"${5 + index}"
-        lines += [
-            f"and.b32 n, {bits}, 0xFFFFF;",
-            f"sub.u32 n, n, {0x80000 - DOUBT};",
-            f"setp.le.u32 p, n, {2 * DOUBT};",
-            f"setp.eq.or.u32 p, {bits}, 0, p;",
-            f"add.u32 {code}, {bits}, 0x80000;",
-            f"shr.u32 {code}, {code}, 20;",
-            f"@p shr.u32 n, {bits}, 20;",
-            "@p mad.wide.u32 address, n, 4, $9;",
-            "@p ld.global.nc.f32 limit, [address];",
-            "@p mul.rn.f32 limit, limit, $13;",
-            f"@p abs.f32 size, {x};",
-            f"@p set.gt.u32.f32 {code}, size, limit;",  # all ones if so
-            f"@p sub.u32 {code}, n, {code};",
-        ]
-    lines += [
+def _for_each(*template: str) -> list[str]:
+    """Lines of PTX for four elements: ``#`` stands for a letter, ``$#`` for the operand x."""
+    return [
+        line.replace("$#", f"${1 + index}").replace("#", "abcd"[index])
+        for index in range(4)
+        for line in template
+    ]
+
+
+def _codes_assembly(signed: bool) -> str:
+    """PTX of ``_round_floating``; operands: codes; x, inverse, power, scale, row, keep (4 each)."""
+    lines = [
+        ".reg .pred any, pa, pb, pc, pd;",
+        ".reg .b32 a, b, c, d, ta, tb, tc, td, xa, xb, xc, xd, sa, sb, sc, sd;",
+        ".reg .f32 fa, fb, fc, fd, ya, yb, yc, yd;",
+        ".reg .u64 ra, rb, rc, rd;",
+        *_for_each("mul.ftz.f32 f#, $#, $5;", "abs.f32 f#, f#;", "lg2.approx.ftz.f32 f#, f#;"),
+        *_for_each("fma.rn.f32 f#, f#, $9, 0f410CEAED;", "ex2.approx.ftz.f32 f#, f#;"),
+        *_for_each("mul.rn.f32 f#, f#, 0f03800000;", "mov.b32 #, f#;"),
+        *_for_each(
+            f"add.u32 #, #, {(1 << 19) + DOUBT};", f"and.b32 t#, #, {-2 * DOUBT & 0xFFFFF};"
+        ),
+        *_for_each("shr.u32 #, #, 20;"),
+        *_for_each("setp.eq.u32 p#, t#, 0;"),
+        "min.u32 ta, ta, tb;",
+        "min.u32 tc, tc, td;",
+        "min.u32 ta, ta, tc;",
+        "setp.ne.u32 any, ta, 0;",
+        "@any bra TRUSTED;",
+        # Where not, it is the code before, plus one if |x| is beyond the threshold between them.
+        *_for_each("sub.u32 x#, #, 1;", "max.s32 x#, x#, 0;", "mad.wide.u32 r#, x#, 4, $17;"),
+        *_for_each("ld.global.nc.f32 f#, [r#];"),
+        *_for_each("mul.rn.f32 f#, f#, $13;", "abs.f32 y#, $#;", "set.gt.u32.f32 s#, y#, f#;"),
+        *_for_each("sub.u32 x#, x#, s#;", "selp.b32 #, x#, #, p#;"),  # s is -1 if so
+        "TRUSTED:",
         "prmt.b32 a, a, b, 0x0040;",
         "prmt.b32 c, c, d, 0x0040;",
         "prmt.b32 a, a, c, 0x5410;",
     ]
     if signed:
         lines += [
-            "prmt.b32 b, $5, $6, 0x0073;",
-            "prmt.b32 d, $7, $8, 0x0073;",
+            "prmt.b32 b, $1, $2, 0x0073;",
+            "prmt.b32 d, $3, $4, 0x0073;",
             "prmt.b32 b, b, d, 0x5410;",
             "lop3.b32 a, a, b, 0x80808080, 0xF8;",
         ]
-    lines.append("and.b32 $0, a, $17;")
+    lines.append("and.b32 $0, a, $21;")
     return "{ " + " ".join(lines) + " }"
 
 
-_ROUND_SIGNED = tl.constexpr(_rounding_assembly(True))
-_ROUND_UNSIGNED = tl.constexpr(_rounding_assembly(False))
-
-
-@triton.jit
-def _log2(x):
-    """Approximate log2 of |x|, -inf for zero and subnormal numbers."""
-    if _INTERPRETED:
-        y = tl.log2(tl.abs(x))
-    else:
-        y = tl.inline_asm_elementwise(
-            "{ .reg .f32 a; abs.f32 a, $1; lg2.approx.ftz.f32 $0, a; }",
-            "=f,f",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    return y
-
-
-@triton.jit
-def _exp2(x):
-    """Approximate 2**x, 0 where that is below the normal numbers."""
-    if _INTERPRETED:
-        y = tl.exp2(x)
-    else:
-        y = tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return y
+# Operands: four levels, the codes, and four each of the table and of the row's offset in bytes.
+_LEVELS = tl.constexpr(
+    "{ .reg .b32 ta, tb, tc, td; .reg .u64 ra, rb, rc, rd; "
+    + " ".join(
+        [
+            *(f"prmt.b32 t{letter}, $4, 0, {0x4440 + i};" for i, letter in enumerate("abcd")),
+            *(f"mad.lo.u32 t{letter}, t{letter}, 4, $9;" for letter in "abcd"),
+            *(f"cvt.u64.u32 r{letter}, t{letter};" for letter in "abcd"),
+            *(f"add.u64 r{letter}, r{letter}, $5;" for letter in "abcd"),
+            *(f"ld.global.nc.f32 ${i}, [r{letter}];" for i, letter in enumerate("abcd")),
+        ]
+    )
+    + " }"
+)
+_SIGNED_CODES = tl.constexpr(_codes_assembly(True))
+_UNSIGNED_CODES = tl.constexpr(_codes_assembly(False))
 
 
 @triton.jit
@@ -176,48 +176,52 @@ def _look_up(row_ptr, number):
 @triton.jit
 def decode_group(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
     """Values of a group; ``reference.decode_groups``."""
-    row_ptr = levels_ptr
+    offset = 0
     if FORMAT.expanded:
-        row_ptr += exponent.to(tl.int32) * FORMAT.num_codes
+        offset = exponent.to(tl.int32) * FORMAT.num_codes
     bits = scale.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-    levels = _look_up(row_ptr, codes.to(tl.int32))
+    if _INTERPRETED:
+        levels = tl.load(levels_ptr + offset + codes.to(tl.int32))
+    else:
+        levels = tl.inline_asm_elementwise(
+            _LEVELS,
+            "=f,=f,=f,=f,r,l,l,l,l,r,r,r,r",
+            [codes, levels_ptr.to(tl.int64), offset * 4],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
     return levels * bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _predict(x, scale, power):
-    """Bits that show the code of |x| where levels are powers of E4M3's, but for a small error.
+def _round_floating(x, scale, power, row_ptr, keep, SIGNED: tl.constexpr):
+    """Codes where levels are powers of E4M3's, with the sign of x; masked by ``keep``; bytes.
 
-    These are the bits of ``448 (|x| / scale)**k * 2**-120``, which has the exponents of E4M3: its
-    code is in the bits from 20 on, and the bits below say how far away the next level is. They are
-    0 for what counts as zero.
-    """
-    offset = _LOG2_E4M3_MAX - power * _log2(scale)
-    zeros = tl.zeros(x.shape, tl.float32)
-    y = _exp2(tl.fma(_log2(x), zeros + power, zeros + offset))
-    return (y * (2.0**-120)).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _round_prediction(bits, x, scale, row_ptr, keep, SIGNED: tl.constexpr):
-    """Codes from what ``_predict`` returns, with the sign of x; masked by ``keep``; bytes.
-
-    A threshold is looked up only where the prediction is so near to it that its error may matter,
-    or cannot tell: by few lanes, whose loads do not get into each other's way.
+    The bits of ``448 (|x| / scale)**k * 2**-120``, which has the exponents of E4M3, show the code
+    from bit 20 on, and below how far away the next level is. All of it is approximate, so near to a
+    threshold ``|x|`` is compared with that: rarely by any lane of a warp.
     """
     if _INTERPRETED:
-        number = (bits >> 20) & 0x7FF  # NaN's is inside the table, which has room for it
-        doubtful = (tl.abs((bits & 0xFFFFF) - 0x80000) <= _DOUBT) | (bits == 0)
-        exact = tl.where(tl.abs(x) > _look_up(row_ptr, number) * scale, number + 1, number)
-        codes = tl.where(doubtful, exact, (bits + 0x80000) >> 20)
+        size = tl.abs(x)
+        ratio = tl.where(size < _SMALLEST_NORMAL, 0.0, size) * tl.div_rn(1.0, scale)
+        y = tl.exp2(tl.log2(ratio) * power + _LOG2_E4M3_MAX) * (2.0**-120)
+        bits = y.to(tl.int32, bitcast=True) + ((1 << 19) + _DOUBT)
+        codes = bits >> 20
+        below = tl.maximum(codes - 1, 0) & 0x7FF  # NaN's is inside the table, which has room for it
+        exact = tl.where(size > tl.load(row_ptr + below) * scale, below + 1, below)
+        codes = tl.where((bits & 0xFFFFF) < 2 * _DOUBT, exact, codes)
         if SIGNED:
             codes = codes | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
         codes = (codes & keep).to(tl.uint8)
     else:
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
+        )
         codes = tl.inline_asm_elementwise(
-            _ROUND_SIGNED if SIGNED else _ROUND_UNSIGNED,
-            "=r,r,r,r,r,f,f,f,f,l,l,l,l,f,f,f,f,r,r,r,r",
-            [bits, x, row_ptr.to(tl.int64), scale, keep],
+            _SIGNED_CODES if SIGNED else _UNSIGNED_CODES,
+            "=r,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,l,l,l,l,r,r,r,r",
+            [x, inverse, power, scale, row_ptr.to(tl.int64), keep],
             dtype=tl.uint8,
             is_pure=True,
             pack=4,
@@ -290,15 +294,17 @@ def encode_group(x, thresholds_ptr, exponent_table_ptr, FORMAT: tl.constexpr):
     scale = scale_bits.to(tl.float32, bitcast=True)
     exponent = largest
     row_ptr = thresholds_ptr
+    keep = tl.where(zero | broken, 0, -1)
+    power = 1.0
     if FORMAT.expanded:
         smallest = tl.min(above.to(tl.uint32, bitcast=True), axis=0).to(tl.int32, bitcast=True)
         octaves = tl.where(zero | broken, 0, safe - smallest) >> 19
         exponent = tl.load(exponent_table_ptr + octaves).to(tl.int32)
         exponent = tl.where(zero | broken, 16, exponent)
         row_ptr += exponent * FORMAT.num_levels
-        bits = _predict(x, scale, exponent.to(tl.float32) * 0.0625)
-    elif FORMAT.floating:
-        bits = _predict(x, scale, 1.0)
+        power = exponent.to(tl.float32) * 0.0625
+    if FORMAT.floating:
+        codes = _round_floating(x, scale, power, row_ptr, keep, FORMAT.signed)
     else:
         # Bisection but for its last step.
         number = tl.zeros(x.shape, tl.int32)
@@ -306,10 +312,6 @@ def encode_group(x, thresholds_ptr, exponent_table_ptr, FORMAT: tl.constexpr):
         for bit in tl.static_range(1, BITS):
             limit = _look_up(row_ptr, number + ((FORMAT.num_levels >> bit) - 1)) * scale
             number = tl.where(tl.abs(x) > limit, number + (FORMAT.num_levels >> bit), number)
-    keep = tl.where(zero | broken, 0, -1)
-    if FORMAT.floating:
-        codes = _round_prediction(bits, x, scale, row_ptr, keep, FORMAT.signed)
-    else:
         limit = _look_up(row_ptr, number) * scale
         codes = _finish_codes(number, limit, x, keep, FORMAT.signed)
     stored = tl.where(zero, 0, tl.where(broken, 0x7FC0, scale_bits >> 16)).to(tl.uint16)
@@ -443,6 +445,35 @@ def _locate(group, num_groups, length, row_groups, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _load_groups(
+    pointers,
+    first_group,
+    num_groups,
+    length,
+    row_groups,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    TWO: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Parameter, gradient and stored states of ``COUNT`` groups; anything beyond ``num_groups``."""
+    p_ptr, g_ptr, m_ptrs, v_ptrs = pointers
+    loaded = ()
+    for index in tl.static_range(COUNT):
+        group = first_group + index
+        offsets, mask, inside = _locate(group, num_groups, length, row_groups, ALIGNED)
+        m = _load_state(m_ptrs, group, offsets, mask, inside, FIRST)
+        v = m
+        if TWO:
+            v = _load_state(v_ptrs, group, offsets, mask, inside, SECOND)
+        p = tl.load(p_ptr + offsets, mask)
+        g = tl.load(g_ptr + offsets, mask)
+        loaded = loaded + ((p, g, m, v),)
+    return loaded
+
+
+@triton.jit
 def optimizer_step_kernel(
     table_ptr,
     scalars_ptr,
@@ -487,19 +518,27 @@ def optimizer_step_kernel(
         tl.load(scalars + 6),
         tl.load(scalars + 7),
     )
-    for start in range(0, tl.minimum(GROUPS, num_groups - first_group), UNROLL):
-        # All loads, then all arithmetic, then all stores: a load cannot be moved before a store.
-        loaded = ()
-        for index in tl.static_range(UNROLL):
-            group = first_group + start + index
-            offsets, mask, inside = _locate(group, num_groups, length, row_groups, ALIGNED)
-            m = _load_state(m_ptrs, group, offsets, mask, inside, FIRST)
-            v = m
-            if TWO:
-                v = _load_state(v_ptrs, group, offsets, mask, inside, SECOND)
-            p = tl.load(p_ptr + offsets, mask)
-            g = tl.load(g_ptr + offsets, mask)
-            loaded = loaded + ((p, g, m, v),)
+    pointers = (p_ptr, g_ptr, m_ptrs, v_ptrs)
+    stop = tl.minimum(GROUPS, num_groups - first_group)
+    limit = first_group + stop
+    ahead = _load_groups(
+        pointers, first_group, limit, length, row_groups, FIRST, SECOND, TWO, ALIGNED, UNROLL
+    )
+    for start in range(0, stop, UNROLL):
+        # The loads of the next groups, then all arithmetic, then all stores.
+        loaded = ahead
+        ahead = _load_groups(
+            pointers,
+            first_group + start + UNROLL,
+            limit,
+            length,
+            row_groups,
+            FIRST,
+            SECOND,
+            TWO,
+            ALIGNED,
+            UNROLL,
+        )
         results = ()
         for index in tl.static_range(UNROLL):
             p, g, m, v = loaded[index]
