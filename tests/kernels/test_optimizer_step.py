@@ -153,6 +153,38 @@ class TestTriton:
         check_steps(rule, name, dtype, torch.device("cuda"), shapes)
 
     @pytest.mark.gpu(1)
+    @pytest.mark.parametrize("name", ["expanded_fp8", "fp8"])
+    def test_groups_of_all_widths(self, name: str) -> None:
+        """Predicted codes are exact whatever the exponent: all of them occur, in 1e6 groups."""
+        from lq_lightning.kernels.optimizer_step.launch import launch_optimizer_step
+
+        shape, device = (1 << 17, 1024), torch.device("cuda")
+        generator = torch.Generator(device).manual_seed(0)
+        widths = torch.logspace(-3, 0.8, shape[0], device=device)[:, None]
+        grad = torch.exp(widths * torch.randn(shape, device=device, generator=generator))
+        grad *= torch.exp2(-40 * torch.rand(shape[0], 1, device=device, generator=generator))
+        chosen = formats("adamw", name)
+        results = []
+        for step in (reference.step, None):
+            param = torch.zeros(shape, device=device)
+            states = [zeros(shape, fmt, device) for fmt in chosen]
+            if step is not None:
+                step(param, grad, states, SCALARS, 0, 0, "adamw", chosen, False)
+            else:
+                scalars = torch.tensor([SCALARS])
+                launch_optimizer_step(
+                    [param], [grad], [states], scalars, [0], [0], "adamw", chosen, False
+                )
+            results.append([param, *(part for s in states for part in (s.codes, s.scale))])
+            if name == "expanded_fp8":
+                assert states[0].exponent is not None
+                results[-1].append(states[0].exponent)
+        for actual, expected in zip(*results, strict=True):
+            assert torch.equal(actual, expected)
+        if name == "expanded_fp8":
+            assert len(results[0][-1].unique()) > 90
+
+    @pytest.mark.gpu(1)
     @pytest.mark.parametrize("options", [(1, 1), (3, 1), (4, 2), (8, 4)])
     def test_programs_of_any_size(self, options: tuple[int, int]) -> None:
         per_program, at_once = options
