@@ -196,7 +196,7 @@ class Reduced(NamedTuple):
         fsdp_params: The parameters with a gradient, in the order of the slot.
         read_in_backward: Whether something other than the optimizer reads the result, while
             backward still runs: accumulation onto earlier gradients, a cast, a copy to the CPU, or
-            a hook.
+            a hook without a method ``reads_gradient(parameter)`` that returns False.
     """
 
     fsdp_params: list[Any]
@@ -236,11 +236,12 @@ def record_reduced_params(group: Any, record: Callable[[Reduced], None]) -> Call
 def _is_read_in_backward(fsdp_param: Any) -> bool:
     sharded = fsdp_param.sharded_param
     reduce_dtype = fsdp_param.mp_policy.reduce_dtype or fsdp_param.param_dtype or sharded.dtype
+    hooks = getattr(sharded, "_post_accumulate_grad_hooks", None) or {}
     return bool(
         sharded.grad is not None
         or fsdp_param.offload_to_cpu
         or reduce_dtype != sharded.dtype
-        or getattr(sharded, "_post_accumulate_grad_hooks", None)
+        or any(getattr(h, "reads_gradient", lambda _: True)(sharded) for h in hooks.values())
     )
 
 

@@ -188,7 +188,7 @@ class QuantizedGradientBuffer:
         for name, parameter in module.named_parameters():
             if not reasons[name]:
                 self._sums[parameter] = self._new_sum()
-                hook = self._after_accumulation
+                hook = _Hook(self)
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._undo.append(handle.remove)
         if not self._sums:
@@ -258,8 +258,16 @@ class QuantizedGradientBuffer:
                 parameter.grad = _zeros_like(parameter)
             self._add_to(parameter.grad, kept)
 
+    def reads_gradient(self, parameter: nn.Parameter) -> bool:
+        """Whether the gradient of ``parameter`` is read as soon as it is computed and reduced.
+
+        If not, its reduction may go on beside the rest of backward.
+        """
+        return self._accumulating or not self._sums[parameter].empty
+
     @torch.no_grad()
-    def _after_accumulation(self, parameter: nn.Parameter) -> None:
+    def after_accumulation(self, parameter: nn.Parameter) -> None:
+        """Add a gradient to what is stored, or what is stored to the last gradient."""
         kept, gradient = self._sums[parameter], parameter.grad
         if gradient is None:
             return
@@ -289,6 +297,17 @@ class QuantizedGradientBuffer:
         if total is not local:
             local.copy_(total)
         kept.clear()
+
+
+class _Hook:
+    """Runs after a gradient was accumulated; says beforehand whether it reads it."""
+
+    def __init__(self, buffer: QuantizedGradientBuffer) -> None:
+        self._buffer = buffer
+        self.reads_gradient = buffer.reads_gradient
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        self._buffer.after_accumulation(parameter)
 
 
 def _has_units(module: nn.Module) -> bool:

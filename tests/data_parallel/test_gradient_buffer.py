@@ -14,7 +14,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lq_lightning._compat import discard_unreduced_gradients
+from lq_lightning._compat import (
+    Reduced,
+    discard_unreduced_gradients,
+    fsdp_units,
+    record_reduced_params,
+)
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import (
     GradientQuantization,
@@ -238,6 +243,42 @@ def _fsdp(rank: int, world: int, deferred: bool, mixed: bool, quantized: bool) -
 @pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "every-micro-batch"])
 def test_fsdp2_reduces_the_restored_sums(deferred: bool, mixed: bool, quantized: bool) -> None:
     run_ranks(_fsdp, 2, deferred, mixed, quantized)
+
+
+def _who_reads(rank: int, world: int) -> None:
+    """A reduction may go on beside backward unless the buffer reads its result in backward."""
+    model = shard(make_model(), None)
+    records: list[Reduced] = []
+    for _, _, group in fsdp_units(model):
+        record_reduced_params(group, records.append)
+    buffer = QuantizedGradientBuffer(model, min_quantized_numel=256)
+
+    def reads() -> set[bool]:
+        records.clear()
+        model(batch(0, rank)).backward()
+        return {record.read_in_backward for record in records}
+
+    assert reads() == {False}
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    assert reads() == set()
+    model.set_requires_gradient_sync(True)
+    assert reads() == {False}  # the sum was added before the reduction
+    model.zero_grad()
+    with buffer.accumulating():
+        assert reads() == {True}
+    assert reads() == {True}
+    model.zero_grad()
+    assert reads() == {False}
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda parameter: None)
+    model.zero_grad()
+    assert reads() == {True}
+    dist.barrier()
+
+
+def test_reductions_are_held_up_only_for_who_reads_them() -> None:
+    run_ranks(_who_reads, 2)
 
 
 def _interrupted(rank: int, world: int) -> None:
