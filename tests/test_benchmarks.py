@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 STEP_TIME = ROOT / "benchmarks" / "step_time.py"
+LIGHTNING_STEP = ROOT / "benchmarks" / "lightning_step.py"
 NODES = ROOT / "benchmarks" / "nodes.sh"
 FAST = ["--tiny", "--cpu", "--steps", "2", "--warmup", "2"]
 
@@ -59,6 +60,20 @@ def test_step_time_compares_the_variants(tmp_path: Path) -> None:
     )
     assert results["quantized"]["sent_bytes"] < results["gradients-only"]["sent_bytes"]
     assert results["gradients-only"]["sent_bytes"] < results["fsdp2"]["sent_bytes"]
+
+
+def test_lightning_step_times_trainer_and_loop(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = _run(
+        *(*launcher, "--nproc-per-node", "2", str(LIGHTNING_STEP), *FAST),
+        *("--node-size", "1", "--json", str(report)),
+    )
+    assert done.returncode == 0, done.stderr
+    variants = json.loads(report.read_text())["results"]["variants"]
+    assert list(variants) == ["fsdp2", "quantized"]
+    assert all(ms > 0 for times in variants.values() for ms in times.values())
+    assert "Trainer ms/step" in done.stdout
 
 
 def test_step_time_asks_for_a_file_per_rate() -> None:

@@ -1,0 +1,199 @@
+"""Time Trainer steps of ``quantized_fsdp`` beside the same steps of a plain training loop.
+
+What the strategy adds to the loop of ``step_time.py`` (hooks, closures, progress) must not keep
+communication and computation from overlapping::
+
+    torchrun --nproc-per-node 4 benchmarks/lightning_step.py --node-size 2 --json lightning.json
+    benchmarks/nodes.sh -r 10gbit -n 2 -g 2 benchmarks/lightning_step.py --node-size 2
+
+Model, data and optimizer are those of ``step_time.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import table, write_report
+from gpt import GPT, GPTConfig
+from job import (
+    VARIANTS,
+    Job,
+    add_model_arguments,
+    model_config,
+    over_ranks,
+    process_group,
+    time_steps,
+)
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lq_lightning.strategies import QuantizedFSDPStrategy
+
+METHODS = {
+    "fsdp2": {"weights": "none", "gradients": "none"},
+    "quantized": {"weights": "qWD", "gradients": "TLq-HS", "replica": "full"},
+    "quantized-node": {"weights": "qWD", "gradients": "TLq-HS", "replica": "node"},
+}
+
+
+class Module(LightningModule):
+    """The GPT of the benchmarks, trained on a few random batches.
+
+    Args:
+        config: Sizes of the model.
+        micro_batch: Sequences per rank and step.
+    """
+
+    def __init__(self, config: GPTConfig, micro_batch: int) -> None:
+        super().__init__()
+        self._config, self._micro_batch = config, micro_batch
+
+    def configure_model(self) -> None:
+        """Build the model where the strategy wants it."""
+        if not hasattr(self, "model"):
+            self.model = GPT(self._config)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Return the loss of a ``[B, T]`` batch."""
+        loss: Tensor = self.model(batch)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the optimizer of ``job.Job``."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=self.device.type == "cuda")
+
+    def batches(self, count: int) -> list[Tensor]:
+        """Return ``count`` batches, four different ones in turn, on this rank's device."""
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        shape = (4, self._micro_batch, self._config.seq)
+        data = torch.randint(self._config.vocab, shape, generator=generator)
+        if torch.cuda.is_available():
+            data = data.cuda()
+        return [data[index % 4] for index in range(count)]
+
+
+class Times(Callback):
+    """Marks the end of each step, on the compute stream or by the clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        """Mark it."""
+        if self._cuda:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self, count: int) -> list[float]:
+        """Return the durations of the last ``count`` steps."""
+        if not self._cuda:
+            return [b - a for a, b in itertools.pairwise(self._marks)][-count:]
+        torch.cuda.synchronize()
+        pairs = itertools.pairwise(self._marks)
+        return [a.elapsed_time(b) / 1e3 for a, b in pairs][-count:]
+
+
+def trainer_times(name: str, args: argparse.Namespace, device: torch.device) -> list[float]:
+    """Return the seconds of the timed steps of a Trainer."""
+    times = Times(device)
+    local = args.ranks_per_machine
+    trainer = Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        devices=local,
+        num_nodes=dist.get_world_size() // local,
+        strategy=QuantizedFSDPStrategy(
+            **METHODS[name],  # type: ignore[arg-type]
+            node_size=args.node_size,
+            units=["Block"],
+            check_replicas_every_n_steps=0,
+        ),
+        precision="bf16-mixed",
+        max_steps=args.warmup + args.steps,
+        callbacks=[times],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    module = Module(args.config, args.micro_batch)
+    loader = DataLoader(module.batches(args.warmup + args.steps), batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(module, loader)
+    return times.seconds(args.steps)
+
+
+def loop_times(name: str, args: argparse.Namespace, device: torch.device) -> list[float]:
+    """Return the seconds of the timed steps of a plain loop."""
+    node_size = args.node_size or dist.get_world_size()
+    job = Job(
+        VARIANTS[name],
+        args.config,
+        micro_batch=args.micro_batch,
+        node_size=node_size,
+        device=device,
+    )
+    time_steps(job, args.warmup)
+    return time_steps(job, args.steps)[0]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--variants", default="fsdp2,quantized", help=", ".join(METHODS))
+    add_model_arguments(parser)
+    parser.add_argument("--steps", type=int, default=8, help="timed steps")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before timing starts")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    args = parser.parse_args()
+    args.variants = args.variants.split(",")
+    unknown = [name for name in args.variants if name not in METHODS]
+    if unknown:
+        parser.error(f"unknown variants {unknown}: choose among {', '.join(METHODS)}")
+    args.config = model_config(args)
+    args.micro_batch = args.micro_batch or (2 if args.tiny else 8)
+    args.ranks_per_machine = int(os.environ["LOCAL_WORLD_SIZE"])
+    return args
+
+
+def main() -> None:
+    """Time every variant both ways; rank 0 prints and writes."""
+    args = parse_arguments()
+    with process_group(args) as device:
+        results: dict[str, dict[str, float]] = {}
+        for name in args.variants:
+            results[name] = {}
+            for kind, measure in (("loop", loop_times), ("trainer", trainer_times)):
+                slowest = over_ranks(measure(name, args, device), dist.ReduceOp.MAX)
+                results[name][f"{kind}_ms"] = 1e3 * statistics.median(slowest)
+                gc.collect()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+        if dist.get_rank() == 0:
+            rows = [
+                [name, f"{r['loop_ms']:.1f}", f"{r['trainer_ms']:.1f}"]
+                for name, r in results.items()
+            ]
+            rate = os.environ.get("LQ_EMULATED_RATE", "not emulated")
+            print(f"network: {rate}\n{table(rows, ['variant', 'loop ms/step', 'Trainer ms/step'])}")
+            setup = {"world_size": dist.get_world_size(), "node_size": args.node_size}
+            setup |= {"emulated_rate": rate, "steps": args.steps}
+            write_report(args.json, "lightning_step", {"setup": setup, "variants": results})
+
+
+if __name__ == "__main__":
+    main()
