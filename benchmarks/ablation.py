@@ -445,6 +445,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
     parser.add_argument("--steps", type=int, help="optimizer steps, instead of the preset's")
+    parser.add_argument("--batch", type=int, help="sequences of a rank, instead of the preset's")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--node-size", type=int, default=2, help="ranks per emulated node")
     parser.add_argument("--seeds", default="0,1", help="seeds of every variant (default: 0,1)")
@@ -471,8 +472,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=ROOT / "runs" / "data")
     parser.add_argument("--json", type=Path, help="where to write the report")
     args = parser.parse_args()
-    sizes = asdict(PRESETS[args.preset])
-    args.sizes = Preset(**(sizes | ({"steps": args.steps} if args.steps else {})))
+    given = {name: getattr(args, name) for name in ("steps", "batch") if getattr(args, name)}
+    args.sizes = Preset(**(asdict(PRESETS[args.preset]) | given))
     chosen = [
         (name, int(seed)) for name in args.variants.split(",") for seed in args.seeds.split(",")
     ]
