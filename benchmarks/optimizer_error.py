@@ -146,7 +146,7 @@ def show(results: list[dict[str, Any]]) -> str:
     by_pair = {(r["first"], r["second"]): r for r in results}
     names = list(dict.fromkeys(first for first, _ in by_pair))
     rows = [[m, *(f"{by_pair[m, v]['mse']:.3g}" for v in names)] for m in names]
-    rows.append(["v lost", *(f"{by_pair[names[0], v]['lost']:.2%}" for v in names)])
+    rows.append(["v lost", *(f"{100 * by_pair[names[0], v]['lost']:.2g}%" for v in names)])
     return table(rows, ["m \\ v", *names])
 
 
