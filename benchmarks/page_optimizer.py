@@ -64,7 +64,10 @@ def optimizer_error(folder: Folder) -> str:
             origin = f"of {moments['matrices']} matrices of a run (`{moments['checkpoint']}`)"
         parts.append(
             f"Moments {origin}, {moments['numel']} elements. Formats of the library:\n\n"
-            f"{_errors(results['library'])}\nFormats of COAT's table 1:\n\n{_errors(results['coat'])}{sources([report])}"
+            + _errors(results["library"])
+            + "\nFormats of COAT's table 1:\n\n"
+            + _errors(results["coat"])
+            + sources([report])
         )
     return "\n".join(parts)
 
