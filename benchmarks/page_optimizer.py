@@ -9,11 +9,11 @@ from page_parts import Folder, ablations, markdown, missing, number, sources
 
 # Rows of the table of gradient buffers, by their name in the report; the others are in the report.
 BUFFER_CODES = {
-    "int8-g32-half-steps": '`"int8"`: INT8, scale per 32, half steps for pairs of small values',
+    "int8-g32-half-steps": "INT8, scale per 32, half steps for pairs of small values (default)",
     "int8-g16": "INT8, scale per 16",
     "int8-g128": "INT8, scale per 128",
     "dynamic8-g128": "8-bit dynamic, scale per 128",
-    "fp8-e4m3-g128": '`"fp8_e4m3"`: FP8 E4M3, scale per 128 (AGoQ)',
+    "fp8-e4m3-g128": "FP8 E4M3, scale per 128 (AGoQ)",
     "bfloat16": "bf16, for comparison",
 }
 LINKS = {
