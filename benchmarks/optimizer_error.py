@@ -1,9 +1,11 @@
 """Error of Adam's update direction m / sqrt(v) when both moments are codes, by pair of formats.
 
-The comparison of COAT's table 1. Both moments come from plain AdamW: from a checkpoint, or from
-gradients drawn here (Student t with 3 degrees of freedom, scales that differ by row and column).
-They are encoded and decoded once; the mean squared error is that of m / (sqrt(v) + eps) over all
-elements. Second moments that become zero while they were not are counted.
+The comparison of COAT's table 1, in two tables: for the formats of the library, and for those of
+the paper, E4M3 and E5M2 with and without its expansion, which plain torch stands for here. Both
+moments come from plain AdamW: from a checkpoint, or from gradients drawn here (Student t with 3
+degrees of freedom, scales that differ by row and column). They are encoded and decoded once; the
+mean squared error is that of m / (sqrt(v) + eps) over all elements. Second moments that become zero
+while they were not are counted.
 
     python benchmarks/optimizer_error.py --out outputs/optimizer_error.json
     python benchmarks/optimizer_error.py --checkpoint last.ckpt
@@ -12,7 +14,10 @@ elements. Second moments that become zero while they were not are counted.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +27,61 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import table, write_report
-from lq_lightning.kernels.optimizer_step import state_format
+from lq_lightning.kernels.optimizer_step import GROUP_SIZE, state_format
 from lq_lightning.optim.state import decoded, encoded
 
-FORMATS = ("expanded_fp8", "dynamic8", "fp8", "int8", "float32")
 MIN_NUMEL = 4096
+BETAS = (0.9, 0.95)
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+def library_round_trip(values: Tensor, signed: bool, name: str) -> Tensor:
+    """What a format of the library makes of ``values``."""
+    fmt = state_format(name, signed)
+    return decoded(encoded(values, "x", values, fmt), "x", values, fmt)
+
+
+def coat_round_trip(values: Tensor, signed: bool, dtype: torch.dtype, expand: bool) -> Tensor:
+    """What COAT's FP8 makes of ``values``, as its section 4 writes it.
+
+    Flat groups of 128 with a scale in full precision. The expansion raises magnitudes to
+    ``k = log(range of the format) / log(max / min of the group)``, not rounded, where the range is
+    the largest over the smallest subnormal number; the centre that COAT divides by cancels out.
+    Differs in: zeros do not count for the minimum, and a group whose values are all equal has
+    ``k = 1``, where the formula divides by zero.
+    """
+    info = torch.finfo(dtype)
+    groups = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % GROUP_SIZE))
+    groups = groups.view(-1, GROUP_SIZE).double()
+    magnitudes = groups.abs()
+    largest = magnitudes.amax(1, keepdim=True)
+    largest = largest.where(largest > 0, 1.0)
+    power = torch.ones_like(largest)
+    if expand:
+        smallest = magnitudes.where(magnitudes > 0, torch.inf).amin(1, keepdim=True)
+        octaves = torch.log2(largest / smallest)
+        code_octaves = math.log2(info.max / (info.smallest_normal * info.eps))
+        power = torch.where(octaves > 0, code_octaves / octaves, 1.0)
+    codes = ((magnitudes / largest) ** power * info.max).float().to(dtype)
+    result = (codes.double() / info.max) ** (1 / power) * largest * groups.sign()
+    return result.flatten()[: values.numel()].view_as(values).float()
+
+
+RoundTrip = Callable[[Tensor, bool], Tensor]
+LIBRARY: dict[str, RoundTrip] = {
+    name: partial(library_round_trip, name=name)
+    for name in ("expanded_fp8", "dynamic8", "fp8", "int8", "float32")
+}
+COAT: dict[str, RoundTrip] = {
+    f"{name}+Expand" if expand else name: partial(coat_round_trip, dtype=dtype, expand=expand)
+    for name, dtype in (("E4M3", torch.float8_e4m3fn), ("E5M2", torch.float8_e5m2))
+    for expand in (False, True)
+}
+
+
+# --- moments --------------------------------------------------------------------------------------
 
 
 def drawn_moments(steps: int, beta1: float, beta2: float) -> list[tuple[Tensor, Tensor]]:
@@ -60,53 +115,61 @@ def saved_moments(path: Path) -> list[tuple[Tensor, Tensor]]:
     return pairs
 
 
-def _round_trip(values: Tensor, name: str, signed: bool) -> Tensor:
-    fmt = state_format(name, signed)
-    return decoded(encoded(values, "x", values, fmt), "x", values, fmt)
+# --- measurement ----------------------------------------------------------------------------------
 
 
-def errors(pairs: list[tuple[Tensor, Tensor]], eps: float) -> list[dict[str, Any]]:
+def errors(
+    pairs: list[tuple[Tensor, Tensor]], formats: dict[str, RoundTrip], eps: float
+) -> list[dict[str, Any]]:
     """Mean squared errors by pair of formats, and the share of second moments that became zero."""
-    results = []
-    for second in FORMATS:
-        vs = [_round_trip(v, second, signed=False) for _, v in pairs]
-        lost = sum(int(((q == 0) & (v > 0)).sum()) for q, (_, v) in zip(vs, pairs, strict=True))
-        for first in FORMATS:
-            total = 0.0
-            for q, (m, v) in zip(vs, pairs, strict=True):
-                exact = m / (v.sqrt() + eps)
-                coded = _round_trip(m, first, signed=True) / (q.sqrt() + eps)
-                total += float((coded - exact).double().square().sum())
-            numel = sum(m.numel() for m, _ in pairs)
-            results.append(
-                {"first": first, "second": second, "mse": total / numel, "lost": lost / numel}
-            )
-    return results
+    squares = {(first, second): 0.0 for second in formats for first in formats}
+    lost = dict.fromkeys(formats, 0)
+    for m, v in pairs:
+        exact = m / (v.sqrt() + eps)
+        firsts = {name: round_trip(m, signed=True) for name, round_trip in formats.items()}
+        for second, round_trip in formats.items():
+            q = round_trip(v, signed=False)
+            lost[second] += int(((q == 0) & (v > 0)).sum())
+            divisor = q.sqrt() + eps
+            for first, coded in firsts.items():
+                error = (coded / divisor - exact).double()
+                squares[first, second] += float(error.square().sum())
+    numel = sum(m.numel() for m, _ in pairs)
+    return [
+        {"first": first, "second": second, "mse": total / numel, "lost": lost[second] / numel}
+        for (first, second), total in squares.items()
+    ]
+
+
+def show(results: list[dict[str, Any]]) -> str:
+    """Lay out the errors, first moments by row as in COAT; the last row is what became zero."""
+    by_pair = {(r["first"], r["second"]): r for r in results}
+    names = list(dict.fromkeys(first for first, _ in by_pair))
+    rows = [[m, *(f"{by_pair[m, v]['mse']:.3g}" for v in names)] for m in names]
+    rows.append(["v lost", *(f"{100 * by_pair[names[0], v]['lost']:.2g}%" for v in names)])
+    return table(rows, ["m \\ v", *names])
 
 
 def main() -> int:
     """Measure, print and write; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="JSON report to write")
     parser.add_argument("--checkpoint", type=Path, help="take the moments from here")
     parser.add_argument("--steps", type=int, default=100, help="of drawn gradients")
     parser.add_argument("--eps", type=float, default=1e-8)
     arguments = parser.parse_args()
     if arguments.checkpoint is None:
-        pairs = drawn_moments(arguments.steps, 0.9, 0.95)
+        pairs = drawn_moments(arguments.steps, *BETAS)
+        source: dict[str, Any] = {"checkpoint": None, "steps": arguments.steps, "betas": BETAS}
     else:
         pairs = saved_moments(arguments.checkpoint)
-    results = errors(pairs, arguments.eps)
-    by_pair = {(r["first"], r["second"]): r for r in results}
-    rows = [
-        [
-            second,
-            *(f"{by_pair[first, second]['mse']:.3g}" for first in FORMATS),
-            f"{by_pair[FORMATS[0], second]['lost']:.2%}",
-        ]
-        for second in FORMATS
-    ]
-    print(table(rows, ["v \\ m", *FORMATS, "v lost"]))
+        source = {"checkpoint": arguments.checkpoint.name}
+    source |= {"matrices": len(pairs), "numel": sum(m.numel() for m, _ in pairs)}
+    library, paper = (errors(pairs, formats, arguments.eps) for formats in (LIBRARY, COAT))
+    print(f"{show(library)}\n\nFormats of COAT's table 1:\n{show(paper)}")
+    results = {"moments": source, "eps": arguments.eps, "library": library, "coat": paper}
     write_report(arguments.out, "optimizer_error", results)
     return 0
 

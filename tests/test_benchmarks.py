@@ -10,8 +10,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 STEP_TIME = ROOT / "benchmarks" / "step_time.py"
@@ -89,16 +91,44 @@ def test_run_all_explains_itself() -> None:
     assert _run("bash", script, "everything").returncode == 2
 
 
-def test_optimizer_error_compares_formats(tmp_path: Path) -> None:
+def _optimizer_errors(tmp_path: Path, *options: str) -> dict[str, Any]:
     report = tmp_path / "report.json"
     script = ROOT / "benchmarks" / "optimizer_error.py"
-    done = _run(sys.executable, str(script), "--steps", "5", "--out", str(report))
+    done = _run(sys.executable, str(script), *options, "--out", str(report))
     assert done.returncode == 0, done.stderr
-    results = {(r["first"], r["second"]): r for r in json.loads(report.read_text())["results"]}
-    expanded = results["expanded_fp8", "expanded_fp8"]
-    assert results["float32", "float32"]["mse"] == 0
+    results: dict[str, Any] = json.loads(report.read_text())["results"]
+    for kind in ("library", "coat"):
+        results[kind] = {(r["first"], r["second"]): r for r in results[kind]}
+    return results
+
+
+def test_optimizer_error_compares_formats(tmp_path: Path) -> None:
+    results = _optimizer_errors(tmp_path, "--steps", "5")
+    assert results["moments"]["checkpoint"] is None
+    library, paper = results["library"], results["coat"]
+    expanded = library["expanded_fp8", "expanded_fp8"]
+    assert library["float32", "float32"]["mse"] == 0
     assert expanded["lost"] == 0
-    assert 0 < expanded["mse"] < results["fp8", "fp8"]["mse"]
+    assert 0 < expanded["mse"] < library["fp8", "fp8"]["mse"]
+    # the library's codes are COAT's but for rounded constants
+    assert expanded["mse"] == pytest.approx(paper["E4M3+Expand", "E4M3+Expand"]["mse"], rel=0.05)
+    assert library["fp8", "fp8"]["lost"] == pytest.approx(paper["E4M3", "E4M3"]["lost"], rel=0.05)
+    for name in ("E4M3", "E5M2"):
+        assert paper[f"{name}+Expand", "E5M2"]["mse"] < paper[name, "E5M2"]["mse"]
+        assert paper[name, f"{name}+Expand"]["lost"] == 0
+
+
+def test_optimizer_error_of_a_checkpoint(tmp_path: Path) -> None:
+    """Groups that the expansion could trip over: constant ones, zeros and a single element."""
+    m, v = torch.randn(64, 129), torch.rand(64, 129).square()
+    m[0], v[0], m[1], v[1, :100] = 0.5, 0.25, 0.0, 0.0
+    state = {
+        "state": {0: {"exp_avg": m, "exp_avg_sq": v}, 1: {"exp_avg": v[0], "exp_avg_sq": v[0]}}
+    }
+    torch.save(state, tmp_path / "moments.pt")
+    results = _optimizer_errors(tmp_path, "--checkpoint", str(tmp_path / "moments.pt"))
+    assert results["moments"] == {"checkpoint": "moments.pt", "matrices": 1, "numel": 64 * 129}
+    assert all(r["mse"] == r["mse"] for kind in ("library", "coat") for r in results[kind].values())
 
 
 def test_nodes_explains_itself() -> None:

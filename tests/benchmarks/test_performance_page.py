@@ -1,4 +1,4 @@
-"""The performance page shows what the reports hold."""
+"""The generated pages show what the reports hold."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ def page(load_benchmark: Any) -> ModuleType:
     return load_benchmark("performance_page")
 
 
+@pytest.fixture(scope="module")
+def performance(load_benchmark: Any) -> ModuleType:
+    return load_benchmark("page_performance")
+
+
+@pytest.fixture(scope="module")
+def parts(load_benchmark: Any) -> ModuleType:
+    return load_benchmark("page_parts")
+
+
 def run(page: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     monkeypatch.setattr("sys.argv", ["performance_page.py", *map(str, arguments)])
     return int(page.main())
@@ -28,46 +38,49 @@ def write_step_time(folder: Path, label: str, **variants: dict[str, float | None
     (folder / f"step_time_{label}.json").write_text(json.dumps(report))
 
 
-def test_the_page_is_up_to_date(page: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_are_up_to_date(page: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(page, monkeypatch, "--check") == 0, "run python benchmarks/performance_page.py"
 
 
-def test_check_fails_until_the_page_is_written(
+def test_check_fails_until_the_pages_are_written(
     page: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    copy = tmp_path / "performance.md"
-    copy.write_text((ROOT / "docs" / "performance.md").read_text())
+    for name in page.PAGES:
+        (tmp_path / name).write_text((ROOT / "docs" / name).read_text())
     (tmp_path / "results").mkdir()
-    options = ("--page", copy, "--results", tmp_path / "results")
+    options = ("--docs", tmp_path, "--results", tmp_path / "results")
     assert run(page, monkeypatch, "--check", *options) == 1
     assert run(page, monkeypatch, *options) == 0
     assert run(page, monkeypatch, "--check", *options) == 0
-    assert copy.read_text().count("Not measured yet") == len(page.SECTIONS)
+    for name, sections in page.PAGES.items():
+        assert (tmp_path / name).read_text().count("Not measured yet") == len(sections)
 
 
-def test_step_times_and_exposed_time(page: ModuleType, tmp_path: Path) -> None:
+def test_step_times_and_exposed_time(
+    performance: ModuleType, parts: ModuleType, tmp_path: Path
+) -> None:
     plain = {"step_ms": 600.0, "step_ms_min": 590.0, "step_ms_max": 640.0}
     fast = {"step_ms": 200.0, "step_ms_min": 190.0, "step_ms_max": 210.0}
     profiled = {"compute_ms": 150.0, "exposed_ms": 50.0}
     write_step_time(tmp_path, "unlimited", fsdp2=plain | {"compute_ms": 160.0, "exposed_ms": 440.0})
     not_profiled = {"compute_ms": None, "exposed_ms": None}
     write_step_time(tmp_path, "10gbit", fsdp2=plain | not_profiled, quantized=fast | profiled)
-    folder = page.Folder(tmp_path, tmp_path / "page.md")
-    times = page.step_time(folder)
+    folder = parts.Folder(tmp_path, tmp_path / "page.md")
+    times = performance.step_time(folder)
     assert (
         "| 2x2, 10 Gb/s | 9.8 | 600 (590 to 640) | - | 200, **3.00x** (190 to 210) | - |" in times
     )
     assert "2x2, 25 Gb/s: not measured yet" in times
-    waiting = page.exposed(folder)
+    waiting = performance.exposed(folder)
     assert "| 2x2, unlimited | 440 (73%) | - | - | - |" in waiting
     assert "| 2x2, 10 Gb/s | ~440 (73%) | - | 50 (25%) | - |" in waiting
 
 
-def test_losses_are_compared_by_seed(page: ModuleType) -> None:
+def test_losses_are_compared_by_seed(parts: ModuleType) -> None:
     def runs(*losses: float) -> list[dict[str, float]]:
         return [{"seed": seed, "val_loss": loss} for seed, loss in enumerate(losses)]
 
-    rows = page._losses(
+    rows = parts.loss_rows(
         {"qWD": runs(2.02, 4.08), "full precision": runs(2.0, 4.0), "qW": runs(2.1)}
     )
     # changes of 1% and 2%: mean 1.5%, standard error 0.5%; one seed has none
@@ -77,7 +90,9 @@ def test_losses_are_compared_by_seed(page: ModuleType) -> None:
     assert rows[2] == ["qW", "1", "2.1000", "+5.000%", "-"]
 
 
-def test_a_page_with_other_markers_is_refused(page: ModuleType, tmp_path: Path) -> None:
-    folder = page.Folder(tmp_path, tmp_path / "page.md")
+def test_a_page_with_other_markers_is_refused(
+    page: ModuleType, performance: ModuleType, parts: ModuleType, tmp_path: Path
+) -> None:
+    folder = parts.Folder(tmp_path, tmp_path / "page.md")
     with pytest.raises(ValueError, match="the page marks"):
-        page.fill("<!-- begin: other -->\n<!-- end: other -->\n", folder)
+        page.fill("<!-- begin: other -->\n<!-- end: other -->\n", folder, performance.SECTIONS)

@@ -82,7 +82,14 @@ def _error(capsys: pytest.CaptureFixture[str], args: list[str]) -> str:
     return capsys.readouterr().err
 
 
-CONFIGS = ("quantized_fsdp", "full_precision", "gpt_125m", "llama_hf", "lora")
+CONFIGS = (
+    "quantized_fsdp",
+    "full_precision",
+    "quantized_precision",
+    "gpt_125m",
+    "llama_hf",
+    "lora",
+)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -67,12 +67,29 @@ def test_quantized_run(examples: Path, tmp_path: Path) -> None:
     assert (root / "checkpoints" / "last.ckpt").is_dir()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("text_folder")
-def test_resumed_run_and_predictions(examples: Path, tmp_path: Path) -> None:
+def test_quantized_precision_run(examples: Path, tmp_path: Path) -> None:
+    options = ["--trainer.max_steps=2", "--trainer.val_check_interval=8", "--report.plot=false"]
+    shown = _run("fit", "quantized_precision", examples, tmp_path, *options)
+    assert "are expanded_fp8/expanded_fp8 codes" in shown
+    assert "are kept in 8 bits between micro-batches" in shown
+    root = tmp_path / "runs" / "quantized_precision"
+    result = report.read(root / "report.json")
+    assert [step for step, _ in result.validation] == [2]
+    assert (root / "checkpoints" / "last.ckpt").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "micro_batches"), [("quantized_fsdp", 1), ("quantized_precision", 4)]
+)
+@pytest.mark.usefixtures("text_folder")
+def test_resumed_run_and_predictions(
+    config: str, micro_batches: int, examples: Path, tmp_path: Path
+) -> None:
     """A run that continues from its middle ends with the losses of the whole run."""
-    options = ["--trainer.val_check_interval=4", "--report.plot=false"]
-    fit = ("fit", "quantized_fsdp", examples, tmp_path, "--trainer.max_steps=8", *options)
+    options = [f"--trainer.val_check_interval={4 * micro_batches}", "--report.plot=false"]
+    fit = ("fit", config, examples, tmp_path, "--trainer.max_steps=8", *options)
     every = ("--checkpoint.filename={step}", "--checkpoint.save_top_k=-1")
     _run(*fit, "--trainer.default_root_dir=whole", *every)
     middle = tmp_path / "whole" / "checkpoints" / "4.ckpt"
@@ -81,7 +98,7 @@ def test_resumed_run_and_predictions(examples: Path, tmp_path: Path) -> None:
     assert curves[0].validation == curves[1].validation
     shown = _run(
         "predict",
-        "quantized_fsdp",
+        config,
         examples,
         tmp_path,
         f"--ckpt_path={tmp_path}/resumed/checkpoints/last.ckpt",

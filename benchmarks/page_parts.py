@@ -1,0 +1,134 @@
+"""What the sections of all generated pages share: reports, Markdown, and where numbers are from."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+BASELINE = "full precision"
+
+
+class Folder:
+    """The reports and pictures that a page is made of.
+
+    Args:
+        results: Folder of the JSON reports.
+        page: The page, next to its folder ``images``.
+    """
+
+    def __init__(self, results: Path, page: Path) -> None:
+        self._results = results
+        self._page = page
+
+    def report(self, name: str) -> dict[str, Any] | None:
+        """Return a report without its ``.json``, or None if there is none."""
+        path = self._results / f"{name}.json"
+        if not path.exists():
+            return None
+        report: dict[str, Any] = json.loads(path.read_text())
+        return report | {"name": name}
+
+    def matching(self, pattern: str) -> list[dict[str, Any]]:
+        """Return all reports whose name matches, sorted by it."""
+        found = [self.report(path.stem) for path in sorted(self._results.glob(f"{pattern}.json"))]
+        return [report for report in found if report is not None]
+
+    def picture(self, name: str, text: str) -> str:
+        """Return the Markdown that shows a picture; empty if there is none."""
+        path = self._page.parent / "images" / f"{name}.png"
+        return f"![{text}](images/{name}.png)\n" if path.exists() else ""
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table, the first column to the left and numbers to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def missing(command: str) -> str:
+    """Return what stands in place of a table."""
+    return f"Not measured yet: `{command}` makes this table.\n"
+
+
+def sources(reports: Iterable[dict[str, Any]]) -> str:
+    """Return a line that names reports, and what made them."""
+    parts = []
+    for report in reports:
+        name = report["name"]
+        environments = report.get("environment", {})
+        environments = environments if isinstance(environments, list) else [environments]
+        made = []
+        for environment in environments:
+            gpus = environment.get("gpus") or [{"name": "CPU"}]
+            torch = environment.get("versions", {}).get("torch")
+            made.append(
+                f"{environment.get('commit')}, {str(environment.get('date'))[:10]}, "
+                f"{gpus[0]['name']}, torch {torch}"
+            )
+        link = f"[{name}.json](../benchmarks/results/{name}.json)"
+        parts.append(f"{link} ({'; '.join(dict.fromkeys(made))})")
+    return f"\nFrom {', '.join(parts)}.\n"
+
+
+def number(value: float | None, digits: int = 0, unit: str = "") -> str:
+    """Format a number that may not have been measured."""
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def ablations(folder: Folder, shown: Callable[[str], bool], command: str) -> str:
+    """Validation loss against full precision with the same seed, of the variants to be shown.
+
+    Args:
+        folder: With the reports; those that have none of these variants are left out.
+        shown: Says of a variant's name whether it is to be shown.
+        command: What to run if there is no such report.
+    """
+    parts = []
+    for report in folder.matching("ablation_*"):
+        results = report["results"]
+        chosen = {name for name in results["variants"] if name != BASELINE and shown(name)}
+        if not chosen:
+            continue
+        variants = {n: v for n, v in results["variants"].items() if n in chosen or n == BASELINE}
+        preset = results["preset"]
+        tokens = preset["steps"] * preset["batch"] * preset["seq"] * results["world_size"]
+        parts.append(
+            f"{preset['layers']} layers, hidden {preset['hidden']}, {preset['steps']} steps, "
+            f"{tokens / 1e6:.3g}M tokens, {results['world_size']} ranks in nodes of "
+            f"{results['node_size']}:\n\n"
+            + markdown(
+                ["variant", "seeds", "validation loss", "against full precision", "std error"],
+                loss_rows(variants),
+            )
+            + sources([report])
+            + "\n"
+            + folder.picture(report["name"], "Loss of each variant against full precision")
+        )
+    return "\n".join(part.strip("\n") + "\n" for part in parts) or missing(command)
+
+
+def loss_rows(variants: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
+    """Return the rows of an ablation, full precision first.
+
+    The error of full precision is the deviation of one seed, that of the others the standard error
+    of their mean difference to the same seeds.
+    """
+    exact = {run["seed"]: run["val_loss"] for run in variants.get(BASELINE, [])}
+    rows = []
+    for name in sorted(variants, key=lambda name: name != BASELINE):
+        losses = {run["seed"]: run["val_loss"] for run in variants[name]}
+        loss = statistics.mean(losses.values())
+        changes = [100 * (losses[s] / exact[s] - 1) for s in losses if s in exact]
+        error, change = None, statistics.mean(changes) if changes else None
+        if name == BASELINE:
+            change = None
+            if len(losses) > 1:
+                error = 100 * statistics.stdev(losses.values()) / loss
+        elif len(changes) > 1:
+            error = statistics.stdev(changes) / len(changes) ** 0.5
+        shown = "-" if change is None else f"{change:+.3f}%"
+        rows.append([name, str(len(losses)), f"{loss:.4f}", shown, number(error, 3, "%")])
+    return rows
