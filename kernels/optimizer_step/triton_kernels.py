@@ -27,9 +27,9 @@ _TABLE_WIDTH = tl.constexpr(TABLE_WIDTH)
 _SCALARS_AT = tl.constexpr(28)
 _LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
 # Codes are predicted, in units of 2**-20, and a threshold is looked up only within this distance.
-# A logarithm of |x| / scale is off by up to 2**-21 (division included) and 2**-22 of itself. At most
-# 16 times that counts, of 17.6 octaves at most: beyond, the code is 0. With the exponential it makes
-# 1.2e-5 octaves or 140 units; rounded thresholds add 40.
+# A logarithm of |x| / scale is off by up to 2**-21 (division included) and 2**-22 of itself; up to
+# 16 times that counts, for 17.6 octaves at most: beyond, the code is 0. With the exponential it
+# makes 1.2e-5 octaves or 140 units; rounded thresholds add 40.
 DOUBT = 512
 _DOUBT = tl.constexpr(DOUBT)
 
