@@ -39,7 +39,7 @@ class Slot:
 
     Attributes:
         param: the parameter.
-        shape: of the whole parameter.
+        shape: of the whole parameter, which decides whether torch updates it.
         config: of the optimizer when the slot was made.
         position: in the parameter groups, from 1 on.
         sharded: parameter and states are DTensors.
@@ -93,8 +93,6 @@ class Slot:
         except KeyError:
             return None
         if self.sharded:
-            if param.shape != self.shape:
-                return None
             tensors = [local_tensor(tensor) for tensor in tensors]
         if not all(map(is_, tensors, [tensor() for tensor in self.found])):
             return None

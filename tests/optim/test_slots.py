@@ -146,6 +146,7 @@ CHANGES: dict[str, Callable[[QuantizedOptimizer], Any]] = {
     "scale.data": lambda o: move(first_entry(o)["exp_avg_sq_scale"]),
     "codes": lambda o: replace(first_entry(o), CODES, first_entry(o)[CODES].clone()),
     "step": lambda o: replace(first_entry(o), "step", torch.tensor(9.0)),
+    "step of another shape": lambda o: replace(first_entry(o), "step", torch.tensor([9.0])),
     "step as a number": lambda o: replace(first_entry(o), "step", 9),  # type: ignore[arg-type]
     "value of step": lambda o: first_entry(o)["step"].fill_(9),
     "step.data": lambda o: setattr(first_entry(o)["step"], "data", torch.tensor(9.0)),
@@ -213,7 +214,7 @@ def test_transposed_and_converted_parameters(device: torch.device) -> None:
     options = {"quantization": OptimizerQuantization(min_numel=0, stochastic_rounding=True)}
     optimizers = build(device, **options), build(device, **options)
     for optimizer in optimizers:
-        params = [nn.Parameter(torch.randn(128, 128).to(device)) for _ in range(2)]
+        params = [nn.Parameter(torch.randn(32, 32).to(device)) for _ in range(2)]
         torch.manual_seed(1)
         for param in params:
             param.data.normal_(generator=torch.Generator(device).manual_seed(1))
@@ -221,6 +222,66 @@ def test_transposed_and_converted_parameters(device: torch.device) -> None:
         take_step(optimizer, 1)
         params[0].data = params[0].data.t()
         params[1].data = params[1].data.bfloat16()
+        if optimizer is optimizers[1]:
+            optimizer._slots = ()
+        take_step(optimizer, 2)
+    left, right = (snapshot(optimizer) for optimizer in optimizers)
+    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_parameters_change_between_torch_and_kernel(device: torch.device) -> None:
+    config = OptimizerQuantization(min_numel=300)  # more than SHAPE has
+    optimizer = build(device, quantization=config)
+    take_step(optimizer, 1)
+    assert "exp_avg" in first_entry(optimizer)
+
+    def step_anew() -> dict[str, Any]:
+        optimizer.state.clear()
+        take_step(optimizer, 2)
+        return first_entry(optimizer)
+
+    optimizer.quantization_config = CONFIG
+    assert CODES in step_anew()
+    optimizer.quantization_config = config
+    assert "exp_avg" in step_anew()
+    first, second = parameters(optimizer)
+    first.data = torch.ones(4, 128, device=device)
+    first.grad = None
+    assert CODES in step_anew()
+    reverse(optimizer)
+    assert "exp_avg" in step_anew()
+    reverse(optimizer)
+    optimizer.enable_quantization(config, {first: "asked for"})
+    assert "exp_avg" in step_anew()
+    optimizer.enable_quantization(config, {})
+    assert CODES in step_anew()
+    optimizer.param_groups[0]["params"].reverse()
+    take_step(optimizer, 3)
+    optimizer.state.clear()
+    second.data = second.data.bfloat16()
+    second.grad = None
+    assert step_anew()["exp_avg"].dtype == torch.float32
+
+
+def test_swapped_parameters_of_torch_and_kernel(device: torch.device) -> None:
+    optimizer = build(device)
+    optimizer.enable_quantization(CONFIG, {parameters(optimizer)[0]: "asked for"})
+    take_step(optimizer, 1)
+    reverse(optimizer)
+    optimizer.state.clear()
+    take_step(optimizer, 2)
+    assert [CODES in optimizer.state[p] for p in parameters(optimizer)] == [True, False]
+
+
+def test_other_dtype_at_the_same_address(device: torch.device) -> None:
+    optimizers = build(device), build(device)
+    for optimizer in optimizers:
+        take_step(optimizer, 1)
+        param = parameters(optimizer)[0]
+        KEPT.append(param.data)
+        narrow = param.data.to(torch.bfloat16)
+        flat = param.data.view(torch.bfloat16).view(-1)[: narrow.numel()]
+        param.data = flat.view_as(narrow).copy_(narrow)
         if optimizer is optimizers[1]:
             optimizer._slots = ()
         take_step(optimizer, 2)
