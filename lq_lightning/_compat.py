@@ -35,6 +35,7 @@ __all__ = [
     "GroupParams",
     "ReduceScatter",
     "Reduced",
+    "add_one_to_all",
     "after_backward",
     "all_gather_flat",
     "all_linked_by_nvlink",
@@ -452,6 +453,15 @@ def _from_local(local: Tensor, like: DTensor) -> DTensor:
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, without autograd; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+_ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")
+
+
+def add_one_to_all(tensors: list[Tensor]) -> None:
+    """Add one to fp32 tensors on the CPU, as torch's optimizers do with their steps."""
+    # a tensor and `alpha`, since a number would be made a tensor anew for each of them
+    torch._foreach_add_(tensors, _ONE, alpha=1.0)
 
 
 def like_rows(local: Tensor, like: Tensor) -> Tensor:

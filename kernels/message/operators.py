@@ -37,4 +37,7 @@ def define_operator(schema: str, kernel: Callable[..., Any], fake: Callable[...,
 
 def count_write(*outs: Tensor) -> None:
     """Tell autograd that a kernel has written to ``outs``, as operators of torch do themselves."""
-    torch.autograd.graph.increment_version([out for out in outs if not out.is_inference()])
+    try:
+        torch.autograd.graph.increment_version(outs)
+    except RuntimeError:  # inference tensors count nothing; others may count twice
+        torch.autograd.graph.increment_version([out for out in outs if not out.is_inference()])

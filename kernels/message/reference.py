@@ -8,6 +8,8 @@ Shape legend: R rows, N elements, G groups, S elements of a group, B bytes.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,8 @@ _HASH_A = 0x7FEB352D
 _HASH_B = 0x846CA68B
 _ROW_HIGH_FACTOR = 0x85EBCA6B
 _QUAD_HIGH_FACTOR = 0xC2B2AE35
+
+_Word = TypeVar("_Word", int, Tensor)  # 32 bits, in an int64 tensor many of them
 
 
 def hadamard_(x: Tensor, size: int) -> Tensor:
@@ -65,7 +69,7 @@ def _shift_right(x: Tensor, amount: int) -> Tensor:
     return (x >> amount).bitwise_and_((1 << (32 - amount)) - 1)
 
 
-def _mix(x: int) -> int:
+def _mix(x: _Word) -> _Word:
     """Mix 32 bits (two multiply-xorshift rounds; constants of the ``lowbias32`` hash)."""
     x ^= x >> 16
     x = x * _HASH_A & _MASK_32
@@ -74,12 +78,29 @@ def _mix(x: int) -> int:
     return x ^ (x >> 16)
 
 
-def seed_words(seed: int) -> tuple[int, int]:
-    """Turn a seed of up to 64 bits into two signed 32-bit words, each depending on all bits."""
-    low, high = seed & _MASK_32, seed >> 32 & _MASK_32
+def _mix_words(low: _Word, high: _Word) -> tuple[_Word, _Word]:
     first = _mix(_mix(low ^ 0x9E3779B9) ^ high)
     second = _mix(_mix(high ^ 0x7F4A7C15) ^ low)
+    return first, second
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """Turn a seed of up to 64 bits into two signed 32-bit words, each depending on all bits."""
+    first, second = _mix_words(seed & _MASK_32, seed >> 32 & _MASK_32)
     return _int32(first), _int32(second)
+
+
+def packed_seed_words(seeds: Tensor) -> Tensor:
+    """``seed_words`` of many seeds at once.
+
+    Args:
+        seeds: ``[N]`` int64.
+
+    Returns:
+        ``[N]`` int64 with the first word in the low 32 bits and the second in the high ones.
+    """
+    first, second = _mix_words(seeds & _MASK_32, (seeds >> 32) & _MASK_32)
+    return (second << 32) | first
 
 
 def _stream_keys(words: tuple[int, int], row: int, quad_high: int) -> tuple[int, int]:

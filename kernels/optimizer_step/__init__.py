@@ -11,15 +11,19 @@ from .formats import (
     state_format,
 )
 from .op import optimizer_step
+from .prepared import FLOAT_DTYPES, PreparedTensor, prepare
 
 __all__ = [
+    "FLOAT_DTYPES",
     "FORMATS",
     "GROUP_SIZE",
     "NUM_SCALARS",
     "RULES",
+    "PreparedTensor",
     "StateFormat",
     "groups_per_row",
     "optimizer_step",
+    "prepare",
     "row_length",
     "state_format",
 ]

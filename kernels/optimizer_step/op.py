@@ -1,128 +1,69 @@
-"""The operator ``lq_lightning::optimizer_step``."""
+"""One optimizer step on many tensors: a plain function, since nothing traces an optimizer step.
+
+An operator of torch would convert its lists of tensors at every call, which takes longer than all
+else that is done here for a tensor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from lq_lightning.kernels.message.operators import count_write, define_operator
+from lq_lightning.kernels.message.operators import count_write
 
 from . import reference as cpu
-from .formats import (
-    FORMATS,
-    NUM_SCALARS,
-    RULES,
-    StateFormat,
-    groups_per_row,
-    row_length,
-    state_format,
-)
-from .reference import State
-
-_SCHEMA = (
-    "optimizer_step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] first, "
-    "Tensor(c!)[] first_scale, "
-    "Tensor(d!)[] first_exponent, Tensor(e!)[] second, Tensor(f!)[] second_scale, "
-    "Tensor(g!)[] second_exponent, Tensor scalars, int[] seeds, int[] offsets, str rule, "
-    "str first_format, str second_format, bool stochastic) -> ()"
-)
+from .formats import NUM_SCALARS, RULES
+from .prepared import FLOAT_DTYPES, PreparedTensor, check_tensor, states_of
 
 
-def _has_two_states(rule: str) -> bool:
-    return rule in ("adamw", "adam")
-
-
-def _formats(rule: str, first_format: str, second_format: str) -> list[StateFormat]:
-    if rule not in RULES:
-        raise ValueError(f"rule={rule!r} is not known; allowed: {', '.join(RULES)}.")
-    first = state_format(first_format, signed=True)
-    if not _has_two_states(rule):
-        return [first]
-    return [first, state_format(second_format, signed=False)]
-
-
-def _check_tensor(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
-) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}; "
-            f"expected a contiguous tensor of {' or '.join(map(str, dtypes))} {shape}."
-        )
-
-
-def _states(
-    params: Sequence[Tensor],
-    lists: Sequence[Sequence[Tensor]],
-    names: Sequence[str],
-    fmt: StateFormat,
-) -> list[State]:
-    """Check the tensors of one state of all parameters and put them together."""
-    wanted = (True, fmt.quantized, fmt.expanded)
-    for name, tensors, needed in zip(names, lists, wanted, strict=True):
-        if len(tensors) != (len(params) if needed else 0):
-            raise ValueError(
-                f"{name} has {len(tensors)} tensors for {len(params)} parameters; format "
-                f"{fmt.name!r} needs {'one each' if needed else 'none'}."
-            )
-    states = []
-    for index, param in enumerate(params):
-        constants = (param.shape[0], groups_per_row(row_length(param.shape)))
-        codes_dtype = torch.uint8 if fmt.quantized else torch.float32
-        _check_tensor(names[0], lists[0][index], tuple(param.shape), (codes_dtype,))
-        scale = exponent = None
-        if fmt.quantized:
-            scale = lists[1][index]
-            _check_tensor(names[1], scale, constants, (torch.bfloat16,))
-        if fmt.expanded:
-            exponent = lists[2][index]
-            _check_tensor(names[2], exponent, constants, (torch.uint8,))
-        states.append(State(lists[0][index], scale, exponent))
-    return states
-
-
-def _checked(
-    params: Sequence[Tensor],
+def _check(
+    tensors: Sequence[Sequence[Tensor]],
+    prepared: Sequence[PreparedTensor],
     grads: Sequence[Tensor],
-    lists: Sequence[Sequence[Tensor]],
-    scalars: Tensor,
-    formats: Sequence[StateFormat],
-) -> list[list[State]]:
-    """Check everything; return the states of every parameter."""
-    if len(grads) != len(params):
-        raise ValueError(f"{len(grads)} gradients for {len(params)} parameters.")
-    _check_tensor("scalars", scalars, (len(params), NUM_SCALARS), (torch.float32,))
-    float_dtypes = (torch.float32, torch.bfloat16)
-    for param, grad in zip(params, grads, strict=True):
-        if param.dim() == 0:
-            raise ValueError("a parameter has no dimensions; pass a view of shape (1,).")
-        _check_tensor("params", param, tuple(param.shape), float_dtypes)
-        _check_tensor("grads", grad, tuple(param.shape), float_dtypes)
-    names = ("first", "first_scale", "first_exponent")
-    columns = [_states(params, lists[:3], names, formats[0])]
-    if len(formats) == 2:
-        names = ("second", "second_scale", "second_exponent")
-        columns.append(_states(params, lists[3:], names, formats[1]))
-    return [list(states) for states in zip(*columns, strict=True)]
-
-
-def _optimizer_step(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    first: Sequence[Tensor],
-    first_scale: Sequence[Tensor],
-    first_exponent: Sequence[Tensor],
-    second: Sequence[Tensor],
-    second_scale: Sequence[Tensor],
-    second_exponent: Sequence[Tensor],
     scalars: Tensor,
     seeds: Sequence[int],
     offsets: Sequence[int],
     rule: str,
-    first_format: str,
-    second_format: str,
+    stochastic: bool,
+) -> None:
+    if rule not in RULES:
+        raise ValueError(f"rule={rule!r} is not known; allowed: {', '.join(RULES)}.")
+    kind, dtype = prepared[0].kind, grads[0].dtype if grads else None
+    num_states = 2 if rule in ("adamw", "adam") else 1
+    if len(kind.formats) != num_states:
+        raise ValueError(f"{len(kind.formats)} states were prepared; {rule!r} has {num_states}.")
+    numbers = {"tensors": len(tensors), "grads": len(grads)}
+    if stochastic and kind.dtype == torch.bfloat16:
+        numbers |= {"seeds": len(seeds), "offsets": len(offsets)}
+    for name, number in numbers.items():
+        if number != len(prepared):
+            raise ValueError(f"{name} has {number} entries for {len(prepared)} parameters.")
+    if tuple(scalars.shape) != (len(prepared), NUM_SCALARS) or scalars.dtype != torch.float32:
+        raise ValueError(
+            f"scalars is {scalars.dtype} {tuple(scalars.shape)}; expected torch.float32 "
+            f"{(len(prepared), NUM_SCALARS)}."
+        )
+    for item, grad in zip(prepared, grads, strict=True):
+        if item.kind is not kind or grad.dtype is not dtype:
+            raise ValueError(
+                f"tensors of {item.kind} with a gradient of {grad.dtype} and of {kind} with one "
+                f"of {dtype} cannot share a step; call it once for each."
+            )
+        if grad.shape != item.shape or dtype not in FLOAT_DTYPES or not grad.is_contiguous():
+            check_tensor("grads", grad, tuple(item.shape), FLOAT_DTYPES)
+
+
+def optimizer_step(
+    tensors: Sequence[Sequence[Tensor]],
+    prepared: Sequence[PreparedTensor],
+    grads: Sequence[Tensor],
+    scalars: Tensor,
+    seeds: Sequence[int],
+    offsets: Sequence[int],
+    rule: str,
     stochastic: bool,
 ) -> None:
     """Update parameters and their states in place, N tensors in one launch.
@@ -141,58 +82,44 @@ def _optimizer_step(
     The parameter is updated with the new states before these are quantized.
 
     Args:
-        params: ``[D, ...]`` each, fp32 or bf16, contiguous, updated.
-        grads: like the parameters, fp32 or bf16.
-        first: codes of the first state, uint8, or its fp32 values for format ``float32``; updated.
-        first_scale: ``[D, groups_per_row]`` bf16 each; empty for format ``float32``.
-        first_exponent: the same in uint8; empty unless the format is ``expanded_fp8``.
-        second: as ``first`` for the second state; empty for rules with one state.
-        second_scale: as ``first_scale``.
-        second_exponent: as ``first_exponent``.
+        tensors: each parameter with the parts of its states, as they were given to ``prepare``;
+            updated.
+        prepared: what ``prepare`` returned for each of them, all of one kind. The tensors must
+            still be where they were then, which is not checked: see ``PreparedTensor.is_in_place``.
+        grads: in the shapes of the parameters and on their device, all fp32 or all bf16,
+            contiguous.
         scalars: ``[N, 8]`` fp32 on the CPU, the s0..s7 above.
-        seeds: for stochastic rounding, one per tensor.
-        offsets: position of each tensor's first element in the whole parameter.
+        seeds: for stochastic rounding, one per tensor; else ignored.
+        offsets: position of each tensor's first element in the whole parameter, for stochastic
+            rounding; else ignored.
         rule: a name of ``RULES``.
-        first_format: a name of ``FORMATS``.
-        second_format: a name of ``FORMATS``; ignored for rules with one state.
         stochastic: round bf16 parameters stochastically.
 
     Raises:
-        ValueError: shapes, dtypes or strides other than above.
+        ValueError: shapes, dtypes, strides or numbers of tensors other than above.
 
     Determinism: the same bits on CPU and CUDA.
     """
-    formats = _formats(rule, first_format, second_format)
-    lists = (first, first_scale, first_exponent, second, second_scale, second_exponent)
-    states = _checked(params, grads, lists, scalars, formats)
-    if params and params[0].is_cuda:
+    if not prepared:
+        return
+    _check(tensors, prepared, grads, scalars, seeds, offsets, rule, stochastic)
+    kind = prepared[0].kind
+    if kind.device.type == "cuda":
         from .launch import launch_optimizer_step
 
-        launch_optimizer_step(
-            params, grads, states, scalars, seeds, offsets, rule, formats, stochastic
-        )
+        launch_optimizer_step(prepared, grads, scalars, seeds, offsets, rule, stochastic)
     else:
-        values = scalars.tolist()
-        for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        rounded = stochastic and kind.dtype == torch.bfloat16
+        for index, (values, parts) in enumerate(zip(scalars.tolist(), tensors, strict=True)):
             cpu.step(
-                param,
-                grad,
-                states[index],
-                values[index],
-                seeds[index],
-                offsets[index],
+                parts[0],
+                grads[index],
+                states_of(parts, kind.formats),
+                values,
+                seeds[index] if rounded else 0,
+                offsets[index] if rounded else 0,
                 rule,
-                formats,
+                kind.formats,
                 stochastic,
             )
-    for tensors in (params, *lists):
-        count_write(*tensors)
-
-
-def _fake_optimizer_step(*arguments: object) -> None:
-    return None
-
-
-optimizer_step = define_operator(_SCHEMA, _optimizer_step, _fake_optimizer_step)
-
-__all__ = ["FORMATS", "optimizer_step"]
+    count_write(*chain.from_iterable(tensors))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 _MASK_64 = (1 << 64) - 1
 
 
@@ -22,14 +24,24 @@ def derive_seed(*parts: int) -> int:
     Returns:
         A seed in ``[0, 2**63)``; equal parts give equal seeds on every machine.
     """
-    state = len(parts)
+    if not parts:
+        return 0
+    return _absorb(_absorb_all(len(parts), parts[:-1]), parts[-1]) >> 1
+
+
+@lru_cache(maxsize=256)
+def _absorb_all(state: int, parts: tuple[int, ...]) -> int:
+    """Absorb what many seeds in a row have in common."""
     for part in parts:
-        remaining = part
-        while True:
-            state = _mix((state + 0x9E3779B97F4A7C15 & _MASK_64) ^ (remaining & _MASK_64))
-            remaining >>= 64
-            if remaining in (0, -1):
-                break
-        if part < 0:
-            state = _mix(state ^ 0xD1B54A32D192ED03)
-    return state >> 1
+        state = _absorb(state, part)
+    return state
+
+
+def _absorb(state: int, part: int) -> int:
+    remaining = part
+    while True:
+        state = _mix((state + 0x9E3779B97F4A7C15 & _MASK_64) ^ (remaining & _MASK_64))
+        remaining >>= 64
+        if remaining in (0, -1):
+            break
+    return _mix(state ^ 0xD1B54A32D192ED03) if part < 0 else state

@@ -5,18 +5,26 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lq_lightning._compat import first_row, local_tensor
 from lq_lightning.codecs import derive_seed
-from lq_lightning.kernels.optimizer_step import StateFormat, optimizer_step, row_length
+from lq_lightning.kernels.optimizer_step import (
+    FLOAT_DTYPES,
+    PreparedTensor,
+    StateFormat,
+    optimizer_step,
+    row_length,
+)
 
 from .config import OptimizerQuantization, check_stamp, reason_for_full_precision
+from .slots import STEP, Slot, advance
 from .state import (
     CODES,
     EXPONENT,
@@ -25,7 +33,6 @@ from .state import (
     decoded,
     encoded,
     is_quantized,
-    local_state,
     zero_state,
 )
 
@@ -55,17 +62,29 @@ class _Held:
         self.entry = entry
 
 
-@dataclass
-class _Batch:
-    """Arguments of one call of the operator."""
+class _Batch(NamedTuple):
+    """Parameters of one launch; ``groups`` are numbers of parameter groups."""
 
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    states: list[list[Tensor]] = field(default_factory=lambda: [[] for _ in range(6)])
-    scalars: list[list[float]] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    write_back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    rule: str
+    slots: list[Slot]
+    groups: list[int]
+    prepared: list[PreparedTensor]
+    tensors: list[list[Tensor]]
+    grads: list[Tensor]
+
+
+class _Work(NamedTuple):
+    """What a step has to do.
+
+    Attributes:
+        for_torch: parameter groups for the optimizer of torch.
+        batches: by rule, kind of the prepared tensors and dtype of the gradients.
+        write_back: non-contiguous parameters and what becomes of them.
+    """
+
+    for_torch: list[dict[str, Any]]
+    batches: dict[tuple[Any, ...], _Batch]
+    write_back: list[tuple[Tensor, Tensor]]
 
 
 class QuantizedOptimizer(Optimizer):
@@ -83,6 +102,8 @@ class QuantizedOptimizer(Optimizer):
 
     quantization_config: OptimizerQuantization
     _full_precision: dict[Tensor, str]
+    # One per parameter, in order, from the first step on; never in pickles or copies.
+    _slots: Sequence[Slot | None] = ()
 
     # --- for subclasses ---------------------------------------------------------------------------
 
@@ -90,7 +111,7 @@ class QuantizedOptimizer(Optimizer):
         raise NotImplementedError
 
     def _scalars(self, group: Mapping[str, Any], step: int, is_first: bool) -> list[float]:
-        """The eight scalars of the operator ``optimizer_step``."""
+        """The eight scalars of ``kernels.optimizer_step``."""
         raise NotImplementedError
 
     @classmethod
@@ -122,6 +143,7 @@ class QuantizedOptimizer(Optimizer):
             self.check_group(group)
         self.quantization_config = config
         self._full_precision = dict(full_precision)
+        self._slots = ()
         self._step_supports_amp_scaling = False  # a GradScaler unscales before the step
         self.defaults[STAMP] = config.stamp
         for group in self.param_groups:
@@ -193,25 +215,13 @@ class QuantizedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        batches: defaultdict[tuple[Any, ...], _Batch] = defaultdict(_Batch)
-        for_torch = []
-        position = 0
-        for group in self.param_groups:
-            left = []
-            for param in group["params"]:
-                position += 1
-                if param.grad is None:
-                    continue
-                quantized = self.reason_for_full_precision(param) is None
-                if not quantized and self.torch_class and param.dtype == torch.float32:
-                    left.append(param)
-                else:
-                    self._add(batches, group, param, quantized, position)
-            for_torch.append({**group, "params": left})
-        if self.torch_class is not None and any(group["params"] for group in for_torch):
-            self._step_of_torch(self.torch_class, for_torch)
-        for key, batch in batches.items():
-            self._launch(key, batch)
+        work = self._collect()
+        if self.torch_class is not None and any(group["params"] for group in work.for_torch):
+            self._step_of_torch(self.torch_class, work.for_torch)
+        for batch in work.batches.values():
+            self._launch(batch)
+        for target, source in work.write_back:
+            target.copy_(source)
         return loss
 
     def _step_of_torch(self, torch_class: type[Optimizer], groups: list[dict[str, Any]]) -> None:
@@ -224,77 +234,123 @@ class QuantizedOptimizer(Optimizer):
         finally:
             self.param_groups = kept
 
-    def _add(
-        self,
-        batches: defaultdict[tuple[Any, ...], _Batch],
-        group: Mapping[str, Any],
-        param: Tensor,
-        quantized: bool,
-        position: int,
-    ) -> None:
-        """Advance a parameter's step and queue its update."""
-        grad = param.grad
-        if grad is None:
-            raise AssertionError("only parameters with a gradient are updated")
-        if grad.is_sparse:
+    def _collect(self) -> _Work:
+        """Sort the parameters that have a gradient by what updates them."""
+        work = _Work([], {}, [])
+        config, states = self.quantization_config, self.state
+        count = sum(len(group["params"]) for group in self.param_groups)
+        slots: list[Slot | None] = [None] * count
+        if len(self._slots) == count:
+            slots = list(self._slots)
+        self._slots, index = slots, -1
+        for number, group in enumerate(self.param_groups):
+            left = []
+            rule = self._rule(group)
+            batch, kind, dtype = None, None, None
+            for param in group["params"]:
+                index += 1
+                grad = param.grad
+                if grad is None:
+                    continue
+                slot = slots[index]
+                tensors = None
+                if slot is not None:
+                    tensors = slot.current(param, states.get(param, _NO_ENTRY), config)
+                if slot is None or tensors is None:
+                    slot, tensors = self._new_slot(work, param, index + 1)
+                    slots[index] = slot
+                else:
+                    slot.is_first = False
+                prepared = slot.prepared
+                if prepared is None:
+                    left.append(param)
+                    continue
+                if prepared.kind is not kind or grad.dtype is not dtype or batch is None:
+                    kind, dtype = prepared.kind, grad.dtype
+                    key = (rule, id(kind), dtype)  # kinds live forever
+                    batch = work.batches.setdefault(key, _Batch(rule, [], [], [], [], []))
+                if grad.is_sparse or dtype not in FLOAT_DTYPES:
+                    self._check(param)
+                batch.slots.append(slot)
+                batch.groups.append(number)
+                batch.prepared.append(prepared)
+                batch.tensors.append(tensors)
+                batch.grads.append(grad if type(grad) is Tensor else local_tensor(grad))
+            work.for_torch.append({**group, "params": left})
+        return work
+
+    def _new_slot(self, work: _Work, param: Tensor, position: int) -> tuple[Slot, list[Tensor]]:
+        """Decide what updates a parameter, and make its states where there are none."""
+        config = self.quantization_config
+        slot = Slot(ref(param), param.shape, config, position, isinstance(param, DTensor))
+        quantized = self.reason_for_full_precision(param) is None
+        if not quantized and self.torch_class and param.dtype == torch.float32:
+            return slot, []
+        self._check(param)
+        formats = self._formats() if quantized else _FULL_PRECISION[: len(self.state_names)]
+        entry = self.state[param]
+        slot.is_first = not entry
+        if slot.is_first:
+            if self.has_step:
+                entry[STEP] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+            for name, fmt in zip(self.state_names, formats, strict=True):
+                entry.update(zero_state(param, name, fmt))
+        if self.has_step:
+            slot.has_step = True
+            if not isinstance(entry[STEP], Tensor):
+                entry[STEP] = torch.tensor(entry[STEP], dtype=torch.float32, device="cpu")
+        local = local_tensor(param)
+        if not local.is_contiguous():
+            work.write_back.append((local, local := local.contiguous()))
+        if config.stochastic_rounding:
+            slot.offset = first_row(param) * row_length(param.shape)
+        return slot, slot.fill(local, entry, self.state_names, formats)
+
+    def _check(self, param: Tensor) -> None:
+        """Refuse a parameter or gradient that has no quantized update."""
+        if param.grad is not None and param.grad.is_sparse:
             raise RuntimeError(
                 f"{type(self).__name__} does not support sparse gradients. Use "
                 "`nn.Embedding(sparse=False)`."
             )
-        for tensor in (param, grad):
-            if tensor.dtype not in (torch.float32, torch.bfloat16):
+        for tensor in (param, param.grad):
+            if tensor is not None and tensor.dtype not in FLOAT_DTYPES:
                 raise TypeError(
                     f"{type(self).__name__} got a parameter or gradient of {tensor.dtype}; "
                     "allowed: float32, bfloat16. Convert the model, e.g. `model.bfloat16()`."
                 )
-        formats = self._formats() if quantized else _FULL_PRECISION[: len(self.state_names)]
-        entry = self.state[param]
-        is_first = not entry
-        if is_first:
-            if self.has_step:
-                entry["step"] = torch.tensor(0.0)
-            for name, fmt in zip(self.state_names, formats, strict=True):
-                entry.update(zero_state(param, name, fmt))
-        step = 0
-        if self.has_step:
-            entry["step"] += 1
-            step = int(entry["step"])
-        p, g = local_tensor(param), local_tensor(grad)
-        if p.numel() == 0:
-            return
-        names = tuple(fmt.name for fmt in formats)
-        batch = batches[(self._rule(group), p.device, p.dtype, g.dtype, names)]
-        if not p.is_contiguous():
-            batch.write_back.append((p, p := p.contiguous()))
-        batch.params.append(p if p.dim() else p.view(1))
-        batch.grads.append((g if g.dim() else g.view(1)).contiguous())
-        for index, (name, fmt) in enumerate(zip(self.state_names, formats, strict=True)):
-            state = local_state(entry, name, fmt)
-            for offset, part in enumerate((state.codes, state.scale, state.exponent)):
-                if part is not None:
-                    batch.states[3 * index + offset].append(part if part.dim() else part.view(1))
-        batch.scalars.append(self._scalars(group, step, is_first))
-        stochastic = self.quantization_config.stochastic_rounding and p.dtype == torch.bfloat16
-        seed = (self.quantization_config.seed, step, position)
-        batch.seeds.append(derive_seed(*seed) if stochastic else 0)
-        batch.offsets.append(first_row(param) * row_length(param.shape) if stochastic else 0)
 
-    def _launch(self, key: tuple[Any, ...], batch: _Batch) -> None:
-        rule, _, _, _, names = key
-        optimizer_step(
-            batch.params,
-            batch.grads,
-            *batch.states,
-            torch.tensor(batch.scalars, dtype=torch.float32),
-            batch.seeds,
-            batch.offsets,
-            rule,
-            names[0],
-            names[-1],
-            self.quantization_config.stochastic_rounding,
+    def _launch(self, batch: _Batch) -> None:
+        """Update the parameters of a batch."""
+        config = self.quantization_config
+        if self.has_step:
+            advance(batch.slots)
+        keys = [(n, s.count, s.is_first) for n, s in zip(batch.groups, batch.slots, strict=True)]
+        rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
+        scalars = torch.tensor(
+            [self._scalars(self.param_groups[key[0]], *key[1:]) for key in rows],
+            dtype=torch.float32,
+            device="cpu",
         )
-        for target, source in batch.write_back:
-            target.copy_(source)
+        if len(rows) == 1:
+            scalars = scalars.expand(len(keys), -1)
+        else:
+            scalars = scalars[torch.tensor([rows[key] for key in keys], device="cpu")]
+        seeds, offsets = [], []
+        if config.stochastic_rounding and batch.tensors[0][0].dtype == torch.bfloat16:
+            seeds = [derive_seed(config.seed, slot.count, slot.position) for slot in batch.slots]
+            offsets = [slot.offset for slot in batch.slots]
+        grads = [(grad if grad.dim() else grad.view(1)).contiguous() for grad in batch.grads]
+        optimizer_step(
+            batch.tensors,
+            batch.prepared,
+            grads,
+            scalars,
+            seeds,
+            offsets,
+            batch.rule,
+            config.stochastic_rounding,
+        )
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -400,6 +456,7 @@ class QuantizedOptimizer(Optimizer):
 
 
 _FULL_PRECISION = OptimizerQuantization(first_moment="float32", second_moment="float32").formats(2)
+_NO_ENTRY: dict[str, Any] = {}
 _UNSUPPORTED = {
     "amsgrad": "its running maximum has no quantized form. Use amsgrad=False.",
     "capturable": "step counters of quantized states are on the CPU. Use capturable=False.",

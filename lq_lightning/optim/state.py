@@ -49,6 +49,14 @@ def _placed(local: Tensor, param: Tensor) -> Tensor:
     return local if param.dim() == 0 else like_rows(local, param)
 
 
+def part_names(name: str, fmt: StateFormat) -> list[str]:
+    """Keys of an entry for the codes, scale and exponent of a state, as far as it has them."""
+    if not fmt.quantized:
+        return [name]
+    parts = (CODES, SCALE, EXPONENT) if fmt.expanded else (CODES, SCALE)
+    return [name + part for part in parts]
+
+
 def local_state(entry: Mapping[str, Any], name: str, fmt: StateFormat) -> State:
     """This rank's tensors of a state, as the kernels take them."""
     if not fmt.quantized:

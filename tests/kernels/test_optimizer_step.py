@@ -1,21 +1,25 @@
-"""The optimizer step: Triton against the reference, bounds of the formats, the operator."""
+"""The optimizer step: Triton against the reference, bounds of the formats, what is refused."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from importlib import metadata
+from typing import Any
 
 import pytest
 import torch
 from packaging.version import Version
 from torch import Tensor
 
+from lq_lightning.kernels.message.reference import packed_seed_words, seed_words
 from lq_lightning.kernels.optimizer_step import (
     FORMATS,
     RULES,
     StateFormat,
     groups_per_row,
     optimizer_step,
+    prepare,
     reference,
     row_length,
     state_format,
@@ -51,6 +55,13 @@ def zeros(shape: tuple[int, ...], fmt: StateFormat, device: torch.device | str) 
     )
 
 
+def parts(param: Tensor, states: list[State]) -> list[Tensor]:
+    found = [param]
+    for state in states:
+        found += [t for t in (state.codes, state.scale, state.exponent) if t is not None]
+    return found
+
+
 def gradients(shape: tuple[int, ...], step: int) -> Tensor:
     """Of many magnitudes, with a group of zeros; the third ones with NaN and infinity."""
     generator = torch.Generator().manual_seed(step)
@@ -84,8 +95,10 @@ def check_steps(
     dtype: torch.dtype,
     device: torch.device,
     shapes: list[tuple[int, ...]],
+    place: Callable[[Tensor, int], Tensor] = lambda grad, step: grad,
     **options: int,
 ) -> None:
+    """Three steps; ``place`` may put gradients elsewhere."""
     from lq_lightning.kernels.optimizer_step.launch import launch_optimizer_step
 
     chosen = formats(rule, name)
@@ -96,6 +109,10 @@ def check_steps(
     device_states = [[zeros(shape, fmt, device) for fmt in chosen] for shape in shapes]
     scalars = torch.tensor([SCALARS] * len(shapes))
     seeds, offsets = [7 + i for i in range(len(shapes))], [i << 33 for i in range(len(shapes))]
+    prepared = [
+        prepare(parts(param, entry), chosen)
+        for param, entry in zip(actual, device_states, strict=True)
+    ]
     for step in range(1, 4):
         grads = [gradients(shape, step).to(dtype) for shape in shapes]
         if dtype == torch.bfloat16:  # Triton's interpreter misreads subnormal bf16
@@ -113,14 +130,12 @@ def check_steps(
                 stochastic,
             )
         launch_optimizer_step(
-            actual,
-            [grad.to(device) for grad in grads],
-            device_states,
+            prepared,
+            [place(grad.to(device), step) for grad in grads],
             scalars,
             seeds,
             offsets,
             rule,
-            chosen,
             stochastic,
             **options,
         )
@@ -144,6 +159,33 @@ class TestTriton:
     def test_rules(self, rule: str, device: torch.device) -> None:
         check_steps(rule, "expanded_fp8", torch.float32, device, [(3, 128), (3, 130)])
 
+    def test_gradients_move(self, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They are aligned in some steps and not in others, as views into a buffer may be."""
+        from lq_lightning.kernels.optimizer_step import launch
+
+        aligned: list[bool] = []
+        kernel = launch.optimizer_step_kernel
+
+        class Recorder:
+            def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+                def run(*args: Any, **kwargs: Any) -> None:
+                    aligned.append(kwargs["ALIGNED"])
+                    kernel[grid](*args, **kwargs)
+
+                return run
+
+        monkeypatch.setattr(launch, "optimizer_step_kernel", Recorder())
+
+        def place(grad: Tensor, step: int) -> Tensor:
+            buffer = torch.empty(grad.numel() + 4, device=device)
+            start = int(step != 2)
+            view = buffer[start : start + grad.numel()].view_as(grad)
+            return view.copy_(grad)
+
+        shapes: list[tuple[int, ...]] = [(3, 128), (4, 128)]
+        check_steps("adamw", "expanded_fp8", torch.float32, device, shapes, place)
+        assert aligned == [False, True, False]
+
     @pytest.mark.gpu(1)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("name", FORMATS)
@@ -165,20 +207,17 @@ class TestTriton:
         grad *= torch.exp2(-40 * torch.rand(shape[0], 1, device=device, generator=generator))
         chosen = formats("adamw", name)
         results = []
-        for step in (reference.step, None):
+        for kernel in (False, True):
             param = torch.zeros(shape, device=device)
             states = [zeros(shape, fmt, device) for fmt in chosen]
-            if step is not None:
-                step(param, grad, states, SCALARS, 0, 0, "adamw", chosen, False)
-            else:
+            tensors = parts(param, states)
+            if kernel:
                 scalars = torch.tensor([SCALARS])
-                launch_optimizer_step(
-                    [param], [grad], [states], scalars, [0], [0], "adamw", chosen, False
-                )
-            results.append([param, *(part for s in states for part in (s.codes, s.scale))])
-            if name == "expanded_fp8":
-                assert states[0].exponent is not None
-                results[-1].append(states[0].exponent)
+                prepared = [prepare(tensors, chosen)]
+                launch_optimizer_step(prepared, [grad], scalars, [], [], "adamw", False)
+            else:
+                reference.step(param, grad, states, SCALARS, 0, 0, "adamw", chosen, False)
+            results.append(tensors)
         for actual, expected in zip(*results, strict=True):
             assert torch.equal(actual, expected)
         if name == "expanded_fp8":
@@ -320,40 +359,85 @@ def test_noise_depends_on_position_only() -> None:
     assert torch.equal(whole[3:], rows)
 
 
-# --- the operator -----------------------------------------------------------------------------
+def test_seeds_of_many_tensors() -> None:
+    seeds = [0, 1, 7 << 32, (1 << 63) - 1, -1, 123456789123456789]
+    packed = packed_seed_words(torch.tensor(seeds)).tolist()
+    for seed, both in zip(seeds, packed, strict=True):
+        low, high = seed_words(seed)
+        assert (high << 32) | (low & 0xFFFFFFFF) == both
 
 
-def arguments(name: str = "expanded_fp8", device: str = "cpu") -> list[object]:
-    shapes = [(3, 128), (2, 40)]
+# --- what is refused --------------------------------------------------------------------------
+
+
+def arguments(name: str = "expanded_fp8") -> dict[str, Any]:
     chosen = formats("adamw", name)
-    states = [[zeros(shape, fmt, device) for shape in shapes] for fmt in chosen]
-    lists: list[object] = []
-    for column in states:
-        for part in ("codes", "scale", "exponent"):
-            tensors = [getattr(state, part) for state in column]
-            lists.append([t for t in tensors if t is not None])
-    params = [torch.randn(shape, device=device) for shape in shapes]
-    grads = [torch.randn(shape, device=device) for shape in shapes]
-    scalars = torch.tensor([SCALARS] * 2)
-    return [params, grads, *lists, scalars, [0, 0], [0, 0], "adamw", name, name, False]
+    tensors = [
+        parts(torch.randn(shape), [zeros(shape, fmt, "cpu") for fmt in chosen])
+        for shape in [(3, 128), (2, 40)]
+    ]
+    return {
+        "tensors": tensors,
+        "prepared": [prepare(each, chosen) for each in tensors],
+        "grads": [torch.randn(each[0].shape) for each in tensors],
+        "scalars": torch.tensor([SCALARS] * 2),
+        "seeds": [0, 0],
+        "offsets": [0, 0],
+        "rule": "adamw",
+        "stochastic": False,
+    }
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))])
 @pytest.mark.parametrize("name", ["expanded_fp8", "float32"])
-def test_opcheck(name: str, device: str) -> None:
-    torch.library.opcheck(optimizer_step, tuple(arguments(name, device)))
+def test_writes_are_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "step", lambda *_: None)  # it counts as any operator of torch
+    values = arguments(name)
+    before = [[tensor._version for tensor in each] for each in values["tensors"]]
+    optimizer_step(**values)
+    after = [[tensor._version - 1 for tensor in each] for each in values["tensors"]]
+    assert after == before
+    with torch.inference_mode():
+        optimizer_step(**arguments(name))
 
 
 def test_bad_arguments_are_refused() -> None:
     values = arguments()
     with pytest.raises(ValueError, match=r"rule='rmsprop' is not known; allowed: adamw"):
-        optimizer_step(*values[:11], "rmsprop", *values[12:])
+        optimizer_step(**{**values, "rule": "rmsprop"})
+    with pytest.raises(ValueError, match=r"2 states were prepared; 'lion' has 1"):
+        optimizer_step(**{**values, "rule": "lion"})
+    with pytest.raises(ValueError, match=r"grads has 1 entries for 2 parameters"):
+        optimizer_step(**{**values, "grads": values["grads"][:1]})
+    with pytest.raises(ValueError, match=r"scalars is torch.float32 \(1, 8\); expected"):
+        optimizer_step(**{**values, "scalars": values["scalars"][:1]})
+    grads = [values["grads"][0].double(), values["grads"][1].double()]
+    with pytest.raises(ValueError, match=r"grads is torch.float64 .*expected a contiguous tensor"):
+        optimizer_step(**{**values, "grads": grads})
+    mixed_grads = [values["grads"][0], values["grads"][1].bfloat16()]
+    with pytest.raises(ValueError, match=r"torch.bfloat16 and .* torch.float32 cannot share"):
+        optimizer_step(**{**values, "grads": mixed_grads})
+    with pytest.raises(ValueError, match=r"grads is .*\(128, 3\).* expected .*\(3, 128\)"):
+        optimizer_step(**{**values, "grads": [grads[0].float().t(), values["grads"][1]]})
+    others = arguments("fp8")
+    mixed = [values["prepared"][0], others["prepared"][1]]
+    with pytest.raises(ValueError, match=r"expanded_fp8.* cannot share a step"):
+        optimizer_step(**{**values, "prepared": mixed})
+
+
+def test_bad_tensors_are_refused() -> None:
+    chosen = formats("adamw", "expanded_fp8")
+    param, *rest = arguments()["tensors"][0]
     with pytest.raises(ValueError, match=r"state format 'fp4' is not known; allowed"):
-        optimizer_step(*values[:12], "fp4", *values[13:])
-    with pytest.raises(ValueError, match="first_exponent has 0 tensors for 2 parameters"):
-        optimizer_step(*values[:4], [], *values[5:])
-    params = [values[0][0].t(), values[0][1]]  # type: ignore[index]
-    with pytest.raises(ValueError, match="expected a contiguous tensor"):
-        optimizer_step(params, *values[1:])
+        state_format("fp4", signed=True)
+    with pytest.raises(ValueError, match=r"5 tensors for .*; expected first, first_scale, first_e"):
+        prepare([param, *rest[:-1]], chosen)
+    with pytest.raises(ValueError, match=r"param is .*expected a contiguous tensor"):
+        prepare([param.t(), *rest], chosen)
+    with pytest.raises(ValueError, match=r"param is torch.float16"):
+        prepare([param.half(), *rest], chosen)
+    with pytest.raises(ValueError, match=r"no dimensions; pass a view of shape \(1,\)"):
+        prepare([param[0, 0], *rest], chosen)
     with pytest.raises(ValueError, match=r"first is torch.int8 .*expected .*torch.uint8"):
-        optimizer_step(*values[:2], [c.view(torch.int8) for c in values[2]], *values[3:])  # type: ignore[attr-defined]
+        prepare([param, rest[0].view(torch.int8), *rest[1:]], chosen)
+    with pytest.raises(ValueError, match=r"first_scale is on meta, its parameter on cpu"):
+        prepare([param, rest[0], rest[1].to("meta"), *rest[2:]], chosen)
