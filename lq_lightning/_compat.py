@@ -1,7 +1,8 @@
 """Every private torch and lightning import, and every version gate, in one place.
 
 Nothing outside this module may import a name with a leading underscore from torch or lightning.
-What FSDP2 holds of unreduced gradients is taken and given back in `_compat_gradients`.
+What FSDP2 holds of unreduced gradients is taken and given back in `_compat_gradients`; sharded
+tensors are taken apart and put together in `_compat_tensors`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from torch.distributed.fsdp._fully_shard._fully_shard import (
     get_cls_to_fsdp_cls,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -35,7 +35,6 @@ __all__ = [
     "GroupParams",
     "ReduceScatter",
     "Reduced",
-    "add_one_to_all",
     "after_backward",
     "all_gather_flat",
     "all_linked_by_nvlink",
@@ -45,16 +44,11 @@ __all__ = [
     "convert_floating",
     "default_dtype",
     "discard_unreduced_gradients",
-    "empty_like_sharded",
     "end_root_forward",
     "fill_wrapping_checkpoint_io",
-    "first_row",
     "fsdp_units",
     "inherit_timeout",
     "has_unreduced_gradients",
-    "like_rows",
-    "local_shard",
-    "local_tensor",
     "materialize_meta_tensors",
     "move_optimizers_to_device",
     "pack_shards",
@@ -63,7 +57,6 @@ __all__ = [
     "record_reduced_params",
     "reduce_scatter_flat",
     "reset_iteration",
-    "shard_rows",
     "to_sharded_dtensor",
     "unflatten_checkpoint",
     "use_own_sampling",
@@ -416,91 +409,6 @@ def discard_unreduced_gradients(root: nn.Module) -> None:
             keeper = getattr(group, "gradient_keeper", None)  # of `_compat_gradients`
             if keeper is not None:
                 keeper.discard()
-
-
-def local_shard(full: Tensor, like: DTensor) -> DTensor:
-    """Cut this rank's shard out of a whole tensor without communication.
-
-    Args:
-        full: Shape of ``like``, any dtype (kept), on any device.
-        like: A DTensor that says how to shard.
-    """
-    mesh, placements = like.device_mesh, like.placements
-    shape, offset = compute_local_shape_and_global_offset(full.shape, mesh, placements)
-    local = full
-    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        local = local.narrow(dim, min(start, full.shape[dim]), length)
-    local = local.to(like.device).contiguous()
-    return _from_local(local, like)
-
-
-def empty_like_sharded(like: DTensor, dtype: torch.dtype) -> DTensor:
-    """An uninitialised DTensor with the sharding of ``like`` and another dtype."""
-    return _from_local(torch.empty_like(like.to_local(), dtype=dtype), like)
-
-
-def _from_local(local: Tensor, like: DTensor) -> DTensor:
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, without autograd; any other tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-_ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")
-
-
-def add_one_to_all(tensors: list[Tensor]) -> None:
-    """Add one to fp32 tensors on the CPU, as torch's optimizers do with their steps."""
-    # a tensor and `alpha`, since a number would be made a tensor anew for each of them
-    torch._foreach_add_(tensors, _ONE, alpha=1.0)
-
-
-def like_rows(local: Tensor, like: Tensor) -> Tensor:
-    """Wrap rows that belong to the local rows of ``like`` as a DTensor placed like it.
-
-    Args:
-        local: ``[D_local, ...]``; the dimensions after the first are whole.
-        like: ``[D, ...]``; where it is no DTensor, ``local`` is returned.
-    """
-    if not isinstance(like, DTensor):
-        return local
-    shape = torch.Size([like.shape[0], *local.shape[1:]])
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
-    )
-
-
-def shard_rows(full: Tensor, like: Tensor) -> Tensor:
-    """Cut the rows that belong to the local rows of ``like`` out of a whole tensor.
-
-    Args:
-        full: ``[D, ...]``.
-        like: ``[D, ...]``; where it is no DTensor, ``full`` is returned.
-    """
-    if not isinstance(like, DTensor):
-        return full
-    start = first_row(like)
-    return like_rows(full[start : start + like._local_tensor.shape[0]].contiguous(), like)
-
-
-def first_row(tensor: Tensor) -> int:
-    """Index of the first local row of a tensor that is sharded on dimension 0 at most."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    _, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return offset[0]
 
 
 def unflatten_checkpoint(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:

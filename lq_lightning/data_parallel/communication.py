@@ -19,10 +19,10 @@ from lq_lightning._compat import (
     GroupParams,
     fsdp_units,
     inherit_timeout,
-    local_tensor,
     record_reduced_params,
     uses_hsdp,
 )
+from lq_lightning._compat_tensors import local_tensor
 from lq_lightning.data_parallel.all_gather import WeightAllGather
 from lq_lightning.data_parallel.config import GradientQuantization, Topology, WeightQuantization
 from lq_lightning.data_parallel.exchange import ExchangeSchedule

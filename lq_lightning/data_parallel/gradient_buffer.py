@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lq_lightning._compat import after_backward, empty_like_sharded, fsdp_units, local_tensor
+from lq_lightning._compat import after_backward, fsdp_units
 from lq_lightning._compat_gradients import keep_unreduced_gradients
+from lq_lightning._compat_tensors import empty_like_sharded, local_tensor
 from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode
 from lq_lightning.data_parallel.unit import full_precision_reason
 from lq_lightning.kernels.accumulate import accumulate_, buffer_layout, read_accumulated_

@@ -9,12 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat import (
-    all_gather_flat,
-    pack_shards,
-    to_sharded_dtensor,
-    write_fingerprint,
-)
+from lq_lightning._compat import all_gather_flat, pack_shards, to_sharded_dtensor, write_fingerprint
 from lq_lightning.data_parallel.all_gather import WeightAllGather
 from lq_lightning.data_parallel.config import WeightQuantization
 from lq_lightning.data_parallel.layout import MessageLayout

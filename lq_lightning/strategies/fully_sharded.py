@@ -34,12 +34,12 @@ from lq_lightning._compat import (
     end_root_forward,
     fsdp_units,
     inherit_timeout,
-    local_tensor,
     materialize_meta_tensors,
     move_optimizers_to_device,
     reset_iteration,
     use_own_sampling,
 )
+from lq_lightning._compat_tensors import local_tensor
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies import sharding, state
 from lq_lightning.strategies.checkpointing import CheckpointingStrategy

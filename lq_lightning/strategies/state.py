@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lq_lightning._compat import empty_like_sharded, local_shard, unflatten_checkpoint
+from lq_lightning._compat import unflatten_checkpoint
+from lq_lightning._compat_tensors import empty_like_sharded, local_shard
 from lq_lightning.strategies.checkpoint import ShardedCheckpoint
 
 __all__ = [
