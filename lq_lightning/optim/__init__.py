@@ -1,7 +1,7 @@
 """Optimizers whose states are 8-bit codes."""
 
 from .base import ParameterPlan, QuantizedOptimizer
-from .config import OptimizerQuantization, embedding_weights
+from .config import OptimizerQuantization, embedding_weights, refuse_codes
 from .convert import quantize_optimizer
 from .optimizers import QuantizedAdam, QuantizedAdamW, QuantizedLion, QuantizedSGD
 
@@ -15,4 +15,5 @@ __all__ = [
     "QuantizedSGD",
     "embedding_weights",
     "quantize_optimizer",
+    "refuse_codes",
 ]

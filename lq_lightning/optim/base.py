@@ -23,7 +23,7 @@ from lq_lightning.kernels.optimizer_step import (
     row_length,
 )
 
-from .config import OptimizerQuantization, check_stamp, reason_for_full_precision
+from .config import STAMP, OptimizerQuantization, check_stamp, reason_for_full_precision
 from .slots import STEP, Slot, advance
 from .state import (
     CODES,
@@ -33,10 +33,9 @@ from .state import (
     decoded,
     encoded,
     is_quantized,
+    part_shape,
     zero_state,
 )
-
-STAMP = "quantization"  # key in parameter groups
 
 
 class ParameterPlan(NamedTuple):
@@ -430,7 +429,7 @@ class QuantizedOptimizer(Optimizer):
             if is_quantized(entry, name):
                 dtypes = {CODES: torch.uint8, SCALE: torch.bfloat16, EXPONENT: torch.uint8}
                 codes = {
-                    name + part: adopted(entry[name + part], param, dtype)
+                    name + part: adopted(entry[name + part], param, dtype, part_shape(param, part))
                     for part, dtype in dtypes.items()
                     if name + part in entry
                 }
@@ -442,7 +441,7 @@ class QuantizedOptimizer(Optimizer):
                 if quantized:
                     result.update(encoded(entry[name], name, param, fmt))
                 else:
-                    result[name] = adopted(entry[name], param, torch.float32)
+                    result[name] = adopted(entry[name], param, torch.float32, param.shape)
         unknown = [key for key, value in entry.items() if key not in known and value is not None]
         if unknown:
             raise ValueError(

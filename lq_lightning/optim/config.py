@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -14,6 +14,7 @@ from lq_lightning.kernels.optimizer_step import StateFormat, row_length, state_f
 StateCode = Literal["expanded_fp8", "fp8", "dynamic8", "int8", "float32"]
 
 FORMAT_VERSION = 1
+STAMP = "quantization"  # key in parameter groups
 # With shorter rows, two states with three bytes of constants per group would take more than 2.2
 # bytes per parameter.
 MIN_ROW_LENGTH = 32
@@ -96,6 +97,26 @@ def check_stamp(saved: str, config: OptimizerQuantization) -> None:
             f"the optimizer state was saved in quantization format {saved!r}, but the optimizer "
             f"uses {config.stamp!r}. Use the same formats, or load it with those first, and then "
             "load `full_precision_state_dict()` of that optimizer into this one."
+        )
+
+
+def refuse_codes(state: Mapping[str, Any], optimizer: str) -> None:
+    """Make sure that a saved state has no codes, which other optimizers would load unnoticed.
+
+    Args:
+        state: state dict of an optimizer.
+        optimizer: class of the one that is to load it, for the message.
+
+    Raises:
+        ValueError: it has.
+    """
+    stamps = {group[STAMP] for group in state.get("param_groups", ()) if STAMP in group}
+    if stamps:
+        raise ValueError(
+            f"the checkpoint's optimizer state is quantized ({', '.join(sorted(stamps))}), but "
+            f"{optimizer} is not. Train on with the same `QuantizedPrecision(optimizer_state=...)` "
+            "(without Lightning: `quantize_optimizer`), or load `full_precision_state_dict()` of "
+            "the quantized optimizer."
         )
 
 

@@ -156,8 +156,8 @@ class QuantizedSGD(QuantizedOptimizer, torch.optim.SGD):
         super().check_group(group)
         if not group["momentum"]:
             raise ValueError(
-                f"{cls.__name__}(momentum=0) has no state to quantize. Use torch.optim.SGD, or a "
-                "positive momentum."
+                f"{cls.__name__}(momentum=0) has no state to quantize. Use a positive "
+                'momentum, or leave the optimizer as it is (`optimizer_state="none"`).'
             )
 
     def _rule(self, group: Mapping[str, Any]) -> str:

@@ -78,23 +78,31 @@ def decoded(entry: Mapping[str, Any], name: str, param: Tensor, fmt: StateFormat
 def encoded(values: Tensor, name: str, param: Tensor, fmt: StateFormat) -> dict[str, Tensor]:
     """The state that holds ``values``, which are placed like the parameter, or whole."""
     entry = zero_state(param, name, fmt)
-    placed = adopted(values, param, torch.float32)
+    placed = adopted(values, param, torch.float32, param.shape)
     encode_state(local_tensor(placed).contiguous(), local_state(entry, name, fmt), fmt)
     return entry
 
 
-def adopted(value: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
+def part_shape(param: Tensor, part: str) -> torch.Size:
+    """Return the shape of ``CODES``, ``SCALE`` or ``EXPONENT`` of a whole state."""
+    if part == CODES:
+        return param.shape
+    return torch.Size((param.shape[0], groups_per_row(row_length(param.shape))))
+
+
+def adopted(value: Tensor, param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     """Bring a tensor of a checkpoint to the parameter's device and sharding.
 
     Args:
         value: placed like the parameter, or whole.
         param: ``[D, ...]``.
         dtype: that it must have already, unless both are floating-point.
+        shape: that it must have, before sharding.
 
     Raises:
-        ValueError: another number of rows, or an integer where floats belong or vice versa.
+        ValueError: another shape, or an integer where floats belong or vice versa.
     """
-    if value.shape[:1] != param.shape[:1]:
+    if value.shape != shape:
         raise ValueError(
             f"a saved optimizer state of shape {tuple(value.shape)} does not fit a parameter of "
             f"shape {tuple(param.shape)}. Load it into the model that it was saved from."

@@ -28,7 +28,7 @@ PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed"]
 def _unsupported(given: str) -> ValueError:
     allowed = ", ".join(repr(name) for name in get_args(PrecisionName))
     return ValueError(
-        f"`{given}` is not supported by `QuantizedFSDPStrategy`: choose one of {allowed}. Instead "
+        f"`{given}` is not supported by lq_lightning: choose one of {allowed}. Instead "
         "of fp16, 'bf16-mixed' needs no loss scaling; for fp64 or Transformer Engine use another "
         "strategy."
     )

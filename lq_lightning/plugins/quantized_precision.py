@@ -15,7 +15,12 @@ from lq_lightning._compat_gradients import is_accumulating, starts_window
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import QuantizedGradientBuffer
 from lq_lightning.data_parallel.config import check_choice
-from lq_lightning.optim import OptimizerQuantization, QuantizedOptimizer, quantize_optimizer
+from lq_lightning.optim import (
+    OptimizerQuantization,
+    QuantizedOptimizer,
+    quantize_optimizer,
+    refuse_codes,
+)
 from lq_lightning.plugins.precision import FullyShardedPrecision, PrecisionName
 
 __all__ = ["QuantizedPrecision"]
@@ -154,7 +159,12 @@ class QuantizedPrecision(FullyShardedPrecision):
             codec = self._buffer_code
         elif self._buffer_code == "fp8_e4m3":
             codec = CodecSpec(code="fp8_e4m3", group_size=128)
-        self._buffer = QuantizedGradientBuffer(module, codec=codec)
+        try:
+            self._buffer = QuantizedGradientBuffer(module, codec=codec)
+        except ValueError as error:
+            raise ValueError(
+                f'{error} In `QuantizedPrecision`, give `gradient_buffer="none"`.'
+            ) from error
         kept = [entry for entry in self._buffer.plan if entry.reason]
         rank_zero_info(
             f"gradient sums of {len(self._buffer.plan) - len(kept)} of {len(self._buffer.plan)} "
@@ -182,6 +192,16 @@ class QuantizedPrecision(FullyShardedPrecision):
         if self._buffer is not None:
             self._buffer.flush()  # if the last micro-batch had no loss
         super()._after_closure(model, optimizer)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse codes that optimizers left in full precision could not read.
+
+        Raises:
+            ValueError: ``optimizer_state="none"``, and the checkpoint has quantized states.
+        """
+        if self._states is None:
+            for state in checkpoint.get("optimizer_states", ()):
+                refuse_codes(state, 'the optimizer (`optimizer_state="none"`)')
 
     def teardown(self) -> None:
         """Leave the module without a buffer."""

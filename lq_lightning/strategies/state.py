@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lq_lightning._compat import unflatten_checkpoint
 from lq_lightning._compat_tensors import empty_like_sharded, local_shard
+from lq_lightning.optim import QuantizedOptimizer, refuse_codes
 from lq_lightning.strategies.checkpoint import ShardedCheckpoint
 
 __all__ = [
@@ -141,7 +142,13 @@ def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, 
         }
     else:
         converted = {k: _shard_like(v, by_key.get(k)) for k, v in state["state"].items()}
-    optimizer.load_state_dict({"state": converted, "param_groups": groups})
+    _load(optimizer, {"state": converted, "param_groups": groups})
+
+
+def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    if not isinstance(optimizer, QuantizedOptimizer):
+        refuse_codes(state, type(optimizer).__name__)
+    optimizer.load_state_dict(state)
 
 
 def load_replica(module: nn.Module, replica: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -299,7 +306,7 @@ def load_sharded_optimizer(
         for name, value in nested.get("state", {}).items()
     }
     groups = _match_groups(optimizer, names, nested["param_groups"], strict)
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    _load(optimizer, {"state": state, "param_groups": groups})
 
 
 def _destination(checkpoint: ShardedCheckpoint, key: str, like: Tensor | None) -> Any:

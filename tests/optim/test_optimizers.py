@@ -444,6 +444,9 @@ def test_other_formats_say_so() -> None:
     cast["state"][0]["exp_avg_codes"] = cast["state"][0]["exp_avg_codes"].float()
     with pytest.raises(ValueError, match="float32, expected torch.uint8: it was cast on the way"):
         optimizer.load_state_dict(cast)
+    wide = [nn.Parameter(torch.zeros(*p.shape[:-1], 2 * p.shape[-1])) for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"shape \(.*\) does not fit a parameter of shape"):
+        QuantizedAdamW(wide).load_state_dict(saved(optimizer))
     unmarked = saved(optimizer)
     del unmarked["param_groups"][0]["quantization"]
     with pytest.raises(ValueError, match="has codes, but its parameter groups do not say"):

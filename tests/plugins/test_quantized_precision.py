@@ -227,6 +227,35 @@ def test_codes_are_equal_on_another_number_of_ranks(tmp_path: Path) -> None:
     run_trainer(_load_on_ranks, 3, str(tmp_path))
 
 
+@pytest.mark.parametrize("strategy", ["auto", "sharded", "full"])
+def test_codes_are_not_loaded_into_other_optimizers(tmp_path: Path, strategy: str) -> None:
+    def make() -> Any:
+        if strategy == "auto":
+            return strategy
+        return QuantizedFSDPStrategy(save_distributed_checkpoint=strategy == "sharded")
+
+    run, _ = fit(str(tmp_path), make(), max_epochs=1)
+    path = str(tmp_path / "last.ckpt")
+    run.save_checkpoint(path)
+    plain = QuantizedPrecision(optimizer_state="none")
+    with pytest.raises(ValueError, match=r"state is quantized \(1/.*QuantizedPrecision\(optimizer"):
+        fit(str(tmp_path), make(), plugin=plain, max_epochs=2, ckpt_path=path)
+
+
+def test_nothing_to_buffer_names_the_option(tmp_path: Path) -> None:
+    module = TinyModule("adamw", 1e-2)  # its largest matrix has fewer than 4096 elements
+    run = trainer(
+        "auto",
+        str(tmp_path),
+        devices=1,
+        plugins=[QuantizedPrecision()],
+        accumulate_grad_batches=2,
+        max_epochs=1,
+    )
+    with pytest.raises(ValueError, match='give `gradient_buffer="none"`'):
+        run.fit(module, loader())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
