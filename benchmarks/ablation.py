@@ -433,7 +433,10 @@ def show_merged(args: argparse.Namespace) -> None:
     outcomes = to_outcomes(results, list(VARIANTS))
     print(summary(outcomes))
     if args.json:
-        environments = [json.loads(path.read_text())["environment"] for path in args.merge]
+        environments = []
+        for path in args.merge:
+            report = json.loads(path.read_text())
+            environments += report.get("environments") or [report["environment"]]
         joined = {"benchmark": "ablation", "environments": environments, "results": results}
         args.json.write_text(json.dumps(joined, indent=2) + "\n")
     if args.figure:

@@ -58,8 +58,7 @@ def sources(reports: Iterable[dict[str, Any]]) -> str:
     parts = []
     for report in reports:
         name = report["name"]
-        environments = report.get("environment", {})
-        environments = environments if isinstance(environments, list) else [environments]
+        environments = report.get("environments") or [report.get("environment", {})]
         made = []
         for environment in environments:
             gpus = environment.get("gpus") or [{"name": "CPU"}]

@@ -170,6 +170,21 @@ def test_merge_pairs_seeds_and_takes_the_later_of_two(tmp_path: Path) -> None:
     assert "0.704%" in lines["full precision"]  # 0.0141421 / 2.01
 
 
+def test_merged_reports_can_be_merged_again(tmp_path: Path) -> None:
+    merge = (sys.executable, str(ABLATION), "--merge")
+    paths = [
+        _report(tmp_path / f"{seed}.json", {"full precision": [_outcome(seed, 2.0)]})
+        for seed in range(3)
+    ]
+    joined = str(tmp_path / "joined.json")
+    for sources in (paths[:2], [joined, paths[2]]):
+        done = _run(*merge, *sources, "--json", joined)
+        assert done.returncode == 0, done.stderr
+    report = json.loads(Path(joined).read_text())
+    assert [run["seed"] for run in report["results"]["variants"]["full precision"]] == [0, 1, 2]
+    assert len(report["environments"]) == 3
+
+
 def test_merge_refuses_reports_of_different_presets(tmp_path: Path) -> None:
     first = _report(tmp_path / "a.json", {"qW": [_outcome(0, 2.0)]})
     second = _report(tmp_path / "b.json", {"qW": [_outcome(0, 2.0)]}, seq=256)

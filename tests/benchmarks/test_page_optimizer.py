@@ -102,6 +102,15 @@ def test_runs_of_optimizer_states_are_told_from_the_others(
     assert "ablation_states" not in others
 
 
+def test_joined_reports_name_all_that_made_them(load_benchmark: Any) -> None:
+    made = [
+        {"commit": commit, "date": "2026-01-02T03:04:05", "versions": {"torch": "2.11"}}
+        for commit in ("abc", "def", "abc")
+    ]
+    shown = load_benchmark("page_parts").sources([{"name": "x", "environments": made}])
+    assert "(abc, 2026-01-02, CPU, torch 2.11; def, 2026-01-02, CPU, torch 2.11)" in shown
+
+
 def test_gradient_buffer_shows_chosen_codes(page: ModuleType, folder: Any, tmp_path: Path) -> None:
     result = {"stored": [0.004, 0.009], "delivered": [0.0, 0.0], "slope": [1.0, 1.0]}
     names = ("int8-g32-half-steps", "fp8-e4m3-g128", "int8-g64")

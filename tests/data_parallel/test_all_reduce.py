@@ -227,7 +227,7 @@ class LightningLM(L.LightningModule):
         return self.model(tokens)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.SGD(self.parameters(), lr=0.3)  # linear in the gradients
 
 
 def _fit(rank: int, world: int, quantized: bool) -> list[Tensor]:
@@ -257,7 +257,9 @@ def test_stock_ddp_strategy_takes_the_hook() -> None:
     runs = [
         run_ranks(_fit, 2, quantized, backend=None, torchrun=True) for quantized in (True, False)
     ]
-    for first, second, plain in zip(*runs[0], runs[1][0], strict=True):
+    L.seed_everything(0, verbose=False)
+    start = [p.detach() for p in LightningLM().parameters()]
+    for first, second, plain, before in zip(*runs[0], runs[1][0], start, strict=True):
         assert torch.equal(first, second)
-        assert torch.allclose(first, plain, atol=0.02)
+        assert (first - plain).norm() < 0.03 * (plain - before).norm()
     assert not all(torch.equal(a, b) for a, b in zip(runs[0][0], runs[1][0], strict=True))
