@@ -98,18 +98,62 @@ class Times(Callback):
         else:
             self._marks.append(time.perf_counter())
 
-    def seconds(self, count: int) -> list[float]:
-        """Return the durations of the last ``count`` steps."""
+    def seconds(self, first: int, count: int) -> list[float]:
+        """Return the durations of ``count`` steps, from step ``first`` on, which is at least 1."""
+        pairs = itertools.pairwise(self._marks[first - 1 : first + count])
         if not self._cuda:
-            return [b - a for a, b in itertools.pairwise(self._marks)][-count:]
+            return [b - a for a, b in pairs]
         torch.cuda.synchronize()
-        pairs = itertools.pairwise(self._marks)
-        return [a.elapsed_time(b) / 1e3 for a, b in pairs][-count:]
+        return [a.elapsed_time(b) / 1e3 for a, b in pairs]
+
+
+class Profile(Callback):
+    """Profiles steps on rank 0, each marked as ``step_time.py --trace`` marks it.
+
+    Args:
+        first: Index of the first profiled step.
+        path: The Chrome trace to write.
+    """
+
+    def __init__(self, first: int, path: Path) -> None:
+        self._first, self._path = first, path
+        self._profile = torch.profiler.profile()
+        self._step: Any = None
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Start the profile at the first step, and mark every one from there on."""
+        if dist.get_rank() == 0 and batch_idx >= self._first:
+            if batch_idx == self._first:
+                self._profile.start()
+            self._step = torch.profiler.record_function("step")
+            self._step.__enter__()
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        """End the mark."""
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+
+    def on_train_end(self, *unused: Any) -> None:
+        """Write the profile."""
+        if dist.get_rank() == 0:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self._profile.stop()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(self._path))
 
 
 def trainer_times(name: str, args: argparse.Namespace, device: torch.device) -> list[float]:
     """Return the seconds of the timed steps of a Trainer."""
     times = Times(device)
+    count = args.warmup + args.steps
+    callbacks: list[Callback] = [times]
+    if args.trace:
+        callbacks.append(Profile(count, args.trace / f"{name}_trainer.json.gz"))
+        count += 2
     local = args.ranks_per_machine
     trainer = Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
@@ -122,8 +166,8 @@ def trainer_times(name: str, args: argparse.Namespace, device: torch.device) -> 
             check_replicas_every_n_steps=0,
         ),
         precision="bf16-mixed",
-        max_steps=args.warmup + args.steps,
-        callbacks=[times],
+        max_steps=count,
+        callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -131,9 +175,8 @@ def trainer_times(name: str, args: argparse.Namespace, device: torch.device) -> 
         use_distributed_sampler=False,
     )
     module = Module(args.config, args.micro_batch)
-    loader = DataLoader(module.batches(args.warmup + args.steps), batch_size=None)  # type: ignore[arg-type]
-    trainer.fit(module, loader)
-    return times.seconds(args.steps)
+    trainer.fit(module, DataLoader(module.batches(count), batch_size=None))  # type: ignore[arg-type]
+    return times.seconds(args.warmup, args.steps)
 
 
 def loop_times(name: str, args: argparse.Namespace, device: torch.device) -> list[float]:
@@ -167,6 +210,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before timing starts")
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument(
+        "--trace", type=Path, help="profile the Trainer too; traces for timeline.py go here"
+    )
     args = parser.parse_args()
     args.variants = args.variants.split(",")
     unknown = [name for name in args.variants if name not in METHODS]

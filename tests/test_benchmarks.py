@@ -69,9 +69,12 @@ def test_lightning_step_times_trainer_and_loop(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = _run(
         *(*launcher, "--nproc-per-node", "2", str(LIGHTNING_STEP), *FAST),
-        *("--node-size", "1", "--json", str(report)),
+        *("--node-size", "1", "--json", str(report), "--trace", str(tmp_path)),
     )
     assert done.returncode == 0, done.stderr
+    profile = json.loads(gzip.decompress((tmp_path / "quantized_trainer.json.gz").read_bytes()))
+    marked = [e for e in profile["traceEvents"] if e["name"] == "step" and e["ph"] == "X"]
+    assert len(marked) == 2
     variants = json.loads(report.read_text())["results"]["variants"]
     assert list(variants) == ["fsdp2", "quantized"]
     assert all(ms > 0 for times in variants.values() for ms in times.values())
