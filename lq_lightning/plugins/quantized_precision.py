@@ -42,7 +42,8 @@ class QuantizedPrecision(FullyShardedPrecision):
     between micro-batches are codes too. Small and 1-D tensors and embeddings stay in full precision
     (``lq_lightning.optim.OptimizerQuantization``).
 
-    Works with ``strategy="quantized_fsdp"``, ``"ddp"`` and on a single device.
+    Works with ``strategy="quantized_fsdp"``, ``"ddp"``, ``ModelParallelStrategy`` and on a single
+    device.
 
     Args:
         compute: ``"32-true"``, ``"bf16-true"`` or ``"bf16-mixed"``, in place of the Trainer's
@@ -129,7 +130,7 @@ class QuantizedPrecision(FullyShardedPrecision):
         if not isinstance(strategy, (ModelParallelStrategy, DDPStrategy, SingleDeviceStrategy)):
             raise ValueError(
                 f"`QuantizedPrecision` does not work with `{type(strategy).__name__}`: use "
-                'strategy="quantized_fsdp", "ddp" or a single device.'
+                'strategy="quantized_fsdp", "ddp", `ModelParallelStrategy` or a single device.'
             )
 
     @staticmethod
@@ -206,7 +207,7 @@ class QuantizedPrecision(FullyShardedPrecision):
                 module did not make the optimizer a quantized one itself.
         """
         states = checkpoint.get("optimizer_states", ())
-        for name, state in zip(self._plain, states, strict=False):  # Lightning compares the numbers
+        for name, state in zip(self._plain, states, strict=False):  # as Lightning loads them
             if name is not None:
                 refuse_codes(state, f'{name} (`optimizer_state="none"`)')
 
