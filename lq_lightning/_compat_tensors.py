@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -15,6 +16,7 @@ __all__ = [
     "local_shard",
     "local_tensor",
     "shard_rows",
+    "waited",
 ]
 
 
@@ -53,6 +55,14 @@ def _from_local(local: Tensor, like: DTensor) -> DTensor:
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, without autograd; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def waited(tensor: Tensor) -> Tensor:
+    """The result of a collective that still runs, which has no address before; else ``tensor``."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        result: Tensor = tensor.wait()
+        return result
+    return tensor
 
 
 _ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")

@@ -48,6 +48,8 @@ EXPONENT_TABLE_SHIFT = 19  # entries are 1/16 octave apart
 # normal too.
 SMALLEST_BITS = 0x00800000
 LARGEST_SCALE_BITS = 0x7E800000
+# Where tables are computed, whatever the default device: the powers must be the same everywhere.
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ def groups_per_row(length: int) -> int:
 
 
 def _e4m3_levels() -> Tensor:
-    codes = torch.arange(128, dtype=torch.float64)
+    codes = torch.arange(128, dtype=torch.float64, device=_CPU)
     exponent, fraction = codes.div(8, rounding_mode="floor"), codes % 8
     normal = (1 + fraction / 8) * 2.0 ** (exponent - 7)
     return torch.where(exponent == 0, fraction * 2.0**-9, normal)
@@ -130,7 +132,7 @@ def _e4m3_levels() -> Tensor:
 
 def _with_midpoints(levels: Tensor) -> tuple[Tensor, Tensor]:
     """Levels, and between neighbours the point from which on the upper one is nearer."""
-    beyond = torch.full((1,), float("inf"), dtype=torch.float64)
+    beyond = torch.full((1,), float("inf"), dtype=torch.float64, device=_CPU)
     return levels, torch.cat([(levels[:-1] + levels[1:]) / 2, beyond])
 
 
@@ -138,8 +140,9 @@ def _expanded_rows(exponents: Sequence[int]) -> tuple[Tensor, Tensor]:
     levels, midpoints = _with_midpoints(_e4m3_levels()[:127] / _E4M3_MAX)
     # Code 127 is NaN in E4M3: no threshold is below it.
     levels, midpoints = (torch.cat([row, row[-1:]]) for row in (levels, midpoints))
-    powers = torch.tensor([EXPONENT_UNIT / e for e in exponents], dtype=torch.float64)[:, None]
-    return levels**powers, midpoints**powers
+    powers = [[EXPONENT_UNIT / exponent] for exponent in exponents]
+    column = torch.tensor(powers, dtype=torch.float64, device=_CPU)
+    return levels**column, midpoints**column
 
 
 def _dynamic_levels(signed: bool) -> Tensor:
@@ -147,14 +150,14 @@ def _dynamic_levels(signed: bool) -> Tensor:
     levels = [0.0]
     for decade in range(7):
         parts = 2 ** (decade if signed else decade + 1)
-        edges = torch.linspace(0.1, 1.0, parts + 1, dtype=torch.float64)
+        edges = torch.linspace(0.1, 1.0, parts + 1, dtype=torch.float64, device=_CPU)
         middles: list[float] = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
         levels += middles
     if signed:
         levels[-1] = 1.0  # no code is left for it
     else:
         levels.append(1.0)
-    return torch.tensor(levels, dtype=torch.float64)
+    return torch.tensor(levels, dtype=torch.float64, device=_CPU)
 
 
 @lru_cache(maxsize=32)
@@ -170,7 +173,7 @@ def codebook(fmt: StateFormat, device: torch.device) -> tuple[Tensor, Tensor]:
     """
     if fmt.expanded:
         levels, thresholds = _expanded_rows(range(MIN_EXPONENT, MAX_EXPONENT + 1))
-        padding = torch.zeros(MIN_EXPONENT, levels.shape[1], dtype=torch.float64)
+        padding = levels.new_zeros(MIN_EXPONENT, levels.shape[1])
         levels, thresholds = (torch.cat([padding, rows]) for rows in (levels, thresholds))
     elif fmt.name == "fp8":
         levels, thresholds = _expanded_rows([PLAIN_EXPONENT])
@@ -178,7 +181,7 @@ def codebook(fmt: StateFormat, device: torch.device) -> tuple[Tensor, Tensor]:
         levels, thresholds = (t[None] for t in _with_midpoints(_dynamic_levels(fmt.signed)))
     elif fmt.name == "int8":
         count = fmt.num_levels
-        steps = torch.arange(count, dtype=torch.float64) / (count - 1)
+        steps = torch.arange(count, dtype=torch.float64, device=_CPU) / (count - 1)
         levels, thresholds = (t[None] for t in _with_midpoints(steps))
     else:
         raise AssertionError(f"{fmt.name} has no codebook")
@@ -207,6 +210,7 @@ def exponent_table(device: torch.device) -> Tensor:
     Returns:
         ``[4096]`` uint8 on ``device``.
     """
-    octaves = (torch.arange(4096, dtype=torch.float64) + 1) / 16 + _BIT_LOG_ERROR
+    index = torch.arange(4096, dtype=torch.float64, device=_CPU)
+    octaves = (index + 1) / 16 + _BIT_LOG_ERROR
     exponents = (EXPONENT_UNIT * _TARGET_OCTAVES / octaves).floor()
     return exponents.clamp(MIN_EXPONENT, MAX_EXPONENT).to(torch.uint8).to(device)

@@ -34,8 +34,8 @@ GROUPS_AT_ONCE = 2
 @lru_cache(maxsize=64)
 def _programs(groups: tuple[int, ...], per_program: int, device: torch.device) -> Tensor:
     """Tensor of each program, int32; and with it how many programs there are."""
-    counts = torch.tensor([-(-count // per_program) for count in groups])
-    tensors = torch.arange(len(groups), dtype=torch.int32)
+    counts = torch.tensor([-(-count // per_program) for count in groups], device="cpu")
+    tensors = torch.arange(len(groups), dtype=torch.int32, device="cpu")
     return tensors.repeat_interleave(counts).to(device)
 
 

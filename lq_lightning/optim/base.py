@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lq_lightning._compat_tensors import first_row, local_tensor
+from lq_lightning._compat_tensors import first_row, local_tensor, waited
 from lq_lightning.codecs import derive_seed
 from lq_lightning.kernels.optimizer_step import (
     FLOAT_DTYPES,
@@ -274,7 +274,7 @@ class QuantizedOptimizer(Optimizer):
                 batch.groups.append(number)
                 batch.prepared.append(prepared)
                 batch.tensors.append(tensors)
-                batch.grads.append(grad if type(grad) is Tensor else local_tensor(grad))
+                batch.grads.append(grad if type(grad) is Tensor else waited(local_tensor(grad)))
             work.for_torch.append({**group, "params": left})
         return work
 

@@ -95,7 +95,8 @@ def _twin_of(optimizer: Optimizer) -> type[QuantizedOptimizer]:
         )
     raise TypeError(
         f"no quantized form of {kind.__module__}.{kind.__qualname__}; supported are "
-        "torch.optim.AdamW, Adam and SGD themselves (no subclasses), and Lion."
+        "torch.optim.AdamW, Adam and SGD themselves (no subclasses), and Lion. Use one of them, or "
+        'leave the optimizer as it is (`optimizer_state="none"`).'
     )
 
 

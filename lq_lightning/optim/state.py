@@ -100,14 +100,15 @@ def adopted(value: Tensor, param: Tensor, dtype: torch.dtype, shape: torch.Size)
         shape: that it must have, before sharding.
 
     Raises:
-        ValueError: another shape, or an integer where floats belong or vice versa.
+        ValueError: another shape; or another dtype, unless both are floating-point.
     """
     if value.shape != shape:
         raise ValueError(
             f"a saved optimizer state of shape {tuple(value.shape)} does not fit a parameter of "
             f"shape {tuple(param.shape)}. Load it into the model that it was saved from."
         )
-    if value.dtype.is_floating_point != dtype.is_floating_point:
+    both_floating = value.dtype.is_floating_point and dtype.is_floating_point
+    if value.dtype != dtype and not both_floating:
         raise ValueError(
             f"a saved optimizer state is {value.dtype}, expected {dtype}: it was cast on the way. "
             "Load it with the `load_state_dict` of the quantized optimizer."

@@ -42,7 +42,8 @@ class QuantizedPrecision(FullyShardedPrecision):
     between micro-batches are codes too. Small and 1-D tensors and embeddings stay in full precision
     (``lq_lightning.optim.OptimizerQuantization``).
 
-    Works with ``strategy="quantized_fsdp"``, ``"ddp"`` and on a single device.
+    Works with ``strategy="quantized_fsdp"``, ``"ddp"``, ``ModelParallelStrategy`` and on a single
+    device.
 
     Args:
         compute: ``"32-true"``, ``"bf16-true"`` or ``"bf16-mixed"``, in place of the Trainer's
@@ -85,6 +86,7 @@ class QuantizedPrecision(FullyShardedPrecision):
             _check_name("gradient_buffer", gradient_buffer, get_args(BufferName), CodecSpec)
         self._buffer_code = gradient_buffer
         self._buffer: QuantizedGradientBuffer | None = None
+        self._plain: list[str | None] = []  # classes of optimizers that cannot read codes
 
     @property
     def gradient_buffer(self) -> QuantizedGradientBuffer | None:
@@ -108,6 +110,10 @@ class QuantizedPrecision(FullyShardedPrecision):
         if self._states is not None:
             for optimizer in optimizers:
                 self._quantize(optimizer, self._states, module)
+        self._plain = [
+            None if isinstance(optimizer, QuantizedOptimizer) else type(optimizer).__name__
+            for optimizer in optimizers
+        ]
         if optimizers and self._accumulates(module):
             if getattr(model, "find_unused_parameters", False) and self._buffer_code != "none":
                 raise ValueError(
@@ -124,7 +130,7 @@ class QuantizedPrecision(FullyShardedPrecision):
         if not isinstance(strategy, (ModelParallelStrategy, DDPStrategy, SingleDeviceStrategy)):
             raise ValueError(
                 f"`QuantizedPrecision` does not work with `{type(strategy).__name__}`: use "
-                'strategy="quantized_fsdp", "ddp" or a single device.'
+                'strategy="quantized_fsdp", "ddp", `ModelParallelStrategy` or a single device.'
             )
 
     @staticmethod
@@ -197,11 +203,13 @@ class QuantizedPrecision(FullyShardedPrecision):
         """Refuse codes that optimizers left in full precision could not read.
 
         Raises:
-            ValueError: ``optimizer_state="none"``, and the checkpoint has quantized states.
+            ValueError: ``optimizer_state="none"``, the checkpoint has quantized states, and the
+                module did not make the optimizer a quantized one itself.
         """
-        if self._states is None:
-            for state in checkpoint.get("optimizer_states", ()):
-                refuse_codes(state, 'the optimizer (`optimizer_state="none"`)')
+        states = checkpoint.get("optimizer_states", ())
+        for name, state in zip(self._plain, states, strict=False):  # as Lightning loads them
+            if name is not None:
+                refuse_codes(state, f'{name} (`optimizer_state="none"`)')
 
     def teardown(self) -> None:
         """Leave the module without a buffer."""

@@ -441,9 +441,11 @@ def test_other_formats_say_so() -> None:
     with pytest.raises(ValueError, match=r"format '2/unheard_of'; this version .* reads version 1"):
         optimizer.load_state_dict(newer)
     cast = saved(optimizer)
-    cast["state"][0]["exp_avg_codes"] = cast["state"][0]["exp_avg_codes"].float()
-    with pytest.raises(ValueError, match="float32, expected torch.uint8: it was cast on the way"):
-        optimizer.load_state_dict(cast)
+    codes = cast["state"][0]["exp_avg_codes"]
+    for dtype in (torch.float32, torch.int64):
+        cast["state"][0]["exp_avg_codes"] = codes.to(dtype)
+        with pytest.raises(ValueError, match=f"{dtype}, expected torch.uint8: it was cast on the"):
+            optimizer.load_state_dict(cast)
     wide = [nn.Parameter(torch.zeros(*p.shape[:-1], 2 * p.shape[-1])) for p in model.parameters()]
     with pytest.raises(ValueError, match=r"shape \(.*\) does not fit a parameter of shape"):
         QuantizedAdamW(wide).load_state_dict(saved(optimizer))

@@ -21,7 +21,7 @@ from lq_testing import run_ranks
 from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lq_lightning.optim import OptimizerQuantization, QuantizedAdamW, QuantizedSGD, base
 from lq_lightning.optim.base import QuantizedOptimizer
@@ -421,3 +421,21 @@ def change_shards_through_the_kernel(rank: int, world: int) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shards on the CPU need the interpreter")
 def test_changes_of_shards_are_noticed() -> None:
     run_ranks(change_shards_through_the_kernel, 2)
+
+
+def step_on_gradients_in_flight(rank: int, world: int) -> None:
+    from lq_lightning.kernels.optimizer_step.launch import launch_optimizer_step
+
+    base.optimizer_step = lambda tensors, *rest: launch_optimizer_step(*rest)
+    mesh = init_device_mesh("cpu", (world,))
+    param = nn.Parameter(distribute_tensor(torch.ones(SHAPE), mesh, [Replicate()]))
+    part = DTensor.from_local(torch.full(SHAPE, rank - 0.25), mesh, [Partial()], run_check=False)
+    param.grad = part.redistribute(placements=[Replicate()], async_op=True)
+    QuantizedAdamW([param], 1e-2, weight_decay=0.0, quantization=CONFIG).step()
+    assert torch.allclose(param.to_local(), torch.tensor(0.99))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shards on the CPU need the interpreter")
+def test_gradients_in_flight_are_waited_for() -> None:
+    """Until then they have no address."""
+    run_ranks(step_on_gradients_in_flight, 2)

@@ -44,6 +44,8 @@ class Wide(TinyModule):
         if self.optimizer_name == "adagrad":
             return torch.optim.Adagrad(groups, lr=self.lr)
         optimizer = torch.optim.AdamW(groups, lr=self.lr)
+        if self.optimizer_name == "quantized":
+            return QuantizedAdamW(groups, lr=self.lr, quantization=STATES)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=40)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
@@ -238,8 +240,38 @@ def test_codes_are_not_loaded_into_other_optimizers(tmp_path: Path, strategy: st
     path = str(tmp_path / "last.ckpt")
     run.save_checkpoint(path)
     plain = QuantizedPrecision(optimizer_state="none")
-    with pytest.raises(ValueError, match=r"state is quantized \(1/.*QuantizedPrecision\(optimizer"):
+    message = r"state is quantized \(1/.* AdamW .*is not.*QuantizedPrecision\(optimizer"
+    with pytest.raises(ValueError, match=message):
         fit(str(tmp_path), make(), plugin=plain, max_epochs=2, ckpt_path=path)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_codes_are_not_loaded_without_the_plugin(tmp_path: Path, sharded: bool) -> None:
+    def make() -> Any:
+        return QuantizedFSDPStrategy(save_distributed_checkpoint=sharded)
+
+    run, _ = fit(str(tmp_path), make(), max_epochs=1)
+    path = str(tmp_path / "last.ckpt")
+    run.save_checkpoint(path)
+    other = trainer(make(), str(tmp_path), devices=1, max_epochs=2)
+    with pytest.raises(ValueError, match=r"state is quantized \(1/.*, but AdamW is not"):
+        other.fit(Wide(), loader(), ckpt_path=path)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "quantized_fsdp"])
+def test_optimizers_that_a_module_quantizes_resume(tmp_path: Path, strategy: str) -> None:
+    """``optimizer_state="none"`` leaves them alone, and they read their codes."""
+
+    def run(**options: Any) -> Any:
+        plain = QuantizedPrecision(optimizer_state="none")
+        return fit(str(tmp_path), strategy, plugin=plain, optimizer="quantized", **options)[0]
+
+    path = str(tmp_path / "last.ckpt")
+    first = run(max_epochs=1)
+    first.save_checkpoint(path)
+    second = run(max_epochs=2, ckpt_path=path)
+    assert second.global_step == 2 * first.global_step
+    assert len(state_of(second, "_codes")) > 0
 
 
 def test_nothing_to_buffer_names_the_option(tmp_path: Path) -> None:
