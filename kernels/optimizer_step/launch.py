@@ -100,6 +100,8 @@ def launch_optimizer_step(
         per_program: groups that a program works on.
         at_once: how many of them at a time.
     """
+    if per_program % at_once:
+        raise ValueError(f"{per_program=} must be a multiple of {at_once=}.")
     kind = prepared[0].kind
     rounded = stochastic and kind.dtype == torch.bfloat16
     if kind.device.type == "cpu":

@@ -74,7 +74,8 @@ def encode_groups(x: Tensor, fmt: StateFormat) -> tuple[Tensor, Tensor, Tensor |
     """Turn values into codes, with a fresh scale and exponent.
 
     Args:
-        x: ``[R, S]`` fp32, contiguous. Magnitudes below 2**-126 count as zero.
+        x: ``[R, S]`` fp32, contiguous. Magnitudes below 2**-126 count as zero; in formats that are
+            not floating this concerns the extremes of a group only.
         fmt: the format.
 
     Returns:

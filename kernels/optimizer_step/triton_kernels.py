@@ -28,7 +28,7 @@ _SCALARS_AT = tl.constexpr(28)
 _LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
 # Codes are predicted, in units of 2**-20, and a threshold is looked up only within this distance.
 # A logarithm of |x| / scale is off by up to 2**-21 (division included) and 2**-22 of itself; up to
-# 16 times that counts, for 17.6 octaves at most: beyond, the code is 0. With the exponential it
+# 16 times that counts, for 18.8 octaves at most: beyond, the code is 0. With the exponential it
 # makes 1.2e-5 octaves or 140 units; rounded thresholds add 40.
 DOUBT = 512
 _DOUBT = tl.constexpr(DOUBT)
@@ -438,7 +438,7 @@ def _locate(group, num_groups, length, row_groups, ALIGNED: tl.constexpr):
         offsets = group.to(tl.int64) * _GROUP + column
         mask = column < tl.where(inside, _GROUP, 0) if _INTERPRETED else inside
     else:
-        start = (group % row_groups) * _GROUP
+        start = (group % row_groups).to(tl.int64) * _GROUP
         offsets = (group // row_groups).to(tl.int64) * length + start + column
         mask = column < tl.where(inside, length - start, 0)
     return offsets, mask, inside

@@ -207,7 +207,7 @@ class QuantizedOptimizer(Optimizer):
             What ``closure`` returned, or None.
 
         Raises:
-            RuntimeError: a sparse gradient.
+            RuntimeError: a gradient that is sparse, or placed otherwise than its parameter.
             TypeError: a parameter or gradient that is neither fp32 nor bf16.
         """
         loss = None
@@ -274,7 +274,7 @@ class QuantizedOptimizer(Optimizer):
                 batch.groups.append(number)
                 batch.prepared.append(prepared)
                 batch.tensors.append(tensors)
-                batch.grads.append(grad if type(grad) is Tensor else waited(local_tensor(grad)))
+                batch.grads.append(grad if type(grad) is Tensor else _local_gradient(param, grad))
             work.for_torch.append({**group, "params": left})
         return work
 
@@ -442,6 +442,12 @@ class QuantizedOptimizer(Optimizer):
                     result.update(encoded(entry[name], name, param, fmt))
                 else:
                     result[name] = adopted(entry[name], param, torch.float32, param.shape)
+        missing = self._missing(entry)
+        if missing:
+            raise ValueError(
+                f"the optimizer state of a parameter of shape {tuple(param.shape)} lacks "
+                f"{', '.join(missing)}. Load a whole `state_dict()`."
+            )
         unknown = [key for key, value in entry.items() if key not in known and value is not None]
         if unknown:
             raise ValueError(
@@ -449,6 +455,21 @@ class QuantizedOptimizer(Optimizer):
                 f"{type(self).__name__} does not know; allowed: {', '.join(sorted(known))}."
             )
         return result
+
+    def _missing(self, entry: Mapping[str, Any]) -> list[str]:
+        """Keys without which the others of an entry are of no use."""
+        coded = {name for name in self.state_names if is_quantized(entry, name)}
+        present = coded | {name for name in self.state_names if entry.get(name) is not None}
+        if not present:
+            return []
+        missing = [name for name in self.state_names if name not in present]
+        if self.has_step and "step" not in entry:
+            missing.append("step")
+        for name, fmt in zip(self.state_names, self._formats(), strict=True):
+            if name in coded:
+                parts = [name + SCALE, *([name + EXPONENT] if fmt.expanded else [])]
+                missing += [part for part in parts if part not in entry]
+        return missing
 
     def _group_of(self, param: Tensor) -> Mapping[str, Any]:
         return next(g for g in self.param_groups if any(p is param for p in g["params"]))
@@ -461,6 +482,17 @@ _UNSUPPORTED = {
     "capturable": "step counters of quantized states are on the CPU. Use capturable=False.",
     "differentiable": "codes have no gradient. Use differentiable=False.",
 }
+
+
+def _local_gradient(param: Tensor, grad: Tensor) -> Tensor:
+    placements = getattr(param, "placements", None)
+    if isinstance(grad, DTensor) and grad.placements != placements:
+        raise RuntimeError(
+            f"the gradient of a parameter of shape {tuple(param.shape)} is placed as "
+            f"{grad.placements}, the parameter as {placements}. Set `param.grad = "
+            "param.grad.redistribute(placements=param.placements)` before the step."
+        )
+    return waited(local_tensor(grad))
 
 
 def _is_part(key: str) -> bool:

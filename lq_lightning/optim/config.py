@@ -61,6 +61,12 @@ class OptimizerQuantization:
                     f"OptimizerQuantization({name}={value!r}) is not supported; allowed: "
                     f"{', '.join(map(repr, get_args(StateCode)))}. Choose one of them."
                 )
+        for name in ("min_numel", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int):
+                raise ValueError(
+                    f"OptimizerQuantization({name}={value!r}) is not an integer; give one."
+                )
         if self.min_numel < 0:
             raise ValueError(
                 f"OptimizerQuantization(min_numel={self.min_numel}) must be at least 0; use 0 to "

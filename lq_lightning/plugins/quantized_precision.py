@@ -169,7 +169,8 @@ class QuantizedPrecision(FullyShardedPrecision):
             self._buffer = QuantizedGradientBuffer(module, codec=codec)
         except ValueError as error:
             raise ValueError(
-                f'{error} In `QuantizedPrecision`, give `gradient_buffer="none"`.'
+                "no gradient is large enough for `QuantizedPrecision(gradient_buffer=...)`: give "
+                '`gradient_buffer="none"`.'
             ) from error
         kept = [entry for entry in self._buffer.plan if entry.reason]
         rank_zero_info(

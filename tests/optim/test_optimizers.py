@@ -249,6 +249,8 @@ def test_unsupported_optimizers_are_refused() -> None:
     assert type(wrapped) is torch.optim.AdamW
     with pytest.raises(ValueError, match=r"first_moment='int4'\) is not supported; allowed"):
         OptimizerQuantization(first_moment="int4")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"min_numel='4096'\) is not an integer"):
+        OptimizerQuantization(min_numel="4096")  # type: ignore[arg-type]
 
 
 # --- gradients --------------------------------------------------------------------------------
@@ -449,6 +451,12 @@ def test_other_formats_say_so() -> None:
     wide = [nn.Parameter(torch.zeros(*p.shape[:-1], 2 * p.shape[-1])) for p in model.parameters()]
     with pytest.raises(ValueError, match=r"shape \(.*\) does not fit a parameter of shape"):
         QuantizedAdamW(wide).load_state_dict(saved(optimizer))
+    for key in ("exp_avg_scale", "exp_avg_exponent", "exp_avg_sq_codes", "step"):
+        incomplete = saved(optimizer)
+        del incomplete["state"][0][key]
+        name = "exp_avg_sq" if key.startswith("exp_avg_sq") else key
+        with pytest.raises(ValueError, match=rf"of shape \(256, 64\) lacks {name}\."):
+            optimizer.load_state_dict(incomplete)
     unmarked = saved(optimizer)
     del unmarked["param_groups"][0]["quantization"]
     with pytest.raises(ValueError, match="has codes, but its parameter groups do not say"):

@@ -430,8 +430,12 @@ def step_on_gradients_in_flight(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     param = nn.Parameter(distribute_tensor(torch.ones(SHAPE), mesh, [Replicate()]))
     part = DTensor.from_local(torch.full(SHAPE, rank - 0.25), mesh, [Partial()], run_check=False)
+    optimizer = QuantizedAdamW([param], 1e-2, weight_decay=0.0, quantization=CONFIG)
+    param.grad = part  # a different one on every rank
+    with pytest.raises(RuntimeError, match=r"placed as \(Partial.*redistribute"):
+        optimizer.step()
     param.grad = part.redistribute(placements=[Replicate()], async_op=True)
-    QuantizedAdamW([param], 1e-2, weight_decay=0.0, quantization=CONFIG).step()
+    optimizer.step()
     assert torch.allclose(param.to_local(), torch.tensor(0.99))
 
 
