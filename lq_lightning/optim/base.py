@@ -42,7 +42,8 @@ class ParameterPlan(NamedTuple):
     """What becomes of the states of one parameter.
 
     Attributes:
-        name: of the parameter where the optimizer was given names, else its position.
+        name: of the parameter where the optimizer or ``quantize_optimizer`` was given names, by
+            ``named_parameters`` or the module; else its position.
         shape: of the whole parameter.
         nbytes: of its states before sharding, without step counters.
         reason: why they stay in fp32, or None where they are quantized.
@@ -101,6 +102,7 @@ class QuantizedOptimizer(Optimizer):
 
     quantization_config: OptimizerQuantization
     _full_precision: dict[Tensor, str]
+    _names: dict[Tensor, str]
     # One per parameter, in order, from the first step on; never in pickles or copies.
     _slots: Sequence[Slot | None] = ()
 
@@ -127,13 +129,17 @@ class QuantizedOptimizer(Optimizer):
     # --- setup ------------------------------------------------------------------------------------
 
     def enable_quantization(
-        self, config: OptimizerQuantization, full_precision: Mapping[Tensor, str]
+        self,
+        config: OptimizerQuantization,
+        full_precision: Mapping[Tensor, str],
+        names: Mapping[Tensor, str] | None = None,
     ) -> None:
         """Start to store states as codes, those that exist already too.
 
         Args:
             config: formats and what stays in fp32.
             full_precision: further parameters that stay in fp32, with the reason.
+            names: of parameters, for the plan.
 
         Raises:
             ValueError: a parameter group has hyperparameters that are not supported.
@@ -142,6 +148,7 @@ class QuantizedOptimizer(Optimizer):
             self.check_group(group)
         self.quantization_config = config
         self._full_precision = dict(full_precision)
+        self._names = dict(names or {})
         self._slots = ()
         self._step_supports_amp_scaling = False  # a GradScaler unscales before the step
         self.defaults[STAMP] = config.stamp
@@ -158,7 +165,7 @@ class QuantizedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle or copy keeps."""
         state: dict[str, Any] = super().__getstate__()
-        own = ("quantization_config", "_full_precision", "_step_supports_amp_scaling")
+        own = ("quantization_config", "_full_precision", "_names", "_step_supports_amp_scaling")
         return {**state, **{key: self.__dict__[key] for key in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -186,7 +193,8 @@ class QuantizedOptimizer(Optimizer):
                 if reason is None:
                     length = row_length(param.shape)
                     per_element = sum(f.nbytes_per_element(length) for f in self._formats())
-                name = str(len(plan)) if names is None else names[index]
+                known = self._names.get(param, str(len(plan)))
+                name = known if names is None else names[index]
                 nbytes = round(per_element * param.numel())
                 plan.append(ParameterPlan(name, tuple(param.shape), nbytes, reason))
         return plan

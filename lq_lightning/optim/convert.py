@@ -40,7 +40,8 @@ def quantize_optimizer(
         optimizer: ``torch.optim.AdamW``, ``Adam`` or ``SGD`` with momentum, or one named ``Lion``
             that has just its learning rate, betas and weight decay.
         config: formats and what stays in fp32.
-        module: where to look for embeddings, which stay in fp32 unless ``config`` says otherwise.
+        module: where to look for embeddings, which stay in fp32 unless ``config`` says otherwise,
+            and for the names in ``quantization_plan``.
         full_precision: further parameters whose states stay in fp32.
 
     Returns:
@@ -72,7 +73,10 @@ def quantize_optimizer(
     Optimizer.__setstate__(optimizer, {})  # puts the hooks around the new class's `step`
     if step is not None:
         _track_calls(optimizer)
-    optimizer.enable_quantization(config, kept)
+    names: dict[Tensor, str] = {}
+    if module is not None:
+        names = {param: name for name, param in module.named_parameters()}
+    optimizer.enable_quantization(config, kept, names)
     return optimizer
 
 

@@ -83,6 +83,11 @@ def test_states_are_codes_and_the_loss_follows(tmp_path: Path) -> None:
     assert all(codes.dtype == torch.uint8 for codes in state_of(run, "_codes"))
     # `wide`, and `down` of two blocks; the others have short rows, or are 1-D or an embedding
     assert len(state_of(run, "exp_avg_codes")) == 3
+    plan = run.optimizers[0].quantization_plan()
+    quantized = {entry.name for entry in plan if entry.reason is None}
+    assert "wide.weight" in quantized
+    assert {"net.embed.weight", "wide.weight"} <= {entry.name for entry in plan}
+    assert len(quantized) == 3
     assert losses != exact
     assert max(abs(a - b) for a, b in zip(losses, exact, strict=True)) < 0.05
     assert exact[-1] < exact[0] - 0.3, "the model does not learn, so the test shows nothing"
