@@ -43,6 +43,23 @@ def _for_each(*template: str) -> list[str]:
     ]
 
 
+def _packing(signed: bool, keep: int) -> list[str]:
+    """PTX that packs codes a to d with the signs of x into operand 0; ``keep`` is the mask."""
+    lines = [
+        "prmt.b32 a, a, b, 0x0040;",
+        "prmt.b32 c, c, d, 0x0040;",
+        "prmt.b32 a, a, c, 0x5410;",
+    ]
+    if signed:
+        lines += [
+            "prmt.b32 b, $1, $2, 0x0073;",
+            "prmt.b32 d, $3, $4, 0x0073;",
+            "prmt.b32 b, b, d, 0x5410;",
+            "lop3.b32 a, a, b, 0x80808080, 0xF8;",
+        ]
+    return [*lines, f"and.b32 $0, a, ${keep};"]
+
+
 def _codes_assembly(signed: bool) -> str:
     """PTX of ``_round_floating``; operands: codes; x, inverse, power, scale, row, keep (4 each)."""
     lines = [
@@ -69,18 +86,23 @@ def _codes_assembly(signed: bool) -> str:
         *_for_each("mul.rn.f32 f#, f#, $13;", "abs.f32 y#, $#;", "set.gt.u32.f32 s#, y#, f#;"),
         *_for_each("sub.u32 x#, x#, s#;", "selp.b32 #, x#, #, p#;"),  # s is -1 if so
         "TRUSTED:",
-        "prmt.b32 a, a, b, 0x0040;",
-        "prmt.b32 c, c, d, 0x0040;",
-        "prmt.b32 a, a, c, 0x5410;",
+        *_packing(signed, keep=21),
     ]
-    if signed:
-        lines += [
-            "prmt.b32 b, $1, $2, 0x0073;",
-            "prmt.b32 d, $3, $4, 0x0073;",
-            "prmt.b32 b, b, d, 0x5410;",
-            "lop3.b32 a, a, b, 0x80808080, 0xF8;",
-        ]
-    lines.append("and.b32 $0, a, $21;")
+    return "{ " + " ".join(lines) + " }"
+
+
+def _comparing_assembly(signed: bool) -> str:
+    """PTX of ``_finish_codes``; operands: codes; x, number, limit, keep (4 each)."""
+    lines = [
+        ".reg .pred pa, pb, pc, pd;",
+        ".reg .b32 a, b, c, d;",
+        ".reg .f32 fa, fb, fc, fd;",
+        *_for_each("abs.f32 f#, $#;"),
+        *(f"setp.gt.f32 p{letter}, f{letter}, ${9 + i};" for i, letter in enumerate("abcd")),
+        *(f"mov.b32 {letter}, ${5 + i};" for i, letter in enumerate("abcd")),
+        *_for_each("@p# add.u32 #, #, 1;"),
+        *_packing(signed, keep=13),
+    ]
     return "{ " + " ".join(lines) + " }"
 
 
@@ -100,6 +122,8 @@ _LEVELS = tl.constexpr(
 )
 _SIGNED_CODES = tl.constexpr(_codes_assembly(True))
 _UNSIGNED_CODES = tl.constexpr(_codes_assembly(False))
+_SIGNED_COMPARED = tl.constexpr(_comparing_assembly(True))
+_UNSIGNED_COMPARED = tl.constexpr(_comparing_assembly(False))
 
 
 @triton.jit
@@ -238,41 +262,10 @@ def _finish_codes(number, limit, x, keep, SIGNED: tl.constexpr):
             codes = codes | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
         codes = (codes & keep).to(tl.uint8)
     else:
-        SIGN: tl.constexpr = "0x80808080" if SIGNED else "0"
         codes = tl.inline_asm_elementwise(
-            """{
-            .reg .pred p, q, r, s;
-            .reg .b32 a, b, c, d;
-            .reg .f32 e, f, g, h;
-            abs.f32 e, $9;
-            abs.f32 f, $10;
-            abs.f32 g, $11;
-            abs.f32 h, $12;
-            setp.gt.f32 p, e, $5;
-            setp.gt.f32 q, f, $6;
-            setp.gt.f32 r, g, $7;
-            setp.gt.f32 s, h, $8;
-            mov.b32 a, $1;
-            mov.b32 b, $2;
-            mov.b32 c, $3;
-            mov.b32 d, $4;
-            @p add.u32 a, a, 1;
-            @q add.u32 b, b, 1;
-            @r add.u32 c, c, 1;
-            @s add.u32 d, d, 1;
-            prmt.b32 a, a, b, 0x0040;
-            prmt.b32 c, c, d, 0x0040;
-            prmt.b32 a, a, c, 0x5410;
-            prmt.b32 b, $9, $10, 0x0073;
-            prmt.b32 d, $11, $12, 0x0073;
-            prmt.b32 b, b, d, 0x5410;
-            lop3.b32 a, a, b, """
-            + SIGN
-            + """, 0xF8;
-            and.b32 $0, a, $13;
-            }""",
-            "=r,r,r,r,r,f,f,f,f,f,f,f,f,r,r,r,r",
-            [number, limit, x, keep],
+            _SIGNED_COMPARED if SIGNED else _UNSIGNED_COMPARED,
+            "=r,f,f,f,f,r,r,r,r,f,f,f,f,r,r,r,r",
+            [x, number, limit, keep],
             dtype=tl.uint8,
             is_pure=True,
             pack=4,
