@@ -57,7 +57,6 @@ __all__ = [
     "record_reduced_params",
     "reduce_scatter_flat",
     "reset_iteration",
-    "to_sharded_dtensor",
     "unflatten_checkpoint",
     "use_own_sampling",
     "uses_hsdp",
@@ -275,27 +274,6 @@ def write_fingerprint(params: list[GroupParam]) -> tuple[tuple[int, int, int], .
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def to_sharded_dtensor(param: GroupParam, flat_slot: Tensor) -> DTensor:
-    """Wrap the valid part of a padded flat slot as a DTensor sharded like the parameter.
-
-    Args:
-        flat_slot: ``[padded_shard_numel]``, any dtype.
-    """
-    sharded = param.sharded_param
-    if not isinstance(sharded, DTensor):
-        raise AssertionError("an FSDP2 parameter must be a DTensor")
-    local_shape = sharded._local_tensor.shape
-    local = flat_slot[: local_shape.numel()].view(local_shape)
-    return DTensor.from_local(
-        local,
-        sharded.device_mesh,
-        sharded.placements,
-        run_check=False,
-        shape=sharded.shape,
-        stride=sharded.stride(),
-    )
 
 
 def all_gather_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:

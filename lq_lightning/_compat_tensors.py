@@ -16,6 +16,7 @@ __all__ = [
     "local_shard",
     "local_tensor",
     "shard_rows",
+    "to_sharded_dtensor",
     "waited",
 ]
 
@@ -39,6 +40,19 @@ def local_shard(full: Tensor, like: DTensor) -> DTensor:
 def empty_like_sharded(like: DTensor, dtype: torch.dtype) -> DTensor:
     """An uninitialised DTensor with the sharding of ``like`` and another dtype."""
     return _from_local(torch.empty_like(like.to_local(), dtype=dtype), like)
+
+
+def to_sharded_dtensor(flat_slot: Tensor, like: Tensor) -> DTensor:
+    """Wrap the valid part of a padded flat slot as a DTensor sharded like an FSDP2 parameter.
+
+    Args:
+        flat_slot: ``[padded_shard_numel]``, any dtype.
+        like: the parameter, a DTensor.
+    """
+    if not isinstance(like, DTensor):
+        raise AssertionError("an FSDP2 parameter must be a DTensor")
+    local_shape = like._local_tensor.shape
+    return _from_local(flat_slot[: local_shape.numel()].view(local_shape), like)
 
 
 def _from_local(local: Tensor, like: DTensor) -> DTensor:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat import all_gather_flat, pack_shards, to_sharded_dtensor, write_fingerprint
+from lq_lightning._compat import all_gather_flat, pack_shards, write_fingerprint
+from lq_lightning._compat_tensors import to_sharded_dtensor
 from lq_lightning.data_parallel.all_gather import WeightAllGather
 from lq_lightning.data_parallel.config import WeightQuantization
 from lq_lightning.data_parallel.layout import MessageLayout
@@ -94,7 +95,7 @@ class WeightDifferenceAllGather(WeightAllGather):
         slots, start = {}, 0
         for param, name in zip(self._params(), self.names, strict=True):
             flat = self._own[start : start + param.padded_shard_numel]
-            slots[name] = to_sharded_dtensor(param, flat.clone())
+            slots[name] = to_sharded_dtensor(flat.clone(), param.sharded_param)
             start += param.padded_shard_numel
         return slots
 

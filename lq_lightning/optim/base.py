@@ -193,8 +193,7 @@ class QuantizedOptimizer(Optimizer):
                 if reason is None:
                     length = row_length(param.shape)
                     per_element = sum(f.nbytes_per_element(length) for f in self._formats())
-                known = self._names.get(param, str(len(plan)))
-                name = known if names is None else names[index]
+                name = names[index] if names else self._names.get(param, str(len(plan)))
                 nbytes = round(per_element * param.numel())
                 plan.append(ParameterPlan(name, tuple(param.shape), nbytes, reason))
         return plan
