@@ -10,7 +10,7 @@ import argparse
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -66,6 +66,12 @@ VARIANTS = {
 }
 
 
+def random_batches(config: GPTConfig, micro_batch: int) -> Tensor:
+    """Return four batches of random tokens of this rank, ``[4, B, T]`` int64 on the CPU."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randint(config.vocab, (4, micro_batch, config.seq), generator=generator)
+
+
 class Job:
     """One variant on one rank: the sharded model, its optimizer and its data.
 
@@ -76,6 +82,8 @@ class Job:
         node_size: Ranks of one node.
         device: Of this rank.
         compile_blocks: Whether to ``torch.compile`` the forward of each block before sharding it.
+        autocast: Whether the forward runs under autocast to bf16, as under Lightning's
+            ``bf16-mixed``, with normalization and loss in fp32.
     """
 
     def __init__(
@@ -87,8 +95,9 @@ class Job:
         node_size: int,
         device: torch.device,
         compile_blocks: bool = False,
+        autocast: bool = False,
     ) -> None:
-        self.device = device
+        self.device, self.autocast = device, autocast
         rank, world_size = dist.get_rank(), dist.get_world_size()
         with torch.device("meta"):
             self.model = GPT(config)
@@ -118,14 +127,15 @@ class Job:
                 topology=self.topology,
             )
             self.communication.register_optimizer(self.optimizer)
-        generator = torch.Generator().manual_seed(rank)
-        shape = (4, micro_batch, config.seq)
-        self.data = torch.randint(config.vocab, shape, generator=generator).to(device)
+        self.data = random_batches(config, micro_batch).to(device)
         self.steps = 0
 
     def forward(self) -> Tensor:
         """Return the loss of the next batch."""
-        loss: Tensor = self.model(self.data[self.steps % len(self.data)])
+        batch = self.data[self.steps % len(self.data)]
+        kind = self.device.type
+        with torch.autocast(kind, torch.bfloat16, self.autocast, cache_enabled=False):
+            loss: Tensor = self.model(batch)
         self.steps += 1
         return loss
 
@@ -173,6 +183,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node-size", type=int, help="ranks per node (default: all on one node)")
     parser.add_argument("--cpu", action="store_true", help="gloo on the CPU even if there are GPUs")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one collective")
+
+
+def choices(
+    parser: argparse.ArgumentParser, kind: str, text: str, allowed: Iterable[str]
+) -> list[str]:
+    """Split a comma-separated option; name what is not allowed, and exit."""
+    names = text.split(",")
+    unknown = [name for name in names if name not in allowed]
+    if unknown:
+        parser.error(f"unknown {kind} {unknown}: choose among {', '.join(allowed)}")
+    return names
 
 
 def model_config(args: argparse.Namespace, defaults: dict[str, int] | None = None) -> GPTConfig:

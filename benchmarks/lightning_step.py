@@ -29,9 +29,11 @@ from job import (
     VARIANTS,
     Job,
     add_model_arguments,
+    choices,
     model_config,
     over_ranks,
     process_group,
+    random_batches,
     time_steps,
 )
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -75,12 +77,10 @@ class Module(LightningModule):
 
     def batches(self, count: int) -> list[Tensor]:
         """Return ``count`` batches, four different ones in turn, on this rank's device."""
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        shape = (4, self._micro_batch, self._config.seq)
-        data = torch.randint(self._config.vocab, shape, generator=generator)
+        data = random_batches(self._config, self._micro_batch)
         if torch.cuda.is_available():
             data = data.cuda()
-        return [data[index % 4] for index in range(count)]
+        return [data[index % len(data)] for index in range(count)]
 
 
 class Times(Callback):
@@ -188,14 +188,8 @@ def loop_times(name: str, args: argparse.Namespace, device: torch.device) -> lis
         micro_batch=args.micro_batch,
         node_size=node_size,
         device=device,
+        autocast=True,
     )
-    forward = job.forward
-
-    def forward_under_autocast() -> Tensor:  # as the precision plugin has it
-        with torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False):
-            return forward()
-
-    job.forward = forward_under_autocast  # type: ignore[method-assign]
     time_steps(job, args.warmup)
     return time_steps(job, args.steps)[0]
 
@@ -214,10 +208,7 @@ def parse_arguments() -> argparse.Namespace:
         "--trace", type=Path, help="profile the Trainer too; traces for timeline.py go here"
     )
     args = parser.parse_args()
-    args.variants = args.variants.split(",")
-    unknown = [name for name in args.variants if name not in METHODS]
-    if unknown:
-        parser.error(f"unknown variants {unknown}: choose among {', '.join(METHODS)}")
+    args.variants = choices(parser, "variants", args.variants, METHODS)
     args.config = model_config(args)
     args.micro_batch = args.micro_batch or (2 if args.tiny else 8)
     args.ranks_per_machine = int(os.environ["LOCAL_WORLD_SIZE"])

@@ -34,6 +34,7 @@ from job import (
     Job,
     Variant,
     add_model_arguments,
+    choices,
     model_config,
     over_ranks,
     process_group,
@@ -224,10 +225,7 @@ def parse_arguments() -> argparse.Namespace:
     add_model_arguments(parser)
     parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
-    args.models = ["1.4B"] if args.tiny else args.models.split(",")
-    unknown = [name for name in args.models if name not in MODELS]
-    if unknown:
-        parser.error(f"unknown models {unknown}: choose among {', '.join(MODELS)}")
+    args.models = ["1.4B"] if args.tiny else choices(parser, "models", args.models, MODELS)
     return args
 
 

@@ -36,6 +36,7 @@ from job import (
     Job,
     Variant,
     add_model_arguments,
+    choices,
     model_config,
     over_ranks,
     process_group,
@@ -119,10 +120,7 @@ def parse_arguments() -> argparse.Namespace:
         "--trace", type=Path, help="profile each variant too, and put the traces into this folder"
     )
     args = parser.parse_args()
-    args.variants = args.variants.split(",")
-    unknown = [name for name in args.variants if name not in VARIANTS]
-    if unknown:
-        parser.error(f"unknown variants {unknown}: choose among {', '.join(VARIANTS)}")
+    args.variants = choices(parser, "variants", args.variants, VARIANTS)
     args.rates = args.rates.split(",") if args.rates else [None]
     if len(args.rates) > 1 and args.json and "{rate}" not in args.json.name:
         parser.error(f"--json {args.json} is one file for {len(args.rates)} rates: put {{rate}} in")
