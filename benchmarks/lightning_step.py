@@ -37,6 +37,7 @@ from job import (
     time_steps,
 )
 from lightning.pytorch import Callback, LightningModule, Trainer
+from step_time import profile_steps
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -191,7 +192,10 @@ def loop_times(name: str, args: argparse.Namespace, device: torch.device) -> lis
         autocast=True,
     )
     time_steps(job, args.warmup)
-    return time_steps(job, args.steps)[0]
+    times = time_steps(job, args.steps)[0]
+    if args.trace:
+        profile_steps(job, args.trace / f"{name}_loop.json.gz")
+    return times
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -205,7 +209,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3, help="steps before timing starts")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument(
-        "--trace", type=Path, help="profile the Trainer too; traces for timeline.py go here"
+        "--trace", type=Path, help="profile both as well; traces for timeline.py go here"
     )
     args = parser.parse_args()
     args.variants = choices(parser, "variants", args.variants, METHODS)

@@ -15,8 +15,10 @@ usage: nodes.sh [-r RATE] [-n NODES] [-g RANKS] [-p PYTHON] SCRIPT [ARGS...]
 
 Each node is a network namespace behind one bridge. Traffic between nodes goes through its own
 interface, limited by a token bucket on the sending side; ranks of one node talk over NVLink or
-shared memory. NCCL_HOSTID makes NCCL see different hosts. Variables such as NCCL_NVLS_ENABLE=0 or
-NCCL_DEBUG pass through from the caller. Give the script the node size too, e.g.:
+shared memory. NCCL_HOSTID makes NCCL see different hosts. Where there are fewer GPUs than ranks, nodes
+share them, ranks of one node do not: losses and bytes are the same then, but computation is slower.
+Variables such as NCCL_NVLS_ENABLE=0 or NCCL_DEBUG pass through from the caller. Give the script the
+node size too, e.g.:
 
   nodes.sh -r 10gbit -n 2 -g 2 benchmarks/step_time.py --node-size 2 --json out.json
 
@@ -45,6 +47,13 @@ fail() { echo "nodes.sh: $*" >&2; exit 2; }
 for tool in ip tc; do
     command -v "$tool" >/dev/null || fail "$tool not found: install iproute2"
 done
+
+gpus=0
+if command -v nvidia-smi >/dev/null; then gpus=$(nvidia-smi --list-gpus | wc -l); fi
+[ "$gpus" = 0 ] || [ "$ranks" -le "$gpus" ] ||
+    fail "-g $ranks: the ranks of one node need a GPU each, and there are $gpus"
+[ "$gpus" = 0 ] || [ $((nodes * ranks)) -le "$gpus" ] ||
+    echo "nodes.sh: $((nodes * ranks)) ranks share $gpus GPUs" >&2
 
 id=$((BASHPID % 10000))  # interface names have at most 15 characters
 bridge=lqb$id
@@ -84,9 +93,10 @@ make_node() {
 }
 
 start_node() {
-    local node=$1 inner=v$1 first=$(($1 * ranks)) devices=()
-    if command -v nvidia-smi >/dev/null; then
-        devices=("CUDA_VISIBLE_DEVICES=$(seq -s, "$first" $((first + ranks - 1)))")
+    local node=$1 inner=v$1 devices=() list=() rank
+    if [ "$gpus" -gt 0 ]; then
+        for rank in $(seq 0 $((ranks - 1))); do list+=($(((node * ranks + rank) % gpus))); done
+        devices=("CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${list[*]}")")
     fi
     # setsid: a process group of its own, so that cleaning up reaches every rank.
     setsid ip netns exec "lq$id-$node" env ${devices[@]+"${devices[@]}"} \
