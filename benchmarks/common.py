@@ -65,6 +65,7 @@ def environment() -> dict[str, Any]:
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "host": {"machine": platform.machine(), "system": platform.platform()},
         "gpus": gpus,
+        "ranks_per_gpu": int(os.environ.get("LQ_RANKS_PER_GPU", 1)),
         "versions": {
             "python": platform.python_version(),
             "cuda": torch.version.cuda,

@@ -15,10 +15,14 @@ usage: nodes.sh [-r RATE] [-n NODES] [-g RANKS] [-p PYTHON] SCRIPT [ARGS...]
 
 Each node is a network namespace behind one bridge. Traffic between nodes goes through its own
 interface, limited by a token bucket on the sending side; ranks of one node talk over NVLink or
-shared memory. NCCL_HOSTID makes NCCL see different hosts. Where there are fewer GPUs than ranks, nodes
-share them, ranks of one node do not: losses and bytes are the same then, but computation is slower.
-Variables such as NCCL_NVLS_ENABLE=0 or NCCL_DEBUG pass through from the caller. Give the script the
-node size too, e.g.:
+shared memory. NCCL_HOSTID makes NCCL see different hosts. Variables such as NCCL_NVLS_ENABLE=0 or
+NCCL_DEBUG pass through from the caller.
+
+Where there are fewer GPUs than ranks, nodes share them; ranks of one node do not. Losses and bytes
+are the same then, but computation is slower, and much slower without CUDA's MPS
+(nvidia-cuda-mps-control -d), which lets processes compute side by side.
+
+Give the script the node size too, e.g.:
 
   nodes.sh -r 10gbit -n 2 -g 2 benchmarks/step_time.py --node-size 2 --json out.json
 
@@ -52,8 +56,10 @@ gpus=0
 if command -v nvidia-smi >/dev/null; then gpus=$(nvidia-smi --list-gpus | wc -l); fi
 [ "$gpus" = 0 ] || [ "$ranks" -le "$gpus" ] ||
     fail "-g $ranks: the ranks of one node need a GPU each, and there are $gpus"
-[ "$gpus" = 0 ] || [ $((nodes * ranks)) -le "$gpus" ] ||
+if [ "$gpus" -gt 0 ] && [ $((nodes * ranks)) -gt "$gpus" ]; then
     echo "nodes.sh: $((nodes * ranks)) ranks share $gpus GPUs" >&2
+    export LQ_RANKS_PER_GPU=$(((nodes * ranks + gpus - 1) / gpus))  # for the reports
+fi
 
 id=$((BASHPID % 10000))  # interface names have at most 15 characters
 bridge=lqb$id

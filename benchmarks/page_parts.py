@@ -63,9 +63,10 @@ def sources(reports: Iterable[dict[str, Any]]) -> str:
         for environment in environments:
             gpus = environment.get("gpus") or [{"name": "CPU"}]
             torch = environment.get("versions", {}).get("torch")
+            shared = environment.get("ranks_per_gpu", 1)
             made.append(
                 f"{environment.get('commit')}, {str(environment.get('date'))[:10]}, "
-                f"{gpus[0]['name']}, torch {torch}"
+                f"{gpus[0]['name']}{f' shared by {shared} ranks' * (shared > 1)}, torch {torch}"
             )
         link = f"[{name}.json](../benchmarks/results/{name}.json)"
         parts.append(f"{link} ({'; '.join(dict.fromkeys(made))})")

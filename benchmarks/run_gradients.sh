@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# All measurements of 8-bit gradients that need GPUs: four of one machine, as two emulated nodes of
-# two, and one alone. Takes about two minutes. Usage: benchmarks/run_gradients.sh OUTPUT_FOLDER
+# All measurements of 8-bit gradients that need GPUs: four of one machine, or two that are shared, as
+# two emulated nodes of two, and one alone. Takes about two minutes.
+# Usage: benchmarks/run_gradients.sh OUTPUT_FOLDER
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:?usage: benchmarks/run_gradients.sh OUTPUT_FOLDER}

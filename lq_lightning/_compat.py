@@ -51,11 +51,13 @@ __all__ = [
     "has_unreduced_gradients",
     "materialize_meta_tensors",
     "move_optimizers_to_device",
+    "note_sigterm",
     "pack_shards",
     "prepare_fsdp_class",
     "propagate_requires_grad",
     "record_reduced_params",
     "reduce_scatter_flat",
+    "replace_stop_check",
     "reset_iteration",
     "unflatten_checkpoint",
     "use_own_sampling",
@@ -444,6 +446,27 @@ def call_hooks(trainer: Trainer, name: str, *args: Any) -> None:
 def use_own_sampling(trainer: Trainer) -> None:
     """Leave the user's data loaders alone, as on a single device: no DistributedSampler."""
     trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def replace_stop_check(
+    trainer: Trainer,
+    notify: Callable[[int, types.FrameType | None], None],
+    check: Callable[[], None],
+) -> None:
+    """Replace Lightning's handler of SIGTERM, and what its loop does before a training batch.
+
+    Does nothing where Lightning has no such check.
+    """
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
+    names = (connector, "_sigterm_notifier_fn", notify), (loop, "_broadcast_sigterm_tensor", check)
+    if all(hasattr(owner, name) for owner, name, _ in names):
+        for owner, name, replacement in names:
+            setattr(owner, name, replacement)
+
+
+def note_sigterm(trainer: Trainer) -> None:
+    """Let ``trainer.received_sigterm`` be true until the next run."""
+    trainer._signal_connector.received_sigterm = True
 
 
 def convert_floating(data: Any, dtype: torch.dtype) -> Any:

@@ -51,6 +51,7 @@ from lq_lightning.strategies.failures import (
 )
 from lq_lightning.strategies.root_forward import ManualForward, register_step_methods
 from lq_lightning.strategies.sharding import ShardingPlan, UnitSelector
+from lq_lightning.strategies.stop_signal import StopSignal
 
 __all__ = ["DEFAULT_TIMEOUT", "FullyShardedStrategy", "ShardedModule"]
 
@@ -262,6 +263,8 @@ class FullyShardedStrategy(CheckpointingStrategy):
             return
         if self.accelerator is None:
             raise AssertionError("the Trainer sets the accelerator before `setup`")
+        if shared:
+            StopSignal(self.root_device).install(trainer)
         self.accelerator.setup(trainer)
         self._reject_callbacks(trainer)
         with explain_lost_rank(self.global_rank, self.world_size):

@@ -1,0 +1,141 @@
+"""SIGTERM on one rank stops all of them at the same batch."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lq_testing import run_ranks
+from lq_testing.lightning_models import Losses, TinyModule, Tokens, loader, trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lq_lightning import QuantizedFSDPStrategy
+
+OPTIONS = {"min_quantized_numel": 64}
+
+run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=60.0)
+
+
+class Same(Tokens):
+    """One sequence over and over: a resumed loader starts from its beginning."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return super().__getitem__(0)
+
+
+class Signal(Callback):
+    """Sends SIGTERM to one rank while it trains or validates."""
+
+    def __init__(self, where: str, rank: int) -> None:
+        self.where, self.rank = where, rank
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.where == "training" and trainer.global_step == 2:
+            self._send(trainer)
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.where == "validation" and trainer.global_step == 2:
+            self._send(trainer)
+
+    def on_test_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._send(trainer)
+
+    def _send(self, trainer: pl.Trainer) -> None:
+        if trainer.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _fit(root: str, gpu: bool, *callbacks: Callback, **options: Any) -> Losses:
+    torch.manual_seed(0)
+    losses = Losses()
+    resume = {"ckpt_path": options.pop("ckpt_path", None)}
+    run = trainer(
+        QuantizedFSDPStrategy(**OPTIONS),
+        root,
+        accelerator="gpu" if gpu else "cpu",
+        callbacks=[losses, *callbacks],
+        **options,
+    )
+    try:
+        run.fit(TinyModule(), DataLoader(Same(), batch_size=4), loader(), **resume)
+    except SIGTERMException:
+        assert run.received_sigterm
+    return losses
+
+
+def _stops(rank: int, world_size: int, root: str, where: str, gpu: bool) -> None:
+    options: dict[str, Any] = {"val_check_interval": 2} if where == "validation" else {}
+    whole = _fit(root, gpu, **options).values
+    handler = signal.getsignal(signal.SIGTERM)
+    save = OnExceptionCheckpoint(root, filename=where)
+    first = _fit(
+        root, gpu, Signal(where, rank=1), save, enable_checkpointing=True, **options
+    ).values
+    assert signal.getsignal(signal.SIGTERM) is handler
+    # the batch of the signal, if there is one, is trained; on GPUs up to two more
+    expected = 2 if where == "validation" else 3
+    assert len(first) in ((expected + 1, expected + 2) if gpu else (expected,))
+    lengths = [torch.zeros(1, device="cuda" if gpu else "cpu") for _ in range(world_size)]
+    torch.distributed.all_gather(lengths, torch.full_like(lengths[0], len(first)))
+    assert {int(n) for n in lengths} == {len(first)}
+    rest = _fit(root, gpu, ckpt_path=f"{root}/{where}.ckpt", **options).values
+    assert first + rest == whole, (first, rest, whole)
+
+
+@pytest.mark.parametrize("where", ["training", "validation"])
+def test_all_ranks_stop_together_and_can_resume(tmp_path: Path, where: str) -> None:
+    run_trainer(_stops, 2, str(tmp_path), where, False)
+
+
+@pytest.mark.gpu(2)
+def test_gpus_stop_together_and_can_resume(tmp_path: Path) -> None:
+    run_trainer(_stops, 2, str(tmp_path), "training", True, timeout=200.0)
+
+
+def _tests(rank: int, world_size: int, root: str) -> None:
+    run = trainer(QuantizedFSDPStrategy(**OPTIONS), root, callbacks=[Signal("test", rank)])
+    with pytest.raises(SIGTERMException):
+        run.test(TinyModule(), loader())
+
+
+def test_outside_of_training_a_rank_stops_as_with_lightning(tmp_path: Path) -> None:
+    run_trainer(_tests, 2, str(tmp_path))
+
+
+class NoSynchronization(Callback):
+    """Forbids waiting for the device, from the third batch to the sixth."""
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx in (2, 5):
+            torch.cuda.set_sync_debug_mode("error" if batch_idx == 2 else "default")
+
+
+def _never_waits(rank: int, world_size: int, root: str) -> None:
+    torch.manual_seed(0)
+    run = trainer(
+        QuantizedFSDPStrategy(**OPTIONS, weights="qWD", gradients="TLq-HS"),
+        root,
+        accelerator="gpu",
+        callbacks=[NoSynchronization()],
+        use_distributed_sampler=False,
+    )
+    module = TinyModule()
+    batches = [batch.cuda() for batch in loader()]
+    run.fit(module, DataLoader(batches, batch_size=None))
+    assert run.global_step == len(batches)
+
+
+@pytest.mark.gpu(2)
+def test_training_never_waits_for_the_device(tmp_path: Path) -> None:
+    run_trainer(_never_waits, 2, str(tmp_path), timeout=200.0)
