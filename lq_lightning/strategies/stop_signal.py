@@ -75,7 +75,7 @@ class StopSignal:
             flag = torch.full((1,), int(self._requested), dtype=torch.int32, device=self._device)
             dist.all_reduce(flag, dist.ReduceOp.MAX)
             result.copy_(flag, non_blocking=True)
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(stream)
 
         def read() -> bool:
