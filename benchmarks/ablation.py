@@ -131,6 +131,8 @@ def _states(name: StateCode) -> OptimizerQuantization:
     return OptimizerQuantization(first_moment=name, second_moment=name)
 
 
+FEEDBACK = GradientQuantization(rounding="nearest", error_feedback=True)
+
 VARIANTS = {
     BASELINE: Variant(),
     "qW": Variant(weights=WeightQuantization(method="qW")),
@@ -144,6 +146,8 @@ VARIANTS = {
     "SDP4Bit nearest": Variant(
         weights=WeightQuantization(), gradients=GradientQuantization(rounding="nearest")
     ),
+    "TLq-HS feedback": Variant(gradients=FEEDBACK),
+    "SDP4Bit feedback": Variant(weights=WeightQuantization(), gradients=FEEDBACK),
     "AdamW expanded_fp8": Variant(states=_states("expanded_fp8")),
     "AdamW dynamic8": Variant(states=_states("dynamic8")),
     "AdamW fp8": Variant(states=_states("fp8")),

@@ -148,6 +148,7 @@ def decode(
     buf_RB: Tensor,
     numel: int,
     *,
+    scale: float = 1.0,
     out: Tensor | None = None,
     add: bool = False,
     dtype: torch.dtype = torch.float32,
@@ -158,6 +159,7 @@ def decode(
         spec: the codec that encoded them.
         buf_RB: ``[R, B]`` uint8, any row stride that is a multiple of 16 bytes.
         numel: N, the values in a row.
+        scale: factor of the values, e.g. -1 with ``add`` to subtract them.
         out: ``[R, N]`` to write to, any row stride.
         add: add to ``out``: in fp32, then rounded once to the dtype of ``out``.
         dtype: of a new result, when ``out`` is not given.
@@ -169,7 +171,7 @@ def decode(
         ValueError: a shape, dtype, device, stride or alignment other than above.
     """
     _check_messages("buf_RB", buf_RB, 2)
-    return _decode(spec, buf_RB.unsqueeze(0), numel, 1.0, out, add, dtype)
+    return _decode(spec, buf_RB.unsqueeze(0), numel, scale, out, add, dtype)
 
 
 def decode_reduce(
@@ -239,3 +241,27 @@ def decode_reduce_encode(
     _check_shape("out", out, (buf_KRB.shape[1], spec_out.nbytes(numel)), buf_KRB.device)
     requantize_out(buf_KRB, numel, source, target, value, out)
     return out
+
+
+def clear_nonfinite_(spec: CodecSpec, buf_RB: Tensor, numel: int) -> None:
+    """Let groups that decode to NaN decode to zero, in place.
+
+    Args:
+        spec: the codec that encoded the rows, a symmetric one.
+        buf_RB: ``[R, B]`` uint8, any row stride that is a multiple of 16 bytes.
+        numel: N, the values in a row.
+
+    Raises:
+        ValueError: a shape or dtype other than above, or an asymmetric codec.
+    """
+    _check_messages("buf_RB", buf_RB, 2)
+    fmt = spec.message_format
+    if not fmt.symmetric:
+        raise ValueError(
+            f"spec={spec} is asymmetric; only groups without a minimum can be cleared by their "
+            "scale. Use symmetric=True."
+        )
+    layout = fmt.layout(numel)
+    end = layout.scale_offset + layout.num_groups * fmt.scale_nbytes
+    scales = buf_RB[:, layout.scale_offset : end].view(getattr(torch, fmt.scale_dtype))
+    scales.nan_to_num_(nan=0.0)

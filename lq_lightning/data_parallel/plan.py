@@ -90,7 +90,8 @@ def describe_gradients(config: GradientQuantization | None, topology: Topology) 
             f"{topology.num_nodes} nodes"
         )
     hadamard = f", Hadamard {config.hadamard_size}" if config.method == "TLq-HS" else ""
-    return f"{config.method}: {levels}, groups of {config.group_size}{hadamard}"
+    feedback = ", error feedback" if config.error_feedback and topology.num_nodes > 1 else ""
+    return f"{config.method}: {levels}, groups of {config.group_size}{hadamard}{feedback}"
 
 
 def tensor_plans(

@@ -9,7 +9,7 @@ enough (SDP4Bit §3.3).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lq_lightning._compat import Reduced, ReduceScatter, backward_id, reduce_scatter_flat
-from lq_lightning.codecs import decode_reduce, decode_reduce_encode, derive_seed, encode
+from lq_lightning.codecs import decode, decode_reduce, decode_reduce_encode, derive_seed, encode
 from lq_lightning.data_parallel.config import GradientQuantization
-from lq_lightning.data_parallel.layout import MessageLayout, Segment, segment_runs
+from lq_lightning.data_parallel.error_feedback import GradientResidual
+from lq_lightning.data_parallel.layout import MessageLayout, Run, Segment, segment_runs
 from lq_lightning.data_parallel.traffic import ring_bytes
 from lq_lightning.data_parallel.unit import (
     UnitCollective,
@@ -36,8 +37,10 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
     """Reduce-scatter that sends INT8 codes within a node and INT4 codes between nodes.
 
     With one node, or one rank per node, only the level that exists is used. Sums are formed in fp32
-    in rank order, so the result does not depend on timing. A non-finite gradient makes its whole
-    group NaN on the rank that owns it, on any level, so the gradient norm of every rank sees it.
+    in rank order, so the result does not depend on timing. With error feedback, what the messages
+    between nodes leave out is added to those of the next call. A non-finite gradient makes its
+    whole group NaN on the rank that owns it, on any level, so the gradient norm of every rank sees
+    it.
 
     Args:
         config: Codecs and method.
@@ -52,6 +55,8 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         self._layouts: dict[tuple[Any, ...], tuple[MessageLayout, MessageLayout]] = {}
         self._calls = 0
         self._calls_step = -1
+        feeds_back = config.error_feedback and self._context.topology.num_nodes > 1
+        self.residual = GradientResidual() if feeds_back else None
 
     # --- layout -----------------------------------------------------------------------------
 
@@ -165,11 +170,12 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
             self._context.reductions.join()  # FSDP2 may add this result to one of them
         slots = input_tensor.view(topology.world_size, -1)
         if topology.node_size == 1:
-            messages = self._encode(slots, inter, level=_SEED_INTER)
+            messages = self._encode_for_nodes(slots, intra, inter)
         else:
             messages = self._encode_for_node(slots, intra)
             if topology.num_nodes > 1:
-                received = self._exchange(messages, self._context.intra_group)
+                spare = 0 if self.residual is None else 1
+                received = self._exchange(messages, self._context.intra_group, spare)
                 messages = self._reduce_and_encode(received, intra, inter)
 
         def last_level() -> None:
@@ -207,10 +213,20 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         reduce_scatter_flat(exact, slots.float(), group)
         return exact * scale
 
-    def _encode(self, slots: Tensor, layout: MessageLayout, *, level: int) -> Tensor:
-        """Encode ``[R, n]`` slots (any row stride) to ``[R, nbytes]`` messages."""
-        messages = slots.new_zeros((slots.shape[0], layout.nbytes), dtype=torch.uint8)
-        self._encode_into(messages, slots, layout, self._seed(level))
+    def _encode_for_nodes(
+        self, slots: Tensor, intra: MessageLayout, inter: MessageLayout
+    ) -> Tensor:
+        """Encode ``[nodes, n]`` slots, whose values are overwritten, to ``[nodes, nbytes]``."""
+        messages = slots.new_zeros((slots.shape[0], inter.nbytes), dtype=torch.uint8)
+        if self.residual is not None:
+            stored = self.residual.prepare(slots.shape[0], intra, slots.device)
+            for index, run, values in _quantized_runs(intra, slots):
+                part = intra.part(stored, index)
+                decode(intra.spec, part, run.numel, out=values, add=True)
+        self._encode_into(messages, slots, inter, self._seed(_SEED_INTER))
+        if self.residual is not None:
+            for index, _, values in _quantized_runs(inter, slots):
+                self.residual.keep(index, values, inter.part(messages, index), inter.spec)
         return messages
 
     @staticmethod
@@ -249,11 +265,15 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
                 self._encode_into(messages[i], by_node[:, i], layout, part_seed)
         return messages
 
-    def _exchange(self, messages: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """All-to-all along dim 0: row ``i`` goes to rank ``i``, row ``j`` comes from rank ``j``."""
-        received = torch.empty_like(messages)
+    def _exchange(self, messages: Tensor, group: dist.ProcessGroup, spare: int = 0) -> Tensor:
+        """All-to-all along dim 0: row ``i`` goes to rank ``i``, row ``j`` comes from rank ``j``.
+
+        The result has ``spare`` more rows, which are not written.
+        """
+        received = messages.new_empty((messages.shape[0] + spare, *messages.shape[1:]))
         if messages.shape[-1]:
-            dist.all_to_all_single(received.view(-1), messages.view(-1), group=group)
+            arriving = received[: messages.shape[0]]
+            dist.all_to_all_single(arriving.view(-1), messages.view(-1), group=group)
         ranks = group.size()
         sent = messages.numel() // ranks * (ranks - 1)
         context = self._context
@@ -268,23 +288,31 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
     def _reduce_and_encode(
         self, received: Tensor, intra: MessageLayout, inter: MessageLayout
     ) -> Tensor:
-        """Sum ``[node_size, nodes, nbytes]`` over the node and encode for the other nodes."""
-        nodes = received.shape[1]
+        """Sum ``[node_size, nodes, nbytes]`` over the node and encode for the other nodes.
+
+        With error feedback ``received`` has one more message per row, for the residual.
+        """
+        local, nodes = self._context.topology.node_size, received.shape[1]
         messages = received.new_zeros((nodes, inter.nbytes))
         seed = self._seed(_SEED_INTER)
+        if self.residual is not None:
+            received[local].copy_(self.residual.prepare(nodes, intra, received.device))
         for index, run in enumerate(intra.runs):
             source, target = intra.part(received, index), inter.part(messages, index)
-            if run.quantized:
-                decode_reduce_encode(
-                    intra.spec,
-                    source,
-                    run.numel,
-                    inter.spec,
-                    seed=None if seed is None else derive_seed(seed, index),
-                    out=target,
-                )
-            else:
-                target.copy_(source.sum(dim=0, dtype=torch.float32))
+            if not run.quantized:
+                target.copy_(source[:local].sum(dim=0, dtype=torch.float32))
+                continue
+            decode_reduce_encode(
+                intra.spec,
+                source,
+                run.numel,
+                inter.spec,
+                seed=None if seed is None else derive_seed(seed, index),
+                out=target,
+            )
+            if self.residual is not None:
+                total = decode_reduce(intra.spec, source, run.numel)
+                self.residual.keep(index, total, target, inter.spec)
         return messages
 
     def _finish(
@@ -302,6 +330,13 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
                 target.copy_(source.sum(dim=0, dtype=torch.float32) * scale)
         elements = layout.numel * received.shape[0]
         self._context.traffic.gradients_elements += elements
+
+
+def _quantized_runs(layout: MessageLayout, slots: Tensor) -> Iterator[tuple[int, Run, Tensor]]:
+    """Yield index, run, and the run's ``[R, numel]`` view of the slots."""
+    for index, run in enumerate(layout.runs):
+        if run.quantized:
+            yield index, run, slots[:, run.start : run.start + run.numel]
 
 
 def _scale_of(op: Any, world_size: int) -> float:

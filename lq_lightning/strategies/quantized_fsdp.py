@@ -267,6 +267,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         """Gather the loaded weights in full precision first."""
         if self._communication is not None:
             self._communication.invalidate()
+            self._communication.drop_residuals()
 
     def extra_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Counters, and the replica that the next difference refers to."""
@@ -275,6 +276,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             values["num_skipped_steps"] = self.num_skipped_steps
         if self._communication is None:
             return values, {}
+        self._communication.drop_residuals()  # as a resumed run has to start without them
         values["communication"] = self._communication.state_dict()
         return values, dict(self._communication.replica_state_dict())
 

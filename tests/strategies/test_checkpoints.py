@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from lq_lightning import QuantizedFSDPStrategy
+from lq_lightning.data_parallel import GradientQuantization
 from lq_lightning.strategies.checkpoint import (
     AtomicCheckpointIO,
     ShardedCheckpoint,
@@ -35,6 +36,7 @@ from lq_lightning.strategies.consolidate import consolidate_checkpoint, main
 
 PLAIN = {"weights": "none", "gradients": "none"}
 SMALL = {"min_quantized_numel": 64}
+FEEDBACK = GradientQuantization(rounding="nearest", error_feedback=True)
 
 run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 
@@ -76,12 +78,15 @@ def _fit(root: str, module: TinyModule, strategy: Any, **options: Any) -> tuple[
 
 def _resume_exactly(rank: int, world_size: int, root: str) -> None:
     for full in (False, True):
-        for precision, options in (
-            ("bf16-mixed", SMALL),
-            ("32-true", {**SMALL, "replica": "node", "node_size": 1}),
-            ("bf16-true", PLAIN),
+        for index, (precision, options) in enumerate(
+            (
+                ("bf16-mixed", SMALL),
+                ("32-true", {**SMALL, "replica": "node", "node_size": 1}),
+                ("bf16-true", PLAIN),
+                ("32-true", {**SMALL, "gradients": FEEDBACK, "node_size": 1}),
+            )
         ):
-            folder = f"{root}/{full}-{precision}"
+            folder = f"{root}/{full}-{index}"
             saves = ModelCheckpoint(folder, every_n_epochs=1, save_top_k=-1, save_last="link")
             _, losses = _fit(
                 root,

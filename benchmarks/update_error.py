@@ -1,0 +1,220 @@
+"""What quantized gradients do to the update of Adam, without the noise of a training run.
+
+A small GPT trains in full precision on two emulated nodes. After ``--warmup`` steps the gradients
+of both are also sent as `quantized_fsdp` sends them between nodes, in every scheme, and each scheme
+keeps Adam's moments of what arrives. All see the same gradients, so what differs in the end between
+their updates ``m / sqrt(v)`` and that of full precision is the scheme's doing alone::
+
+    python benchmarks/update_error.py --json update_error.json
+    python benchmarks/update_error.py --tokens kernel_tokens --json update_error.json
+
+Text: the standard library of the running Python, as bytes, or what ``kernel_text.py`` prepared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from common import table, write_report
+from gpt import GPT, GPTConfig
+from torch import Tensor, nn
+
+from lq_lightning.codecs import decode, derive_seed, encode
+from lq_lightning.data_parallel import GradientQuantization
+from lq_lightning.data_parallel.error_feedback import GradientResidual
+from lq_lightning.data_parallel.layout import MessageLayout, Run
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from pretraining.corpus import Corpus, CorpusSettings, prepare  # noqa: E402
+
+NODES = 2
+BETAS = (0.9, 0.95)
+LR = 6e-4
+SCHEMES = {
+    "stochastic": GradientQuantization(),
+    "nearest": GradientQuantization(rounding="nearest"),
+    "nearest, groups of 32": GradientQuantization(rounding="nearest", group_size=32),
+    "nearest, no Hadamard": GradientQuantization(method="TLq", rounding="nearest"),
+    "stochastic, error feedback": GradientQuantization(error_feedback=True),
+    "nearest, error feedback": GradientQuantization(rounding="nearest", error_feedback=True),
+    "nearest, 6 bits": GradientQuantization(rounding="nearest", inter_bits=6),
+}
+
+
+@dataclass(slots=True)
+class Moments:
+    """Adam's moments of one tensor."""
+
+    first: Tensor
+    second: Tensor
+    steps: int = 0
+
+    def add(self, gradient: Tensor) -> None:
+        """Take another gradient in."""
+        self.steps += 1
+        self.first.lerp_(gradient, 1 - BETAS[0])
+        self.second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+
+    def update(self) -> Tensor:
+        """Return the direction in which Adam would go."""
+        first = self.first / (1 - BETAS[0] ** self.steps)
+        second = self.second / (1 - BETAS[1] ** self.steps)
+        return first / (second.sqrt() + 1e-8)
+
+
+class Link:
+    """One node's messages of one tensor in one scheme.
+
+    Args:
+        config: The scheme.
+        numel: Elements of the tensor.
+        seed: Of stochastic rounding.
+    """
+
+    def __init__(self, config: GradientQuantization, numel: int, seed: int) -> None:
+        self._spec, self._numel, self._seed, self._calls = config.codec("inter"), numel, seed, 0
+        self._layout = MessageLayout.of([Run(0, numel, True)], config.codec("intra"), torch.float32)
+        self._residual = GradientResidual() if config.error_feedback else None
+
+    def send(self, gradient: Tensor) -> Tensor:
+        """Return what arrives of a gradient."""
+        values = gradient.reshape(1, -1).clone()
+        if self._residual is not None:
+            kept = self._residual.prepare(1, self._layout, values.device)
+            part = self._layout.part(kept, 0)
+            decode(self._layout.spec, part, self._numel, out=values, add=True)
+        self._calls += 1
+        message = encode(self._spec, values, seed=derive_seed(self._seed, self._calls))
+        arrived = decode(self._spec, message, self._numel)
+        if self._residual is not None:
+            self._residual.keep(0, values, message, self._spec)
+        return arrived.view_as(gradient)
+
+
+def batches(args: argparse.Namespace, device: torch.device) -> tuple[int, Iterator[Tensor]]:
+    """Return the size of the vocabulary, and an endless run of ``[B, T + 1]`` tokens."""
+    if args.tokens:
+        tokenizer = str(args.tokens / "tokenizer.json")
+        settings = CorpusSettings(block_size=args.seq, tokenizer=tokenizer)
+        stored = json.loads((args.tokens / "corpus.json").read_text())
+        corpus = Corpus(path=args.tokens, settings=settings, **stored)
+    else:
+        corpus = prepare(CorpusSettings(block_size=args.seq, suffixes=(".py",)), args.cache)
+    blocks = corpus.blocks("train")
+
+    def draw() -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            rows = torch.randint(len(blocks), (args.batch,), generator=generator).tolist()
+            chosen = [torch.as_tensor(blocks[row].astype("int64")) for row in rows]
+            yield torch.stack(chosen).to(device)
+
+    return corpus.tokenizer().vocab_size, draw()
+
+
+def build(args: argparse.Namespace, vocab: int, device: torch.device) -> GPT:
+    """Return the initialized model."""
+    torch.manual_seed(0)
+    config = GPTConfig(
+        layers=args.layers, hidden=args.hidden, heads=args.heads, seq=args.seq, vocab=vocab
+    )
+    model = GPT(config).to(device)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            scale = 0.02 / math.sqrt(2 * args.layers) if "out" in name or "down" in name else 0.02
+            nn.init.normal_(parameter, 0.0, scale)
+    return model
+
+
+def run(args: argparse.Namespace, device: torch.device) -> dict[str, dict[str, float]]:
+    """Train, follow every scheme, and return what it did to the updates of the middle block."""
+    vocab, rows = batches(args, device)
+    model = build(args, vocab, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=0.1)
+    prefix = f"blocks.{args.layers // 2}."
+    watched = {n: p for n, p in model.named_parameters() if n.startswith(prefix) and p.ndim > 1}
+    keys = list(itertools.product([None, *SCHEMES], watched))
+    moments = {key: Moments(*(torch.zeros_like(watched[key[1]]) for _ in range(2))) for key in keys}
+    links = {
+        (scheme, name, node): Link(config, watched[name].numel(), derive_seed(index, node))
+        for scheme, config in SCHEMES.items()
+        for index, name in enumerate(watched)
+        for node in range(NODES)
+    }
+    for step in range(args.warmup + args.steps):
+        of_node = [_gradients(model, next(rows)) for _ in range(NODES)]
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.stack([g[name] for g in of_node]).mean(0)
+        if step >= args.warmup:
+            for scheme, name in keys:
+                sent = [g[name] for g in of_node]
+                if scheme is not None:
+                    sent = [links[scheme, name, n].send(g) for n, g in enumerate(sent)]
+                moments[scheme, name].add(torch.stack(sent).mean(0))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / 40)
+        optimizer.step()
+    return {scheme: _compare(scheme, moments, list(watched)) for scheme in SCHEMES}
+
+
+def _gradients(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _compare(
+    scheme: str, moments: dict[tuple[str | None, str], Moments], names: list[str]
+) -> dict[str, float]:
+    """Return errors over all watched tensors together."""
+    exact = [moments[None, name] for name in names]
+    sent = [moments[scheme, name] for name in names]
+    update = torch.cat([m.update().flatten() for m in exact])
+    other = torch.cat([m.update().flatten() for m in sent])
+    projection = float(other @ update / (update @ update))
+    ratio = torch.cat([(b.second / a.second).flatten() for a, b in zip(exact, sent, strict=True)])
+    return {
+        "error": float((other - update).norm() / update.norm()),
+        "projection": projection,
+        "noise": float((other - projection * update).norm() / (projection * update).norm()),
+        "second_moment": float(ratio[ratio.isfinite()].median()),
+    }
+
+
+def main() -> None:
+    """Run, print a table, write JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, value in (("layers", 4), ("hidden", 384), ("heads", 6), ("seq", 256), ("batch", 8)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--warmup", type=int, default=120, help="steps before the schemes start")
+    parser.add_argument("--steps", type=int, default=50, help="steps that they take part in")
+    parser.add_argument("--tokens", type=Path, help="folder that kernel_text.py wrote")
+    parser.add_argument("--cache", type=Path, default=ROOT / "runs" / "data")
+    parser.add_argument("--cpu", action="store_true", help="even if there is a GPU")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    args = parser.parse_args()
+    cuda = torch.cuda.is_available() and not args.cpu
+    schemes = run(args, torch.device("cuda" if cuda else "cpu"))
+    names = ["error", "projection", "noise", "second_moment"]
+    cells = [[s, *(f"{row[n]:.4f}" for n in names)] for s, row in schemes.items()]
+    print(table(cells, ["scheme", *names]))
+    setup = {k: getattr(args, k) for k in ("layers", "hidden", "seq", "batch", "warmup", "steps")}
+    configs = {scheme: asdict(config) for scheme, config in SCHEMES.items()}
+    results = {"setup": setup, "nodes": NODES, "schemes": schemes, "configs": configs}
+    write_report(args.json, "update_error", results)
+
+
+if __name__ == "__main__":
+    main()

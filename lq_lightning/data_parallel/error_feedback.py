@@ -1,0 +1,70 @@
+"""What quantization leaves out of one gradient message, added to the next one (error feedback)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lq_lightning.codecs import CodecSpec, clear_nonfinite_, decode, encode
+from lq_lightning.data_parallel.layout import MessageLayout
+
+__all__ = ["GradientResidual"]
+
+
+class GradientResidual:
+    """The residual of the messages that one rank sends for one unit.
+
+    It is stored as messages of its own, one per message sent, so that it can be summed with those
+    that arrive from the ranks of the node. A group that is not finite is dropped: the gradient it
+    came from reaches the clipping of all ranks, and the next one starts anew.
+    """
+
+    def __init__(self) -> None:
+        self._layout: MessageLayout | None = None
+        self._messages: Tensor | None = None
+
+    def prepare(self, rows: int, layout: MessageLayout, device: torch.device) -> Tensor:
+        """Return the residual of the last call; zeros at first, and after a change of the layout.
+
+        Args:
+            rows: R, messages that this rank sends.
+            layout: Of the stored messages.
+            device: Of the result.
+
+        Returns:
+            ``[R, nbytes]`` uint8.
+        """
+        if self._messages is None or self._layout != layout:
+            self._messages = torch.zeros(rows, layout.nbytes, dtype=torch.uint8, device=device)
+            self._layout = layout
+        return self._messages
+
+    def keep(self, index: int, values: Tensor, sent: Tensor, spec: CodecSpec) -> None:
+        """Store what ``sent`` leaves out of ``values``, for one run of the prepared layout.
+
+        Args:
+            index: Of the run.
+            values: ``[R, N]``, which is overwritten.
+            sent: ``[R, B]`` uint8, the codes of ``values``.
+            spec: Codec of ``sent``.
+        """
+        layout, messages = self._layout, self._messages
+        if layout is None or messages is None:
+            raise AssertionError("keep() is called after prepare()")
+        numel = layout.runs[index].numel
+        decode(spec, sent, numel, scale=-1.0, out=values, add=True)
+        stored, own = layout.part(messages, index), replace(layout.spec, rounding="nearest")
+        encode(own, values, out=stored)
+        clear_nonfinite_(own, stored, numel)
+
+    def drop(self) -> None:
+        """Start from zeros again."""
+        if self._messages is not None:
+            self._messages.zero_()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return 0 if self._messages is None else self._messages.numel()

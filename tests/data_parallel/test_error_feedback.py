@@ -1,0 +1,169 @@
+"""Gradients with error feedback, on gloo ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lq_testing import run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from lq_lightning.data_parallel import (
+    GradientQuantization,
+    QuantizedCommunication,
+    Topology,
+    quantize_communication,
+)
+
+SIZES = (96, 160, 40)
+
+
+def device() -> torch.device:
+    """This rank's device: its GPU under NCCL, else the CPU."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def build(
+    node_size: int, error_feedback: bool = True, **config: Any
+) -> tuple[nn.Module, QuantizedCommunication]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(a, b) for a, b in zip(SIZES, SIZES[1:], strict=False)]
+    model = nn.Sequential(*layers).to(device())
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    communication = quantize_communication(
+        model,
+        weights=None,
+        gradients=GradientQuantization(error_feedback=error_feedback, **config),
+        topology=Topology(
+            world_size=dist.get_world_size(), rank=dist.get_rank(), node_size=node_size
+        ),
+        min_quantized_numel=256,
+    )
+    return model, communication
+
+
+def gradients(model: nn.Module, scale: float = 1.0) -> Tensor:
+    """The whole averaged gradient of the quantized parameters, for this rank's fixed input."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(8, SIZES[0], generator=generator).to(device())
+    model.zero_grad()
+    loss: Tensor = (model(x) ** 2).mean() * scale
+    loss.backward()
+    whole = [p.grad.full_tensor() for p in model.parameters() if p.ndim > 1]
+    return torch.cat([gradient.flatten() for gradient in whole])
+
+
+def _sums_are_exact(rank: int, world: int, node_size: int, rounding: str, method: str) -> None:
+    exact = gradients(build(world, method="QuanGrad")[0])  # no messages between nodes
+    config = {"method": method, "rounding": rounding, "intra_bits": 8}
+    model, communication = build(node_size, **config)
+    single, total, rounds = 0.0, torch.zeros_like(exact), 24
+    for _ in range(rounds):
+        reduced = gradients(model)
+        single = float((reduced - exact).norm() / exact.norm())
+        total += reduced
+    error = float((total / rounds - exact).norm() / exact.norm())
+    assert single > 0.08, "4-bit codes must err visibly"
+    # what is left over is the residual of the last call, and the error of 8-bit codes
+    assert error < 1.5 * single / rounds + 0.01, (error, single)
+    assert "error feedback" in communication.plan.summary()
+
+
+SUMS = [(1, "nearest", "TLq-HS"), (1, "stochastic", "TLq"), (2, "nearest", "TLq-HS")]
+
+
+@pytest.mark.parametrize(("node_size", "rounding", "method"), SUMS)
+def test_what_one_step_loses_the_next_ones_bring(
+    node_size: int, rounding: str, method: str
+) -> None:
+    run_ranks(_sums_are_exact, 2 * node_size, node_size, rounding, method)
+
+
+def _nonfinite(rank: int, world: int, node_size: int) -> None:
+    model, _ = build(node_size, rounding="nearest")
+    gradients(model)
+    for value in (float("nan"), float("inf")):
+        bad = gradients(model, scale=value if rank == world - 1 else 1.0)
+        assert not torch.isfinite(bad).any()
+        assert torch.isfinite(gradients(model)).all()
+
+
+@pytest.mark.parametrize("node_size", [1, 2])
+def test_a_bad_gradient_does_not_stay(node_size: int) -> None:
+    run_ranks(_nonfinite, 2 * node_size, node_size)
+
+
+def _dropped(rank: int, world: int) -> None:
+    model, communication = build(2, rounding="nearest")
+    held = [unit.scatter.residual for unit in communication._units]
+    assert all(residual.nbytes == 0 for residual in held)
+    first, second = gradients(model), gradients(model)
+    assert not torch.equal(first, second)
+    numel = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    codes = sum(residual.nbytes for residual in held)
+    assert codes < 1.2 * numel / 2  # 1.03 / node_size, with padding and biases
+    communication.drop_residuals()
+    assert torch.equal(gradients(model), first)
+    communication.load_state_dict(communication.state_dict(), {})
+    assert torch.equal(gradients(model), first)
+
+
+def test_dropped_residuals_start_from_zero() -> None:
+    run_ranks(_dropped, 4)
+
+
+def _changes(rank: int, world: int) -> None:
+    """A parameter that gets no gradient for a while changes what the messages hold."""
+    model, _ = build(1, rounding="nearest")
+    first = gradients(model)
+    for layer in model:
+        layer.weight.requires_grad_(False)
+    gradients_of_biases = [p for p in model.parameters() if p.requires_grad]
+    model.zero_grad()
+    (model(torch.ones(1, SIZES[0], device=device())) ** 2).mean().backward()
+    assert all(p.grad is not None for p in gradients_of_biases)
+    for layer in model:
+        layer.weight.requires_grad_(True)
+    assert torch.equal(gradients(model), first)
+
+
+def test_another_layout_starts_from_zero() -> None:
+    run_ranks(_changes, 2)
+
+
+def _off_where_there_is_nothing_to_keep(rank: int, world: int) -> None:
+    for node_size, error_feedback in ((2, True), (1, False)):
+        model, communication = build(node_size, error_feedback)
+        gradients(model)
+        assert all(unit.scatter.residual is None for unit in communication._units)
+        assert "error feedback" not in communication.plan.summary()
+
+
+def test_one_node_keeps_no_residual() -> None:
+    run_ranks(_off_where_there_is_nothing_to_keep, 2)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [(_sums_are_exact, (1, "nearest", "TLq-HS")), (_nonfinite, (1,)), (_changes, ())],
+)
+def test_on_two_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
+    run_ranks(fn, 2, *args, backend="nccl", timeout=200)
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [(_sums_are_exact, (2, "nearest", "TLq-HS")), (_nonfinite, (2,)), (_dropped, ())],
+)
+def test_on_four_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
+    run_ranks(fn, 4, *args, backend="nccl", timeout=200)
