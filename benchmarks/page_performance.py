@@ -234,6 +234,34 @@ def ablation(folder: Folder) -> str:
     return ablations(folder, lambda name: not name.startswith("AdamW "), command)
 
 
+def update_error(folder: Folder) -> str:
+    """What each way to send gradients does to the update of Adam."""
+    report = folder.report("update_error")
+    if report is None:
+        return missing(
+            "python benchmarks/update_error.py --json benchmarks/results/update_error.json"
+        )
+    results = report["results"]
+    setup = results["setup"]
+    rows = [
+        [
+            scheme,
+            number(100 * row["error"], 1, "%"),
+            number(100 * row["noise"], 1, "%"),
+            f"{100 * (row['projection'] - 1):+.1f}%",
+            f"{100 * (row['second_moment'] - 1):+.1f}%",
+        ]
+        for scheme, row in results["schemes"].items()
+    ]
+    header = ["gradients between nodes", "error of the update", "of which noise", "its length"]
+    return (
+        f"{setup['layers']} layers, hidden {setup['hidden']}, {results['nodes']} nodes, "
+        f"{setup['steps']} steps from step {setup['warmup']} on:\n\n"
+        + markdown([*header, "second moment"], rows)
+        + sources([report])
+    )
+
+
 SECTIONS: dict[str, Callable[[Folder], str]] = {
     "step_time": step_time,
     "bytes_sent": bytes_sent,
@@ -243,4 +271,5 @@ SECTIONS: dict[str, Callable[[Folder], str]] = {
     "memory": memory,
     "kernels": kernels,
     "ablation": ablation,
+    "update_error": update_error,
 }

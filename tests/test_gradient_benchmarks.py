@@ -46,3 +46,16 @@ def test_all_reduce_is_checked_and_timed(tmp_path: Path) -> None:
     assert all(row["ms"][name] > 0 for row in results["rows"] for name in row["ms"])
     assert all(0 < row["relative_error"] < 0.015 for row in results["rows"])
     assert 8 < results["bits_per_element"] < 8.2
+
+
+def test_update_error_ranks_the_schemes(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    script = str(ROOT / "benchmarks" / "update_error.py")
+    sizes = ("--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "32", "--batch", "2")
+    options = ("--cpu", "--warmup", "2", "--steps", "20", "--json", str(report))
+    _run(script, *sizes, *options, "--cache", str(tmp_path / "cache"))
+    schemes = json.loads(report.read_text())["results"]["schemes"]
+    noise = {name: row["noise"] for name, row in schemes.items()}
+    assert noise["nearest, error feedback"] < 0.85 * noise["nearest"] < 0.7 * noise["stochastic"]
+    assert noise["nearest, 6 bits"] < 0.03
+    assert all(0.9 < row["projection"] < 1.01 for row in schemes.values())

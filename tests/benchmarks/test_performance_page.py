@@ -96,3 +96,15 @@ def test_a_page_with_other_markers_is_refused(
     folder = parts.Folder(tmp_path, tmp_path / "page.md")
     with pytest.raises(ValueError, match="the page marks"):
         page.fill("<!-- begin: other -->\n<!-- end: other -->\n", folder, performance.SECTIONS)
+
+
+def test_update_error(performance: ModuleType, parts: ModuleType, tmp_path: Path) -> None:
+    folder = parts.Folder(tmp_path, tmp_path / "page.md")
+    assert "Not measured yet" in performance.update_error(folder)
+    row = {"error": 0.2, "projection": 0.98, "noise": 0.19, "second_moment": 1.03}
+    setup = {"layers": 4, "hidden": 384, "steps": 50, "warmup": 120}
+    report = {"results": {"setup": setup, "nodes": 2, "schemes": {"nearest": row}}}
+    (tmp_path / "update_error.json").write_text(json.dumps(report))
+    shown = performance.update_error(folder)
+    assert "2 nodes, 50 steps from step 120 on:" in shown
+    assert "| nearest | 20.0% | 19.0% | -2.0% | +3.0% |" in shown
