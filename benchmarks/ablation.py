@@ -148,6 +148,10 @@ VARIANTS = {
     ),
     "TLq-HS feedback": Variant(gradients=FEEDBACK),
     "SDP4Bit feedback": Variant(weights=WeightQuantization(), gradients=FEEDBACK),
+    "SDP4Bit nearest 6 bits": Variant(
+        weights=WeightQuantization(),
+        gradients=GradientQuantization(rounding="nearest", inter_bits=6),
+    ),
     "AdamW expanded_fp8": Variant(states=_states("expanded_fp8")),
     "AdamW dynamic8": Variant(states=_states("dynamic8")),
     "AdamW fp8": Variant(states=_states("fp8")),

@@ -53,7 +53,9 @@ for tool in ip tc; do
 done
 
 gpus=0
-if command -v nvidia-smi >/dev/null; then gpus=$(nvidia-smi --list-gpus | wc -l); fi
+if command -v nvidia-smi >/dev/null; then
+    gpus=$(nvidia-smi --list-gpus | grep -c '^GPU ') || fail "nvidia-smi lists no GPU"
+fi
 [ "$gpus" = 0 ] || [ "$ranks" -le "$gpus" ] ||
     fail "-g $ranks: the ranks of one node need a GPU each, and there are $gpus"
 if [ "$gpus" -gt 0 ] && [ $((nodes * ranks)) -gt "$gpus" ]; then

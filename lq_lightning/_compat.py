@@ -452,16 +452,19 @@ def replace_stop_check(
     trainer: Trainer,
     notify: Callable[[int, types.FrameType | None], None],
     check: Callable[[], None],
-) -> None:
+) -> bool:
     """Replace Lightning's handler of SIGTERM, and what its loop does before a training batch.
 
-    Does nothing where Lightning has no such check.
+    Returns:
+        Whether this version of Lightning has both; otherwise nothing is replaced.
     """
     loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
     names = (connector, "_sigterm_notifier_fn", notify), (loop, "_broadcast_sigterm_tensor", check)
-    if all(hasattr(owner, name) for owner, name, _ in names):
-        for owner, name, replacement in names:
-            setattr(owner, name, replacement)
+    if not all(hasattr(owner, name) for owner, name, _ in names):
+        return False
+    for owner, name, replacement in names:
+        setattr(owner, name, replacement)
+    return True
 
 
 def note_sigterm(trainer: Trainer) -> None:

@@ -58,7 +58,8 @@ class QuantizationMonitor(Callback):
     and ``quant/bits_per_gradient`` (on the wire, scales included). Logged as totals:
     ``quant/skipped_steps``, ``quant/outside_writes`` (weights changed by something other than an
     optimizer, each refreshed in full precision). Logged for the step itself:
-    ``quant/weights_error`` and ``quant/gradients_error``, relative L2 errors over all ranks.
+    ``quant/weights_error`` and ``quant/gradients_error``, relative L2 errors over all ranks. With
+    error feedback the latter also counts what earlier steps left out, although it is no loss.
 
     Args:
         every_n_steps: Optimizer steps between two entries; the Trainer's ``log_every_n_steps`` by

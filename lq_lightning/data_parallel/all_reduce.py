@@ -55,8 +55,9 @@ class QuantizedAllReduce:
     Args:
         codec: Codec of all messages. Values lie in ``[N]`` order, so groups may cross parameters.
         min_nbytes: Smaller tensors are averaged in their own dtype, since latency dominates there.
-            Where 18 GB/s lie between two nodes of two H200s, 8 bits pay from 16 MiB on, which is
-            the default; at 10 Gb/s from 4 MiB on (``benchmarks/all_reduce.py``).
+            Between two nodes of two H200s 8 bits are faster than fp32 from 16 MiB on where only the
+            virtual network limits them, which is the default; at 10 Gb/s from 4 MiB on
+            (``benchmarks/all_reduce.py``).
         node_size: Ranks per node; ``None`` counts the ranks of each host and uses one level if
             hosts hold different numbers. A smaller number emulates nodes.
         seed: Base of the seeds of stochastic rounding, if the codec has that.

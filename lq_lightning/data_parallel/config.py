@@ -118,8 +118,11 @@ class GradientQuantization:
             needs; ``"nearest"`` has a smaller but systematic error.
         error_feedback: Whether each rank keeps what its messages between nodes left out and adds it
             to the next ones (as LoCo does, arXiv:2407.04480). It takes about ``1.03 / node_size``
-            bytes per parameter, in the codes of the level within a node, and starts from zero
-            wherever a checkpoint is written or loaded.
+            bytes per parameter, in the codes of the level within a node (``"ULq"`` has half of
+            that), and while a unit is reduced its sums in fp32. It starts from zero wherever a
+            checkpoint is written or loaded, after a skipped step, and when other parameters of a
+            unit get gradients than before. Clipping does not reach it: after a gradient that was
+            clipped by a factor of 1000, two or three steps are noisy.
     """
 
     method: GradientMethod = "TLq-HS"
@@ -138,6 +141,7 @@ class GradientQuantization:
         """
         owner = type(self).__name__
         check_choice(owner, "method", self.method, get_args(GradientMethod))
+        check_choice(owner, "error_feedback", self.error_feedback, (True, False))
         _check_bits(owner, "intra_bits", self.intra_bits)
         _check_bits(owner, "inter_bits", self.inter_bits)
         check_choice(owner, "hadamard_size", self.hadamard_size, (16, 32, 64, 128))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,28 +18,36 @@ class GradientResidual:
     """The residual of the messages that one rank sends for one unit.
 
     It is stored as messages of its own, one per message sent, so that it can be summed with those
-    that arrive from the ranks of the node. A group that is not finite is dropped: the gradient it
-    came from reaches the clipping of all ranks, and the next one starts anew.
+    that arrive from the ranks of the node. Groups that are not finite are dropped; the rest of such
+    a gradient is kept until :meth:`drop`.
     """
 
     def __init__(self) -> None:
         self._layout: MessageLayout | None = None
+        self._packed: Sequence[int] | None = None
         self._messages: Tensor | None = None
 
-    def prepare(self, rows: int, layout: MessageLayout, device: torch.device) -> Tensor:
-        """Return the residual of the last call; zeros at first, and after a change of the layout.
+    def prepare(
+        self,
+        rows: int,
+        layout: MessageLayout,
+        device: torch.device,
+        packed: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Return the residual of the last call; zeros at first, and for other parameters.
 
         Args:
             rows: R, messages that this rank sends.
             layout: Of the stored messages.
+            packed: Which parameters the messages hold.
             device: Of the result.
 
         Returns:
             ``[R, nbytes]`` uint8.
         """
-        if self._messages is None or self._layout != layout:
+        if self._messages is None or (self._layout, self._packed) != (layout, packed):
             self._messages = torch.zeros(rows, layout.nbytes, dtype=torch.uint8, device=device)
-            self._layout = layout
+            self._layout, self._packed = layout, packed
         return self._messages
 
     def keep(self, index: int, values: Tensor, sent: Tensor, spec: CodecSpec) -> None:

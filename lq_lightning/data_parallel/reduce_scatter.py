@@ -219,7 +219,7 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         """Encode ``[nodes, n]`` slots, whose values are overwritten, to ``[nodes, nbytes]``."""
         messages = slots.new_zeros((slots.shape[0], inter.nbytes), dtype=torch.uint8)
         if self.residual is not None:
-            stored = self.residual.prepare(slots.shape[0], intra, slots.device)
+            stored = self.residual.prepare(slots.shape[0], intra, slots.device, self._packed)
             for index, run, values in _quantized_runs(intra, slots):
                 part = intra.part(stored, index)
                 decode(intra.spec, part, run.numel, out=values, add=True)
@@ -290,13 +290,15 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
     ) -> Tensor:
         """Sum ``[node_size, nodes, nbytes]`` over the node and encode for the other nodes.
 
-        With error feedback ``received`` has one more message per row, for the residual.
+        With error feedback ``received`` has one more message per row, for the residual, and the sum
+        of one run at a time takes 4 bytes per element.
         """
         local, nodes = self._context.topology.node_size, received.shape[1]
         messages = received.new_zeros((nodes, inter.nbytes))
         seed = self._seed(_SEED_INTER)
         if self.residual is not None:
-            received[local].copy_(self.residual.prepare(nodes, intra, received.device))
+            kept = self.residual.prepare(nodes, intra, received.device, self._packed)
+            received[local].copy_(kept)
         for index, run in enumerate(intra.runs):
             source, target = intra.part(received, index), inter.part(messages, index)
             if not run.quantized:

@@ -143,6 +143,7 @@ class FullyShardedStrategy(CheckpointingStrategy):
         self._skip_nonfinite_steps = skip_nonfinite_steps
         self._compile_units = compile_units
         self._has_unreduced = False
+        self._stop_signal: StopSignal | None = None
         self.num_skipped_steps = 0
 
     # --- for subclasses -------------------------------------------------------------------------
@@ -163,6 +164,9 @@ class FullyShardedStrategy(CheckpointingStrategy):
 
     def after_optimizer_step(self) -> None:
         """Called after every optimizer step that was not skipped."""
+
+    def after_skipped_step(self) -> None:
+        """Called on all ranks after an optimizer step was left out."""
 
     def on_step_error(self) -> None:
         """Called after an error in a step method or backward, before FSDP2's state is reset."""
@@ -263,8 +267,7 @@ class FullyShardedStrategy(CheckpointingStrategy):
             return
         if self.accelerator is None:
             raise AssertionError("the Trainer sets the accelerator before `setup`")
-        if shared:
-            StopSignal(self.root_device).install(trainer)
+        self._stop_signal = StopSignal(trainer, self.root_device) if shared else None
         self.accelerator.setup(trainer)
         self._reject_callbacks(trainer)
         with explain_lost_rank(self.global_rank, self.world_size):
@@ -485,6 +488,11 @@ class FullyShardedStrategy(CheckpointingStrategy):
             discard_unreduced_gradients(module)
             self._has_unreduced = False
 
+    def on_train_end(self) -> None:
+        """Stop all ranks after a signal that no batch followed."""
+        if self._stop_signal is not None:
+            self._stop_signal.finish()
+
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -516,6 +524,7 @@ class FullyShardedStrategy(CheckpointingStrategy):
             return result, True
         self.num_skipped_steps += 1
         optimizer.zero_grad()
+        self.after_skipped_step()
         rank_zero_warn(
             "optimizer step skipped because of infinite or NaN gradients "
             f"({self.num_skipped_steps} so far); disable with `skip_nonfinite_steps=False`"

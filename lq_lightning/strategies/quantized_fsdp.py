@@ -222,6 +222,11 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             min_quantized_numel=self._min_quantized_numel,
             seed=self._seed,
         )
+        if gradients is not None and gradients.error_feedback and topology.num_nodes == 1:
+            rank_zero_warn(
+                "`error_feedback=True` has no effect on one node: only messages between nodes keep "
+                "what they leave out. `node_size` gives smaller nodes."
+            )
         rank_zero_info(communication.plan.summary())
         exact = communication.plan.full_precision
         if exact:
@@ -257,6 +262,11 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
                     f"step {communication.step} (first: `{drifted[0]}`) and are refreshed in full "
                     "precision. Something writes to them on some ranks only."
                 )
+
+    def after_skipped_step(self) -> None:
+        """Keep nothing of gradients that were not used."""
+        if self._communication is not None:
+            self._communication.drop_residuals()
 
     def on_step_error(self) -> None:
         """Let no reduction write to memory that is freed now."""

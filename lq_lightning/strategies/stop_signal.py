@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lq_lightning._compat import note_sigterm, replace_stop_check
 
@@ -27,56 +28,76 @@ class StopSignal:
     later; on a CPU, where the reduction is read at once, before the next batch. A validation within
     training is finished first.
 
+    While a run trains, ``trainer.received_sigterm`` becomes true only when all ranks know.
+
     Args:
+        trainer: Whose signal handler and check are replaced, for the run that it is setting up.
         device: Where the ranks of the default process group keep their tensors.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, trainer: Trainer, device: torch.device) -> None:
+        self._trainer = trainer
         self._device = device
         self._requested = False
         self._pending: Callable[[], bool] | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # High priority: the host waits for this, so it must not queue behind a matrix product.
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._in_use = replace_stop_check(trainer, self._notify, self._check)
+        if not self._in_use:
+            rank_zero_warn(
+                "this version of Lightning has no check for SIGTERM that could be replaced: a "
+                "signal on one rank may leave the others waiting for it."
+            )
 
-    def install(self, trainer: Trainer) -> None:
-        """Replace the signal handler and the check of the run that the Trainer is setting up."""
+    def _notify(self, signum: int, frame: FrameType | None) -> None:
+        """Handle the signal. A handler may run anywhere, so it starts no collective."""
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None and not self._requested:
+            launcher.kill(signum)
+        self._requested = True
+        if self._trainer.state.fn != TrainerFn.FITTING:
+            note_sigterm(self._trainer)
 
-        def notify(signum: int, frame: FrameType | None) -> None:
-            launcher = trainer.strategy.launcher
-            if launcher is not None and not self._requested:
-                launcher.kill(signum)
-            self._requested = True  # a handler may run anywhere, so it starts no collective
-            if trainer.state.fn != TrainerFn.FITTING:
-                note_sigterm(trainer)
+    def _check(self) -> None:
+        if self._agreed():
+            self._stop()
 
-        def check() -> None:
-            if self._agreed():
-                note_sigterm(trainer)
-                trainer.strategy.barrier("SIGTERM")
-                raise SIGTERMException
+    def finish(self) -> None:
+        """Heed a signal that came after the last check of a run. All ranks call this.
 
-        replace_stop_check(trainer, notify, check)
+        Raises:
+            SIGTERMException: On all ranks.
+        """
+        if self._in_use and self._start()():
+            self._stop()
+
+    def _stop(self) -> None:
+        note_sigterm(self._trainer)
+        self._trainer.strategy.barrier("SIGTERM")
+        raise SIGTERMException
 
     def _agreed(self) -> bool:
+        """Return whether to stop before this batch, the same on every rank."""
         if self._stream is None:
-            return self._reduce_on_cpu()
-        previous, self._pending = self._pending, self._start_reduction(self._stream)
+            return self._start()()
+        previous, self._pending = self._pending, self._start()
         return previous is not None and previous()
 
-    def _reduce_on_cpu(self) -> bool:
-        flag = torch.tensor([self._requested], dtype=torch.int32)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag.item())
-
-    def _start_reduction(self, stream: torch.cuda.Stream) -> Callable[[], bool]:
+    def _start(self) -> Callable[[], bool]:
+        """Start a reduction of all flags; the result waits for it."""
+        if self._stream is None:
+            flag = torch.tensor([self._requested], dtype=torch.int32)
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+            return lambda: bool(flag.item())
         result = torch.empty(1, dtype=torch.int32, pin_memory=True)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._stream):
             flag = torch.full((1,), int(self._requested), dtype=torch.int32, device=self._device)
             dist.all_reduce(flag, dist.ReduceOp.MAX)
             result.copy_(flag, non_blocking=True)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(stream)
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record(self._stream)
 
         def read() -> bool:
             done.synchronize()

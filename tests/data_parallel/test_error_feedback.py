@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 from lq_testing import run_ranks
+from lq_testing.lightning_models import TinyModule, loader, trainer
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from lq_lightning import QuantizedFSDPStrategy
 from lq_lightning.data_parallel import (
     GradientQuantization,
     QuantizedCommunication,
@@ -30,14 +36,18 @@ def device() -> torch.device:
 
 
 def build(
-    node_size: int, error_feedback: bool = True, **config: Any
+    node_size: int,
+    error_feedback: bool = True,
+    policy: MixedPrecisionPolicy | None = None,
+    **config: Any,
 ) -> tuple[nn.Module, QuantizedCommunication]:
     torch.manual_seed(0)
     layers = [nn.Linear(a, b) for a, b in zip(SIZES, SIZES[1:], strict=False)]
     model = nn.Sequential(*layers).to(device())
+    policy = policy or MixedPrecisionPolicy()
     for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
     communication = quantize_communication(
         model,
         weights=None,
@@ -139,6 +149,56 @@ def test_another_layout_starts_from_zero() -> None:
     run_ranks(_changes, 2)
 
 
+def _other_parameters(rank: int, world: int) -> None:
+    """Of two parameters of one size, only one at a time gets gradients."""
+
+    def gradient(model: nn.Module, trained: int) -> Tensor:
+        for index, layer in enumerate(model):
+            layer.weight.requires_grad_(index == trained)
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(rank)
+        (model(torch.randn(8, 64, generator=generator)) ** 2).mean().backward()
+        grad: Any = model[trained].weight.grad
+        whole: Tensor = grad.full_tensor()
+        return whole
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
+        fully_shard(model)
+        quantize_communication(
+            model,
+            weights=None,
+            gradients=GradientQuantization(rounding="nearest", error_feedback=True),
+            topology=Topology(world_size=world, rank=rank, node_size=1),
+            min_quantized_numel=256,
+        )
+        return model
+
+    alone = gradient(make(), 1)
+    model = make()
+    gradient(model, 0)
+    assert torch.equal(gradient(model, 1), alone)
+
+
+def test_residuals_are_not_added_to_other_parameters() -> None:
+    run_ranks(_other_parameters, 2)
+
+
+def _bf16(rank: int, world: int, node_size: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    exact = gradients(build(world, method="QuanGrad", policy=policy)[0])
+    model, _ = build(node_size, rounding="nearest", policy=policy)
+    rounds = 16
+    total = torch.stack([gradients(model).float() for _ in range(rounds)]).mean(0)
+    assert (total - exact).norm() < 0.03 * exact.norm()
+
+
+@pytest.mark.parametrize("node_size", [1, 2])
+def test_reductions_in_bf16(node_size: int) -> None:
+    run_ranks(_bf16, 2 * node_size, node_size)
+
+
 def _off_where_there_is_nothing_to_keep(rank: int, world: int) -> None:
     for node_size, error_feedback in ((2, True), (1, False)):
         model, communication = build(node_size, error_feedback)
@@ -149,6 +209,41 @@ def _off_where_there_is_nothing_to_keep(rank: int, world: int) -> None:
 
 def test_one_node_keeps_no_residual() -> None:
     run_ranks(_off_where_there_is_nothing_to_keep, 2)
+
+
+class Bursting(TinyModule):
+    """One rank has an infinite loss in the second step."""
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(tokens, batch_idx)
+        return loss * float("inf") if batch_idx == 1 and self.global_rank == 1 else loss
+
+
+class Held(Callback):
+    """Whether anything is kept after each step."""
+
+    def __init__(self) -> None:
+        self.values: list[bool] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        kept = [unit.scatter.residual._messages for unit in trainer.strategy.communication._units]
+        self.values.append(any(bool(m.any()) for m in kept))
+
+
+def _skips(rank: int, world: int, root: str) -> None:
+    config = GradientQuantization(rounding="nearest", error_feedback=True)
+    options: dict[str, Any] = {"gradients": config, "min_quantized_numel": 64}
+    strategy = QuantizedFSDPStrategy(**options, node_size=1, skip_nonfinite_steps=True)
+    held = Held()
+    trainer(strategy, root, callbacks=[held]).fit(Bursting(), loader())
+    assert strategy.num_skipped_steps == 1
+    assert held.values == [True, False, True, True]
+    with pytest.warns(UserWarning, match="no effect on one node") if rank == 0 else nullcontext():
+        trainer(QuantizedFSDPStrategy(**options), root).fit(TinyModule(), loader(8))
+
+
+def test_nothing_is_kept_of_a_skipped_step(tmp_path: Path) -> None:
+    run_ranks(_skips, 2, str(tmp_path), backend=None, torchrun=True)
 
 
 @pytest.mark.gpu(2)

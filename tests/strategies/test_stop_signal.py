@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lq_lightning import QuantizedFSDPStrategy
+from lq_lightning.strategies.stop_signal import StopSignal
 
 OPTIONS = {"min_quantized_numel": 64}
 
@@ -39,11 +40,11 @@ class Signal(Callback):
         self.where, self.rank = where, rank
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        if self.where == "training" and trainer.global_step == 2:
+        if (self.where, trainer.global_step) in (("training", 2), ("last batch", 3)):
             self._send(trainer)
 
     def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        if self.where == "validation" and trainer.global_step == 2:
+        if (self.where, trainer.global_step) in (("validation", 2), ("last validation", 4)):
             self._send(trainer)
 
     def on_test_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -94,6 +95,48 @@ def _stops(rank: int, world_size: int, root: str, where: str, gpu: bool) -> None
 @pytest.mark.parametrize("where", ["training", "validation"])
 def test_all_ranks_stop_together_and_can_resume(tmp_path: Path, where: str) -> None:
     run_trainer(_stops, 2, str(tmp_path), where, False)
+
+
+def _stops_at_the_end(rank: int, world_size: int, root: str, where: str, gpu: bool) -> None:
+    losses = Losses()
+    run = trainer(
+        QuantizedFSDPStrategy(**OPTIONS),
+        root,
+        accelerator="gpu" if gpu else "cpu",
+        callbacks=[losses, Signal(where, rank=1)],
+    )
+    with pytest.raises(SIGTERMException):
+        run.fit(TinyModule(), loader(), loader())
+    assert run.received_sigterm
+    assert len(losses.values) == 4
+
+
+@pytest.mark.parametrize("where", ["last batch", "last validation"])
+def test_a_signal_that_no_batch_follows_is_heeded(tmp_path: Path, where: str) -> None:
+    run_trainer(_stops_at_the_end, 2, str(tmp_path), where, False)
+
+
+def test_a_reduction_is_read_one_batch_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where reading it at once would wait for the device."""
+    stop = StopSignal(pl.Trainer(logger=False, accelerator="cpu"), torch.device("cpu"))
+    assert stop._in_use, "Lightning has other names now"
+    events: list[str] = []
+
+    def start() -> Any:
+        call = f"{sum(event.startswith('start') for event in events)}"
+        events.append(f"start {call}")
+        return lambda: events.append(f"read {call}") or call == "1"
+
+    stop._stream = object()  # type: ignore[assignment]
+    monkeypatch.setattr(stop, "_start", start)
+    assert [stop._agreed() for _ in range(3)] == [False, False, True]
+    assert events == ["start 0", "start 1", "read 0", "start 2", "read 1"]
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("where", ["last batch", "last validation"])
+def test_gpus_heed_a_signal_at_the_end(tmp_path: Path, where: str) -> None:
+    run_trainer(_stops_at_the_end, 2, str(tmp_path), where, True, timeout=200.0)
 
 
 @pytest.mark.gpu(2)
