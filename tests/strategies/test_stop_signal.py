@@ -67,7 +67,7 @@ def _fit(root: str, gpu: bool, *callbacks: Callback, **options: Any) -> Losses:
         **options,
     )
     try:
-        run.fit(TinyModule(), DataLoader(Same(), batch_size=4), loader(), **resume)
+        run.fit(TinyModule(), DataLoader(Same(64), batch_size=4), loader(), **resume)
     except SIGTERMException:
         assert run.received_sigterm
     return losses
