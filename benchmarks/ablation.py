@@ -302,7 +302,7 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     rows = batches(data.train, preset, seed)
     total, means = torch.zeros((), device=device), []
-    for step in range(1, preset.steps + 1):
+    for step in range(1, (args.stop_after or preset.steps) + 1):
         loss = model(*next(rows))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -417,9 +417,10 @@ def report(args: argparse.Namespace, outcomes: Outcomes, data: Data) -> None:
         return
     preset: Preset = args.sizes
     world = dist.get_world_size()
-    tokens = preset.steps * preset.batch * preset.seq * world
+    tokens = (args.stop_after or preset.steps) * preset.batch * preset.seq * world
     results = {
         "preset": asdict(preset),
+        "stop_after": args.stop_after,
         "compiled": args.compile,
         "world_size": world,
         "node_size": args.node_size,
@@ -457,6 +458,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
     parser.add_argument("--steps", type=int, help="optimizer steps, instead of the preset's")
     parser.add_argument("--batch", type=int, help="sequences of a rank, instead of the preset's")
+    parser.add_argument("--lr", type=float, help="peak learning rate, instead of the preset's")
+    parser.add_argument(
+        "--stop-after",
+        type=int,
+        help="steps after which to validate and stop, on the same schedule",
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--node-size", type=int, default=2, help="ranks per emulated node")
     parser.add_argument("--seeds", default="0,1", help="seeds of every variant (default: 0,1)")
@@ -483,7 +490,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=ROOT / "runs" / "data")
     parser.add_argument("--json", type=Path, help="where to write the report")
     args = parser.parse_args()
-    given = {name: getattr(args, name) for name in ("steps", "batch") if getattr(args, name)}
+    given = {name: getattr(args, name) for name in ("steps", "batch", "lr") if getattr(args, name)}
     args.sizes = Preset(**(asdict(PRESETS[args.preset]) | given))
     chosen = [
         (name, int(seed)) for name in args.variants.split(",") for seed in args.seeds.split(",")

@@ -43,7 +43,7 @@ def merged(paths: list[Path]) -> dict[str, Any]:
     Raises:
         ValueError: the reports are of different presets, worlds or texts.
     """
-    same = ("preset", "world_size", "node_size", "corpus_tokens")
+    same = ("preset", "world_size", "node_size", "stop_after", "corpus_tokens")
     joined: dict[str, Any] = {}
     variants: dict[str, dict[int, Any]] = {}
     for path in paths:
@@ -89,6 +89,20 @@ def changes(outcomes: Outcomes, name: str) -> list[float]:
     return [100 * (o.val_loss / exact[o.seed] - 1) for o in outcomes[name] if o.seed in exact]
 
 
+def training_changes(outcomes: Outcomes, name: str) -> list[float]:
+    """Return the mean change of training loss along each run, paired and in percent as above.
+
+    All variants see the same batches, so this shows smaller differences than the last loss does.
+    """
+    exact = {o.seed: dict(o.curve) for o in outcomes.get(BASELINE, [])}
+    paired = [(o.curve, exact[o.seed]) for o in outcomes[name] if o.seed in exact]
+    return [
+        statistics.mean(100 * (loss / other[step] - 1) for step, loss in curve if step in other)
+        for curve, other in paired
+        if any(step in other for step, _ in curve)
+    ]
+
+
 def seed_noise(outcomes: Outcomes) -> float:
     """Return the standard deviation of full precision over seeds, in percent; NaN for one seed."""
     losses = [o.val_loss for o in outcomes.get(BASELINE, [])]
@@ -100,13 +114,16 @@ def seed_noise(outcomes: Outcomes) -> float:
 def summary(outcomes: Outcomes) -> str:
     """Lay out the losses; differences are to full precision with the same seed.
 
-    ``std error`` is that of the mean difference over seeds; for full precision, the spread of one
+    ``training`` is the mean difference of the training loss along the whole run. ``std error`` is
+    that of the mean difference over seeds; for full precision, the spread of one
     seed (standard deviation).
     """
     rows = []
     for name, results in outcomes.items():
         paired = changes(outcomes, name)
         change = f"{statistics.mean(paired):+.3f}%" if paired else "-"
+        along = training_changes(outcomes, name)
+        training = f"{statistics.mean(along):+.3f}%" if along else "-"
         error = float("nan")
         if name == BASELINE:
             error = seed_noise(outcomes)
@@ -114,8 +131,9 @@ def summary(outcomes: Outcomes) -> str:
             error = statistics.stdev(paired) / len(paired) ** 0.5
         loss = statistics.mean(o.val_loss for o in results)
         seconds = statistics.mean(o.train_s for o in results)
-        rows.append([name, len(results), f"{loss:.5f}", change, f"{error:.3f}%", f"{seconds:.1f}"])
-    header = ["variant", "seeds", "val loss", "vs full", "std error", "seconds"]
+        numbers = [f"{loss:.5f}", change, f"{error:.3f}%", training, f"{seconds:.1f}"]
+        rows.append([name, len(results), *numbers])
+    header = ["variant", "seeds", "val loss", "vs full", "std error", "training", "seconds"]
     return table(rows, header)
 
 

@@ -94,9 +94,13 @@ def ablations(folder: Folder, shown: Callable[[str], bool], command: str) -> str
             continue
         variants = {n: v for n, v in results["variants"].items() if n in chosen or n == BASELINE}
         preset = results["preset"]
-        tokens = preset["steps"] * preset["batch"] * preset["seq"] * results["world_size"]
+        steps = results.get("stop_after") or preset["steps"]
+        tokens = steps * preset["batch"] * preset["seq"] * results["world_size"]
+        length = f"{preset['steps']} steps"
+        if steps < preset["steps"]:
+            length = f"the first {steps} of {length}"
         parts.append(
-            f"{preset['layers']} layers, hidden {preset['hidden']}, {preset['steps']} steps, "
+            f"{preset['layers']} layers, hidden {preset['hidden']}, {length}, "
             f"{tokens / 1e6:.3g}M tokens, {results['world_size']} ranks in nodes of "
             f"{results['node_size']}:\n\n"
             + markdown(

@@ -136,6 +136,19 @@ def test_runs_out_of_time_are_named_and_can_be_added(tokens: Path, tmp_path: Pat
     assert [step for step, _ in exact["curve"]] == [50]
     assert exact["val_loss"] < exact["curve"][0][1] < np.log(304)
 
+    short = tmp_path / "short.json"
+    shown = _ablation(
+        tokens, short, "full precision:0,qW:0", "--steps", "100", "--stop-after", "50"
+    )
+    results = json.loads(short.read_text())["results"]
+    assert results["train_tokens"] == 50 * 2 * 4 * 32
+    (stopped,) = results["variants"]["full precision"]
+    assert [step for step, _ in stopped["curve"]] == [50]
+    assert stopped["curve"][0][1] != exact["curve"][0][1], "the schedule is that of 100 steps"
+    (line,) = (line for line in shown.splitlines() if line.startswith("qW "))
+    losses = [results["variants"][name][0]["curve"][0][1] for name in ("qW", "full precision")]
+    assert f"{100 * (losses[0] / losses[1] - 1):+.3f}%" in line
+
     _ablation(tokens, second, "SDP4Bit nearest:0,AdamW expanded_fp8:0")
     joined, figure = tmp_path / "joined.json", tmp_path / "figure.png"
     merge = ("--merge", str(first), str(second), "--json", str(joined), "--figure", str(figure))
