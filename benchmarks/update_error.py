@@ -44,6 +44,7 @@ SCHEMES = {
     "stochastic": GradientQuantization(),
     "nearest": GradientQuantization(rounding="nearest"),
     "nearest, groups of 32": GradientQuantization(rounding="nearest", group_size=32),
+    "stochastic, no Hadamard": GradientQuantization(method="TLq"),
     "nearest, no Hadamard": GradientQuantization(method="TLq", rounding="nearest"),
     "stochastic, error feedback": GradientQuantization(error_feedback=True),
     "nearest, error feedback": GradientQuantization(rounding="nearest", error_feedback=True),
