@@ -37,6 +37,7 @@ import torch.distributed as dist
 from ablation_report import BASELINE, Outcome, Outcomes, draw, merged, summary, to_json, to_outcomes
 from common import write_report
 from gpt import GPT, GPTConfig
+from kernel_text import read_tokens, tokens_folder
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -53,7 +54,7 @@ from lq_lightning.optim.config import StateCode
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from pretraining.corpus import Blocks, Corpus, CorpusSettings, prepare  # noqa: E402
+from pretraining.corpus import Blocks, CorpusSettings, prepare  # noqa: E402
 
 CURVE_STEPS = 50  # the training loss is kept as means over this many steps
 
@@ -184,11 +185,7 @@ class Data:
 def load(args: argparse.Namespace, device: torch.device) -> Data:
     """Read prepared tokens, or prepare the standard library on the first rank of a machine."""
     if args.tokens:
-        settings = CorpusSettings(
-            block_size=args.sizes.seq, tokenizer=str(args.tokens / "tokenizer.json")
-        )
-        stored = json.loads((args.tokens / "corpus.json").read_text())
-        corpus = Corpus(path=args.tokens, settings=settings, **stored)
+        corpus = read_tokens(args.tokens, args.sizes.seq)
     else:
         text = None if args.text is None else str(args.text)
         settings = CorpusSettings(block_size=args.sizes.seq, text=text, suffixes=(".py",))
@@ -249,10 +246,7 @@ def build(
     )
     with device:
         model = GPT(config)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
-            scale = 0.02 / math.sqrt(2 * preset.layers) if "out" in name or "down" in name else 0.02
-            nn.init.normal_(parameter, 0.0, scale)
+    model.initialize()
     if args.compile:
         model.compile_parts()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -480,7 +474,7 @@ def parse_arguments() -> argparse.Namespace:
         help="compile blocks and loss (default: on GPUs, if the preset says so)",
     )
     parser.add_argument("--text", type=Path, help="folder with .py files (default: the stdlib)")
-    parser.add_argument("--tokens", type=Path, help="folder that kernel_text.py wrote")
+    parser.add_argument("--tokens", type=tokens_folder, help="folder that kernel_text.py wrote")
     parser.add_argument("--merge", type=Path, nargs="+", help="show these reports as one; no run")
     parser.add_argument("--figure", type=Path, help="with --merge: image to draw")
     parser.add_argument(
@@ -501,8 +495,6 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"--runs {args.runs!r} is not of the form 'NAME:SEED,NAME:SEED'")
         chosen = [(name, int(seed)) for name, _, seed in named]
     args.runs = chosen
-    if args.tokens and not (args.tokens / "corpus.json").is_file():
-        parser.error(f"--tokens {args.tokens} has no corpus.json: make it with kernel_text.py")
     unknown = sorted({name for name, _ in chosen} - set(VARIANTS))
     if unknown:
         parser.error(f"unknown variants {unknown}: choose among {', '.join(VARIANTS)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -92,6 +93,17 @@ class GPT(nn.Module):
         for block in self.blocks:
             block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
         self.head_loss = torch.compile(self.head_loss, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+
+    def initialize(self) -> None:
+        """Draw unsharded matrices as GPT-2 does, with small projections into the residual stream.
+
+        From torch's own generator; other parameters keep what their modules gave them.
+        """
+        inward = 0.02 / math.sqrt(2 * len(self.blocks))
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                scale = inward if "out" in name or "down" in name else 0.02
+                nn.init.normal_(parameter, 0.0, scale)
 
     @torch.no_grad()
     def reset_local_shards(self, seed: int) -> None:

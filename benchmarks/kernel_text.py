@@ -33,6 +33,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
+from pretraining.corpus import Corpus, CorpusSettings  # noqa: E402
 from pretraining.text import (  # noqa: E402
     SPLITS,
     BPETokenizer,
@@ -180,6 +181,21 @@ def pack(folder: Path, archive: Path) -> None:
             entry = tarfile.TarInfo(f"{folder.name}/{path.name}")
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
+
+
+def tokens_folder(text: str) -> Path:
+    """Read a command-line option that names a folder written by :func:`build`."""
+    folder = Path(text)
+    if not (folder / "corpus.json").is_file():
+        raise argparse.ArgumentTypeError(f"{text} has no corpus.json: make it with kernel_text.py")
+    return folder
+
+
+def read_tokens(folder: Path, block_size: int) -> Corpus:
+    """Open what :func:`build` wrote, in blocks of ``block_size`` tokens and the next one."""
+    settings = CorpusSettings(block_size=block_size, tokenizer=str(folder / "tokenizer.json"))
+    stored = json.loads((folder / "corpus.json").read_text())
+    return Corpus(path=folder, settings=settings, **stored)
 
 
 def main() -> None:

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -25,6 +23,7 @@ from pathlib import Path
 import torch
 from common import table, write_report
 from gpt import GPT, GPTConfig
+from kernel_text import read_tokens, tokens_folder
 from torch import Tensor, nn
 
 from lq_lightning.codecs import decode, derive_seed, encode
@@ -35,7 +34,7 @@ from lq_lightning.data_parallel.layout import MessageLayout, Run
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from pretraining.corpus import Corpus, CorpusSettings, prepare  # noqa: E402
+from pretraining.corpus import CorpusSettings, prepare  # noqa: E402
 
 NODES = 2
 BETAS = (0.9, 0.95)
@@ -91,9 +90,8 @@ class Link:
         """Return what arrives of a gradient."""
         values = gradient.reshape(1, -1).clone()
         if self._residual is not None:
-            kept = self._residual.prepare(1, self._layout, values.device)
-            part = self._layout.part(kept, 0)
-            decode(self._layout.spec, part, self._numel, out=values, add=True)
+            self._residual.prepare(1, self._layout, values.device)
+            self._residual.add_to(0, values)
         self._calls += 1
         message = encode(self._spec, values, seed=derive_seed(self._seed, self._calls))
         arrived = decode(self._spec, message, self._numel)
@@ -105,10 +103,7 @@ class Link:
 def batches(args: argparse.Namespace, device: torch.device) -> tuple[int, Iterator[Tensor]]:
     """Return the size of the vocabulary, and an endless run of ``[B, T + 1]`` tokens."""
     if args.tokens:
-        tokenizer = str(args.tokens / "tokenizer.json")
-        settings = CorpusSettings(block_size=args.seq, tokenizer=tokenizer)
-        stored = json.loads((args.tokens / "corpus.json").read_text())
-        corpus = Corpus(path=args.tokens, settings=settings, **stored)
+        corpus = read_tokens(args.tokens, args.seq)
     else:
         corpus = prepare(CorpusSettings(block_size=args.seq, suffixes=(".py",)), args.cache)
     blocks = corpus.blocks("train")
@@ -130,10 +125,7 @@ def build(args: argparse.Namespace, vocab: int, device: torch.device) -> GPT:
         layers=args.layers, hidden=args.hidden, heads=args.heads, seq=args.seq, vocab=vocab
     )
     model = GPT(config).to(device)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
-            scale = 0.02 / math.sqrt(2 * args.layers) if "out" in name or "down" in name else 0.02
-            nn.init.normal_(parameter, 0.0, scale)
+    model.initialize()
     return model
 
 
@@ -201,7 +193,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--warmup", type=int, default=120, help="steps before the schemes start")
     parser.add_argument("--steps", type=int, default=50, help="steps that they take part in")
-    parser.add_argument("--tokens", type=Path, help="folder that kernel_text.py wrote")
+    parser.add_argument("--tokens", type=tokens_folder, help="folder that kernel_text.py wrote")
     parser.add_argument("--cache", type=Path, default=ROOT / "runs" / "data")
     parser.add_argument("--cpu", action="store_true", help="even if there is a GPU")
     parser.add_argument("--json", type=Path, help="write the results here")

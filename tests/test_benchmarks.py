@@ -22,8 +22,8 @@ NODES = ROOT / "benchmarks" / "nodes.sh"
 FAST = ["--tiny", "--cpu", "--steps", "2", "--warmup", "2"]
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def _run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
@@ -140,6 +140,35 @@ def test_nodes_explains_itself() -> None:
     assert "usage: nodes.sh" in shown.stdout
     assert _run("bash", str(NODES)).returncode == 2
     assert "-n and -g" in _run("bash", str(NODES), "-n", "two", "x.py").stderr
+
+
+def _with_gpus(folder: Path, count: int) -> dict[str, str]:
+    """Return an environment whose `nvidia-smi` lists ``count`` GPUs."""
+    tool = folder / "nvidia-smi"
+    lines = "".join(f"echo 'GPU {index}: Some GPU (UUID: {index})'\n" for index in range(count))
+    tool.write_text(f"#!/bin/sh\n{lines}")
+    tool.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(4, ["0,1 1", "2,3 1"]), (2, ["0,1 2", "0,1 2"])])
+def test_nodes_share_gpus_where_there_are_too_few(
+    tmp_path: Path, gpus: int, expected: list[str]
+) -> None:
+    if not _can_make_nodes():
+        pytest.skip("needs root, ip and tc")
+    python = tmp_path / "python"  # takes the place of torchrun on every node
+    shown = '"$NCCL_HOSTID" "$CUDA_VISIBLE_DEVICES" "${LQ_RANKS_PER_GPU:-1}"'
+    python.write_text(f"#!/bin/sh\necho NODE {shown}\n")
+    python.chmod(0o755)
+    nodes = ("bash", str(NODES), "-p", str(python), "-n", "2")
+    done = _run(*nodes, "-g", "2", "x.py", **_with_gpus(tmp_path, gpus))
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line.split("-", 1)[1] for line in done.stdout.splitlines())
+    assert lines == [f"{node} {line}" for node, line in enumerate(expected)]
+    refused = _run(*nodes, "-g", "5", "x.py", **_with_gpus(tmp_path, gpus))
+    assert refused.returncode == 2
+    assert "-g 5: the ranks of one node need a GPU each" in refused.stderr
 
 
 @pytest.mark.slow

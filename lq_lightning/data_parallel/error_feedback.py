@@ -50,6 +50,12 @@ class GradientResidual:
             self._layout, self._packed = layout, packed
         return self._messages
 
+    def add_to(self, index: int, values: Tensor) -> None:
+        """Add what is kept of one run of the prepared layout to ``values``, ``[R, N]``."""
+        layout, messages = self._prepared()
+        part, numel = layout.part(messages, index), layout.runs[index].numel
+        decode(layout.spec, part, numel, out=values, add=True)
+
     def keep(self, index: int, values: Tensor, sent: Tensor, spec: CodecSpec) -> None:
         """Store what ``sent`` leaves out of ``values``, for one run of the prepared layout.
 
@@ -59,14 +65,17 @@ class GradientResidual:
             sent: ``[R, B]`` uint8, the codes of ``values``.
             spec: Codec of ``sent``.
         """
-        layout, messages = self._layout, self._messages
-        if layout is None or messages is None:
-            raise AssertionError("keep() is called after prepare()")
+        layout, messages = self._prepared()
         numel = layout.runs[index].numel
         decode(spec, sent, numel, scale=-1.0, out=values, add=True)
         stored, own = layout.part(messages, index), replace(layout.spec, rounding="nearest")
         encode(own, values, out=stored)
         clear_nonfinite_(own, stored, numel)
+
+    def _prepared(self) -> tuple[MessageLayout, Tensor]:
+        if self._layout is None or self._messages is None:
+            raise AssertionError("prepare() comes first")
+        return self._layout, self._messages
 
     def drop(self) -> None:
         """Start from zeros again."""

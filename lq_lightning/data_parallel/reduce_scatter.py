@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lq_lightning._compat import Reduced, ReduceScatter, backward_id, reduce_scatter_flat
-from lq_lightning.codecs import decode, decode_reduce, decode_reduce_encode, derive_seed, encode
+from lq_lightning.codecs import decode_reduce, decode_reduce_encode, derive_seed, encode
 from lq_lightning.data_parallel.config import GradientQuantization
 from lq_lightning.data_parallel.error_feedback import GradientResidual
-from lq_lightning.data_parallel.layout import MessageLayout, Run, Segment, segment_runs
+from lq_lightning.data_parallel.layout import MessageLayout, Segment, segment_runs
 from lq_lightning.data_parallel.traffic import ring_bytes
 from lq_lightning.data_parallel.unit import (
     UnitCollective,
@@ -219,13 +219,12 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         """Encode ``[nodes, n]`` slots, whose values are overwritten, to ``[nodes, nbytes]``."""
         messages = slots.new_zeros((slots.shape[0], inter.nbytes), dtype=torch.uint8)
         if self.residual is not None:
-            stored = self.residual.prepare(slots.shape[0], intra, slots.device, self._packed)
-            for index, run, values in _quantized_runs(intra, slots):
-                part = intra.part(stored, index)
-                decode(intra.spec, part, run.numel, out=values, add=True)
+            self.residual.prepare(slots.shape[0], intra, slots.device, self._packed)
+            for index, values in _quantized_runs(intra, slots):
+                self.residual.add_to(index, values)
         self._encode_into(messages, slots, inter, self._seed(_SEED_INTER))
         if self.residual is not None:
-            for index, _, values in _quantized_runs(inter, slots):
+            for index, values in _quantized_runs(inter, slots):
                 self.residual.keep(index, values, inter.part(messages, index), inter.spec)
         return messages
 
@@ -334,11 +333,11 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         self._context.traffic.gradients_elements += elements
 
 
-def _quantized_runs(layout: MessageLayout, slots: Tensor) -> Iterator[tuple[int, Run, Tensor]]:
-    """Yield index, run, and the run's ``[R, numel]`` view of the slots."""
+def _quantized_runs(layout: MessageLayout, slots: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield the index of each quantized run, and its ``[R, numel]`` view of the slots."""
     for index, run in enumerate(layout.runs):
         if run.quantized:
-            yield index, run, slots[:, run.start : run.start + run.numel]
+            yield index, slots[:, run.start : run.start + run.numel]
 
 
 def _scale_of(op: Any, world_size: int) -> float:

@@ -280,13 +280,16 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             self._communication.drop_residuals()
 
     def extra_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Counters, and the replica that the next difference refers to."""
+        """Counters, and the replica that the next difference refers to.
+
+        Gradient residuals are not saved: this run drops them, as one that resumes starts without.
+        """
         values: dict[str, Any] = {}
         if self.num_skipped_steps:
             values["num_skipped_steps"] = self.num_skipped_steps
         if self._communication is None:
             return values, {}
-        self._communication.drop_residuals()  # as a resumed run has to start without them
+        self._communication.drop_residuals()
         values["communication"] = self._communication.state_dict()
         return values, dict(self._communication.replica_state_dict())
 

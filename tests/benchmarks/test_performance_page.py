@@ -98,6 +98,15 @@ def test_a_page_with_other_markers_is_refused(
         page.fill("<!-- begin: other -->\n<!-- end: other -->\n", folder, performance.SECTIONS)
 
 
+def test_sources_say_where_ranks_share_a_gpu(parts: ModuleType) -> None:
+    environment = {"commit": "abc", "date": "2026-11-21T00:00:00", "versions": {"torch": "2.11.0"}}
+    environment |= {"gpus": [{"name": "NVIDIA H200"}]}
+    alone = parts.sources([{"name": "x", "environment": environment | {"ranks_per_gpu": 1}}])
+    assert "(abc, 2026-11-21, NVIDIA H200, torch 2.11.0)" in alone
+    shared = parts.sources([{"name": "x", "environment": environment | {"ranks_per_gpu": 2}}])
+    assert "NVIDIA H200 shared by 2 ranks, torch" in shared
+
+
 def test_update_error(performance: ModuleType, parts: ModuleType, tmp_path: Path) -> None:
     folder = parts.Folder(tmp_path, tmp_path / "page.md")
     assert "Not measured yet" in performance.update_error(folder)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-
 import pytest
 import torch
 from lq_testing.codec_data import awkward_rows
-from packaging.version import Version
+from lq_testing.triton import skip_old_interpreter
 from torch import Tensor
 
 from lq_lightning.kernels.accumulate import (
@@ -18,7 +16,6 @@ from lq_lightning.kernels.accumulate import (
 )
 from lq_lightning.kernels.accumulate.format import GROUP_SIZE
 
-OLD_TRITON = Version(metadata.version("triton")) < Version("3.9")
 SIZES = [1, 2, 31, 32, 33, 511, 512, 513, 2047, 2048, 2049, 5001]
 
 
@@ -136,10 +133,7 @@ def test_operators_are_well_formed() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.skipif(
-    OLD_TRITON and not torch.cuda.is_available(),
-    reason="the interpreter of Triton < 3.9 computes other bits; run on a GPU",
-)
+@skip_old_interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("numel", SIZES)
 def test_triton_produces_the_bits_of_the_reference(

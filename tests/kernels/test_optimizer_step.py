@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
+from lq_testing.triton import skip_old_interpreter
 from torch import Tensor
 
 from lq_lightning.kernels.message.reference import packed_seed_words, seed_words
@@ -27,13 +26,9 @@ from lq_lightning.kernels.optimizer_step import (
 from lq_lightning.kernels.optimizer_step.formats import codebook, exponent_table
 from lq_lightning.kernels.optimizer_step.reference import State
 
-OLD_TRITON = Version(metadata.version("triton")) < Version("3.9")
 in_triton = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.skipif(
-        OLD_TRITON and not torch.cuda.is_available(),
-        reason="the interpreter of Triton < 3.9 computes other bits; run on a GPU",
-    ),
+    skip_old_interpreter,
 ]
 SCALARS = [0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 0.999, 1e-2]
 QUANTIZED = FORMATS[:4]

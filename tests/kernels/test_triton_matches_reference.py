@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-
 import pytest
 import torch
 from lq_testing.codec_data import awkward_rows
-from packaging.version import Version
+from lq_testing.triton import skip_old_interpreter
 
 from lq_lightning.kernels.dequantize import reference as dequantize_reference
 from lq_lightning.kernels.message import CODES, FLOAT_CODES, MessageFormat
@@ -15,14 +13,9 @@ from lq_lightning.kernels.quantize import reference as quantize_reference
 from lq_lightning.kernels.requantize import reference as requantize_reference
 
 # the interpreter computes with numpy, which warns where IEEE arithmetic is silent
-# Triton 3.6 and 3.7 fail here in their interpreter only: compiled by 3.6 for an H200 the bits agree
-OLD_TRITON = Version(metadata.version("triton")) < Version("3.9")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.skipif(
-        OLD_TRITON and not torch.cuda.is_available(),
-        reason="the interpreter of Triton < 3.9 computes other bits; run on a GPU",
-    ),
+    skip_old_interpreter,
 ]
 
 KINDS = [(code, True) for code in CODES] + [

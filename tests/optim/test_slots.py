@@ -11,14 +11,13 @@ import gc
 import io
 import pickle
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
 from lq_testing import run_ranks
-from packaging.version import Version
+from lq_testing.triton import skip_old_interpreter
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -26,13 +25,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from lq_lightning.optim import OptimizerQuantization, QuantizedAdamW, QuantizedSGD, base
 from lq_lightning.optim.base import QuantizedOptimizer
 
-OLD_TRITON = Version(metadata.version("triton")) < Version("3.9")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.skipif(
-        OLD_TRITON and not torch.cuda.is_available(),
-        reason="the interpreter of Triton < 3.9 cannot run the kernel; run on a GPU",
-    ),
+    skip_old_interpreter,
 ]
 
 CONFIG = OptimizerQuantization(min_numel=0)
