@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lq_testing.codec_data import awkward_rows
-from lq_testing.triton import skip_old_interpreter
+from lq_testing.interpreter import skip_old_interpreter
 from torch import Tensor
 
 from lq_lightning.kernels.accumulate import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lq_testing.triton import skip_old_interpreter
+from lq_testing.interpreter import skip_old_interpreter
 from torch import Tensor
 
 from lq_lightning.kernels.message.reference import packed_seed_words, seed_words

@@ -17,7 +17,7 @@ from weakref import ref
 import pytest
 import torch
 from lq_testing import run_ranks
-from lq_testing.triton import skip_old_interpreter
+from lq_testing.interpreter import skip_old_interpreter
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
