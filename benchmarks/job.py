@@ -60,6 +60,10 @@ VARIANTS = {
     "quantized-node": Variant(
         weights=WeightQuantization(replica="node"), gradients=GradientQuantization()
     ),
+    "quantized-feedback": Variant(
+        weights=WeightQuantization(),
+        gradients=GradientQuantization(rounding="nearest", error_feedback=True),
+    ),
     "weights-only": Variant(weights=WeightQuantization()),
     "gradients-only": Variant(gradients=GradientQuantization()),
     "no-communication": Variant(communicate=False),

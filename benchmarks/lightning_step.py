@@ -43,10 +43,8 @@ from torch.utils.data import DataLoader
 
 from lq_lightning.strategies import QuantizedFSDPStrategy
 
-METHODS = {
-    "fsdp2": {"weights": "none", "gradients": "none"},
-    "quantized": {"weights": "qWD", "gradients": "TLq-HS", "replica": "full"},
-    "quantized-node": {"weights": "qWD", "gradients": "TLq-HS", "replica": "node"},
+STRATEGY_VARIANTS = {
+    name: VARIANTS[name] for name in ("fsdp2", "quantized", "quantized-node", "quantized-feedback")
 }
 
 
@@ -161,7 +159,8 @@ def trainer_times(name: str, args: argparse.Namespace, device: torch.device) -> 
         devices=local,
         num_nodes=dist.get_world_size() // local,
         strategy=QuantizedFSDPStrategy(
-            **METHODS[name],  # type: ignore[arg-type]
+            weights=STRATEGY_VARIANTS[name].weights or "none",
+            gradients=STRATEGY_VARIANTS[name].gradients or "none",
             node_size=args.node_size,
             units=["Block"],
             check_replicas_every_n_steps=0,
@@ -203,7 +202,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--variants", default="fsdp2,quantized", help=", ".join(METHODS))
+    parser.add_argument("--variants", default="fsdp2,quantized", help=", ".join(STRATEGY_VARIANTS))
     add_model_arguments(parser)
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before timing starts")
@@ -212,7 +211,7 @@ def parse_arguments() -> argparse.Namespace:
         "--trace", type=Path, help="profile both as well; traces for timeline.py go here"
     )
     args = parser.parse_args()
-    args.variants = choices(parser, "variants", args.variants, METHODS)
+    args.variants = choices(parser, "variants", args.variants, STRATEGY_VARIANTS)
     args.config = model_config(args)
     args.micro_batch = args.micro_batch or (2 if args.tiny else 8)
     args.ranks_per_machine = int(os.environ["LOCAL_WORLD_SIZE"])

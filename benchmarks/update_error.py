@@ -73,28 +73,32 @@ class Moments:
 
 
 class Link:
-    """One node's messages of one tensor in one scheme.
+    """One node's messages of one tensor in one scheme; its own slot of the tensor stays exact.
 
     Args:
         config: The scheme.
-        numel: Elements of the tensor.
+        node: Number of the node.
+        numel: Elements of the tensor, a multiple of the number of nodes.
         seed: Of stochastic rounding.
     """
 
-    def __init__(self, config: GradientQuantization, numel: int, seed: int) -> None:
-        self._spec, self._numel, self._seed, self._calls = config.codec("inter"), numel, seed, 0
+    def __init__(self, config: GradientQuantization, node: int, numel: int, seed: int) -> None:
+        self._spec, self._seed, self._calls = config.codec("inter"), seed, 0
+        self._others = [other for other in range(NODES) if other != node]
+        numel //= NODES
         self._layout = MessageLayout.of([Run(0, numel, True)], config.codec("intra"), torch.float32)
         self._residual = GradientResidual() if config.error_feedback else None
 
     def send(self, gradient: Tensor) -> Tensor:
         """Return what arrives of a gradient."""
-        values = gradient.reshape(1, -1).clone()
+        arrived = gradient.reshape(NODES, -1).clone()
+        values = arrived[self._others]
         if self._residual is not None:
-            self._residual.prepare(1, self._layout, values.device)
+            self._residual.prepare(len(values), self._layout, values.device)
             self._residual.add_to(0, values)
         self._calls += 1
         message = encode(self._spec, values, seed=derive_seed(self._seed, self._calls))
-        arrived = decode(self._spec, message, self._numel)
+        arrived[self._others] = decode(self._spec, message, arrived.shape[1])
         if self._residual is not None:
             self._residual.keep(0, values, message, self._spec)
         return arrived.view_as(gradient)
@@ -139,7 +143,7 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, dict[str, f
     keys = list(itertools.product([None, *SCHEMES], watched))
     moments = {key: Moments(*(torch.zeros_like(watched[key[1]]) for _ in range(2))) for key in keys}
     links = {
-        (scheme, name, node): Link(config, watched[name].numel(), derive_seed(index, node))
+        (scheme, name, node): Link(config, node, watched[name].numel(), derive_seed(index, node))
         for scheme, config in SCHEMES.items()
         for index, name in enumerate(watched)
         for node in range(NODES)

@@ -181,6 +181,7 @@ def decode_reduce(
     *,
     scale: float = 1.0,
     out: Tensor | None = None,
+    add: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Decode K messages per row and sum them: fp32, in index order, then one inverse transform.
@@ -191,6 +192,7 @@ def decode_reduce(
         numel: N, the values in a row.
         scale: factor of the sum, e.g. 1/K for a mean.
         out: ``[R, N]`` to write to, any row stride.
+        add: add to ``out``: in fp32, then rounded once to the dtype of ``out``.
         dtype: of a new result, when ``out`` is not given.
 
     Returns:
@@ -200,7 +202,7 @@ def decode_reduce(
         ValueError: a shape, dtype, device, stride or alignment other than above.
     """
     _check_messages("buf_KRB", buf_KRB, 3)
-    return _decode(spec, buf_KRB, numel, scale, out, False, dtype)
+    return _decode(spec, buf_KRB, numel, scale, out, add, dtype)
 
 
 def decode_reduce_encode(

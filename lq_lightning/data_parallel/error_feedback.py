@@ -13,6 +13,8 @@ from lq_lightning.data_parallel.layout import MessageLayout
 
 __all__ = ["GradientResidual"]
 
+ALL = slice(None)
+
 
 class GradientResidual:
     """The residual of the messages that one rank sends for one unit.
@@ -50,13 +52,21 @@ class GradientResidual:
             self._layout, self._packed = layout, packed
         return self._messages
 
-    def add_to(self, index: int, values: Tensor) -> None:
-        """Add what is kept of one run of the prepared layout to ``values``, ``[R, N]``."""
+    def add_to(self, index: int, values: Tensor, rows: slice = ALL) -> None:
+        """Add what is kept of one run of the prepared layout to ``values``, ``[R, N]``.
+
+        Args:
+            index: Of the run.
+            values: ``[R, N]``, which is overwritten.
+            rows: Which messages they belong to.
+        """
         layout, messages = self._prepared()
-        part, numel = layout.part(messages, index), layout.runs[index].numel
+        part, numel = layout.part(messages[rows], index), layout.runs[index].numel
         decode(layout.spec, part, numel, out=values, add=True)
 
-    def keep(self, index: int, values: Tensor, sent: Tensor, spec: CodecSpec) -> None:
+    def keep(
+        self, index: int, values: Tensor, sent: Tensor, spec: CodecSpec, rows: slice = ALL
+    ) -> None:
         """Store what ``sent`` leaves out of ``values``, for one run of the prepared layout.
 
         Args:
@@ -64,11 +74,12 @@ class GradientResidual:
             values: ``[R, N]``, which is overwritten.
             sent: ``[R, B]`` uint8, the codes of ``values``.
             spec: Codec of ``sent``.
+            rows: Which messages they belong to.
         """
         layout, messages = self._prepared()
         numel = layout.runs[index].numel
         decode(spec, sent, numel, scale=-1.0, out=values, add=True)
-        stored, own = layout.part(messages, index), replace(layout.spec, rounding="nearest")
+        stored, own = layout.part(messages[rows], index), replace(layout.spec, rounding="nearest")
         encode(own, values, out=stored)
         clear_nonfinite_(own, stored, numel)
 

@@ -5,6 +5,9 @@ sends each slot's codes to the local rank that collects them; that rank decodes,
 encodes again for the matching ranks of the other nodes, which decode and sum once more. Between the
 two levels values stay in the Hadamard domain: the transform is linear, so one inverse at the end is
 enough (SDP4Bit §3.3).
+
+Deviation: the paper's kernels also encode what a node contributes to its own slots. That part never
+leaves the node, so here it stays as it is: of N nodes, N - 1 add quantization noise to a gradient.
 """
 
 from __future__ import annotations
@@ -37,10 +40,10 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
     """Reduce-scatter that sends INT8 codes within a node and INT4 codes between nodes.
 
     With one node, or one rank per node, only the level that exists is used. Sums are formed in fp32
-    in rank order, so the result does not depend on timing. With error feedback, what the messages
-    between nodes leave out is added to those of the next call. A non-finite gradient makes its
-    whole group NaN on the rank that owns it, on any level, so the gradient norm of every rank sees
-    it.
+    in a fixed order, so the result does not depend on timing: first what this node contributes,
+    then the other nodes, by number. With error feedback, what the messages between nodes leave out
+    is added to those of the next call. A non-finite gradient is NaN or Inf on the rank that owns
+    it, and where it was encoded so is its whole group, so the gradient norm of every rank sees it.
 
     Args:
         config: Codecs and method.
@@ -171,20 +174,24 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         slots = input_tensor.view(topology.world_size, -1)
         if topology.node_size == 1:
             messages = self._encode_for_nodes(slots, intra, inter)
+            _write_scaled(output_tensor, slots[topology.node], inter, scale)
         else:
             messages = self._encode_for_node(slots, intra)
             if topology.num_nodes > 1:
                 spare = 0 if self.residual is None else 1
-                received = self._exchange(messages, self._context.intra_group, spare)
+                received = self._exchange_within_node(messages, spare)
                 messages = self._reduce_and_encode(received, intra, inter)
+                own = received[: topology.node_size, topology.node]
+                self._finish(own, intra, output_tensor, scale)
 
         def last_level() -> None:
             if topology.num_nodes == 1:
-                received = self._exchange(messages, self._context.intra_group)
-                self._finish(received[:, 0], intra, output_tensor, scale)
+                received = self._exchange_within_node(messages)[:, 0]
+                self._finish(received, intra, output_tensor, scale)
             else:
-                received = self._exchange(messages, self._context.inter_group)
-                self._finish(received, inter, output_tensor, scale)
+                received = self._exchange_between_nodes(messages)
+                self._finish(received, inter, output_tensor, scale, add=True)
+            self._count_messages(messages, received, inter)
 
         if deferred:
             self._context.reductions.submit(messages, last_level)
@@ -213,19 +220,36 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         reduce_scatter_flat(exact, slots.float(), group)
         return exact * scale
 
+    def _other_nodes(self) -> Iterator[tuple[slice, slice]]:
+        """Yield runs of the other nodes: their slots, and their messages, which leave no gap."""
+        node, nodes = self._context.topology.node, self._context.topology.num_nodes
+        if node > 0:
+            yield slice(0, node), slice(0, node)
+        if node < nodes - 1:
+            yield slice(node + 1, nodes), slice(node, nodes - 1)
+
     def _encode_for_nodes(
         self, slots: Tensor, intra: MessageLayout, inter: MessageLayout
     ) -> Tensor:
-        """Encode ``[nodes, n]`` slots, whose values are overwritten, to ``[nodes, nbytes]``."""
-        messages = slots.new_zeros((slots.shape[0], inter.nbytes), dtype=torch.uint8)
+        """Encode ``[nodes, n]`` slots for the other nodes, to ``[nodes - 1, nbytes]``.
+
+        With error feedback the values of these slots are overwritten.
+        """
+        messages = slots.new_zeros((slots.shape[0] - 1, inter.nbytes), dtype=torch.uint8)
+        seed = self._seed(_SEED_INTER)
         if self.residual is not None:
-            self.residual.prepare(slots.shape[0], intra, slots.device, self._packed)
-            for index, values in _quantized_runs(intra, slots):
-                self.residual.add_to(index, values)
-        self._encode_into(messages, slots, inter, self._seed(_SEED_INTER))
-        if self.residual is not None:
-            for index, values in _quantized_runs(inter, slots):
-                self.residual.keep(index, values, inter.part(messages, index), inter.spec)
+            self.residual.prepare(len(messages), intra, slots.device, self._packed)
+        for part, (source, target) in enumerate(self._other_nodes()):
+            values = slots[source]
+            if self.residual is not None:
+                for index, run in _quantized_runs(intra, values):
+                    self.residual.add_to(index, run, target)
+            part_seed = None if seed is None else derive_seed(seed, part)
+            self._encode_into(messages[target], values, inter, part_seed)
+            if self.residual is not None:
+                for index, run in _quantized_runs(inter, values):
+                    sent = inter.part(messages[target], index)
+                    self.residual.keep(index, run, sent, inter.spec, target)
         return messages
 
     @staticmethod
@@ -264,24 +288,37 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
                 self._encode_into(messages[i], by_node[:, i], layout, part_seed)
         return messages
 
-    def _exchange(self, messages: Tensor, group: dist.ProcessGroup, spare: int = 0) -> Tensor:
-        """All-to-all along dim 0: row ``i`` goes to rank ``i``, row ``j`` comes from rank ``j``.
+    def _exchange_within_node(self, messages: Tensor, spare: int = 0) -> Tensor:
+        """All-to-all of ``[node_size, ...]``: row ``i`` goes to local rank ``i``.
 
-        The result has ``spare`` more rows, which are not written.
+        Returns:
+            ``[node_size + spare, ...]``: row ``j`` comes from local rank ``j``; the rows beyond are
+            not written.
         """
-        received = messages.new_empty((messages.shape[0] + spare, *messages.shape[1:]))
+        ranks = messages.shape[0]
+        received = messages.new_empty((ranks + spare, *messages.shape[1:]))
         if messages.shape[-1]:
-            arriving = received[: messages.shape[0]]
-            dist.all_to_all_single(arriving.view(-1), messages.view(-1), group=group)
-        ranks = group.size()
-        sent = messages.numel() // ranks * (ranks - 1)
-        context = self._context
-        if group is context.intra_group:
-            context.traffic.gradients_intra += sent
-        else:
-            context.traffic.gradients_inter += sent
-        if context.topology.num_nodes == 1 or group is not context.intra_group:
-            context.traffic.gradients_messages += messages.numel()
+            dist.all_to_all_single(
+                received[:ranks].view(-1), messages.view(-1), group=self._context.intra_group
+            )
+        self._context.traffic.gradients_intra += messages.numel() // ranks * (ranks - 1)
+        return received
+
+    def _exchange_between_nodes(self, messages: Tensor) -> Tensor:
+        """All-to-all of ``[nodes - 1, nbytes]``, one row for and from each other node."""
+        topology = self._context.topology
+        received = torch.empty_like(messages)
+        splits = [messages.shape[1]] * topology.num_nodes
+        splits[topology.node] = 0
+        if messages.shape[1]:
+            dist.all_to_all_single(
+                received.view(-1),
+                messages.view(-1),
+                output_split_sizes=splits,
+                input_split_sizes=splits,
+                group=self._context.inter_group,
+            )
+        self._context.traffic.gradients_inter += messages.numel()
         return received
 
     def _reduce_and_encode(
@@ -291,46 +328,70 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
 
         With error feedback ``received`` has one more message per row, for the residual, and the sum
         of one run at a time takes 4 bytes per element.
+
+        Returns:
+            ``[nodes - 1, nbytes]`` uint8.
         """
         local, nodes = self._context.topology.node_size, received.shape[1]
-        messages = received.new_zeros((nodes, inter.nbytes))
+        messages = received.new_zeros((nodes - 1, inter.nbytes))
         seed = self._seed(_SEED_INTER)
+        kept = None
         if self.residual is not None:
-            kept = self.residual.prepare(nodes, intra, received.device, self._packed)
-            received[local].copy_(kept)
-        for index, run in enumerate(intra.runs):
-            source, target = intra.part(received, index), inter.part(messages, index)
-            if not run.quantized:
-                target.copy_(source[:local].sum(dim=0, dtype=torch.float32))
-                continue
-            decode_reduce_encode(
-                intra.spec,
-                source,
-                run.numel,
-                inter.spec,
-                seed=None if seed is None else derive_seed(seed, index),
-                out=target,
-            )
-            if self.residual is not None:
-                total = decode_reduce(intra.spec, source, run.numel)
-                self.residual.keep(index, total, target, inter.spec)
+            kept = self.residual.prepare(nodes - 1, intra, received.device, self._packed)
+        for part, (rows, target) in enumerate(self._other_nodes()):
+            if kept is not None:
+                received[local, rows].copy_(kept[target])
+            part_seed = None if seed is None else derive_seed(seed, part)
+            for index, run in enumerate(intra.runs):
+                source = intra.part(received[:, rows], index)
+                encoded = inter.part(messages[target], index)
+                if not run.quantized:
+                    encoded.copy_(source[:local].sum(dim=0, dtype=torch.float32))
+                    continue
+                decode_reduce_encode(
+                    intra.spec,
+                    source,
+                    run.numel,
+                    inter.spec,
+                    seed=None if part_seed is None else derive_seed(part_seed, index),
+                    out=encoded,
+                )
+                if self.residual is not None:
+                    total = decode_reduce(intra.spec, source, run.numel)
+                    self.residual.keep(index, total, encoded, inter.spec, target)
         return messages
 
     def _finish(
-        self, received: Tensor, layout: MessageLayout, output: Tensor, scale: float
+        self,
+        received: Tensor,
+        layout: MessageLayout,
+        output: Tensor,
+        scale: float,
+        *,
+        add: bool = False,
     ) -> None:
-        """Sum ``[K, nbytes]`` messages over ``K`` and scale into ``output`` ``[n]``."""
+        """Sum ``[K, nbytes]`` messages over ``K`` and write or add ``scale`` times that."""
         for index, run in enumerate(layout.runs):
             source = layout.part(received, index)
             target = output[run.start : run.start + run.numel]
             if run.quantized:
                 decode_reduce(
-                    layout.spec, source.unsqueeze(1), run.numel, scale=scale, out=target.view(1, -1)
+                    layout.spec,
+                    source.unsqueeze(1),
+                    run.numel,
+                    scale=scale,
+                    out=target.view(1, -1),
+                    add=add,
                 )
-            else:
-                target.copy_(source.sum(dim=0, dtype=torch.float32) * scale)
-        elements = layout.numel * received.shape[0]
-        self._context.traffic.gradients_elements += elements
+                continue
+            total = source.sum(dim=0, dtype=torch.float32) * scale
+            target.copy_(total.add_(target) if add else total)
+
+    def _count_messages(self, sent: Tensor, received: Tensor, layout: MessageLayout) -> None:
+        """Count the payload of the slowest level that this topology has."""
+        traffic = self._context.traffic
+        traffic.gradients_messages += sent.numel()
+        traffic.gradients_elements += layout.numel * len(received)
 
 
 def _quantized_runs(layout: MessageLayout, slots: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -338,6 +399,13 @@ def _quantized_runs(layout: MessageLayout, slots: Tensor) -> Iterator[tuple[int,
     for index, run in enumerate(layout.runs):
         if run.quantized:
             yield index, slots[:, run.start : run.start + run.numel]
+
+
+def _write_scaled(output: Tensor, slot: Tensor, layout: MessageLayout, scale: float) -> None:
+    """Write ``scale`` times the runs of a slot ``[n]`` to ``output`` ``[n]``."""
+    for run in layout.runs:
+        part = slice(run.start, run.start + run.numel)
+        output[part].copy_(slot[part].float() * scale)
 
 
 def _scale_of(op: Any, world_size: int) -> float:

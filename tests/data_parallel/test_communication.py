@@ -479,15 +479,21 @@ def test_gradient_error(node_size: int, method: str, limit: float) -> None:
     run_ranks(_gradient_error, 4, node_size, method, limit)
 
 
+def _unit_scatter(config: GradientQuantization, node_size: int | None = None) -> tuple[Any, Tensor]:
+    """The reduce-scatter of one block, and slots with this rank's values for it."""
+    _, _, communication = build(gradients=config, node_size=node_size)
+    scatter = communication._units[1].scatter
+    scatter.record_packed(Reduced([p.fsdp_param for p in scatter._params()], False))
+    numel = dist.get_world_size() * sum(p.padded_shard_numel for p in scatter._params())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return scatter, torch.randn(numel, generator=generator).to(device())
+
+
 def _int8_bound(rank: int, world: int) -> None:
     """One level, nearest, no transform: the error is at most half a step per rank and group."""
     config = GradientQuantization(method="TLq", rounding="nearest", group_size=16)
-    model, _, communication = build(gradients=config)
-    scatter = communication._units[1].scatter
-    numel = sum(p.padded_shard_numel for p in scatter._params())
-    slots = torch.randn(world * numel, generator=torch.Generator().manual_seed(rank))
-    slots = slots.to(device())
-    scatter.record_packed(Reduced([p.fsdp_param for p in scatter._params()], False))
+    scatter, slots = _unit_scatter(config)
+    numel = slots.numel() // world
     result = torch.empty(numel, device=device())
     scatter(result, slots, dist.group.WORLD, dist.ReduceOp.SUM)
     every = [torch.empty_like(slots) for _ in range(world)]
@@ -511,12 +517,8 @@ def test_int8_error_is_within_the_derived_bound() -> None:
 
 def _stochastic_is_unbiased(rank: int, world: int) -> None:
     config = GradientQuantization(method="TLq", inter_bits=2, group_size=16)
-    model, _, communication = build(gradients=config, node_size=1)
-    scatter = communication._units[1].scatter
-    numel = sum(p.padded_shard_numel for p in scatter._params())
-    slots = torch.randn(world * numel, generator=torch.Generator().manual_seed(rank))
-    slots = slots.to(device())
-    scatter.record_packed(Reduced([p.fsdp_param for p in scatter._params()], False))
+    scatter, slots = _unit_scatter(config, node_size=1)
+    numel = slots.numel() // world
     exact = torch.empty(numel, device=device())
     dist.reduce_scatter_tensor(exact, slots.clone())
     total, single, rounds = torch.zeros(numel, device=device()), 0.0, 200
@@ -532,6 +534,31 @@ def _stochastic_is_unbiased(rank: int, world: int) -> None:
 
 def test_stochastic_rounding_is_unbiased() -> None:
     run_ranks(_stochastic_is_unbiased, 2)
+
+
+def _own_part_stays(rank: int, world: int, node_size: int) -> None:
+    """One node at a time has gradients: 4 bits are on the way to the other nodes only."""
+    scatter, slots = _unit_scatter(GradientQuantization(rounding="nearest"), node_size)
+    topology = scatter._context.topology
+    for node in range(topology.num_nodes):
+        values = slots if topology.node == node else torch.zeros_like(slots)
+        exact, result = (torch.empty(slots.numel() // world, device=device()) for _ in range(2))
+        dist.reduce_scatter_tensor(exact, values.clone())
+        scatter(result, values.clone(), dist.group.WORLD, dist.ReduceOp.SUM)
+        error = ((result - exact).norm() / exact.norm()).item()
+        if topology.node != node:
+            assert 0.05 < error < 0.2, (node, error)
+        elif node_size == 1:
+            assert torch.equal(result, exact), node
+        else:
+            assert 0 < error < 0.01, (node, error)  # 8-bit codes within the node
+
+
+@pytest.mark.parametrize(("world", "node_size"), [(3, 1), (4, 2)])
+def test_what_a_node_contributes_to_its_own_slots_is_not_encoded(
+    world: int, node_size: int
+) -> None:
+    run_ranks(_own_part_stays, world, node_size)
 
 
 def _nonfinite(rank: int, world: int, node_size: int) -> None:
@@ -732,8 +759,8 @@ def _traffic_is_real(rank: int, world: int, node_size: int, replica: str) -> Non
     single = getattr(dist, "all_gather_single", None)
 
     def all_to_all(output: Tensor, input: Tensor, group: Any = None, **kwargs: Any) -> Any:
-        size = group.size()
-        sent["scatter"] += input.numel() * input.itemsize * (size - 1) / size
+        splits = kwargs.get("input_split_sizes") or [input.numel() / group.size()] * group.size()
+        sent["scatter"] += (input.numel() - splits[group.rank()]) * input.itemsize
         return originals[0](output, input, group=group, **kwargs)
 
     def gather(output: Tensor, input: Tensor, group: Any = None, **kwargs: Any) -> Any:
@@ -884,6 +911,7 @@ def test_checksum_sees_one_changed_element(dtype: torch.dtype, numel: int) -> No
         (_plain_weight_quantization, ()),
         (_int8_bound, ()),
         (_stochastic_is_unbiased, ()),
+        (_own_part_stays, (1,)),
         (_nonfinite, (1,)),
         (_nonfinite, (2,)),
         (_trains, (["fp32", "bf16", "tied", "lora", "checkpointing", "compiled"], 1)),
@@ -911,6 +939,7 @@ def test_on_two_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
         (_gradient_error, (2, "TLq-HS", 0.25)),
         (_gradient_error, (1, "TLq-HS", 0.25)),
         (_gradient_error, (2, "ULq", 0.45)),
+        (_own_part_stays, (2,)),
         (_trains, (["bf16", "tied"], 2)),
         (_traffic_is_real, (2, "full")),
         (_traffic_is_real, (2, "node")),
