@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -132,7 +132,8 @@ def _states(name: StateCode) -> OptimizerQuantization:
     return OptimizerQuantization(first_moment=name, second_moment=name)
 
 
-FEEDBACK = GradientQuantization(rounding="nearest", error_feedback=True)
+STOCHASTIC = GradientQuantization(rounding="stochastic")
+FEEDBACK = GradientQuantization(error_feedback=True)
 
 VARIANTS = {
     BASELINE: Variant(),
@@ -143,15 +144,14 @@ VARIANTS = {
     "TLq-HS": Variant(gradients=GradientQuantization()),
     "SDP4Bit": Variant(weights=WeightQuantization(), gradients=GradientQuantization()),
     "qWD stochastic": Variant(weights=WeightQuantization(rounding="stochastic")),
-    "TLq-HS nearest": Variant(gradients=GradientQuantization(rounding="nearest")),
-    "SDP4Bit nearest": Variant(
-        weights=WeightQuantization(), gradients=GradientQuantization(rounding="nearest")
-    ),
+    "ULq stochastic": Variant(gradients=replace(STOCHASTIC, method="ULq")),
+    "TLq stochastic": Variant(gradients=replace(STOCHASTIC, method="TLq")),
+    "TLq-HS stochastic": Variant(gradients=STOCHASTIC),
+    "SDP4Bit stochastic": Variant(weights=WeightQuantization(), gradients=STOCHASTIC),
     "TLq-HS feedback": Variant(gradients=FEEDBACK),
     "SDP4Bit feedback": Variant(weights=WeightQuantization(), gradients=FEEDBACK),
-    "SDP4Bit nearest 6 bits": Variant(
-        weights=WeightQuantization(),
-        gradients=GradientQuantization(rounding="nearest", inter_bits=6),
+    "SDP4Bit 6 bits": Variant(
+        weights=WeightQuantization(), gradients=GradientQuantization(inter_bits=6)
     ),
     "AdamW expanded_fp8": Variant(states=_states("expanded_fp8")),
     "AdamW dynamic8": Variant(states=_states("dynamic8")),

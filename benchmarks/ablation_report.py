@@ -90,17 +90,18 @@ def changes(outcomes: Outcomes, name: str) -> list[float]:
 
 
 def training_changes(outcomes: Outcomes, name: str) -> list[float]:
-    """Return the mean change of training loss along each run, paired and in percent as above.
+    """Return the mean change of training loss over the second half of each run, as above.
 
     All variants see the same batches, so this shows smaller differences than the last loss does.
     """
     exact = {o.seed: dict(o.curve) for o in outcomes.get(BASELINE, [])}
-    paired = [(o.curve, exact[o.seed]) for o in outcomes[name] if o.seed in exact]
-    return [
-        statistics.mean(100 * (loss / other[step] - 1) for step, loss in curve if step in other)
-        for curve, other in paired
-        if any(step in other for step, _ in curve)
-    ]
+    means = []
+    for outcome in outcomes[name]:
+        other = exact.get(outcome.seed, {})
+        both = [100 * (loss / other[step] - 1) for step, loss in outcome.curve if step in other]
+        if both:
+            means.append(statistics.mean(both[len(both) // 2 :]))
+    return means
 
 
 def seed_noise(outcomes: Outcomes) -> float:
@@ -111,12 +112,23 @@ def seed_noise(outcomes: Outcomes) -> float:
     return 100 * statistics.stdev(losses) / statistics.mean(losses)
 
 
+def std_error(outcomes: Outcomes, name: str) -> float:
+    """Return the standard error of the mean change of validation loss; NaN for one seed.
+
+    For full precision it is the deviation of a single seed.
+    """
+    if name == BASELINE:
+        return seed_noise(outcomes)
+    paired = changes(outcomes, name)
+    return statistics.stdev(paired) / len(paired) ** 0.5 if len(paired) > 1 else float("nan")
+
+
 def summary(outcomes: Outcomes) -> str:
     """Lay out the losses; differences are to full precision with the same seed.
 
-    ``training`` is the mean difference of the training loss along the whole run. ``std error`` is
-    that of the mean difference over seeds; for full precision, the spread of one
-    seed (standard deviation).
+    ``training`` is the mean difference of the training loss over the second half of the run.
+    ``std error`` is that of the mean difference of ``val loss`` over seeds; for full precision, the
+    spread of one seed (standard deviation).
     """
     rows = []
     for name, results in outcomes.items():
@@ -124,11 +136,7 @@ def summary(outcomes: Outcomes) -> str:
         change = f"{statistics.mean(paired):+.3f}%" if paired else "-"
         along = training_changes(outcomes, name)
         training = f"{statistics.mean(along):+.3f}%" if along else "-"
-        error = float("nan")
-        if name == BASELINE:
-            error = seed_noise(outcomes)
-        elif len(paired) > 1:
-            error = statistics.stdev(paired) / len(paired) ** 0.5
+        error = std_error(outcomes, name)
         loss = statistics.mean(o.val_loss for o in results)
         seconds = statistics.mean(o.train_s for o in results)
         numbers = [f"{loss:.5f}", change, f"{error:.3f}%", training, f"{seconds:.1f}"]

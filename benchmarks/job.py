@@ -62,7 +62,7 @@ VARIANTS = {
     ),
     "quantized-feedback": Variant(
         weights=WeightQuantization(),
-        gradients=GradientQuantization(rounding="nearest", error_feedback=True),
+        gradients=GradientQuantization(error_feedback=True),
     ),
     "weights-only": Variant(weights=WeightQuantization()),
     "gradients-only": Variant(gradients=GradientQuantization()),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-BASELINE = "full precision"
+from ablation_report import BASELINE, Outcomes, changes, std_error, to_outcomes, training_changes
 
 
 class Folder:
@@ -92,7 +93,8 @@ def ablations(folder: Folder, shown: Callable[[str], bool], command: str) -> str
         chosen = {name for name in results["variants"] if name != BASELINE and shown(name)}
         if not chosen:
             continue
-        variants = {n: v for n, v in results["variants"].items() if n in chosen or n == BASELINE}
+        outcomes = to_outcomes(results, [BASELINE])
+        outcomes = {n: runs for n, runs in outcomes.items() if n in chosen or n == BASELINE}
         preset = results["preset"]
         steps = results.get("stop_after") or preset["steps"]
         tokens = steps * preset["batch"] * preset["seq"] * results["world_size"]
@@ -104,8 +106,11 @@ def ablations(folder: Folder, shown: Callable[[str], bool], command: str) -> str
             f"{tokens / 1e6:.3g}M tokens, {results['world_size']} ranks in nodes of "
             f"{results['node_size']}:\n\n"
             + markdown(
-                ["variant", "seeds", "validation loss", "against full precision", "std error"],
-                loss_rows(variants),
+                [
+                    *("variant", "seeds", "validation loss", "against full precision"),
+                    *("training, second half", "std error"),
+                ],
+                loss_rows(outcomes),
             )
             + sources([report])
             + "\n"
@@ -114,25 +119,18 @@ def ablations(folder: Folder, shown: Callable[[str], bool], command: str) -> str
     return "\n".join(part.strip("\n") + "\n" for part in parts) or missing(command)
 
 
-def loss_rows(variants: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
-    """Return the rows of an ablation, full precision first.
+def loss_rows(outcomes: Outcomes) -> list[list[str]]:
+    """Return the rows of an ablation: seeds, loss, its change, the change in training, the error.
 
     The error of full precision is the deviation of one seed, that of the others the standard error
     of their mean difference to the same seeds.
     """
-    exact = {run["seed"]: run["val_loss"] for run in variants.get(BASELINE, [])}
     rows = []
-    for name in sorted(variants, key=lambda name: name != BASELINE):
-        losses = {run["seed"]: run["val_loss"] for run in variants[name]}
-        loss = statistics.mean(losses.values())
-        changes = [100 * (losses[s] / exact[s] - 1) for s in losses if s in exact]
-        error, change = None, statistics.mean(changes) if changes else None
-        if name == BASELINE:
-            change = None
-            if len(losses) > 1:
-                error = 100 * statistics.stdev(losses.values()) / loss
-        elif len(changes) > 1:
-            error = statistics.stdev(changes) / len(changes) ** 0.5
-        shown = "-" if change is None else f"{change:+.3f}%"
-        rows.append([name, str(len(losses)), f"{loss:.4f}", shown, number(error, 3, "%")])
+    for name, runs in outcomes.items():
+        row = [name, str(len(runs)), f"{statistics.mean(run.val_loss for run in runs):.4f}"]
+        for values in (changes(outcomes, name), training_changes(outcomes, name)):
+            known = bool(values) and name != BASELINE
+            row.append(f"{statistics.mean(values):+.3f}%" if known else "-")
+        error = std_error(outcomes, name)
+        rows.append([*row, "-" if math.isnan(error) else f"{error:.3f}%"])
     return rows

@@ -40,14 +40,14 @@ NODES = 2
 BETAS = (0.9, 0.95)
 LR = 6e-4
 SCHEMES = {
-    "stochastic": GradientQuantization(),
-    "nearest": GradientQuantization(rounding="nearest"),
-    "nearest, groups of 32": GradientQuantization(rounding="nearest", group_size=32),
-    "stochastic, no Hadamard": GradientQuantization(method="TLq"),
-    "nearest, no Hadamard": GradientQuantization(method="TLq", rounding="nearest"),
-    "stochastic, error feedback": GradientQuantization(error_feedback=True),
-    "nearest, error feedback": GradientQuantization(rounding="nearest", error_feedback=True),
-    "nearest, 6 bits": GradientQuantization(rounding="nearest", inter_bits=6),
+    "stochastic": GradientQuantization(rounding="stochastic"),
+    "nearest": GradientQuantization(),
+    "nearest, groups of 32": GradientQuantization(group_size=32),
+    "stochastic, no Hadamard": GradientQuantization(method="TLq", rounding="stochastic"),
+    "nearest, no Hadamard": GradientQuantization(method="TLq"),
+    "stochastic, error feedback": GradientQuantization(rounding="stochastic", error_feedback=True),
+    "nearest, error feedback": GradientQuantization(error_feedback=True),
+    "nearest, 6 bits": GradientQuantization(inter_bits=6),
 }
 
 

@@ -120,14 +120,14 @@ def _ablation(tokens: Path, report: Path, runs: str, *options: str) -> str:
 def test_runs_out_of_time_are_named_and_can_be_added(tokens: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="figures need matplotlib")
     first, second = tmp_path / "first.json", tmp_path / "second.json"
-    runs = "full precision:0,SDP4Bit nearest:0"
+    runs = "full precision:0,SDP4Bit:0"
     moments = tmp_path / "moments.pt"
     shown = _ablation(tokens, first, runs, "--time-budget", "0.001", "--moments", str(moments))
     saved = torch.load(moments, weights_only=True)["state"]
     assert sorted(saved) == ["down.weight", "out.weight", "qkv.weight", "up.weight"]
     assert saved["up.weight"]["exp_avg_sq"].shape == (64, 32)  # half of 128 rows
     assert (saved["up.weight"]["exp_avg_sq"] >= 0).all()
-    assert 'no time for --runs "SDP4Bit nearest:0"' in shown
+    assert 'no time for --runs "SDP4Bit:0"' in shown
     results = json.loads(first.read_text())["results"]
     assert list(results["variants"]) == ["full precision"]
     assert results["vocab"] == 304
@@ -149,16 +149,16 @@ def test_runs_out_of_time_are_named_and_can_be_added(tokens: Path, tmp_path: Pat
     losses = [results["variants"][name][0]["curve"][0][1] for name in ("qW", "full precision")]
     assert f"{100 * (losses[0] / losses[1] - 1):+.3f}%" in line
 
-    _ablation(tokens, second, "SDP4Bit nearest:0,AdamW expanded_fp8:0")
+    _ablation(tokens, second, "SDP4Bit:0,AdamW expanded_fp8:0")
     joined, figure = tmp_path / "joined.json", tmp_path / "figure.png"
     merge = ("--merge", str(first), str(second), "--json", str(joined), "--figure", str(figure))
     done = _run(sys.executable, str(ABLATION), *merge)
     assert done.returncode == 0, done.stderr
     assert figure.stat().st_size > 1000
     variants = json.loads(joined.read_text())["results"]["variants"]
-    assert list(variants) == ["full precision", "SDP4Bit nearest", "AdamW expanded_fp8"]
+    assert list(variants) == ["full precision", "SDP4Bit", "AdamW expanded_fp8"]
     # same model, data and order: codes change the loss, but only a little
-    for name in ("SDP4Bit nearest", "AdamW expanded_fp8"):
+    for name in ("SDP4Bit", "AdamW expanded_fp8"):
         change = variants[name][0]["val_loss"] / exact["val_loss"] - 1
         assert 0 < abs(change) < 0.05
 

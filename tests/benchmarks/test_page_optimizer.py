@@ -79,7 +79,7 @@ def test_runs_of_optimizer_states_are_told_from_the_others(
     page: ModuleType, load_benchmark: Any, folder: Any, tmp_path: Path
 ) -> None:
     def runs(loss: float) -> list[dict[str, float]]:
-        return [{"seed": 0, "val_loss": loss}]
+        return [{"seed": 0, "val_loss": loss, "train_s": 1.0}]
 
     sizes = {"layers": 12, "hidden": 768, "steps": 10, "batch": 2, "seq": 4}
     results = {"preset": sizes, "world_size": 4, "node_size": 2}
@@ -90,14 +90,15 @@ def test_runs_of_optimizer_states_are_told_from_the_others(
         write(tmp_path, f"ablation_{name}", results | {"variants": variants})
     fidelity = page.optimizer_fidelity(folder)
     assert (
-        "| full precision | 1 | 2.0000 | - | - |\n| AdamW fp8 | 1 | 2.0400 | +2.000% |" in fidelity
+        "| full precision | 1 | 2.0000 | - | - | - |\n| AdamW fp8 | 1 | 2.0400 | +2.000% |"
+        in fidelity
     )
-    assert "| AdamW int8 | 1 | 3.0000 | +50.000% | - |" in fidelity
+    assert "| AdamW int8 | 1 | 3.0000 | +50.000% | - | - |" in fidelity
     assert "qWD" not in fidelity
     assert "SDP4Bit" not in fidelity
     others = load_benchmark("page_performance").ablation(folder)
-    assert "| qWD | 1 | 2.0200 | +1.000% | - |" in others
-    assert "| SDP4Bit + AdamW fp8 | 1 | 2.2000 | +10.000% | - |" in others
+    assert "| qWD | 1 | 2.0200 | +1.000% | - | - |" in others
+    assert "| SDP4Bit + AdamW fp8 | 1 | 2.2000 | +10.000% | - | - |" in others
     assert "| AdamW" not in others
     assert "ablation_states" not in others
 

@@ -77,17 +77,21 @@ def test_step_times_and_exposed_time(
 
 
 def test_losses_are_compared_by_seed(parts: ModuleType) -> None:
-    def runs(*losses: float) -> list[dict[str, float]]:
-        return [{"seed": seed, "val_loss": loss} for seed, loss in enumerate(losses)]
+    def runs(*losses: float, curve: tuple[float, ...] = (3.0, 2.0)) -> list[dict[str, Any]]:
+        steps = [(50 * (index + 1), loss) for index, loss in enumerate(curve)]
+        return [
+            {"seed": seed, "val_loss": loss, "train_s": 1.0, "curve": steps}
+            for seed, loss in enumerate(losses)
+        ]
 
-    rows = parts.loss_rows(
-        {"qWD": runs(2.02, 4.08), "full precision": runs(2.0, 4.0), "qW": runs(2.1)}
-    )
+    variants = {"qWD": runs(2.02, 4.08, curve=(6.0, 2.1)), "full precision": runs(2.0, 4.0)}
+    variants["qW"] = runs(2.1, curve=())
+    rows = parts.loss_rows(parts.to_outcomes({"variants": variants}, ["full precision"]))
     # changes of 1% and 2%: mean 1.5%, standard error 0.5%; one seed has none
     assert rows[0][0] == "full precision"
     assert rows[0][3] == "-"
-    assert rows[1] == ["qWD", "2", "3.0500", "+1.500%", "0.500%"]
-    assert rows[2] == ["qW", "1", "2.1000", "+5.000%", "-"]
+    assert rows[1] == ["qWD", "2", "3.0500", "+1.500%", "+5.000%", "0.500%"]
+    assert rows[2] == ["qW", "1", "2.1000", "+5.000%", "-", "-"]
 
 
 def test_a_page_with_other_markers_is_refused(

@@ -516,7 +516,7 @@ def test_int8_error_is_within_the_derived_bound() -> None:
 
 
 def _stochastic_is_unbiased(rank: int, world: int) -> None:
-    config = GradientQuantization(method="TLq", inter_bits=2, group_size=16)
+    config = GradientQuantization(method="TLq", inter_bits=2, group_size=16, rounding="stochastic")
     scatter, slots = _unit_scatter(config, node_size=1)
     numel = slots.numel() // world
     exact = torch.empty(numel, device=device())
