@@ -13,7 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,9 +24,11 @@ import triton
 from benchmarks.common import copy_bandwidth, table, time_cuda_calls, write_report
 from lq_lightning.codecs import CodecSpec, decode, decode_reduce, decode_reduce_encode, encode
 
-GRADIENT_8 = CodecSpec(code="int8", group_size=128, hadamard_size=32, rounding="stochastic")
-PLAIN_8 = CodecSpec(code="int8", group_size=128, rounding="stochastic")
-GRADIENT_4 = CodecSpec(code="int4", group_size=128, hadamard_size=32, rounding="stochastic")
+GRADIENT_8 = CodecSpec(code="int8", group_size=128, hadamard_size=32)
+PLAIN_8 = CodecSpec(code="int8", group_size=128)
+GRADIENT_4 = CodecSpec(code="int4", group_size=128, hadamard_size=32)
+STOCHASTIC_8 = replace(GRADIENT_8, rounding="stochastic")
+STOCHASTIC_4 = replace(GRADIENT_4, rounding="stochastic")
 WEIGHT_4 = CodecSpec(code="int4", group_size=2048)
 SEED = 1234
 WORKING_SET_NBYTES = 1 << 29
@@ -115,7 +117,9 @@ def reduce_case(
     return Case(label, run, buffers, dtype.itemsize)
 
 
-def requantize_case(label: str, source: CodecSpec, target: CodecSpec, count: int) -> Case:
+def requantize_case(
+    label: str, source: CodecSpec, target: CodecSpec, count: int, **options: bool
+) -> Case:
     """Dequantize, sum and quantize again."""
 
     def buffers(rows: int, numel: int) -> dict[str, torch.Tensor]:
@@ -131,7 +135,7 @@ def requantize_case(label: str, source: CodecSpec, target: CodecSpec, count: int
             source, made["messages"], numel, target, seed=SEED, out=made["out"]
         )
 
-    return Case(label, run, buffers, 4)
+    return Case(label, run, buffers, 4, **options)
 
 
 def cases() -> list[Case]:
@@ -151,11 +155,21 @@ def cases() -> list[Case]:
         decode_case("dequantize int8 fp32", PLAIN_8, fp32),
         decode_case("dequantize+inverse int8 fp32", GRADIENT_8, fp32),
         decode_case("dequantize+inverse int4 bf16", GRADIENT_4, bf16),
+        decode_case("dequantize+inverse+add int4 fp32", GRADIENT_4, fp32, True),
         reduce_case("dequantize+reduce 4x int8 fp32", GRADIENT_8, 4),
         reduce_case("dequantize+reduce 8x int8 fp32", GRADIENT_8, 8),
         reduce_case("dequantize+reduce 4x int4 fp32", GRADIENT_4, 4),
         requantize_case("dequantize+reduce+requantize 4x int8", GRADIENT_8, GRADIENT_4, 4),
         requantize_case("dequantize+reduce+requantize 8x int8", GRADIENT_8, GRADIENT_4, 8),
+    ]
+    noisy, once = "stochastic", {"every_size": False}
+    chosen += [
+        encode_case(f"hadamard+quantize int8 fp32 {noisy}", STOCHASTIC_8, fp32, **once),
+        encode_case(f"hadamard+quantize int4 fp32 {noisy}", STOCHASTIC_4, fp32, **once),
+        encode_case(f"hadamard+quantize int8 bf16 {noisy}", STOCHASTIC_8, bf16, **once),
+        requantize_case(
+            f"dequantize+reduce+requantize 4x int8 {noisy}", GRADIENT_8, STOCHASTIC_4, 4, **once
+        ),
     ]
     variants = {
         "int2": CodecSpec(code="int2", group_size=128),

@@ -228,6 +228,25 @@ def kernels(folder: Folder) -> str:
     return text
 
 
+def lightning_step(folder: Folder) -> str:
+    """Steps of the Trainer beside those of a plain loop, of every report."""
+    reports = folder.matching("lightning_step_*")
+    if not reports:
+        return missing("benchmarks/nodes.sh ... benchmarks/lightning_step.py --json ...")
+    rows = [
+        [
+            report["name"].removeprefix("lightning_step_").replace("_", ", "),
+            variant,
+            number(times["loop_ms"]),
+            number(times["trainer_ms"]),
+        ]
+        for report in reports
+        for variant, times in report["results"]["variants"].items()
+    ]
+    header = ["network between nodes", "variant", "plain loop, ms", "Trainer, ms"]
+    return markdown(header, rows) + sources(reports)
+
+
 def ablation(folder: Folder) -> str:
     """Losses of what is sent; those of optimizer states are on the other page."""
     command = "python benchmarks/ablation.py --json benchmarks/results/ablation_NAME.json"
@@ -270,6 +289,7 @@ SECTIONS: dict[str, Callable[[Folder], str]] = {
     "compiled": compiled,
     "memory": memory,
     "kernels": kernels,
+    "lightning_step": lightning_step,
     "ablation": ablation,
     "update_error": update_error,
 }
