@@ -22,6 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -52,6 +53,9 @@ LARGEST_SCALE_BITS = 0x7E800000
 _CPU = torch.device("cpu")
 
 
+Spacing = Literal["floating", "linear", "dynamic"]
+
+
 @dataclass(frozen=True, slots=True)
 class StateFormat:
     """What the kernels need to know about the codes of one state.
@@ -60,13 +64,14 @@ class StateFormat:
         name: a name of ``FORMATS``.
         signed: bit 7 of a code is the sign; otherwise it belongs to the level.
         expanded: a group chooses its row; otherwise all use one.
-        floating: levels are powers of E4M3 levels, so that a logarithm predicts the code.
+        spacing: of the levels, which says how a code is predicted: ``"floating"`` are powers of
+            E4M3's, ``"dynamic"`` are parts of decades.
     """
 
     name: str
     signed: bool
     expanded: bool = False
-    floating: bool = False
+    spacing: Spacing = "linear"
 
     @property
     def quantized(self) -> bool:
@@ -76,7 +81,7 @@ class StateFormat:
     @property
     def num_levels(self) -> int:
         """Magnitudes of a codebook row, a power of two."""
-        return 128 if self.signed or self.floating else 256
+        return 128 if self.signed or self.spacing == "floating" else 256
 
     @property
     def num_codes(self) -> int:
@@ -92,6 +97,11 @@ class StateFormat:
 
 
 FORMATS: tuple[str, ...] = ("expanded_fp8", "fp8", "dynamic8", "int8", "float32")
+_SPACINGS: dict[str, Spacing] = {
+    "expanded_fp8": "floating",
+    "fp8": "floating",
+    "dynamic8": "dynamic",
+}
 
 
 @lru_cache(maxsize=32)
@@ -110,7 +120,7 @@ def state_format(name: str, signed: bool) -> StateFormat:
         raise ValueError(
             f"state format {name!r} is not known; allowed: {', '.join(FORMATS)}. Choose one."
         )
-    return StateFormat(name, signed, name == "expanded_fp8", name in ("expanded_fp8", "fp8"))
+    return StateFormat(name, signed, name == "expanded_fp8", _SPACINGS.get(name, "linear"))
 
 
 def row_length(shape: Sequence[int]) -> int:

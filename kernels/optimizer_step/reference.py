@@ -74,8 +74,7 @@ def encode_groups(x: Tensor, fmt: StateFormat) -> tuple[Tensor, Tensor, Tensor |
     """Turn values into codes, with a fresh scale and exponent.
 
     Args:
-        x: ``[R, S]`` fp32, contiguous. Magnitudes below 2**-126 count as zero; in formats that are
-            not floating this concerns the extremes of a group only.
+        x: ``[R, S]`` fp32, contiguous. Magnitudes below 2**-126 count as zero.
         fmt: the format.
 
     Returns:
@@ -99,9 +98,7 @@ def encode_groups(x: Tensor, fmt: StateFormat) -> tuple[Tensor, Tensor, Tensor |
         exponent = exponent_table(x.device)[octaves].masked_fill_(special, PLAIN_EXPONENT)
         rows = thresholds[exponent.int()]
     codes = torch.searchsorted(rows * scale[:, None], bits.view(torch.float32), out_int32=True)
-    if fmt.floating:
-        codes = codes.masked_fill(bits < SMALLEST_BITS, 0)
-    codes = codes.to(torch.uint8)
+    codes = codes.masked_fill_(bits < SMALLEST_BITS, 0).to(torch.uint8)
     if fmt.signed:
         codes |= (x.view(torch.int32) >> 24).bitwise_and_(0x80).to(torch.uint8)
     codes = codes.masked_fill_(special[:, None], 0)

@@ -13,11 +13,11 @@ import triton.language as tl
 from lq_lightning.kernels.message.triton_blocks import round_output
 
 from .formats import GROUP_SIZE, LARGEST_SCALE_BITS, SMALLEST_BITS
+from .triton_codes import round_to_codes
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _SMALLEST_BITS = tl.constexpr(SMALLEST_BITS)
-_SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 _LARGEST_SCALE_BITS = tl.constexpr(LARGEST_SCALE_BITS)
 _SMALLEST_SQUARE = tl.constexpr(2.0**-100)  # 0f0D800000 below
 _GROUP = tl.constexpr(GROUP_SIZE)
@@ -25,87 +25,6 @@ _GROUP = tl.constexpr(GROUP_SIZE)
 TABLE_WIDTH = 18
 _TABLE_WIDTH = tl.constexpr(TABLE_WIDTH)
 _SCALARS_AT = tl.constexpr(28)
-_LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
-# Codes are predicted, in units of 2**-20, and a threshold is looked up only within this distance.
-# A logarithm of |x| / scale is off by up to 2**-21 (division included) and 2**-22 of itself; up to
-# 16 times that counts, for 18.8 octaves at most: beyond, the code is 0. With the exponential it
-# makes 1.2e-5 octaves or 140 units; rounded thresholds add 40.
-DOUBT = 512
-_DOUBT = tl.constexpr(DOUBT)
-
-
-def _for_each(*template: str) -> list[str]:
-    """Lines of PTX for four elements: ``#`` stands for a letter, ``$#`` for the operand x."""
-    return [
-        line.replace("$#", f"${1 + index}").replace("#", "abcd"[index])
-        for index in range(4)
-        for line in template
-    ]
-
-
-def _packing(signed: bool, keep: int) -> list[str]:
-    """PTX that packs codes a to d with the signs of x into operand 0; ``keep`` is the mask."""
-    lines = [
-        "prmt.b32 a, a, b, 0x0040;",
-        "prmt.b32 c, c, d, 0x0040;",
-        "prmt.b32 a, a, c, 0x5410;",
-    ]
-    if signed:
-        lines += [
-            "prmt.b32 b, $1, $2, 0x0073;",
-            "prmt.b32 d, $3, $4, 0x0073;",
-            "prmt.b32 b, b, d, 0x5410;",
-            "lop3.b32 a, a, b, 0x80808080, 0xF8;",
-        ]
-    return [*lines, f"and.b32 $0, a, ${keep};"]
-
-
-def _codes_assembly(signed: bool) -> str:
-    """PTX of ``_round_floating``; operands: codes; x, inverse, power, scale, row, keep (4 each)."""
-    lines = [
-        ".reg .pred any, pa, pb, pc, pd;",
-        ".reg .b32 a, b, c, d, ta, tb, tc, td, xa, xb, xc, xd, sa, sb, sc, sd;",
-        ".reg .f32 fa, fb, fc, fd, ya, yb, yc, yd;",
-        ".reg .u64 ra, rb, rc, rd;",
-        *_for_each("mul.ftz.f32 f#, $#, $5;", "abs.f32 f#, f#;", "lg2.approx.ftz.f32 f#, f#;"),
-        *_for_each("fma.rn.f32 f#, f#, $9, 0f410CEAED;", "ex2.approx.ftz.f32 f#, f#;"),
-        *_for_each("mul.rn.f32 f#, f#, 0f03800000;", "mov.b32 #, f#;"),
-        *_for_each(
-            f"add.u32 #, #, {(1 << 19) + DOUBT};", f"and.b32 t#, #, {-2 * DOUBT & 0xFFFFF};"
-        ),
-        *_for_each("shr.u32 #, #, 20;"),
-        *_for_each("setp.eq.u32 p#, t#, 0;"),
-        "min.u32 ta, ta, tb;",
-        "min.u32 tc, tc, td;",
-        "min.u32 ta, ta, tc;",
-        "setp.ne.u32 any, ta, 0;",
-        "@any bra TRUSTED;",
-        # Where not, it is the code before, plus one if |x| is beyond the threshold between them.
-        *_for_each("sub.u32 x#, #, 1;", "max.s32 x#, x#, 0;", "mad.wide.u32 r#, x#, 4, $17;"),
-        *_for_each("ld.global.nc.f32 f#, [r#];"),
-        *_for_each("mul.rn.f32 f#, f#, $13;", "abs.f32 y#, $#;", "set.gt.u32.f32 s#, y#, f#;"),
-        *_for_each("sub.u32 x#, x#, s#;", "selp.b32 #, x#, #, p#;"),  # s is -1 if so
-        "TRUSTED:",
-        *_packing(signed, keep=21),
-    ]
-    return "{ " + " ".join(lines) + " }"
-
-
-def _comparing_assembly(signed: bool) -> str:
-    """PTX of ``_finish_codes``; operands: codes; x, number, limit, keep (4 each)."""
-    lines = [
-        ".reg .pred pa, pb, pc, pd;",
-        ".reg .b32 a, b, c, d;",
-        ".reg .f32 fa, fb, fc, fd;",
-        *_for_each("abs.f32 f#, $#;"),
-        *(f"setp.gt.f32 p{letter}, f{letter}, ${9 + i};" for i, letter in enumerate("abcd")),
-        *(f"mov.b32 {letter}, ${5 + i};" for i, letter in enumerate("abcd")),
-        *_for_each("@p# add.u32 #, #, 1;"),
-        *_packing(signed, keep=13),
-    ]
-    return "{ " + " ".join(lines) + " }"
-
-
 # Operands: four levels, the codes, and four each of the table and of the row's offset in bytes.
 _LEVELS = tl.constexpr(
     "{ .reg .b32 ta, tb, tc, td; .reg .u64 ra, rb, rc, rd; "
@@ -120,10 +39,6 @@ _LEVELS = tl.constexpr(
     )
     + " }"
 )
-_SIGNED_CODES = tl.constexpr(_codes_assembly(True))
-_UNSIGNED_CODES = tl.constexpr(_codes_assembly(False))
-_SIGNED_COMPARED = tl.constexpr(_comparing_assembly(True))
-_UNSIGNED_COMPARED = tl.constexpr(_comparing_assembly(False))
 
 
 @triton.jit
@@ -177,27 +92,6 @@ def _reciprocal(x):
 
 
 @triton.jit
-def _look_up(row_ptr, number):
-    """Entries of a row of a constant fp32 table.
-
-    Not a load of Triton's, which would choose a layout of its own and exchange everything that
-    depends on it through shared memory.
-    """
-    if _INTERPRETED:
-        y = tl.load(row_ptr + number)
-    else:
-        y = tl.inline_asm_elementwise(
-            "{ .reg .u64 a; mad.wide.u32 a, $2, 4, $1; ld.global.nc.f32 $0, [a]; }",
-            "=f,l,r",
-            [row_ptr.to(tl.int64), number],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    return y
-
-
-@triton.jit
 def decode_group(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
     """Values of a group; ``reference.decode_groups``."""
     offset = 0
@@ -216,61 +110,6 @@ def decode_group(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
             pack=4,
         )
     return levels * bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _round_floating(x, scale, power, row_ptr, keep, SIGNED: tl.constexpr):
-    """Codes where levels are powers of E4M3's, with the sign of x; masked by ``keep``; bytes.
-
-    The bits of ``448 (|x| / scale)**k * 2**-120``, which has the exponents of E4M3, show the code
-    from bit 20 on, and below how far away the next level is. All of it is approximate, so near to a
-    threshold ``|x|`` is compared with that: rarely by any lane of a warp.
-    """
-    if _INTERPRETED:
-        size = tl.abs(x)
-        ratio = tl.where(size < _SMALLEST_NORMAL, 0.0, size) * tl.div_rn(1.0, scale)
-        y = tl.exp2(tl.log2(ratio) * power + _LOG2_E4M3_MAX) * (2.0**-120)
-        bits = y.to(tl.int32, bitcast=True) + ((1 << 19) + _DOUBT)
-        codes = bits >> 20
-        below = tl.maximum(codes - 1, 0) & 0x7FF  # NaN's is inside the table, which has room for it
-        exact = tl.where(size > tl.load(row_ptr + below) * scale, below + 1, below)
-        codes = tl.where((bits & 0xFFFFF) < 2 * _DOUBT, exact, codes)
-        if SIGNED:
-            codes = codes | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
-        codes = (codes & keep).to(tl.uint8)
-    else:
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
-        )
-        codes = tl.inline_asm_elementwise(
-            _SIGNED_CODES if SIGNED else _UNSIGNED_CODES,
-            "=r,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,l,l,l,l,r,r,r,r",
-            [x, inverse, power, scale, row_ptr.to(tl.int64), keep],
-            dtype=tl.uint8,
-            is_pure=True,
-            pack=4,
-        )
-    return codes
-
-
-@triton.jit
-def _finish_codes(number, limit, x, keep, SIGNED: tl.constexpr):
-    """``number``, plus one where ``|x| > limit``, and the sign of x; masked by ``keep``; bytes."""
-    if _INTERPRETED:
-        codes = tl.where(tl.abs(x) > limit, number + 1, number)
-        if SIGNED:
-            codes = codes | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
-        codes = (codes & keep).to(tl.uint8)
-    else:
-        codes = tl.inline_asm_elementwise(
-            _SIGNED_COMPARED if SIGNED else _UNSIGNED_COMPARED,
-            "=r,f,f,f,f,r,r,r,r,f,f,f,f,r,r,r,r",
-            [x, number, limit, keep],
-            dtype=tl.uint8,
-            is_pure=True,
-            pack=4,
-        )
-    return codes
 
 
 @triton.jit
@@ -296,17 +135,7 @@ def encode_group(x, thresholds_ptr, exponent_table_ptr, FORMAT: tl.constexpr):
         exponent = tl.where(zero | broken, 16, exponent)
         row_ptr += exponent * FORMAT.num_levels
         power = exponent.to(tl.float32) * 0.0625
-    if FORMAT.floating:
-        codes = _round_floating(x, scale, power, row_ptr, keep, FORMAT.signed)
-    else:
-        # Bisection but for its last step.
-        number = tl.zeros(x.shape, tl.int32)
-        BITS: tl.constexpr = 7 if FORMAT.num_levels == 128 else 8
-        for bit in tl.static_range(1, BITS):
-            limit = _look_up(row_ptr, number + ((FORMAT.num_levels >> bit) - 1)) * scale
-            number = tl.where(tl.abs(x) > limit, number + (FORMAT.num_levels >> bit), number)
-        limit = _look_up(row_ptr, number) * scale
-        codes = _finish_codes(number, limit, x, keep, FORMAT.signed)
+    codes = round_to_codes(x, scale, power, row_ptr, keep, FORMAT)
     stored = tl.where(zero, 0, tl.where(broken, 0x7FC0, scale_bits >> 16)).to(tl.uint16)
     return codes, stored, exponent.to(tl.uint8)
 
