@@ -108,7 +108,7 @@ def ablations(folder: Folder, shown: Callable[[str], bool], command: str) -> str
             + markdown(
                 [
                     *("variant", "seeds", "validation loss", "against full precision"),
-                    *("training, second half", "std error"),
+                    *("std error", "training, second half"),
                 ],
                 loss_rows(outcomes),
             )
@@ -120,17 +120,19 @@ def ablations(folder: Folder, shown: Callable[[str], bool], command: str) -> str
 
 
 def loss_rows(outcomes: Outcomes) -> list[list[str]]:
-    """Return the rows of an ablation: seeds, loss, its change, the change in training, the error.
+    """Return the rows of an ablation: seeds, loss, its change and error, the change in training.
 
     The error of full precision is the deviation of one seed, that of the others the standard error
     of their mean difference to the same seeds.
     """
     rows = []
     for name, runs in outcomes.items():
-        row = [name, str(len(runs)), f"{statistics.mean(run.val_loss for run in runs):.4f}"]
-        for values in (changes(outcomes, name), training_changes(outcomes, name)):
-            known = bool(values) and name != BASELINE
-            row.append(f"{statistics.mean(values):+.3f}%" if known else "-")
+        loss, training = (
+            f"{statistics.mean(values):+.3f}%" if values and name != BASELINE else "-"
+            for values in (changes(outcomes, name), training_changes(outcomes, name))
+        )
         error = std_error(outcomes, name)
-        rows.append([*row, "-" if math.isnan(error) else f"{error:.3f}%"])
+        shown = "-" if math.isnan(error) else f"{error:.3f}%"
+        mean = f"{statistics.mean(run.val_loss for run in runs):.4f}"
+        rows.append([name, str(len(runs)), mean, loss, shown, training])
     return rows

@@ -235,7 +235,7 @@ def lightning_step(folder: Folder) -> str:
         return missing("benchmarks/nodes.sh ... benchmarks/lightning_step.py --json ...")
     rows = [
         [
-            report["name"].removeprefix("lightning_step_").replace("_", ", "),
+            report["name"].removeprefix("lightning_step_").replace("_", " "),
             variant,
             number(times["loop_ms"]),
             number(times["trainer_ms"]),
@@ -243,7 +243,7 @@ def lightning_step(folder: Folder) -> str:
         for report in reports
         for variant, times in report["results"]["variants"].items()
     ]
-    header = ["network between nodes", "variant", "plain loop, ms", "Trainer, ms"]
+    header = ["report", "variant", "plain loop, ms", "Trainer, ms"]
     return markdown(header, rows) + sources(reports)
 
 

@@ -13,7 +13,7 @@ from lq_lightning.data_parallel.layout import MessageLayout
 
 __all__ = ["GradientResidual"]
 
-ALL = slice(None)
+_ALL = slice(None)
 
 
 class GradientResidual:
@@ -52,7 +52,7 @@ class GradientResidual:
             self._layout, self._packed = layout, packed
         return self._messages
 
-    def add_to(self, index: int, values: Tensor, rows: slice = ALL) -> None:
+    def add_to(self, index: int, values: Tensor, rows: slice = _ALL) -> None:
         """Add what is kept of one run of the prepared layout to ``values``, ``[R, N]``.
 
         Args:
@@ -65,7 +65,7 @@ class GradientResidual:
         decode(layout.spec, part, numel, out=values, add=True)
 
     def keep(
-        self, index: int, values: Tensor, sent: Tensor, spec: CodecSpec, rows: slice = ALL
+        self, index: int, values: Tensor, sent: Tensor, spec: CodecSpec, rows: slice = _ALL
     ) -> None:
         """Store what ``sent`` leaves out of ``values``, for one run of the prepared layout.
 

@@ -41,9 +41,10 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
 
     With one node, or one rank per node, only the level that exists is used. Sums are formed in fp32
     in a fixed order, so the result does not depend on timing: first what this node contributes,
-    then the other nodes, by number. With error feedback, what the messages between nodes leave out
-    is added to those of the next call. A non-finite gradient is NaN or Inf on the rank that owns
-    it, and where it was encoded so is its whole group, so the gradient norm of every rank sees it.
+    then the other nodes, by number. A result in bf16 is rounded after each of the two. With error
+    feedback, what the messages between nodes leave out is added to those of the next call. A
+    non-finite gradient is NaN or Inf on the rank that owns it, and where it was encoded so is its
+    whole group, so the gradient norm of every rank sees it.
 
     Args:
         config: Codecs and method.
@@ -172,17 +173,7 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         elif input_tensor.is_cuda:
             self._context.reductions.join()  # FSDP2 may add this result to one of them
         slots = input_tensor.view(topology.world_size, -1)
-        if topology.node_size == 1:
-            messages = self._encode_for_nodes(slots, intra, inter)
-            _write_scaled(output_tensor, slots[topology.node], inter, scale)
-        else:
-            messages = self._encode_for_node(slots, intra)
-            if topology.num_nodes > 1:
-                spare = 0 if self.residual is None else 1
-                received = self._exchange_within_node(messages, spare)
-                messages = self._reduce_and_encode(received, intra, inter)
-                own = received[: topology.node_size, topology.node]
-                self._finish(own, intra, output_tensor, scale)
+        messages = self._first_level(slots, intra, inter, output_tensor, scale)
 
         def last_level() -> None:
             if topology.num_nodes == 1:
@@ -199,6 +190,41 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
             last_level()
         if exact is not None:
             self._context.gradient_errors.add(output_tensor, exact)
+
+    def _first_level(
+        self,
+        slots: Tensor,
+        intra: MessageLayout,
+        inter: MessageLayout,
+        output: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Do all before the slowest exchange, and write what this node contributes to ``output``.
+
+        Args:
+            slots: ``[world, n]``, in part overwritten with error feedback.
+            intra: Layout of messages within the node.
+            inter: Layout of messages between nodes.
+            output: ``[n]``; with one node nothing is written yet.
+            scale: Factor of the sum.
+
+        Returns:
+            The messages of the slowest exchange, uint8: ``[nodes - 1, nbytes]``, or of one node
+            ``[node_size, 1, nbytes]``.
+        """
+        topology = self._context.topology
+        if topology.node_size == 1:
+            messages = self._encode_for_nodes(slots, intra, inter)
+            _write_scaled(output, slots[topology.node], inter, scale)
+            return messages
+        messages = self._encode_for_node(slots, intra)
+        if topology.num_nodes == 1:
+            return messages
+        received = self._exchange_within_node(messages, 0 if self.residual is None else 1)
+        messages = self._reduce_and_encode(received, intra, inter)
+        own = received[: topology.node_size, topology.node]
+        self._finish(own, intra, output, scale)
+        return messages
 
     def _start_call(self, output: Tensor) -> None:
         context = self._context
@@ -405,7 +431,7 @@ def _write_scaled(output: Tensor, slot: Tensor, layout: MessageLayout, scale: fl
     """Write ``scale`` times the runs of a slot ``[n]`` to ``output`` ``[n]``."""
     for run in layout.runs:
         part = slice(run.start, run.start + run.numel)
-        output[part].copy_(slot[part].float() * scale)
+        torch.mul(slot[part], scale, out=output[part])
 
 
 def _scale_of(op: Any, world_size: int) -> float:

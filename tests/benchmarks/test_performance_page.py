@@ -90,7 +90,7 @@ def test_losses_are_compared_by_seed(parts: ModuleType) -> None:
     # changes of 1% and 2%: mean 1.5%, standard error 0.5%; one seed has none
     assert rows[0][0] == "full precision"
     assert rows[0][3] == "-"
-    assert rows[1] == ["qWD", "2", "3.0500", "+1.500%", "+5.000%", "0.500%"]
+    assert rows[1] == ["qWD", "2", "3.0500", "+1.500%", "0.500%", "+5.000%"]
     assert rows[2] == ["qW", "1", "2.1000", "+5.000%", "-", "-"]
 
 

@@ -536,6 +536,24 @@ def test_stochastic_rounding_is_unbiased() -> None:
     run_ranks(_stochastic_is_unbiased, 2)
 
 
+def _messages_differ(rank: int, world: int) -> None:
+    """Every slot holds the same values: rounding noise is another for each message."""
+    config = GradientQuantization(rounding="stochastic")
+    scatter, slots = _unit_scatter(config, node_size=1)
+    numel = slots.numel() // world
+    same = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device())
+    intra, inter = scatter._layouts_for(numel, torch.float32)
+    messages = scatter._encode_for_nodes(same.repeat(world, 1), intra, inter)
+    assert messages.shape == (world - 1, inter.nbytes)
+    every = [torch.empty_like(messages) for _ in range(world)]
+    dist.all_gather(every, messages)
+    assert len(torch.cat(every).unique(dim=0)) == world * (world - 1)
+
+
+def test_stochastic_messages_of_equal_slots_differ() -> None:
+    run_ranks(_messages_differ, 3)
+
+
 def _own_part_stays(rank: int, world: int, node_size: int) -> None:
     """One node at a time has gradients: 4 bits are on the way to the other nodes only."""
     scatter, slots = _unit_scatter(GradientQuantization(rounding="nearest"), node_size)
