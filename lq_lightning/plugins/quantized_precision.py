@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -149,6 +149,12 @@ class QuantizedPrecision(FullyShardedPrecision):
             f"{config.first_moment}/{config.second_moment} codes, {nbytes / 2**20:.1f} MiB before "
             "sharding" + (f"; in fp32: {reasons}" if kept else "")
         )
+        if len(twin.state_names) == 2 and config.second_moment in ("fp8", "int8"):
+            rank_zero_warn(
+                f'second moments in "{config.second_moment}" become zero where they are small '
+                "beside others of their group, which makes their updates too large. The format is "
+                'there for comparisons: `second_moment="expanded_fp8"` trains like fp32.'
+            )
 
     @staticmethod
     def _accumulates(module: LightningModule) -> bool:

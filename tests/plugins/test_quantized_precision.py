@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,23 @@ def test_states_are_codes_and_the_loss_follows(tmp_path: Path) -> None:
     lrs = [group["lr"] for group in run.optimizers[0].param_groups]
     assert lrs[0] != 1e-2, "the schedule has no effect"
     assert len(monitor.lrs) == 2
+
+
+@pytest.mark.parametrize("second", ["fp8", "int8"])
+def test_second_moments_that_vanish_are_warned_of(tmp_path: Path, second: Any) -> None:
+    states = OptimizerQuantization(second_moment=second, min_numel=64)
+    plugin = QuantizedPrecision(optimizer_state=states)
+    with pytest.warns(UserWarning, match=f'second moments in "{second}" become zero'):
+        fit(str(tmp_path), plugin=plugin, max_epochs=1, limit_train_batches=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="second moments")
+        for optimizer in ("adamw", "sgd"):
+            states = OptimizerQuantization(
+                second_moment="expanded_fp8" if optimizer == "adamw" else second, min_numel=64
+            )
+            plugin = QuantizedPrecision(optimizer_state=states)
+            root = str(tmp_path / optimizer)
+            fit(root, plugin=plugin, optimizer=optimizer, max_epochs=1, limit_train_batches=1)
 
 
 def test_states_take_at_most_2_2_bytes_per_parameter(tmp_path: Path) -> None:
