@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -161,60 +160,3 @@ def test_runs_out_of_time_are_named_and_can_be_added(tokens: Path, tmp_path: Pat
     for name in ("SDP4Bit", "AdamW expanded_fp8"):
         change = variants[name][0]["val_loss"] / exact["val_loss"] - 1
         assert 0 < abs(change) < 0.05
-
-
-def _report(path: Path, variants: dict[str, Any], seq: int = 128) -> str:
-    results = {"preset": {"seq": seq}, "world_size": 4, "node_size": 2, "variants": variants}
-    path.write_text(json.dumps({"environment": {}, "results": results}))
-    return str(path)
-
-
-def _outcome(seed: int, val_loss: float) -> dict[str, Any]:
-    return {"seed": seed, "val_loss": val_loss, "train_s": 1.0}
-
-
-def test_merge_pairs_seeds_and_takes_the_later_of_two(tmp_path: Path) -> None:
-    exact = [_outcome(0, 2.0), _outcome(1, 2.02)]
-    first = _report(tmp_path / "a.json", {"full precision": exact, "qW": [_outcome(0, 9.0)]})
-    second = _report(tmp_path / "b.json", {"qW": [_outcome(0, 2.2), _outcome(2, 5.0)]})
-    done = _run(sys.executable, str(ABLATION), "--merge", first, second)
-    lines = {line[:14].strip(): line.split() for line in done.stdout.splitlines()}
-    assert "+10.000%" in lines["qW"]  # seed 2 has no counterpart
-    assert "0.704%" in lines["full precision"]  # 0.0141421 / 2.01
-
-
-def test_merged_reports_can_be_merged_again(tmp_path: Path) -> None:
-    merge = (sys.executable, str(ABLATION), "--merge")
-    paths = [
-        _report(tmp_path / f"{seed}.json", {"full precision": [_outcome(seed, 2.0)]})
-        for seed in range(3)
-    ]
-    joined = str(tmp_path / "joined.json")
-    for sources in (paths[:2], [joined, paths[2]]):
-        done = _run(*merge, *sources, "--json", joined)
-        assert done.returncode == 0, done.stderr
-    report = json.loads(Path(joined).read_text())
-    assert [run["seed"] for run in report["results"]["variants"]["full precision"]] == [0, 1, 2]
-    assert len(report["environments"]) == 3
-
-
-def test_merge_refuses_reports_of_different_presets(tmp_path: Path) -> None:
-    first = _report(tmp_path / "a.json", {"qW": [_outcome(0, 2.0)]})
-    second = _report(tmp_path / "b.json", {"qW": [_outcome(0, 2.0)]}, seq=256)
-    done = _run(sys.executable, str(ABLATION), "--merge", first, second)
-    assert done.returncode != 0
-    assert "only reports of equal runs can be joined" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--runs", "SDP4Bit"), "NAME:SEED"),
-        (("--runs", "SDP5Bit:0"), "unknown variants"),
-        (("--tokens", "/nowhere"), "kernel_text.py"),
-    ],
-)
-def test_wrong_options_are_explained(options: tuple[str, str], message: str) -> None:
-    done = _run(sys.executable, str(ABLATION), *options)
-    assert done.returncode == 2
-    assert message in done.stderr

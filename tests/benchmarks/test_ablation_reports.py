@@ -1,0 +1,89 @@
+"""The ablation joins reports, and refuses wrong options before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+Shown = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def ablation(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return load_benchmark("ablation")
+
+
+@pytest.fixture
+def run(
+    ablation: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Shown:
+    """A function that runs the command line and returns what it printed."""
+
+    def main(*options: str) -> str:
+        monkeypatch.setattr("sys.argv", ["ablation.py", *options])
+        ablation.main()
+        return capsys.readouterr().out
+
+    return main
+
+
+def _report(path: Path, variants: dict[str, Any], seq: int = 128) -> str:
+    results = {"preset": {"seq": seq}, "world_size": 4, "node_size": 2, "variants": variants}
+    path.write_text(json.dumps({"environment": {}, "results": results}))
+    return str(path)
+
+
+def _outcome(seed: int, val_loss: float) -> dict[str, Any]:
+    return {"seed": seed, "val_loss": val_loss, "train_s": 1.0}
+
+
+def test_merge_pairs_seeds_and_takes_the_later_of_two(run: Shown, tmp_path: Path) -> None:
+    exact = [_outcome(0, 2.0), _outcome(1, 2.02)]
+    first = _report(tmp_path / "a.json", {"full precision": exact, "qW": [_outcome(0, 9.0)]})
+    second = _report(tmp_path / "b.json", {"qW": [_outcome(0, 2.2), _outcome(2, 5.0)]})
+    shown = run("--merge", first, second)
+    lines = {line[:14].strip(): line.split() for line in shown.splitlines()}
+    assert "+10.000%" in lines["qW"]  # seed 2 has no counterpart
+    assert "0.704%" in lines["full precision"]  # 0.0141421 / 2.01
+
+
+def test_merged_reports_can_be_merged_again(run: Shown, tmp_path: Path) -> None:
+    paths = [
+        _report(tmp_path / f"{seed}.json", {"full precision": [_outcome(seed, 2.0)]})
+        for seed in range(3)
+    ]
+    joined = str(tmp_path / "joined.json")
+    for sources in (paths[:2], [joined, paths[2]]):
+        run("--merge", *sources, "--json", joined)
+    report = json.loads(Path(joined).read_text())
+    assert [run["seed"] for run in report["results"]["variants"]["full precision"]] == [0, 1, 2]
+    assert len(report["environments"]) == 3
+
+
+def test_merge_refuses_reports_of_different_presets(run: Shown, tmp_path: Path) -> None:
+    first = _report(tmp_path / "a.json", {"qW": [_outcome(0, 2.0)]})
+    second = _report(tmp_path / "b.json", {"qW": [_outcome(0, 2.0)]}, seq=256)
+    with pytest.raises(ValueError, match="only reports of equal runs can be joined"):
+        run("--merge", first, second)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--runs", "SDP4Bit"), "NAME:SEED"),
+        (("--runs", "SDP5Bit:0"), "unknown variants"),
+        (("--tokens", "/nowhere"), "kernel_text.py"),
+    ],
+)
+def test_wrong_options_are_explained(
+    run: Shown, capsys: pytest.CaptureFixture[str], options: tuple[str, str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(*options)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
