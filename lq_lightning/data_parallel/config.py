@@ -87,8 +87,9 @@ class WeightQuantization:
         owner = type(self).__name__
         check_choice(owner, "method", self.method, ("qWD", "qW"))
         check_choice(owner, "replica", self.replica, ("full", "node"))
+        check_choice(owner, "rounding", self.rounding, get_args(Rounding))
         _check_bits(owner, "bits", self.bits)
-        self.codec()  # group size and rounding
+        self.codec()  # group size
 
     def codec(self) -> CodecSpec:
         """Codec of the weight (difference) messages."""
@@ -144,6 +145,7 @@ class GradientQuantization:
         owner = type(self).__name__
         check_choice(owner, "method", self.method, get_args(GradientMethod))
         check_choice(owner, "error_feedback", self.error_feedback, (True, False))
+        check_choice(owner, "rounding", self.rounding, get_args(Rounding))
         _check_bits(owner, "intra_bits", self.intra_bits)
         _check_bits(owner, "inter_bits", self.inter_bits)
         check_choice(owner, "hadamard_size", self.hadamard_size, (16, 32, 64, 128))

@@ -13,7 +13,7 @@ from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQua
         ({"bits": 9}, "bits=9.*2 to 8"),
         ({"replica": "rank"}, r"replica='rank'.*'full', 'node'"),
         ({"group_size": 100}, "group_size"),
-        ({"rounding": "up"}, "rounding"),
+        ({"rounding": "up"}, r"WeightQuantization\(rounding='up'\).*'nearest', 'stochastic'"),
     ],
 )
 def test_weight_config_names_the_value(kwargs: dict[str, object], message: str) -> None:
@@ -28,6 +28,7 @@ def test_weight_config_names_the_value(kwargs: dict[str, object], message: str) 
         ({"intra_bits": 16}, "intra_bits=16"),
         ({"inter_bits": 0}, "inter_bits=0"),
         ({"error_feedback": "false"}, "error_feedback='false'.*True, False"),
+        ({"rounding": "Nearest"}, r"GradientQuantization\(rounding='Nearest'\).*'nearest'"),
         ({"hadamard_size": 24}, "hadamard_size=24.*16, 32, 64, 128"),
         ({"group_size": 16, "hadamard_size": 32}, "hadamard_size"),
         ({"group_size": 8192}, "group_size"),
@@ -45,6 +46,7 @@ def test_unknown_option_is_an_error() -> None:
 
 def test_ablation_codecs() -> None:
     full = GradientQuantization()
+    assert full.codec("inter").rounding == "nearest"
     assert (full.codec("intra").code, full.codec("inter").code) == ("int8", "int4")
     assert full.codec("intra").hadamard_size == 32
     flat = GradientQuantization(method="ULq")
