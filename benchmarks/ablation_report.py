@@ -123,6 +123,11 @@ def std_error(outcomes: Outcomes, name: str) -> float:
     return statistics.stdev(paired) / len(paired) ** 0.5 if len(paired) > 1 else float("nan")
 
 
+def mean_percent(values: list[float]) -> str:
+    """Return the mean of changes as text, ``-`` if there are none."""
+    return f"{statistics.mean(values):+.3f}%" if values else "-"
+
+
 def summary(outcomes: Outcomes) -> str:
     """Lay out the losses; differences are to full precision with the same seed.
 
@@ -132,10 +137,8 @@ def summary(outcomes: Outcomes) -> str:
     """
     rows = []
     for name, results in outcomes.items():
-        paired = changes(outcomes, name)
-        change = f"{statistics.mean(paired):+.3f}%" if paired else "-"
-        along = training_changes(outcomes, name)
-        training = f"{statistics.mean(along):+.3f}%" if along else "-"
+        change = mean_percent(changes(outcomes, name))
+        training = mean_percent(training_changes(outcomes, name))
         error = std_error(outcomes, name)
         loss = statistics.mean(o.val_loss for o in results)
         seconds = statistics.mean(o.train_s for o in results)

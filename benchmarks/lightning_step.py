@@ -43,9 +43,7 @@ from torch.utils.data import DataLoader
 
 from lq_lightning.strategies import QuantizedFSDPStrategy
 
-STRATEGY_VARIANTS = {
-    name: VARIANTS[name] for name in ("fsdp2", "quantized", "quantized-node", "quantized-feedback")
-}
+STRATEGY_VARIANTS = ("fsdp2", "quantized", "quantized-node", "quantized-feedback")
 
 
 class Module(LightningModule):
@@ -159,8 +157,8 @@ def trainer_times(name: str, args: argparse.Namespace, device: torch.device) -> 
         devices=local,
         num_nodes=dist.get_world_size() // local,
         strategy=QuantizedFSDPStrategy(
-            weights=STRATEGY_VARIANTS[name].weights or "none",
-            gradients=STRATEGY_VARIANTS[name].gradients or "none",
+            weights=VARIANTS[name].weights or "none",
+            gradients=VARIANTS[name].gradients or "none",
             node_size=args.node_size,
             units=["Block"],
             check_replicas_every_n_steps=0,

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ablation_report import BASELINE, Outcomes, changes, std_error, to_outcomes, training_changes
+from ablation_report import (
+    BASELINE,
+    Outcomes,
+    changes,
+    mean_percent,
+    std_error,
+    to_outcomes,
+    training_changes,
+)
 
 
 class Folder:
@@ -127,12 +135,12 @@ def loss_rows(outcomes: Outcomes) -> list[list[str]]:
     """
     rows = []
     for name, runs in outcomes.items():
-        loss, training = (
-            f"{statistics.mean(values):+.3f}%" if values and name != BASELINE else "-"
-            for values in (changes(outcomes, name), training_changes(outcomes, name))
-        )
+        loss = f"{statistics.mean(run.val_loss for run in runs):.4f}"
+        change = training = "-"
+        if name != BASELINE:
+            change = mean_percent(changes(outcomes, name))
+            training = mean_percent(training_changes(outcomes, name))
         error = std_error(outcomes, name)
         shown = "-" if math.isnan(error) else f"{error:.3f}%"
-        mean = f"{statistics.mean(run.val_loss for run in runs):.4f}"
-        rows.append([name, str(len(runs)), mean, loss, shown, training])
+        rows.append([name, str(len(runs)), loss, change, shown, training])
     return rows

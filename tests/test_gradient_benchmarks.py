@@ -48,15 +48,6 @@ def test_all_reduce_is_checked_and_timed(tmp_path: Path) -> None:
     assert 8 < results["bits_per_element"] < 8.2
 
 
-def test_update_error_wants_prepared_tokens(tmp_path: Path) -> None:
-    script = str(ROOT / "benchmarks" / "update_error.py")
-    command = [sys.executable, script, "--tokens", str(tmp_path)]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "has no corpus.json: make it with kernel_text.py" in done.stderr
-
-
 def test_update_error_ranks_the_schemes(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     script = str(ROOT / "benchmarks" / "update_error.py")

@@ -23,7 +23,7 @@ _HALF = 1 << 19
 # at most: beyond, the code is 0. With the exponential it makes 1.2e-5 octaves or 140 units.
 # Linear codes: 255 * 2**-21 or 130 units, and 16 for rounding. Dynamic map: the factor of a decade
 # is off by 2**-20 more, and 4/3 * 142 times all that makes 280 units. Rounded thresholds add 40.
-DOUBT = 512
+_DOUBT = 512
 
 
 def _line(first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
@@ -50,7 +50,7 @@ _SIGNED_CONSTANTS = tl.constexpr(_dynamic_constants(True))
 _UNSIGNED_CONSTANTS = tl.constexpr(_dynamic_constants(False))
 _POSITION_UNIT = tl.constexpr(float(_UNIT))
 _POSITION_HALF = tl.constexpr(_HALF)
-_POSITION_DOUBT = tl.constexpr(DOUBT)
+_POSITION_DOUBT = tl.constexpr(_DOUBT)
 _LOG2_E4M3_MAX = tl.constexpr(math.log2(448.0))
 
 
@@ -80,7 +80,7 @@ def _floating_lines() -> list[str]:
         *_for_each("lg2.approx.ftz.f32 f#, f#;"),
         *_for_each(f"fma.rn.f32 f#, f#, $9, {_float(math.log2(448.0))};"),
         *_for_each("ex2.approx.ftz.f32 f#, f#;", "mul.rn.f32 f#, f#, 0f03800000;"),
-        *_for_each("mov.b32 #, f#;", f"add.u32 #, #, {_HALF + DOUBT};"),
+        *_for_each("mov.b32 #, f#;", f"add.u32 #, #, {_HALF + _DOUBT};"),
     ]
 
 
@@ -88,7 +88,7 @@ def _linear_lines(signed: bool) -> list[str]:
     """Levels at equal distances."""
     steps = _float((127 if signed else 255) * float(_UNIT))
     return _for_each(
-        f"fma.rn.f32 f#, f#, {steps}, {_float(_HALF + DOUBT)};", "cvt.rzi.s32.f32 #, f#;"
+        f"fma.rn.f32 f#, f#, {steps}, {_float(_HALF + _DOUBT)};", "cvt.rzi.s32.f32 #, f#;"
     )
 
 
@@ -119,7 +119,7 @@ def _dynamic_lines(signed: bool) -> list[str]:
         *_for_each(f"mul.rn.f32 y#, y#, {_float(_UNIT)};", "cvt.rni.s32.f32 x#, y#;"),
         *_for_each(f"mov.b32 s#, {base};", "shl.b32 #, s#, #;"),
         # Saturated, so that infinities stay inside the memory of the table.
-        *_for_each(f"add.s32 #, #, {DOUBT - (0 if signed else _UNIT)};", "add.sat.s32 #, #, x#;"),
+        *_for_each(f"add.s32 #, #, {_DOUBT - (0 if signed else _UNIT)};", "add.sat.s32 #, #, x#;"),
     ]
 
 
@@ -143,7 +143,7 @@ def _packing(signed: bool) -> list[str]:
 def _assembly(position: list[str], signed: bool) -> str:
     """PTX of :func:`round_to_codes`; operands: codes; x, inverse, power, scale, row, keep (4 each).
 
-    ``position`` turns ``|x| / scale`` in f into the position plus ``DOUBT``, in a to d.
+    ``position`` turns ``|x| / scale`` in f into the position plus ``_DOUBT``, in a to d.
     """
     lines = [
         ".reg .pred any, pa, pb, pc, pd;",
@@ -152,7 +152,7 @@ def _assembly(position: list[str], signed: bool) -> str:
         ".reg .u64 ra, rb, rc, rd;",
         *_for_each("mul.ftz.f32 f#, $#, $5;", "abs.f32 f#, f#;"),
         *position,
-        *_for_each(f"and.b32 t#, #, {-2 * DOUBT & (_UNIT - 1)};", "shr.u32 #, #, 20;"),
+        *_for_each(f"and.b32 t#, #, {-2 * _DOUBT & (_UNIT - 1)};", "shr.u32 #, #, 20;"),
         *_for_each("setp.eq.u32 p#, t#, 0;"),
         "min.u32 ta, ta, tb;",
         "min.u32 tc, tc, td;",

@@ -22,6 +22,7 @@ from lq_lightning.data_parallel.traffic import ring_bytes
 from lq_lightning.data_parallel.unit import (
     UnitCollective,
     keep_small_runs_exact,
+    part_seed,
     weight_segments,
 )
 
@@ -124,7 +125,7 @@ class WeightAllGather(UnitCollective, AllGather):
             encode(
                 layout.spec,
                 values,
-                seed=None if seed is None else derive_seed(seed, index),
+                seed=part_seed(seed, index),
                 reference=None if base is None else base.view(1, -1),
                 out=part,
             )

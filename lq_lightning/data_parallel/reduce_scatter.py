@@ -29,6 +29,7 @@ from lq_lightning.data_parallel.unit import (
     UnitCollective,
     full_precision_reason,
     keep_small_runs_exact,
+    part_seed,
 )
 
 __all__ = ["TwoLevelReduceScatter"]
@@ -182,8 +183,8 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
             else:
                 received = self._exchange_between_nodes(messages)
                 self._finish(received, inter, output_tensor, scale, add=True)
-            self._count_messages(messages, received, inter)
 
+        self._count_messages(messages, inter)
         if deferred:
             self._context.reductions.submit(messages, last_level)
         else:
@@ -270,8 +271,7 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
             if self.residual is not None:
                 for index, run in _quantized_runs(intra, values):
                     self.residual.add_to(index, run, target)
-            part_seed = None if seed is None else derive_seed(seed, part)
-            self._encode_into(messages[target], values, inter, part_seed)
+            self._encode_into(messages[target], values, inter, part_seed(seed, part))
             if self.residual is not None:
                 for index, run in _quantized_runs(inter, values):
                     sent = inter.part(messages[target], index)
@@ -286,8 +286,7 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
             part = layout.part(messages, index)
             values = slots[:, run.start : run.start + run.numel]
             if run.quantized:
-                run_seed = None if seed is None else derive_seed(seed, index)
-                encode(layout.spec, values, seed=run_seed, out=part)
+                encode(layout.spec, values, seed=part_seed(seed, index), out=part)
             else:
                 part.copy_(values)
 
@@ -307,11 +306,10 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         seed = self._seed(_SEED_INTRA)
         by_node = slots.view(nodes, local, -1)
         for i in range(min(nodes, local)):
-            part_seed = None if seed is None else derive_seed(seed, i)
             if nodes < local:
-                self._encode_into(messages[:, i], by_node[i], layout, part_seed)
+                self._encode_into(messages[:, i], by_node[i], layout, part_seed(seed, i))
             else:
-                self._encode_into(messages[i], by_node[:, i], layout, part_seed)
+                self._encode_into(messages[i], by_node[:, i], layout, part_seed(seed, i))
         return messages
 
     def _exchange_within_node(self, messages: Tensor, spare: int = 0) -> Tensor:
@@ -367,7 +365,6 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         for part, (rows, target) in enumerate(self._other_nodes()):
             if kept is not None:
                 received[local, rows].copy_(kept[target])
-            part_seed = None if seed is None else derive_seed(seed, part)
             for index, run in enumerate(intra.runs):
                 source = intra.part(received[:, rows], index)
                 encoded = inter.part(messages[target], index)
@@ -379,7 +376,7 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
                     source,
                     run.numel,
                     inter.spec,
-                    seed=None if part_seed is None else derive_seed(part_seed, index),
+                    seed=part_seed(part_seed(seed, part), index),
                     out=encoded,
                 )
                 if self.residual is not None:
@@ -413,11 +410,11 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
             total = source.sum(dim=0, dtype=torch.float32) * scale
             target.copy_(total.add_(target) if add else total)
 
-    def _count_messages(self, sent: Tensor, received: Tensor, layout: MessageLayout) -> None:
+    def _count_messages(self, messages: Tensor, layout: MessageLayout) -> None:
         """Count the payload of the slowest level that this topology has."""
         traffic = self._context.traffic
-        traffic.gradients_messages += sent.numel()
-        traffic.gradients_elements += layout.numel * len(received)
+        traffic.gradients_messages += messages.numel()
+        traffic.gradients_elements += layout.numel * len(messages)
 
 
 def _quantized_runs(layout: MessageLayout, slots: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lq_lightning._compat import GroupParam, after_backward, backward_id
-from lq_lightning.codecs import CodecSpec
+from lq_lightning.codecs import CodecSpec, derive_seed
 from lq_lightning.data_parallel.config import Topology
 from lq_lightning.data_parallel.layout import Segment, segment_runs
 from lq_lightning.data_parallel.pipeline import SecondStage
@@ -22,6 +22,7 @@ __all__ = [
     "UnitContext",
     "full_precision_reason",
     "keep_small_runs_exact",
+    "part_seed",
     "weight_segments",
 ]
 
@@ -114,6 +115,11 @@ class UnitCollective:
         self._params = params
         self._min_quantized_numel = min_quantized_numel
         self._context = context
+
+
+def part_seed(seed: int | None, part: int) -> int | None:
+    """Seed of one part of what ``seed`` is for; None where rounding needs none."""
+    return None if seed is None else derive_seed(seed, part)
 
 
 def weight_segments(

@@ -1,4 +1,4 @@
-"""The ablation joins reports, and refuses wrong options before anything starts."""
+"""Ablations join reports, and wrong options are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -87,3 +87,16 @@ def test_wrong_options_are_explained(
         run(*options)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_update_error_wants_prepared_tokens(
+    load_benchmark: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["update_error.py", "--tokens", str(tmp_path)])
+    with pytest.raises(SystemExit) as stopped:
+        load_benchmark("update_error").main()
+    assert stopped.value.code == 2
+    assert "has no corpus.json: make it with kernel_text.py" in capsys.readouterr().err

@@ -111,6 +111,19 @@ def test_sources_say_where_ranks_share_a_gpu(parts: ModuleType) -> None:
     assert "NVIDIA H200 shared by 2 ranks, torch" in shared
 
 
+def test_steps_of_the_trainer(performance: ModuleType, parts: ModuleType, tmp_path: Path) -> None:
+    folder = parts.Folder(tmp_path, tmp_path / "page.md")
+    assert "Not measured yet" in performance.lightning_step(folder)
+    for name, trainer_ms in (("10gbit", 190.4), ("10gbit_with_broadcast", 209.0)):
+        times = {"quantized": {"loop_ms": 187.6, "trainer_ms": trainer_ms}}
+        report = {"results": {"variants": times}}
+        (tmp_path / f"lightning_step_{name}.json").write_text(json.dumps(report))
+    shown = performance.lightning_step(folder)
+    assert "| 10gbit | quantized | 188 | 190 |" in shown
+    assert "| 10gbit with broadcast | quantized | 188 | 209 |" in shown
+    assert shown.count("lightning_step_10gbit") == 4  # each report is named and linked
+
+
 def test_update_error(performance: ModuleType, parts: ModuleType, tmp_path: Path) -> None:
     folder = parts.Folder(tmp_path, tmp_path / "page.md")
     assert "Not measured yet" in performance.update_error(folder)

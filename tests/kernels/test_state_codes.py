@@ -10,10 +10,9 @@ from lq_testing.interpreter import skip_old_interpreter
 from torch import Tensor
 
 from lq_lightning.kernels.optimizer_step import FORMATS, StateFormat, reference, state_format
-from lq_lightning.kernels.optimizer_step.formats import codebook, exponent_table
+from lq_lightning.kernels.optimizer_step.formats import GROUP_SIZE, codebook, exponent_table
 from lq_lightning.kernels.optimizer_step.triton_kernels import encode_group
 
-GROUP = 128
 QUANTIZED = [name for name in FORMATS if name != "float32"]
 
 
@@ -55,7 +54,7 @@ def near_thresholds(fmt: StateFormat, groups: int, device: torch.device) -> Tens
     Groups have many scales. Values include zeros, subnormal ones and the largest of each group.
     """
     generator = torch.Generator(device).manual_seed(0)
-    shape = (groups, GROUP)
+    shape = (groups, GROUP_SIZE)
 
     def draw() -> Tensor:
         return torch.rand(shape, generator=generator, device=device)
