@@ -7,8 +7,9 @@ The ablation of SDP4Bit (table 1 and figure 5) in one command and one table::
     python benchmarks/ablation.py --preset gpt_125m --tokens kernel_tokens --json ablation.json
     python benchmarks/ablation.py --merge ablation_*.json --figure ablation.png
 
-Variants named ``AdamW ...`` quantize the optimizer's states (COAT). ``--moments`` keeps moments of
-full precision for ``optimizer_error.py``.
+Variants named ``AdamW ...`` quantize the optimizer's states (COAT). ``full precision perturbed``
+quantizes nothing and starts from weights that are 0.1% off: so far chance alone takes a run.
+``--moments`` keeps moments of full precision for ``optimizer_error.py``.
 
 With the same seed every variant sees the same model, data, order and learning rates; several seeds
 show how much of a difference is noise. Text: the standard library of the running Python, as bytes,
@@ -121,11 +122,13 @@ class Variant:
         weights: All-gathers of weights.
         gradients: Reductions of gradients.
         states: States of the optimizer, except those of embeddings.
+        perturbation: Relative deviation of normal noise on the weights that training starts from.
     """
 
     weights: WeightQuantization | None = None
     gradients: GradientQuantization | None = None
     states: OptimizerQuantization | None = None
+    perturbation: float = 0.0
 
 
 def _states(name: StateCode) -> OptimizerQuantization:
@@ -137,6 +140,8 @@ FEEDBACK = GradientQuantization(error_feedback=True)
 
 VARIANTS = {
     BASELINE: Variant(),
+    # How far two runs end apart that should end alike: the chance in every other difference.
+    "full precision perturbed": Variant(perturbation=1e-3),
     "qW": Variant(weights=WeightQuantization(method="qW")),
     "qWD": Variant(weights=WeightQuantization()),
     "ULq": Variant(gradients=GradientQuantization(method="ULq")),
@@ -247,6 +252,8 @@ def build(
     with device:
         model = GPT(config)
     model.initialize()
+    if variant.perturbation:
+        perturb(model, variant.perturbation)
     if args.compile:
         model.compile_parts()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -264,6 +271,13 @@ def build(
         seed=seed,
     )
     return model, communication
+
+
+@torch.no_grad()
+def perturb(model: nn.Module, deviation: float) -> None:
+    """Scale every weight by ``1 + deviation * normal``, alike on all ranks that have one seed."""
+    for weight in model.parameters():
+        weight.mul_(1 + deviation * torch.randn_like(weight))
 
 
 def train(

@@ -24,12 +24,16 @@ AVERAGES = ("fp32", "bf16", "quantized")
 
 
 def optimizer_speed(folder: Folder) -> str:
-    """Time and bytes of one step of every optimizer."""
-    report = folder.report("optimizer_h200")
-    if report is None:
+    """Time and bytes of one step of every optimizer, a table per report."""
+    reports = folder.matching("optimizer_h200*")
+    if not reports:
         return missing(
             "python benchmarks/optimizer.py --out benchmarks/results/optimizer_h200.json"
         )
+    return "\n".join(_speed(report) for report in reports)
+
+
+def _speed(report: dict[str, Any]) -> str:
     results = report["results"]
     cases = results["cases"]
     host = any("host_ms" in case for case in cases)

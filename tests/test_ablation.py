@@ -148,15 +148,16 @@ def test_runs_out_of_time_are_named_and_can_be_added(tokens: Path, tmp_path: Pat
     losses = [results["variants"][name][0]["curve"][0][1] for name in ("qW", "full precision")]
     assert f"{100 * (losses[0] / losses[1] - 1):+.3f}%" in line
 
-    _ablation(tokens, second, "SDP4Bit:0,AdamW expanded_fp8:0")
+    _ablation(tokens, second, "SDP4Bit:0,AdamW expanded_fp8:0,full precision perturbed:0")
     joined, figure = tmp_path / "joined.json", tmp_path / "figure.png"
     merge = ("--merge", str(first), str(second), "--json", str(joined), "--figure", str(figure))
     done = _run(sys.executable, str(ABLATION), *merge)
     assert done.returncode == 0, done.stderr
     assert figure.stat().st_size > 1000
     variants = json.loads(joined.read_text())["results"]["variants"]
-    assert list(variants) == ["full precision", "SDP4Bit", "AdamW expanded_fp8"]
-    # same model, data and order: codes change the loss, but only a little
-    for name in ("SDP4Bit", "AdamW expanded_fp8"):
+    others = ("full precision perturbed", "SDP4Bit", "AdamW expanded_fp8")
+    assert list(variants) == ["full precision", *others]
+    # same model, data and order: codes change the loss, as other weights do, but only a little
+    for name in others:
         change = variants[name][0]["val_loss"] / exact["val_loss"] - 1
         assert 0 < abs(change) < 0.05

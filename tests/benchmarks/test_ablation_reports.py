@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 Shown = Callable[..., str]
 
@@ -100,3 +101,17 @@ def test_update_error_wants_prepared_tokens(
         load_benchmark("update_error").main()
     assert stopped.value.code == 2
     assert "has no corpus.json: make it with kernel_text.py" in capsys.readouterr().err
+
+
+def test_perturbed_weights_are_alike_on_all_ranks(ablation: ModuleType) -> None:
+    weights = []
+    for _ in range(2):  # as two ranks with one seed
+        torch.manual_seed(3)
+        module = torch.nn.Linear(512, 512)
+        exact = module.weight.detach().clone()
+        ablation.perturb(module, 1e-3)
+        weights.append(module.weight.detach())
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+    relative = weights[0] / exact - 1
+    assert 0.99e-3 < float(relative.std()) < 1.01e-3
+    assert abs(float(relative.mean())) < 1e-5

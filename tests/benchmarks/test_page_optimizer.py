@@ -49,6 +49,9 @@ def test_speed_shows_host_times_where_they_were_measured(
     assert "| optimizer | ms on the device | ms of the host | state bytes" in shown
     assert "| torch AdamW fused | 3.91 | 0.25 | 8.000 | 3457 | 88% |" in shown
     assert "| other | 3.91 | - | 8.000 | 3457 | 88% |" in shown
+    write(tmp_path, "optimizer_h200_older", {"copy_gb_per_s": 4100.0, "cases": [case]})
+    shown = page.optimizer_speed(folder)
+    assert shown.index("4200 GB/s") < shown.index("4100 GB/s"), "one table after the other"
 
 
 def errors(*names: str) -> list[dict[str, Any]]:
