@@ -89,10 +89,15 @@ def changes(outcomes: Outcomes, name: str) -> list[float]:
     return [100 * (o.val_loss / exact[o.seed] - 1) for o in outcomes[name] if o.seed in exact]
 
 
-def training_changes(outcomes: Outcomes, name: str) -> list[float]:
-    """Return the mean change of training loss over the second half of each run, as above.
+def training_changes(outcomes: Outcomes, name: str, *, last: float = 0.5) -> list[float]:
+    """Return the mean change of training loss over the last part of each run, as above.
 
     All variants see the same batches, so this shows smaller differences than the last loss does.
+
+    Args:
+        outcomes: With full precision among them.
+        name: Of the variant.
+        last: How much of the run, at its end.
     """
     exact = {o.seed: dict(o.curve) for o in outcomes.get(BASELINE, [])}
     means = []
@@ -100,7 +105,7 @@ def training_changes(outcomes: Outcomes, name: str) -> list[float]:
         other = exact.get(outcome.seed, {})
         both = [100 * (loss / other[step] - 1) for step, loss in outcome.curve if step in other]
         if both:
-            means.append(statistics.mean(both[len(both) // 2 :]))
+            means.append(statistics.mean(both[int(len(both) * (1 - last)) :]))
     return means
 
 
@@ -206,7 +211,7 @@ def draw(outcomes: Outcomes, path: Path) -> None:
 
 
 def _draw_curves(axes: Any, outcomes: Outcomes, name: str, color: str) -> None:
-    """Draw one line for the first seed of a variant that full precision was run with too."""
+    """Draw a line for every seed of a variant that full precision was run with too."""
     exact = {o.seed: dict(o.curve) for o in outcomes[BASELINE]}
     for outcome in outcomes[name]:
         known = exact.get(outcome.seed, {})
@@ -214,5 +219,4 @@ def _draw_curves(axes: Any, outcomes: Outcomes, name: str, color: str) -> None:
             (step, 100 * (loss / known[step] - 1)) for step, loss in outcome.curve if step in known
         ]
         if points:
-            axes.plot(*zip(*points, strict=True), color=color, label=name, linewidth=1.2)
-            return
+            axes.plot(*zip(*points, strict=True), color=color, linewidth=1.2)

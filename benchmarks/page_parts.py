@@ -116,7 +116,7 @@ def ablations(folder: Folder, shown: Callable[[str], bool], command: str) -> str
             + markdown(
                 [
                     *("variant", "seeds", "validation loss", "against full precision"),
-                    *("std error", "training, second half"),
+                    *("std error", "training, second half", "last quarter"),
                 ],
                 loss_rows(outcomes),
             )
@@ -128,7 +128,7 @@ def ablations(folder: Folder, shown: Callable[[str], bool], command: str) -> str
 
 
 def loss_rows(outcomes: Outcomes) -> list[list[str]]:
-    """Return the rows of an ablation: seeds, loss, its change and error, the change in training.
+    """Return the rows of an ablation: seeds, loss, its change and error, the changes in training.
 
     The error of full precision is the deviation of one seed, that of the others the standard error
     of their mean difference to the same seeds.
@@ -136,11 +136,12 @@ def loss_rows(outcomes: Outcomes) -> list[list[str]]:
     rows = []
     for name, runs in outcomes.items():
         loss = f"{statistics.mean(run.val_loss for run in runs):.4f}"
-        change = training = "-"
+        change = training = late = "-"
         if name != BASELINE:
             change = mean_percent(changes(outcomes, name))
             training = mean_percent(training_changes(outcomes, name))
+            late = mean_percent(training_changes(outcomes, name, last=0.25))
         error = std_error(outcomes, name)
         shown = "-" if math.isnan(error) else f"{error:.3f}%"
-        rows.append([name, str(len(runs)), loss, change, shown, training])
+        rows.append([name, str(len(runs)), loss, change, shown, training, late])
     return rows

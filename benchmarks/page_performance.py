@@ -221,11 +221,24 @@ def kernels(folder: Folder) -> str:
         ]
         text += f"A device-to-device copy moves {results['copy_gb_per_s']:.0f} GB/s.\n\n"
         text += markdown(["share of copy", *(f"{size:g} MB" for size in sizes)], rows)
+        text += _floors(results, sizes[0])
         host = results.get("host_us_per_call", {}).values()
         if host:
             text += f"\nA call keeps the host busy for {min(host):.0f} to {max(host):.0f} us.\n"
         text += sources([report])
     return text
+
+
+def _floors(results: dict[str, Any], size_mb: float) -> str:
+    """Times of the smallest size beside those of kernels that do nothing, or next to it."""
+    if "empty_launch_us" not in results:
+        return ""
+    times = [case["time_us"] for case in results["cases"] if case["size_mb"] == size_mb]
+    return (
+        f"\n{size_mb:g} MB takes {min(times):.1f} to {max(times):.1f} us, an empty launch "
+        f"{results['empty_launch_us']:.1f} us, a kernel that reads and writes one cache line "
+        f"{results['smallest_kernel_us']:.1f} us.\n"
+    )
 
 
 def lightning_step(folder: Folder) -> str:
@@ -254,7 +267,7 @@ def ablation(folder: Folder) -> str:
 
 
 def update_error(folder: Folder) -> str:
-    """What each way to send gradients does to the update of Adam."""
+    """What each way to send gradients and weights does to the update of Adam."""
     report = folder.report("update_error")
     if report is None:
         return missing(
@@ -262,22 +275,29 @@ def update_error(folder: Folder) -> str:
         )
     results = report["results"]
     setup = results["setup"]
-    rows = [
-        [
-            scheme,
-            number(100 * row["error"], 1, "%"),
-            number(100 * row["noise"], 1, "%"),
-            f"{100 * (row['projection'] - 1):+.1f}%",
-            f"{100 * (row['second_moment'] - 1):+.1f}%",
-        ]
-        for scheme, row in results["schemes"].items()
-    ]
-    header = ["gradients between nodes", "error of the update", "of which noise", "its length"]
     return (
         f"{setup['layers']} layers, hidden {setup['hidden']}, {results['nodes']} nodes, "
         f"{setup['steps']} steps from step {setup['warmup']} on:\n\n"
-        + markdown([*header, "second moment"], rows)
+        + _update_rows("gradients between nodes", results["schemes"], 1)
+        + "\n"
+        + _update_rows("weights that gradients are of", results["weights"], 2)
         + sources([report])
+    )
+
+
+def _update_rows(label: str, schemes: dict[str, dict[str, float]], digits: int) -> str:
+    rows = [
+        [
+            scheme,
+            number(100 * row["error"], digits, "%"),
+            number(100 * row["noise"], digits, "%"),
+            f"{100 * (row['projection'] - 1):+.{digits}f}%",
+            f"{100 * (row['second_moment'] - 1):+.{digits}f}%",
+        ]
+        for scheme, row in schemes.items()
+    ]
+    return markdown(
+        [label, "error of the update", "of which noise", "its length", "second moment"], rows
     )
 
 

@@ -1,9 +1,10 @@
-"""What quantized gradients do to the update of Adam, without the noise of a training run.
+"""What quantized communication does to the update of Adam, without the noise of a training run.
 
 A small GPT trains in full precision on two emulated nodes. After ``--warmup`` steps the gradients
 of both are also sent as `quantized_fsdp` sends them between nodes, in every scheme, and each scheme
 keeps Adam's moments of what arrives. All see the same gradients, so what differs in the end between
-their updates ``m / sqrt(v)`` and that of full precision is the scheme's doing alone::
+their updates ``m / sqrt(v)`` and that of full precision is the scheme's doing alone. Likewise for
+weights: gradients of the same batches are computed with the weights that arrive in each scheme::
 
     python benchmarks/update_error.py --json update_error.json
     python benchmarks/update_error.py --tokens kernel_tokens --json update_error.json
@@ -17,6 +18,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from kernel_text import read_tokens, tokens_folder
 from torch import Tensor, nn
 
 from lq_lightning.codecs import decode, derive_seed, encode
-from lq_lightning.data_parallel import GradientQuantization
+from lq_lightning.data_parallel import GradientQuantization, WeightQuantization
 from lq_lightning.data_parallel.error_feedback import GradientResidual
 from lq_lightning.data_parallel.layout import MessageLayout, Run
 
@@ -48,6 +50,11 @@ SCHEMES = {
     "stochastic, error feedback": GradientQuantization(rounding="stochastic", error_feedback=True),
     "nearest, error feedback": GradientQuantization(error_feedback=True),
     "nearest, 6 bits": GradientQuantization(inter_bits=6),
+}
+WEIGHT_SCHEMES = {
+    "bf16": None,
+    "qWD": WeightQuantization(),
+    "qW": WeightQuantization(method="qW"),
 }
 
 
@@ -104,6 +111,32 @@ class Link:
         return arrived.view_as(gradient)
 
 
+class Replica:
+    """The weights of one tensor that a rank computes with in one scheme, in bf16.
+
+    Args:
+        config: The scheme; None rounds to bf16 alone, as plain FSDP2 does.
+    """
+
+    def __init__(self, config: WeightQuantization | None) -> None:
+        self._config = config
+        self._held: Tensor | None = None
+
+    def receive(self, weight: Tensor) -> Tensor:
+        """Take in the weights after an optimizer step; return what they arrive as, in fp32."""
+        row = weight.detach().reshape(1, -1)
+        if self._config is None or (self._held is None and self._config.method == "qWD"):
+            self._held = row.bfloat16()
+        elif self._config.method == "qWD":
+            spec = self._config.codec()
+            message = encode(spec, row, reference=self._held)
+            decode(spec, message, row.shape[1], out=self._held, add=True)
+        else:
+            spec = self._config.codec()
+            self._held = decode(spec, encode(spec, row), row.shape[1]).bfloat16()
+        return self._held.float().view_as(weight)
+
+
 def batches(args: argparse.Namespace, device: torch.device) -> tuple[int, Iterator[Tensor]]:
     """Return the size of the vocabulary, and an endless run of ``[B, T + 1]`` tokens."""
     if args.tokens:
@@ -133,35 +166,71 @@ def build(args: argparse.Namespace, vocab: int, device: torch.device) -> GPT:
     return model
 
 
-def run(args: argparse.Namespace, device: torch.device) -> dict[str, dict[str, float]]:
-    """Train, follow every scheme, and return what it did to the updates of the middle block."""
+def run(
+    args: argparse.Namespace, device: torch.device
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    """Train, follow every scheme, and return what it did to the updates of the middle block.
+
+    Returns:
+        By scheme, of gradients and of weights.
+    """
     vocab, rows = batches(args, device)
     model = build(args, vocab, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=0.1)
+    parameters = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(parameters.values(), lr=LR, betas=BETAS, weight_decay=0.1)
     prefix = f"blocks.{args.layers // 2}."
-    watched = {n: p for n, p in model.named_parameters() if n.startswith(prefix) and p.ndim > 1}
-    keys = list(itertools.product([None, *SCHEMES], watched))
-    moments = {key: Moments(*(torch.zeros_like(watched[key[1]]) for _ in range(2))) for key in keys}
+    watched = [n for n, p in parameters.items() if n.startswith(prefix) and p.ndim > 1]
+    keys = list(itertools.product([None, *SCHEMES, *WEIGHT_SCHEMES], watched))
+    moments = {
+        key: Moments(*(torch.zeros_like(parameters[key[1]]) for _ in range(2))) for key in keys
+    }
     links = {
-        (scheme, name, node): Link(config, node, watched[name].numel(), derive_seed(index, node))
+        (scheme, name, node): Link(config, node, parameters[name].numel(), derive_seed(index, node))
         for scheme, config in SCHEMES.items()
         for index, name in enumerate(watched)
         for node in range(NODES)
     }
+    replicas = {
+        scheme: {n: Replica(config if p.ndim > 1 else None) for n, p in parameters.items()}
+        for scheme, config in WEIGHT_SCHEMES.items()
+    }
     for step in range(args.warmup + args.steps):
-        of_node = [_gradients(model, next(rows)) for _ in range(NODES)]
-        for name, parameter in model.named_parameters():
-            parameter.grad = torch.stack([g[name] for g in of_node]).mean(0)
+        tokens = [next(rows) for _ in range(NODES)]
+        of_node = [_gradients(model, t) for t in tokens]
         if step >= args.warmup:
-            for scheme, name in keys:
+            for scheme, name in itertools.product([None, *SCHEMES], watched):
                 sent = [g[name] for g in of_node]
                 if scheme is not None:
                     sent = [links[scheme, name, n].send(g) for n, g in enumerate(sent)]
                 moments[scheme, name].add(torch.stack(sent).mean(0))
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for scheme, of_name in replicas.items():
+                with _weights(model, of_name):
+                    there = [_gradients(model, t) for t in tokens]
+                for name in watched:
+                    moments[scheme, name].add(torch.stack([g[name] for g in there]).mean(0))
+        for name, parameter in parameters.items():
+            parameter.grad = torch.stack([g[name] for g in of_node]).mean(0)
+        nn.utils.clip_grad_norm_(parameters.values(), 1.0)
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / 40)
         optimizer.step()
-    return {scheme: _compare(scheme, moments, list(watched)) for scheme in SCHEMES}
+    gradients, weights = (
+        {scheme: _compare(scheme, moments, watched) for scheme in schemes}
+        for schemes in (SCHEMES, WEIGHT_SCHEMES)
+    )
+    return gradients, weights
+
+
+@contextmanager
+def _weights(model: GPT, replicas: dict[str, Replica]) -> Iterator[None]:
+    """Let the model have the weights that arrive, for a while."""
+    exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(replicas[name].receive(parameter))
+    yield
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(exact[name])
 
 
 def _gradients(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
@@ -203,13 +272,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
     cuda = torch.cuda.is_available() and not args.cpu
-    schemes = run(args, torch.device("cuda" if cuda else "cpu"))
+    schemes, weights = run(args, torch.device("cuda" if cuda else "cpu"))
     names = ["error", "projection", "noise", "second_moment"]
-    cells = [[s, *(f"{row[n]:.4f}" for n in names)] for s, row in schemes.items()]
-    print(table(cells, ["scheme", *names]))
+    for label, of in (("gradients", schemes), ("weights", weights)):
+        cells = [[s, *(f"{row[n]:.4f}" for n in names)] for s, row in of.items()]
+        print(table(cells, [label, *names]))
     setup = {k: getattr(args, k) for k in ("layers", "hidden", "seq", "batch", "warmup", "steps")}
-    configs = {scheme: asdict(config) for scheme, config in SCHEMES.items()}
-    results = {"setup": setup, "nodes": NODES, "schemes": schemes, "configs": configs}
+    configs = {
+        scheme: asdict(config)
+        for scheme, config in (SCHEMES | WEIGHT_SCHEMES).items()
+        if config is not None
+    }
+    results = {"setup": setup, "nodes": NODES, "configs": configs}
+    results |= {"schemes": schemes, "weights": weights}
     write_report(args.json, "update_error", results)
 
 

@@ -54,8 +54,11 @@ def test_update_error_ranks_the_schemes(tmp_path: Path) -> None:
     sizes = ("--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "32", "--batch", "2")
     options = ("--cpu", "--warmup", "2", "--steps", "20", "--json", str(report))
     _run(script, *sizes, *options, "--cache", str(tmp_path / "cache"))
-    schemes = json.loads(report.read_text())["results"]["schemes"]
+    results = json.loads(report.read_text())["results"]
+    schemes = results["schemes"]
     noise = {name: row["noise"] for name, row in schemes.items()}
     assert noise["nearest, error feedback"] < 0.85 * noise["nearest"] < 0.7 * noise["stochastic"]
     assert noise["nearest, 6 bits"] < 0.03
     assert all(0.9 < row["projection"] < 1.01 for row in schemes.values())
+    of_weights = {name: row["noise"] for name, row in results["weights"].items()}
+    assert 0 < of_weights["bf16"] < of_weights["qWD"] < 0.2 * of_weights["qW"]

@@ -72,7 +72,10 @@ def describe_weights(config: WeightQuantization | None) -> str:
         return "full precision"
     what = "differences" if config.method == "qWD" else "weights"
     where = f", replica={config.replica}" if config.method == "qWD" else ""
-    return f"{config.method}: {config.bits}-bit {what}, groups of {config.group_size}{where}"
+    return (
+        f"{config.method}: {config.bits}-bit {what}, {config.rounding} rounding, groups of "
+        f"{config.group_size}{where}"
+    )
 
 
 def describe_gradients(config: GradientQuantization | None, topology: Topology) -> str:
@@ -91,7 +94,10 @@ def describe_gradients(config: GradientQuantization | None, topology: Topology) 
         )
     hadamard = f", Hadamard {config.hadamard_size}" if config.method == "TLq-HS" else ""
     feedback = ", error feedback" if config.error_feedback and topology.num_nodes > 1 else ""
-    return f"{config.method}: {levels}, groups of {config.group_size}{hadamard}{feedback}"
+    return (
+        f"{config.method}: {levels}, {config.rounding} rounding, groups of {config.group_size}"
+        f"{hadamard}{feedback}"
+    )
 
 
 def tensor_plans(

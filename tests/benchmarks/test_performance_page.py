@@ -84,14 +84,18 @@ def test_losses_are_compared_by_seed(parts: ModuleType) -> None:
             for seed, loss in enumerate(losses)
         ]
 
-    variants = {"qWD": runs(2.02, 4.08, curve=(6.0, 2.1)), "full precision": runs(2.0, 4.0)}
+    variants = {
+        "qWD": runs(2.02, 4.08, curve=(6.0, 9.0, 2.1, 2.2)),
+        "full precision": runs(2.0, 4.0, curve=(3.0, 3.0, 2.0, 2.0)),
+    }
     variants["qW"] = runs(2.1, curve=())
     rows = parts.loss_rows(parts.to_outcomes({"variants": variants}, ["full precision"]))
     # changes of 1% and 2%: mean 1.5%, standard error 0.5%; one seed has none
+    # in training 5 and 10% over the second half
     assert rows[0][0] == "full precision"
     assert rows[0][3] == "-"
-    assert rows[1] == ["qWD", "2", "3.0500", "+1.500%", "0.500%", "+5.000%"]
-    assert rows[2] == ["qW", "1", "2.1000", "+5.000%", "-", "-"]
+    assert rows[1] == ["qWD", "2", "3.0500", "+1.500%", "0.500%", "+7.500%", "+10.000%"]
+    assert rows[2] == ["qW", "1", "2.1000", "+5.000%", "-", "-", "-"]
 
 
 def test_a_page_with_other_markers_is_refused(
@@ -129,8 +133,32 @@ def test_update_error(performance: ModuleType, parts: ModuleType, tmp_path: Path
     assert "Not measured yet" in performance.update_error(folder)
     row = {"error": 0.2, "projection": 0.98, "noise": 0.19, "second_moment": 1.03}
     setup = {"layers": 4, "hidden": 384, "steps": 50, "warmup": 120}
-    report = {"results": {"setup": setup, "nodes": 2, "schemes": {"nearest": row}}}
+    finer = {"error": 0.0076, "projection": 0.9992, "noise": 0.0075, "second_moment": 0.9998}
+    results = {"setup": setup, "nodes": 2, "schemes": {"nearest": row}, "weights": {"qWD": finer}}
+    report = {"results": results}
     (tmp_path / "update_error.json").write_text(json.dumps(report))
     shown = performance.update_error(folder)
     assert "2 nodes, 50 steps from step 120 on:" in shown
     assert "| nearest | 20.0% | 19.0% | -2.0% | +3.0% |" in shown
+    assert "| qWD | 0.76% | 0.75% | -0.08% | -0.02% |" in shown
+
+
+def test_small_kernels_stand_beside_empty_launches(
+    performance: ModuleType, parts: ModuleType, tmp_path: Path
+) -> None:
+    cases = [
+        {"op": op, "size_mb": size, "time_us": time_us, "share_of_copy": share}
+        for op, size, time_us, share in (
+            ("encode", 1.0, 2.54, 0.12),
+            ("decode", 1.0, 3.36, 0.2),
+            ("encode", 64.0, 20.0, 0.9),
+            ("odd", 256.0, 1.0, 0.8),
+        )
+    ]
+    results = {"copy_gb_per_s": 4246.6, "cases": cases}
+    results |= {"empty_launch_us": 0.74, "smallest_kernel_us": 1.17}
+    (tmp_path / "kernels_h200.json").write_text(json.dumps({"results": results}))
+    shown = performance.kernels(parts.Folder(tmp_path, tmp_path / "page.md"))
+    assert "| encode | 12% | 90% | - |" in shown
+    assert "1 MB takes 2.5 to 3.4 us, an empty launch 0.7 us, a kernel that reads" in shown
+    assert "cache line 1.2 us." in shown

@@ -868,7 +868,8 @@ def _plan(rank: int, world: int) -> str:
 
 def test_plan_names_what_is_not_quantized_and_why() -> None:
     summary = run_ranks(_plan, 2)[0]
-    assert "4-bit differences" in summary
+    assert "4-bit differences, nearest rounding, groups of" in summary
+    assert "int8 within the one node, nearest rounding, groups of" in summary
     assert "not quantized, 1-D" in summary
 
 
