@@ -155,9 +155,12 @@ VARIANTS = {
     "SDP4Bit stochastic": Variant(weights=WeightQuantization(), gradients=STOCHASTIC),
     "TLq-HS feedback": Variant(gradients=FEEDBACK),
     "SDP4Bit feedback": Variant(weights=WeightQuantization(), gradients=FEEDBACK),
-    "SDP4Bit 6 bits": Variant(
-        weights=WeightQuantization(), gradients=GradientQuantization(inter_bits=6)
-    ),
+    **{
+        f"SDP4Bit {bits} bits": Variant(
+            weights=WeightQuantization(), gradients=GradientQuantization(inter_bits=bits)
+        )
+        for bits in (6, 3, 2)
+    },
     "AdamW expanded_fp8": Variant(states=_states("expanded_fp8")),
     "AdamW dynamic8": Variant(states=_states("dynamic8")),
     "AdamW fp8": Variant(states=_states("fp8")),

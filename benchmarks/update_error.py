@@ -49,7 +49,7 @@ SCHEMES = {
     "nearest, no Hadamard": GradientQuantization(method="TLq"),
     "stochastic, error feedback": GradientQuantization(rounding="stochastic", error_feedback=True),
     "nearest, error feedback": GradientQuantization(error_feedback=True),
-    "nearest, 6 bits": GradientQuantization(inter_bits=6),
+    **{f"nearest, {bits} bits": GradientQuantization(inter_bits=bits) for bits in (6, 3, 2)},
 }
 WEIGHT_SCHEMES = {
     "bf16": None,
