@@ -22,7 +22,14 @@ import torch
 import triton
 
 from benchmarks.common import copy_bandwidth, table, time_cuda_calls, write_report
-from lq_lightning.codecs import CodecSpec, decode, decode_reduce, decode_reduce_encode, encode
+from lq_lightning.codecs import (
+    CodecSpec,
+    decode,
+    decode_reduce,
+    decode_reduce_encode,
+    encode,
+    encode_with_residual,
+)
 
 GRADIENT_8 = CodecSpec(code="int8", group_size=128, hadamard_size=32)
 PLAIN_8 = CodecSpec(code="int8", group_size=128)
@@ -138,6 +145,30 @@ def requantize_case(
     return Case(label, run, buffers, 4, **options)
 
 
+def feedback_case(
+    label: str, stored: CodecSpec, target: CodecSpec, dtype: torch.dtype, count: int = 0
+) -> Case:
+    """Quantize with a residual: values, or the sum of ``count`` messages."""
+
+    def buffers(rows: int, numel: int) -> dict[str, torch.Tensor]:
+        shape = (rows, numel)
+        made = _message(stored, count, *shape) if count else _floats(*shape, dtype)
+        return {
+            "values": made,
+            "residual": _message(stored, 1, rows, numel)[0],
+            "out": _encoded(target, rows, numel),
+            "numel": torch.tensor(numel),
+        }
+
+    def run(made: dict[str, torch.Tensor]) -> torch.Tensor:
+        values, residual, numel = made["values"], made["residual"], int(made["numel"])
+        return encode_with_residual(
+            target, values, numel, stored, residual, seed=SEED, out=made["out"]
+        )
+
+    return Case(label, run, buffers, dtype.itemsize)
+
+
 def cases() -> list[Case]:
     """Return every operator and variant."""
     fp32, bf16 = torch.float32, torch.bfloat16
@@ -161,6 +192,10 @@ def cases() -> list[Case]:
         reduce_case("dequantize+reduce 4x int4 fp32", GRADIENT_4, 4),
         requantize_case("dequantize+reduce+requantize 4x int8", GRADIENT_8, GRADIENT_4, 4),
         requantize_case("dequantize+reduce+requantize 8x int8", GRADIENT_8, GRADIENT_4, 8),
+    ]
+    chosen += [
+        feedback_case("feedback+quantize int4 fp32", GRADIENT_8, GRADIENT_4, fp32),
+        feedback_case("feedback+reduce+requantize 2x int8", GRADIENT_8, GRADIENT_4, fp32, 2),
     ]
     noisy, once = "stochastic", {"every_size": False}
     chosen += [
@@ -195,12 +230,12 @@ def cases() -> list[Case]:
 
 
 def differing(case: Case) -> int:
-    """Return how many bytes of the operator's output differ from the CPU reference."""
+    """Return how many bytes of what the operator writes differ from the CPU reference."""
     made = case.buffers(2, 300_016)
     copies = {name: tensor.cpu() for name, tensor in made.items()}
-    actual = case.run(made).cpu().view(torch.uint8)
-    expected = case.run(copies).view(torch.uint8)
-    return int((actual != expected).sum())
+    actual, expected = case.run(made), case.run(copies)
+    pairs = [(actual, expected), *((made[name], copies[name]) for name in made if name != "numel")]
+    return sum(int((a.cpu().view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs)
 
 
 @triton.jit
@@ -228,6 +263,8 @@ def measure(case: Case, size_nbytes: int, copy_rate: float) -> dict[str, object]
     moved = sum(tensor.nbytes for tensor in first.values() if tensor.is_cuda)
     if "add" in case.name:
         moved += first["out"].nbytes
+    if "residual" in first:
+        moved += first["residual"].nbytes
     count = max(1, min(64, -(-WORKING_SET_NBYTES // moved)))
     sets = [first, *[case.buffers(1, numel) for _ in range(count - 1)]]
     seconds = time_cuda_calls([lambda made=made: case.run(made) for made in sets], repeats=15)

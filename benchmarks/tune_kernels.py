@@ -26,11 +26,13 @@ from benchmarks.kernels import (
     Case,
     decode_case,
     encode_case,
+    feedback_case,
     reduce_case,
     requantize_case,
 )
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.kernels.dequantize import triton_kernels as dequantize_kernels
+from lq_lightning.kernels.feedback import triton_kernels as feedback_kernels
 from lq_lightning.kernels.message import launch
 from lq_lightning.kernels.message.launch import Tile
 from lq_lightning.kernels.quantize import triton_kernels as quantize_kernels
@@ -65,8 +67,10 @@ def kinds() -> dict[str, Case]:
         gradient = GRADIENT_4 if bits == 16 else GRADIENT_8
         chosen[f"dequantize {bits} hadamard"] = decode_case("", gradient, dtype)
         chosen[f"reduce {bits}"] = reduce_case("", GRADIENT_8, 4, dtype)
+        chosen[f"feedback {bits}"] = feedback_case("", GRADIENT_8, GRADIENT_4, dtype)
     chosen["requantize"] = requantize_case("", GRADIENT_8, GRADIENT_4, 4)
     chosen["requantize many"] = requantize_case("", GRADIENT_8, GRADIENT_4, 8)
+    chosen["feedback sum"] = feedback_case("", GRADIENT_8, GRADIENT_4, torch.float32, 2)
     return chosen
 
 
@@ -80,7 +84,7 @@ def candidates(kind: str, size_class: int) -> list[Tile]:
 
 def force(tile: Tile | None) -> None:
     """Make every launch use ``tile``; None for the choice of the table."""
-    for module in (quantize_kernels, dequantize_kernels, requantize_kernels):
+    for module in (quantize_kernels, dequantize_kernels, requantize_kernels, feedback_kernels):
         choose = launch.choose_tile if tile is None else lambda *_: tile
         module.choose_tile = choose  # type: ignore[attr-defined]
 

@@ -100,14 +100,16 @@ class Link:
         """Return what arrives of a gradient."""
         arrived = gradient.reshape(NODES, -1).clone()
         values = arrived[self._others]
-        if self._residual is not None:
-            self._residual.prepare(len(values), self._layout, values.device)
-            self._residual.add_to(0, values)
         self._calls += 1
-        message = encode(self._spec, values, seed=derive_seed(self._seed, self._calls))
-        arrived[self._others] = decode(self._spec, message, arrived.shape[1])
-        if self._residual is not None:
-            self._residual.keep(0, values, message, self._spec)
+        seed, numel = derive_seed(self._seed, self._calls), values.shape[1]
+        shape = (len(values), self._spec.nbytes(numel))
+        message = torch.empty(shape, dtype=torch.uint8, device=values.device)
+        if self._residual is None:
+            encode(self._spec, values, seed=seed, out=message)
+        else:
+            self._residual.prepare(len(values), self._layout, values.device)
+            self._residual.encode(0, values, self._spec, seed=seed, out=message)
+        arrived[self._others] = decode(self._spec, message, numel)
         return arrived.view_as(gradient)
 
 

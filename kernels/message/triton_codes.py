@@ -312,6 +312,11 @@ def _levels_of_planes(
         words = load_words(row_ptr + sections[3], start, padded_numel, BLOCK, 1, RUN, FULL)
         e, f, g, h = _pairs_of_word(words, 1)
         a, b, c, d = a | (e << 6), b | (f << 6), c | (g << 6), d | (h << 6)
+    return _levels_of_codes(a, b, c, d, magic, BLOCK, FORMAT)
+
+
+@triton.jit
+def _levels_of_codes(a, b, c, d, magic, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
     return _join_eight(
         _level_at(a, magic, 0, FORMAT),
         _level_at(b, magic, 0, FORMAT),
@@ -323,3 +328,10 @@ def _levels_of_planes(
         _level_at(d >> 16, magic, 0, FORMAT),
         BLOCK,
     )
+
+
+@triton.jit
+def levels_of_pairs(a, b, c, d, magic, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+    """``[BLOCK]`` levels of the pairs that ``store_codes`` takes, of integer codes."""
+    SHIFT: tl.constexpr = FORMAT.fraction_bits
+    return _levels_of_codes(a >> SHIFT, b >> SHIFT, c >> SHIFT, d >> SHIFT, magic, BLOCK, FORMAT)

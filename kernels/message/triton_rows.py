@@ -7,6 +7,7 @@ import triton.language as tl
 
 from lq_lightning.kernels.message.triton_blocks import select_bytes
 from lq_lightning.kernels.message.triton_codes import (
+    levels_of_pairs,
     load_levels,
     pair_up,
     same_in_groups,
@@ -111,7 +112,10 @@ def store_tile(
     NORM: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Quantize a transformed ``[BLOCK]`` tile and write it; ``quantize.reference.store_block``."""
+    """Quantize a transformed ``[BLOCK]`` tile and write it; ``quantize.reference.store_block``.
+
+    Returns the scales of its groups and the pairs of its codes, for ``left_out``.
+    """
     sections = row_sections(numel, FORMAT)
     padded_numel, num_groups = sections[0], sections[1]
     GROUP: tl.constexpr = FORMAT.group_size
@@ -137,6 +141,22 @@ def store_tile(
     store_scales(scale, row_ptr, sections[4], first, num_groups, GROUPS, FORMAT)
     if not FORMAT.symmetric:
         store_scales(minimum, row_ptr, sections[5], first, num_groups, GROUPS, FORMAT)
+    return scale, a, b, c, d
+
+
+@triton.jit
+def left_out(x, stored, magic, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+    """What a tile that ``store_tile`` wrote with ``NORM`` 1 leaves out of ``x``.
+
+    Zero in groups that are not finite; for symmetric integer formats.
+    """
+    scale, a, b, c, d = stored
+    GROUP: tl.constexpr = FORMAT.group_size
+    GROUPS: tl.constexpr = BLOCK // GROUP
+    levels = tl.reshape(levels_of_pairs(a, b, c, d, magic, BLOCK, FORMAT), (GROUPS, GROUP))
+    rest = tl.reshape(x, (GROUPS, GROUP)) - levels * scale[:, None]
+    rest = tl.where((scale == scale)[:, None], rest, 0.0)
+    return tl.reshape(rest, (BLOCK,))
 
 
 @triton.jit

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lq_lightning.kernels.dequantize import dequantize, dequantize_out
+from lq_lightning.kernels.feedback import feedback_out
 from lq_lightning.kernels.quantize import quantize, quantize_out
 from lq_lightning.kernels.requantize import requantize, requantize_out
 
@@ -245,25 +246,48 @@ def decode_reduce_encode(
     return out
 
 
-def clear_nonfinite_(spec: CodecSpec, buf_RB: Tensor, numel: int) -> None:
-    """Let groups that decode to NaN decode to zero, in place.
+def encode_with_residual(
+    spec: CodecSpec,
+    values: Tensor,
+    numel: int,
+    residual_spec: CodecSpec,
+    residual_RB: Tensor,
+    *,
+    seed: int | None = None,
+    out: Tensor,
+) -> Tensor:
+    """Encode values plus a residual; the residual becomes what the codes leave out of the sum.
+
+    One pass over memory, within the transformed domain (error feedback). Groups that are not finite
+    decode to NaN, and to zero in the residual.
 
     Args:
-        spec: the codec that encoded the rows, a symmetric one.
-        buf_RB: ``[R, B]`` uint8, any row stride that is a multiple of 16 bytes.
+        spec: the codec of the result.
+        values: ``[R, N]`` fp32, bf16 or fp16; or ``[K, R, B']`` uint8, messages of
+            ``residual_spec`` that are decoded and summed.
         numel: N, the values in a row.
+        residual_spec: the codec of the residual, a symmetric integer one with the groups and the
+            transform of ``spec``, which is one too. The residual is rounded to nearest.
+        residual_RB: ``[R, B']`` uint8, overwritten; zeros are a residual of zero.
+        seed: needed when ``spec`` rounds stochastically.
+        out: ``[R, B]`` uint8 to write to.
+
+    Returns:
+        ``out``.
 
     Raises:
-        ValueError: a shape or dtype other than above, or an asymmetric codec.
+        ValueError: a codec, shape, dtype, device, stride or alignment other than above, or no seed.
     """
-    _check_messages("buf_RB", buf_RB, 2)
-    fmt = spec.message_format
-    if not fmt.symmetric:
-        raise ValueError(
-            f"spec={spec} is asymmetric; only groups without a minimum can be cleared by their "
-            "scale. Use symmetric=True."
-        )
-    layout = fmt.layout(numel)
-    end = layout.scale_offset + layout.num_groups * fmt.scale_nbytes
-    scales = buf_RB[:, layout.scale_offset : end].view(getattr(torch, fmt.scale_dtype))
-    scales.nan_to_num_(nan=0.0)
+    rows = values.shape[-2]
+    if values.dtype == torch.uint8:
+        _check_messages("values", values, 3)
+    else:
+        _check_float("values", values.dtype)
+        _check_shape("values", values, (rows, numel), out.device)
+    for name, buf, codec in (("residual_RB", residual_RB, residual_spec), ("out", out, spec)):
+        _check_messages(name, buf, 2)
+        _check_shape(name, buf, (rows, codec.nbytes(numel)), values.device)
+    stored, target = _format_text(residual_spec), _format_text(spec)
+    value = _seed_value(spec, seed)
+    feedback_out(values.detach(), numel, stored, target, value, residual_RB, out)
+    return out

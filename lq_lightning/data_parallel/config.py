@@ -122,10 +122,10 @@ class GradientQuantization:
         error_feedback: Whether each rank keeps what its messages between nodes left out and adds it
             to the next ones (as LoCo does, arXiv:2407.04480). Of N nodes it takes about
             ``1.03 / node_size * (N - 1) / N`` bytes per parameter, in the codes of the level within
-            a node (``"ULq"`` has half of that), and while a unit is reduced its sums in fp32. It
-            starts from zero wherever a checkpoint is written or loaded, after a skipped step, and
-            when other parameters of a unit get gradients than before. Clipping does not reach it:
-            after a gradient that was clipped by a factor of 1000, two or three steps are noisy.
+            a node (``"ULq"`` has half of that). It starts from zero wherever a checkpoint is
+            written or loaded, after a skipped step, and when other parameters of a unit get
+            gradients than before. Clipping does not reach it: after a gradient that was clipped by
+            a factor of 1000, two or three steps are noisy.
     """
 
     method: GradientMethod = "TLq-HS"

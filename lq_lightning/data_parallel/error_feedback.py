@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lq_lightning.codecs import CodecSpec, clear_nonfinite_, decode, encode
+from lq_lightning.codecs import CodecSpec, encode_with_residual
 from lq_lightning.data_parallel.layout import MessageLayout
 
 __all__ = ["GradientResidual"]
@@ -19,9 +18,8 @@ _ALL = slice(None)
 class GradientResidual:
     """The residual of the messages that one rank sends for one unit.
 
-    It is stored as messages of its own, one per message sent, so that it can be summed with those
-    that arrive from the ranks of the node. Groups that are not finite are dropped; the rest of such
-    a gradient is kept until :meth:`drop`.
+    It is stored as messages of its own, one per message sent. Groups that are not finite are
+    dropped; the rest of such a gradient is kept until :meth:`drop`.
     """
 
     def __init__(self) -> None:
@@ -35,58 +33,44 @@ class GradientResidual:
         layout: MessageLayout,
         device: torch.device,
         packed: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Return the residual of the last call; zeros at first, and for other parameters.
+    ) -> None:
+        """Have the residual of the last call ready; zeros at first, and for other parameters.
 
         Args:
             rows: R, messages that this rank sends.
             layout: Of the stored messages.
             packed: Which parameters the messages hold.
-            device: Of the result.
-
-        Returns:
-            ``[R, nbytes]`` uint8.
+            device: Of the messages.
         """
         if self._messages is None or (self._layout, self._packed) != (layout, packed):
             self._messages = torch.zeros(rows, layout.nbytes, dtype=torch.uint8, device=device)
             self._layout, self._packed = layout, packed
-        return self._messages
 
-    def add_to(self, index: int, values: Tensor, rows: slice = _ALL) -> None:
-        """Add what is kept of one run of the prepared layout to ``values``, ``[R, N]``.
-
-        Args:
-            index: Of the run.
-            values: ``[R, N]``, which is overwritten.
-            rows: Which messages they belong to.
-        """
-        layout, messages = self._prepared()
-        part, numel = layout.part(messages[rows], index), layout.runs[index].numel
-        decode(layout.spec, part, numel, out=values, add=True)
-
-    def keep(
-        self, index: int, values: Tensor, sent: Tensor, spec: CodecSpec, rows: slice = _ALL
+    def encode(
+        self,
+        index: int,
+        values: Tensor,
+        spec: CodecSpec,
+        *,
+        seed: int | None,
+        out: Tensor,
+        rows: slice = _ALL,
     ) -> None:
-        """Store what ``sent`` leaves out of ``values``, for one run of the prepared layout.
+        """Encode values and what is kept of earlier ones; keep what the codes leave out.
 
         Args:
-            index: Of the run.
-            values: ``[R, N]``, which is overwritten.
-            sent: ``[R, B]`` uint8, the codes of ``values``.
-            spec: Codec of ``sent``.
-            rows: Which messages they belong to.
+            index: Of the run of the prepared layout.
+            values: ``[R, N]``, or ``[K, R, B']`` uint8 messages in the codec of the layout to sum.
+            spec: Codec of ``out``.
+            seed: For stochastic rounding.
+            out: ``[R, B]`` uint8.
+            rows: Which messages the values belong to.
         """
-        layout, messages = self._prepared()
-        numel = layout.runs[index].numel
-        decode(spec, sent, numel, scale=-1.0, out=values, add=True)
-        stored, own = layout.part(messages[rows], index), replace(layout.spec, rounding="nearest")
-        encode(own, values, out=stored)
-        clear_nonfinite_(own, stored, numel)
-
-    def _prepared(self) -> tuple[MessageLayout, Tensor]:
-        if self._layout is None or self._messages is None:
+        layout, messages = self._layout, self._messages
+        if layout is None or messages is None:
             raise AssertionError("prepare() comes first")
-        return self._layout, self._messages
+        kept, numel = layout.part(messages[rows], index), layout.runs[index].numel
+        encode_with_residual(spec, values, numel, layout.spec, kept, seed=seed, out=out)
 
     def drop(self) -> None:
         """Start from zeros again."""

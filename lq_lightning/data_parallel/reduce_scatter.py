@@ -12,7 +12,8 @@ leaves the node, so here it stays as it is: of N nodes, N - 1 add quantization n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -203,7 +204,7 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         """Do all before the slowest exchange, and write what this node contributes to ``output``.
 
         Args:
-            slots: ``[world, n]``, in part overwritten with error feedback.
+            slots: ``[world, n]``.
             intra: Layout of messages within the node.
             inter: Layout of messages between nodes.
             output: ``[n]``; with one node nothing is written yet.
@@ -221,10 +222,9 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         messages = self._encode_for_node(slots, intra)
         if topology.num_nodes == 1:
             return messages
-        received = self._exchange_within_node(messages, 0 if self.residual is None else 1)
+        received = self._exchange_within_node(messages)
         messages = self._reduce_and_encode(received, intra, inter)
-        own = received[: topology.node_size, topology.node]
-        self._finish(own, intra, output, scale)
+        self._finish(received[:, topology.node], intra, output, scale)
         return messages
 
     def _start_call(self, output: Tensor) -> None:
@@ -258,37 +258,38 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
     def _encode_for_nodes(
         self, slots: Tensor, intra: MessageLayout, inter: MessageLayout
     ) -> Tensor:
-        """Encode ``[nodes, n]`` slots for the other nodes, to ``[nodes - 1, nbytes]``.
-
-        With error feedback the values of these slots are overwritten.
-        """
+        """Encode ``[nodes, n]`` slots for the other nodes, to ``[nodes - 1, nbytes]``."""
         messages = slots.new_zeros((slots.shape[0] - 1, inter.nbytes), dtype=torch.uint8)
         seed = self._seed(_SEED_INTER)
         if self.residual is not None:
             self.residual.prepare(len(messages), intra, slots.device, self._packed)
         for part, (source, target) in enumerate(self._other_nodes()):
-            values = slots[source]
+            encode_run = None
             if self.residual is not None:
-                for index, run in _quantized_runs(intra, values):
-                    self.residual.add_to(index, run, target)
-            self._encode_into(messages[target], values, inter, part_seed(seed, part))
-            if self.residual is not None:
-                for index, run in _quantized_runs(inter, values):
-                    sent = inter.part(messages[target], index)
-                    self.residual.keep(index, run, sent, inter.spec, target)
+                encode_run = partial(self.residual.encode, rows=target)
+            self._encode_into(
+                messages[target], slots[source], inter, part_seed(seed, part), encode_run
+            )
         return messages
 
     @staticmethod
     def _encode_into(
-        messages: Tensor, slots: Tensor, layout: MessageLayout, seed: int | None
+        messages: Tensor,
+        slots: Tensor,
+        layout: MessageLayout,
+        seed: int | None,
+        encode_run: Callable[..., None] | None = None,
     ) -> None:
+        """Write ``[R, n]`` slots to ``[R, nbytes]``; with error feedback by ``encode_run``."""
         for index, run in enumerate(layout.runs):
             part = layout.part(messages, index)
             values = slots[:, run.start : run.start + run.numel]
-            if run.quantized:
-                encode(layout.spec, values, seed=part_seed(seed, index), out=part)
-            else:
+            if not run.quantized:
                 part.copy_(values)
+            elif encode_run is not None:
+                encode_run(index, values, layout.spec, seed=part_seed(seed, index), out=part)
+            else:
+                encode(layout.spec, values, seed=part_seed(seed, index), out=part)
 
     def _encode_for_node(self, slots: Tensor, layout: MessageLayout) -> Tensor:
         """Encode all slots, ordered by the local rank that collects them.
@@ -312,18 +313,16 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
                 self._encode_into(messages[i], by_node[:, i], layout, part_seed(seed, i))
         return messages
 
-    def _exchange_within_node(self, messages: Tensor, spare: int = 0) -> Tensor:
+    def _exchange_within_node(self, messages: Tensor) -> Tensor:
         """All-to-all of ``[node_size, ...]``: row ``i`` goes to local rank ``i``.
 
         Returns:
-            ``[node_size + spare, ...]``: row ``j`` comes from local rank ``j``; the rows beyond are
-            not written.
+            ``[node_size, ...]``: row ``j`` comes from local rank ``j``.
         """
-        ranks = messages.shape[0]
-        received = messages.new_empty((ranks + spare, *messages.shape[1:]))
+        ranks, received = messages.shape[0], torch.empty_like(messages)
         if messages.shape[-1]:
             dist.all_to_all_single(
-                received[:ranks].view(-1), messages.view(-1), group=self._context.intra_group
+                received.view(-1), messages.view(-1), group=self._context.intra_group
             )
         self._context.traffic.gradients_intra += messages.numel() // ranks * (ranks - 1)
         return received
@@ -350,38 +349,28 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
     ) -> Tensor:
         """Sum ``[node_size, nodes, nbytes]`` over the node and encode for the other nodes.
 
-        With error feedback ``received`` has one more message per row, for the residual, and the sum
-        of one run at a time takes 4 bytes per element.
-
         Returns:
             ``[nodes - 1, nbytes]`` uint8.
         """
-        local, nodes = self._context.topology.node_size, received.shape[1]
-        messages = received.new_zeros((nodes - 1, inter.nbytes))
+        messages = received.new_zeros((received.shape[1] - 1, inter.nbytes))
         seed = self._seed(_SEED_INTER)
-        kept = None
         if self.residual is not None:
-            kept = self.residual.prepare(nodes - 1, intra, received.device, self._packed)
+            self.residual.prepare(len(messages), intra, received.device, self._packed)
         for part, (rows, target) in enumerate(self._other_nodes()):
-            if kept is not None:
-                received[local, rows].copy_(kept[target])
             for index, run in enumerate(intra.runs):
                 source = intra.part(received[:, rows], index)
                 encoded = inter.part(messages[target], index)
+                run_seed = part_seed(part_seed(seed, part), index)
                 if not run.quantized:
-                    encoded.copy_(source[:local].sum(dim=0, dtype=torch.float32))
-                    continue
-                decode_reduce_encode(
-                    intra.spec,
-                    source,
-                    run.numel,
-                    inter.spec,
-                    seed=part_seed(part_seed(seed, part), index),
-                    out=encoded,
-                )
-                if self.residual is not None:
-                    total = decode_reduce(intra.spec, source, run.numel)
-                    self.residual.keep(index, total, encoded, inter.spec, target)
+                    encoded.copy_(source.sum(dim=0, dtype=torch.float32))
+                elif self.residual is not None:
+                    self.residual.encode(
+                        index, source, inter.spec, seed=run_seed, out=encoded, rows=target
+                    )
+                else:
+                    decode_reduce_encode(
+                        intra.spec, source, run.numel, inter.spec, seed=run_seed, out=encoded
+                    )
         return messages
 
     def _finish(
@@ -415,13 +404,6 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         traffic = self._context.traffic
         traffic.gradients_messages += messages.numel()
         traffic.gradients_elements += layout.numel * len(messages)
-
-
-def _quantized_runs(layout: MessageLayout, slots: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield the index of each quantized run, and its ``[R, numel]`` view of the slots."""
-    for index, run in enumerate(layout.runs):
-        if run.quantized:
-            yield index, slots[:, run.start : run.start + run.numel]
 
 
 def _write_scaled(output: Tensor, slot: Tensor, layout: MessageLayout, scale: float) -> None:

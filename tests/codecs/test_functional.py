@@ -10,7 +10,6 @@ from lq_testing.codec_data import codec_specs
 
 from lq_lightning.codecs import (
     CodecSpec,
-    clear_nonfinite_,
     decode,
     decode_reduce,
     decode_reduce_encode,
@@ -182,28 +181,6 @@ def test_gpu_equals_cpu(spec: CodecSpec, numel: int) -> None:
     assert torch.equal(encode(spec, x.cuda(), seed=3).cpu(), message)
     values = decode(spec, message, numel)
     assert torch.equal(decode(spec, message.cuda(), numel).cpu(), values)
-
-
-@pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16"])
-def test_cleared_groups_decode_to_zero(scale_dtype: str) -> None:
-    spec = CodecSpec(code="int8", group_size=32, scale_dtype=scale_dtype)  # type: ignore[arg-type]
-    x = torch.randn(3, 100)
-    expected = decode(spec, encode(spec, x), 100)
-    bad = x.clone()
-    bad[1, 40] = float("nan")
-    bad[2, 99] = float("inf")
-    messages = torch.zeros(3, spec.nbytes(100) + 32, dtype=torch.uint8)[:, : spec.nbytes(100)]
-    encode(spec, bad, out=messages)
-    clear_nonfinite_(spec, messages, 100)
-    expected[1, 32:64] = 0
-    expected[2, 96:] = 0
-    assert torch.equal(decode(spec, messages, 100), expected)
-
-
-def test_asymmetric_groups_cannot_be_cleared() -> None:
-    spec = CodecSpec(code="int8", group_size=32, symmetric=False)
-    with pytest.raises(ValueError, match=r"asymmetric.*symmetric=True"):
-        clear_nonfinite_(spec, encode(spec, torch.randn(1, 64)), 64)
 
 
 def test_decoded_rows_can_be_subtracted() -> None:

@@ -1,0 +1,76 @@
+"""The operator ``lq_lightning::feedback_out``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lq_lightning.kernels.message import MessageFormat, parse_format
+from lq_lightning.kernels.message.checks import check_message, check_rows
+from lq_lightning.kernels.message.operators import count_write, define_operator
+
+from . import reference as cpu
+
+
+def _check_formats(stored: MessageFormat, target: MessageFormat) -> None:
+    for name in ("group_size", "hadamard_size"):
+        values = getattr(stored, name), getattr(target, name)
+        if values[0] != values[1]:
+            raise ValueError(
+                f"{name} is {values[0]} of the residual and {values[1]} of the message; the "
+                "residual is kept in the groups and the domain of the message. Make them equal."
+            )
+    for fmt in (stored, target):
+        if not fmt.symmetric or fmt.float_code is not None:
+            raise ValueError(
+                f"{fmt} is not a symmetric integer format, which a residual needs. Use an integer "
+                "code with symmetric=True."
+            )
+
+
+def _feedback_out(
+    x: Tensor, numel: int, stored: str, target: str, seed: int, residual: Tensor, out: Tensor
+) -> None:
+    """Encode ``x`` plus ``residual`` into ``out``, and what that leaves out into ``residual``.
+
+    Args:
+        x: ``[R, N]`` fp32, bf16 or fp16, or ``[K, R, nbytes]`` uint8 of format ``stored``.
+        numel: values in a row.
+        stored: format of ``residual``, a ``MessageFormat`` as a string; rounded to nearest.
+        target: format of ``out``.
+        seed: for stochastic rounding in ``target``.
+        residual: ``[R, nbytes]`` uint8.
+        out: ``[R, nbytes]`` uint8.
+    """
+    stored_format = replace(parse_format(stored), stochastic=False)
+    target_format = parse_format(target)
+    _check_formats(stored_format, target_format)
+    if x.dtype == torch.uint8:
+        check_message("x", x, stored_format.layout(numel).nbytes)
+    else:
+        check_rows("x", x)
+    check_message("residual", residual, stored_format.layout(numel).nbytes)
+    check_message("out", out, target_format.layout(numel).nbytes)
+    if x.is_cuda:
+        from .triton_kernels import launch_feedback
+
+        launch_feedback(x, numel, stored_format, target_format, seed, residual, out)
+    else:
+        cpu.feedback(x, numel, stored_format, target_format, seed, residual, out)
+    count_write(residual, out)
+
+
+def _fake_feedback_out(
+    x: Tensor, numel: int, stored: str, target: str, seed: int, residual: Tensor, out: Tensor
+) -> None:
+    return None
+
+
+feedback_out = define_operator(
+    "feedback_out(Tensor x, int numel, str stored, str target, int seed, Tensor(a!) residual, "
+    "Tensor(b!) out) -> ()",
+    _feedback_out,
+    _fake_feedback_out,
+)
