@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ablation_report import BASELINE, changes, mean_percent, to_outcomes, training_changes
 from page_parts import Folder, ablations, markdown, missing, number, sources
 
 NETWORKS = {
@@ -301,6 +302,45 @@ def _update_rows(label: str, schemes: dict[str, dict[str, float]], digits: int) 
     )
 
 
+# Variants of the ablation and what they are called in the report of the update.
+NOISY = {
+    "qW": ("weights", "qW"),
+    "qWD": ("weights", "qWD"),
+    "SDP4Bit 2 bits": ("schemes", "nearest, 2 bits"),
+    "SDP4Bit 3 bits": ("schemes", "nearest, 3 bits"),
+    "SDP4Bit stochastic": ("schemes", "stochastic"),
+    "SDP4Bit": ("schemes", "nearest"),
+    "SDP4Bit feedback": ("schemes", "nearest, error feedback"),
+    "SDP4Bit 6 bits": ("schemes", "nearest, 6 bits"),
+}
+
+
+def noise_cost(folder: Folder) -> str:
+    """Noise in Adam's update beside the losses of runs with present code, most noise first."""
+    reports = [folder.report(f"ablation_{name}") for name in ("gpt_125m_2x1", "tiny")]
+    runs = [report for report in reports if report is not None]
+    update = folder.report("update_error")
+    if update is None or not runs:
+        return missing("benchmarks/update_error.py and benchmarks/ablation.py")
+    noise = {name: update["results"][of][scheme]["noise"] for name, (of, scheme) in NOISY.items()}
+    rows = []
+    for name in sorted(noise, key=lambda name: -noise[name]):
+        row = [name, number(100 * noise[name], 1, "%"), number(100 * noise[name] ** 2, 2, "%")]
+        for report in runs:
+            outcomes = to_outcomes(report["results"], [BASELINE])
+            after, during = (
+                mean_percent(of(outcomes, name) if name in outcomes else [])
+                for of in (changes, training_changes)
+            )
+            row.append(f"{after} ({during})")
+        rows.append(row)
+    tokens = [f"{report['results']['train_tokens'] / 1e6:.3g}" for report in runs]
+    header = ["variant", "noise of the update", "its square"]
+    return markdown([*header, *(f"loss after {n}M tokens (training)" for n in tokens)], rows) + (
+        sources([update, *runs])
+    )
+
+
 SECTIONS: dict[str, Callable[[Folder], str]] = {
     "step_time": step_time,
     "bytes_sent": bytes_sent,
@@ -312,4 +352,5 @@ SECTIONS: dict[str, Callable[[Folder], str]] = {
     "lightning_step": lightning_step,
     "ablation": ablation,
     "update_error": update_error,
+    "noise_cost": noise_cost,
 }

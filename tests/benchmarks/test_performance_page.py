@@ -162,3 +162,25 @@ def test_small_kernels_stand_beside_empty_launches(
     assert "| encode | 12% | 90% | - |" in shown
     assert "1 MB takes 2.5 to 3.4 us, an empty launch 0.7 us, a kernel that reads" in shown
     assert "cache line 1.2 us." in shown
+
+
+def test_noise_stands_beside_its_cost(
+    performance: ModuleType, parts: ModuleType, tmp_path: Path
+) -> None:
+    folder = parts.Folder(tmp_path, tmp_path / "page.md")
+    assert "Not measured yet" in performance.noise_cost(folder)
+    update: dict[str, Any] = {"schemes": {}, "weights": {}}
+    for index, (of, scheme) in enumerate(performance.NOISY.values()):
+        update[of][scheme] = {"noise": 0.5 / (index + 1)}
+    (tmp_path / "update_error.json").write_text(json.dumps({"results": update}))
+    run = {"seed": 0, "train_s": 1.0}
+    variants = {
+        "full precision": [run | {"val_loss": 2.0, "curve": [(50, 3.0)]}],
+        "qWD": [run | {"val_loss": 2.1, "curve": [(50, 3.3)]}],
+    }
+    results = {"train_tokens": 301_400_000, "variants": variants}
+    (tmp_path / "ablation_gpt_125m_2x1.json").write_text(json.dumps({"results": results}))
+    shown = performance.noise_cost(folder).splitlines()
+    assert "| loss after 301M tokens (training) |" in shown[0]
+    assert shown[2] == "| qW | 50.0% | 25.00% | - (-) |"
+    assert shown[3] == "| qWD | 25.0% | 6.25% | +5.000% (+10.000%) |"
