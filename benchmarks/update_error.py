@@ -229,10 +229,12 @@ def _weights(model: GPT, replicas: dict[str, Replica]) -> Iterator[None]:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(replicas[name].receive(parameter))
-    yield
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(exact[name])
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(exact[name])
 
 
 def _gradients(model: GPT, tokens: Tensor) -> dict[str, Tensor]:

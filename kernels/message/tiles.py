@@ -1,6 +1,7 @@
 """Tiles of the Triton kernels by operator and size, as ``benchmarks/tune_kernels.py`` chose them.
 
-A tile is ``(block, run, warps, tiles)``, see ``launch.Tile``. Measured on an NVIDIA H200.
+A tile is ``(block, run, warps, tiles)``, see ``launch.Tile``. Measured on an NVIDIA H200,
+except those named "feedback", which are guesses so far.
 """
 
 from __future__ import annotations

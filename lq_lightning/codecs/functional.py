@@ -278,6 +278,11 @@ def encode_with_residual(
     Raises:
         ValueError: a codec, shape, dtype, device, stride or alignment other than above, or no seed.
     """
+    if values.dim() < 2:
+        raise ValueError(
+            f"values has {values.dim()} dimensions; expected [R, N], or [K, R, B'] messages. Use "
+            "values.view(1, -1)."
+        )
     rows = values.shape[-2]
     if values.dtype == torch.uint8:
         _check_messages("values", values, 3)

@@ -115,10 +115,9 @@ class GradientQuantization:
         group_size: Elements that share one scale, a power of two from 16 to 4096.
         hadamard_size: Order of the Hadamard transform (``"TLq-HS"`` only): 16, 32, 64 or 128, not
             larger than ``group_size``.
-        rounding: ``"nearest"`` has half the variance of error, and had the smaller loss over 301M
-            tokens (one seed, ``docs/performance.md``); ``"stochastic"``, as in the reference
-            implementation, keeps the reduced gradient unbiased, which the paper's convergence
-            proof needs.
+        rounding: ``"nearest"`` has half the variance of error (``docs/performance.md``);
+            ``"stochastic"``, as in the reference implementation, keeps the reduced gradient
+            unbiased, which the paper's convergence proof needs.
         error_feedback: Whether each rank keeps what its messages between nodes left out and adds it
             to the next ones (as LoCo does, arXiv:2407.04480). Of N nodes it takes about
             ``1.03 / node_size * (N - 1) / N`` bytes per parameter, in the codes of the level within

@@ -91,7 +91,9 @@ SUMS = [
     (2, 1, "nearest", "TLq-HS"),
     (2, 1, "stochastic", "TLq"),
     (3, 1, "nearest", "TLq-HS"),
+    (3, 1, "stochastic", "ULq"),
     (4, 2, "nearest", "TLq-HS"),
+    (6, 2, "nearest", "TLq-HS"),  # the middle node has messages for nodes on either side
 ]
 
 

@@ -85,8 +85,9 @@ def test_messages_are_summed(num_messages: int, hadamard_size: int, device: torc
     both = decode(target, out, 1001) + decode(stored, residual, 1001)
     bound = total.abs().max() * (1 / 7 / 2 / 127)
     assert (both - total).abs().max() < 6 * bound
-    # wide rows of messages whose rows are not neighbours
-    check(messages.transpose(0, 1)[:, :1], 1001, stored, target, residual[:1].clone(), device)
+    # as the messages for some of the nodes: gaps between messages, not between rows
+    wide = encode(stored, torch.randn(num_messages * 3, 1001)).view(num_messages, 3, -1)
+    check(wide[:, 1:], 1001, stored, target, residual, device)
 
 
 @pytest.mark.parametrize("hadamard_size", [0, 32])
@@ -107,6 +108,30 @@ def test_what_is_left_out_arrives_later(hadamard_size: int, rounding: str) -> No
     assert error < 0.4 * (alone - exact).norm() / exact.norm()
     missing = decode(stored, residual, 3000)
     torch.testing.assert_close(arrived + missing, exact, rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("code", ["int3", "int4"])
+def test_residuals_of_few_bits(code: str, device: torch.device) -> None:
+    stored = replace(STORED, code=code)
+    residual = residual_rows(stored, 2, 700)
+    out, kept = check(torch.randn(2, 700), 700, stored, TARGET, residual, device)
+    assert decode(stored, kept, 700).abs().max() < 0.55 * decode(TARGET, out, 700).abs().max() / 7
+
+
+def test_the_operator_passes_the_seed_and_rounds_the_residual_to_nearest() -> None:
+    target = replace(TARGET, rounding="stochastic")
+    x = torch.randn(2, 300)
+    kept = []
+    for rounding in ("nearest", "stochastic"):  # as in the config, for both levels
+        stored = replace(STORED, rounding=rounding)
+        residual = torch.zeros(2, stored.nbytes(300), dtype=torch.uint8)
+        out = torch.empty(2, target.nbytes(300), dtype=torch.uint8)
+        version = residual._version
+        encode_with_residual(target, x, 300, stored, residual, seed=7, out=out)
+        assert residual._version > version
+        assert torch.equal(out, encode(target, x, seed=7))  # nothing was kept before
+        kept.append(residual)
+    assert torch.equal(*kept)
 
 
 def test_groups_that_are_not_finite_leave_nothing(device: torch.device) -> None:
@@ -148,6 +173,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         encode_with_residual(TARGET, torch.randn(2, 100), 100, STORED, residual[:1], out=out)
     with pytest.raises(ValueError, match="values has shape"):
         encode_with_residual(TARGET, torch.randn(2, 99), 100, STORED, residual, out=out)
+    with pytest.raises(ValueError, match=r"values has 1 dimensions.*view\(1, -1\)"):
+        encode_with_residual(TARGET, torch.randn(100), 100, STORED, residual, out=out)
     with pytest.raises(ValueError, match="values is .* with 2 dimensions"):
         encode_with_residual(TARGET, residual, 100, STORED, residual, out=out)
 
