@@ -99,14 +99,19 @@ def training_changes(outcomes: Outcomes, name: str, *, last: float = 0.5) -> lis
         name: Of the variant.
         last: How much of the run, at its end.
     """
+    curves = _curves_of_changes(outcomes, name)
+    ends = [curve[int(len(curve) * (1 - last)) :] for curve in curves]
+    return [statistics.mean(change for _, change in end) for end in ends]
+
+
+def _curves_of_changes(outcomes: Outcomes, name: str) -> list[list[tuple[int, float]]]:
+    """Return steps and changes of training loss, in percent, of each run with a counterpart."""
     exact = {o.seed: dict(o.curve) for o in outcomes.get(BASELINE, [])}
-    means = []
+    curves = []
     for outcome in outcomes[name]:
         other = exact.get(outcome.seed, {})
-        both = [100 * (loss / other[step] - 1) for step, loss in outcome.curve if step in other]
-        if both:
-            means.append(statistics.mean(both[int(len(both) * (1 - last)) :]))
-    return means
+        curves.append([(s, 100 * (loss / other[s] - 1)) for s, loss in outcome.curve if s in other])
+    return [curve for curve in curves if curve]
 
 
 def seed_noise(outcomes: Outcomes) -> float:
@@ -183,7 +188,8 @@ def draw(outcomes: Outcomes, path: Path) -> None:
             textcoords="offset points",
             fontsize=8,
         )
-        _draw_curves(right, outcomes, name, colors[name])
+        for curve in _curves_of_changes(outcomes, name):
+            right.plot(*zip(*curve, strict=True), color=colors[name], linewidth=1.2)
     noise = seed_noise(outcomes)
     if noise == noise:
         left.axvspan(-noise, noise, color="0.88", zorder=0)
@@ -208,15 +214,3 @@ def draw(outcomes: Outcomes, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-def _draw_curves(axes: Any, outcomes: Outcomes, name: str, color: str) -> None:
-    """Draw a line for every seed of a variant that full precision was run with too."""
-    exact = {o.seed: dict(o.curve) for o in outcomes[BASELINE]}
-    for outcome in outcomes[name]:
-        known = exact.get(outcome.seed, {})
-        points = [
-            (step, 100 * (loss / known[step] - 1)) for step, loss in outcome.curve if step in known
-        ]
-        if points:
-            axes.plot(*zip(*points, strict=True), color=color, linewidth=1.2)

@@ -209,9 +209,9 @@ def run(
                 with _weights(model, of_name):
                     there = [_gradients(model, t) for t in tokens]
                 for name in watched:
-                    moments[scheme, name].add(torch.stack([g[name] for g in there]).mean(0))
+                    moments[scheme, name].add(_mean(there, name))
         for name, parameter in parameters.items():
-            parameter.grad = torch.stack([g[name] for g in of_node]).mean(0)
+            parameter.grad = _mean(of_node, name)
         nn.utils.clip_grad_norm_(parameters.values(), 1.0)
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / 40)
         optimizer.step()
@@ -241,6 +241,10 @@ def _gradients(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _mean(gradients: list[dict[str, Tensor]], name: str) -> Tensor:
+    return torch.stack([of_node[name] for of_node in gradients]).mean(0)
 
 
 def _compare(

@@ -63,3 +63,4 @@ def test_update_error_ranks_the_schemes(tmp_path: Path) -> None:
     assert all(0.8 < row["projection"] < 1.01 for row in schemes.values())
     of_weights = {name: row["noise"] for name, row in results["weights"].items()}
     assert 0 < of_weights["bf16"] < of_weights["qWD"] < 0.2 * of_weights["qW"]
+    assert of_weights["qWD"] < 2 * of_weights["bf16"], "differences reach the replica"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,20 +15,28 @@ from lq_lightning.kernels.message.operators import count_write, define_operator
 from . import reference as cpu
 
 
-def _check_formats(stored: MessageFormat, target: MessageFormat) -> None:
+@lru_cache(maxsize=256)
+def _formats(stored: str, target: str) -> tuple[MessageFormat, MessageFormat]:
+    """Return the format of a residual, rounded to nearest, and that of a message.
+
+    Raises:
+        ValueError: the residual cannot be kept for such messages.
+    """
+    formats = replace(parse_format(stored), stochastic=False), parse_format(target)
     for name in ("group_size", "hadamard_size"):
-        values = getattr(stored, name), getattr(target, name)
+        values = [getattr(fmt, name) for fmt in formats]
         if values[0] != values[1]:
             raise ValueError(
                 f"{name} is {values[0]} of the residual and {values[1]} of the message; the "
                 "residual is kept in the groups and the domain of the message. Make them equal."
             )
-    for fmt in (stored, target):
+    for fmt in formats:
         if not fmt.symmetric or fmt.float_code is not None:
             raise ValueError(
                 f"{fmt} is not a symmetric integer format, which a residual needs. Use an integer "
                 "code with symmetric=True."
             )
+    return formats
 
 
 def _feedback_out(
@@ -44,9 +53,7 @@ def _feedback_out(
         residual: ``[R, nbytes]`` uint8.
         out: ``[R, nbytes]`` uint8.
     """
-    stored_format = replace(parse_format(stored), stochastic=False)
-    target_format = parse_format(target)
-    _check_formats(stored_format, target_format)
+    stored_format, target_format = _formats(stored, target)
     if x.dtype == torch.uint8:
         check_message("x", x, stored_format.layout(numel).nbytes)
     else:
