@@ -20,6 +20,7 @@ VARIANTS = {
     "fsdp2-bf16-reduce": "FSDP2, bf16 reduction",
     "quantized": "SDP4Bit, `full`",
     "quantized-node": "SDP4Bit, `node`",
+    "quantized-feedback": "SDP4Bit, error feedback",
 }
 GIB = 2**30
 
