@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from dataclasses import asdict, dataclass
@@ -177,7 +178,10 @@ def draw(outcomes: Outcomes, path: Path) -> None:
 
     names = [name for name in outcomes if name != BASELINE and changes(outcomes, name)]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), constrained_layout=True)
-    colors = {name: f"C{index}" for index, name in enumerate(names)}
+    shades = plt.get_cmap("tab20" if len(names) > 10 else "tab10").colors
+    # Of `tab20` the full shades first, each of which is followed by its light one.
+    shades = [*shades[:: 2 if len(names) > 10 else 1], *shades[1::2]]
+    colors = dict(zip(names, itertools.cycle(shades), strict=False))
     for row, name in enumerate(names):
         values = changes(outcomes, name)
         left.plot(values, [row] * len(values), "o", color=colors[name])

@@ -22,6 +22,11 @@ VARIANTS = {
     "quantized-node": "SDP4Bit, `node`",
     "quantized-feedback": "SDP4Bit, error feedback",
 }
+# Endings of reports of whole sessions, and what stands above their tables.
+SESSIONS = {
+    "": "",
+    "_stochastic": "\nAn earlier session on another host, with stochastic rounding:\n\n",
+}
 GIB = 2**30
 
 
@@ -32,20 +37,33 @@ def step_times(folder: Folder, suffix: str = "") -> dict[str, dict[str, Any]]:
 
 
 def step_time(folder: Folder) -> str:
-    """Milliseconds per step of every variant on every network."""
-    reports = step_times(folder)
-    if not reports:
-        return missing("benchmarks/run_all.sh nvlink rates")
+    """Milliseconds per step of every variant on every network, by session."""
+    tables = (
+        heading + _step_time(reports)
+        for suffix, heading in SESSIONS.items()
+        if (reports := step_times(folder, suffix))
+    )
+    return "".join(tables) or missing("benchmarks/run_all.sh nvlink rates")
+
+
+def _measured_in(reports: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the names of the variants that any of the reports has."""
+    measured = {v for report in reports.values() for v in report["results"]["variants"]}
+    return {variant: name for variant, name in VARIANTS.items() if variant in measured}
+
+
+def _step_time(reports: dict[str, dict[str, Any]]) -> str:
     rows = []
+    variants = _measured_in(reports)
     for label, name in NETWORKS.items():
         results = reports.get(label, {}).get("results", {"setup": {}, "variants": {}})
         base = results["variants"].get("fsdp2", {}).get("step_ms")
         row = [name, number(results["setup"].get("link_gbit_per_s"), 1)]
-        for variant in VARIANTS:
+        for variant in variants:
             result = results["variants"].get(variant)
             row.append(_step(result, None if variant == "fsdp2" else base))
         rows.append(row)
-    header = ["network between nodes", "link, Gb/s", *(f"{v}, ms" for v in VARIANTS.values())]
+    header = ["network between nodes", "link, Gb/s", *(f"{v}, ms" for v in variants.values())]
     return markdown(header, rows) + _missing_rates(reports) + sources(reports.values())
 
 
@@ -82,20 +100,29 @@ def bytes_sent(folder: Folder) -> str:
 
 
 def exposed(folder: Folder) -> str:
-    """Milliseconds per step in which the GPU does not compute."""
-    reports = step_times(folder)
+    """Milliseconds per step in which the GPU does not compute, by session."""
+    tables = (
+        heading + table
+        for suffix, heading in SESSIONS.items()
+        if (table := _exposed_table(step_times(folder, suffix)))
+    )
+    return "".join(tables) or missing("benchmarks/run_all.sh nvlink rates")
+
+
+def _exposed_table(reports: dict[str, dict[str, Any]]) -> str:
     rows, estimated = [], False
+    variants = _measured_in(reports)
     for label, name in NETWORKS.items():
         row = [name]
-        for variant in VARIANTS:
+        for variant in variants:
             text, guess = _exposed(reports, label, variant)
             estimated |= guess
             row.append(text)
         if any(cell != "-" for cell in row[1:]):
             rows.append(row)
     if not rows:
-        return missing("benchmarks/run_all.sh nvlink rates")
-    header = ["network between nodes", *(f"{v}, ms" for v in VARIANTS.values())]
+        return ""
+    header = ["network between nodes", *(f"{v}, ms" for v in variants.values())]
     note = "\n~ not profiled: its step time less the compute time at the unlimited rate.\n"
     used = [reports[label] for label in NETWORKS if label in reports]
     return markdown(header, rows) + (note if estimated else "") + sources(used)
@@ -160,9 +187,17 @@ def _overlapped(times: dict[str, float] | None, prefix: str) -> str:
 
 def compiled(folder: Folder) -> str:
     """Milliseconds per step with compiled blocks, and without."""
-    reports, eager = step_times(folder, "_compile"), step_times(folder)
+    reports = step_times(folder, "_compile")
     if not reports:
         return missing("benchmarks/run_all.sh compile")
+    commits = {report["environment"]["commit"] for report in reports.values()}
+    sessions = [step_times(folder, suffix) for suffix in SESSIONS]
+    eager = {
+        label: report
+        for session in sessions
+        for label, report in session.items()
+        if report["environment"]["commit"] in commits
+    }
     rows = []
     for label, report in reports.items():
         row = [NETWORKS[label]]

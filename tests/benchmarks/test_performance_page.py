@@ -32,9 +32,12 @@ def run(page: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -
     return int(page.main())
 
 
-def write_step_time(folder: Path, label: str, **variants: dict[str, float | None]) -> None:
+def write_step_time(
+    folder: Path, label: str, commit: str = "abc", **variants: dict[str, float | None]
+) -> None:
     setup = {"link_gbit_per_s": 9.8}
-    report = {"results": {"setup": setup, "variants": variants}}
+    results = {"setup": setup, "variants": variants}
+    report = {"environment": {"commit": commit}, "results": results}
     (folder / f"step_time_{label}.json").write_text(json.dumps(report))
 
 
@@ -67,13 +70,28 @@ def test_step_times_and_exposed_time(
     write_step_time(tmp_path, "10gbit", fsdp2=plain | not_profiled, quantized=fast | profiled)
     folder = parts.Folder(tmp_path, tmp_path / "page.md")
     times = performance.step_time(folder)
-    assert (
-        "| 2x2, 10 Gb/s | 9.8 | 600 (590 to 640) | - | 200, **3.00x** (190 to 210) | - |" in times
-    )
+    assert "| 2x2, 10 Gb/s | 9.8 | 600 (590 to 640) | 200, **3.00x** (190 to 210) |" in times
     assert "2x2, 25 Gb/s: not measured yet" in times
     waiting = performance.exposed(folder)
-    assert "| 2x2, unlimited | 440 (73%) | - | - | - |" in waiting
-    assert "| 2x2, 10 Gb/s | ~440 (73%) | - | 50 (25%) | - |" in waiting
+    assert "| 2x2, unlimited | 440 (73%) | - |" in waiting
+    assert "| 2x2, 10 Gb/s | ~440 (73%) | 50 (25%) |" in waiting
+
+
+def test_sessions_have_tables_of_their_own(
+    performance: ModuleType, parts: ModuleType, tmp_path: Path
+) -> None:
+    def timed(ms: float) -> dict[str, float | None]:
+        return {"step_ms": ms, "step_ms_min": ms, "step_ms_max": ms}
+
+    write_step_time(tmp_path, "nvlink", commit="new", fsdp2=timed(600.0))
+    write_step_time(tmp_path, "nvlink_stochastic", commit="old", fsdp2=timed(800.0))
+    write_step_time(tmp_path, "nvlink_compile", commit="old", fsdp2=timed(700.0))
+    folder = parts.Folder(tmp_path, tmp_path / "page.md")
+    present, earlier = performance.step_time(folder).split("An earlier session")
+    assert "600 (600 to 600)" in present
+    assert "800 (800 to 800)" in earlier
+    # Compiled steps stand beside those of their own session.
+    assert "| 800 (800 to 800) | 700 (700 to 700) |" in performance.compiled(folder)
 
 
 def test_losses_are_compared_by_seed(parts: ModuleType) -> None:
