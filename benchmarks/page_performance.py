@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ablation_report import BASELINE, changes, mean_percent, to_outcomes, training_changes
-from page_parts import Folder, ablations, markdown, missing, number, sources
+from page_parts import Folder, ablations, loss_rows, markdown, missing, number, sources
 
 NETWORKS = {
     "nvlink": "one NVLink node",
@@ -377,6 +377,27 @@ def noise_cost(folder: Folder) -> str:
     )
 
 
+def sensitivity(folder: Folder) -> str:
+    """Losses where the gradients of some kinds of parameters alone are encoded."""
+    report = folder.report("sensitivity")
+    if report is None:
+        return missing(
+            "python benchmarks/sensitivity.py --json benchmarks/results/sensitivity.json ..."
+        )
+    results = report["results"]
+    setup = results["setup"]
+    tokens = setup["steps"] * setup["batch"] * setup["seq"] * results["nodes"]
+    outcomes = to_outcomes(results, [BASELINE])
+    rows = [[row[0], *row[2:4], *row[5:]] for row in loss_rows(outcomes)]
+    header = ["gradients between nodes", "validation loss", "against full precision"]
+    return (
+        f"{setup['layers']} layers, hidden {setup['hidden']}, {results['nodes']} nodes, "
+        f"{setup['steps']} steps, {tokens / 1e6:.3g}M tokens, one seed:\n\n"
+        + markdown([*header, "training, second half", "last quarter"], rows)
+        + sources([report])
+    )
+
+
 SECTIONS: dict[str, Callable[[Folder], str]] = {
     "step_time": step_time,
     "bytes_sent": bytes_sent,
@@ -389,4 +410,5 @@ SECTIONS: dict[str, Callable[[Folder], str]] = {
     "ablation": ablation,
     "update_error": update_error,
     "noise_cost": noise_cost,
+    "sensitivity": sensitivity,
 }

@@ -201,7 +201,7 @@ def main() -> None:
         name: {kind: asdict(codec) for kind, codec in VARIANTS[name].items()} for name in names
     }
     context = multiprocessing.get_context("spawn")
-    with context.Pool(args.processes, maxtasksperchild=1) as pool:
+    with context.Pool(args.processes) as pool:
         for name, outcome in pool.imap_unordered(_run, jobs):
             outcomes.setdefault(name, []).append(outcome)
             print(f"{name}:{outcome.seed} {outcome.val_loss:.5f} in {outcome.train_s:.0f} s")

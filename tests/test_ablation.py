@@ -161,3 +161,21 @@ def test_runs_out_of_time_are_named_and_can_be_added(tokens: Path, tmp_path: Pat
     for name in others:
         change = variants[name][0]["val_loss"] / exact["val_loss"] - 1
         assert 0 < abs(change) < 0.05
+
+
+def test_sensitivity_names_the_kinds_that_suffer(tokens: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    script = str(ROOT / "benchmarks" / "sensitivity.py")
+    sizes = ("--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "32", "--batch", "4")
+    length = ("--steps", "50", "--val-blocks", "64", "--lr", "5e-3", "--tokens", str(tokens))
+    variants = "2 bits,full precision,2 bits (blocks alone),full precision perturbed"
+    options = ("--variants", variants, "--json", str(report))
+    done = _run(sys.executable, script, *sizes, *length, *options)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(report.read_text())["results"]
+    loss = {name: runs[0]["val_loss"] for name, runs in results["variants"].items()}
+    assert next(iter(loss)) == "full precision"  # in the order of the table, not that of the end
+    exact = loss["full precision"]
+    assert abs(loss["full precision perturbed"] - exact) < 0.2 * abs(loss["2 bits"] - exact)
+    assert loss["2 bits (blocks alone)"] not in (exact, loss["2 bits"])
+    assert list(results["codecs"]["2 bits (blocks alone)"]) == ["blocks"]

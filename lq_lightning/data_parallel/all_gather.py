@@ -17,7 +17,12 @@ from torch import Tensor
 from lq_lightning._compat import AllGather, GroupParam, all_gather_flat
 from lq_lightning.codecs import decode, derive_seed, encode
 from lq_lightning.data_parallel.config import WeightQuantization
-from lq_lightning.data_parallel.layout import MessageLayout, Segment, segment_runs
+from lq_lightning.data_parallel.layout import (
+    MessageLayout,
+    Segment,
+    absorb_small_runs,
+    segment_runs,
+)
 from lq_lightning.data_parallel.traffic import ring_bytes
 from lq_lightning.data_parallel.unit import (
     UnitCollective,
@@ -70,7 +75,8 @@ class WeightAllGather(UnitCollective, AllGather):
                 segments = _byte_segments(self.segments(), params)
             else:
                 segments = self.segments()
-            self._layout = MessageLayout.of(segment_runs(segments), self._config.codec(), dtype)
+            runs = absorb_small_runs(segment_runs(segments))
+            self._layout = MessageLayout.of(runs, self._config.codec(), dtype)
             self._layout_key = key
         return self._layout
 
@@ -112,28 +118,39 @@ class WeightAllGather(UnitCollective, AllGather):
         return derive_seed(context.seed, 1, context.step, context.topology.rank, self._index)
 
     def _encode(self, layout: MessageLayout, slot: Tensor, reference: Tensor | None) -> Tensor:
-        """Encode one slot (minus ``reference``) into a message ``[1, nbytes]`` uint8."""
-        message = torch.zeros(1, layout.nbytes, dtype=torch.uint8, device=slot.device)
-        seed = self._seed()
-        for index, run in enumerate(layout.runs):
-            part = layout.part(message, index)
-            values = slot[run.start : run.start + run.numel].view(1, -1)
-            if not run.quantized:
-                part.copy_(values)
-                continue
-            base = None if reference is None else reference[run.start : run.start + run.numel]
-            encode(
-                layout.spec,
-                values,
-                seed=part_seed(seed, index),
-                reference=None if base is None else base.view(1, -1),
-                out=part,
-            )
+        """Encode one slot (minus ``reference``) into a message ``[1, nbytes]`` uint8.
+
+        Args:
+            layout: Of the message.
+            slot: ``[n]``; absorbed values are overwritten with zeros.
+            reference: ``[n]``; absorbed values become those of the slot, as they will anyway.
+        """
+        message = layout.allocate(1, device=slot.device)
+        layout.move_exact(slot, message[0], reference)
+        try:
+            self._encode_runs(layout, slot, reference, message)
+        finally:  # a checkpoint written after an error must not hold zeros
+            if reference is not None and layout.absorbed:
+                layout.copy_exact(message[0], reference)
         traffic = self._context.traffic
         traffic.exchanges += 1
         traffic.weights_messages += layout.nbytes
         traffic.weights_elements += layout.numel
         return message
+
+    def _encode_runs(
+        self, layout: MessageLayout, slot: Tensor, reference: Tensor | None, message: Tensor
+    ) -> None:
+        seed, values = self._seed(), slot.view(1, -1)
+        base = None if reference is None else reference.view(1, -1)
+        for index, run in layout.quantized:
+            encode(
+                layout.spec,
+                values[:, run.start : run.stop],
+                seed=part_seed(seed, index),
+                reference=None if base is None else base[:, run.start : run.stop],
+                out=layout.part(message, index),
+            )
 
     def _gather_between_nodes(self, message: Tensor) -> Tensor:
         """Gather ``[1, nbytes]`` messages of the ranks with this local rank to ``[N, nbytes]``."""
@@ -178,20 +195,21 @@ class WeightAllGather(UnitCollective, AllGather):
         slots = slots.view(nodes, local, -1)
         for i in range(min(nodes, local)):
             if nodes < local:
-                self._decode(layout, messages[:, i], slots[i], add=add)
+                self._decode_runs(layout, messages[:, i], slots[i], add=add)
             else:
-                self._decode(layout, messages[i], slots[:, i], add=add)
+                self._decode_runs(layout, messages[i], slots[:, i], add=add)
+        layout.copy_exact(messages.transpose(0, 1), slots)
+
+    def _decode(self, layout: MessageLayout, messages: Tensor, slots: Tensor, *, add: bool) -> None:
+        """Decode ``messages`` ``[R, nbytes]`` into (or onto) ``slots`` ``[R, n]``."""
+        self._decode_runs(layout, messages, slots, add=add)
+        layout.copy_exact(messages, slots)
 
     @staticmethod
-    def _decode(layout: MessageLayout, messages: Tensor, slots: Tensor, *, add: bool) -> None:
-        """Decode ``messages`` ``[R, nbytes]`` into (or onto) ``slots`` ``[R, n]``."""
-        for index, run in enumerate(layout.runs):
-            part = layout.part(messages, index)
-            target = slots[:, run.start : run.start + run.numel]
-            if run.quantized:
-                decode(layout.spec, part, run.numel, out=target, add=add)
-            else:
-                target.copy_(part)
+    def _decode_runs(layout: MessageLayout, messages: Tensor, slots: Tensor, *, add: bool) -> None:
+        for index, run in layout.quantized:
+            part, target = layout.part(messages, index), slots[:, run.start : run.stop]
+            decode(layout.spec, part, run.numel, out=target, add=add)
 
 
 def _byte_segments(segments: list[Segment], params: list[GroupParam]) -> list[Segment]:

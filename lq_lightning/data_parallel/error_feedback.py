@@ -43,7 +43,8 @@ class GradientResidual:
             device: Of the messages.
         """
         if self._messages is None or (self._layout, self._packed) != (layout, packed):
-            self._messages = torch.zeros(rows, layout.nbytes, dtype=torch.uint8, device=device)
+            nbytes = layout.codes_nbytes  # what is exact leaves nothing
+            self._messages = torch.zeros(rows, nbytes, dtype=torch.uint8, device=device)
             self._layout, self._packed = layout, packed
 
     def encode(

@@ -1,8 +1,11 @@
 """How the slot of one rank in an FSDP2 collective maps to one byte message.
 
 FSDP2 packs the shards of a unit's parameters one after another into a slot per rank. Here a slot is
-cut into *runs*: neighbouring parameters that travel the same way are encoded together, so a unit
-needs a few kernels, not one per parameter. All sizes are pure functions of the layout.
+cut into *runs*: neighbouring parameters that travel the same way are encoded together, and a few
+full-precision values between two of them (a norm or a bias) do not part them. All full-precision
+values of a message lie in one part. So a unit needs a handful of operators, not some per parameter:
+at the size of a transformer block the host takes longer to start them than the GPU to run them. All
+sizes are pure functions of the layout.
 """
 
 from __future__ import annotations
@@ -16,9 +19,12 @@ from torch import Tensor
 
 from lq_lightning.codecs import CodecSpec
 
-__all__ = ["MessageLayout", "Run", "Segment", "segment_runs"]
+__all__ = ["MessageLayout", "Run", "Segment", "absorb_small_runs", "segment_runs"]
 
 ALIGNMENT_NBYTES = 16
+# A quantized run holds at least this many times the full-precision elements that it absorbs: their
+# codes then cost at most 1.6% of its bytes.
+ABSORBING_FACTOR = 64
 
 Travel = Literal["quantized", "full", "skipped"]
 
@@ -42,11 +48,29 @@ class Segment(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Neighbouring segments that travel together: ``slot[start : start + numel]``."""
+    """Neighbouring segments that travel together: ``slot[start : stop]``.
+
+    Attributes:
+        start: First element in the slot.
+        numel: Elements.
+        quantized: Whether the run is encoded.
+        absorbed: Full-precision runs within an encoded one. Zeros are encoded in their place.
+    """
 
     start: int
     numel: int
     quantized: bool
+    absorbed: tuple[Run, ...] = ()
+
+    @property
+    def stop(self) -> int:
+        """End of the run in the slot."""
+        return self.start + self.numel
+
+    @property
+    def absorbed_numel(self) -> int:
+        """Elements that travel in full precision although they lie in an encoded run."""
+        return sum(run.numel for run in self.absorbed)
 
 
 def segment_runs(segments: Sequence[Segment]) -> list[Run]:
@@ -57,26 +81,58 @@ def segment_runs(segments: Sequence[Segment]) -> list[Run]:
             continue
         quantized = segment.travel == "quantized"
         last = runs[-1] if runs else None
-        if last and last.quantized == quantized and last.start + last.numel == segment.start:
+        if last and last.quantized == quantized and last.stop == segment.start:
             runs[-1] = last._replace(numel=last.numel + segment.numel)
         else:
             runs.append(Run(segment.start, segment.numel, quantized))
     return runs
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+def absorb_small_runs(runs: Sequence[Run]) -> list[Run]:
+    """Let quantized runs include the few full-precision elements between them.
+
+    Each saves the operators of a run. It costs codes that nobody needs, so what a run absorbs is at
+    most ``1 / ABSORBING_FACTOR`` of it. Runs with skipped segments between them stay apart.
+
+    Args:
+        runs: What :func:`segment_runs` returned.
+    """
+    merged: list[Run] = []
+    for run in runs:
+        merged.append(run)
+        while (joined := _joined(merged[-3:])) is not None:
+            merged[-3:] = [joined]
+    return merged
+
+
+def _joined(runs: Sequence[Run]) -> Run | None:
+    """Two quantized runs and the full-precision one between them as one; None if not worth it."""
+    if [run.quantized for run in runs] != [True, False, True]:
+        return None
+    left, gap, right = runs
+    if left.stop != gap.start or gap.stop != right.start:
+        return None
+    absorbed = (*left.absorbed, gap, *right.absorbed)
+    joined = Run(left.start, right.stop - left.start, True, absorbed)
+    return joined if joined.absorbed_numel * ABSORBING_FACTOR <= joined.numel else None
 
 
 @dataclass(frozen=True, slots=True)
 class MessageLayout:
-    """Byte layout of one slot's message.
+    """Byte layout of one slot's message: the codes of each quantized run, then what is exact.
+
+    *Exact* are the values that travel in full precision: those of full-precision runs and absorbed
+    ones, in slot order and without gaps.
 
     Attributes:
         runs: The runs, in slot order.
         spec: Codec of the quantized runs.
-        raw_dtype: Dtype of the values of full-precision runs in the message.
-        offsets: First byte of each run's part.
+        raw_dtype: Dtype of exact values in the message.
+        offsets: First byte of each run's codes, and where all codes end. A full-precision run has
+            none.
+        exact_runs: Where exact values lie in the slot.
+        absorbed: Indices of those exact runs that lie within quantized ones.
+        exact_stop: End of the exact part, which starts where the codes end.
         nbytes: Bytes of the whole message, a multiple of 16.
     """
 
@@ -84,44 +140,137 @@ class MessageLayout:
     spec: CodecSpec
     raw_dtype: torch.dtype
     offsets: tuple[int, ...]
+    exact_runs: tuple[Run, ...]
+    absorbed: tuple[int, ...]
+    exact_stop: int
     nbytes: int
 
     @classmethod
     def of(cls, runs: Sequence[Run], spec: CodecSpec, raw_dtype: torch.dtype) -> MessageLayout:
-        """Lay the runs out one after another, each at a multiple of 16 bytes."""
-        offsets, total = [], 0
-        for run in runs:
-            offsets.append(total)
-            total += cls._run_nbytes(run, spec, raw_dtype)
-        return cls(tuple(runs), spec, raw_dtype, tuple(offsets), total)
+        """Lay out the codes one run after another, then all exact values.
 
-    @staticmethod
-    def _run_nbytes(run: Run, spec: CodecSpec, raw_dtype: torch.dtype) -> int:
-        if run.quantized:
-            return _aligned(spec.nbytes(run.numel))
-        return _aligned(run.numel * raw_dtype.itemsize)
+        Codes take a multiple of 16 bytes, so the parts and the messages start at multiples of that.
+        """
+        offsets = [0]
+        exact_runs: list[Run] = []
+        absorbed: list[int] = []
+        for run in runs:
+            offsets.append(offsets[-1] + (spec.nbytes(run.numel) if run.quantized else 0))
+            if run.quantized:
+                absorbed += range(len(exact_runs), len(exact_runs) + len(run.absorbed))
+            exact_runs += run.absorbed if run.quantized else (run,)
+        stop = offsets[-1] + sum(run.numel for run in exact_runs) * raw_dtype.itemsize
+        return cls(
+            tuple(runs),
+            spec,
+            raw_dtype,
+            tuple(offsets),
+            tuple(exact_runs),
+            tuple(absorbed),
+            stop,
+            -(-stop // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES,
+        )
+
+    @property
+    def codes_nbytes(self) -> int:
+        """Bytes of all codes, with which a message starts."""
+        return self.offsets[-1]
+
+    @property
+    def quantized(self) -> list[tuple[int, Run]]:
+        """The quantized runs, each with its index."""
+        return [(index, run) for index, run in enumerate(self.runs) if run.quantized]
 
     @property
     def quantized_numel(self) -> int:
-        """Elements of a slot that travel as codes."""
-        return sum(run.numel for run in self.runs if run.quantized)
+        """Elements of a slot that travel as codes alone."""
+        return sum(run.numel - run.absorbed_numel for run in self.runs if run.quantized)
 
     @property
     def numel(self) -> int:
         """Elements of a slot that travel at all."""
         return sum(run.numel for run in self.runs)
 
+    # --- messages ---------------------------------------------------------------------------
+
+    def allocate(self, *shape: int, device: torch.device) -> Tensor:
+        """Return ``[*shape, nbytes]`` uint8 messages, of which all parts are yet to be written.
+
+        Codecs write every byte of their part. The few bytes behind the exact one are zero here, so
+        that equal values make equal messages.
+        """
+        messages = torch.empty(*shape, self.nbytes, dtype=torch.uint8, device=device)
+        if self.exact_stop < self.nbytes:
+            messages[..., self.exact_stop :].zero_()
+        return messages
+
     def part(self, messages: Tensor, index: int) -> Tensor:
-        """Bytes of run ``index`` in each message.
+        """Codes of run ``index``, a quantized one: ``[..., k]`` view of ``[..., nbytes]`` uint8."""
+        return messages[..., self.offsets[index] : self.offsets[index + 1]]
+
+    def exact(self, messages: Tensor) -> Tensor:
+        """All exact values of each message.
 
         Args:
             messages: ``[..., nbytes]`` uint8.
 
         Returns:
-            ``[..., k]`` uint8 view; for a full-precision run ``[..., numel]`` of ``raw_dtype``.
+            ``[..., E]`` view of ``raw_dtype``.
         """
-        run, start = self.runs[index], self.offsets[index]
-        if run.quantized:
-            return messages[..., start : start + self.spec.nbytes(run.numel)]
-        stop = start + run.numel * self.raw_dtype.itemsize
-        return messages[..., start:stop].view(self.raw_dtype)
+        return messages[..., self.codes_nbytes : self.exact_stop].view(self.raw_dtype)
+
+    # --- exact values in slots --------------------------------------------------------------
+
+    def exact_of(self, slots: Tensor) -> Tensor:
+        """Return a copy of the exact values of ``[..., n]`` slots: ``[..., E]``."""
+        return torch.cat(self._exact_views(slots), dim=-1)
+
+    def move_exact(self, slots: Tensor, messages: Tensor, reference: Tensor | None = None) -> None:
+        """Write the exact values of slots to their messages, and zeros over the absorbed ones.
+
+        Encoded as zeros, absorbed values change neither the scale of their group nor, where they
+        are not finite, their neighbours.
+
+        Args:
+            slots: ``[..., n]`` of ``raw_dtype``.
+            messages: ``[..., nbytes]`` uint8.
+            reference: ``[..., n]``; if what is encoded is the difference to it, its absorbed values
+                have to be zeros meanwhile, too. :meth:`copy_exact` ends that.
+        """
+        if not self.exact_runs:
+            return
+        views = self._exact_views(slots)
+        torch.cat(views, dim=-1, out=self.exact(messages))
+        if self.absorbed:
+            absorbed = [views[index] for index in self.absorbed]
+            if reference is not None:
+                views = self._exact_views(reference)
+                absorbed += [views[index] for index in self.absorbed]
+            torch._foreach_zero_(absorbed)
+
+    def copy_exact(self, messages: Tensor, slots: Tensor) -> None:
+        """Write the exact values of messages to their places in slots.
+
+        The codes have to be decoded before: they hold zeros in place of absorbed values.
+
+        Args:
+            messages: ``[..., nbytes]`` uint8.
+            slots: ``[..., n]``.
+        """
+        if self.exact_runs:
+            self.put_exact(self.exact(messages), slots)
+
+    def put_exact(self, values: Tensor, slots: Tensor) -> None:
+        """Write ``[..., E]`` exact values to their places in ``[..., n]`` slots of any dtype."""
+        sizes = [run.numel for run in self.exact_runs]
+        parts = values.to(slots.dtype).split_with_sizes(sizes, dim=-1)
+        torch._foreach_copy_(self._exact_views(slots), parts)
+
+    def _exact_views(self, slots: Tensor) -> tuple[Tensor, ...]:
+        """Views of the exact runs in ``[..., n]`` slots, each ``[..., numel]``."""
+        sizes, stop = [], 0
+        for run in self.exact_runs:
+            sizes += [run.start - stop, run.numel]
+            stop = run.stop
+        # one operator, where slices would be one for each view
+        return slots.split_with_sizes([*sizes, slots.shape[-1] - stop], dim=-1)[1::2]

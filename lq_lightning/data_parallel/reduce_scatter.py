@@ -24,7 +24,12 @@ from lq_lightning._compat import Reduced, ReduceScatter, backward_id, reduce_sca
 from lq_lightning.codecs import decode_reduce, decode_reduce_encode, derive_seed, encode
 from lq_lightning.data_parallel.config import GradientQuantization
 from lq_lightning.data_parallel.error_feedback import GradientResidual
-from lq_lightning.data_parallel.layout import MessageLayout, Segment, segment_runs
+from lq_lightning.data_parallel.layout import (
+    MessageLayout,
+    Segment,
+    absorb_small_runs,
+    segment_runs,
+)
 from lq_lightning.data_parallel.traffic import ring_bytes
 from lq_lightning.data_parallel.unit import (
     UnitCollective,
@@ -107,7 +112,7 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
                     f"unit `{self.name}`: FSDP2 packed {numel} elements per rank, but the "
                     f"parameters with gradients hold {total}"
                 )
-            runs = segment_runs(segments)
+            runs = absorb_small_runs(segment_runs(segments))
             intra = MessageLayout.of(runs, self._config.codec("intra"), dtype)
             two_levels = self._context.topology.node_size > 1
             raw = torch.float32 if two_levels else dtype
@@ -144,7 +149,8 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
 
         Args:
             output_tensor: ``[n]`` in the reduction dtype.
-            input_tensor: ``[world * n]`` in the reduction dtype.
+            input_tensor: ``[world * n]`` in the reduction dtype. Full-precision values between
+                quantized ones are overwritten with zeros.
             group: All ranks of the topology.
             op: Sum or average.
             async_op: Not used. The result is complete on the current stream, or, if only the
@@ -217,7 +223,7 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         topology = self._context.topology
         if topology.node_size == 1:
             messages = self._encode_for_nodes(slots, intra, inter)
-            _write_scaled(output, slots[topology.node], inter, scale)
+            torch.mul(slots[topology.node], scale, out=output)  # not moved: no message is for it
             return messages
         messages = self._encode_for_node(slots, intra)
         if topology.num_nodes == 1:
@@ -259,7 +265,7 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         self, slots: Tensor, intra: MessageLayout, inter: MessageLayout
     ) -> Tensor:
         """Encode ``[nodes, n]`` slots for the other nodes, to ``[nodes - 1, nbytes]``."""
-        messages = slots.new_zeros((slots.shape[0] - 1, inter.nbytes), dtype=torch.uint8)
+        messages = inter.allocate(len(slots) - 1, device=slots.device)
         seed = self._seed(_SEED_INTER)
         if self.residual is not None:
             self.residual.prepare(len(messages), intra, slots.device, self._packed)
@@ -267,9 +273,9 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
             encode_run = None
             if self.residual is not None:
                 encode_run = partial(self.residual.encode, rows=target)
-            self._encode_into(
-                messages[target], slots[source], inter, part_seed(seed, part), encode_run
-            )
+            values, encoded = slots[source], messages[target]
+            inter.move_exact(values, encoded)
+            self._encode_into(encoded, values, inter, part_seed(seed, part), encode_run)
         return messages
 
     @staticmethod
@@ -280,13 +286,11 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         seed: int | None,
         encode_run: Callable[..., None] | None = None,
     ) -> None:
-        """Write ``[R, n]`` slots to ``[R, nbytes]``; with error feedback by ``encode_run``."""
-        for index, run in enumerate(layout.runs):
+        """Encode runs of ``[R, n]`` to ``[R, nbytes]``; with error feedback by ``encode_run``."""
+        for index, run in layout.quantized:
             part = layout.part(messages, index)
-            values = slots[:, run.start : run.start + run.numel]
-            if not run.quantized:
-                part.copy_(values)
-            elif encode_run is not None:
+            values = slots[:, run.start : run.stop]
+            if encode_run is not None:
                 encode_run(index, values, layout.spec, seed=part_seed(seed, index), out=part)
             else:
                 encode(layout.spec, values, seed=part_seed(seed, index), out=part)
@@ -303,9 +307,10 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         """
         topology = self._context.topology
         nodes, local = topology.num_nodes, topology.node_size
-        messages = slots.new_zeros((local, nodes, layout.nbytes), dtype=torch.uint8)
+        messages = layout.allocate(local, nodes, device=slots.device)
         seed = self._seed(_SEED_INTRA)
         by_node = slots.view(nodes, local, -1)
+        layout.move_exact(by_node, messages.transpose(0, 1))
         for i in range(min(nodes, local)):
             if nodes < local:
                 self._encode_into(messages[:, i], by_node[i], layout, part_seed(seed, i))
@@ -352,24 +357,24 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         Returns:
             ``[nodes - 1, nbytes]`` uint8.
         """
-        messages = received.new_zeros((received.shape[1] - 1, inter.nbytes))
+        messages = inter.allocate(received.shape[1] - 1, device=received.device)
         seed = self._seed(_SEED_INTER)
         if self.residual is not None:
             self.residual.prepare(len(messages), intra, received.device, self._packed)
         for part, (rows, target) in enumerate(self._other_nodes()):
-            for index, run in enumerate(intra.runs):
-                source = intra.part(received[:, rows], index)
-                encoded = inter.part(messages[target], index)
+            source, encoded = received[:, rows], messages[target]
+            if intra.exact_runs:
+                torch.sum(intra.exact(source), dim=0, dtype=torch.float32, out=inter.exact(encoded))
+            for index, run in intra.quantized:
+                codes, out = intra.part(source, index), inter.part(encoded, index)
                 run_seed = part_seed(part_seed(seed, part), index)
-                if not run.quantized:
-                    encoded.copy_(source.sum(dim=0, dtype=torch.float32))
-                elif self.residual is not None:
+                if self.residual is not None:
                     self.residual.encode(
-                        index, source, inter.spec, seed=run_seed, out=encoded, rows=target
+                        index, codes, inter.spec, seed=run_seed, out=out, rows=target
                     )
                 else:
                     decode_reduce_encode(
-                        intra.spec, source, run.numel, inter.spec, seed=run_seed, out=encoded
+                        intra.spec, codes, run.numel, inter.spec, seed=run_seed, out=out
                     )
         return messages
 
@@ -383,34 +388,28 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         add: bool = False,
     ) -> None:
         """Sum ``[K, nbytes]`` messages over ``K`` and write or add ``scale`` times that."""
-        for index, run in enumerate(layout.runs):
-            source = layout.part(received, index)
-            target = output[run.start : run.start + run.numel]
-            if run.quantized:
-                decode_reduce(
-                    layout.spec,
-                    source.unsqueeze(1),
-                    run.numel,
-                    scale=scale,
-                    out=target.view(1, -1),
-                    add=add,
-                )
-                continue
-            total = source.sum(dim=0, dtype=torch.float32) * scale
-            target.copy_(total.add_(target) if add else total)
+        exact = None
+        if layout.exact_runs:
+            exact = layout.exact(received).sum(dim=0, dtype=torch.float32).mul_(scale)
+            if add:  # read before decoding adds the noise of its neighbours to what is absorbed
+                exact.add_(layout.exact_of(output))
+        for index, run in layout.quantized:
+            decode_reduce(
+                layout.spec,
+                layout.part(received, index).unsqueeze(1),
+                run.numel,
+                scale=scale,
+                out=output[run.start : run.stop].view(1, -1),
+                add=add,
+            )
+        if exact is not None:
+            layout.put_exact(exact, output)
 
     def _count_messages(self, messages: Tensor, layout: MessageLayout) -> None:
         """Count the payload of the slowest level that this topology has."""
         traffic = self._context.traffic
         traffic.gradients_messages += messages.numel()
         traffic.gradients_elements += layout.numel * len(messages)
-
-
-def _write_scaled(output: Tensor, slot: Tensor, layout: MessageLayout, scale: float) -> None:
-    """Write ``scale`` times the runs of a slot ``[n]`` to ``output`` ``[n]``."""
-    for run in layout.runs:
-        part = slice(run.start, run.start + run.numel)
-        torch.mul(slot[part], scale, out=output[part])
 
 
 def _scale_of(op: Any, world_size: int) -> float:

@@ -163,9 +163,10 @@ class WeightDifferenceAllGather(WeightAllGather):
         self._wait_for_writes()
         layout = self._current_layout(own.dtype)
         main = pack_shards(params, own)
-        messages = self._gather_between_nodes(self._encode(layout, main, reference=own))
         measured = self._context.measure_errors and own.is_floating_point()
-        return Exchange(layout, messages, main if measured else None)
+        exact = main.clone() if measured else None
+        messages = self._gather_between_nodes(self._encode(layout, main, reference=own))
+        return Exchange(layout, messages, exact)
 
     def finish_exchange(self, exchange: Exchange) -> None:
         """Pass the messages on inside the node and add the differences to the replica."""
@@ -183,7 +184,7 @@ class WeightDifferenceAllGather(WeightAllGather):
             if exchange.exact.is_cuda:
                 exchange.exact.record_stream(torch.cuda.current_stream())
             for run in exchange.layout.runs:
-                part = slice(run.start, run.start + run.numel)
+                part = slice(run.start, run.stop)
                 self._context.weight_errors.add(own[part], exchange.exact[part])
         self._note_write(replica)
 

@@ -115,3 +115,18 @@ def test_perturbed_weights_are_alike_on_all_ranks(ablation: ModuleType) -> None:
     relative = weights[0] / exact - 1
     assert 0.99e-3 < float(relative.std()) < 1.01e-3
     assert abs(float(relative.mean())) < 1e-5
+
+
+def test_sensitivity_names_its_variants(
+    load_benchmark: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "corpus.json").write_text("{}")
+    options = ["--tokens", str(tmp_path), "--variants", "1 bit,2 bits"]
+    monkeypatch.setattr("sys.argv", ["sensitivity.py", *options])
+    with pytest.raises(SystemExit, match="2"):
+        load_benchmark("sensitivity").main()
+    error = capsys.readouterr().err
+    assert "unknown variants ['1 bit']: choose among full precision" in error

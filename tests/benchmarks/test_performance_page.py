@@ -202,3 +202,20 @@ def test_noise_stands_beside_its_cost(
     assert "| loss after 301M tokens (training) |" in shown[0]
     assert shown[2] == "| qW | 50.0% | 25.00% | - (-) |"
     assert shown[3] == "| qWD | 25.0% | 6.25% | +5.000% (+10.000%) |"
+
+
+def test_sensitivity(performance: ModuleType, parts: ModuleType, tmp_path: Path) -> None:
+    folder = parts.Folder(tmp_path, tmp_path / "page.md")
+    assert "Not measured yet" in performance.sensitivity(folder)
+    run = {"seed": 0, "train_s": 1.0}
+    variants = {
+        "2 bits": [run | {"val_loss": 2.1, "curve": [(50, 3.3)]}],
+        "full precision": [run | {"val_loss": 2.0, "curve": [(50, 3.0)]}],
+    }
+    setup = {"layers": 4, "hidden": 128, "steps": 400, "batch": 16, "seq": 128}
+    results = {"setup": setup, "nodes": 2, "variants": variants}
+    (tmp_path / "sensitivity.json").write_text(json.dumps({"results": results}))
+    shown = performance.sensitivity(folder)
+    assert "400 steps, 1.64M tokens" in shown
+    assert "| full precision | 2.0000 | - | - | - |" in shown
+    assert "| 2 bits | 2.1000 | +5.000% | +10.000% | +10.000% |" in shown

@@ -126,7 +126,7 @@ def _dropped(rank: int, world: int) -> None:
     assert not torch.equal(first, second)
     numel = sum(p.numel() for p in model.parameters() if p.ndim > 1)
     codes = sum(residual.nbytes for residual in held)
-    # 1.03 / node_size for each node but this one, with padding and biases
+    # 1.03 / node_size for each node but this one, with padding
     assert codes < 1.2 * numel / 2 / 2
     communication.drop_residuals()
     assert torch.equal(gradients(model), first)
