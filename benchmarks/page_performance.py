@@ -388,11 +388,11 @@ def sensitivity(folder: Folder) -> str:
     setup = results["setup"]
     tokens = setup["steps"] * setup["batch"] * setup["seq"] * results["nodes"]
     outcomes = to_outcomes(results, [BASELINE])
-    rows = [[row[0], *row[2:4], *row[5:]] for row in loss_rows(outcomes)]
-    header = ["gradients between nodes", "validation loss", "against full precision"]
+    rows = [[*row[:4], *row[5:]] for row in loss_rows(outcomes)]
+    header = ["gradients between nodes", "seeds", "validation loss", "against full precision"]
     return (
         f"{setup['layers']} layers, hidden {setup['hidden']}, {results['nodes']} nodes, "
-        f"{setup['steps']} steps, {tokens / 1e6:.3g}M tokens, one seed:\n\n"
+        f"{setup['steps']} steps, {tokens / 1e6:.3g}M tokens:\n\n"
         + markdown([*header, "training, second half", "last quarter"], rows)
         + sources([report])
     )

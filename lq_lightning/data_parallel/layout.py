@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lq_lightning._compat_tensors import copy_all, zero_all
 from lq_lightning.codecs import CodecSpec
 
 __all__ = ["MessageLayout", "Run", "Segment", "absorb_small_runs", "segment_runs"]
@@ -246,7 +247,7 @@ class MessageLayout:
             if reference is not None:
                 views = self._exact_views(reference)
                 absorbed += [views[index] for index in self.absorbed]
-            torch._foreach_zero_(absorbed)
+            zero_all(absorbed)
 
     def copy_exact(self, messages: Tensor, slots: Tensor) -> None:
         """Write the exact values of messages to their places in slots.
@@ -264,7 +265,7 @@ class MessageLayout:
         """Write ``[..., E]`` exact values to their places in ``[..., n]`` slots of any dtype."""
         sizes = [run.numel for run in self.exact_runs]
         parts = values.to(slots.dtype).split_with_sizes(sizes, dim=-1)
-        torch._foreach_copy_(self._exact_views(slots), parts)
+        copy_all(self._exact_views(slots), parts)
 
     def _exact_views(self, slots: Tensor) -> tuple[Tensor, ...]:
         """Views of the exact runs in ``[..., n]`` slots, each ``[..., numel]``."""
