@@ -178,9 +178,8 @@ def draw(outcomes: Outcomes, path: Path) -> None:
 
     names = [name for name in outcomes if name != BASELINE and changes(outcomes, name)]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), constrained_layout=True)
-    shades = plt.get_cmap("tab20" if len(names) > 10 else "tab10").colors
-    # Of `tab20` the full shades first, each of which is followed by its light one.
-    shades = [*shades[:: 2 if len(names) > 10 else 1], *shades[1::2]]
+    shades = plt.get_cmap("tab20").colors  # each full shade, those of `tab10`, before its light one
+    shades = [*shades[::2], *shades[1::2]]
     colors = dict(zip(names, itertools.cycle(shades), strict=False))
     for row, name in enumerate(names):
         values = changes(outcomes, name)

@@ -36,14 +36,16 @@ def step_times(folder: Folder, suffix: str = "") -> dict[str, dict[str, Any]]:
     return {label: report for label, report in reports.items() if report is not None}
 
 
+def _by_session(folder: Folder, table: Callable[[dict[str, dict[str, Any]]], str]) -> str:
+    """Make a table of the step times of each session that has any."""
+    tables = ((heading, table(step_times(folder, suffix))) for suffix, heading in SESSIONS.items())
+    shown = "".join(heading + text for heading, text in tables if text)
+    return shown or missing("benchmarks/run_all.sh nvlink rates")
+
+
 def step_time(folder: Folder) -> str:
     """Milliseconds per step of every variant on every network, by session."""
-    tables = (
-        heading + _step_time(reports)
-        for suffix, heading in SESSIONS.items()
-        if (reports := step_times(folder, suffix))
-    )
-    return "".join(tables) or missing("benchmarks/run_all.sh nvlink rates")
+    return _by_session(folder, _step_time_table)
 
 
 def _measured_in(reports: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -52,7 +54,9 @@ def _measured_in(reports: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {variant: name for variant, name in VARIANTS.items() if variant in measured}
 
 
-def _step_time(reports: dict[str, dict[str, Any]]) -> str:
+def _step_time_table(reports: dict[str, dict[str, Any]]) -> str:
+    if not reports:
+        return ""
     rows = []
     variants = _measured_in(reports)
     for label, name in NETWORKS.items():
@@ -101,12 +105,7 @@ def bytes_sent(folder: Folder) -> str:
 
 def exposed(folder: Folder) -> str:
     """Milliseconds per step in which the GPU does not compute, by session."""
-    tables = (
-        heading + table
-        for suffix, heading in SESSIONS.items()
-        if (table := _exposed_table(step_times(folder, suffix)))
-    )
-    return "".join(tables) or missing("benchmarks/run_all.sh nvlink rates")
+    return _by_session(folder, _exposed_table)
 
 
 def _exposed_table(reports: dict[str, dict[str, Any]]) -> str:

@@ -70,15 +70,14 @@ def kind_of(name: str) -> str:
     return {"tokens.weight": "embedding", "head.weight": "head"}.get(name, "blocks")
 
 
-def batches(args: argparse.Namespace, seed: int) -> Iterator[list[Tensor]]:
-    """Yield ``[B, T + 1]`` tokens of each node, every block once in an epoch."""
-    blocks = read_tokens(args.tokens, args.seq).blocks("train")
+def batches(blocks: Any, batch: int, seed: int) -> Iterator[list[Tensor]]:
+    """Yield ``[batch, T + 1]`` tokens of each node, every block once in an epoch."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(blocks), generator=generator)
-        for rows in order.split(NODES * args.batch):
-            if len(rows) == NODES * args.batch:
-                yield list(_take(blocks, rows.tolist()).split(args.batch))
+        for rows in order.split(NODES * batch):
+            if len(rows) == NODES * batch:
+                yield list(_take(blocks, rows.tolist()).split(batch))
 
 
 def _take(blocks: Any, rows: list[int]) -> Tensor:
@@ -119,7 +118,7 @@ def train(args: argparse.Namespace, name: str, seed: int) -> Outcome:
     optimizer = torch.optim.AdamW(
         parameters.values(), lr=args.lr, betas=BETAS, weight_decay=0.1, fused=True
     )
-    data = batches(args, seed)
+    data = batches(corpus.blocks("train"), args.batch, seed)
     total, curve = 0.0, []
     for step in range(args.steps):
         of_node = []

@@ -130,3 +130,20 @@ def test_sensitivity_names_its_variants(
         load_benchmark("sensitivity").main()
     error = capsys.readouterr().err
     assert "unknown variants ['1 bit']: choose among full precision" in error
+
+
+def test_sensitivity_knows_the_kinds_of_parameters(
+    load_benchmark: Callable[[str], ModuleType],
+) -> None:
+    sensitivity = load_benchmark("sensitivity")
+    config = load_benchmark("gpt").GPTConfig(layers=2, hidden=8, heads=2, seq=4, vocab=16)
+    names: dict[str, list[str]] = {}
+    for name, _ in load_benchmark("gpt").GPT(config).named_parameters():
+        names.setdefault(sensitivity.kind_of(name), []).append(name)
+    assert names["embedding"] == ["tokens.weight"]
+    assert names["head"] == ["head.weight"]
+    assert {"positions.weight", "blocks.1.down.weight"} < set(names["blocks"])
+    bits = {
+        k: c.inter_bits for k, c in sensitivity.VARIANTS["2 bits (embedding and head 8)"].items()
+    }
+    assert bits == {"embedding": 8, "head": 8, "blocks": 2}

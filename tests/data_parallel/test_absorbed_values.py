@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lq_testing import run_ranks
+from lq_testing.devices import device
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,13 +54,6 @@ class Counter(TorchDispatchMode):
     ) -> Any:
         self.count += 1
         return func(*args, **(kwargs or {}))
-
-
-def device() -> torch.device:
-    """This rank's device: its GPU under NCCL, else the CPU."""
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def build(

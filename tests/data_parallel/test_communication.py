@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lq_testing import run_ranks
+from lq_testing.devices import device
 from lq_testing.models import Block, LoRABlock, OptionalBlock, TinyLM, batch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,13 +33,6 @@ QWD8 = WeightQuantization(group_size=64, bits=8)
 NODE = WeightQuantization(group_size=64, replica="node")
 TLQ_HS = GradientQuantization()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def device() -> torch.device:
-    """This rank's device: its GPU under NCCL, else the CPU."""
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def tokens(step: int) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lq_testing import run_ranks
+from lq_testing.devices import device
 from lq_testing.lightning_models import TinyModule, loader, trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -26,13 +27,6 @@ from lq_lightning.data_parallel import (
 )
 
 SIZES = (96, 160, 40)
-
-
-def device() -> torch.device:
-    """This rank's device: its GPU under NCCL, else the CPU."""
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def build(
