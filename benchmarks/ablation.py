@@ -161,6 +161,17 @@ VARIANTS = {
         )
         for bits in (6, 3, 2)
     },
+    # Embeddings and heads in 8 bits, all other gradients in fewer.
+    "SDP4Bit vocabulary 8": Variant(
+        weights=WeightQuantization(), gradients=GradientQuantization(vocabulary_bits=8)
+    ),
+    **{
+        f"SDP4Bit {bits} bits vocabulary 8": Variant(
+            weights=WeightQuantization(),
+            gradients=GradientQuantization(inter_bits=bits, vocabulary_bits=8),
+        )
+        for bits in (3, 2)
+    },
     "AdamW expanded_fp8": Variant(states=_states("expanded_fp8")),
     "AdamW dynamic8": Variant(states=_states("dynamic8")),
     "AdamW fp8": Variant(states=_states("fp8")),
@@ -451,6 +462,7 @@ def show_merged(args: argparse.Namespace) -> None:
     """Show several reports as one; write and draw it if asked to."""
     results = merged(args.merge)
     outcomes = to_outcomes(results, list(VARIANTS))
+    results["variants"] = to_json(outcomes)
     print(summary(outcomes))
     if args.json:
         environments = []

@@ -64,6 +64,13 @@ VARIANTS = {
         weights=WeightQuantization(),
         gradients=GradientQuantization(error_feedback=True),
     ),
+    "quantized-vocabulary-8": Variant(
+        weights=WeightQuantization(), gradients=GradientQuantization(vocabulary_bits=8)
+    ),
+    "quantized-2-bits": Variant(
+        weights=WeightQuantization(),
+        gradients=GradientQuantization(inter_bits=2, vocabulary_bits=8),
+    ),
     "weights-only": Variant(weights=WeightQuantization()),
     "gradients-only": Variant(gradients=GradientQuantization()),
     "no-communication": Variant(communicate=False),

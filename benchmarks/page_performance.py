@@ -21,6 +21,8 @@ VARIANTS = {
     "quantized": "SDP4Bit, `full`",
     "quantized-node": "SDP4Bit, `node`",
     "quantized-feedback": "SDP4Bit, error feedback",
+    "quantized-vocabulary-8": "SDP4Bit, 8 bits for the vocabulary",
+    "quantized-2-bits": "the same, 2 bits for the rest",
 }
 # Endings of reports of whole sessions, and what stands above their tables.
 SESSIONS = {

@@ -50,8 +50,8 @@ nvlink() {
         --trace "$traces/nvlink" --json "$results/step_time_nvlink.json"
 }
 rates() {
-    timeout 280 "${on_two_nodes[@]}" benchmarks/step_time.py --node-size 2 \
-        --variants $variants,quantized-feedback \
+    timeout 330 "${on_two_nodes[@]}" benchmarks/step_time.py --node-size 2 \
+        --variants $variants,quantized-feedback,quantized-vocabulary-8,quantized-2-bits \
         --rates none,100gbit,25gbit,10gbit --steps 6 --warmup 2 --budget 6 \
         --trace "$traces" --json "$results/step_time_{rate}.json"
 }

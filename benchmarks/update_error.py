@@ -93,7 +93,9 @@ class Link:
         self._spec, self._seed, self._calls = config.codec("inter"), seed, 0
         self._others = [other for other in range(NODES) if other != node]
         numel //= NODES
-        self._layout = MessageLayout.of([Run(0, numel, True)], config.codec("intra"), torch.float32)
+        self._layout = MessageLayout.of(
+            [Run(0, numel, True)], [config.codec("intra")], torch.float32
+        )
         self._residual = GradientResidual() if config.error_feedback else None
 
     def send(self, gradient: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class WeightAllGather(UnitCollective, AllGather):
                 for s in segments
             ]
         itemsize = next(iter(itemsizes)).itemsize
-        return keep_small_runs_exact(segments, self._config.codec(), itemsize)
+        return keep_small_runs_exact(segments, [self._config.codec()], itemsize)
 
     def _current_layout(self, dtype: torch.dtype) -> MessageLayout:
         params = self._params()
@@ -76,7 +76,7 @@ class WeightAllGather(UnitCollective, AllGather):
             else:
                 segments = self.segments()
             runs = absorb_small_runs(segment_runs(segments))
-            self._layout = MessageLayout.of(runs, self._config.codec(), dtype)
+            self._layout = MessageLayout.of(runs, [self._config.codec()], dtype)
             self._layout_key = key
         return self._layout
 
@@ -145,7 +145,7 @@ class WeightAllGather(UnitCollective, AllGather):
         base = None if reference is None else reference.view(1, -1)
         for index, run in layout.quantized:
             encode(
-                layout.spec,
+                layout.spec_of(run),
                 values[:, run.start : run.stop],
                 seed=part_seed(seed, index),
                 reference=None if base is None else base[:, run.start : run.stop],
@@ -209,7 +209,7 @@ class WeightAllGather(UnitCollective, AllGather):
     def _decode_runs(layout: MessageLayout, messages: Tensor, slots: Tensor, *, add: bool) -> None:
         for index, run in layout.quantized:
             part, target = layout.part(messages, index), slots[:, run.start : run.stop]
-            decode(layout.spec, part, run.numel, out=target, add=add)
+            decode(layout.spec_of(run), part, run.numel, out=target, add=add)
 
 
 def _byte_segments(segments: list[Segment], params: list[GroupParam]) -> list[Segment]:

@@ -36,6 +36,7 @@ from lq_lightning.data_parallel.plan import (
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
 from lq_lightning.data_parallel.traffic import Traffic
 from lq_lightning.data_parallel.unit import UnitContext
+from lq_lightning.data_parallel.vocabulary import vocabulary_weights
 from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
 
 __all__ = ["QuantizationErrors", "QuantizedCommunication", "quantize_communication"]
@@ -301,7 +302,8 @@ def quantize_communication(
     Args:
         module: The root of the sharded model.
         weights: How weights are gathered; ``None`` leaves FSDP2's own all-gather.
-        gradients: How gradients are reduced; ``None`` leaves FSDP2's own reduce-scatter.
+        gradients: How gradients are reduced; ``None`` leaves FSDP2's own reduce-scatter. Embeddings
+            and heads, which may have bits of their own, are :func:`vocabulary_weights`.
         topology: Ranks and nodes; its world must be the world of the default process group.
         min_quantized_numel: Parameters with fewer elements travel in full precision, as do 1-D
             ones.
@@ -322,7 +324,8 @@ def quantize_communication(
             f"`{type(module).__name__}` has no module sharded by FSDP2: apply "
             "`torch.distributed.fsdp.fully_shard` to its blocks and to itself first."
         )
-    names_of = {id(p): n for n, p in module.named_parameters(remove_duplicate=False)}
+    names_of = {id(p): _clean(n) for n, p in module.named_parameters(remove_duplicate=False)}
+    vocabulary = frozenset(names_of[id(p)] for p in vocabulary_weights(module))
     device = next(module.parameters()).device
     context = _make_context(topology, seed, device)
     units, tensors = [], []
@@ -334,7 +337,15 @@ def quantize_communication(
                 "two levels."
             )
         unit = _make_unit(
-            index, name, group, names_of, weights, gradients, min_quantized_numel, context
+            index,
+            name,
+            group,
+            names_of,
+            vocabulary,
+            weights,
+            gradients,
+            min_quantized_numel,
+            context,
         )
         _install(unit, unit_module, group)
         units.append(unit)
@@ -371,13 +382,14 @@ def _make_unit(
     name: str,
     group: Any,
     names_of: Mapping[int, str],
+    vocabulary: frozenset[str],
     weights: WeightQuantization | None,
     gradients: GradientQuantization | None,
     min_quantized_numel: int,
     context: UnitContext,
 ) -> _Unit:
     params = GroupParams(group)
-    names = tuple(_clean(names_of[id(p.sharded_param)]) for p in params())
+    names = tuple(names_of[id(p.sharded_param)] for p in params())
     shared: dict[str, Any] = {
         "name": name or "root",
         "index": index,
@@ -392,7 +404,7 @@ def _make_unit(
         gather = kind(weights, **shared)
     scatter = None
     if gradients is not None:
-        scatter = TwoLevelReduceScatter(gradients, **shared)
+        scatter = TwoLevelReduceScatter(gradients, vocabulary, **shared)
     return _Unit(name or "root", names, params, gather, scatter)
 
 

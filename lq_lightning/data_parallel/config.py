@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -19,6 +20,7 @@ __all__ = [
 WeightMethod = Literal["qWD", "qW"]
 GradientMethod = Literal["TLq-HS", "TLq", "ULq", "QuanGrad"]
 ReplicaMode = Literal["full", "node"]
+Level = Literal["intra", "inter"]
 Rounding = Literal["nearest", "stochastic"]
 
 _INTEGER_BITS = range(2, 9)
@@ -112,6 +114,9 @@ class GradientQuantization:
             (its second half, an all-gather of gradients, has no place where they stay sharded).
         intra_bits: Bits of one code within a node, 2 to 8 (``"TLq-HS"`` and ``"TLq"`` only).
         inter_bits: Bits of one code between nodes, 2 to 8 (not used by ``"QuanGrad"``).
+        vocabulary_bits: Bits of one code between nodes for embeddings and heads (see
+            :func:`vocabulary_weights`), 2 to 8; ``None`` for ``inter_bits``. With ``"ULq"`` within
+            nodes, too; not used by ``"QuanGrad"``.
         group_size: Elements that share one scale, a power of two from 16 to 4096.
         hadamard_size: Order of the Hadamard transform (``"TLq-HS"`` only): 16, 32, 64 or 128, not
             larger than ``group_size``.
@@ -130,6 +135,7 @@ class GradientQuantization:
     method: GradientMethod = "TLq-HS"
     intra_bits: int = 8
     inter_bits: int = 4
+    vocabulary_bits: int | None = None
     group_size: int = 128
     hadamard_size: int = 32
     rounding: Rounding = "nearest"
@@ -147,16 +153,25 @@ class GradientQuantization:
         check_choice(owner, "rounding", self.rounding, get_args(Rounding))
         _check_bits(owner, "intra_bits", self.intra_bits)
         _check_bits(owner, "inter_bits", self.inter_bits)
+        if self.vocabulary_bits is not None:
+            _check_bits(owner, "vocabulary_bits", self.vocabulary_bits)
         check_choice(owner, "hadamard_size", self.hadamard_size, (16, 32, 64, 128))
         self.codec("intra")
         self.codec("inter")
 
-    def codec(self, level: Literal["intra", "inter"]) -> CodecSpec:
-        """Codec of the messages within a node (``"intra"``) or between nodes (``"inter"``)."""
+    def codec(self, level: Level, *, vocabulary: bool = False) -> CodecSpec:
+        """Codec of the messages within a node (``"intra"``) or between nodes (``"inter"``).
+
+        Args:
+            level: The one or the other.
+            vocabulary: Whether the gradients are those of embeddings and heads.
+        """
         if self.method == "QuanGrad":
             bits = 8
         elif level == "intra" and self.method != "ULq":
             bits = self.intra_bits
+        elif vocabulary and self.vocabulary_bits is not None:
+            bits = self.vocabulary_bits
         else:
             bits = self.inter_bits
         return CodecSpec(
@@ -165,6 +180,10 @@ class GradientQuantization:
             hadamard_size=self.hadamard_size if self.method == "TLq-HS" else 0,
             rounding=self.rounding,
         )
+
+    def separates_vocabulary(self, levels: Iterable[Level]) -> bool:
+        """Whether embeddings and heads have a codec of their own at any of these levels."""
+        return any(self.codec(level) != self.codec(level, vocabulary=True) for level in levels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,6 +217,13 @@ class Topology:
                 f"`node_size={self.node_size}` does not divide the world size {self.world_size}: "
                 f"every node must hold the same number of ranks. Allowed here: {divisors}."
             )
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """Where messages travel; a world of one rank counts as one that has other nodes."""
+        if self.node_size == 1:
+            return ("inter",)
+        return ("intra",) if self.num_nodes == 1 else ("intra", "inter")
 
     @property
     def num_nodes(self) -> int:

@@ -70,8 +70,8 @@ class GradientResidual:
         layout, messages = self._layout, self._messages
         if layout is None or messages is None:
             raise AssertionError("prepare() comes first")
-        kept, numel = layout.part(messages[rows], index), layout.runs[index].numel
-        encode_with_residual(spec, values, numel, layout.spec, kept, seed=seed, out=out)
+        kept, run = layout.part(messages[rows], index), layout.runs[index]
+        encode_with_residual(spec, values, run.numel, layout.spec_of(run), kept, seed=seed, out=out)
 
     def drop(self) -> None:
         """Start from zeros again."""

@@ -39,6 +39,7 @@ class Segment(NamedTuple):
         numel: Elements of the (padded) shard.
         travel: ``"quantized"``, ``"full"`` (full precision) or ``"skipped"`` (never exchanged).
         reason: Why it is not quantized; empty if it is.
+        codec: If it is quantized, which codec of the layout encodes it.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Segment(NamedTuple):
     numel: int
     travel: Travel
     reason: str = ""
+    codec: int = 0
 
 
 class Run(NamedTuple):
@@ -56,12 +58,14 @@ class Run(NamedTuple):
         numel: Elements.
         quantized: Whether the run is encoded.
         absorbed: Full-precision runs within an encoded one. Zeros are encoded in their place.
+        codec: Which codec of the layout encodes it, 0 where none does.
     """
 
     start: int
     numel: int
     quantized: bool
     absorbed: tuple[Run, ...] = ()
+    codec: int = 0
 
     @property
     def stop(self) -> int:
@@ -81,16 +85,21 @@ def segment_runs(segments: Sequence[Segment]) -> list[Run]:
         if segment.travel == "skipped" or segment.numel == 0:
             continue
         quantized = segment.travel == "quantized"
+        run = Run(segment.start, segment.numel, quantized, codec=segment.codec if quantized else 0)
         last = runs[-1] if runs else None
-        if last and last.quantized == quantized and last.stop == segment.start:
-            runs[-1] = last._replace(numel=last.numel + segment.numel)
+        if last and _alike(last, run) and last.stop == run.start:
+            runs[-1] = last._replace(numel=last.numel + run.numel)
         else:
-            runs.append(Run(segment.start, segment.numel, quantized))
+            runs.append(run)
     return runs
 
 
+def _alike(run: Run, other: Run) -> bool:
+    return (run.quantized, run.codec) == (other.quantized, other.codec)
+
+
 def absorb_small_runs(runs: Sequence[Run]) -> list[Run]:
-    """Let quantized runs include the few full-precision elements between them.
+    """Let quantized runs of one codec include the few full-precision elements between them.
 
     Each saves the operators of a run. It costs codes that nobody needs, so what a run absorbs is at
     most ``1 / ABSORBING_FACTOR`` of it. Runs with skipped segments between them stay apart.
@@ -111,10 +120,10 @@ def _joined(runs: Sequence[Run]) -> Run | None:
     if [run.quantized for run in runs] != [True, False, True]:
         return None
     left, gap, right = runs
-    if left.stop != gap.start or gap.stop != right.start:
+    if left.stop != gap.start or gap.stop != right.start or left.codec != right.codec:
         return None
     absorbed = (*left.absorbed, gap, *right.absorbed)
-    joined = Run(left.start, right.stop - left.start, True, absorbed)
+    joined = Run(left.start, right.stop - left.start, True, absorbed, left.codec)
     return joined if joined.absorbed_numel * ABSORBING_FACTOR <= joined.numel else None
 
 
@@ -127,7 +136,7 @@ class MessageLayout:
 
     Attributes:
         runs: The runs, in slot order.
-        spec: Codec of the quantized runs.
+        specs: Codecs, of which each quantized run has one.
         raw_dtype: Dtype of exact values in the message.
         offsets: First byte of each run's codes, and where all codes end. A full-precision run has
             none.
@@ -138,7 +147,7 @@ class MessageLayout:
     """
 
     runs: tuple[Run, ...]
-    spec: CodecSpec
+    specs: tuple[CodecSpec, ...]
     raw_dtype: torch.dtype
     offsets: tuple[int, ...]
     exact_runs: tuple[Run, ...]
@@ -147,7 +156,9 @@ class MessageLayout:
     nbytes: int
 
     @classmethod
-    def of(cls, runs: Sequence[Run], spec: CodecSpec, raw_dtype: torch.dtype) -> MessageLayout:
+    def of(
+        cls, runs: Sequence[Run], specs: Sequence[CodecSpec], raw_dtype: torch.dtype
+    ) -> MessageLayout:
         """Lay out the codes one run after another, then all exact values.
 
         Codes take a multiple of 16 bytes, so the parts and the messages start at multiples of that.
@@ -156,14 +167,15 @@ class MessageLayout:
         exact_runs: list[Run] = []
         absorbed: list[int] = []
         for run in runs:
-            offsets.append(offsets[-1] + (spec.nbytes(run.numel) if run.quantized else 0))
+            nbytes = specs[run.codec].nbytes(run.numel) if run.quantized else 0
+            offsets.append(offsets[-1] + nbytes)
             if run.quantized:
                 absorbed += range(len(exact_runs), len(exact_runs) + len(run.absorbed))
             exact_runs += run.absorbed if run.quantized else (run,)
         stop = offsets[-1] + sum(run.numel for run in exact_runs) * raw_dtype.itemsize
         return cls(
             tuple(runs),
-            spec,
+            tuple(specs),
             raw_dtype,
             tuple(offsets),
             tuple(exact_runs),
@@ -181,6 +193,10 @@ class MessageLayout:
     def quantized(self) -> list[tuple[int, Run]]:
         """The quantized runs, each with its index."""
         return [(index, run) for index, run in enumerate(self.runs) if run.quantized]
+
+    def spec_of(self, run: Run) -> CodecSpec:
+        """Codec of a quantized run."""
+        return self.specs[run.codec]
 
     @property
     def quantized_numel(self) -> int:

@@ -21,6 +21,7 @@ class TensorPlan(NamedTuple):
         weights: How its weights travel.
         gradients: How its gradients travel.
         reason: Why something is not quantized; empty if all is.
+        vocabulary: Whether its gradients are encoded in ``vocabulary_bits``.
     """
 
     name: str
@@ -28,6 +29,7 @@ class TensorPlan(NamedTuple):
     weights: str
     gradients: str
     reason: str
+    vocabulary: bool = False
 
 
 class CommunicationPlan(NamedTuple):
@@ -48,6 +50,11 @@ class CommunicationPlan(NamedTuple):
         """Parameters of which something travels in full precision although a codec is on."""
         return tuple(t for t in self.tensors if t.reason)
 
+    @property
+    def vocabulary(self) -> tuple[TensorPlan, ...]:
+        """Embeddings and heads whose gradients have bits of their own."""
+        return tuple(t for t in self.tensors if t.vocabulary)
+
     def summary(self) -> str:
         """A few lines for people: what is quantized, what is not, and why."""
         total = sum(t.numel for t in self.tensors)
@@ -58,12 +65,18 @@ class CommunicationPlan(NamedTuple):
             f"{len(self.tensors) - len(self.full_precision)} of {len(self.tensors)} tensors "
             f"({total - exact:,} of {total:,} elements) are quantized wherever a codec is on",
         ]
+        if self.vocabulary:
+            lines.append(f"gradients in vocabulary_bits: {_some_names(self.vocabulary)}")
         reasons = Counter(t.reason for t in self.full_precision)
-        for reason, count in reasons.most_common(6):
-            names = [t.name for t in self.full_precision if t.reason == reason]
-            shown = ", ".join(names[:3]) + (", ..." if count > 3 else "")
-            lines.append(f"not quantized, {reason}: {count} tensors ({shown})")
+        for reason, _ in reasons.most_common(6):
+            found = [t for t in self.full_precision if t.reason == reason]
+            lines.append(f"not quantized, {reason}: {_some_names(found)}")
         return "\n".join(lines)
+
+
+def _some_names(tensors: Sequence[TensorPlan]) -> str:
+    shown = ", ".join(t.name for t in tensors[:3]) + (", ..." if len(tensors) > 3 else "")
+    return f"{len(tensors)} tensors ({shown})"
 
 
 def describe_weights(config: WeightQuantization | None) -> str:
@@ -83,6 +96,10 @@ def describe_gradients(config: GradientQuantization | None, topology: Topology) 
     if config is None:
         return "full precision"
     intra, inter = config.codec("intra").code, config.codec("inter").code
+    vocabulary = ""
+    if config.separates_vocabulary(topology.levels):
+        code = config.codec("inter", vocabulary=True).code
+        vocabulary = f", {code} there for embeddings and heads"
     if topology.num_nodes == 1:
         levels = f"{intra} within the one node"
     elif topology.node_size == 1:
@@ -95,8 +112,8 @@ def describe_gradients(config: GradientQuantization | None, topology: Topology) 
     hadamard = f", Hadamard {config.hadamard_size}" if config.method == "TLq-HS" else ""
     feedback = ", error feedback" if config.error_feedback and topology.num_nodes > 1 else ""
     return (
-        f"{config.method}: {levels}, {config.rounding} rounding, groups of {config.group_size}"
-        f"{hadamard}{feedback}"
+        f"{config.method}: {levels}{vocabulary}, {config.rounding} rounding, groups of "
+        f"{config.group_size}{hadamard}{feedback}"
     )
 
 
@@ -121,6 +138,7 @@ def tensor_plans(
                 "full" if weight is None else weight.travel,
                 "none" if not trains else "full" if gradient is None else gradient.travel,
                 "; ".join(dict.fromkeys(reasons)),
+                gradient is not None and gradient.travel == "quantized" and gradient.codec > 0,
             )
         )
     return plans

@@ -12,7 +12,7 @@ leaves the node, so here it stays as it is: of N nodes, N - 1 add quantization n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lq_lightning._compat import Reduced, ReduceScatter, backward_id, reduce_scatter_flat
-from lq_lightning.codecs import decode_reduce, decode_reduce_encode, derive_seed, encode
-from lq_lightning.data_parallel.config import GradientQuantization
+from lq_lightning.codecs import (
+    CodecSpec,
+    decode_reduce,
+    decode_reduce_encode,
+    derive_seed,
+    encode,
+)
+from lq_lightning.data_parallel.config import GradientQuantization, Level
 from lq_lightning.data_parallel.error_feedback import GradientResidual
 from lq_lightning.data_parallel.layout import (
     MessageLayout,
@@ -55,12 +61,17 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
 
     Args:
         config: Codecs and method.
+        vocabulary: Names of the parameters that are embeddings or heads.
         unit: Arguments of :class:`UnitCollective`.
     """
 
-    def __init__(self, config: GradientQuantization, **unit: Any) -> None:
+    def __init__(
+        self, config: GradientQuantization, vocabulary: Collection[str] = (), **unit: Any
+    ) -> None:
         super().__init__(**unit)
         self._config = config
+        levels = self._context.topology.levels
+        self._vocabulary = vocabulary if config.separates_vocabulary(levels) else ()
         self._packed: tuple[int, ...] | None = None
         self._read_in_backward = True
         self._layouts: dict[tuple[Any, ...], tuple[MessageLayout, MessageLayout]] = {}
@@ -94,12 +105,17 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
                 param.ndim, param.numel, torch.float32, self._min_quantized_numel
             )
             travel = "full" if reason else "quantized"
+            codec = int(self.names[i] in self._vocabulary)
             segments.append(
-                Segment(self.names[i], start, param.padded_shard_numel, travel, reason)  # type: ignore[arg-type]
+                Segment(self.names[i], start, param.padded_shard_numel, travel, reason, codec)  # type: ignore[arg-type]
             )
             start += param.padded_shard_numel
-        level = "intra" if self._context.topology.node_size > 1 else "inter"
-        return keep_small_runs_exact(segments, self._config.codec(level), itemsize)  # type: ignore[arg-type]
+        first_level = self._context.topology.levels[0]
+        return keep_small_runs_exact(segments, self._specs(first_level), itemsize)
+
+    def _specs(self, level: Level) -> list[CodecSpec]:
+        """Codecs of a level: of most gradients, and of those of the vocabulary."""
+        return [self._config.codec(level, vocabulary=vocabulary) for vocabulary in (False, True)]
 
     def _layouts_for(self, numel: int, dtype: torch.dtype) -> tuple[MessageLayout, MessageLayout]:
         """Message layouts within the node and between nodes for a slot of ``numel`` elements."""
@@ -113,10 +129,10 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
                     f"parameters with gradients hold {total}"
                 )
             runs = absorb_small_runs(segment_runs(segments))
-            intra = MessageLayout.of(runs, self._config.codec("intra"), dtype)
+            intra = MessageLayout.of(runs, self._specs("intra"), dtype)
             two_levels = self._context.topology.node_size > 1
             raw = torch.float32 if two_levels else dtype
-            inter = MessageLayout.of(runs, self._config.codec("inter"), raw)
+            inter = MessageLayout.of(runs, self._specs("inter"), raw)
             self._layouts[key] = (intra, inter)
         return self._layouts[key]
 
@@ -290,10 +306,11 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         for index, run in layout.quantized:
             part = layout.part(messages, index)
             values = slots[:, run.start : run.stop]
+            spec, run_seed = layout.spec_of(run), part_seed(seed, index)
             if encode_run is not None:
-                encode_run(index, values, layout.spec, seed=part_seed(seed, index), out=part)
+                encode_run(index, values, spec, seed=run_seed, out=part)
             else:
-                encode(layout.spec, values, seed=part_seed(seed, index), out=part)
+                encode(spec, values, seed=run_seed, out=part)
 
     def _encode_for_node(self, slots: Tensor, layout: MessageLayout) -> Tensor:
         """Encode all slots, ordered by the local rank that collects them.
@@ -368,13 +385,12 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
             for index, run in intra.quantized:
                 codes, out = intra.part(source, index), inter.part(encoded, index)
                 run_seed = part_seed(part_seed(seed, part), index)
+                spec = inter.spec_of(run)
                 if self.residual is not None:
-                    self.residual.encode(
-                        index, codes, inter.spec, seed=run_seed, out=out, rows=target
-                    )
+                    self.residual.encode(index, codes, spec, seed=run_seed, out=out, rows=target)
                 else:
                     decode_reduce_encode(
-                        intra.spec, codes, run.numel, inter.spec, seed=run_seed, out=out
+                        intra.spec_of(run), codes, run.numel, spec, seed=run_seed, out=out
                     )
         return messages
 
@@ -395,7 +411,7 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
                 exact.add_(layout.exact_of(output))
         for index, run in layout.quantized:
             decode_reduce(
-                layout.spec,
+                layout.spec_of(run),
                 layout.part(received, index).unsqueeze(1),
                 run.numel,
                 scale=scale,

@@ -165,12 +165,14 @@ def full_precision_reason(
     return ""
 
 
-def keep_small_runs_exact(segments: list[Segment], spec: CodecSpec, itemsize: int) -> list[Segment]:
+def keep_small_runs_exact(
+    segments: list[Segment], specs: Sequence[CodecSpec], itemsize: int
+) -> list[Segment]:
     """Let quantized runs travel in full precision where their codes would not be smaller."""
     small = [
         run
         for run in segment_runs(segments)
-        if run.quantized and spec.nbytes(run.numel) >= run.numel * itemsize
+        if run.quantized and specs[run.codec].nbytes(run.numel) >= run.numel * itemsize
     ]
     return [
         segment._replace(travel="full", reason="the encoded shard would not be smaller")

@@ -64,6 +64,24 @@ def _gradient_option(
     return None if gradients == "none" else GradientQuantization(method=gradients)
 
 
+def _warn_of_options_without_effect(
+    config: GradientQuantization, communication: QuantizedCommunication
+) -> None:
+    topology = communication.topology
+    if config.error_feedback and topology.num_nodes == 1:
+        rank_zero_warn(
+            "`error_feedback=True` has no effect on one node: only messages between nodes keep "
+            "what they leave out. `node_size` gives smaller nodes."
+        )
+    if config.vocabulary_bits is None or communication.plan.vocabulary:
+        return
+    if config.separates_vocabulary(topology.levels):
+        why = "no embedding with `min_quantized_numel` elements was found"
+    else:
+        why = f'with `method="{config.method}"` other gradients have the same bits on this topology'
+    rank_zero_warn(f"`vocabulary_bits={config.vocabulary_bits}` has no effect: {why}.")
+
+
 class QuantizedFSDPStrategy(FullyShardedStrategy):
     """FSDP2 for any LightningModule, sending 4-bit weights and 8/4-bit gradients (SDP4Bit).
 
@@ -222,11 +240,8 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             min_quantized_numel=self._min_quantized_numel,
             seed=self._seed,
         )
-        if gradients is not None and gradients.error_feedback and topology.num_nodes == 1:
-            rank_zero_warn(
-                "`error_feedback=True` has no effect on one node: only messages between nodes keep "
-                "what they leave out. `node_size` gives smaller nodes."
-            )
+        if gradients is not None:
+            _warn_of_options_without_effect(gradients, communication)
         rank_zero_info(communication.plan.summary())
         exact = communication.plan.full_precision
         if exact:

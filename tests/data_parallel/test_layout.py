@@ -77,7 +77,7 @@ def test_runs_that_codes_do_not_make_smaller_are_found_before_absorption() -> No
         Segment("d", 1005, 2, "full", "1-D"),
         Segment("e", 1007, 1000, "quantized"),
     ]
-    kept = keep_small_runs_exact(segments, spec, 4)
+    kept = keep_small_runs_exact(segments, [spec], 4)
     assert [s.travel for s in kept] == ["quantized", "full", "full", "full", "quantized"]
     assert absorb_small_runs(segment_runs(kept)) == [Run(0, 2007, True, (Run(1000, 7, False),))]
 
@@ -87,7 +87,7 @@ def test_parts_do_not_overlap_and_fill_the_message(dtype: torch.dtype) -> None:
     spec = CodecSpec(code="int4", group_size=16)
     absorbed = Run(50, 3, False)
     runs = [Run(0, 33, True), Run(33, 5, False), Run(40, 216, True, (absorbed,))]
-    layout = MessageLayout.of(runs, spec, dtype)
+    layout = MessageLayout.of(runs, [spec], dtype)
     assert layout.nbytes % 16 == 0
     assert layout.numel == 254
     assert layout.quantized_numel == 246
@@ -114,7 +114,7 @@ def test_parts_do_not_overlap_and_fill_the_message(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
 def test_exact_values_travel_beside_zeros(shape: tuple[int, ...]) -> None:
     runs = [Run(2, 3, False), Run(5, 30, True, (Run(8, 2, False), Run(20, 1, False)))]
-    layout = MessageLayout.of(runs, CodecSpec(code="int4", group_size=16), torch.float32)
+    layout = MessageLayout.of(runs, [CodecSpec(code="int4", group_size=16)], torch.float32)
     slots = torch.arange(1.0, 41).repeat(*shape, 1)
     slots[..., 8] = float("nan")
     before, reference = slots.clone(), torch.full_like(slots, float("inf"))

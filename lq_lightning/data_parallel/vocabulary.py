@@ -1,0 +1,33 @@
+"""Which parameters belong to a vocabulary: embeddings, and heads that predict its tokens."""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__ = ["vocabulary_weights"]
+
+
+def vocabulary_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Weights of embeddings, and of what looks like a head.
+
+    A head is a 2-D parameter with a row for each row of the largest embedding, more than it has
+    columns. A matrix of another purpose and of that shape (an MLP four times as wide as the model,
+    where the vocabulary is so small) is taken for one, too.
+
+    Args:
+        module: The model, of which each weight is whole or a DTensor.
+
+    Returns:
+        Each parameter once, in the order of ``module.parameters()``; none without an embedding.
+    """
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    tables = {id(child.weight): child for child in module.modules() if isinstance(child, kinds)}
+    if not tables:
+        return []
+    rows = max(table.num_embeddings for table in tables.values())
+    return [
+        parameter
+        for parameter in module.parameters()
+        if id(parameter) in tables
+        or (parameter.ndim == 2 and parameter.shape[0] == rows > parameter.shape[1])
+    ]
