@@ -35,7 +35,17 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from ablation_report import BASELINE, Outcome, Outcomes, draw, merged, summary, to_json, to_outcomes
+from ablation_report import (
+    BASELINE,
+    PERTURBED,
+    Outcome,
+    Outcomes,
+    draw,
+    merged,
+    summary,
+    to_json,
+    to_outcomes,
+)
 from common import write_report
 from gpt import GPT, GPTConfig
 from kernel_text import read_tokens, tokens_folder
@@ -141,7 +151,7 @@ FEEDBACK = GradientQuantization(error_feedback=True)
 VARIANTS = {
     BASELINE: Variant(),
     # How far two runs end apart that should end alike: the chance in every other difference.
-    "full precision perturbed": Variant(perturbation=1e-3),
+    PERTURBED: Variant(perturbation=1e-3),
     "qW": Variant(weights=WeightQuantization(method="qW")),
     "qWD": Variant(weights=WeightQuantization()),
     "ULq": Variant(gradients=GradientQuantization(method="ULq")),

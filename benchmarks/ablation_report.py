@@ -12,6 +12,7 @@ from typing import Any
 from common import table
 
 BASELINE = "full precision"
+PERTURBED = "full precision perturbed"
 
 # Scale of the figure: linear near zero, logarithmic beyond.
 _LINEAR_PERCENT = 0.2
@@ -81,12 +82,28 @@ def to_json(outcomes: Outcomes) -> dict[str, list[dict[str, Any]]]:
     return {name: [asdict(outcome) for outcome in runs] for name, runs in outcomes.items()}
 
 
+def counterparts(outcomes: Outcomes, name: str) -> dict[int, list[Outcome]]:
+    """Return the runs of full precision that a variant is compared with, by seed.
+
+    With those from perturbed weights, where there are any: a single run has luck of its own, which
+    all differences to it share. Full precision itself, of both kinds, is compared with the others.
+    """
+    by_seed: dict[int, list[Outcome]] = {o.seed: [o] for o in outcomes.get(BASELINE, [])}
+    if name not in (BASELINE, PERTURBED):
+        for outcome in outcomes.get(PERTURBED, []):
+            by_seed.setdefault(outcome.seed, []).append(outcome)
+    return by_seed
+
+
 def changes(outcomes: Outcomes, name: str) -> list[float]:
     """Return the changes of validation loss against full precision with the same seed, in percent.
 
-    Runs without a counterpart are left out.
+    Runs without counterparts are left out; of several the mean counts.
     """
-    exact = {o.seed: o.val_loss for o in outcomes.get(BASELINE, [])}
+    exact = {
+        seed: statistics.mean(o.val_loss for o in runs)
+        for seed, runs in counterparts(outcomes, name).items()
+    }
     return [100 * (o.val_loss / exact[o.seed] - 1) for o in outcomes[name] if o.seed in exact]
 
 
@@ -107,11 +124,16 @@ def training_changes(outcomes: Outcomes, name: str, *, last: float = 0.5) -> lis
 
 def _curves_of_changes(outcomes: Outcomes, name: str) -> list[list[tuple[int, float]]]:
     """Return steps and changes of training loss, in percent, of each run with a counterpart."""
-    exact = {o.seed: dict(o.curve) for o in outcomes.get(BASELINE, [])}
+    exact = counterparts(outcomes, name)
     curves = []
     for outcome in outcomes[name]:
-        other = exact.get(outcome.seed, {})
-        curves.append([(s, 100 * (loss / other[s] - 1)) for s, loss in outcome.curve if s in other])
+        others = [dict(o.curve) for o in exact.get(outcome.seed, [])]
+        means = {
+            step: statistics.mean(other[step] for other in others)
+            for step, _ in outcome.curve
+            if others and all(step in other for other in others)
+        }
+        curves.append([(s, 100 * (loss / means[s] - 1)) for s, loss in outcome.curve if s in means])
     return [curve for curve in curves if curve]
 
 

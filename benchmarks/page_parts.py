@@ -102,7 +102,6 @@ def ablations(folder: Folder, shown: Callable[[str], bool], command: str) -> str
         if not chosen:
             continue
         outcomes = to_outcomes(results, [BASELINE])
-        outcomes = {n: runs for n, runs in outcomes.items() if n in chosen or n == BASELINE}
         preset = results["preset"]
         steps = results.get("stop_after") or preset["steps"]
         tokens = steps * preset["batch"] * preset["seq"] * results["world_size"]
@@ -118,7 +117,7 @@ def ablations(folder: Folder, shown: Callable[[str], bool], command: str) -> str
                     *("variant", "seeds", "validation loss", "against full precision"),
                     *("std error", "training, second half", "last quarter"),
                 ],
-                loss_rows(outcomes),
+                loss_rows(outcomes, [n for n in outcomes if n in chosen or n == BASELINE]),
             )
             + sources([report])
             + "\n"
@@ -127,14 +126,19 @@ def ablations(folder: Folder, shown: Callable[[str], bool], command: str) -> str
     return "\n".join(part.strip("\n") + "\n" for part in parts) or missing(command)
 
 
-def loss_rows(outcomes: Outcomes) -> list[list[str]]:
+def loss_rows(outcomes: Outcomes, shown: Iterable[str] | None = None) -> list[list[str]]:
     """Return the rows of an ablation: seeds, loss, its change and error, the changes in training.
+
+    Args:
+        outcomes: Of all variants that were run.
+        shown: Variants that get a row; all by default.
 
     The error of full precision is the deviation of one seed, that of the others the standard error
     of their mean difference to the same seeds.
     """
     rows = []
-    for name, runs in outcomes.items():
+    for name in outcomes if shown is None else shown:
+        runs = outcomes[name]
         loss = f"{statistics.mean(run.val_loss for run in runs):.4f}"
         change = training = late = "-"
         if name != BASELINE:
@@ -142,6 +146,6 @@ def loss_rows(outcomes: Outcomes) -> list[list[str]]:
             training = mean_percent(training_changes(outcomes, name))
             late = mean_percent(training_changes(outcomes, name, last=0.25))
         error = std_error(outcomes, name)
-        shown = "-" if math.isnan(error) else f"{error:.3f}%"
-        rows.append([name, str(len(runs)), loss, change, shown, training, late])
+        spread = "-" if math.isnan(error) else f"{error:.3f}%"
+        rows.append([name, str(len(runs)), loss, change, spread, training, late])
     return rows

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ablation_report import BASELINE, Outcome, Outcomes, to_json, to_outcomes
+from ablation_report import BASELINE, PERTURBED, Outcome, Outcomes, to_json, to_outcomes
 from common import table, write_report
 from gpt import GPT, GPTConfig
 from kernel_text import read_tokens, tokens_folder
@@ -35,7 +35,6 @@ from lq_lightning.codecs import derive_seed
 from lq_lightning.data_parallel import GradientQuantization
 
 KINDS = ("embedding", "head", "blocks")
-PERTURBED = "full precision perturbed"
 CURVE_STEPS = 50
 VAL_BATCH = 32
 

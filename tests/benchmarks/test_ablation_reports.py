@@ -53,6 +53,19 @@ def test_merge_pairs_seeds_and_takes_the_later_of_two(run: Shown, tmp_path: Path
     assert "0.704%" in lines["full precision"]  # 0.0141421 / 2.01
 
 
+def test_full_precision_is_the_mean_of_its_runs(run: Shown, tmp_path: Path) -> None:
+    variants = {
+        "full precision": [_outcome(0, 2.0), _outcome(1, 3.0)],
+        "full precision perturbed": [_outcome(0, 2.2)],
+        "qW": [_outcome(0, 2.31), _outcome(1, 3.3)],
+    }
+    report = _report(tmp_path / "a.json", variants)
+    lines = {line[:25].strip(): line.split() for line in run("--merge", report).splitlines()}
+    assert "+10.000%" in lines["qW"]  # of 2.1 and of 3.0
+    assert "+10.000%" in lines["full precision perturbed"]
+    assert "+0.000%" in lines["full precision"]
+
+
 def test_merged_reports_can_be_merged_again(run: Shown, tmp_path: Path) -> None:
     paths = [
         _report(tmp_path / f"{seed}.json", {"full precision": [_outcome(seed, 2.0)]})
