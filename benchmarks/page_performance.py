@@ -21,8 +21,8 @@ VARIANTS = {
     "quantized": "SDP4Bit, `full`",
     "quantized-node": "SDP4Bit, `node`",
     "quantized-feedback": "SDP4Bit, error feedback",
-    "quantized-vocabulary-8": "SDP4Bit, 8 bits for the vocabulary",
-    "quantized-2-bits": "the same, 2 bits for the rest",
+    "quantized-vocabulary-8": "SDP4Bit, vocabulary in 8 bits",
+    "quantized-2-bits": "vocabulary in 8, rest in 2 bits",
 }
 # Endings of reports of whole sessions, and what stands above their tables.
 SESSIONS = {
