@@ -76,7 +76,7 @@ def _warn_of_options_without_effect(
     if config.vocabulary_bits is None or communication.plan.vocabulary:
         return
     if config.separates_vocabulary(topology.levels):
-        why = "no embedding with `min_quantized_numel` elements was found"
+        why = "no trained embedding or head of `min_quantized_numel` elements was found"
     else:
         why = f'with `method="{config.method}"` other gradients have the same bits on this topology'
     rank_zero_warn(f"`vocabulary_bits={config.vocabulary_bits}` has no effect: {why}.")

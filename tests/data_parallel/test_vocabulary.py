@@ -166,6 +166,7 @@ def build(
     apart: bool = False,
     tied: bool = False,
     dtype: torch.dtype = torch.float32,
+    min_quantized_numel: int = 256,
 ) -> tuple[Model, QuantizedCommunication]:
     torch.manual_seed(0)
     model = Model(tied=tied).to(device())
@@ -180,7 +181,7 @@ def build(
         weights=None,
         gradients=config,
         topology=Topology(world_size=world, rank=dist.get_rank(), node_size=node_size),
-        min_quantized_numel=256,
+        min_quantized_numel=min_quantized_numel,
     )
     return model, communication
 
@@ -283,9 +284,25 @@ def test_equal_bits_change_nothing(
     run_ranks(_is_one_codec, world, node_size, config)
 
 
-def _feedback(rank: int, world: int, node_size: int) -> None:
+def _one_level(rank: int, world: int) -> None:
+    """ULq has the same codec on both levels, so those of the vocabulary differ on both."""
+    exact = gradients(build(None, 2)[0])
+    config = GradientQuantization(method="ULq", vocabulary_bits=8)
+    for name, error in errors(gradients(build(config, 2)[0]), exact).items():
+        if name in ("tokens.weight", "positions.weight", "head.weight"):
+            assert 1e-3 < error < 0.02, (name, error)
+        elif exact[name].ndim > 1:
+            assert error > 0.05, (name, error)
+
+
+def test_the_vocabulary_has_a_codec_on_both_levels_of_ulq() -> None:
+    run_ranks(_one_level, 4)
+
+
+def _feedback(rank: int, world: int, node_size: int, method: Any) -> None:
     exact = gradients(build(None, node_size)[0])
-    config = GradientQuantization(inter_bits=2, vocabulary_bits=6, error_feedback=True)
+    bits = {"inter_bits": 4 if method == "ULq" else 2, "vocabulary_bits": 6}
+    config = GradientQuantization(method=method, error_feedback=True, **bits)
     model, _ = build(config, node_size)
     steps = [gradients(model) for _ in range(12)]
     mean = {n: torch.stack([step[n] for step in steps]).mean(dim=0) for n in exact}
@@ -294,9 +311,11 @@ def _feedback(rank: int, world: int, node_size: int) -> None:
         assert sums[name] < once[name] / 3 + 0.02, (name, once[name], sums[name])
 
 
-@pytest.mark.parametrize(("world", "node_size"), [(2, 1), (4, 2)])
-def test_error_feedback_sends_what_both_leave_out(world: int, node_size: int) -> None:
-    run_ranks(_feedback, world, node_size)
+@pytest.mark.parametrize(
+    ("world", "node_size", "method"), [(2, 1, "TLq-HS"), (4, 2, "TLq-HS"), (2, 1, "ULq")]
+)
+def test_error_feedback_sends_what_both_leave_out(world: int, node_size: int, method: str) -> None:
+    run_ranks(_feedback, world, node_size, method)
 
 
 def _nonfinite(rank: int, world: int, node_size: int) -> None:
@@ -319,6 +338,7 @@ def _plan(rank: int, world: int) -> str:
     _, communication = build(FINE, 1)
     found = [t.name for t in communication.plan.vocabulary]
     assert found == ["tokens.weight", "positions.weight", "head.weight"]
+    assert build(FINE, 1, min_quantized_numel=VOCAB * WIDTH + 1)[1].plan.vocabulary == ()
     return communication.plan.summary()
 
 
@@ -345,7 +365,7 @@ def _warns(rank: int, world: int, root: str) -> None:
             runner.fit(module, loader(8))
 
     eight = GradientQuantization(vocabulary_bits=8)
-    fit(WithoutEmbedding(), eight, "vocabulary_bits=8.*no embedding", node_size=1)
+    fit(WithoutEmbedding(), eight, "vocabulary_bits=8.*no trained embedding", node_size=1)
     fit(TinyModule(), eight, "vocabulary_bits=8.*TLq-HS.*the same bits on this topology")
     fit(TinyModule(), eight, "", node_size=1)
 
@@ -357,7 +377,7 @@ def test_options_without_effect_are_named(tmp_path: Any) -> None:
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     ("fn", "args"),
-    [(_reduces, (1, torch.float32, False, False)), (_feedback, (1,)), (_nonfinite, (1,))],
+    [(_reduces, (1, torch.float32, False, False)), (_feedback, (1, "TLq-HS")), (_nonfinite, (1,))],
 )
 def test_on_two_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
     run_ranks(fn, 2, *args, backend="nccl", timeout=200)
@@ -366,7 +386,7 @@ def test_on_two_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
 @pytest.mark.gpu(4)
 @pytest.mark.parametrize(
     ("fn", "args"),
-    [(_reduces, (2, torch.float32, False, False)), (_feedback, (2,)), (_nonfinite, (2,))],
+    [(_reduces, (2, torch.float32, False, False)), (_feedback, (2, "TLq-HS")), (_nonfinite, (2,))],
 )
 def test_on_four_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
     run_ranks(fn, 4, *args, backend="nccl", timeout=200)
