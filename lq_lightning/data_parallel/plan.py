@@ -76,7 +76,7 @@ class CommunicationPlan(NamedTuple):
 
 def _some_names(tensors: Sequence[TensorPlan]) -> str:
     shown = ", ".join(t.name for t in tensors[:3]) + (", ..." if len(tensors) > 3 else "")
-    return f"{len(tensors)} tensors ({shown})"
+    return f"{len(tensors)} tensor{'s' * (len(tensors) != 1)} ({shown})"
 
 
 def describe_weights(config: WeightQuantization | None) -> str:
