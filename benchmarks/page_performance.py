@@ -389,12 +389,12 @@ def sensitivity(folder: Folder) -> str:
     setup = results["setup"]
     tokens = setup["steps"] * setup["batch"] * setup["seq"] * results["nodes"]
     outcomes = to_outcomes(results, [BASELINE])
-    rows = [[*row[:4], *row[5:]] for row in loss_rows(outcomes)]
     header = ["gradients between nodes", "seeds", "validation loss", "against full precision"]
+    header += ["std error", "training, second half", "last quarter"]
     return (
         f"{setup['layers']} layers, hidden {setup['hidden']}, {results['nodes']} nodes, "
         f"{setup['steps']} steps, {tokens / 1e6:.3g}M tokens:\n\n"
-        + markdown([*header, "training, second half", "last quarter"], rows)
+        + markdown(header, loss_rows(outcomes))
         + sources([report])
     )
 
