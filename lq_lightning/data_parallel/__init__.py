@@ -10,6 +10,7 @@ from lq_lightning.data_parallel.config import GradientQuantization, Topology, We
 from lq_lightning.data_parallel.gradient_buffer import KeptGradient, QuantizedGradientBuffer
 from lq_lightning.data_parallel.plan import CommunicationPlan, TensorPlan
 from lq_lightning.data_parallel.traffic import Traffic
+from lq_lightning.data_parallel.vocabulary import vocabulary_weights
 
 __all__ = [
     "CommunicationPlan",
@@ -25,4 +26,5 @@ __all__ = [
     "WeightQuantization",
     "quantize_communication",
     "quantized_all_reduce_hook",
+    "vocabulary_weights",
 ]

@@ -24,6 +24,7 @@ from lq_lightning.data_parallel import (
     QuantizedCommunication,
     Topology,
     quantize_communication,
+    vocabulary_weights,
 )
 from lq_lightning.data_parallel.config import Level
 from lq_lightning.data_parallel.layout import (
@@ -34,7 +35,6 @@ from lq_lightning.data_parallel.layout import (
     segment_runs,
 )
 from lq_lightning.data_parallel.unit import keep_small_runs_exact
-from lq_lightning.data_parallel.vocabulary import vocabulary_weights
 
 VOCAB, WIDTH, POSITIONS = 200, 48, 48
 
