@@ -112,13 +112,7 @@ def ablations(folder: Folder, shown: Callable[[str], bool], command: str) -> str
             f"{preset['layers']} layers, hidden {preset['hidden']}, {length}, "
             f"{tokens / 1e6:.3g}M tokens, {results['world_size']} ranks in nodes of "
             f"{results['node_size']}:\n\n"
-            + markdown(
-                [
-                    *("variant", "seeds", "validation loss", "against full precision"),
-                    *("std error", "training, second half", "last quarter"),
-                ],
-                loss_rows(outcomes, [n for n in outcomes if n in chosen or n == BASELINE]),
-            )
+            + loss_table("variant", outcomes, [n for n in outcomes if n in chosen or n == BASELINE])
             + sources([report])
             + "\n"
             + folder.picture(report["name"], "Loss of each variant against full precision")
@@ -126,15 +120,22 @@ def ablations(folder: Folder, shown: Callable[[str], bool], command: str) -> str
     return "\n".join(part.strip("\n") + "\n" for part in parts) or missing(command)
 
 
+def loss_table(label: str, outcomes: Outcomes, shown: Iterable[str] | None = None) -> str:
+    """Return the Markdown of :func:`loss_rows`; ``label`` stands above the variants."""
+    header = [label, "seeds", "validation loss", "against full precision", "std error"]
+    header += ["training, second half", "last quarter"]
+    return markdown(header, loss_rows(outcomes, shown))
+
+
 def loss_rows(outcomes: Outcomes, shown: Iterable[str] | None = None) -> list[list[str]]:
     """Return the rows of an ablation: seeds, loss, its change and error, the changes in training.
+
+    The error of full precision is the deviation of one seed, that of the others the standard error
+    of their mean difference to the same seeds.
 
     Args:
         outcomes: Of all variants that were run.
         shown: Variants that get a row; all by default.
-
-    The error of full precision is the deviation of one seed, that of the others the standard error
-    of their mean difference to the same seeds.
     """
     rows = []
     for name in outcomes if shown is None else shown:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ablation_report import BASELINE, changes, mean_percent, to_outcomes, training_changes
-from page_parts import Folder, ablations, loss_rows, markdown, missing, number, sources
+from page_parts import Folder, ablations, loss_table, markdown, missing, number, sources
 
 NETWORKS = {
     "nvlink": "one NVLink node",
@@ -389,12 +389,10 @@ def sensitivity(folder: Folder) -> str:
     setup = results["setup"]
     tokens = setup["steps"] * setup["batch"] * setup["seq"] * results["nodes"]
     outcomes = to_outcomes(results, [BASELINE])
-    header = ["gradients between nodes", "seeds", "validation loss", "against full precision"]
-    header += ["std error", "training, second half", "last quarter"]
     return (
         f"{setup['layers']} layers, hidden {setup['hidden']}, {results['nodes']} nodes, "
         f"{setup['steps']} steps, {tokens / 1e6:.3g}M tokens:\n\n"
-        + markdown(header, loss_rows(outcomes))
+        + loss_table("gradients between nodes", outcomes)
         + sources([report])
     )
 

@@ -327,7 +327,7 @@ def quantize_communication(
     names_of = {id(p): _clean(n) for n, p in module.named_parameters(remove_duplicate=False)}
     vocabulary = frozenset(names_of[id(p)] for p in vocabulary_weights(module))
     device = next(module.parameters()).device
-    context = _make_context(topology, seed, device)
+    context = _make_context(topology, seed, device, vocabulary)
     units, tensors = [], []
     for index, (name, unit_module, group) in enumerate(found):
         if uses_hsdp(group):
@@ -337,15 +337,7 @@ def quantize_communication(
                 "two levels."
             )
         unit = _make_unit(
-            index,
-            name,
-            group,
-            names_of,
-            vocabulary,
-            weights,
-            gradients,
-            min_quantized_numel,
-            context,
+            index, name, group, names_of, weights, gradients, min_quantized_numel, context
         )
         _install(unit, unit_module, group)
         units.append(unit)
@@ -356,7 +348,9 @@ def quantize_communication(
     return QuantizedCommunication(units, context, plan, device)
 
 
-def _make_context(topology: Topology, seed: int, device: torch.device) -> UnitContext:
+def _make_context(
+    topology: Topology, seed: int, device: torch.device, vocabulary: frozenset[str]
+) -> UnitContext:
     if dist.get_world_size() != topology.world_size:
         raise ValueError(
             f"`Topology(world_size={topology.world_size})` does not match the process group, which "
@@ -374,6 +368,7 @@ def _make_context(topology: Topology, seed: int, device: torch.device) -> UnitCo
         inter_group=mesh.get_group("lq_node"),
         seed=seed,
         traffic=Traffic(),
+        vocabulary=vocabulary,
     )
 
 
@@ -382,7 +377,6 @@ def _make_unit(
     name: str,
     group: Any,
     names_of: Mapping[int, str],
-    vocabulary: frozenset[str],
     weights: WeightQuantization | None,
     gradients: GradientQuantization | None,
     min_quantized_numel: int,
@@ -404,7 +398,7 @@ def _make_unit(
         gather = kind(weights, **shared)
     scatter = None
     if gradients is not None:
-        scatter = TwoLevelReduceScatter(gradients, vocabulary, **shared)
+        scatter = TwoLevelReduceScatter(gradients, **shared)
     return _Unit(name or "root", names, params, gather, scatter)
 
 

@@ -12,7 +12,7 @@ leaves the node, so here it stays as it is: of N nodes, N - 1 add quantization n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -61,17 +61,14 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
 
     Args:
         config: Codecs and method.
-        vocabulary: Names of the parameters that are embeddings or heads.
         unit: Arguments of :class:`UnitCollective`.
     """
 
-    def __init__(
-        self, config: GradientQuantization, vocabulary: Collection[str] = (), **unit: Any
-    ) -> None:
+    def __init__(self, config: GradientQuantization, **unit: Any) -> None:
         super().__init__(**unit)
         self._config = config
-        levels = self._context.topology.levels
-        self._vocabulary = vocabulary if config.separates_vocabulary(levels) else ()
+        separates = config.separates_vocabulary(self._context.topology.levels)
+        self._vocabulary = self._context.vocabulary if separates else frozenset()
         self._packed: tuple[int, ...] | None = None
         self._read_in_backward = True
         self._layouts: dict[tuple[Any, ...], tuple[MessageLayout, MessageLayout]] = {}

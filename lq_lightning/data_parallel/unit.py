@@ -66,6 +66,7 @@ class UnitContext:
         inter_group: Ranks with this local rank, in node order.
         seed: Base of all stochastic-rounding seeds.
         traffic: Byte counters.
+        vocabulary: Names of the parameters that are embeddings or heads.
         step: Optimizer steps taken so far; a new number allows one more exchange.
         measure_errors: Whether to sum up quantization errors (costs extra passes).
         weight_errors: Sums of the weights' relative error.
@@ -80,6 +81,7 @@ class UnitContext:
     inter_group: dist.ProcessGroup
     seed: int
     traffic: Traffic
+    vocabulary: frozenset[str]
     step: int = 0
     measure_errors: bool = False
     weight_errors: ErrorSums = field(default_factory=ErrorSums)

@@ -66,6 +66,27 @@ def test_full_precision_is_the_mean_of_its_runs(run: Shown, tmp_path: Path) -> N
     assert "+0.000%" in lines["full precision"]
 
 
+def test_training_is_compared_with_the_mean_of_full_precision(
+    load_benchmark: Callable[[str], ModuleType],
+) -> None:
+    report = load_benchmark("ablation_report")
+
+    def run_of(*losses: float) -> list[Any]:
+        return [report.Outcome(0, 1.0, 1.0, tuple(zip((50, 100), losses, strict=False)))]
+
+    outcomes = {
+        "full precision": run_of(2.0, 4.0),
+        "full precision perturbed": run_of(3.0, 4.4),
+        "qW": run_of(2.75, 4.62),
+    }
+    found = report.training_changes(outcomes, "qW", last=1.0)
+    assert found == pytest.approx([10.0])  # of 2.5 and of 4.2
+    perturbed = report.training_changes(outcomes, "full precision perturbed")
+    assert perturbed == pytest.approx([10.0])  # of 4.0
+    outcomes["full precision perturbed"] = run_of(3.0)  # it was stopped
+    assert report.training_changes(outcomes, "qW", last=1.0) == pytest.approx([10.0])
+
+
 def test_merged_reports_can_be_merged_again(run: Shown, tmp_path: Path) -> None:
     paths = [
         _report(tmp_path / f"{seed}.json", {"full precision": [_outcome(seed, 2.0)]})

@@ -88,7 +88,8 @@ def test_runs_of_optimizer_states_are_told_from_the_others(
     results = {"preset": sizes, "world_size": 4, "node_size": 2}
     mixed = {"qWD": 2.02, "AdamW fp8": 2.04, "full precision": 2.0, "SDP4Bit + AdamW fp8": 2.2}
     states = {"AdamW int8": 3.0, "full precision": 2.0}
-    for name, losses in (("mixed", mixed), ("states", states)):
+    twice = {"full precision": 4.0, "full precision perturbed": 4.4, "AdamW fp8": 4.62}
+    for name, losses in (("mixed", mixed), ("states", states), ("twice", twice)):
         variants = {variant: runs(loss) for variant, loss in losses.items()}
         write(tmp_path, f"ablation_{name}", results | {"variants": variants})
     fidelity = page.optimizer_fidelity(folder)
@@ -97,6 +98,8 @@ def test_runs_of_optimizer_states_are_told_from_the_others(
         in fidelity
     )
     assert "| AdamW int8 | 1 | 3.0000 | +50.000% | - | - |" in fidelity
+    assert "| AdamW fp8 | 1 | 4.6200 | +10.000% | - | - |" in fidelity  # of both runs without a row
+    assert "perturbed" not in fidelity
     assert "qWD" not in fidelity
     assert "SDP4Bit" not in fidelity
     others = load_benchmark("page_performance").ablation(folder)
