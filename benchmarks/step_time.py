@@ -46,7 +46,7 @@ from timeline import load, read_step, summarize
 from torch import Tensor
 
 from lq_lightning.data_parallel import Traffic
-from lq_lightning.data_parallel.traffic import ring_bytes
+from lq_lightning.foundation.traffic import ring_bytes
 
 DEFAULT_VARIANTS = [name for name in VARIANTS if name != "no-communication"]
 

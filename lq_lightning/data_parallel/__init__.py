@@ -6,11 +6,12 @@ from lq_lightning.data_parallel.communication import (
     QuantizedCommunication,
     quantize_communication,
 )
-from lq_lightning.data_parallel.config import GradientQuantization, Topology, WeightQuantization
+from lq_lightning.data_parallel.config import GradientQuantization, WeightQuantization
 from lq_lightning.data_parallel.gradient_buffer import KeptGradient, QuantizedGradientBuffer
 from lq_lightning.data_parallel.plan import CommunicationPlan, TensorPlan
-from lq_lightning.data_parallel.traffic import Traffic
 from lq_lightning.data_parallel.vocabulary import vocabulary_weights
+from lq_lightning.foundation.topology import Topology
+from lq_lightning.foundation.traffic import Traffic
 
 __all__ = [
     "CommunicationPlan",

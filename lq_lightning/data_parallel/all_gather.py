@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat import AllGather, GroupParam, all_gather_flat
+from lq_lightning._compat.fsdp2 import AllGather, GroupParam
+from lq_lightning._compat.torch import all_gather_flat
 from lq_lightning.codecs import decode, derive_seed, encode
 from lq_lightning.data_parallel.config import WeightQuantization
 from lq_lightning.data_parallel.layout import (
@@ -23,13 +24,13 @@ from lq_lightning.data_parallel.layout import (
     absorb_small_runs,
     segment_runs,
 )
-from lq_lightning.data_parallel.traffic import ring_bytes
 from lq_lightning.data_parallel.unit import (
     UnitCollective,
     keep_small_runs_exact,
     part_seed,
     weight_segments,
 )
+from lq_lightning.foundation.traffic import ring_bytes
 
 __all__ = ["WeightAllGather"]
 

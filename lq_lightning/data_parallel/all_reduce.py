@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from lq_lightning._compat import all_gather_flat, inherit_timeout
+from lq_lightning._compat.torch import all_gather_flat, inherit_timeout
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, derive_seed, encode
-from lq_lightning.data_parallel.config import Topology
+from lq_lightning.foundation.topology import Topology
 
 __all__ = ["DEFAULT_CODEC", "QuantizedAllReduce", "quantized_all_reduce_hook"]
 

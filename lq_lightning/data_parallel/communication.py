@@ -14,17 +14,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lq_lightning._compat import (
+from lq_lightning._compat.fsdp2 import (
     GroupParam,
     GroupParams,
     fsdp_units,
-    inherit_timeout,
     record_reduced_params,
     uses_hsdp,
 )
-from lq_lightning._compat_tensors import local_tensor
+from lq_lightning._compat.tensors import local_tensor
+from lq_lightning._compat.torch import inherit_timeout
 from lq_lightning.data_parallel.all_gather import WeightAllGather
-from lq_lightning.data_parallel.config import GradientQuantization, Topology, WeightQuantization
+from lq_lightning.data_parallel.config import GradientQuantization, WeightQuantization
 from lq_lightning.data_parallel.exchange import ExchangeSchedule
 from lq_lightning.data_parallel.plan import (
     CommunicationPlan,
@@ -34,10 +34,12 @@ from lq_lightning.data_parallel.plan import (
     tensor_plans,
 )
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
-from lq_lightning.data_parallel.traffic import Traffic
 from lq_lightning.data_parallel.unit import UnitContext
 from lq_lightning.data_parallel.vocabulary import vocabulary_weights
 from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
+from lq_lightning.foundation.parameters import clean_name
+from lq_lightning.foundation.topology import Topology
+from lq_lightning.foundation.traffic import Traffic
 
 __all__ = ["QuantizationErrors", "QuantizedCommunication", "quantize_communication"]
 
@@ -324,7 +326,7 @@ def quantize_communication(
             f"`{type(module).__name__}` has no module sharded by FSDP2: apply "
             "`torch.distributed.fsdp.fully_shard` to its blocks and to itself first."
         )
-    names_of = {id(p): _clean(n) for n, p in module.named_parameters(remove_duplicate=False)}
+    names_of = {id(p): clean_name(n) for n, p in module.named_parameters(remove_duplicate=False)}
     vocabulary = frozenset(names_of[id(p)] for p in vocabulary_weights(module))
     device = next(module.parameters()).device
     context = _make_context(topology, seed, device, vocabulary)
@@ -400,12 +402,6 @@ def _make_unit(
     if gradients is not None:
         scatter = TwoLevelReduceScatter(gradients, **shared)
     return _Unit(name or "root", names, params, gather, scatter)
-
-
-def _clean(name: str) -> str:
-    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _install(unit: _Unit, module: FSDPModule, group: Any) -> None:

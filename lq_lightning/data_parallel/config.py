@@ -1,4 +1,4 @@
-"""What is quantized on the wire, and between which ranks."""
+"""What is quantized on the wire."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lq_lightning.codecs import CodecSpec
+from lq_lightning.foundation.checks import check_choice
+from lq_lightning.foundation.topology import Level
 
 __all__ = [
     "GradientMethod",
     "GradientQuantization",
     "ReplicaMode",
-    "Topology",
     "WeightMethod",
     "WeightQuantization",
 ]
@@ -20,33 +21,9 @@ __all__ = [
 WeightMethod = Literal["qWD", "qW"]
 GradientMethod = Literal["TLq-HS", "TLq", "ULq", "QuanGrad"]
 ReplicaMode = Literal["full", "node"]
-Level = Literal["intra", "inter"]
 Rounding = Literal["nearest", "stochastic"]
 
 _INTEGER_BITS = range(2, 9)
-
-
-def check_choice(
-    owner: str, field: str, value: object, allowed: tuple[object, ...], config: type | None = None
-) -> None:
-    """Refuse a value outside the choices of an option.
-
-    Args:
-        owner: Class that has the option.
-        field: The option.
-        value: Given by the user.
-        allowed: The choices.
-        config: Class of which an instance could be given instead.
-
-    Raises:
-        ValueError: ``value`` is not among ``allowed``.
-    """
-    if value not in allowed:
-        names = ", ".join(repr(item) for item in allowed)
-        instead = f", or give a `{config.__name__}`" if config else ""
-        raise ValueError(
-            f"`{owner}({field}={value!r})` is not supported: choose one of {names}{instead}."
-        )
 
 
 def _check_bits(owner: str, field: str, bits: int) -> None:
@@ -184,58 +161,3 @@ class GradientQuantization:
     def separates_vocabulary(self, levels: Iterable[Level]) -> bool:
         """Whether embeddings and heads have a codec of their own at any of these levels."""
         return any(self.codec(level) != self.codec(level, vocabulary=True) for level in levels)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Topology:
-    """Which ranks share a node: rank ``r`` is number ``r % node_size`` of node ``r // node_size``.
-
-    Attributes:
-        world_size: Ranks that shard the model.
-        rank: This rank.
-        node_size: Ranks in one node. A smaller number than the machine really has emulates nodes.
-    """
-
-    world_size: int
-    rank: int
-    node_size: int
-
-    def __post_init__(self) -> None:
-        """Check that nodes are equally large.
-
-        Raises:
-            ValueError: The world size is no multiple of the node size, or a number is out of range.
-        """
-        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
-            raise ValueError(
-                f"`Topology(world_size={self.world_size}, rank={self.rank})` is not valid: "
-                "rank must lie in [0, world_size)."
-            )
-        if not 1 <= self.node_size <= self.world_size or self.world_size % self.node_size:
-            divisors = [d for d in range(1, self.world_size + 1) if self.world_size % d == 0]
-            raise ValueError(
-                f"`node_size={self.node_size}` does not divide the world size {self.world_size}: "
-                f"every node must hold the same number of ranks. Allowed here: {divisors}."
-            )
-
-    @property
-    def levels(self) -> tuple[Level, ...]:
-        """Where messages travel; a world of one rank counts as one that has other nodes."""
-        if self.node_size == 1:
-            return ("inter",)
-        return ("intra",) if self.num_nodes == 1 else ("intra", "inter")
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes in the world."""
-        return self.world_size // self.node_size
-
-    @property
-    def node(self) -> int:
-        """Index of this rank's node."""
-        return self.rank // self.node_size
-
-    @property
-    def local_rank(self) -> int:
-        """Index of this rank in its node."""
-        return self.rank % self.node_size

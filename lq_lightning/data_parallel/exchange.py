@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from lq_lightning.data_parallel.pipeline import SecondStage
 from lq_lightning.data_parallel.weight_difference import Exchange, WeightDifferenceAllGather
+from lq_lightning.foundation.streams import SecondStage
 
 __all__ = ["ExchangeSchedule"]
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lq_lightning._compat import after_backward, fsdp_units
-from lq_lightning._compat_gradients import keep_unreduced_gradients
-from lq_lightning._compat_tensors import empty_like_sharded, local_tensor
+from lq_lightning._compat.fsdp2 import fsdp_units
+from lq_lightning._compat.gradients import keep_unreduced_gradients
+from lq_lightning._compat.tensors import empty_like_sharded, local_tensor
+from lq_lightning._compat.torch import after_backward
 from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode
 from lq_lightning.data_parallel.unit import full_precision_reason
 from lq_lightning.kernels.accumulate import accumulate_, buffer_layout, read_accumulated_

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lq_lightning.data_parallel.config import GradientQuantization, Topology, WeightQuantization
+from lq_lightning.data_parallel.config import GradientQuantization, WeightQuantization
 from lq_lightning.data_parallel.layout import Segment
+from lq_lightning.foundation.topology import Topology
 
 __all__ = ["CommunicationPlan", "TensorPlan"]
 

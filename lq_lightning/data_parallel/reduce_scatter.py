@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat import Reduced, ReduceScatter, backward_id, reduce_scatter_flat
+from lq_lightning._compat.fsdp2 import Reduced, ReduceScatter
+from lq_lightning._compat.torch import backward_id, reduce_scatter_flat
 from lq_lightning.codecs import (
     CodecSpec,
     decode_reduce,
@@ -28,7 +29,7 @@ from lq_lightning.codecs import (
     derive_seed,
     encode,
 )
-from lq_lightning.data_parallel.config import GradientQuantization, Level
+from lq_lightning.data_parallel.config import GradientQuantization
 from lq_lightning.data_parallel.error_feedback import GradientResidual
 from lq_lightning.data_parallel.layout import (
     MessageLayout,
@@ -36,13 +37,14 @@ from lq_lightning.data_parallel.layout import (
     absorb_small_runs,
     segment_runs,
 )
-from lq_lightning.data_parallel.traffic import ring_bytes
 from lq_lightning.data_parallel.unit import (
     UnitCollective,
     full_precision_reason,
     keep_small_runs_exact,
     part_seed,
 )
+from lq_lightning.foundation.topology import Level
+from lq_lightning.foundation.traffic import ring_bytes
 
 __all__ = ["TwoLevelReduceScatter"]
 

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat import GroupParam, after_backward, backward_id
+from lq_lightning._compat.fsdp2 import GroupParam
+from lq_lightning._compat.torch import after_backward, backward_id
 from lq_lightning.codecs import CodecSpec, derive_seed
-from lq_lightning.data_parallel.config import Topology
 from lq_lightning.data_parallel.layout import Segment, segment_runs
-from lq_lightning.data_parallel.pipeline import SecondStage
-from lq_lightning.data_parallel.traffic import ErrorSums, Traffic
+from lq_lightning.foundation.streams import SecondStage
+from lq_lightning.foundation.topology import Topology
+from lq_lightning.foundation.traffic import ErrorSums, Traffic
 
 __all__ = [
     "DeferredReductions",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from lq_lightning.foundation.parameters import embeddings
+
 __all__ = ["vocabulary_weights"]
 
 
@@ -20,8 +22,7 @@ def vocabulary_weights(module: nn.Module) -> list[nn.Parameter]:
     Returns:
         Each parameter once, in the order of ``module.parameters()``; none without an embedding.
     """
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    tables = {id(child.weight): child for child in module.modules() if isinstance(child, kinds)}
+    tables = {id(table.weight): table for table in embeddings(module)}
     if not tables:
         return []
     rows = max(table.num_embeddings for table in tables.values())

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat import all_gather_flat, pack_shards, write_fingerprint
-from lq_lightning._compat_tensors import to_sharded_dtensor
+from lq_lightning._compat.fsdp2 import pack_shards, write_fingerprint
+from lq_lightning._compat.tensors import to_sharded_dtensor
+from lq_lightning._compat.torch import all_gather_flat
 from lq_lightning.data_parallel.all_gather import WeightAllGather
 from lq_lightning.data_parallel.config import WeightQuantization
 from lq_lightning.data_parallel.layout import MessageLayout

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lq_lightning.foundation.parameters import embeddings
 from lq_lightning.kernels.optimizer_step import StateFormat, row_length, state_format
 
 StateCode = Literal["expanded_fp8", "fp8", "dynamic8", "int8", "float32"]
@@ -163,8 +164,4 @@ def embedding_weights(module: nn.Module) -> dict[Tensor, str]:
 
     8-bit states of embeddings are unstable in pretraining (Dettmers et al., section 2.3).
     """
-    return {
-        child.weight: "embedding"
-        for child in module.modules()
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag))
-    }
+    return {table.weight: "embedding" for table in embeddings(module)}

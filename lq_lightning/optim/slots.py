@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from lq_lightning._compat_tensors import add_one_to_all, local_tensor
+from lq_lightning._compat.tensors import add_one_to_all, local_tensor
 from lq_lightning.kernels.optimizer_step import PreparedTensor, StateFormat, prepare
 
 from .config import OptimizerQuantization

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lq_lightning._compat_tensors import like_rows, local_tensor, shard_rows
+from lq_lightning._compat.tensors import like_rows, local_tensor, shard_rows
 from lq_lightning.kernels.optimizer_step import StateFormat, groups_per_row, row_length
 from lq_lightning.kernels.optimizer_step.reference import State, decode_state, encode_state
 

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision import (
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lq_lightning._compat import call_hooks, convert_floating, default_dtype
+from lq_lightning._compat.lightning import call_hooks, convert_floating, default_dtype
 from lq_lightning.plugins.grad_norm import PlainNorms
 
 __all__ = ["FullyShardedPrecision", "PrecisionName"]

@@ -11,10 +11,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lq_lightning._compat_gradients import is_accumulating, starts_window
+from lq_lightning._compat.lightning import is_accumulating, starts_window
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import QuantizedGradientBuffer
-from lq_lightning.data_parallel.config import check_choice
+from lq_lightning.foundation.checks import check_choice
 from lq_lightning.optim import (
     OptimizerQuantization,
     QuantizedOptimizer,

@@ -28,21 +28,25 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
-from lq_lightning._compat import (
+from lq_lightning._compat.fsdp2 import fsdp_units
+from lq_lightning._compat.lightning import (
+    materialize_meta_tensors,
+    move_optimizers_to_device,
+    use_own_sampling,
+)
+from lq_lightning._compat.modules import (
     begin_root_forward,
     discard_unreduced_gradients,
     end_root_forward,
-    fsdp_units,
-    inherit_timeout,
-    materialize_meta_tensors,
-    move_optimizers_to_device,
     reset_iteration,
-    use_own_sampling,
 )
-from lq_lightning._compat_tensors import local_tensor
+from lq_lightning._compat.tensors import local_tensor
+from lq_lightning._compat.torch import inherit_timeout
+from lq_lightning.checkpoint import state
+from lq_lightning.checkpoint.strategy import CheckpointingStrategy
+from lq_lightning.foundation.broadcast import broadcast_module_states
 from lq_lightning.plugins import FullyShardedPrecision
-from lq_lightning.strategies import sharding, state
-from lq_lightning.strategies.checkpointing import CheckpointingStrategy
+from lq_lightning.strategies import sharding
 from lq_lightning.strategies.failures import (
     LostRankError,
     explain_lost_rank,
@@ -335,7 +339,7 @@ class FullyShardedStrategy(CheckpointingStrategy):
             self._layer_sync.apply(module)
         self._fsdp_precision.convert_module(module)
         if self.world_size > 1:
-            sharding.broadcast_module_states(module, parameters=True)
+            broadcast_module_states(module, parameters=True)
         plan = sharding.find_units(module, self._units)
         mesh = self.device_mesh["data_parallel"]
         sharding.shard_module(module, plan, mesh, self._fsdp_precision, self._reshard_after_forward)
@@ -344,7 +348,7 @@ class FullyShardedStrategy(CheckpointingStrategy):
                 torch.manual_seed(torch.initial_seed() + self.global_rank)
             materialize_meta_tensors(module, self.root_device)
         if self.world_size > 1:
-            sharding.broadcast_module_states(module, parameters=False)
+            broadcast_module_states(module, parameters=False)
         offloads = any(
             isinstance(group.offload_policy, CPUOffloadPolicy) for _, _, group in fsdp_units(module)
         )
@@ -544,7 +548,7 @@ class FullyShardedStrategy(CheckpointingStrategy):
 
     def _share_buffers(self) -> None:
         if self._is_sharded and self.world_size > 1:
-            sharding.broadcast_module_states(self._require_module(), parameters=False)
+            broadcast_module_states(self._require_module(), parameters=False)
 
     def on_validation_start(self) -> None:
         """Evaluate with the same buffers (such as running statistics) on all ranks."""

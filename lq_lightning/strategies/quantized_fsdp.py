@@ -17,16 +17,16 @@ from lq_lightning.data_parallel import (
     WeightQuantization,
     quantize_communication,
 )
-from lq_lightning.data_parallel.config import check_choice
+from lq_lightning.foundation.checks import check_choice
+from lq_lightning.strategies.choose_quantization import (
+    WeightOption,
+    choose_quantization,
+    nvlink_inside_nodes,
+)
 from lq_lightning.strategies.fully_sharded import (
     DEFAULT_TIMEOUT,
     FullyShardedStrategy,
     ShardedModule,
-)
-from lq_lightning.strategies.topology import (
-    WeightOption,
-    choose_quantization,
-    nvlink_inside_nodes,
 )
 
 __all__ = ["QuantizedFSDPStrategy"]

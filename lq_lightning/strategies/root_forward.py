@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from lq_lightning._compat import (
+from lq_lightning._compat.modules import (
     begin_root_forward,
     end_root_forward,
     has_unreduced_gradients,

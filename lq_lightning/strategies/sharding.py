@@ -6,8 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -19,13 +17,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from lq_lightning._compat import convert_floating, fsdp_units, prepare_fsdp_class, uses_hsdp
+from lq_lightning._compat.fsdp2 import fsdp_units, uses_hsdp
+from lq_lightning._compat.lightning import convert_floating
+from lq_lightning._compat.modules import prepare_fsdp_class
 from lq_lightning.plugins import FullyShardedPrecision
 
 __all__ = [
     "ShardingPlan",
     "UnitSelector",
-    "broadcast_module_states",
     "check_fully_sharded",
     "check_shardable",
     "find_units",
@@ -251,26 +250,6 @@ def check_shardable(root: nn.Module) -> None:
                 f"parameter `{name}` is a scalar, which FSDP2 cannot shard. Make it a tensor of "
                 "shape (1,), for example `nn.Parameter(torch.ones(1))`."
             )
-
-
-def broadcast_module_states(root: nn.Module, *, parameters: bool) -> None:
-    """Copy buffers, and with ``parameters`` also unsharded parameters, from rank 0 to all ranks.
-
-    As DDP does, so that ranks that initialised the model differently train one model. Tensors on
-    the meta device and DTensors are left alone.
-    """
-    device = None
-    if dist.get_backend() == "nccl":
-        device = "cuda"
-    tensors = list(root.buffers()) + (list(root.parameters()) if parameters else [])
-    for tensor in tensors:
-        if tensor.is_meta or isinstance(tensor, DTensor):
-            continue
-        staged = tensor.detach().to(device) if device else tensor.detach()
-        staged = staged.contiguous()
-        dist.broadcast(staged.view(-1).view(torch.uint8), src=0)  # gloo knows no float8
-        if staged.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(staged)
 
 
 def shard_module(

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lq_lightning._compat import note_sigterm, replace_stop_check
+from lq_lightning._compat.lightning import note_sigterm, replace_stop_check
 
 __all__ = ["StopSignal"]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lq_lightning._compat import Reduced
+from lq_lightning._compat.fsdp2 import Reduced
 from lq_lightning.data_parallel import (
     GradientQuantization,
     QuantizedCommunication,

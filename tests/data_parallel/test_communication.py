@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lq_lightning._compat import Reduced
+from lq_lightning._compat.fsdp2 import Reduced
 from lq_lightning.data_parallel import (
     GradientQuantization,
     QuantizedCommunication,
@@ -815,7 +815,7 @@ def _off(rank: int, world: int) -> None:
 
 
 def _groups(model: nn.Module) -> list[Any]:
-    from lq_lightning._compat import fsdp_units
+    from lq_lightning._compat.fsdp2 import fsdp_units
 
     return [group for _, _, group in fsdp_units(model)]
 

@@ -14,12 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lq_lightning._compat import (
-    Reduced,
-    discard_unreduced_gradients,
-    fsdp_units,
-    record_reduced_params,
-)
+from lq_lightning._compat.fsdp2 import Reduced, fsdp_units, record_reduced_params
+from lq_lightning._compat.modules import discard_unreduced_gradients
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import (
     GradientQuantization,

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.data_parallel.config import Topology
 from lq_lightning.data_parallel.layout import (
     MessageLayout,
     Run,
@@ -12,8 +11,9 @@ from lq_lightning.data_parallel.layout import (
     absorb_small_runs,
     segment_runs,
 )
-from lq_lightning.data_parallel.traffic import ErrorSums, ring_bytes
 from lq_lightning.data_parallel.unit import keep_small_runs_exact
+from lq_lightning.foundation.topology import Topology
+from lq_lightning.foundation.traffic import ErrorSums, ring_bytes
 
 
 def test_neighbours_that_travel_alike_share_a_run() -> None:

@@ -26,7 +26,6 @@ from lq_lightning.data_parallel import (
     quantize_communication,
     vocabulary_weights,
 )
-from lq_lightning.data_parallel.config import Level
 from lq_lightning.data_parallel.layout import (
     MessageLayout,
     Run,
@@ -35,6 +34,7 @@ from lq_lightning.data_parallel.layout import (
     segment_runs,
 )
 from lq_lightning.data_parallel.unit import keep_small_runs_exact
+from lq_lightning.foundation.topology import Level
 
 VOCAB, WIDTH, POSITIONS = 200, 48, 48
 

@@ -26,13 +26,13 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from lq_lightning import QuantizedFSDPStrategy
-from lq_lightning.data_parallel import GradientQuantization
-from lq_lightning.strategies.checkpoint import (
+from lq_lightning.checkpoint.consolidate import consolidate_checkpoint, main
+from lq_lightning.checkpoint.files import (
     AtomicCheckpointIO,
     ShardedCheckpoint,
     load_full_checkpoint,
 )
-from lq_lightning.strategies.consolidate import consolidate_checkpoint, main
+from lq_lightning.data_parallel import GradientQuantization
 
 PLAIN = {"weights": "none", "gradients": "none"}
 SMALL = {"min_quantized_numel": 64}
@@ -395,7 +395,7 @@ def test_item_12_checkpoint_io_and_learning_rate_finder(tmp_path: Path) -> None:
 
 
 def _killed_while_saving(rank: int, world_size: int, root: str, full: bool) -> None:
-    import lq_lightning.strategies.checkpoint as checkpoints
+    import lq_lightning.checkpoint.files as checkpoints
 
     run, _ = _fit(root, _module(), _strategy(full, **PLAIN))
     run.save_checkpoint(f"{root}/last.ckpt")

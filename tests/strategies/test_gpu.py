@@ -14,7 +14,7 @@ from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
 from torch.distributed.fsdp import FSDPModule
 
 from lq_lightning import QuantizedFSDPStrategy
-from lq_lightning._compat import all_linked_by_nvlink
+from lq_lightning._compat.torch import all_linked_by_nvlink
 from lq_lightning.callbacks import QuantizationMonitor
 
 run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=200.0)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric
 
 from lq_lightning import QuantizedFSDPStrategy
-from lq_lightning.strategies.consolidate import consolidate_checkpoint
+from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"min_quantized_numel": 64}

@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lq_lightning._compat import fill_wrapping_checkpoint_io
-from lq_lightning.strategies import state
-from lq_lightning.strategies.checkpoint import (
+from lq_lightning._compat.lightning import fill_wrapping_checkpoint_io
+from lq_lightning.checkpoint import state
+from lq_lightning.checkpoint.files import (
     AtomicCheckpointIO,
     ShardedCheckpoint,
     is_local,
@@ -27,7 +27,7 @@ from lq_lightning.strategies.checkpoint import (
     raise_together,
     save_sharded_checkpoint,
 )
-from lq_lightning.strategies.sharding import broadcast_module_states
+from lq_lightning.foundation.broadcast import broadcast_module_states
 
 __all__ = ["CheckpointingStrategy"]
 

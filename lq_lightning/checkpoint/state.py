@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lq_lightning._compat import unflatten_checkpoint
-from lq_lightning._compat_tensors import empty_like_sharded, local_shard
+from lq_lightning._compat.tensors import empty_like_sharded, local_shard
+from lq_lightning._compat.torch import unflatten_checkpoint
+from lq_lightning.checkpoint.files import ShardedCheckpoint
+from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.optim import QuantizedOptimizer, refuse_codes
-from lq_lightning.strategies.checkpoint import ShardedCheckpoint
 
 __all__ = [
     "check_optimizer",
-    "clean_name",
     "full_state",
     "gather_tensors",
     "load_model",
@@ -28,11 +28,6 @@ __all__ = [
     "load_sharded_replica",
     "optimizer_state_by_name",
 ]
-
-
-def clean_name(name: str) -> str:
-    """A parameter name without what ``torch.compile`` and activation checkpointing insert."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def _names(module: nn.Module) -> dict[int, str]:

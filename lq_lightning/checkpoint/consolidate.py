@@ -1,6 +1,6 @@
 """Turn a checkpoint directory into one file.
 
-``python -m lq_lightning.strategies.consolidate CHECKPOINT OUTPUT`` writes a Lightning ``.ckpt``
+``python -m lq_lightning.checkpoint.consolidate CHECKPOINT OUTPUT`` writes a Lightning ``.ckpt``
 that ``load_from_checkpoint``, ``trainer.fit(ckpt_path=...)`` and ``torch.load(weights_only=True)``
 read without this package; ``--format safetensors --prefix model.`` writes only the weights of
 ``self.model``, named as in that model, for Hugging Face's ``from_pretrained`` and other programs.
@@ -18,15 +18,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lq_lightning._compat import unflatten_checkpoint
-from lq_lightning.strategies.checkpoint import (
+from lq_lightning._compat.torch import unflatten_checkpoint
+from lq_lightning.checkpoint.files import (
     AtomicCheckpointIO,
     ShardedCheckpoint,
     is_sharded_checkpoint,
     load_full_checkpoint,
     write_in_place,
 )
-from lq_lightning.strategies.checkpointing import EXTRA
+from lq_lightning.checkpoint.strategy import EXTRA
 
 __all__ = ["consolidate_checkpoint", "main"]
 
@@ -138,7 +138,7 @@ def _save_safetensors(state: dict[str, Any], target: Path, prefix: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of :func:`consolidate_checkpoint`."""
     parser = argparse.ArgumentParser(
-        prog="python -m lq_lightning.strategies.consolidate",
+        prog="python -m lq_lightning.checkpoint.consolidate",
         description="Turn a checkpoint directory into one file.",
     )
     parser.add_argument("checkpoint", help="checkpoint directory (or file)")

@@ -1,4 +1,4 @@
-"""Local parts of sharded tensors, and bulk operations on small ones; see `_compat`."""
+"""Local parts of sharded tensors, and bulk operations on small ones."""
 
 from __future__ import annotations
 

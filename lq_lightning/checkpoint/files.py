@@ -335,7 +335,7 @@ class ShardedCheckpoint:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        from lq_lightning.strategies.load_planner import SafeLoadPlanner
+        from lq_lightning.checkpoint.load_planner import SafeLoadPlanner
 
         load(
             flat,

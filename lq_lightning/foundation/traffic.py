@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from lq_lightning.data_parallel.config import Topology
+from lq_lightning.foundation.topology import Topology
 
 __all__ = ["ErrorSums", "Traffic", "ring_bytes"]
 

@@ -9,7 +9,7 @@ from lq_testing.lightning_models import TinyModule, loader, trainer
 from lq_lightning import QuantizedFSDPStrategy
 from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQuantization
 from lq_lightning.strategies import quantized_fsdp
-from lq_lightning.strategies.topology import WeightOption, choose_quantization
+from lq_lightning.strategies.choose_quantization import WeightOption, choose_quantization
 
 AUTO = WeightOption("auto", "auto")
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lq_lightning._compat import all_linked_by_nvlink
+from lq_lightning._compat.torch import all_linked_by_nvlink
 from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQuantization
 
 __all__ = ["Choice", "WeightOption", "choose_quantization", "nvlink_inside_nodes"]

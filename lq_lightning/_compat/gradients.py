@@ -1,31 +1,17 @@
-"""Gradient accumulation: when Lightning does it, and the gradients that FSDP2 keeps; see `_compat`.
-
-Imports of lightning are for types only.
-"""
+"""Gradients that FSDP2 keeps unreduced between backward passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-__all__ = ["GradientKeeper", "is_accumulating", "keep_unreduced_gradients", "starts_window"]
-
-
-def is_accumulating(trainer: Trainer) -> bool:
-    """Whether the micro-batch that runs now is not the last one before an optimizer step."""
-    accumulating: bool = trainer.fit_loop._should_accumulate()
-    return accumulating
-
-
-def starts_window(trainer: Trainer) -> bool:
-    """Whether the micro-batch that runs now is the first one after an optimizer step."""
-    return bool(trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0)
+__all__ = [
+    "GradientKeeper",
+    "keep_unreduced_gradients",
+]
 
 
 class GradientKeeper(Protocol):
@@ -48,7 +34,7 @@ def keep_unreduced_gradients(group: Any, keeper: GradientKeeper) -> Callable[[],
 
     While ``set_requires_gradient_sync(False)`` holds, FSDP2 accumulates whole gradients, in the
     reduction dtype. The keeper gets them before that cast. Call it after
-    ``_compat.record_reduced_params``, which sees what is given back.
+    ``fsdp2.record_reduced_params``, which sees what is given back.
 
     Returns:
         A function that undoes it.

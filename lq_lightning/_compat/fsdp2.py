@@ -1,0 +1,224 @@
+"""FSDP2's parameter groups, as custom collectives see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "AllGather",
+    "GroupParam",
+    "GroupParams",
+    "ReduceScatter",
+    "Reduced",
+    "fsdp_units",
+    "pack_shards",
+    "param_groups",
+    "record_reduced_params",
+    "uses_hsdp",
+    "write_fingerprint",
+]
+
+
+class GroupParam(NamedTuple):
+    """One parameter of an FSDP2 parameter group, as its collectives see it.
+
+    Attributes:
+        fsdp_param: FSDP2's own bookkeeping object (identity is what matters to callers).
+        sharded_param: The DTensor parameter that the optimizer updates.
+        padded_shard_numel: Elements this rank contributes to one collective slot.
+        numel: Elements of the whole, unsharded parameter.
+        ndim: Dimensions of the whole parameter.
+        gather_dtype: Dtype of the all-gather input (the mixed-precision dtype if there is one).
+    """
+
+    fsdp_param: Any
+    sharded_param: nn.Parameter
+    padded_shard_numel: int
+    numel: int
+    ndim: int
+    gather_dtype: torch.dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter is trained, which can change at any time."""
+        return self.sharded_param.requires_grad
+
+
+def param_groups(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch >= 2.12
+    if groups is None:
+        group = state._fsdp_param_group
+        groups = [] if group is None else [group]
+    return list(groups)
+
+
+def fsdp_units(root: nn.Module) -> Iterator[tuple[str, FSDPModule, Any]]:
+    """Yield ``(name, module, parameter group)`` of every FSDP2 unit with parameters in ``root``.
+
+    Raises:
+        NotImplementedError: A unit has several parameter groups (per-parameter meshes), for which
+            FSDP2 offers no custom collectives.
+    """
+    for name, module in root.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        groups = [group for group in param_groups(module) if group.fsdp_params]
+        if len(groups) > 1:
+            raise NotImplementedError(
+                f"unit `{name or type(root).__name__}` has {len(groups)} parameter groups "
+                "(per-parameter meshes through `shard_placement_fn`); quantized communication "
+                "supports one per unit. Give each mesh its own `fully_shard` module."
+            )
+        if groups:
+            yield name, module, groups[0]
+
+
+def uses_hsdp(group: Any) -> bool:
+    """Whether the parameter group also replicates over a second mesh axis (HSDP)."""
+    return bool(type(group.mesh_info).__name__ == "HSDPMeshInfo")
+
+
+class GroupParams:
+    """The parameters of an FSDP2 parameter group, described anew only when they were replaced.
+
+    Args:
+        group: FSDP2's parameter group.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._key: list[tuple[int, torch.dtype]] = []
+        self._params: list[GroupParam] = []
+
+    def __call__(self) -> list[GroupParam]:
+        """Describe the parameters in the order in which FSDP2 packs them."""
+        found = [(p, p.sharded_param) for p in self._group.fsdp_params]
+        key = [(id(sharded), sharded.dtype) for _, sharded in found]
+        if key != self._key:
+            self._params = [_describe(*pair) for pair in found]
+            self._key = key
+        return self._params
+
+
+def _describe(fsdp_param: Any, sharded: nn.Parameter) -> GroupParam:
+    dtype = sharded.dtype
+    wanted = fsdp_param.mp_policy.param_dtype
+    if wanted is not None and dtype.is_floating_point:
+        dtype = wanted
+    return GroupParam(
+        fsdp_param=fsdp_param,
+        sharded_param=sharded,
+        padded_shard_numel=fsdp_param.padded_sharded_param_size.numel(),
+        numel=sharded.numel(),
+        ndim=sharded.ndim,
+        gather_dtype=dtype,
+    )
+
+
+@torch.no_grad()
+def pack_shards(params: list[GroupParam], like: Tensor) -> Tensor:
+    """Cast and pack this rank's shards into one slot, as FSDP2 does before an all-gather.
+
+    Args:
+        params: The parameters of a group, in its order.
+        like: ``[n]`` in the gather dtype, or uint8 if the parameters have several; gives the shape,
+            dtype and device of the result.
+    """
+    slot = torch.empty_like(like)
+    shards = [p.fsdp_param._sharded_param_data for p in params]
+    if slot.dtype == torch.uint8:
+        dtypes = [p.gather_dtype for p in params]
+        shards = [s.to(d).view(torch.uint8) for s, d in zip(shards, dtypes, strict=True)]
+    torch._foreach_copy_(torch.split(slot, [s.numel() for s in shards]), shards, non_blocking=True)
+    return slot
+
+
+class Reduced(NamedTuple):
+    """What the next reduce-scatter of a parameter group packs, and for whom.
+
+    Attributes:
+        fsdp_params: The parameters with a gradient, in the order of the slot.
+        read_in_backward: Whether something other than the optimizer reads the result, while
+            backward still runs: accumulation onto earlier gradients, a cast, a copy to the CPU, or
+            a hook without a method ``reads_gradient(parameter)`` that returns False.
+    """
+
+    fsdp_params: list[Any]
+    read_in_backward: bool
+
+
+def record_reduced_params(group: Any, record: Callable[[Reduced], None]) -> Callable[[], None]:
+    """Call ``record`` with what the next reduce-scatter of the group packs.
+
+    FSDP2 packs only parameters that received a gradient and drops the gradients before it calls a
+    custom reduce-scatter, so the layout has to be read just before its post-backward.
+
+    Returns:
+        A function that removes the hook.
+    """
+    original = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        if group.reduce_grads:
+            unused_too = getattr(group, "reduce_scatter_unused_params", False)  # torch >= 2.13
+            # torch >= 2.15 packs parameters grouped by gradient dtype
+            order = getattr(group, "_reduce_scatter_param_indices", range(len(group.fsdp_params)))
+            params = [group.fsdp_params[index] for index in order]
+            packed = [p for p in params if _will_be_reduced(p, unused_too)]
+            read = group._all_reduce_hook is not None or any(map(_is_read_in_backward, packed))
+            record(Reduced(packed, read))
+        original(*unused)
+
+    def remove() -> None:
+        if group.__dict__.get("post_backward") is post_backward:
+            del group.post_backward
+
+    group.post_backward = post_backward
+    return remove
+
+
+def _is_read_in_backward(fsdp_param: Any) -> bool:
+    sharded = fsdp_param.sharded_param
+    reduce_dtype = fsdp_param.mp_policy.reduce_dtype or fsdp_param.param_dtype or sharded.dtype
+    hooks = getattr(sharded, "_post_accumulate_grad_hooks", None) or {}
+    return bool(
+        sharded.grad is not None
+        or fsdp_param.offload_to_cpu
+        or reduce_dtype != sharded.dtype
+        or any(getattr(h, "reads_gradient", lambda _: True)(sharded) for h in hooks.values())
+    )
+
+
+def _will_be_reduced(fsdp_param: Any, unused_too: bool) -> bool:
+    if not hasattr(fsdp_param, "_unsharded_param"):
+        return False
+    if fsdp_param.unsharded_accumulated_grad is not None:
+        return True
+    unsharded = fsdp_param._unsharded_param
+    return unsharded.grad is not None or (unused_too and unsharded.requires_grad)
+
+
+def write_fingerprint(params: list[GroupParam]) -> tuple[tuple[int, int, int], ...]:
+    """Storage address and version counters of every shard: changes whenever one is written.
+
+    In-place operations on a DTensor count on the DTensor, those on its local tensor on that. A
+    write through ``.data`` counts on neither.
+    """
+    prints = []
+    for param in params:
+        sharded = param.sharded_param
+        local = sharded._local_tensor if isinstance(sharded, DTensor) else sharded
+        prints.append((local.data_ptr(), _version(sharded), _version(local)))
+    return tuple(prints)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

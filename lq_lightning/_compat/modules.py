@@ -1,0 +1,121 @@
+"""Sharded modules: their classes, the root's forward, and what an interrupted step leaves."""
+
+from __future__ import annotations
+
+import types
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fully_shard import (
+    _unimplemented_deepcopy,
+    get_cls_to_fsdp_cls,
+)
+
+from lq_lightning._compat.fsdp2 import param_groups
+
+__all__ = [
+    "begin_root_forward",
+    "discard_unreduced_gradients",
+    "end_root_forward",
+    "has_unreduced_gradients",
+    "prepare_fsdp_class",
+    "propagate_requires_grad",
+    "reset_iteration",
+]
+
+
+def prepare_fsdp_class(cls: type[nn.Module]) -> None:
+    """Make ``fully_shard`` work on classes such as ``class Model(Generic[T], LightningModule)``.
+
+    ``fully_shard`` changes the class of a module to ``type(name, (FSDPModule, cls), ...)``. Python
+    refuses that when ``cls`` inherits its instance layout through a base without ``__dict__``, as
+    ``Generic`` in first place is. With the bases swapped the layouts agree; the methods that
+    ``FSDPModule`` overrides are then given again, bound to the new class.
+    """
+    known = get_cls_to_fsdp_cls()
+    if cls in known or issubclass(cls, FSDPModule) or not _layout_needs_swap(cls):
+        return
+    cell = types.CellType()
+    namespace: dict[str, Any] = {"__deepcopy__": _unimplemented_deepcopy, "_orig_cls_mro_index": 1}
+    for name, value in vars(FSDPModule).items():
+        function = value.__func__ if isinstance(value, staticmethod) else value
+        if not isinstance(function, types.FunctionType) or not hasattr(nn.Module, name):
+            continue
+        if (
+            "__class__" in function.__code__.co_freevars
+        ):  # uses super(): search on from the new class
+            function = types.FunctionType(
+                function.__code__,
+                function.__globals__,
+                name,
+                function.__defaults__,
+                tuple(cell for _ in function.__code__.co_freevars),
+            )
+        namespace[name] = function
+    swapped = type(f"FSDP{cls.__name__}", (cls, FSDPModule), namespace)
+    cell.cell_contents = swapped
+    known[cls] = swapped
+
+
+def _layout_needs_swap(cls: type) -> bool:
+    base = cls.__base__
+    while base is not None and base is not object:
+        if base.__dictoffset__ == 0:
+            return True
+        base = base.__base__
+    return False
+
+
+def begin_root_forward(module: FSDPModule) -> None:
+    """Gather the root's own parameters as its forward pre-hook does."""
+    module._get_fsdp_state()._pre_forward(cast(nn.Module, module), (), {})
+
+
+def end_root_forward(module: FSDPModule, output: Any) -> Any:
+    """Finish the root's forward as its forward hook does; ``output`` starts its backward."""
+    return module._get_fsdp_state()._post_forward(cast(nn.Module, module), (), output)
+
+
+def reset_iteration(root: nn.Module) -> None:
+    """Forget a forward or backward that an exception ended, so that the next one can start."""
+    state = root._get_fsdp_state() if isinstance(root, FSDPModule) else None
+    if state is not None and hasattr(state, "_reset_iter_state"):  # torch >= 2.13
+        state._reset_iter_state()
+
+
+def propagate_requires_grad(module: FSDPModule) -> None:
+    """Copy ``requires_grad`` of the sharded parameters to the gathered ones in use now."""
+    for group in param_groups(module):
+        for fsdp_param in group.fsdp_params:
+            gathered = getattr(fsdp_param, "_unsharded_param", None)
+            wanted = fsdp_param.sharded_param.requires_grad
+            if gathered is not None and gathered.requires_grad != wanted:
+                gathered.requires_grad_(wanted)
+
+
+def has_unreduced_gradients(module: FSDPModule) -> bool:
+    """Whether the module's own gathered parameters hold gradients that should be reduced by now."""
+    return any(
+        getattr(getattr(p, "_unsharded_param", None), "grad", None) is not None
+        for group in param_groups(module)
+        if group.reduce_grads
+        for p in group.fsdp_params
+    )
+
+
+def discard_unreduced_gradients(root: nn.Module) -> None:
+    """Drop gradients accumulated without synchronisation, which ``zero_grad`` does not reach."""
+    for module in root.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in param_groups(module):
+            for fsdp_param in group.fsdp_params:
+                if "unsharded_accumulated_grad" in vars(fsdp_param):  # torch < 2.15
+                    fsdp_param.unsharded_accumulated_grad = None
+                gathered = getattr(fsdp_param, "_unsharded_param", None)
+                if gathered is not None:
+                    gathered.grad = None
+            keeper = getattr(group, "gradient_keeper", None)  # of `gradients`
+            if keeper is not None:
+                keeper.discard()

@@ -1,0 +1,88 @@
+"""Autograd, collectives and checkpoints of torch: names that are private or differ by version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "after_backward",
+    "all_gather_flat",
+    "all_linked_by_nvlink",
+    "backward_id",
+    "inherit_timeout",
+    "reduce_scatter_flat",
+    "unflatten_checkpoint",
+]
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward that runs now ends, in its caller's thread."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def backward_id() -> int:
+    """Number of the backward that runs now in this thread; -1 if none does."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
+def all_gather_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+    """All-gather equal flat buffers: ``output`` is ``[world * input.numel()]``."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, input, group=group)
+
+
+def reduce_scatter_flat(
+    output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM
+) -> None:
+    """Reduce-scatter a flat buffer: ``input`` is ``[world * output.numel()]``."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, input, op=op, group=group)
+
+
+def inherit_timeout(mesh: DeviceMesh) -> None:
+    """Give the process groups of a mesh the timeout of the default group.
+
+    ``init_device_mesh`` makes groups smaller than the world with torch's own default (30 minutes on
+    gloo), so that a stuck rank would be noticed only then.
+    """
+    device = torch.device(mesh.device_type)
+    world = dist.group.WORLD
+    options = None if world is None else getattr(world._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    if timeout is None:
+        return
+    set_timeout = getattr(dist, "set_timeout", None)  # newer torch
+    if set_timeout is None:
+        set_timeout = distributed_c10d._set_pg_timeout
+    for dim in range(mesh.ndim):
+        set_timeout(timeout, mesh.get_group(dim))
+
+
+def all_linked_by_nvlink(num_gpus: int) -> bool:
+    """Whether every two GPUs that this process sees are linked by NVLink, and are that many.
+
+    A process that sees only its own GPU (``CUDA_VISIBLE_DEVICES``) cannot tell: False.
+    """
+    if torch.cuda.device_count() < num_gpus:
+        return False
+    from torch._C import _distributed_c10d as c10d
+    from torch._C._autograd import DeviceType
+
+    matrix = c10d._detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix  # type: ignore[attr-defined]
+    return all(n > 0 for i, row in enumerate(matrix) for j, n in enumerate(row) if i != j)
+
+
+def unflatten_checkpoint(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Rebuild the nested dictionary whose leaves a distributed checkpoint has under flat keys."""
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # slow to import
+
+    nested: dict[str, Any] = unflatten_state_dict(flat, paths)
+    return nested

@@ -1,0 +1,4 @@
+"""What several of the sibling packages need: one floor below all of them.
+
+Nothing here knows of codecs, kernels or Lightning.
+"""

@@ -1,0 +1,28 @@
+"""Checks of options, with messages that name the value, what is allowed and what to do."""
+
+from __future__ import annotations
+
+__all__ = ["check_choice"]
+
+
+def check_choice(
+    owner: str, field: str, value: object, allowed: tuple[object, ...], config: type | None = None
+) -> None:
+    """Refuse a value outside the choices of an option.
+
+    Args:
+        owner: Class that has the option.
+        field: The option.
+        value: Given by the user.
+        allowed: The choices.
+        config: Class of which an instance could be given instead.
+
+    Raises:
+        ValueError: ``value`` is not among ``allowed``.
+    """
+    if value not in allowed:
+        names = ", ".join(repr(item) for item in allowed)
+        instead = f", or give a `{config.__name__}`" if config else ""
+        raise ValueError(
+            f"`{owner}({field}={value!r})` is not supported: choose one of {names}{instead}."
+        )
