@@ -9,13 +9,14 @@ The ablation of SDP4Bit (table 1 and figure 5) in one command and one table::
 
 Variants named ``AdamW ...`` quantize the optimizer's states (COAT). ``full precision perturbed``
 quantizes nothing and starts from weights that are 0.1% off: so far chance alone takes a run.
-``--moments`` keeps moments of full precision for ``optimizer_error.py``.
+``--moments`` keeps moments of full precision for ``research/optimizer_error.py``.
 
 With the same seed every variant sees the same model, data, order and learning rates; several seeds
 show how much of a difference is noise. Text: the standard library of the running Python, as bytes,
-or what ``kernel_text.py`` prepared. Keep a run below one or two passes over it: on repeated text
-quantization noise acts as regularization. The losses are those of the weights that the ranks
-compute with. The report is written after every run, so an interrupted one keeps what it finished.
+or what ``research/kernel_text.py`` prepared. Keep a run below one or two passes over it: on
+repeated text quantization noise acts as regularization. The losses are those of the weights that
+the ranks compute with. The report is written after every run, so an interrupted one keeps what it
+finished.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ from ablation_report import (
     to_outcomes,
 )
 from common import write_report
+from corpus import read_tokens, standard_library, tokens_folder
 from gpt import GPT, GPTConfig
-from kernel_text import read_tokens, tokens_folder
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -61,11 +62,6 @@ from lq_lightning.data_parallel import (
 )
 from lq_lightning.optim import OptimizerQuantization, quantize_optimizer
 from lq_lightning.optim.config import StateCode
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
-
-from pretraining.corpus import Blocks, CorpusSettings, prepare  # noqa: E402
 
 CURVE_STEPS = 50  # the training loss is kept as means over this many steps
 
@@ -212,27 +208,14 @@ class Data:
 
 
 def load(args: argparse.Namespace, device: torch.device) -> Data:
-    """Read prepared tokens, or prepare the standard library on the first rank of a machine."""
+    """Read prepared tokens, or the standard library as bytes."""
     if args.tokens:
         corpus = read_tokens(args.tokens, args.sizes.seq)
     else:
-        text = None if args.text is None else str(args.text)
-        settings = CorpusSettings(block_size=args.sizes.seq, text=text, suffixes=(".py",))
-        if int(os.environ["LOCAL_RANK"]) == 0:
-            prepare(settings, args.cache)
-        dist.barrier()
-        corpus = prepare(settings, args.cache)
-    vocab = corpus.tokenizer().vocab_size
-    dtype = np.int16 if vocab <= 2**15 else np.int32
-    train, val = (_on_device(corpus.blocks(split), dtype, device) for split in ("train", "val"))
-    return Data(train, val, vocab, corpus.num_tokens)
-
-
-def _on_device(blocks: Blocks, dtype: type[np.signedinteger], device: torch.device) -> Tensor:
-    rows = np.empty((len(blocks), len(blocks[0])), dtype=dtype)
-    for index in range(len(blocks)):
-        rows[index] = blocks[index]
-    return torch.from_numpy(rows).to(device)
+        corpus = standard_library(args.sizes.seq, args.text)
+    dtype = np.int16 if corpus.vocab <= 2**15 else np.int32
+    train, val = (torch.from_numpy(b.astype(dtype)).to(device) for b in (corpus.train, corpus.val))
+    return Data(train, val, corpus.vocab, corpus.num_tokens)
 
 
 def batches(blocks: Tensor, preset: Preset, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -353,7 +336,7 @@ def train(
 
 
 def save_moments(path: Path, block: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write rank 0's shards of the moments of a block's matrices, for ``optimizer_error.py``."""
+    """Write rank 0's shards of the moments of a block's matrices."""
     if dist.get_rank() != 0:
         return
     state = {}
@@ -513,14 +496,13 @@ def parse_arguments() -> argparse.Namespace:
         help="compile blocks and loss (default: on GPUs, if the preset says so)",
     )
     parser.add_argument("--text", type=Path, help="folder with .py files (default: the stdlib)")
-    parser.add_argument("--tokens", type=tokens_folder, help="folder that kernel_text.py wrote")
+    parser.add_argument("--tokens", type=tokens_folder, help="that research/kernel_text.py wrote")
     parser.add_argument("--merge", type=Path, nargs="+", help="show these reports as one; no run")
     parser.add_argument("--figure", type=Path, help="with --merge: image to draw")
     parser.add_argument(
         "--moments", type=Path, help="write Adam's moments of a block here, of full precision"
     )
     parser.add_argument("--cpu", action="store_true", help="use gloo even where there are GPUs")
-    parser.add_argument("--cache", type=Path, default=ROOT / "runs" / "data")
     parser.add_argument("--json", type=Path, help="where to write the report")
     args = parser.parse_args()
     given = {name: getattr(args, name) for name in ("steps", "batch", "lr") if getattr(args, name)}

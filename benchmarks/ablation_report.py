@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -161,24 +162,39 @@ def mean_percent(values: list[float]) -> str:
     return f"{statistics.mean(values):+.3f}%" if values else "-"
 
 
-def summary(outcomes: Outcomes) -> str:
-    """Lay out the losses; differences are to full precision with the same seed.
+LOSS_HEADER = (
+    *("variant", "seeds", "validation loss", "against full precision", "std error"),
+    *("training, second half", "last quarter"),
+)
+
+
+def loss_rows(outcomes: Outcomes) -> list[list[str]]:
+    """Return the rows below :data:`LOSS_HEADER`; differences are to the same seeds.
 
     ``training`` is the mean difference of the training loss over the second half of the run.
-    ``std error`` is that of the mean difference of ``val loss`` over seeds; for full precision, the
-    spread of one seed (standard deviation).
+    ``std error`` is that of the mean difference of the validation loss over seeds; for full
+    precision, the spread of one seed (standard deviation).
+
+    Args:
+        outcomes: Of all variants that were run.
     """
     rows = []
-    for name, results in outcomes.items():
-        change = mean_percent(changes(outcomes, name))
-        training = mean_percent(training_changes(outcomes, name))
+    for name, runs in outcomes.items():
+        loss = f"{statistics.mean(run.val_loss for run in runs):.4f}"
+        change = training = late = "-"
+        if name != BASELINE:
+            change = mean_percent(changes(outcomes, name))
+            training = mean_percent(training_changes(outcomes, name))
+            late = mean_percent(training_changes(outcomes, name, last=0.25))
         error = std_error(outcomes, name)
-        loss = statistics.mean(o.val_loss for o in results)
-        seconds = statistics.mean(o.train_s for o in results)
-        numbers = [f"{loss:.5f}", change, f"{error:.3f}%", training, f"{seconds:.1f}"]
-        rows.append([name, len(results), *numbers])
-    header = ["variant", "seeds", "val loss", "vs full", "std error", "training", "seconds"]
-    return table(rows, header)
+        spread = "-" if math.isnan(error) else f"{error:.3f}%"
+        rows.append([name, str(len(runs)), loss, change, spread, training, late])
+    return rows
+
+
+def summary(outcomes: Outcomes) -> str:
+    """Lay out the losses for a terminal."""
+    return table(loss_rows(outcomes), LOSS_HEADER)
 
 
 def draw(outcomes: Outcomes, path: Path) -> None:

@@ -206,7 +206,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3, help="steps before timing starts")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument(
-        "--trace", type=Path, help="profile both as well; traces for timeline.py go here"
+        "--trace",
+        type=Path,
+        help="profile both as well; traces for research/draw_timeline.py go here",
     )
     args = parser.parse_args()
     args.variants = choices(parser, "variants", args.variants, STRATEGY_VARIANTS)

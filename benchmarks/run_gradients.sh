@@ -1,10 +1,17 @@
 #!/usr/bin/env bash
-# All measurements of 8-bit gradients that need GPUs: four of one machine, or two that are shared, as
-# two emulated nodes of two, and one alone. Takes about two minutes.
-# Usage: benchmarks/run_gradients.sh OUTPUT_FOLDER
+# All measurements of 8-bit gradients that need GPUs. See usage below.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out=${1:?usage: benchmarks/run_gradients.sh OUTPUT_FOLDER}
+if [ $# -ne 1 ] || [ "$1" = -h ]; then
+    cat <<'TEXT'
+usage: run_gradients.sh FOLDER
+
+Writes gradient_memory.json and all_reduce_*.json into FOLDER (benchmarks/results for those of the
+docs). Needs root, and four GPUs of one machine, or two that emulated nodes share. About two minutes.
+TEXT
+    [ "${1:-}" = -h ] && exit 0 || exit 2
+fi
+out=$1
 mkdir -p "$out"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 python=${PYTHON:-python3}

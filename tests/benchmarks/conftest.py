@@ -1,10 +1,13 @@
-"""Import benchmarks, which are scripts next to each other and no package."""
+"""Run and import benchmarks, which are scripts next to each other and no package."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import runpy
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -13,25 +16,52 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-@pytest.fixture(scope="session")
-def load_benchmark() -> Callable[[str], ModuleType]:
-    """Return a function that imports a benchmark by name, without leaving its imports behind."""
+@contextmanager
+def _on_path(folder: Path) -> Iterator[None]:
+    """Let scripts of a folder import each other, and forget them afterwards."""
+    modules, paths = dict(sys.modules), list(sys.path)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path[:] = paths
+        for path in FOLDER.rglob("*.py"):
+            sys.modules.pop(path.stem, None)
+        sys.modules.update(modules)
 
-    def load(name: str) -> ModuleType:
-        before = dict(sys.modules)
-        sys.path.insert(0, str(FOLDER))
-        try:
-            spec = importlib.util.spec_from_file_location(f"lq_{name}", FOLDER / f"{name}.py")
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module  # dataclasses look their module up
-            spec.loader.exec_module(module)
-        finally:
-            sys.path.remove(str(FOLDER))
-            for other in FOLDER.glob("*.py"):
-                sys.modules.pop(other.stem, None)
-            sys.modules.update(before)
-        return module
 
-    return load
+@contextmanager
+def suppress_success() -> Iterator[None]:
+    """Let a script end by ``sys.exit(0)``."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code:
+            raise
+
+
+@pytest.fixture
+def load() -> Iterator[Callable[[str], ModuleType]]:
+    """Import a benchmark by its path without ending, such as ``research/kernel_text``."""
+    with _on_path(FOLDER), _on_path(FOLDER / "research"):
+        yield lambda name: importlib.import_module(Path(name).name)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a benchmark as the only rank of a job, in this process; return what it printed."""
+
+    def run(script: str, *options: str) -> str:
+        path = FOLDER / script
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+        for name, value in (alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr("sys.argv", [str(path), *options])
+        with _on_path(path.parent), suppress_success():
+            runpy.run_path(str(path), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run

@@ -14,9 +14,9 @@ import pytest
 MAIN, AUTOGRAD = 1, 2
 
 
-@pytest.fixture(scope="module")
-def timeline(load_benchmark: Any) -> ModuleType:
-    return load_benchmark("timeline")
+@pytest.fixture
+def timeline(load: Any) -> ModuleType:
+    return load("timeline")
 
 
 class Recording:
@@ -58,10 +58,10 @@ class Recording:
         return {"traceEvents": self.events}
 
 
-def recorded(compute: int = 7, first: int = 15) -> dict[str, Any]:
+def recorded() -> dict[str, Any]:
     """Two steps; the second lasts from 1000 to 2000 and computes for 600 of it."""
     run = Recording()
-    outer, inner, reduce, copies = range(first, first + 4)
+    compute, outer, inner, reduce, copies = 7, 15, 16, 17, 18
     run.host("step", 0, 90)
     run.gpu("gemm", compute, 100, 1000, launched=10)
     run.host("step", 100, 200)
@@ -113,44 +113,6 @@ def test_without_a_node_size_collectives_are_not_told_apart(timeline: ModuleType
     assert times["kinds"]["weights collective"]["ms"] == pytest.approx(0.12)
 
 
-@pytest.mark.parametrize(("compute", "first"), [(7, 15), (40, 20)])
-def test_lanes_do_not_depend_on_stream_numbers(
-    timeline: ModuleType, compute: int, first: int
-) -> None:
-    step = timeline.read_step(recorded(compute, first), node_size=2)
-    names = timeline.lanes(step)
-    assert next(iter(names.items())) == (compute, "compute")
-    assert names[first + 1] == "weight exchange"
-    assert names[first + 2] == "gradient reduce"
-    assert names[first + 3] == "copies"
-
-
-def test_lanes_of_the_same_kind_get_different_names(timeline: ModuleType) -> None:
-    spans = [timeline.Span(0, 1)]
-
-    def work(stream: int, activity: str, carries: str = "") -> Any:
-        return timeline.Work(spans[0], stream, activity, carries)
-
-    step = timeline.Step(
-        10.0,
-        1,
-        [
-            work(1, "forward"),
-            work(2, timeline.BETWEEN, "weights"),
-            work(3, timeline.WITHIN, "weights"),
-            work(4, "copy"),
-            work(5, "copy"),
-        ],
-    )
-    assert timeline.lanes(step) == {
-        1: "compute",
-        2: "weight gather\nbetween nodes",
-        3: "weight gather\nwithin a node",
-        4: "copies 1",
-        5: "copies 2",
-    }
-
-
 def test_phases_by_launching_thread(timeline: ModuleType) -> None:
     step = timeline.read_step(recorded(), node_size=2)
     lengths = {
@@ -171,17 +133,14 @@ def test_unusable_traces_say_why(timeline: ModuleType) -> None:
 
 
 def test_command_draws_and_writes(
-    timeline: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    source = tmp_path / "quantized_10gbit.json.gz"
+    source, report = tmp_path / "quantized_10gbit.json.gz", tmp_path / "trace.json"
     source.write_bytes(gzip.compress(json.dumps(recorded()).encode()))
-    report = tmp_path / "trace.json"
-    arguments = ["timeline.py", str(source), "--node-size", "2", "--zoom", "0.2:0.6"]
-    monkeypatch.setattr(
-        "sys.argv", [*arguments, "--json", str(report), "--pictures", str(tmp_path)]
-    )
-    timeline.main()
+    options = ["--node-size", "2", "--json", str(report), "--pictures", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["draw_timeline.py", str(source), *options])
+    load("research/draw_timeline").main()
     times = json.loads(report.read_text())["results"]["traces"]["quantized_10gbit"]
     assert times["exposed_ms"] == pytest.approx(0.4)
     assert 2_000 < (tmp_path / "quantized_10gbit.png").stat().st_size < 150_000

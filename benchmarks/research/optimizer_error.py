@@ -7,8 +7,8 @@ degrees of freedom, scales that differ by row and column). They are encoded and 
 mean squared error is that of m / (sqrt(v) + eps) over all elements. Second moments that become zero
 while they were not are counted.
 
-    python benchmarks/optimizer_error.py --out outputs/optimizer_error.json
-    python benchmarks/optimizer_error.py --checkpoint last.ckpt
+    python benchmarks/research/optimizer_error.py --out outputs/optimizer_error.json
+    python benchmarks/research/optimizer_error.py --checkpoint last.ckpt
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor

@@ -4,9 +4,9 @@ One process emulates two nodes: each computes a gradient, what crosses the netwo
 `quantized_fsdp` encodes it, everything else stays in full precision. Two runs from weights that
 differ by a thousandth end 0.002% apart here, so that small costs show, unlike in long runs::
 
-    python benchmarks/kernel_text.py linux-source-6.12 tokens_2048 --megabytes 60 \\
+    python benchmarks/research/kernel_text.py linux-source-6.12 tokens_2048 --megabytes 60 \\
         --vocab-size 2048 --sample-megabytes 15
-    python benchmarks/sensitivity.py --tokens tokens_2048 --json sensitivity.json
+    python benchmarks/research/sensitivity.py --tokens tokens_2048 --json sensitivity.json
 
 The vocabulary is so large against a batch that most tokens are rare in it, as in large models.
 """
@@ -16,23 +16,36 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from ablation_report import BASELINE, PERTURBED, Outcome, Outcomes, to_json, to_outcomes
-from common import table, write_report
-from gpt import GPT, GPTConfig
-from kernel_text import read_tokens, tokens_folder
-from page_parts import loss_rows
 from torch import Tensor, nn
-from update_error import BETAS, NODES, Link
 
 from lq_lightning.codecs import derive_seed
 from lq_lightning.data_parallel import GradientQuantization
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ablation_report import (
+    BASELINE,
+    LOSS_HEADER,
+    PERTURBED,
+    Outcome,
+    Outcomes,
+    loss_rows,
+    to_json,
+    to_outcomes,
+)
+from common import table, write_report
+from corpus import read_tokens, tokens_folder
+from gpt import GPT, GPTConfig
+from update_error import BETAS, NODES, Link
 
 KINDS = ("embedding", "head", "blocks")
 CURVE_STEPS = 50
@@ -69,7 +82,7 @@ def kind_of(name: str) -> str:
     return {"tokens.weight": "embedding", "head.weight": "head"}.get(name, "blocks")
 
 
-def batches(blocks: Any, batch: int, seed: int) -> Iterator[list[Tensor]]:
+def batches(blocks: np.ndarray, batch: int, seed: int) -> Iterator[list[Tensor]]:
     """Yield ``[batch, T + 1]`` tokens of each node, every block once in an epoch."""
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -79,8 +92,8 @@ def batches(blocks: Any, batch: int, seed: int) -> Iterator[list[Tensor]]:
                 yield list(_take(blocks, rows.tolist()).split(batch))
 
 
-def _take(blocks: Any, rows: list[int]) -> Tensor:
-    return torch.stack([torch.as_tensor(blocks[row].astype("int64")) for row in rows])
+def _take(blocks: np.ndarray, rows: list[int]) -> Tensor:
+    return torch.from_numpy(blocks[rows].astype("int64"))
 
 
 def _loss(model: GPT, tokens: Tensor) -> Tensor:
@@ -98,7 +111,7 @@ def train(args: argparse.Namespace, name: str, seed: int) -> Outcome:
         hidden=args.hidden,
         heads=args.heads,
         seq=args.seq,
-        vocab=corpus.tokenizer().vocab_size,
+        vocab=corpus.vocab,
     )
     model = GPT(config)
     model.initialize()
@@ -117,7 +130,7 @@ def train(args: argparse.Namespace, name: str, seed: int) -> Outcome:
     optimizer = torch.optim.AdamW(
         parameters.values(), lr=args.lr, betas=BETAS, weight_decay=0.1, fused=True
     )
-    data = batches(corpus.blocks("train"), args.batch, seed)
+    data = batches(corpus.train, args.batch, seed)
     total, curve = 0.0, []
     for step in range(args.steps):
         of_node = []
@@ -141,11 +154,11 @@ def train(args: argparse.Namespace, name: str, seed: int) -> Outcome:
             curve.append((step + 1, total / CURVE_STEPS))
             total = 0.0
     train_s = time.perf_counter() - start
-    return Outcome(seed, _validate(model, corpus.blocks("val"), args), train_s, tuple(curve))
+    return Outcome(seed, _validate(model, corpus.val, args), train_s, tuple(curve))
 
 
 @torch.no_grad()
-def _validate(model: GPT, blocks: Any, args: argparse.Namespace) -> float:
+def _validate(model: GPT, blocks: np.ndarray, args: argparse.Namespace) -> float:
     count = min(args.val_blocks, len(blocks)) // VAL_BATCH * VAL_BATCH
     if count == 0:
         raise ValueError(f"{len(blocks)} validation blocks: {VAL_BATCH} are needed, take more text")
@@ -206,8 +219,7 @@ def main() -> None:
             results = {"setup": setup, "nodes": NODES, "codecs": codecs}
             results["variants"] = to_json(_sorted(outcomes))
             write_report(args.json, "sensitivity", results)
-    header = ["variant", "seeds", "loss", "change", "std error", "training", "last quarter"]
-    print(table(loss_rows(to_outcomes(results, [BASELINE])), header))
+    print(table(loss_rows(to_outcomes(results, [BASELINE])), LOSS_HEADER))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ distribution; the same tree always gives the same tokens::
 
     apt-get download linux-source-6.12 && dpkg-deb -x linux-source-6.12_*.deb .
     tar xf usr/src/linux-source-6.12.tar.xz
-    python benchmarks/kernel_text.py linux-source-6.12 kernel_tokens --archive kernel_tokens.tar.xz
+    python benchmarks/research/kernel_text.py linux-source-6.12 kernel_tokens
 
 Code, comments and documentation are kept; tables of registers and of numbers, most of which are
 generated, are left out, and so are repeated files. Of the drivers, which are most of the tree, only
@@ -20,29 +20,17 @@ import io
 import json
 import lzma
 import multiprocessing
+import os
 import re
 import shutil
-import sys
 import tarfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
-
-from pretraining.corpus import Corpus, CorpusSettings  # noqa: E402
-from pretraining.text import (  # noqa: E402
-    SPLITS,
-    BPETokenizer,
-    TextFile,
-    find_files,
-    read_files,
-    split_files,
-    train_bpe,
-)
+import tokenizers
 
 SUFFIXES = (".S", ".c", ".h", ".py", ".rst", ".txt")
 FOLDERS = (
@@ -56,9 +44,77 @@ TABLE_NBYTES = 16384  # shorter files are never taken for tables
 TABLE_DEFINES = 0.4  # share of non-empty lines
 TABLE_DIGITS = 0.15  # share of bytes
 VAL_FRACTION = 0.03
-TEST_FRACTION = 0.001  # not used here; a corpus has three splits
-_tokenizer: BPETokenizer  # of a worker process
+TEST_FRACTION = 0.001  # kept apart so that the other splits stay those of earlier reports
+SPLITS = ("train", "val", "test")
+END_OF_FILE, PADDING = "<|end_of_file|>", "<|padding|>"
+_tokenizer: tokenizers.Tokenizer  # of a worker process
 _DEFINE = re.compile(rb"^\s*#\s*define\b", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """One file: its path in the tree, with forward slashes, and its bytes."""
+
+    path: str
+    content: bytes
+
+
+def read_files(tree: Path) -> list[TextFile]:
+    """Read the text files to choose from, sorted by path; of equal files the first."""
+    paths = {}
+    for parent, folders, names in os.walk(tree):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            path = Path(parent, name)
+            relative = path.relative_to(tree).as_posix()
+            wanted = path.suffix in SUFFIXES and relative.split("/")[0] in FOLDERS
+            hidden = name.startswith(".") or relative.startswith(GENERATED)
+            if wanted and not hidden and not path.is_symlink() and path.is_file():
+                paths[relative] = path
+    found = {}
+    for relative, path in sorted(paths.items()):
+        content = path.read_bytes()
+        if content and is_text(content) and not is_table(content):
+            found.setdefault(hashlib.sha256(content).digest(), TextFile(relative, content))
+    return list(found.values())
+
+
+def is_text(content: bytes) -> bool:
+    """Tell whether a file is UTF-8 without zeros."""
+    try:
+        return "\0" not in content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+
+
+def split_files(files: Sequence[TextFile]) -> dict[str, list[TextFile]]:
+    """Hold whole files out, in the order of a hash of their path."""
+    ordered = sorted(files, key=lambda f: hashlib.sha256(f"0:{f.path}".encode()).digest())
+    total = sum(len(file.content) for file in files)
+    splits: dict[str, list[TextFile]] = {"val": [], "test": []}
+    for split, fraction in (("val", VAL_FRACTION), ("test", TEST_FRACTION)):
+        nbytes = 0
+        while nbytes < fraction * total:
+            nbytes += len(ordered[0].content)
+            splits[split].append(ordered.pop(0))
+    return splits | {"train": ordered}
+
+
+def train_bpe(files: Sequence[TextFile], vocab_size: int, path: Path) -> None:
+    """Train a byte-level BPE and write it."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_FILE, PADDING],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        (file.content.decode("utf-8") for file in files), trainer=trainer, length=len(files)
+    )
+    tokenizer.save(str(path))
 
 
 def is_table(content: bytes) -> bool:
@@ -102,14 +158,7 @@ def select(tree: Path, max_nbytes: int) -> list[TextFile]:
             f"'{tree}' has no folders `kernel` and `Documentation`: give an unpacked Linux "
             "source tree"
         )
-    paths = {
-        name: path
-        for name, path in find_files(tree, SUFFIXES).items()
-        if name.split("/")[0] in FOLDERS
-        and not name.startswith(GENERATED)
-        and not path.is_symlink()
-    }
-    files = [file for file in read_files(paths) if not is_table(file.content)]
+    files = read_files(tree)
     core = [file for file in files if not file.path.startswith("drivers/")]
     drivers = [file for file in files if file.path.startswith("drivers/")]
     room = max_nbytes - sum(len(file.content) for file in core)
@@ -130,7 +179,7 @@ def build(files: list[TextFile], vocab_size: int, sample_nbytes: int, out: Path)
     Returns:
         The numbers: a fingerprint of all tokens, and tokens, bytes and files per split.
     """
-    splits = split_files(files, val_fraction=VAL_FRACTION, test_fraction=TEST_FRACTION, seed=0)
+    splits = split_files(files)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     train_bpe(take(splits["train"], sample_nbytes), vocab_size, out / "tokenizer.json")
@@ -157,12 +206,13 @@ def build(files: list[TextFile], vocab_size: int, sample_nbytes: int, out: Path)
 
 def _open(path: Path) -> None:
     global _tokenizer
-    _tokenizer = BPETokenizer(path)
+    _tokenizer = tokenizers.Tokenizer.from_file(str(path))
 
 
 def _encode(content: bytes) -> np.ndarray:
     """Return the tokens of a file and the one that ends it."""
-    return np.append(_tokenizer.encode(content), _tokenizer.eof_id).astype(np.uint16)
+    ids = _tokenizer.encode(content.decode("utf-8"), add_special_tokens=False).ids
+    return np.array([*ids, _tokenizer.token_to_id(END_OF_FILE)], dtype=np.uint16)
 
 
 def pack(folder: Path, archive: Path) -> None:
@@ -181,21 +231,6 @@ def pack(folder: Path, archive: Path) -> None:
             entry = tarfile.TarInfo(f"{folder.name}/{path.name}")
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
-
-
-def tokens_folder(text: str) -> Path:
-    """Read a command-line option that names a folder written by :func:`build`."""
-    folder = Path(text)
-    if not (folder / "corpus.json").is_file():
-        raise argparse.ArgumentTypeError(f"{text} has no corpus.json: make it with kernel_text.py")
-    return folder
-
-
-def read_tokens(folder: Path, block_size: int) -> Corpus:
-    """Open what :func:`build` wrote, in blocks of ``block_size`` tokens and the next one."""
-    settings = CorpusSettings(block_size=block_size, tokenizer=str(folder / "tokenizer.json"))
-    stored = json.loads((folder / "corpus.json").read_text())
-    return Corpus(path=folder, settings=settings, **stored)
 
 
 def main() -> None:

@@ -6,10 +6,10 @@ keeps Adam's moments of what arrives. All see the same gradients, so what differ
 their updates ``m / sqrt(v)`` and that of full precision is the scheme's doing alone. Likewise for
 weights: gradients of the same batches are computed with the weights that arrive in each scheme::
 
-    python benchmarks/update_error.py --json update_error.json
-    python benchmarks/update_error.py --tokens kernel_tokens --json update_error.json
+    python benchmarks/research/update_error.py --json update_error.json
+    python benchmarks/research/update_error.py --tokens kernel_tokens --json update_error.json
 
-Text: the standard library of the running Python, as bytes, or what ``kernel_text.py`` prepared.
+Text: the standard library of the running Python, as bytes, or what ``kernel_text.py`` made.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from common import table, write_report
-from gpt import GPT, GPTConfig
-from kernel_text import read_tokens, tokens_folder
 from torch import Tensor, nn
 
 from lq_lightning.codecs import decode, derive_seed, encode
@@ -33,10 +30,11 @@ from lq_lightning.data_parallel import GradientQuantization, WeightQuantization
 from lq_lightning.data_parallel.error_feedback import GradientResidual
 from lq_lightning.data_parallel.layout import MessageLayout, Run
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pretraining.corpus import CorpusSettings, prepare  # noqa: E402
+from common import table, write_report
+from corpus import read_tokens, standard_library, tokens_folder
+from gpt import GPT, GPTConfig
 
 NODES = 2
 BETAS = (0.9, 0.95)
@@ -143,20 +141,15 @@ class Replica:
 
 def batches(args: argparse.Namespace, device: torch.device) -> tuple[int, Iterator[Tensor]]:
     """Return the size of the vocabulary, and an endless run of ``[B, T + 1]`` tokens."""
-    if args.tokens:
-        corpus = read_tokens(args.tokens, args.seq)
-    else:
-        corpus = prepare(CorpusSettings(block_size=args.seq, suffixes=(".py",)), args.cache)
-    blocks = corpus.blocks("train")
+    corpus = read_tokens(args.tokens, args.seq) if args.tokens else standard_library(args.seq)
 
     def draw() -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(0)
         while True:
-            rows = torch.randint(len(blocks), (args.batch,), generator=generator).tolist()
-            chosen = [torch.as_tensor(blocks[row].astype("int64")) for row in rows]
-            yield torch.stack(chosen).to(device)
+            rows = torch.randint(len(corpus.train), (args.batch,), generator=generator)
+            yield torch.from_numpy(corpus.train[rows.numpy()].astype("int64")).to(device)
 
-    return corpus.tokenizer().vocab_size, draw()
+    return corpus.vocab, draw()
 
 
 def build(args: argparse.Namespace, vocab: int, device: torch.device) -> GPT:
@@ -277,7 +270,6 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=120, help="steps before the schemes start")
     parser.add_argument("--steps", type=int, default=50, help="steps that they take part in")
     parser.add_argument("--tokens", type=tokens_folder, help="folder that kernel_text.py wrote")
-    parser.add_argument("--cache", type=Path, default=ROOT / "runs" / "data")
     parser.add_argument("--cpu", action="store_true", help="even if there is a GPU")
     parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
