@@ -7,7 +7,7 @@ PYTEST_ARGS ?=
 export PYTHON VENV TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install quickstart test test-all test-gpu lint types bench clean
+.PHONY: help venv install quickstart test test-all test-gpu lint types docs bench clean
 
 help:
 	@echo "make quickstart   install into $(VENV), train a small GPT twice, show the comparison"
@@ -15,11 +15,12 @@ help:
 	@echo "make test-all     also the slow tests"
 	@echo "make test-gpu     the tests that need CUDA devices"
 	@echo "make lint types   ruff, codespell; mypy"
+	@echo "make docs         the documentation in build/site, strictly"
 	@echo "make bench        the benchmarks, at a size that suits this machine"
 	@echo "make install      everything for development;  make venv: only an empty $(VENV)"
 	@echo "make clean        remove build products and caches ($(VENV) stays)"
 
-venv install lint types:
+venv install lint types docs:
 	@.ci/task $@
 
 test test-all test-gpu:

@@ -68,10 +68,12 @@ def cell(value: object) -> str:
 
 
 def flat(row: Any, prefix: str = "") -> Row:
-    """Join the keys of nested mappings by dots; numbers of a list are counted."""
+    """Join the keys of nested mappings by dots; numbers of a list are counted, bytes become MB."""
     if isinstance(row, list):
         row = dict(enumerate(row))
     if not isinstance(row, dict):
+        if prefix.endswith("_bytes"):
+            return {f"{prefix.removesuffix('_bytes')}_mb": row and row / 1e6}
         return {prefix: row}
     found: Row = {}
     for key, value in row.items():

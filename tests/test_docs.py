@@ -1,65 +1,235 @@
-"""The examples of docs/optimizer_and_gradients.md run as they stand there."""
+"""What the README and docs/ say is true: code runs, numbers are those of reports, links lead on.
+
+Python blocks of a page run from top to bottom in one namespace, on one CPU rank. A block that
+begins with ``# not run`` is only compiled, and its names of this package are looked up; so is one
+below ``<!-- needs: PACKAGE -->`` where that package is missing.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
+import inspect
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-import yaml
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 from lq_testing.lightning_models import quiet
 
-from lq_lightning import QuantizedPrecision
+from lq_lightning import QuantizedFSDPStrategy
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "optimizer_and_gradients.md"
+BENCHMARKS = ROOT / "benchmarks"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MAX_LINES = {"README.md": 150, "performance.md": 150, "memory.md": 200}
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+class Block(NamedTuple):
+    """A fenced block, and the package without which it cannot run."""
+
+    source: str
+    needs: str | None
+
+    @property
+    def runs(self) -> bool:
+        missing = self.needs is not None and importlib.util.find_spec(self.needs) is None
+        return not missing and not self.source.startswith("# not run")
 
 
+def blocks(page: Path, language: str) -> list[Block]:
+    fence = rf"(?:<!-- needs: (\w+) -->\n)?^```{language}\n(.*?)^```$"
+    found = re.findall(fence, page.read_text(), re.DOTALL | re.MULTILINE)
+    return [Block(source, needs or None) for needs, source in found]
+
+
+def pages_with(language: str) -> list[Any]:
+    return [pytest.param(page, id=page.stem) for page in PAGES if blocks(page, language)]
+
+
+# --- code -----------------------------------------------------------------------------------------
+
+
+def _look_up_imports(source: str) -> None:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lq_lightning"):
+            module = importlib.import_module(str(node.module))
+            missing = [name.name for name in node.names if not hasattr(module, name.name)]
+            assert not missing, f"{node.module} has no {missing}"
+
+
+@pytest.mark.uninitialized_memory_ok  # transformers fills what it allocates later
+@pytest.mark.parametrize("page", pages_with("python"))
 def test_python_runs_from_top_to_bottom(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    found = blocks(page, "python")
+    for block in found:
+        _look_up_imports(block.source)
+    for package in ("transformers", "peft", "accelerate"):
+        if any(f"from {package} import" in block.source for block in found):
+            pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     quiet()
-    namespace: dict[str, Any] = {"__name__": "page"}
+    if "dist.init_process_group()" in page.read_text():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for number, source in enumerate(blocks("python")):
-            exec(compile(source, f"block {number}", "exec"), namespace)
-    shown = capsys.readouterr().out
-    assert "net.1.weight (512, 128) 134144 quantized" in shown
-    assert "net.0.weight (256, 128) 262144 embedding" in shown
-    assert "net.1.bias 512 1-D" in shown
+        for number, block in enumerate(found):
+            code = compile(block.source, f"{page.name}, block {number}", "exec")
+            if block.runs:
+                exec(code, namespace)
+    if page.stem == "memory":
+        shown = capsys.readouterr().out
+        assert "net.1.weight (512, 128) 134144 quantized" in shown
+        assert "net.0.weight (256, 128) 262144 embedding" in shown
 
 
-@pytest.mark.parametrize("source", blocks("yaml"))
-def test_yaml_is_accepted(source: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", pages_with("yaml"))
+def test_yaml_is_accepted(page: Path, tmp_path: Path) -> None:
     quiet()
-    (tmp_path / "page.yaml").write_text(source)
-    options = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
-    arguments = [f"--config={tmp_path / 'page.yaml'}", *options]
-    cli = LightningCLI(LightningModule, run=False, args=arguments, save_config_callback=None)
-    plugin = cli.trainer.precision_plugin
-    assert isinstance(plugin, QuantizedPrecision)
-    given = yaml.safe_load(source)["trainer"]["plugins"]["init_args"]
-    assert plugin.precision == given["compute"]
+    options = ["--trainer.accelerator=cpu", "--trainer.devices=1"]
+    for block in blocks(page, "yaml"):
+        if not block.runs:
+            continue
+        (tmp_path / "page.yaml").write_text(block.source)
+        arguments = [f"--config={tmp_path / 'page.yaml'}", *options]
+        LightningCLI(LightningModule, run=False, args=arguments, save_config_callback=None)
 
 
-def test_links_lead_somewhere() -> None:
-    for page in sorted((ROOT / "docs").glob("*.md")):
-        for target, anchor in re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", page.read_text()):
-            linked = page if not target else (page.parent / target)
-            assert linked.exists(), f"{page.name}: {target}"
-            if anchor:
-                titles = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
-                anchors = {
-                    re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles
-                }
-                assert anchor[1:] in anchors, f"{page.name}: {target}{anchor}"
+@pytest.mark.parametrize("page", pages_with("bash"))
+def test_commands_are_bash_and_name_what_exists(page: Path) -> None:
+    commands = "\n".join(block.source for block in blocks(page, "bash"))
+    done = subprocess.run(["bash", "-n"], input=commands, capture_output=True, text=True)
+    assert not done.stderr
+    named = re.findall(r"\b(?:benchmarks|examples)/[\w/]+\.(?:py|sh|yaml)", page.read_text())
+    assert not [path for path in named if not (ROOT / path).exists()]
+    made = set(re.findall(r"^([\w-]+(?: [\w-]+)*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = {target for line in made for target in line.split()}
+    assert set(re.findall(r"\bmake ([a-z-]+)", commands)) <= targets
+    for module in re.findall(r"-m (lq_lightning[\w.]+)", commands):
+        pytest.importorskip("lq_lightning.checkpoint")
+        assert importlib.util.find_spec(module), module
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def _numbers(text: str) -> list[str]:
+    """Numbers that stand alone: not those of names such as fp32, or of 1.4B."""
+    words = re.split(r"[\s|(),;:`*]+", text)
+    return [word.rstrip("x%") for word in words if re.fullmatch(r"[-+]?\d+(\.\d+)?[x%]?", word)]
+
+
+def _printed(reports: list[str]) -> set[float]:
+    """Return what the table printer says of some reports, each alone and all together."""
+    table = importlib.import_module("table")
+    paths = [BENCHMARKS / "results" / report.split(":")[0] for report in reports]
+    columns = reports[0].partition(":")[2]
+    texts = [table.show([path]) for path in paths]
+    texts.append(table.show(paths, [columns] if columns else []))
+    return {float(number) for text in texts for number in _numbers(text)}
+
+
+def _tables_of_reports() -> list[Any]:
+    found = []
+    for page in PAGES:
+        pattern = r"<!-- numbers: (.*?) -->\n\n((?:\|.*\n)+)"
+        for reports, table in re.findall(pattern, page.read_text()):
+            found.append(pytest.param(reports.split(), table, id=f"{page.stem}-{reports[:30]}"))
+    return found
+
+
+@pytest.mark.parametrize(("reports", "table"), _tables_of_reports())
+def test_numbers_are_those_of_the_reports(
+    monkeypatch: pytest.MonkeyPatch, reports: list[str], table: str
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    try:
+        printed = _printed(reports)
+    finally:
+        for path in BENCHMARKS.glob("*.py"):
+            sys.modules.pop(path.stem, None)
+    wrong = []
+    for line in table.splitlines()[2:]:
+        for cell in line.split("|")[2:]:
+            for number in _numbers(cell):
+                # half of its last digit, and a little for what was printed rounded
+                near = 0.505 * 10.0 ** -len(number.partition(".")[2])
+                if not any(abs(value - float(number)) <= near for value in printed):
+                    wrong.append(f"{number} in {line}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_check_of_numbers_sees_wrong_ones() -> None:
+    assert _numbers("702 ms, (9.48x), -0.182%, `fp32`, 1.4B, int8, 45 reached") == (
+        ["702", "9.48", "-0.182", "45"]
+    )
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def _anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", page.read_text()):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        assert not anchor or anchor[1:] in _anchors(linked), f"{target}{anchor}"
+
+
+def test_pages_stay_short() -> None:
+    lines = {page.name: len(page.read_text().splitlines()) for page in PAGES}
+    assert not {name: lines[name] for name, most in MAX_LINES.items() if lines[name] > most}
+
+
+def test_every_option_is_explained() -> None:
+    page = (ROOT / "docs" / "options.md").read_text().partition("## QuantizedPrecision")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", page, re.MULTILINE))
+    known = {
+        name: parameter.default
+        for name, parameter in inspect.signature(QuantizedFSDPStrategy).parameters.items()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    }
+    assert set(rows) == set(known)
+    for name, shown in rows.items():
+        if shown.startswith("`"):
+            assert ast.literal_eval(shown.strip("`")) == known[name], name
+
+
+def _messages() -> list[str]:
+    """All texts in the library, those of f-strings with gaps."""
+    texts = []
+    for path in [*(ROOT / "lq_lightning").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [v.value if isinstance(v, ast.Constant) else "\0" for v in node.values]
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return texts
+
+
+def test_troubleshooting_names_messages_that_exist() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## Options")[2]
+    shown = re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)
+    known = "\n".join(_messages()).replace("`", "")
+    pieces = [piece.strip() for text in shown for piece in re.split(r"\.\.\.|\d+", text)]
+    assert len(pieces) > 40
+    assert not [piece for piece in pieces if piece and piece not in known]
