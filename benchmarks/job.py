@@ -1,7 +1,8 @@
-"""A sharded GPT with plain or quantized communication, as the step-time and memory benchmarks use.
+"""A GPT with plain or quantized communication, as the step-time and memory benchmarks use.
 
-Raw torch, no Lightning; every variant gets the same model, data and optimizer. Parameters travel in
-bf16 and gradients in fp32, FSDP2's usual mixed-precision policy.
+Raw torch, no Lightning; every variant gets the same model, data and optimizer. Sharded parameters
+travel in bf16 and gradients in fp32, FSDP2's usual mixed-precision policy; under DDP the forward
+runs under autocast to bf16.
 """
 
 from __future__ import annotations
@@ -19,16 +20,21 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from gpt import GPT, GPTConfig
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from lq_lightning.data_parallel import (
     GradientQuantization,
+    QuantizedAllReduce,
     QuantizedCommunication,
     Topology,
     WeightQuantization,
     quantize_communication,
+    quantized_all_reduce_hook,
 )
 
 TINY = {"layers": 2, "hidden": 64, "heads": 2, "seq": 64, "vocab": 256}
@@ -44,6 +50,7 @@ class Variant:
         reduce_dtype: Of FSDP2's gradient reduction.
         communicate: False lets each rank train its own unsharded copy.
         keep_gathered: Whether blocks stay gathered between forward and backward (ZeRO-2).
+        ddp: How DDP reduces gradients of unsharded copies; None shards with FSDP2.
     """
 
     weights: WeightQuantization | None = None
@@ -51,6 +58,7 @@ class Variant:
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     communicate: bool = True
     keep_gathered: bool = False
+    ddp: Literal["bf16", "8-bit", "powersgd"] | None = None
 
 
 VARIANTS = {
@@ -73,6 +81,9 @@ VARIANTS = {
     ),
     "weights-only": Variant(weights=WeightQuantization()),
     "gradients-only": Variant(gradients=GradientQuantization()),
+    "ddp-bf16": Variant(ddp="bf16"),
+    "ddp-8-bit": Variant(ddp="8-bit"),
+    "ddp-powersgd": Variant(ddp="powersgd"),
     "no-communication": Variant(communicate=False),
 }
 
@@ -108,10 +119,18 @@ class Job:
         compile_blocks: bool = False,
         autocast: bool = False,
     ) -> None:
-        self.device, self.autocast = device, autocast
+        self.device, self.autocast = device, autocast or variant.ddp is not None
         rank, world_size = dist.get_rank(), dist.get_world_size()
+        self.topology = Topology(world_size=world_size, rank=rank, node_size=node_size)
+        self.communication: QuantizedCommunication | None = None
+        self.data = random_batches(config, micro_batch).to(device)
+        self.steps = 0
         with torch.device("meta"):
             self.model = GPT(config)
+        self.called: nn.Module = self.model
+        if variant.ddp is not None:
+            self._replicate(variant.ddp, compile_blocks)
+            return
         shards = world_size if variant.communicate else 1
         mesh = init_device_mesh(
             device.type, (world_size // shards, shards), mesh_dim_names=("i", "s")
@@ -128,8 +147,6 @@ class Job:
         self.model.to_empty(device=device)
         self.model.reset_local_shards(seed=rank)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.topology = Topology(world_size=world_size, rank=rank, node_size=node_size)
-        self.communication: QuantizedCommunication | None = None
         if variant.weights is not None or variant.gradients is not None:
             self.communication = quantize_communication(
                 self.model,
@@ -138,15 +155,30 @@ class Job:
                 topology=self.topology,
             )
             self.communication.register_optimizer(self.optimizer)
-        self.data = random_batches(config, micro_batch).to(device)
-        self.steps = 0
+
+    def _replicate(self, hook: Literal["bf16", "8-bit", "powersgd"], compile_blocks: bool) -> None:
+        """Give every rank a copy of the model, whose gradients DDP averages through a hook."""
+        self.model.to_empty(device=self.device)
+        self.model.reset_local_shards(seed=0)
+        for block in self.model.blocks if compile_blocks else ():
+            block.forward = torch.compile(block.forward)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.called = ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        if hook == "bf16":
+            ddp.register_comm_hook(None, bf16_compress_hook)
+        elif hook == "8-bit":
+            state = QuantizedAllReduce(min_nbytes=4 << 20, node_size=self.topology.node_size)
+            ddp.register_comm_hook(state, quantized_all_reduce_hook)
+        else:  # before iteration 2 DDP rebuilds its buckets, which PowerSGD cannot follow
+            power = PowerSGDState(None, matrix_approximation_rank=32, start_powerSGD_iter=2)
+            ddp.register_comm_hook(power, powerSGD_hook)
 
     def forward(self) -> Tensor:
         """Return the loss of the next batch."""
         batch = self.data[self.steps % len(self.data)]
         kind = self.device.type
         with torch.autocast(kind, torch.bfloat16, self.autocast, cache_enabled=False):
-            loss: Tensor = self.model(batch)
+            loss: Tensor = self.called(batch)
         self.steps += 1
         return loss
 

@@ -9,9 +9,10 @@ usage: run_all.sh [-o FOLDER] [PART...]
 
   -o FOLDER  for the JSON reports, and FOLDER/traces
              (default: benchmarks/results, and outputs/traces)
-  PART       nvlink, rates, compile, memory, kernels (default: all, in this order)
+  PART       nvlink, rates, slow, compile, memory, kernels (default: all, in this order)
 
-`rates` and `compile` emulate two nodes with benchmarks/nodes.sh, which needs root. PYTHON names the
+`slow` compares with DDP, PowerSGD among its hooks, on a small model that fits on every GPU. `rates`,
+`slow` and `compile` emulate two nodes with benchmarks/nodes.sh, which needs root. PYTHON names the
 interpreter (default: python3). A part that fails or takes longer than its limit is named at the
 end; the others still run, and the exit status is 1. Afterwards, on any machine:
 
@@ -31,10 +32,10 @@ while getopts "o:h" option; do
     esac
 done
 shift $((OPTIND - 1))
-[ $# -gt 0 ] || set -- nvlink rates compile memory kernels
+[ $# -gt 0 ] || set -- nvlink rates slow compile memory kernels
 for part; do
     case $part in
-        nvlink | rates | compile | memory | kernels) ;;
+        nvlink | rates | slow | compile | memory | kernels) ;;
         *) usage >&2; exit 2 ;;
     esac
 done
@@ -55,6 +56,13 @@ rates() {
         --variants $variants,quantized-feedback,quantized-vocabulary-8,quantized-2-bits \
         --rates none,100gbit,25gbit,10gbit --steps 6 --warmup 2 --budget 6 \
         --trace "$traces" --json "$results/step_time_{rate}.json"
+}
+slow() {
+    timeout 400 benchmarks/nodes.sh -n 2 -g 1 benchmarks/step_time.py --node-size 1 \
+        --layers 12 --hidden 768 --heads 12 --seq 1024 --micro-batch 16 \
+        --variants ddp-bf16,ddp-8-bit,ddp-powersgd,fsdp2,quantized \
+        --rates none,10gbit,1gbit --steps 6 --warmup 3 --budget 6 \
+        --json "$results/slow_{rate}.json"
 }
 compile() {
     local status=0 compiled=(benchmarks/step_time.py --variants fsdp2,quantized --compile --steps 8)

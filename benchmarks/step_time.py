@@ -48,7 +48,7 @@ from torch import Tensor
 from lq_lightning.data_parallel import Traffic
 from lq_lightning.foundation.traffic import ring_bytes
 
-DEFAULT_VARIANTS = [name for name in VARIANTS if name != "no-communication"]
+DEFAULT_VARIANTS = [name for name, v in VARIANTS.items() if v.communicate and v.ddp is None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +170,8 @@ def plain_bytes(job: Job, variant: Variant) -> tuple[float, float]:
     A block is gathered in forward and in backward, the root's own parameters once; a ring sends
     each rank's slot to all others.
     """
+    if variant.ddp is not None:  # the interface counts what hooks send
+        return math.nan, math.nan
     if not variant.communicate:
         return 0.0, 0.0
     gathers = 1 if variant.keep_gathered else 2

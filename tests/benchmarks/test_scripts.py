@@ -29,7 +29,7 @@ Load = Callable[[str], ModuleType]
 @pytest.mark.parametrize(
     ("script", "options", "shown"),
     [
-        ("step_time.py", (*TINY, *SHORT, "--variants", "fsdp2,quantized"), "quantized"),
+        ("step_time.py", (*TINY, *SHORT, "--variants", "fsdp2,quantized,ddp-8-bit"), "quantized"),
         ("lightning_step.py", (*TINY, *SHORT, "--variants", "quantized"), "Trainer ms/step"),
         ("memory.py", TINY, "quantized, node"),
         ("all_reduce.py", ("--cpu", "--sizes", "64K", "--seconds", "0.01"), "0.0625 MiB"),
