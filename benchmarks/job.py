@@ -157,7 +157,13 @@ class Job:
             self.communication.register_optimizer(self.optimizer)
 
     def _replicate(self, hook: Literal["bf16", "8-bit", "powersgd"], compile_blocks: bool) -> None:
-        """Give every rank a copy of the model, whose gradients DDP averages through a hook."""
+        """Give every rank a copy of the model, whose gradients DDP averages through a hook.
+
+        Raises:
+            ValueError: A hook of torch is to run on a CPU, where gloo fails in it.
+        """
+        if self.device.type == "cpu" and hook != "8-bit":
+            raise ValueError(f"the variant ddp-{hook} needs NCCL: leave it out on a CPU")
         self.model.to_empty(device=self.device)
         self.model.reset_local_shards(seed=0)
         for block in self.model.blocks if compile_blocks else ():
