@@ -1,6 +1,7 @@
 """Write constraints from this environment: `python .ci/constraints.py > constraints.txt`.
 
-Lists every installed distribution that the project and its extras need, directly or not.
+Lists every installed distribution that the project and its extras need, directly or not; `.ci/task
+docs` installs all of them.
 """
 
 from __future__ import annotations
