@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -144,7 +145,8 @@ def test_nodes_limit_the_rate_and_clean_up(tmp_path: Path) -> None:
         pytest.skip("needs root, ip and tc")
     report = tmp_path / "report.json"
     done = _shell(
-        *("bash", str(BENCHMARKS / "nodes.sh"), "-r", "20mbit", "-n", "2", "-g", "1"),
+        *("bash", str(BENCHMARKS / "nodes.sh"), "-p", sys.executable),
+        *("-r", "20mbit", "-n", "2", "-g", "1"),
         *(str(BENCHMARKS / "step_time.py"), *TINY, *SHORT, "--hidden", "256", "--node-size", "1"),
         *("--variants", "fsdp2,quantized", "--json", str(report)),
     )
