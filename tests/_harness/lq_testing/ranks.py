@@ -24,9 +24,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# Loaded once by the fork server, so that a rank starts in milliseconds instead of seconds. Nothing
-# of ours is preloaded: each rank imports the package itself, under its own environment.
-_PRELOAD = ["torch", "torch.distributed.fsdp", "lightning.pytorch"]
+# Loaded once by the fork server, so that a rank starts in milliseconds instead of seconds. What
+# depends on the environment when it is imported must be the same for all ranks (`TRITON_INTERPRET`).
+_PRELOAD = ["torch", "torch.distributed.fsdp", "lightning.pytorch", "lq_lightning"]
 # After a rank has failed the others usually follow (connection reset); wait this long to hear why.
 _GRACE_S = 2.0
 _STACK_WAIT_S = 0.5
