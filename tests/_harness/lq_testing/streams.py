@@ -1,0 +1,242 @@
+"""Find races between CUDA streams without a GPU.
+
+:func:`recorded_streams` gives the code under test streams and events that only keep vector clocks.
+Everything runs at once on the CPU, so results are right whatever the code forgets to wait for;
+instead, every operator is recorded with the stream that was current, and two uses of one memory on
+two streams, one of them a write, of which neither waited for the other are a :class:`Race`. So is
+memory that is given back to the stream it was allocated on while another stream may still use it.
+
+A collective counts as work of the stream that it was called on, as with NCCL where ``async_op`` is
+False.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lq_lightning.foundation import streams
+
+__all__ = ["Event", "Race", "Recorder", "Stream", "recorded_streams"]
+
+_OWN_FRAMES = ("lq_testing/streams.py", "_python_dispatch.py", "torch/_ops.py", "_compile.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Two uses of one memory that nothing orders.
+
+    Attributes:
+        kind: ``"read-write"``, ``"write-write"`` or ``"freed too early"``.
+        first: The earlier use, as ``operator at file:line (stream)``.
+        second: The later use, or what lets go of the memory.
+    """
+
+    kind: str
+    first: str
+    second: str
+
+
+@dataclass(slots=True)
+class Event:
+    """A point of a stream: what had run before it."""
+
+    clock: dict[int, int]
+
+    def synchronize(self) -> None:
+        """Nothing: a host that waits orders no later work of streams here."""
+
+
+class Stream:
+    """A queue of work; its clock says how much of every stream had run before its next work."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.clock: dict[int, int] = {number: 0}
+
+    def wait_event(self, event: Event) -> None:
+        """Let what comes next run after the event."""
+        for number, time in event.clock.items():
+            self.clock[number] = max(self.clock.get(number, 0), time)
+
+    def wait_stream(self, other: Stream) -> None:
+        """Let what comes next run after everything that ``other`` has so far."""
+        self.wait_event(other.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """The point that the stream has reached."""
+        return Event(dict(self.clock))
+
+    def has_seen(self, use: _Use) -> bool:
+        """Whether the next work of this stream runs after ``use``."""
+        return self.clock.get(use.stream, 0) >= use.time
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    stream: int
+    time: int
+    what: str
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Uses of one storage that later work must be ordered after."""
+
+    reference: StorageWeakRef
+    home: Stream
+    write: _Use | None = None
+    reads: dict[int, _Use] = field(default_factory=dict)
+    users: dict[int, _Use] = field(default_factory=dict)  # last use on every stream
+
+
+class Recorder(TorchDispatchMode):
+    """Records operators by stream; made by :func:`recorded_streams`.
+
+    Attributes:
+        races: What was found so far.
+        current: The stream that work goes to.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.races: list[Race] = []
+        self._made = 0
+        self.current = self.new_stream()
+        self._memory: dict[int, _Memory] = {}
+
+    def new_stream(self) -> Stream:
+        """Another stream."""
+        self._made += 1
+        return Stream(self._made)
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: Stream) -> Iterator[None]:
+        """Make ``stream`` the current one."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        """Keep the tensor's memory until what ``stream`` has now is done."""
+        memory = self._memory.get(tensor.untyped_storage()._cdata)
+        if memory is not None:
+            memory.users.pop(stream.number, None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._notice_freed()
+        arguments = func._schema.arguments
+        written, read = [], []
+        named = [*zip(arguments, args, strict=False)]
+        named += [(a, kwargs[a.name]) for a in arguments if a.name in kwargs]
+        for argument, value in named:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            (written if writes else read).extend(t for t in tree_leaves(value) if _has_data(t))
+        result = func(*args, **kwargs)
+        if not _is_view(func):
+            # results in new memory are written; views of an argument are neither read nor written
+            known = {t.untyped_storage()._cdata for t in (*written, *read)}
+            fresh = [t for t in tree_leaves(result) if _has_data(t)]
+            written += [t for t in fresh if t.untyped_storage()._cdata not in known]
+            self._record(func, read, written)
+        return result
+
+    def _record(self, func: Any, read: list[Tensor], written: list[Tensor]) -> None:
+        stream = self.current
+        stream.clock[stream.number] += 1
+        use = _Use(stream.number, stream.clock[stream.number], f"{func} at {_where()}")
+        for tensor in read:
+            memory = self._of(tensor)
+            self._check("read-write", memory.write, use)
+            memory.reads[stream.number] = memory.users[stream.number] = use
+        for tensor in written:
+            memory = self._of(tensor)
+            self._check("write-write", memory.write, use)
+            for earlier in memory.reads.values():
+                self._check("read-write", earlier, use)
+            memory.write, memory.reads = use, {}
+            memory.users[stream.number] = use
+
+    def _check(self, kind: str, earlier: _Use | None, use: _Use) -> None:
+        if earlier is not None and not self.current.has_seen(earlier):
+            self._report(kind, earlier, f"{use.what} (stream {use.stream})")
+
+    def _report(self, kind: str, earlier: _Use, second: str) -> None:
+        race = Race(kind, f"{earlier.what} (stream {earlier.stream})", second)
+        if race not in self.races:
+            self.races.append(race)
+
+    def _of(self, tensor: Tensor) -> _Memory:
+        storage = tensor.untyped_storage()
+        memory = self._memory.get(storage._cdata)
+        if memory is None or memory.reference.expired():
+            memory = _Memory(StorageWeakRef(storage), self.current)
+            self._memory[storage._cdata] = memory
+        return memory
+
+    def _notice_freed(self) -> None:
+        """Memory that is gone may be handed out again to the stream it came from."""
+        for key in [k for k, memory in self._memory.items() if memory.reference.expired()]:
+            memory = self._memory.pop(key)
+            for use in memory.users.values():
+                if use.stream != memory.home.number and not memory.home.has_seen(use):
+                    self._report("freed too early", use, f"stream {memory.home.number} reuses it")
+
+
+def _has_data(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_meta and value.numel() > 0
+
+
+def _is_view(func: Any) -> bool:
+    schema = func._schema
+    aliased = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return aliased and not any(a.alias_info and a.alias_info.is_write for a in schema.arguments)
+
+
+def _where() -> str:
+    for frame in reversed(traceback.extract_stack(limit=24)):
+        if "lq_lightning" in frame.filename and not frame.filename.endswith(_OWN_FRAMES):
+            name = frame.filename.rpartition("lq_lightning/")[2]
+            return f"{name}:{frame.lineno}"
+    return "?"
+
+
+@contextlib.contextmanager
+def recorded_streams() -> Iterator[Recorder]:
+    """Let the package see CUDA streams on every device, and record what runs on them."""
+    recorder = Recorder()
+    with contextlib.ExitStack() as stack:
+        for name, value in {
+            "has_streams": lambda device: True,
+            "current_stream": lambda: recorder.current,
+            "new_stream": recorder.new_stream,
+            "on_stream": recorder.on_stream,
+            "record_stream": recorder.record_stream,
+        }.items():
+            stack.enter_context(_replaced(streams, name, value))
+        stack.enter_context(recorder)
+        yield recorder
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
