@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 # Loaded once by the fork server, so that a rank starts in milliseconds instead of seconds. What
-# depends on the environment when it is imported must be the same for all ranks (`TRITON_INTERPRET`).
+# reads the environment on import (`TRITON_INTERPRET`) must be the same for all ranks.
 _PRELOAD = ["torch", "torch.distributed.fsdp", "lightning.pytorch", "lq_lightning"]
 # After a rank has failed the others usually follow (connection reset); wait this long to hear why.
 _GRACE_S = 2.0
