@@ -65,9 +65,9 @@ def draw(path: Path) -> None:
     setup = read("10gbit")["setup"]
     nodes = setup["world_size"] // setup["node_size"]
     axes.set_title(
-        f"One optimizer step, {setup['model']['parameters'] / 1e9:.1f}B parameters, "
-        f"{nodes} nodes of {setup['node_size']} H200, by the network between them",
-        fontsize=11,
+        f"One step of {setup['model']['parameters'] / 1e9:.1f}B parameters on {nodes} nodes "
+        f"of {setup['node_size']} H200, by their network",
+        fontsize=10,
         loc="left",
     )
     path.parent.mkdir(parents=True, exist_ok=True)
