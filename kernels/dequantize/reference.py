@@ -10,7 +10,7 @@ from lq_lightning.kernels.message import reference as blocks
 from lq_lightning.kernels.message.chunks import row_chunks
 
 
-def dequantize_block(
+def decode_block(
     message: Tensor, numel: int, column: int, count: int, fmt: MessageFormat
 ) -> Tensor:
     """Decode a block of columns, without the inverse transform.
@@ -18,7 +18,7 @@ def dequantize_block(
     Args:
         message: ``[R, B]`` uint8 rows.
         numel: values in a whole row.
-        column: first column, a multiple of the group size.
+        column: first column, a multiple of ``fmt.block_multiple``.
         count: columns, a multiple of 8.
         fmt: the format.
 
@@ -26,13 +26,14 @@ def dequantize_block(
         ``[R, count]`` fp32.
     """
     layout = fmt.layout(numel)
-    groups = -(-count // fmt.group_size)
-    values = torch.zeros(message.shape[0], groups * fmt.group_size, dtype=torch.float32)
+    size = fmt.group_size or count
+    groups = -(-count // size)
+    values = torch.zeros(message.shape[0], groups * size, dtype=torch.float32)
     codes = blocks.load_codes(message, column, count, fmt, layout)
     values[:, :count] = blocks.dequantize_codes(codes, fmt)
-    first = column // fmt.group_size * fmt.scale_nbytes
+    first = column // fmt.group_size * fmt.scale_nbytes if fmt.group_size else 0
     scale = blocks.load_scales(message, layout.scale_offset + first, groups, fmt)
-    grouped = values.view(-1, groups, fmt.group_size).mul_(scale.unsqueeze(-1))
+    grouped = values.view(-1, groups, size).mul_(scale.unsqueeze(-1))
     if not fmt.symmetric:
         minimum = blocks.load_scales(message, layout.minimum_offset + first, groups, fmt)
         grouped.add_(minimum.unsqueeze(-1))
@@ -47,16 +48,16 @@ def reduce_block(
     Args:
         message: ``[K, R, B]`` uint8.
         numel: values in a whole row.
-        column: first column, a multiple of the group size.
+        column: first column, a multiple of ``fmt.block_multiple``.
         count: columns, a multiple of 8.
         fmt: the format.
 
     Returns:
         ``[R, count]`` fp32, still in the transformed domain.
     """
-    total = dequantize_block(message[0], numel, column, count, fmt)
+    total = decode_block(message[0], numel, column, count, fmt)
     for index in range(1, message.shape[0]):
-        total += dequantize_block(message[index], numel, column, count, fmt)
+        total += decode_block(message[index], numel, column, count, fmt)
     return total
 
 
@@ -77,8 +78,8 @@ def dequantize(
     rows = message.shape[1]
     # Rounded to fp32 once, on the host, for every device alike.
     factor = torch.tensor(scale * fmt.inverse_norm, dtype=torch.float32)
-    total = round_up(layout.padded_numel, fmt.group_size)
-    for row, row_end, column, column_end in row_chunks(rows, total, fmt.group_size):
+    total = round_up(layout.padded_numel, fmt.block_multiple)
+    for row, row_end, column, column_end in row_chunks(rows, total, fmt.block_multiple):
         count = min(column_end, layout.padded_numel) - column
         values = reduce_block(message[:, row:row_end], numel, column, count, fmt)
         if fmt.hadamard_size:

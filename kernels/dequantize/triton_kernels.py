@@ -10,137 +10,132 @@ from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message.launch import (
-    FLOAT_MAGIC_BITS,
+    INT_TO_FLOAT,
+    UNROLLED_MESSAGES,
     Tile,
     choose_tile,
     on_device,
     row_grid,
     row_stride,
 )
-from lq_lightning.kernels.message.triton_blocks import (
-    hadamard,
-    load_run,
-    program_row,
-    program_tiles,
-    round_output,
-)
-from lq_lightning.kernels.message.triton_rows import load_tile
+from lq_lightning.kernels.message.triton_blocks import hadamard, load_run, round_output
+from lq_lightning.kernels.message.triton_frame import for_each_tile
+from lq_lightning.kernels.message.triton_rows import decode_tile
+
+_AT_ONCE = tl.constexpr(UNROLLED_MESSAGES)
 
 
 @triton.jit
 def reduce_tile(
     message_ptr,
     message_stride,
-    tile,
+    num_messages,
+    start,
+    limit,
     numel,
-    magic,
+    int_to_float,
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
     FORMAT: tl.constexpr,
-    NUM_MESSAGES: tl.constexpr,
+    UNROLLED: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Sum a ``[BLOCK]`` tile over the messages in index order; still transformed."""
-    total = load_tile(message_ptr, tile, numel, magic, BLOCK, RUN, FORMAT, FULL)
-    for _ in tl.static_range(1, NUM_MESSAGES):
-        message_ptr += message_stride
-        total += load_tile(message_ptr, tile, numel, magic, BLOCK, RUN, FORMAT, FULL)
+    """Sum a ``[BLOCK]`` tile over the messages in index order; still transformed.
+
+    ``UNROLLED`` is that of ``unrolled``, which saves small numbers the loop.
+    """
+    total = decode_tile(
+        message_ptr, start, limit, numel, int_to_float, BLOCK, RUN, FORMAT, FULL
+    )
+    if UNROLLED > 0:
+        for _ in tl.static_range(1, UNROLLED):
+            message_ptr += message_stride
+            total += decode_tile(
+                message_ptr, start, limit, numel, int_to_float, BLOCK, RUN, FORMAT, FULL
+            )
+    else:
+        for _ in tl.range(1, num_messages, loop_unroll_factor=_AT_ONCE):
+            message_ptr += message_stride
+            total += decode_tile(
+                message_ptr, start, limit, numel, int_to_float, BLOCK, RUN, FORMAT, FULL
+            )
     return total
+
+
+def unrolled(num_messages: int) -> int:
+    """Return ``UNROLLED`` of ``reduce_tile``: the number of messages, 0 for all large ones alike."""
+    return num_messages if num_messages <= UNROLLED_MESSAGES else 0
 
 
 @triton.jit
 def _dequantize_tile(
+    row,
+    start,
+    numel,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
     message_ptr,
     out_ptr,
     message_stride,
-    tile,
+    row_stride,
+    out_stride,
+    num_messages,
     factor,
-    numel,
-    magic,
-    BLOCK: tl.constexpr,
+    int_to_float,
     FORMAT: tl.constexpr,
-    NUM_MESSAGES: tl.constexpr,
+    UNROLLED: tl.constexpr,
     ADD: tl.constexpr,
     RUN: tl.constexpr,
-    FULL: tl.constexpr,
 ):
-    start = tl.cast(tile, tl.int64) * BLOCK
-    offsets = tl.arange(0, BLOCK)
-    target = out_ptr + start + offsets
-    inside = offsets < numel - start
+    target = out_ptr + row * out_stride + start
     if ADD:  # before the messages, so that all loads are on their way together
         VECTOR: tl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
-        base = load_run(out_ptr + start, numel - start, BLOCK, VECTOR, RUN, FULL)
+        base = load_run(target, numel - start, BLOCK, VECTOR, RUN, FULL)
     total = reduce_tile(
-        message_ptr, message_stride, tile, numel, magic, BLOCK, RUN, FORMAT, NUM_MESSAGES, FULL
+        *(message_ptr + row * row_stride, message_stride, num_messages, start, numel, numel),
+        *(int_to_float, BLOCK, RUN, FORMAT, UNROLLED, FULL),
     )
     values = hadamard(total, BLOCK, FORMAT.hadamard_size, RUN) * factor
     if ADD:
         values = values + base.to(tl.float32)
     result = round_output(values, out_ptr.dtype.element_ty)
+    offsets = tl.arange(0, BLOCK)
     if FULL:
-        tl.store(target, result)
+        tl.store(target + offsets, result)
     else:
-        tl.store(target, result, inside)
+        tl.store(target + offsets, result, offsets < numel - start)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "factor", "magic"])
+@triton.jit(do_not_specialize=["num_messages", "rows", "tiles", "factor", "int_to_float"])
 def dequantize_rows_kernel(
     message_ptr,
     out_ptr,
     message_stride,
     row_stride,
     out_stride,
+    num_messages,
     rows,
     tiles,
     numel,
     factor,
-    magic,
+    int_to_float,
     BLOCK: tl.constexpr,
     FORMAT: tl.constexpr,
-    NUM_MESSAGES: tl.constexpr,
+    UNROLLED: tl.constexpr,
     ADD: tl.constexpr,
     RUN: tl.constexpr,
 ):
     """Decode ``tiles`` tiles of one row: unpack -> sum -> inverse Hadamard [-> add]."""
-    row = program_row()
-    if row >= rows:
-        return
-    message = message_ptr + row * row_stride
-    out = out_ptr + row * out_stride
-    first, end, last = program_tiles(numel, tiles, BLOCK)
-    for tile in range(first, end):
-        _dequantize_tile(
-            message,
-            out,
-            message_stride,
-            tile,
-            factor,
-            numel,
-            magic,
-            BLOCK,
-            FORMAT,
-            NUM_MESSAGES,
-            ADD,
-            RUN,
-            True,
-        )
-    if last:
-        _dequantize_tile(
-            message,
-            out,
-            message_stride,
-            end,
-            factor,
-            numel,
-            magic,
-            BLOCK,
-            FORMAT,
-            NUM_MESSAGES,
-            ADD,
-            RUN,
-            False,
-        )
+    for_each_tile(
+        _dequantize_tile,
+        rows,
+        tiles,
+        numel,
+        BLOCK,
+        (message_ptr, out_ptr),
+        (message_stride, row_stride, out_stride, num_messages, factor, int_to_float),
+        (FORMAT, UNROLLED, ADD, RUN),
+    )
 
 
 def launch_dequantize(
@@ -174,14 +169,15 @@ def launch_dequantize(
             row_stride(message, 0),
             row_stride(message, 1),
             row_stride(out, 0),
+            num_messages,
             rows,
             tile.tiles,
             numel,
             factor,
-            FLOAT_MAGIC_BITS,
+            INT_TO_FLOAT,
             BLOCK=tile.block,
             FORMAT=fmt,
-            NUM_MESSAGES=num_messages,
+            UNROLLED=unrolled(num_messages),
             ADD=add,
             RUN=tile.run,
             num_warps=tile.warps,

@@ -31,7 +31,12 @@ def _formats(stored: str, target: str) -> tuple[MessageFormat, MessageFormat]:
                 "residual is kept in the groups and the domain of the message. Make them equal."
             )
     for fmt in formats:
-        if not fmt.symmetric or fmt.float_code is not None:
+        if not fmt.group_size:
+            raise ValueError(
+                f"{fmt} has one scale per row, which a residual cannot be kept for: it would need "
+                "three passes. Use a group_size from 16 to 4096."
+            )
+        if not fmt.symmetric or fmt.kind != "integer":
             raise ValueError(
                 f"{fmt} is not a symmetric integer format, which a residual needs. Use an integer "
                 "code with symmetric=True."

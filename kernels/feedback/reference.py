@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lq_lightning.kernels.dequantize.reference import dequantize_block, reduce_block
+from lq_lightning.kernels.dequantize.reference import decode_block, reduce_block
 from lq_lightning.kernels.message import MessageFormat, round_up
 from lq_lightning.kernels.message import reference as blocks
 from lq_lightning.kernels.message.chunks import row_chunks
-from lq_lightning.kernels.quantize.reference import store_block, zero_padding_bytes
+from lq_lightning.kernels.quantize.reference import encode_block, zero_padding_bytes
 
 
 def feedback(
@@ -31,7 +31,7 @@ def feedback(
         numel: values in a row.
         stored: format of ``residual``: symmetric, with the groups and the transform of ``target``.
         target: format of ``out``, symmetric.
-        seed: for stochastic rounding in ``target``; ``stored`` is rounded to nearest.
+        seed: for stochastic rounding in ``target``; ``stored`` is rounded to neaerror.
         residual: ``[R, stored.layout(numel).nbytes]`` uint8.
         out: ``[R, target.layout(numel).nbytes]`` uint8.
     """
@@ -52,10 +52,10 @@ def feedback(
             if target.hadamard_size:
                 blocks.hadamard_(block, target.hadamard_size)
             block.mul_(target.forward_norm)
-        block[:, :count] += dequantize_block(kept, numel, column, count, stored)
+        block[:, :count] += decode_block(kept, numel, column, count, stored)
         block[:, max(0, last - column) :] = 0
-        rest = block.clone()
-        store_block(block, 1.0, out[row:row_end], numel, row, column, seed, target)
-        sent = dequantize_block(out[row:row_end], numel, column, count, target)
-        rest[:, :count] = torch.where(sent.isnan(), 0.0, rest[:, :count] - sent)
-        store_block(rest, 1.0, kept, numel, row, column, 0, stored)
+        error = block.clone()
+        encode_block(block, 1.0, out[row:row_end], numel, row, column, seed, target)
+        sent = decode_block(out[row:row_end], numel, column, count, target)
+        error[:, :count] = torch.where(sent.isnan(), 0.0, error[:, :count] - sent)
+        encode_block(error, 1.0, kept, numel, row, column, 0, stored)

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lq_lightning.kernels.dequantize.triton_kernels import reduce_tile
+from lq_lightning.kernels.dequantize.triton_kernels import reduce_tile, unrolled
 from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message.launch import (
-    FLOAT_MAGIC_BITS,
+    INT_TO_FLOAT,
     Tile,
     choose_tile,
     on_device,
@@ -18,55 +18,74 @@ from lq_lightning.kernels.message.launch import (
     row_stride,
 )
 from lq_lightning.kernels.message.reference import seed_words
-from lq_lightning.kernels.message.triton_blocks import (
-    hadamard,
-    load_run,
-    program_row,
-    program_tiles,
+from lq_lightning.kernels.message.triton_blocks import hadamard, load_run
+from lq_lightning.kernels.message.triton_frame import for_each_tile
+from lq_lightning.kernels.message.triton_rows import (
+    decode_tile,
+    encode_tile,
+    quantization_error,
+    row_sections,
 )
-from lq_lightning.kernels.message.triton_rows import left_out, load_tile, row_sections, store_tile
 
 
 @triton.jit
 def _feedback_tile(
-    x_ptr,
-    message_stride,
-    residual_ptr,
-    row_ptr,
     row,
-    tile,
+    start,
     numel,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+    x_ptr,
+    residual_ptr,
+    out_ptr,
+    message_stride,
+    row_stride,
+    residual_stride,
+    out_stride,
+    num_messages,
     seed_a,
     seed_b,
-    magic,
-    BLOCK: tl.constexpr,
+    int_to_float,
     STORED: tl.constexpr,
     TARGET: tl.constexpr,
-    NUM_MESSAGES: tl.constexpr,
+    SUM: tl.constexpr,
+    UNROLLED: tl.constexpr,
     RUN: tl.constexpr,
-    FULL: tl.constexpr,
 ):
-    if NUM_MESSAGES > 0:
+    x_ptr += row * row_stride
+    residual_ptr += row * residual_stride
+    out_ptr += row * out_stride
+    if SUM:
         x = reduce_tile(
-            x_ptr, message_stride, tile, numel, magic, BLOCK, RUN, STORED, NUM_MESSAGES, FULL
+            *(x_ptr, message_stride, num_messages, start, numel, numel, int_to_float),
+            *(BLOCK, RUN, STORED, UNROLLED, FULL),
         )
     else:
-        start = tl.cast(tile, tl.int64) * BLOCK
         VECTOR: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
         x = load_run(x_ptr + start, numel - start, BLOCK, VECTOR, RUN, FULL).to(tl.float32)
         x = hadamard(x, BLOCK, TARGET.hadamard_size, RUN) * TARGET.forward_norm
-    x = x + load_tile(residual_ptr, tile, numel, magic, BLOCK, RUN, STORED, FULL)
+    x = x + decode_tile(
+        residual_ptr, start, numel, numel, int_to_float, BLOCK, RUN, STORED, FULL
+    )
     if not FULL:
         last = tl.cast(numel, tl.int64)
         if TARGET.hadamard_size > 0:
             last = row_sections(numel, TARGET)[0]
-        x = tl.where(tl.arange(0, BLOCK) < last - tl.cast(tile, tl.int64) * BLOCK, x, 0.0)
-    stored = store_tile(x, row_ptr, row, tile, numel, seed_a, seed_b, BLOCK, TARGET, 1.0, FULL)
-    rest = left_out(x, stored, magic, BLOCK, TARGET)
-    store_tile(rest, residual_ptr, row, tile, numel, 0, 0, BLOCK, STORED, 1.0, FULL)
+        x = tl.where(tl.arange(0, BLOCK) < last - start, x, 0.0)
+    encoded = encode_tile(
+        *(x, out_ptr, out_ptr, row, start, numel, numel, seed_a, seed_b),
+        *(BLOCK, TARGET, 1.0, FULL),
+    )
+    error = quantization_error(x, encoded, int_to_float, BLOCK, TARGET)
+    encode_tile(
+        *(error, residual_ptr, residual_ptr, row, start, numel, numel, 0, 0),
+        *(BLOCK, STORED, 1.0, FULL),
+    )
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "seed_a", "seed_b", "magic"])
+@triton.jit(
+    do_not_specialize=["num_messages", "rows", "tiles", "seed_a", "seed_b", "int_to_float"]
+)
 def feedback_rows_kernel(
     x_ptr,
     residual_ptr,
@@ -75,64 +94,31 @@ def feedback_rows_kernel(
     row_stride,
     residual_stride,
     out_stride,
+    num_messages,
     rows,
     tiles,
     numel,
     seed_a,
     seed_b,
-    magic,
+    int_to_float,
     BLOCK: tl.constexpr,
     STORED: tl.constexpr,
     TARGET: tl.constexpr,
-    NUM_MESSAGES: tl.constexpr,
+    SUM: tl.constexpr,
+    UNROLLED: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Encode ``tiles`` tiles of one row and of its residual: sum -> codes, rest -> codes."""
-    row = program_row()
-    if row >= rows:
-        return
-    x = x_ptr + row * row_stride
-    residual = residual_ptr + row * residual_stride
-    out = out_ptr + row * out_stride
-    first, end, last = program_tiles(numel, tiles, BLOCK)
-    for tile in range(first, end):
-        _feedback_tile(
-            x,
-            message_stride,
-            residual,
-            out,
-            row,
-            tile,
-            numel,
-            seed_a,
-            seed_b,
-            magic,
-            BLOCK,
-            STORED,
-            TARGET,
-            NUM_MESSAGES,
-            RUN,
-            True,
-        )
-    if last:
-        _feedback_tile(
-            x,
-            message_stride,
-            residual,
-            out,
-            row,
-            end,
-            numel,
-            seed_a,
-            seed_b,
-            magic,
-            BLOCK,
-            STORED,
-            TARGET,
-            NUM_MESSAGES,
-            RUN,
-            False,
-        )
+    """Encode ``tiles`` tiles of one row and of its residual: sum -> codes, error -> codes."""
+    for_each_tile(
+        _feedback_tile,
+        rows,
+        tiles,
+        numel,
+        BLOCK,
+        (x_ptr, residual_ptr, out_ptr),
+        (message_stride, row_stride, residual_stride, out_stride, num_messages, seed_a, seed_b, int_to_float),
+        (STORED, TARGET, SUM, UNROLLED, RUN),
+    )
 
 
 def launch_feedback(
@@ -154,6 +140,7 @@ def launch_feedback(
     if rows == 0 or numel == 0:
         return
     is_sum = x.dtype == torch.uint8
+    num_messages = x.shape[0] if is_sum else 1
     if tile is None:
         kind = "feedback sum" if is_sum else f"feedback {8 * x.element_size()}"
         tile = choose_tile(kind, target.group_size, rows * numel, x.device)
@@ -166,15 +153,17 @@ def launch_feedback(
             row_stride(x, 1 if is_sum else 0),
             row_stride(residual, 0),
             row_stride(out, 0),
+            num_messages,
             rows,
             tile.tiles,
             numel,
             *seed_words(seed),
-            FLOAT_MAGIC_BITS,
+            INT_TO_FLOAT,
             BLOCK=tile.block,
             STORED=stored,
             TARGET=target,
-            NUM_MESSAGES=x.shape[0] if is_sum else 0,
+            SUM=is_sum,
+            UNROLLED=unrolled(num_messages),
             RUN=tile.run,
             num_warps=tile.warps,
             enable_fp_fusion=False,

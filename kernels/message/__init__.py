@@ -1,12 +1,9 @@
-"""What all kernels share: the byte layout of a message and the building blocks of a codec."""
+"""What all kernels share: the table of codes, the byte layout of a message, the building blocks."""
 
+from .codes import CODES, Code, FloatCode, IntegerCode, TableCode
 from .format import (
     ALIGNMENT_NBYTES,
-    CODES,
-    FLOAT_CODES,
-    INTEGER_CODES,
     SCALE_DTYPES,
-    FloatCode,
     MessageFormat,
     RowLayout,
     parse_format,
@@ -16,12 +13,13 @@ from .format import (
 __all__ = [
     "ALIGNMENT_NBYTES",
     "CODES",
-    "FLOAT_CODES",
-    "INTEGER_CODES",
     "SCALE_DTYPES",
+    "Code",
     "FloatCode",
+    "IntegerCode",
     "MessageFormat",
     "RowLayout",
+    "TableCode",
     "parse_format",
     "round_up",
 ]

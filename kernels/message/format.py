@@ -8,8 +8,8 @@ A row of ``N`` values becomes the sections below, each starting at a multiple of
 * A code of 3, 5, 6 or 7 bits is cut into planes of power-of-two width, low bits first
   (3 = 2+1, 5 = 4+1, 6 = 4+2, 7 = 4+2+1). A plane of width ``w`` holds ``N_pad * w / 8`` bytes;
   neighbouring elements share a byte, the element with the lower index in the lower bits.
-* One scale (and one minimum) per group of ``group_size`` consecutive elements; the last group may
-  be shorter.
+* One scale (and one minimum) per group of ``group_size`` consecutive elements, or per row; the last
+  group may be shorter.
 
 Everything is a function of ``N`` alone, never of the data, so that allocation, receive buffers and
 traffic accounting agree.
@@ -17,12 +17,18 @@ traffic accounting agree.
 
 from __future__ import annotations
 
+import math
+import struct
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 import torch
 
+from .codes import CODES, Code, FloatCode, IntegerCode, TableCode
+
 ALIGNMENT_NBYTES = 16
+FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
 
 _PLANES: dict[int, tuple[int, ...]] = {
     2: (2,),
@@ -39,29 +45,7 @@ SCALE_DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class FloatCode:
-    """Parameters of a small floating-point code.
-
-    Attributes:
-        mantissa_bits: explicit fraction bits.
-        min_exponent: exponent of the smallest normal value (also that of subnormals).
-        max_value: largest finite value.
-    """
-
-    mantissa_bits: int
-    min_exponent: int
-    max_value: float
-
-
-FLOAT_CODES: dict[str, FloatCode] = {
-    "fp8_e4m3": FloatCode(mantissa_bits=3, min_exponent=-6, max_value=448.0),
-    "fp8_e5m2": FloatCode(mantissa_bits=2, min_exponent=-14, max_value=57344.0),
-}
-INTEGER_CODES: tuple[str, ...] = tuple(f"int{bits}" for bits in range(2, 9))
-CODES: tuple[str, ...] = INTEGER_CODES + tuple(FLOAT_CODES)
+_ROW = "row"
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -92,13 +76,30 @@ class RowLayout:
     nbytes: int
 
 
+@lru_cache(maxsize=256)
+def _max_scale(max_level: float, scale_dtype: str) -> float:
+    """Return the largest scale that its dtype holds and that keeps all levels finite in fp32."""
+    if scale_dtype == "float16":
+        return 65504.0
+    exact = Fraction(FP32_MAX) / Fraction(max_level)
+    places = (24 if scale_dtype == "float32" else 8) - math.frexp(float(exact))[1]
+    return float(math.floor(exact * Fraction(2) ** places) / Fraction(2) ** places)
+
+
+@lru_cache(maxsize=64)
+def _thresholds(levels: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the middle between neighbours, rounded to fp32."""
+    middles = [(low + high) / 2 for low, high in zip(levels[:-1], levels[1:], strict=True)]
+    return struct.unpack(f"{len(middles)}f", struct.pack(f"{len(middles)}f", *middles))
+
+
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
     """What the kernels need to know about a codec; travels through the operators as a string.
 
     Attributes:
         code: a name of ``CODES``.
-        group_size: elements that share a scale.
+        group_size: elements that share a scale; 0 if all elements of a row do.
         symmetric: no stored minimum.
         hadamard_size: length of the transform over consecutive elements, 0 for none.
         stochastic: stochastic instead of nearest-even rounding.
@@ -113,9 +114,25 @@ class MessageFormat:
     scale_dtype: str
 
     @property
+    def parameters(self) -> Code:
+        """The entry of the code in the table of codes."""
+        return CODES[self.code]
+
+    @property
+    def kind(self) -> str:
+        """``"integer"``, ``"float"`` or ``"table"``."""
+        names = {IntegerCode: "integer", FloatCode: "float", TableCode: "table"}
+        return names[type(self.parameters)]
+
+    @property
     def bits(self) -> int:
         """Bits of one code."""
-        return 8 if self.code in FLOAT_CODES else int(self.code[3:])
+        return self.parameters.bits
+
+    @property
+    def block_multiple(self) -> int:
+        """Columns at whose multiples a row may be cut: whole groups and transforms, whole bytes."""
+        return self.group_size or max(16, self.hadamard_size)
 
     @property
     def planes(self) -> tuple[int, ...]:
@@ -123,25 +140,41 @@ class MessageFormat:
         return _PLANES[self.bits]
 
     @property
-    def float_code(self) -> FloatCode | None:
-        """Parameters of the floating-point code; None for integer codes."""
-        return FLOAT_CODES.get(self.code)
-
-    @property
     def mantissa_bits(self) -> int:
-        """Fraction bits of a floating-point code; 0 for integer codes."""
-        return 0 if self.float_code is None else self.float_code.mantissa_bits
+        """Fraction bits of a floating-point code; 0 for others."""
+        code = self.parameters
+        return code.mantissa_bits if isinstance(code, FloatCode) else 0
 
     @property
     def min_exponent(self) -> int:
-        """Smallest exponent of a floating-point code; 0 for integer codes."""
-        return 0 if self.float_code is None else self.float_code.min_exponent
+        """Smallest exponent of a floating-point code; 0 for others."""
+        code = self.parameters
+        return code.min_exponent if isinstance(code, FloatCode) else 0
+
+    @property
+    def magnitude_mask(self) -> int:
+        """The bits of a floating-point code without its sign, which is the bit above them."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """Levels of a table code, ascending; empty for others."""
+        code = self.parameters
+        return code.levels if isinstance(code, TableCode) else ()
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """Where one level of a table code ends and the next begins; a threshold goes to the lower."""
+        return _thresholds(self.levels)
 
     @property
     def max_level(self) -> float:
         """Value of the largest code, in units of the scale."""
-        if self.float_code is not None:
-            return self.float_code.max_value
+        code = self.parameters
+        if isinstance(code, FloatCode):
+            return code.max_value
+        if isinstance(code, TableCode):
+            return code.levels[-1]
         return float(2 ** (self.bits - 1) - 1 if self.symmetric else 2**self.bits - 1)
 
     @property
@@ -150,9 +183,19 @@ class MessageFormat:
         return -self.max_level if self.symmetric else 0.0
 
     @property
+    def max_scale(self) -> float:
+        """Largest scale of a symmetric format: the dtype holds it, and all levels stay finite."""
+        return _max_scale(self.max_level, self.scale_dtype)
+
+    @property
+    def shrunk_exponent(self) -> int:
+        """Exponent of the largest magnitude of a group that is shrunk to fit; see ``rounding``."""
+        return 13 if self.scale_dtype == "float16" else 125
+
+    @property
     def zero_code(self) -> int:
-        """Stored integer of level 0 (even, so that an offset never moves a rounding tie)."""
-        return 2 ** (self.bits - 1) if self.symmetric and self.float_code is None else 0
+        """Stored integer of level 0 of integer codes (even, so that ties stay ties)."""
+        return 2 ** (self.bits - 1) if self.symmetric and self.kind == "integer" else 0
 
     @property
     def fraction_bits(self) -> int:
@@ -160,9 +203,9 @@ class MessageFormat:
 
         With the bits of an integer code 16 altogether. There the largest level, computed with a few
         roundings, is exact again, so that noise can never carry it beyond the code. Floating-point
-        codes have the bits of fp16 that are below the code: 8 (E5M2) or 7 (E4M3).
+        codes have the bits of fp16 that are below the code: 7 (E4M3), 8 (E5M2) or 9 (E2M1).
         """
-        if self.float_code is not None:
+        if self.kind == "float":
             return 10 - self.mantissa_bits
         return 16 - self.bits if self.stochastic else 0
 
@@ -193,7 +236,7 @@ class MessageFormat:
         symmetry = "symmetric" if self.symmetric else "asymmetric"
         rounding = "stochastic" if self.stochastic else "nearest"
         return (
-            f"{self.code}/{self.group_size}/{symmetry}/{self.hadamard_size}"
+            f"{self.code}/{self.group_size or _ROW}/{symmetry}/{self.hadamard_size}"
             f"/{rounding}/{self.scale_dtype}"
         )
 
@@ -204,7 +247,7 @@ class MessageFormat:
 
 def _layout(fmt: MessageFormat, numel: int) -> RowLayout:
     padded = round_up(numel, max(8, fmt.hadamard_size))
-    num_groups = -(-padded // fmt.group_size)
+    num_groups = -(-padded // fmt.group_size) if fmt.group_size else int(padded > 0)
     offset = 0
     plane_offsets = []
     for width in fmt.planes:
@@ -240,12 +283,12 @@ def parse_format(text: str) -> MessageFormat:
     if len(parts) != 6 or parts[0] not in CODES or parts[5] not in SCALE_DTYPES:
         raise ValueError(
             f"format={text!r} is not a message format; expected "
-            "'code/group_size/symmetric|asymmetric/hadamard_size/nearest|stochastic/scale_dtype'. "
+            "'code/group_size|row/symmetric|asymmetric/hadamard_size/nearest|stochastic/scale_dtype'. "
             "Build it with str(MessageFormat(...))."
         )
     return MessageFormat(
         code=parts[0],
-        group_size=int(parts[1]),
+        group_size=0 if parts[1] == _ROW else int(parts[1]),
         symmetric=parts[2] == "symmetric",
         hadamard_size=int(parts[3]),
         stochastic=parts[4] == "stochastic",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -10,11 +11,16 @@ import torch
 import triton
 from torch import Tensor
 
+from .format import MessageFormat
 from .tiles import SIZES, TILES
 
 MAX_GRID_Y = 65535
-# Bits of 2**23 as fp32, the argument ``magic`` of kernels that decode.
-FLOAT_MAGIC_BITS = 0x4B000000
+# Bits of 2**23 as fp32: with those of a small integer they are the sum of both. An argument of
+# kernels that decode.
+INT_TO_FLOAT = 0x4B000000
+# As many messages are summed by unrolled code, compiled for their number. More are summed in a loop
+# of which several iterations are unrolled, compiled once.
+UNROLLED_MESSAGES = 4
 
 
 class Tile(NamedTuple):
@@ -57,12 +63,28 @@ def row_stride(rows: Tensor, dim: int) -> int:
 
 
 def row_grid(rows: int, numel: int, tile: Tile) -> tuple[int, int, int]:
-    """Return a grid for which ``program_row`` and ``program_tiles`` cover all rows."""
+    """Return a grid for which ``triton_frame.for_each_tile`` covers all rows."""
     return (
         triton.cdiv(numel, tile.block * tile.tiles),
         min(rows, MAX_GRID_Y),
         triton.cdiv(rows, MAX_GRID_Y),
     )
+
+
+def run_passes(fmt: MessageFormat, out: Tensor, launch: Callable[[Tensor, bool], None]) -> None:
+    """Launch a kernel that encodes rows: once, or for formats with one scale per row twice.
+
+    Args:
+        fmt: the format that is encoded.
+        out: ``[R, B]`` the encoded rows.
+        launch: given ``range_ptr`` of ``encode_tile``, and whether to widen the range instead.
+    """
+    if fmt.group_size:
+        launch(out, False)
+        return
+    ranges = torch.full((out.shape[0], 2), -(2**31), dtype=torch.int32, device=out.device)
+    launch(ranges, True)
+    launch(ranges, False)
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[None]:

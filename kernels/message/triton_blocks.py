@@ -1,10 +1,13 @@
-"""Building blocks of the codec as Triton device functions, bit-identical to ``reference.py``.
+"""Loads, stores and the transform as Triton device functions, bit-identical to ``reference.py``.
 
 Compile kernels that use them with ``enable_fp_fusion=False``: a fused multiply-add would round
 once where the reference rounds twice.
 
-Names: a tile is ``BLOCK`` consecutive elements of one row, a power of two and a multiple of
-``GROUP``; ``FULL`` says that the whole tile lies inside the row, so that nothing needs a mask.
+Names: a tile is ``BLOCK`` consecutive elements of one row from column ``start`` on, a power of two.
+``limit`` is the column where it ends, if not after ``BLOCK``: that of the row, or any multiple of
+the group, the transform and 8. ``FULL`` says that it does not, so that nothing needs a mask.
+``start`` may be any multiple of the group, the transform and 16; a tile never crosses a multiple of
+``2**34`` columns.
 """
 
 from __future__ import annotations
@@ -45,27 +48,6 @@ def and_or(a, MASK: tl.constexpr, bits):
 
 
 @triton.jit
-def program_row():
-    """Row of this program in the grid of ``launch.row_grid``, int64."""
-    return tl.program_id(1).to(tl.int64) + tl.program_id(2).to(tl.int64) * 65535
-
-
-@triton.jit
-def program_tiles(numel, tiles, BLOCK: tl.constexpr):
-    """Tiles of this program in the grid of ``launch.row_grid``.
-
-    Returns:
-        The first one; the end of those that lie wholly inside the row; whether the tile at that end
-        is the incomplete one at the end of the row, and of this program.
-    """
-    first = tl.program_id(0) * tiles
-    complete = (tl.cast(numel, tl.int64) // BLOCK).to(tl.int32)
-    end = tl.maximum(first, tl.minimum(first + tiles, complete))
-    last = (end == complete) & (end < first + tiles) & (tl.cast(numel, tl.int64) % BLOCK != 0)
-    return first, end, last
-
-
-@triton.jit
 def round_output(x, DTYPE: tl.constexpr):
     """Round fp32 to the dtype of an output, half to even."""
     if _INTERPRETED and DTYPE.is_bf16():
@@ -89,7 +71,7 @@ def _interleave(low, high, SIZE: tl.constexpr, RUN: tl.constexpr):
 @triton.jit
 def load_run(
     source_ptr,
-    limit,
+    count,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
     RUN: tl.constexpr,
@@ -102,7 +84,7 @@ def load_run(
     A plain load gives a thread ``VECTOR`` elements (16 bytes) and leaves the transform, the group
     maximum and the packing to shuffles between threads. Loading the parts of every run apart and
     joining them keeps that work inside a thread; the parts of a run share cache lines. ``SIZE`` and
-    ``FIRST`` are for the recursion. Zero beyond ``limit`` unless ``FULL``.
+    ``FIRST`` are for the recursion. Zero from element ``count`` on unless ``FULL``.
     """
     PART: tl.constexpr = SIZE if SIZE > 0 else RUN
     if PART <= VECTOR:
@@ -112,11 +94,11 @@ def load_run(
         if FULL:
             values = tl.load(source_ptr + offsets)
         else:
-            values = tl.load(source_ptr + offsets, offsets < limit, 0)
+            values = tl.load(source_ptr + offsets, offsets < count, 0)
     else:
         HALF: tl.constexpr = PART // 2
-        low = load_run(source_ptr, limit, BLOCK, VECTOR, RUN, FULL, HALF, FIRST)
-        high = load_run(source_ptr, limit, BLOCK, VECTOR, RUN, FULL, HALF, FIRST + HALF)
+        low = load_run(source_ptr, count, BLOCK, VECTOR, RUN, FULL, HALF, FIRST)
+        high = load_run(source_ptr, count, BLOCK, VECTOR, RUN, FULL, HALF, FIRST + HALF)
         values = _interleave(low, high, BLOCK // RUN * HALF, HALF)
     return values
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lq_lightning.kernels.message.triton_levels import pick
+
 # 1.5 * 2**23: adding it rounds an fp32 of small magnitude to an integer (half to even) and leaves
 # that integer in the low bits, without a conversion instruction.
-_ROUND_MAGIC = tl.constexpr(12582912.0)
+_ROUNDER = tl.constexpr(12582912.0)
 _MIN_SCALE = tl.constexpr(2.0**-126)
-_MAX_SCALE = tl.constexpr(2.0**120)
+_FP32_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -97,77 +99,132 @@ def _maximum_or_nan(a, b):
 
 
 @triton.jit
-def group_range(
-    x,
-    valid,
-    FORMAT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    NORM: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """Scale and minimum of each group of a ``[GROUPS, GROUP]`` tile; ``reference.group_range``."""
+def group_range(x, valid, FORMAT: tl.constexpr, FULL: tl.constexpr):
+    """Extremes of each group of a ``[GROUPS, GROUP]`` tile, as ordered int32 keys.
+
+    ``rounding.group_range``; of symmetric formats both are the largest magnitude. ``valid`` elements
+    of the tile count for the minimum.
+    """
     if FORMAT.symmetric:
         if _INTERPRETED:  # runs any other reduction than its own element by element
-            bits = x.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS
-            largest = tl.max(bits, axis=1).to(tl.float32, bitcast=True)
+            high = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS, axis=1)
         else:
-            largest = tl.reduce(tl.abs(x), 1, _maximum_or_nan)
-        minimum = tl.zeros((GROUPS,), tl.float32)
-        raw = tl.div_rn(largest * NORM, FORMAT.max_level)
+            high = tl.reduce(tl.abs(x), 1, _maximum_or_nan).to(tl.int32, bitcast=True)
+        low = high
     else:
         # Integer comparison of bit patterns: NaN beats everything, which a float minimum drops.
         keys = _ordered(x.to(tl.int32, bitcast=True))
         low_keys = keys
         high_keys = keys
         if not FULL:
-            GROUP: tl.constexpr = FORMAT.group_size
-            column = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+            GROUP: tl.constexpr = x.shape[1]
+            column = tl.arange(0, x.shape[0])[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
             low_keys = tl.where(column < valid, keys, 0x7FFFFFFF)
             high_keys = tl.where(column < valid, keys, -0x7FFFFFFF)
-        low = _ordered(tl.min(low_keys, axis=1)).to(tl.float32, bitcast=True) * NORM
-        high = _ordered(tl.max(high_keys, axis=1)).to(tl.float32, bitcast=True) * NORM
-        minimum = round_minimum_down(low, FORMAT)
-        raw = tl.div_rn(high - minimum, FORMAT.max_level)
-    scale = tl.where(raw < _MIN_SCALE, 0.0, round_scale_up(raw, FORMAT))
-    finite = scale <= _MAX_SCALE
-    scale = tl.where(finite, scale, float("nan"))
-    minimum = tl.where(finite, minimum, 0.0)
-    return scale, minimum
+        low = tl.min(low_keys, axis=1)
+        high = tl.max(high_keys, axis=1)
+    return low, high
 
 
 @triton.jit
-def fixed_point(x, scale, minimum, FORMAT: tl.constexpr, NORM: tl.constexpr, FULL: tl.constexpr):
+def _affine(low, high, FORMAT: tl.constexpr):
+    """Scale, minimum, and whether they and all values are finite; ``rounding._affine``."""
+    minimum = round_minimum_down(low, FORMAT)
+    raw = tl.div_rn(high - minimum, FORMAT.max_level)
+    scale = tl.where(raw < _MIN_SCALE, 0.0, round_scale_up(raw, FORMAT))
+    return scale, minimum, scale * FORMAT.max_level + minimum <= _FP32_MAX
+
+
+@triton.jit
+def scaling_of(low, high, FORMAT: tl.constexpr, NORM: tl.constexpr):
+    """``rounding.scaling_of`` for the keys of ``group_range``.
+
+    Returns scale, minimum, norm and inverse; of symmetric formats minimum and norm mean nothing.
+    """
+    if FORMAT.symmetric:
+        minimum = tl.zeros(high.shape, tl.float32)
+        norm = minimum
+        raw = tl.div_rn(high.to(tl.float32, bitcast=True) * NORM, FORMAT.max_level)
+        limited = tl.minimum(round_scale_up(raw, FORMAT), FORMAT.max_scale)
+        scale = tl.where(raw < _MIN_SCALE, 0.0, limited)
+        scale = tl.where(raw <= _FP32_MAX, scale, float("nan"))
+        inverse = tl.where(scale > 0.0, tl.div_rn(1.0, tl.maximum(scale, raw)), 0.0) * NORM
+    else:
+        low = _ordered(low).to(tl.float32, bitcast=True) * NORM
+        high = _ordered(high).to(tl.float32, bitcast=True) * NORM
+        _, _, fits = _affine(low, high, FORMAT)
+        largest = tl.maximum(
+            low.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS,
+            high.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS,
+        )
+        exponent = (254 + FORMAT.shrunk_exponent) - (largest >> 23)
+        shrink = tl.where(fits, 1.0, (exponent << 23).to(tl.float32, bitcast=True))
+        scale, minimum, fits = _affine(low * shrink, high * shrink, FORMAT)
+        scale = tl.where(fits, scale, float("nan"))
+        minimum = tl.where(fits, minimum, 0.0)
+        norm = shrink * NORM
+        inverse = tl.where(scale > 0.0, tl.div_rn(1.0, scale), 0.0)
+    return scale, minimum, norm, inverse
+
+
+@triton.jit
+def _nearest_level(y, FORMAT: tl.constexpr):
+    """Codes of a table, by binary search; ``torch.bucketize`` of the reference."""
+    code = tl.zeros(y.shape, tl.int32)
+    for step in tl.static_range(FORMAT.bits):
+        SPAN: tl.constexpr = 1 << (FORMAT.bits - 1 - step)
+        threshold = pick(code, FORMAT.thresholds, SPAN - 1, 2 * SPAN, step)
+        code = code * 2 + (y > threshold).to(tl.int32)
+    return code
+
+
+@triton.jit
+def _round_to_float(y, FORMAT: tl.constexpr):
+    """fp16 bits, as int32, that begin with those of the code; ``rounding._round_to_float``."""
+    bits = y.to(tl.int32, bitcast=True)
+    if not FORMAT.stochastic:
+        # Adding and subtracting 1.5 * 2**23 units of the last place of its own binade rounds.
+        LOWEST: tl.constexpr = (127 + FORMAT.min_exponent) << 23
+        RAISE: tl.constexpr = ((23 - FORMAT.mantissa_bits) << 23) + (1 << 22)
+        rounder = tl.maximum(bits & 0x7F800000, LOWEST) + RAISE
+        rounder = rounder.to(tl.float32, bitcast=True)
+        rounded = ((y + rounder) - rounder).to(tl.int32, bitcast=True)
+        y = (rounded | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+    # Its smallest exponent becomes that of fp16.
+    half = (y * 2.0 ** (-14 - FORMAT.min_exponent)).to(tl.float16)
+    return half.to(tl.int16, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def _round_to_integer(y, FORMAT: tl.constexpr):
+    """Codes with ``FORMAT.fraction_bits`` binary places in the low bits of int32."""
+    FRACTION: tl.constexpr = FORMAT.fraction_bits
+    rounder = tl.full(y.shape, _ROUNDER + FORMAT.zero_code * 2.0**FRACTION, tl.float32)
+    if FRACTION > 0:  # one rounding, since the product with a power of two is exact
+        y = tl.fma(y, tl.full(y.shape, 2.0**FRACTION, tl.float32), rounder)
+    else:
+        y = y + rounder
+    return y.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def fixed_point(x, scaling, FORMAT: tl.constexpr, FULL: tl.constexpr):
     """Scale a ``[GROUPS, GROUP]`` tile to codes with ``FORMAT.fraction_bits`` binary places.
 
     Returns int32; the low 16 bits hold the number, those above are arbitrary. The twin of
-    ``reference.fixed_point``, except in groups without a scale, where the bits are arbitrary too.
+    ``rounding.quantize_groups``, except in groups without a scale, where the bits are arbitrary too.
     """
-    inverse = tl.where(scale > 0.0, tl.div_rn(1.0, scale), 0.0)
+    _, minimum, norm, inverse = scaling
     if FORMAT.symmetric:
-        y = x * (inverse * NORM)[:, None]
+        y = x * inverse[:, None]
     else:
-        y = (x * NORM - minimum[:, None]) * inverse[:, None]
+        y = (x * norm[:, None] - minimum[:, None]) * inverse[:, None]
         if not FULL:  # padding may lie outside the range of the group
             y = tl.minimum(tl.maximum(y, FORMAT.min_level), FORMAT.max_level)
-    if FORMAT.mantissa_bits > 0:
-        bits = y.to(tl.int32, bitcast=True)
-        if not FORMAT.stochastic:
-            # Adding and subtracting 1.5 * 2**23 units of the last place of its own binade rounds.
-            LOWEST: tl.constexpr = (127 + FORMAT.min_exponent) << 23
-            RAISE: tl.constexpr = ((23 - FORMAT.mantissa_bits) << 23) + (1 << 22)
-            magic = tl.maximum(bits & 0x7F800000, LOWEST) + RAISE
-            magic = magic.to(tl.float32, bitcast=True)
-            rounded = ((y + magic) - magic).to(tl.int32, bitcast=True)
-            y = (rounded | (bits & -0x80000000)).to(tl.float32, bitcast=True)
-        # Its smallest exponent becomes that of fp16, whose bits then begin with those of the code.
-        half = (y * 2.0 ** (-14 - FORMAT.min_exponent)).to(tl.float16)
-        fixed = half.to(tl.int16, bitcast=True).to(tl.int32)
+    if FORMAT.kind == "table":
+        fixed = _nearest_level(y, FORMAT)
+    elif FORMAT.kind == "float":
+        fixed = _round_to_float(y, FORMAT)
     else:
-        FRACTION: tl.constexpr = FORMAT.fraction_bits
-        magic = tl.full(y.shape, _ROUND_MAGIC + FORMAT.zero_code * 2.0**FRACTION, tl.float32)
-        if FRACTION > 0:  # one rounding, since the product with a power of two is exact
-            y = tl.fma(y, tl.full(y.shape, 2.0**FRACTION, tl.float32), magic)
-        else:
-            y = y + magic
-        fixed = y.to(tl.int32, bitcast=True)
+        fixed = _round_to_integer(y, FORMAT)
     return fixed

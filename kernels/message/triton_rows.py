@@ -6,14 +6,14 @@ import triton
 import triton.language as tl
 
 from lq_lightning.kernels.message.triton_blocks import select_bytes
-from lq_lightning.kernels.message.triton_codes import (
-    levels_of_pairs,
-    load_levels,
-    pair_up,
-    same_in_groups,
-    store_codes,
+from lq_lightning.kernels.message.triton_levels import levels_of_pairs, load_levels
+from lq_lightning.kernels.message.triton_planes import pair_up, same_in_groups, store_codes
+from lq_lightning.kernels.message.triton_rounding import (
+    fixed_point,
+    group_range,
+    mixed_noise,
+    scaling_of,
 )
-from lq_lightning.kernels.message.triton_rounding import fixed_point, group_range, mixed_noise
 
 
 @triton.jit
@@ -34,7 +34,9 @@ def row_sections(numel, FORMAT: tl.constexpr):
     """
     MULTIPLE: tl.constexpr = 8 if FORMAT.hadamard_size < 8 else FORMAT.hadamard_size
     padded_numel = (tl.cast(numel, tl.int64) + (MULTIPLE - 1)) // MULTIPLE * MULTIPLE
-    num_groups = (padded_numel + (FORMAT.group_size - 1)) // FORMAT.group_size
+    num_groups = tl.cast(1, tl.int64)
+    if FORMAT.group_size > 0:
+        num_groups = (padded_numel + (FORMAT.group_size - 1)) // FORMAT.group_size
     BITS: tl.constexpr = FORMAT.bits
     FIRST: tl.constexpr = BITS if BITS == 8 else (2 if BITS <= 3 else 4)
     SECOND: tl.constexpr = 2 if BITS == 6 or BITS == 7 else 1
@@ -50,15 +52,37 @@ def row_sections(numel, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def code_span(limit, numel, sections):
+    """Column where the codes of a tile end, if not after ``BLOCK``, and whether it ends the row."""
+    last = limit >= numel
+    return tl.where(last, sections[0], limit), last
+
+
+@triton.jit
+def _group_span(start, span, sections, FORMAT: tl.constexpr):
+    """First group that a tile writes the scale of, and the end of those."""
+    if FORMAT.group_size > 0:
+        GROUP: tl.constexpr = FORMAT.group_size
+        first = start // GROUP
+        end = tl.where(span[1], sections[1], span[0] // GROUP)
+    else:  # the first tile of the row
+        first = tl.minimum(start, 1)
+        end = sections[1]
+    return first, end
+
+
+@triton.jit
 def store_scales(
-    values, row_ptr, offset, first, num_groups, GROUPS: tl.constexpr, FORMAT: tl.constexpr
+    values, row_ptr, offset, groups, num_groups, GROUPS: tl.constexpr, FORMAT: tl.constexpr
 ):
     """Write ``[GROUPS]`` values of the scale dtype; the tile of the last group ends the section.
 
-    NaN is written as one fixed bit pattern, whatever the hardware makes of it.
+    ``groups`` is that of ``_group_span``. NaN is written as one fixed bit pattern, whatever the
+    hardware makes of it.
     """
+    first, end = groups
     index = tl.arange(0, GROUPS)
-    inside = index < num_groups - first
+    inside = index < end - first
     number = values == values
     if FORMAT.scale_dtype == "float32":
         target = (row_ptr + offset).to(tl.pointer_type(tl.int32), bitcast=True)
@@ -77,10 +101,10 @@ def store_scales(
         tl.store(target + first + index, bits, inside)
         per_section: tl.constexpr = 8
         zeros = tl.zeros((per_section,), tl.int16)
-    if first + GROUPS >= num_groups:
+    if (end == num_groups) & (first < end) & (first + GROUPS >= end):
         beyond = num_groups + tl.arange(0, per_section)
-        end = (num_groups + per_section - 1) // per_section * per_section
-        tl.store(target + beyond, zeros, beyond < end)
+        aligned = (num_groups + per_section - 1) // per_section * per_section
+        tl.store(target + beyond, zeros, beyond < aligned)
 
 
 @triton.jit
@@ -99,11 +123,47 @@ def load_scales(row_ptr, offset, first, num_groups, GROUPS: tl.constexpr, FORMAT
 
 
 @triton.jit
-def store_tile(
+def _tile_range(x, start, limit, span, BLOCK: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr):
+    GROUP: tl.constexpr = FORMAT.group_size if FORMAT.group_size > 0 else BLOCK
+    values = tl.reshape(x, (BLOCK // GROUP, GROUP))
+    end = span[0] if FORMAT.hadamard_size > 0 else limit
+    low, high = group_range(values, end - start, FORMAT, FULL)
+    return values, low, high
+
+
+@triton.jit
+def widen_range(
+    x,
+    range_ptr,
+    row,
+    start,
+    limit,
+    numel,
+    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Let the range of a row, the keys at ``range_ptr``, hold those of a ``[BLOCK]`` tile.
+
+    For formats with one scale per row, before ``encode_tile``. The smaller key is kept negated, so
+    that both begin with the smallest int32 and grow.
+    """
+    span = code_span(limit, numel, row_sections(numel, FORMAT))
+    _, low, high = _tile_range(x, start, limit, span, BLOCK, FORMAT, FULL)
+    keys = range_ptr + 2 * row + tl.arange(0, 1)
+    tl.atomic_max(keys, high, sem="relaxed")
+    if not FORMAT.symmetric:
+        tl.atomic_max(keys + 1, ~low, sem="relaxed")
+
+
+@triton.jit
+def encode_tile(
     x,
     row_ptr,
+    range_ptr,
     row,
-    tile,
+    start,
+    limit,
     numel,
     seed_a,
     seed_b,
@@ -112,19 +172,24 @@ def store_tile(
     NORM: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Quantize a transformed ``[BLOCK]`` tile and write it; ``quantize.reference.store_block``.
+    """Quantize a transformed ``[BLOCK]`` tile and write it; ``quantize.reference.encode_block``.
 
-    Returns the scales of its groups and the pairs of its codes, for ``left_out``.
+    ``range_ptr`` is read for formats with one scale per row; see ``widen_range``.
+
+    Returns the scales of its groups and the pairs of its codes, for ``quantization_error``.
     """
     sections = row_sections(numel, FORMAT)
-    padded_numel, num_groups = sections[0], sections[1]
-    GROUP: tl.constexpr = FORMAT.group_size
-    GROUPS: tl.constexpr = BLOCK // GROUP
-    start = tl.cast(tile, tl.int64) * BLOCK
-    values = tl.reshape(x, (GROUPS, GROUP))
-    valid = padded_numel - start if FORMAT.hadamard_size > 0 else numel - start
-    scale, minimum = group_range(values, valid, FORMAT, GROUPS, NORM, FULL)
-    fixed = fixed_point(values, scale, minimum, FORMAT, NORM, FULL)
+    span = code_span(limit, numel, sections)
+    values, low, high = _tile_range(x, start, limit, span, BLOCK, FORMAT, FULL)
+    if FORMAT.group_size == 0:
+        keys = range_ptr + 2 * row + tl.arange(0, 1)
+        high = tl.load(keys)
+        low = high
+        if not FORMAT.symmetric:
+            low = ~tl.load(keys + 1)
+    scaling = scaling_of(low, high, FORMAT, NORM)
+    scale, minimum, _, _ = scaling
+    fixed = fixed_point(values, scaling, FORMAT, FULL)
     a, b, c, d = pair_up(tl.reshape(fixed, (BLOCK,)), BLOCK)
     if FORMAT.stochastic:
         # Below a unit, so it cannot carry into the other half.
@@ -135,58 +200,91 @@ def store_tile(
         noise = mixed_noise(seed_a, seed_b, row, start, BLOCK, 1)
         c += noise & MASK
         d += select_bytes(noise, noise, 0x0321) & MASK
-    keep = same_in_groups(tl.where(scale == scale, -1, 0), BLOCK, GROUP)
-    store_codes(a, b, c, d, keep, row_ptr, start, sections, BLOCK, FORMAT, FULL)
-    first = start // GROUP
-    store_scales(scale, row_ptr, sections[4], first, num_groups, GROUPS, FORMAT)
+    GROUPS: tl.constexpr = values.shape[0]
+    keep = same_in_groups(tl.where(scale == scale, -1, 0), BLOCK, values.shape[1])
+    store_codes(a, b, c, d, keep, row_ptr, start, span, sections, BLOCK, FORMAT, FULL)
+    groups = _group_span(start, span, sections, FORMAT)
+    store_scales(scale, row_ptr, sections[4], groups, sections[1], GROUPS, FORMAT)
     if not FORMAT.symmetric:
-        store_scales(minimum, row_ptr, sections[5], first, num_groups, GROUPS, FORMAT)
+        store_scales(minimum, row_ptr, sections[5], groups, sections[1], GROUPS, FORMAT)
     return scale, a, b, c, d
 
 
 @triton.jit
-def left_out(x, stored, magic, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
-    """What a tile that ``store_tile`` wrote with ``NORM`` 1 leaves out of ``x``.
-
-    Zero in groups that are not finite; for symmetric integer formats.
-    """
-    scale, a, b, c, d = stored
-    GROUP: tl.constexpr = FORMAT.group_size
-    GROUPS: tl.constexpr = BLOCK // GROUP
-    levels = tl.reshape(levels_of_pairs(a, b, c, d, magic, BLOCK, FORMAT), (GROUPS, GROUP))
-    rest = tl.reshape(x, (GROUPS, GROUP)) - levels * scale[:, None]
-    rest = tl.where((scale == scale)[:, None], rest, 0.0)
-    return tl.reshape(rest, (BLOCK,))
+def encode_pass(
+    x,
+    row_ptr,
+    range_ptr,
+    row,
+    start,
+    limit,
+    numel,
+    seed_a,
+    seed_b,
+    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NORM: tl.constexpr,
+    FULL: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One of the passes of ``launch.run_passes`` over a tile."""
+    if WIDEN:
+        widen_range(x, range_ptr, row, start, limit, numel, BLOCK, FORMAT, FULL)
+    else:
+        encode_tile(
+            *(x, row_ptr, range_ptr, row, start, limit, numel, seed_a, seed_b),
+            *(BLOCK, FORMAT, NORM, FULL),
+        )
 
 
 @triton.jit
-def load_tile(
+def quantization_error(x, encoded, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+    """What a tile that ``encode_tile`` wrote with ``NORM`` 1 leaves out of ``x``.
+
+    Zero in groups that are not finite; for symmetric integer formats.
+    """
+    scale, a, b, c, d = encoded
+    GROUP: tl.constexpr = FORMAT.group_size
+    GROUPS: tl.constexpr = BLOCK // GROUP
+    levels = levels_of_pairs(a, b, c, d, int_to_float, BLOCK, FORMAT)
+    error = tl.reshape(x, (GROUPS, GROUP)) - tl.reshape(levels, (GROUPS, GROUP)) * scale[:, None]
+    error = tl.where((scale == scale)[:, None], error, 0.0)
+    return tl.reshape(error, (BLOCK,))
+
+
+@triton.jit
+def decode_tile(
     row_ptr,
-    tile,
+    start,
+    limit,
     numel,
-    magic,
+    int_to_float,
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
     FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Decode a ``[BLOCK]`` tile, still transformed; ``dequantize.reference.dequantize_block``.
+    """Decode a ``[BLOCK]`` tile, still transformed; ``dequantize.reference.decode_block``.
 
-    ``magic`` is ``launch.FLOAT_MAGIC_BITS``: known to the compiler, it would be moved to a register
-    for every code again.
+    ``int_to_float`` is ``launch.INT_TO_FLOAT``: known to the compiler, it would be moved to a
+    register for every code again.
     """
     sections = row_sections(numel, FORMAT)
-    num_groups = sections[1]
+    span = code_span(limit, numel, sections)
     # A tile is either several groups or a part of one.
-    GROUP: tl.constexpr = FORMAT.group_size if FORMAT.group_size < BLOCK else BLOCK
+    WHOLE: tl.constexpr = FORMAT.group_size > 0 and FORMAT.group_size < BLOCK
+    GROUP: tl.constexpr = FORMAT.group_size if WHOLE else BLOCK
     GROUPS: tl.constexpr = BLOCK // GROUP
-    start = tl.cast(tile, tl.int64) * BLOCK
-    first = start // FORMAT.group_size
-    levels = load_levels(row_ptr, start, sections, magic, BLOCK, RUN, FORMAT, FULL)
+    first = tl.cast(0, tl.int64)
+    if FORMAT.group_size > 0:
+        first = start // FORMAT.group_size
+    levels = load_levels(
+        row_ptr, start, span, sections, int_to_float, BLOCK, RUN, FORMAT, FULL
+    )
     levels = tl.reshape(levels, (GROUPS, GROUP))
-    scale = load_scales(row_ptr, sections[4], first, num_groups, GROUPS, FORMAT)
+    scale = load_scales(row_ptr, sections[4], first, sections[1], GROUPS, FORMAT)
     values = levels * scale[:, None]
     if not FORMAT.symmetric:
-        minimum = load_scales(row_ptr, sections[5], first, num_groups, GROUPS, FORMAT)
+        minimum = load_scales(row_ptr, sections[5], first, sections[1], GROUPS, FORMAT)
         values = values + minimum[:, None]
     return tl.reshape(values, (BLOCK,))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from lq_lightning.kernels.message import MessageFormat
+from lq_lightning.kernels.message import MessageFormat, round_up
 from lq_lightning.kernels.message import reference as blocks
 from lq_lightning.kernels.message.chunks import row_chunks
 
 
-def store_block(
+def encode_block(
     x: Tensor,
     norm: float,
     out: Tensor,
@@ -19,11 +21,12 @@ def store_block(
     column: int,
     seed: int,
     fmt: MessageFormat,
+    row_range: blocks.GroupRange | None = None,
 ) -> None:
     """Quantize one transformed block and write it into its rows.
 
     Args:
-        x: ``[R, N]`` fp32 contiguous, N a multiple of the group size; encodes ``x * norm``.
+        x: ``[R, N]`` fp32 contiguous, N a multiple of ``fmt.block_multiple``; encodes ``x * norm``.
             Overwritten.
         norm: power of two; ``fmt.forward_norm`` for the output of the butterfly, else 1.
         out: ``[R, B]`` the encoded rows that the block belongs to.
@@ -32,22 +35,70 @@ def store_block(
         column: index of the first column of the block.
         seed: for stochastic rounding.
         fmt: the format.
+        row_range: ``[R, 1]`` range of the whole rows, for formats with one scale per row.
     """
     layout = fmt.layout(numel)
     rows, width = x.shape
     noise = None
     if fmt.stochastic:
         noise = blocks.rounding_noise(seed, row, rows, column, width, fmt.fraction_bits)
-    end = layout.padded_numel if fmt.hadamard_size else numel
-    grouped = x.view(rows, -1, fmt.group_size)
-    scale, minimum = blocks.group_range(grouped, min(end - column, width), norm, fmt)
-    codes = blocks.quantize_groups(grouped, norm, scale, minimum, noise, fmt).view_as(x)
+    extremes = row_range or block_range(x, numel, column, fmt)
+    scaling = blocks.scaling_of(extremes, norm, fmt)
+    grouped = x.view(rows, -1, fmt.group_size or width)
+    codes = blocks.quantize_groups(grouped, scaling, noise, fmt).view_as(x)
     count = min(width, layout.padded_numel - column)
     blocks.store_codes(codes[:, :count].contiguous(), out, column, fmt, layout)
-    group = column // fmt.group_size * fmt.scale_nbytes
-    blocks.store_scales(scale, out, layout.scale_offset + group, fmt)
-    if minimum is not None:
-        blocks.store_scales(minimum, out, layout.minimum_offset + group, fmt)
+    group = column // fmt.group_size * fmt.scale_nbytes if fmt.group_size else 0
+    blocks.store_scales(scaling.scale, out, layout.scale_offset + group, fmt)
+    if scaling.minimum is not None:
+        blocks.store_scales(scaling.minimum, out, layout.minimum_offset + group, fmt)
+
+
+def block_range(x: Tensor, numel: int, column: int, fmt: MessageFormat) -> blocks.GroupRange:
+    """Find the extremes of the groups of a transformed block; arguments as for ``encode_block``."""
+    end = fmt.layout(numel).padded_numel if fmt.hadamard_size else numel
+    rows, width = x.shape
+    grouped = x.view(rows, -1, fmt.group_size or width)
+    return blocks.group_range(grouped, min(end - column, width), fmt)
+
+
+def encode_rows(
+    block_at: Callable[[int, int, int, int], Tensor],
+    norm: float,
+    out: Tensor,
+    numel: int,
+    seed: int,
+    fmt: MessageFormat,
+    multiple: int,
+) -> None:
+    """Encode all rows, block by block.
+
+    Args:
+        block_at: given ``(row, row_end, column, column_end)``, returns the transformed block, new
+            for every call, and no wider than the groups of the row.
+        norm: as for ``encode_block``.
+        out: ``[R, fmt.layout(numel).nbytes]`` uint8.
+        numel: values in a row.
+        seed: for stochastic rounding.
+        fmt: the format.
+        multiple: columns at whose multiples ``block_at`` may cut.
+    """
+    zero_padding_bytes(out, numel, fmt)
+    total = round_up(fmt.layout(numel).padded_numel, multiple)
+    chunks = list(row_chunks(out.shape[0], total, multiple))
+    ranges: dict[int, blocks.GroupRange] = {}
+    if not fmt.group_size:
+        for chunk in chunks:
+            extremes = block_range(block_at(*chunk), numel, chunk[2], fmt)
+            row = chunk[0]
+            ranges[row] = ranges[row].widened(extremes) if row in ranges else extremes
+    for chunk in chunks:
+        row, row_end, column, _ = chunk
+        rows, block = out[row:row_end], block_at(*chunk)
+        row_range = None
+        if row in ranges:
+            row_range = blocks.GroupRange(*[x if x is None else x.clone() for x in ranges[row]])
+        encode_block(block, norm, rows, numel, row, column, seed, fmt, row_range)
 
 
 def zero_padding_bytes(out: Tensor, numel: int, fmt: MessageFormat) -> None:
@@ -76,17 +127,15 @@ def quantize(
         seed: for stochastic rounding.
         out: ``[R, fmt.layout(N).nbytes]`` uint8, last dimension contiguous.
     """
-    rows, numel = x.shape
-    zero_padding_bytes(out, numel, fmt)
-    layout = fmt.layout(numel)
-    total = layout.num_groups * fmt.group_size
-    for row, row_end, column, column_end in row_chunks(rows, total, fmt.group_size):
+    numel = x.shape[1]
+
+    def block_at(row: int, row_end: int, column: int, column_end: int) -> Tensor:
         end = min(column_end, numel)
         block = torch.zeros(row_end - row, column_end - column, dtype=torch.float32)
-        values = block[:, : end - column]
+        values = block[:, : max(0, end - column)]
         values.copy_(x[row:row_end, column:end])
         if reference is not None:
             values.sub_(reference[row:row_end, column:end])
-        if fmt.hadamard_size:
-            blocks.hadamard_(block, fmt.hadamard_size)
-        store_block(block, fmt.forward_norm, out[row:row_end], numel, row, column, seed, fmt)
+        return blocks.hadamard_(block, fmt.hadamard_size) if fmt.hadamard_size else block
+
+    encode_rows(block_at, fmt.forward_norm, out, numel, seed, fmt, fmt.block_multiple)

@@ -7,44 +7,54 @@ import triton.language as tl
 from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
-from lq_lightning.kernels.message.launch import Tile, choose_tile, on_device, row_grid, row_stride
-from lq_lightning.kernels.message.reference import seed_words
-from lq_lightning.kernels.message.triton_blocks import (
-    hadamard,
-    load_run,
-    program_row,
-    program_tiles,
+from lq_lightning.kernels.message.launch import (
+    Tile,
+    choose_tile,
+    on_device,
+    row_grid,
+    row_stride,
+    run_passes,
 )
-from lq_lightning.kernels.message.triton_rows import store_tile
+from lq_lightning.kernels.message.reference import seed_words
+from lq_lightning.kernels.message.triton_blocks import hadamard, load_run
+from lq_lightning.kernels.message.triton_frame import for_each_tile
+from lq_lightning.kernels.message.triton_rows import encode_pass
 
 
 @triton.jit
 def _quantize_tile(
+    row,
+    start,
+    numel,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
     x_ptr,
     reference_ptr,
-    row_ptr,
-    row,
-    tile,
-    numel,
+    out_ptr,
+    range_ptr,
+    x_stride,
+    reference_stride,
+    out_stride,
     seed_a,
     seed_b,
-    BLOCK: tl.constexpr,
     FORMAT: tl.constexpr,
     DIFFERENCE: tl.constexpr,
+    WIDEN: tl.constexpr,
     RUN: tl.constexpr,
-    FULL: tl.constexpr,
 ):
-    start = tl.cast(tile, tl.int64) * BLOCK
-    limit = numel - start
+    count = numel - start
     VECTOR: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
-    x = load_run(x_ptr + start, limit, BLOCK, VECTOR, RUN, FULL).to(tl.float32)
+    x = load_run(x_ptr + row * x_stride + start, count, BLOCK, VECTOR, RUN, FULL).to(tl.float32)
     if DIFFERENCE:
         OTHER: tl.constexpr = 128 // reference_ptr.dtype.element_ty.primitive_bitwidth
-        other = load_run(reference_ptr + start, limit, BLOCK, OTHER, RUN, FULL)
+        other_ptr = reference_ptr + row * reference_stride + start
+        other = load_run(other_ptr, count, BLOCK, OTHER, RUN, FULL)
         x = x - other.to(tl.float32)
     x = hadamard(x, BLOCK, FORMAT.hadamard_size, RUN)
-    NORM: tl.constexpr = FORMAT.forward_norm
-    store_tile(x, row_ptr, row, tile, numel, seed_a, seed_b, BLOCK, FORMAT, NORM, FULL)
+    encode_pass(
+        *(x, out_ptr + row * out_stride, range_ptr, row, start, numel, numel, seed_a, seed_b),
+        *(BLOCK, FORMAT, FORMAT.forward_norm, FULL, WIDEN),
+    )
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "seed_a", "seed_b"])
@@ -52,6 +62,7 @@ def quantize_rows_kernel(
     x_ptr,
     reference_ptr,
     out_ptr,
+    range_ptr,
     x_stride,
     reference_stride,
     out_stride,
@@ -63,48 +74,20 @@ def quantize_rows_kernel(
     BLOCK: tl.constexpr,
     FORMAT: tl.constexpr,
     DIFFERENCE: tl.constexpr,
+    WIDEN: tl.constexpr,
     RUN: tl.constexpr,
 ):
     """Encode ``tiles`` tiles of one row: [difference ->] Hadamard -> scale -> round -> pack."""
-    row = program_row()
-    if row >= rows:
-        return
-    x = x_ptr + row * x_stride
-    other = reference_ptr + row * reference_stride
-    out = out_ptr + row * out_stride
-    first, end, last = program_tiles(numel, tiles, BLOCK)
-    for tile in range(first, end):
-        _quantize_tile(
-            x,
-            other,
-            out,
-            row,
-            tile,
-            numel,
-            seed_a,
-            seed_b,
-            BLOCK,
-            FORMAT,
-            DIFFERENCE,
-            RUN,
-            True,
-        )
-    if last:
-        _quantize_tile(
-            x,
-            other,
-            out,
-            row,
-            end,
-            numel,
-            seed_a,
-            seed_b,
-            BLOCK,
-            FORMAT,
-            DIFFERENCE,
-            RUN,
-            False,
-        )
+    for_each_tile(
+        _quantize_tile,
+        rows,
+        tiles,
+        numel,
+        BLOCK,
+        (x_ptr, reference_ptr, out_ptr, range_ptr),
+        (x_stride, reference_stride, out_stride, seed_a, seed_b),
+        (FORMAT, DIFFERENCE, WIDEN, RUN),
+    )
 
 
 def launch_quantize(
@@ -126,13 +109,15 @@ def launch_quantize(
     if tile is None:
         kind = f"{'quantize' if reference is None else 'difference'} {8 * x.element_size()}"
         kind += " hadamard" if fmt.hadamard_size else ""
-        tile = choose_tile(kind, fmt.group_size, x.numel(), x.device)
+        tile = choose_tile(kind, fmt.block_multiple, x.numel(), x.device)
     other = x if reference is None else reference
-    with on_device(x):
+
+    def launch(ranges: Tensor, widen: bool) -> None:
         quantize_rows_kernel[row_grid(rows, fmt.layout(numel).padded_numel, tile)](
             x,
             other,
             out,
+            ranges,
             row_stride(x, 0),
             row_stride(other, 0),
             row_stride(out, 0),
@@ -143,7 +128,11 @@ def launch_quantize(
             BLOCK=tile.block,
             FORMAT=fmt,
             DIFFERENCE=reference is not None,
+            WIDEN=widen,
             RUN=tile.run,
             num_warps=tile.warps,
             enable_fp_fusion=False,
         )
+
+    with on_device(x):
+        run_passes(fmt, out, launch)

@@ -8,8 +8,7 @@ from torch import Tensor
 from lq_lightning.kernels.dequantize.reference import reduce_block
 from lq_lightning.kernels.message import MessageFormat, round_up
 from lq_lightning.kernels.message import reference as blocks
-from lq_lightning.kernels.message.chunks import row_chunks
-from lq_lightning.kernels.quantize.reference import store_block, zero_padding_bytes
+from lq_lightning.kernels.quantize.reference import encode_rows
 
 
 def requantize(
@@ -33,25 +32,26 @@ def requantize(
         seed: for stochastic rounding in ``target``.
         out: ``[R, target.layout(numel).nbytes]`` uint8, last dimension contiguous.
     """
-    rows = message.shape[1]
-    zero_padding_bytes(out, numel, target)
     padded = source.layout(numel).padded_numel
-    step = max(source.group_size, target.group_size)
-    total = round_up(padded, step)
-    target_total = target.layout(numel).num_groups * target.group_size
+    multiple = max(source.block_multiple, target.block_multiple)
+    layout = target.layout(numel)
+    target_total = round_up(layout.padded_numel, target.block_multiple)
     same_domain = source.hadamard_size == target.hadamard_size
     norm = 1.0 if same_domain else target.forward_norm
     # What lies beyond `numel` belongs to the transform, or else is padding and must be zero.
     last = padded if same_domain and source.hadamard_size else numel
-    for row, row_end, column, column_end in row_chunks(rows, total, step):
+
+    def block_at(row: int, row_end: int, column: int, column_end: int) -> Tensor:
         count = min(column_end, padded) - column
         values = reduce_block(message[:, row:row_end], numel, column, count, source)
         if not same_domain and source.hadamard_size:
             values = blocks.hadamard_(values.contiguous(), source.hadamard_size)
             values.mul_(source.inverse_norm)
         block = torch.zeros(row_end - row, min(column_end, target_total) - column)
-        keep = min(column_end, last) - column
+        keep = min(column_end, last, target_total) - column
         block[:, :keep] = values[:, :keep]
         if target.hadamard_size and not same_domain:
             blocks.hadamard_(block, target.hadamard_size)
-        store_block(block, norm, out[row:row_end], numel, row, column, seed, target)
+        return block
+
+    encode_rows(block_at, norm, out, numel, seed, target, multiple)

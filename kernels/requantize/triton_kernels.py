@@ -6,41 +6,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lq_lightning.kernels.dequantize.triton_kernels import reduce_tile
+from lq_lightning.kernels.dequantize.triton_kernels import reduce_tile, unrolled
 from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message.launch import (
-    FLOAT_MAGIC_BITS,
+    INT_TO_FLOAT,
+    UNROLLED_MESSAGES,
     Tile,
     choose_tile,
     on_device,
     row_grid,
     row_stride,
+    run_passes,
 )
 from lq_lightning.kernels.message.reference import seed_words
-from lq_lightning.kernels.message.triton_blocks import hadamard, program_row, program_tiles
-from lq_lightning.kernels.message.triton_rows import row_sections, store_tile
+from lq_lightning.kernels.message.triton_blocks import hadamard
+from lq_lightning.kernels.message.triton_frame import for_each_tile
+from lq_lightning.kernels.message.triton_rows import encode_pass, row_sections
 
 
 @triton.jit
 def _requantize_tile(
-    message_ptr,
-    message_stride,
-    row_ptr,
     row,
-    tile,
+    start,
     numel,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+    message_ptr,
+    out_ptr,
+    range_ptr,
+    message_stride,
+    row_stride,
+    out_stride,
+    num_messages,
     seed_a,
     seed_b,
-    magic,
-    BLOCK: tl.constexpr,
+    int_to_float,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
-    NUM_MESSAGES: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    WIDEN: tl.constexpr,
     RUN: tl.constexpr,
-    FULL: tl.constexpr,
 ):
     x = reduce_tile(
-        message_ptr, message_stride, tile, numel, magic, BLOCK, RUN, SOURCE, NUM_MESSAGES, FULL
+        *(message_ptr + row * row_stride, message_stride, num_messages, start, numel, numel),
+        *(int_to_float, BLOCK, RUN, SOURCE, UNROLLED, FULL),
     )
     SAME: tl.constexpr = SOURCE.hadamard_size == TARGET.hadamard_size
     NORM: tl.constexpr = 1.0 if SAME else TARGET.forward_norm
@@ -50,74 +59,50 @@ def _requantize_tile(
         last = tl.cast(numel, tl.int64)
         if SAME and SOURCE.hadamard_size > 0:
             last = row_sections(numel, SOURCE)[0]
-        x = tl.where(tl.arange(0, BLOCK) < last - tl.cast(tile, tl.int64) * BLOCK, x, 0.0)
+        x = tl.where(tl.arange(0, BLOCK) < last - start, x, 0.0)
     if not SAME:
         x = hadamard(x, BLOCK, TARGET.hadamard_size, RUN)
-    store_tile(x, row_ptr, row, tile, numel, seed_a, seed_b, BLOCK, TARGET, NORM, FULL)
+    encode_pass(
+        *(x, out_ptr + row * out_stride, range_ptr, row, start, numel, numel, seed_a, seed_b),
+        *(BLOCK, TARGET, NORM, FULL, WIDEN),
+    )
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "seed_a", "seed_b", "magic"])
+@triton.jit(
+    do_not_specialize=["num_messages", "rows", "tiles", "seed_a", "seed_b", "int_to_float"]
+)
 def requantize_rows_kernel(
     message_ptr,
     out_ptr,
+    range_ptr,
     message_stride,
     row_stride,
     out_stride,
+    num_messages,
     rows,
     tiles,
     numel,
     seed_a,
     seed_b,
-    magic,
+    int_to_float,
     BLOCK: tl.constexpr,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
-    NUM_MESSAGES: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    WIDEN: tl.constexpr,
     RUN: tl.constexpr,
 ):
     """Sum ``tiles`` tiles of one row and encode them: unpack -> sum -> scale -> pack."""
-    row = program_row()
-    if row >= rows:
-        return
-    message = message_ptr + row * row_stride
-    out = out_ptr + row * out_stride
-    first, end, last = program_tiles(numel, tiles, BLOCK)
-    for tile in range(first, end):
-        _requantize_tile(
-            message,
-            message_stride,
-            out,
-            row,
-            tile,
-            numel,
-            seed_a,
-            seed_b,
-            magic,
-            BLOCK,
-            SOURCE,
-            TARGET,
-            NUM_MESSAGES,
-            RUN,
-            True,
-        )
-    if last:
-        _requantize_tile(
-            message,
-            message_stride,
-            out,
-            row,
-            end,
-            numel,
-            seed_a,
-            seed_b,
-            magic,
-            BLOCK,
-            SOURCE,
-            TARGET,
-            NUM_MESSAGES,
-            RUN,
-            False,
-        )
+    for_each_tile(
+        _requantize_tile,
+        rows,
+        tiles,
+        numel,
+        BLOCK,
+        (message_ptr, out_ptr, range_ptr),
+        (message_stride, row_stride, out_stride, num_messages, seed_a, seed_b, int_to_float),
+        (SOURCE, TARGET, UNROLLED, WIDEN, RUN),
+    )
 
 
 def launch_requantize(
@@ -138,26 +123,33 @@ def launch_requantize(
     if rows == 0 or numel == 0:
         return
     if tile is None:
-        kind = "requantize" if num_messages <= 4 else "requantize many"
-        group_size = max(source.group_size, target.group_size)
-        tile = choose_tile(kind, group_size, rows * numel, message.device)
-    with on_device(out):
+        kind = "requantize" if num_messages <= UNROLLED_MESSAGES else "requantize many"
+        multiple = max(source.block_multiple, target.block_multiple)
+        tile = choose_tile(kind, multiple, rows * numel, message.device)
+
+    def launch(ranges: Tensor, widen: bool) -> None:
         requantize_rows_kernel[row_grid(rows, target.layout(numel).padded_numel, tile)](
             message,
             out,
+            ranges,
             row_stride(message, 0),
             row_stride(message, 1),
             row_stride(out, 0),
+            num_messages,
             rows,
             tile.tiles,
             numel,
             *seed_words(seed),
-            FLOAT_MAGIC_BITS,
+            INT_TO_FLOAT,
             BLOCK=tile.block,
             SOURCE=source,
             TARGET=target,
-            NUM_MESSAGES=num_messages,
+            UNROLLED=unrolled(num_messages),
+            WIDEN=widen,
             RUN=tile.run,
             num_warps=tile.warps,
             enable_fp_fusion=False,
         )
+
+    with on_device(out):
+        run_passes(target, out, launch)

@@ -5,13 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lq_lightning.kernels.message import MessageFormat
+from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat, TableCode
 
-Code = Literal["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp8_e4m3", "fp8_e5m2"]
+# Entries of the table of codes, in its order; see `lq_lightning.kernels.message.codes`.
+Code = Literal[
+    "int2",
+    "int3",
+    "int4",
+    "int5",
+    "int6",
+    "int7",
+    "int8",
+    "fp4_e2m1",
+    "nf4",
+    "fp8_e4m3",
+    "fp8_e5m2",
+]
 Rounding = Literal["nearest", "stochastic"]
 ScaleDtype = Literal["float32", "bfloat16", "float16"]
 
-GROUP_SIZES: tuple[int, ...] = tuple(2**k for k in range(4, 13))
+GROUP_SIZES: tuple[int | str, ...] = (*(2**k for k in range(4, 13)), "row")
 HADAMARD_SIZES: tuple[int, ...] = (0, 16, 32, 64, 128)
 
 
@@ -29,25 +42,33 @@ class CodecSpec:
 
     Attributes:
         code: format of one value. Integer codes are scaled to the largest magnitude of a group
-            (symmetric) or to its range (asymmetric); FP8 codes to the largest finite value.
-        group_size: consecutive elements that share a scale; a power of two from 16 to 4096.
-        symmetric: store no minimum. FP8 codes are always symmetric.
+            (symmetric) or to its range (asymmetric); floating-point codes (``fp4_e2m1``,
+            ``fp8_e4m3``, ``fp8_e5m2``) to the largest finite value; ``nf4``, 16 levels that follow
+            the normal distribution (QLoRA, appendix E), to 1.
+        group_size: consecutive elements that share a scale: a power of two from 16 to 4096, or
+            ``"row"`` for one scale per row, which takes a second pass over the values to encode. A
+            tensor that is viewed as one row then has one scale. For all codes and transforms, but
+            not for ``encode_with_residual``.
+        symmetric: store no minimum. All but integer codes are always symmetric.
         hadamard_size: apply a Walsh-Hadamard transform to this many consecutive elements before
             quantization and undo it after; 0 for none, else 16, 32, 64 or 128, at most
-            ``group_size``. It spreads outliers over the transform block.
+            ``group_size``. It spreads outliers over the transform block. Its sums are fp32: finite
+            for values up to ``3.4e38 / hadamard_size``, beyond which they can overflow, and the
+            group then counts as not finite.
         rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (needs a seed), which is unbiased
             up to the resolution of its noise: the expectation is off by at most ``2**(b - 17)`` of
-            the distance between codes for integer codes of b bits, ``2**-8`` for FP8 E4M3 and
-            ``2**-9`` for FP8 E5M2, with a sign that depends on the value.
+            the distance between codes for integer codes of b bits, ``2**-8`` for FP8 E4M3,
+            ``2**-9`` for FP8 E5M2 and ``2**-10`` for FP4 E2M1, with a sign that depends on the
+            value. ``nf4`` is rounded to nearest only.
         scale_dtype: storage of scales and minima. Scales are rounded up and minima down, so no
-            value is clipped.
+            value is clipped. With ``"float16"``, groups whose scale exceeds 65504 shrink.
 
     Raises:
         ValueError: a value or a combination that is not listed above.
     """
 
     code: Code
-    group_size: int
+    group_size: int | Literal["row"]
     symmetric: bool = True
     hadamard_size: int = 0
     rounding: Rounding = "nearest"
@@ -64,15 +85,23 @@ class CodecSpec:
             raise ValueError(
                 f"CodecSpec(symmetric={self.symmetric!r}) is not supported; allowed: True, False."
             )
-        if self.hadamard_size > self.group_size:
+        if self.group_size != "row" and self.hadamard_size > self.group_size:
             raise ValueError(
                 f"CodecSpec(hadamard_size={self.hadamard_size}, group_size={self.group_size}): "
                 "the transform must divide the group. Use a hadamard_size of at most group_size."
             )
-        if not self.symmetric and self.code.startswith("fp8"):
+        code = CODES[self.code]
+        if not self.symmetric and not isinstance(code, IntegerCode):
             raise ValueError(
-                f"CodecSpec(code={self.code!r}, symmetric=False): floating-point codes have a "
-                "sign and no minimum. Use symmetric=True, or code='int8' with symmetric=False."
+                f"CodecSpec(code={self.code!r}, symmetric=False): only integer codes can be "
+                "asymmetric; the levels of others lie on both sides of zero. Use symmetric=True, "
+                f"or code='int{code.bits}' with symmetric=False."
+            )
+        if self.rounding == "stochastic" and isinstance(code, TableCode):
+            raise ValueError(
+                f"CodecSpec(code={self.code!r}, rounding='stochastic') is not supported: the "
+                "levels of a table are not equally spaced, and the nearest is taken. Use "
+                "rounding='nearest', or code='fp4_e2m1'."
             )
 
     @property
@@ -80,7 +109,7 @@ class CodecSpec:
         """The same facts, as the kernels take them."""
         return MessageFormat(
             code=self.code,
-            group_size=self.group_size,
+            group_size=0 if self.group_size == "row" else self.group_size,
             symmetric=self.symmetric,
             hadamard_size=self.hadamard_size,
             stochastic=self.rounding == "stochastic",

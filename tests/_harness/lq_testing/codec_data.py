@@ -6,30 +6,30 @@ import torch
 from hypothesis import strategies as st
 
 from lq_lightning.codecs import CodecSpec
+from lq_lightning.kernels.message import CODES, IntegerCode, TableCode
 
-CODES = [*(f"int{bits}" for bits in range(2, 9)), "fp8_e4m3", "fp8_e5m2"]
 
-
-def codec_specs() -> st.SearchStrategy[CodecSpec]:
-    """Every valid combination of options."""
+def codec_specs(with_rows: bool = True) -> st.SearchStrategy[CodecSpec]:
+    """Every valid combination of options; ``with_rows`` includes one scale per row."""
 
     def build(
         code: str, log_group: int, hadamard: int, symmetric: bool, rounding: str, scale: str
     ) -> CodecSpec:
-        group_size = 2**log_group
+        group_size = 2**log_group if log_group <= 12 else 4096
+        kind = type(CODES[code])
         return CodecSpec(
             code=code,  # type: ignore[arg-type]
-            group_size=group_size,
-            symmetric=symmetric or code.startswith("fp8"),
+            group_size=group_size if log_group <= 12 else "row",
+            symmetric=symmetric or kind is not IntegerCode,
             hadamard_size=min(hadamard, group_size, 128),
-            rounding=rounding,  # type: ignore[arg-type]
+            rounding="nearest" if kind is TableCode else rounding,  # type: ignore[arg-type]
             scale_dtype=scale,  # type: ignore[arg-type]
         )
 
     return st.builds(
         build,
-        st.sampled_from(CODES),
-        st.integers(4, 12),
+        st.sampled_from(list(CODES)),
+        st.integers(4, 13 if with_rows else 12),
         st.sampled_from([0, 16, 32, 64, 128]),
         st.booleans(),
         st.sampled_from(["nearest", "stochastic"]),

@@ -1,0 +1,96 @@
+"""The table of codes: how many bits a value takes, and what its bits mean.
+
+A code is one of three kinds:
+
+* ``IntegerCode``: equally spaced levels, scaled to the largest magnitude or to the range of a group;
+* ``FloatCode``: sign, exponent and fraction, like the floating-point types of hardware;
+* ``TableCode``: any ascending levels; a value becomes the nearest one.
+
+To add one, name it here with its parameters, and in ``Code`` of ``lq_lightning/codecs/spec.py``.
+Reference, kernels, layout, checks and tests take everything else from this table. Only a new *kind*
+needs arithmetic of its own: ``rounding.py`` for the reference, ``triton_rounding.py`` to encode and
+``triton_levels.py`` to decode on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerCode:
+    """Integers: from ``-max`` to ``max`` if symmetric, else from 0 to the largest of ``bits``.
+
+    Attributes:
+        bits: 2 to 8.
+    """
+
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class FloatCode:
+    """Small floating-point numbers with a sign, and with subnormals.
+
+    Attributes:
+        bits: 3 to 8, the sign included.
+        mantissa_bits: explicit fraction bits, 1 to 9. With the exponent's they are ``bits - 1``.
+        min_exponent: exponent of the smallest normal value (also that of subnormals).
+        max_value: largest value that values are scaled to; no larger finite one is ever produced.
+            Below ``2**(16 + min_exponent + 14)``, since codes are cut from fp16.
+    """
+
+    bits: int
+    mantissa_bits: int
+    min_exponent: int
+    max_value: float
+
+
+@dataclass(frozen=True, slots=True)
+class TableCode:
+    """Levels between -1 and 1, of which the nearest is taken; half way, the lower one.
+
+    Attributes:
+        levels: ``2**bits`` ascending values that fp32 holds exactly. Zero is one of them, so that
+            zeros stay zeros.
+    """
+
+    levels: tuple[float, ...]
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code."""
+        return len(self.levels).bit_length() - 1
+
+
+Code = IntegerCode | FloatCode | TableCode
+
+# Quantiles of the normal distribution, with zero; appendix E of QLoRA (Dettmers et al., 2023), in
+# fp32.
+_NF4_LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+CODES: dict[str, Code] = {
+    **{f"int{bits}": IntegerCode(bits) for bits in range(2, 9)},
+    # OCP Microscaling Formats 1.0: no infinity and no NaN
+    "fp4_e2m1": FloatCode(bits=4, mantissa_bits=1, min_exponent=0, max_value=6.0),
+    "nf4": TableCode(_NF4_LEVELS),
+    "fp8_e4m3": FloatCode(bits=8, mantissa_bits=3, min_exponent=-6, max_value=448.0),
+    "fp8_e5m2": FloatCode(bits=8, mantissa_bits=2, min_exponent=-14, max_value=57344.0),
+}

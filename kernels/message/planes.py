@@ -1,0 +1,137 @@
+"""Codes and scales as the bytes of encoded rows, in plain torch.
+
+Shape legend: R rows, N elements, G groups, B bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .format import SCALE_DTYPES, MessageFormat, RowLayout
+
+
+def pack_plane(codes: Tensor, width: int) -> Tensor:
+    """Pack the low ``width`` bits of uint8 codes, neighbours sharing a byte, low bits first.
+
+    Args:
+        codes: uint8, contiguous, ``numel`` a multiple of 8, values below ``2**width``.
+        width: 1, 2, 4 or 8.
+
+    Returns:
+        1-D uint8 of ``numel * width / 8`` bytes.
+    """
+    flat = codes.reshape(-1)
+    if width == 8:
+        return flat
+    if width == 4:
+        lanes = flat.view(torch.int16)
+        return (lanes | lanes >> 4).bitwise_and_(0xFF).to(torch.uint8)
+    if width == 2:
+        lanes = flat.view(torch.int32)
+        lanes = lanes | lanes >> 6
+        return (lanes | lanes >> 12).bitwise_and_(0xFF).to(torch.uint8)
+    lanes = flat.view(torch.int64)
+    lanes = lanes | lanes >> 7
+    lanes |= lanes >> 14
+    return (lanes | lanes >> 28).bitwise_and_(0xFF).to(torch.uint8)
+
+
+def unpack_plane(packed: Tensor, width: int) -> Tensor:
+    """Undo ``pack_plane``.
+
+    Args:
+        packed: uint8, contiguous.
+        width: 1, 2, 4 or 8.
+
+    Returns:
+        1-D uint8 of ``numel * 8 / width`` codes.
+    """
+    flat = packed.reshape(-1)
+    if width == 8:
+        return flat
+    if width == 4:
+        lanes = flat.to(torch.int16)
+        return (lanes | lanes << 4).bitwise_and_(0x0F0F).view(torch.uint8)
+    if width == 2:
+        lanes = flat.to(torch.int32)
+        lanes = (lanes | lanes << 12).bitwise_and_(0x000F000F)
+        return (lanes | lanes << 6).bitwise_and_(0x03030303).view(torch.uint8)
+    lanes = flat.to(torch.int64)
+    lanes = (lanes | lanes << 28).bitwise_and_(0x0000000F0000000F)
+    lanes = (lanes | lanes << 14).bitwise_and_(0x0003000300030003)
+    return (lanes | lanes << 7).bitwise_and_(0x0101010101010101).view(torch.uint8)
+
+
+def store_codes(
+    codes: Tensor, out: Tensor, start: int, fmt: MessageFormat, layout: RowLayout
+) -> None:
+    """Write codes into the planes of encoded rows.
+
+    Args:
+        codes: ``[R, N]`` uint8, contiguous, N a multiple of 8.
+        out: ``[R, B]`` uint8 rows.
+        start: column of the first code, a multiple of 8.
+        fmt: the format.
+        layout: of the whole row.
+    """
+    rows = codes.shape[0]
+    shift = 0
+    for width, offset in zip(fmt.planes, layout.plane_offsets, strict=True):
+        part = codes
+        if len(fmt.planes) > 1:
+            part = (codes >> shift).bitwise_and_((1 << width) - 1)
+        packed = pack_plane(part, width).view(rows, -1)
+        begin = offset + start * width // 8
+        out[:, begin : begin + packed.shape[1]] = packed
+        shift += width
+
+
+def load_codes(
+    message: Tensor, start: int, count: int, fmt: MessageFormat, layout: RowLayout
+) -> Tensor:
+    """Read codes from the planes of encoded rows.
+
+    Args:
+        message: ``[R, B]`` uint8 rows.
+        start: column of the first code, a multiple of 8.
+        count: codes to read per row, a multiple of 8.
+        fmt: the format.
+        layout: of the whole row.
+
+    Returns:
+        ``[R, count]`` uint8.
+    """
+    rows = message.shape[0]
+    codes: Tensor | None = None
+    shift = 0
+    for width, offset in zip(fmt.planes, layout.plane_offsets, strict=True):
+        begin = offset + start * width // 8
+        packed = message[:, begin : begin + count * width // 8].contiguous()
+        part = unpack_plane(packed, width).view(rows, count)
+        codes = part if codes is None else codes | part << shift
+        shift += width
+    if codes is None:
+        raise AssertionError(f"{fmt} has no code plane")
+    return codes
+
+
+def store_scales(values: Tensor, out: Tensor, offset: int, fmt: MessageFormat) -> None:
+    """Write ``[R, G]`` fp32 values, exact in the scale dtype, at byte ``offset`` of each row.
+
+    NaN is written as one fixed bit pattern: what a cast makes of it depends on the machine.
+    """
+    if fmt.scale_dtype == "float32":
+        bits = values.contiguous().view(torch.int32)
+        nan_bits = 0x7FC00000
+    else:
+        bits = values.to(SCALE_DTYPES[fmt.scale_dtype]).contiguous().view(torch.int16)
+        nan_bits = 0x7FC0 if fmt.scale_dtype == "bfloat16" else 0x7E00
+    stored = bits.masked_fill(values.isnan(), nan_bits).view(torch.uint8)
+    out[:, offset : offset + stored.shape[1]] = stored
+
+
+def load_scales(message: Tensor, offset: int, count: int, fmt: MessageFormat) -> Tensor:
+    """Read ``[R, count]`` values of the scale dtype from byte ``offset`` of each row, as fp32."""
+    stored = message[:, offset : offset + count * fmt.scale_nbytes].contiguous()
+    return stored.view(SCALE_DTYPES[fmt.scale_dtype]).to(torch.float32)
