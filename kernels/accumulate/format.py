@@ -26,8 +26,9 @@ MAX_CODE = 127
 FINE_BELOW = 63.5  # twice that rounds to at most the largest code
 # Groups whose scale would be smaller are stored as zeros: half of the scale must stay normal.
 MIN_SCALE = 2.0**-120
-# Groups whose scale is larger become NaN like those with infinities.
-MAX_SCALE = 2.0**120
+# Groups whose scale is larger hold infinities or NaN, and become NaN: that of the largest value of
+# fp32 is less than 1.008 * 2**121, and rounded to bf16 still keeps 127 of itself finite.
+MAX_SCALE = 2.0**122
 
 
 class BufferLayout(NamedTuple):

@@ -49,7 +49,7 @@ def choose_tile(kind: str, group_size: int, numel: int, device: torch.device) ->
         device: where the kernel runs. Triton's interpreter takes as long for any tile.
     """
     if device.type != "cuda":
-        return Tile(max(group_size, 4096), 32, 4, 2)
+        return Tile(max(group_size, 1024), 32, 4, 2)
     tile = Tile(*TILES[kind][bisect_right(SIZES, numel)])
     if tile.block >= group_size:
         return tile

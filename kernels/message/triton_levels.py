@@ -55,7 +55,8 @@ def _level_at(word, int_to_float, SHIFT: tl.constexpr, FORMAT: tl.constexpr):
         bits = magnitude | ((word << (32 - BITS - SHIFT)) & -0x80000000)
         level = bits.to(tl.float32, bitcast=True) * (2.0 ** (126 + FORMAT.min_exponent))
     else:
-        level = pick(word >> SHIFT, FORMAT.levels, 0, 1, BITS)
+        LEVELS: tl.constexpr = FORMAT.levels
+        level = pick(word >> SHIFT, LEVELS, 0, 1, BITS)
     return level
 
 

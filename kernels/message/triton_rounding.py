@@ -170,10 +170,14 @@ def scaling_of(low, high, FORMAT: tl.constexpr, NORM: tl.constexpr):
 @triton.jit
 def _nearest_level(y, FORMAT: tl.constexpr):
     """Codes of a table, by binary search; ``torch.bucketize`` of the reference."""
+    BITS: tl.constexpr = FORMAT.bits
+    THRESHOLDS: tl.constexpr = FORMAT.thresholds
     code = tl.zeros(y.shape, tl.int32)
-    for step in tl.static_range(FORMAT.bits):
-        SPAN: tl.constexpr = 1 << (FORMAT.bits - 1 - step)
-        threshold = pick(code, FORMAT.thresholds, SPAN - 1, 2 * SPAN, step)
+    for step in tl.static_range(BITS):
+        # of the codes that begin with the bits found so far, where the upper half begins
+        threshold = pick(
+            code, THRESHOLDS, (1 << (BITS - 1 - step)) - 1, 2 << (BITS - 1 - step), step
+        )
         code = code * 2 + (y > threshold).to(tl.int32)
     return code
 

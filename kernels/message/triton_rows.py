@@ -132,6 +132,13 @@ def _tile_range(x, start, limit, span, BLOCK: tl.constexpr, FORMAT: tl.constexpr
 
 
 @triton.jit
+def _raise_to(target, key):
+    # Most tiles of a long row change nothing: a look, even at an old value, saves their atomics.
+    if key > tl.load(target):
+        tl.atomic_max(target, key, sem="relaxed")
+
+
+@triton.jit
 def widen_range(
     x,
     range_ptr,
@@ -150,10 +157,9 @@ def widen_range(
     """
     span = code_span(limit, numel, row_sections(numel, FORMAT))
     _, low, high = _tile_range(x, start, limit, span, BLOCK, FORMAT, FULL)
-    keys = range_ptr + 2 * row + tl.arange(0, 1)
-    tl.atomic_max(keys, high, sem="relaxed")
+    _raise_to(range_ptr + 2 * row, tl.max(high, 0))
     if not FORMAT.symmetric:
-        tl.atomic_max(keys + 1, ~low, sem="relaxed")
+        _raise_to(range_ptr + 2 * row + 1, ~tl.min(low, 0))
 
 
 @triton.jit

@@ -6,6 +6,7 @@ from .functional import (
     decode_reduce_encode,
     encode,
     encode_with_residual,
+    flatten_rows,
 )
 from .seeds import derive_seed
 from .spec import CodecSpec
@@ -18,4 +19,5 @@ __all__ = [
     "derive_seed",
     "encode",
     "encode_with_residual",
+    "flatten_rows",
 ]

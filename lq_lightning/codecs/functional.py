@@ -2,9 +2,13 @@
 
 A message is one encoded row: ``[codes | scales | minima if asymmetric]``, each section padded to
 16 bytes. Rows are independent of each other, so a matrix of rows can be cut and sent anywhere.
-The spec does not travel with the bytes. CPU and CUDA produce the same bits.
+The spec does not travel with the bytes. CPU and CUDA produce the same bits. Short rows that travel
+together waste less when they are encoded as one; see ``flatten_rows``.
 
-Where anything in a group is not finite, the whole group decodes to NaN.
+Where anything in a group is not finite, the whole group decodes to NaN. Finite values never do,
+except where sums of a transform overflow; see ``hadamard_size`` of ``CodecSpec``. In groups within
+1% of the largest value of fp32, beyond 65504 scales of half precision, or asymmetric and with a
+range beyond fp32, what is decoded is smaller than the values by a factor.
 
 Shape legend: K messages to sum, R rows, N values, B = ``spec.nbytes(N)`` bytes.
 """
@@ -75,6 +79,39 @@ def _seed_value(spec: CodecSpec, seed: int | None) -> int:
         )
     # Two's complement, since operators take signed 64-bit integers.
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def flatten_rows(spec: CodecSpec, x_RN: Tensor) -> Tensor:
+    """View rows as one, to be encoded and decoded as one message.
+
+    Saves the padding of sections: with a hidden size of 1600, asymmetric INT4 codes with groups of
+    64 and bf16 minima take 4.64 bits per value in messages of their own, 4.50 in one. No group
+    crosses rows, so codes and scales are the same (but for the noise of stochastic rounding, which
+    depends on the position). With ``group_size="row"`` all rows share one scale.
+
+    Args:
+        spec: the codec.
+        x_RN: ``[R, N]`` contiguous; N a multiple of the group size, and of the transform.
+
+    Returns:
+        ``[1, R * N]``, a view: pass it to ``encode``, and as ``out`` of ``decode``.
+
+    Raises:
+        ValueError: another shape or stride, or a group that would cross rows.
+    """
+    if x_RN.dim() != 2 or not x_RN.is_contiguous():
+        raise ValueError(
+            f"x_RN has shape {tuple(x_RN.shape)} and stride {x_RN.stride()}; expected [R, N], "
+            "contiguous. Pass x.contiguous(), or encode the rows as they are."
+        )
+    multiple = max(1, spec.hadamard_size if spec.group_size == "row" else spec.group_size)
+    if x_RN.shape[1] % multiple:
+        raise ValueError(
+            f"x_RN has rows of {x_RN.shape[1]} values, not a multiple of {multiple}, so groups "
+            "would cross rows. Choose a group_size and a hadamard_size that divide the rows, or "
+            "encode the rows as they are."
+        )
+    return x_RN.view(1, -1)
 
 
 def encode(

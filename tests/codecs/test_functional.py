@@ -14,6 +14,7 @@ from lq_lightning.codecs import (
     decode_reduce,
     decode_reduce_encode,
     encode,
+    flatten_rows,
 )
 
 PLAIN = CodecSpec(code="int4", group_size=64)
@@ -68,6 +69,26 @@ def test_add_is_one_fp32_addition(dtype: torch.dtype) -> None:
     assert decode(PLAIN, message, 1000, out=out, add=True) is out
     expected = (base.float() + decode(PLAIN, message, 1000)).to(dtype)
     assert torch.equal(out, expected)
+
+
+def test_flat_rows_save_padding_and_keep_groups() -> None:
+    spec = CodecSpec(
+        code="int4", group_size=64, symmetric=False, hadamard_size=32, scale_dtype="bfloat16"
+    )
+    x = torch.randn(16, 1600)
+    flat = encode(spec, flatten_rows(spec, x))
+    assert 8 * flat.numel() / x.numel() == 4.5
+    assert 8 * encode(spec, x).numel() / x.numel() == 4.64
+    out = torch.empty_like(x)
+    decode(spec, flat, x.numel(), out=flatten_rows(spec, out))
+    assert torch.equal(out, decode(spec, encode(spec, x), 1600))
+    per_tensor = CodecSpec(code="int8", group_size="row")
+    message = encode(per_tensor, flatten_rows(per_tensor, x))
+    assert message.numel() == x.numel() + 16
+    with pytest.raises(ValueError, match=r"rows of 1600 values, not a multiple of 128"):
+        flatten_rows(SMOOTH, x)
+    with pytest.raises(ValueError, match=r"expected \[R, N\], contiguous"):
+        flatten_rows(spec, x.t())
 
 
 def test_difference_and_its_residual() -> None:

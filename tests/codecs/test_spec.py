@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -10,27 +11,37 @@ from hypothesis import strategies as st
 from lq_testing.codec_data import codec_specs
 
 from lq_lightning.codecs import CodecSpec
+from lq_lightning.codecs.spec import Code
+from lq_lightning.kernels.message import CODES
+
+
+def test_every_entry_of_the_table_can_be_named() -> None:
+    assert get_args(Code) == tuple(CODES)
+    for name, entry in CODES.items():
+        assert CodecSpec(code=name, group_size=64).message_format.bits == entry.bits  # type: ignore[arg-type]
 
 
 @given(codec_specs(), st.integers(0, 1 << 20))
 def test_size_is_tight_up_to_section_padding(spec: CodecSpec, numel: int) -> None:
-    bits = int(spec.code[3:]) if spec.code.startswith("int") else 8
+    bits = CODES[spec.code].bits
     granule = max(8, spec.hadamard_size)
     padded = -(-numel // granule) * granule
     scale_nbytes = 4 if spec.scale_dtype == "float32" else 2
     per_group = scale_nbytes * (1 if spec.symmetric else 2)
-    content = padded // 8 * bits + -(-padded // spec.group_size) * per_group
+    groups = min(padded, 1) if spec.group_size == "row" else -(-padded // spec.group_size)
+    content = padded // 8 * bits + groups * per_group
     sections = bin(bits).count("1") + (1 if spec.symmetric else 2)
     nbytes = spec.nbytes(numel)
     assert nbytes % 16 == 0
     assert content <= nbytes <= content + 15 * sections
 
 
-@given(codec_specs())
+@given(codec_specs(with_rows=False))
 def test_no_padding_for_round_sizes(spec: CodecSpec) -> None:
     numel = 1 << 16
-    bits = int(spec.code[3:]) if spec.code.startswith("int") else 8
+    bits = CODES[spec.code].bits
     scale_bits = (32 if spec.scale_dtype == "float32" else 16) * (1 if spec.symmetric else 2)
+    assert isinstance(spec.group_size, int)
     assert spec.bits_per_element(numel) == bits + scale_bits / spec.group_size
 
 
@@ -67,7 +78,11 @@ def test_frozen_hashable_and_replaceable() -> None:
         ({"rounding": "up"}, r"rounding='up'.*'nearest', 'stochastic'"),
         ({"scale_dtype": "float64"}, r"scale_dtype='float64'"),
         ({"symmetric": 1}, r"symmetric=1.*True, False"),
-        ({"code": "fp8_e4m3", "symmetric": False}, r"no minimum. Use symmetric=True"),
+        ({"group_size": "tensor"}, r"group_size='tensor'.*4096, 'row'"),
+        ({"code": "fp8_e4m3", "symmetric": False}, r"Use symmetric=True, or code='int8'"),
+        ({"code": "fp4_e2m1", "symmetric": False}, r"Use symmetric=True, or code='int4'"),
+        ({"code": "nf4", "symmetric": False}, r"Use symmetric=True, or code='int4'"),
+        ({"code": "nf4", "rounding": "stochastic"}, r"nf4'.*Use rounding='nearest'"),
     ],
 )
 def test_invalid_options_are_named(changes: dict[str, object], message: str) -> None:

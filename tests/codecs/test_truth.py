@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 import torch
 
@@ -86,6 +88,86 @@ def test_float8_codes_match_the_cast_of_torch(
     expected = x.to(dtype)  # every scale is exactly 1
     assert torch.equal(message[0, : x.shape[1]], expected.view(torch.uint8)[0])
     assert torch.equal(decode(spec, message, x.shape[1]), expected.float())
+
+
+def test_fp4_codes_are_those_of_the_standard() -> None:
+    """OCP Microscaling Formats: sign, two bits of exponent, one of fraction; ties go to even."""
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    spec = CodecSpec(code="fp4_e2m1", group_size=4096)
+    codes = torch.arange(16, dtype=torch.uint8)
+    decoded = blocks.dequantize_codes(codes, spec.message_format)
+    assert torch.equal(decoded, torch.cat([levels, -levels]))
+    x = torch.arange(-1536, 1537).float()[None] / 256  # middles included
+    message = encode(spec, torch.nn.functional.pad(x, (0, 4096 - x.shape[1])))
+    actual = decode(spec, message, 4096)[:, : x.shape[1]]  # the scale is exactly 1
+    distance = (x[0].abs()[:, None] - levels).abs()
+    nearest = distance == distance.amin(1, keepdim=True)
+    even = nearest & (torch.arange(8) % 2 == 0)
+    chosen = torch.where(nearest.sum(1, keepdim=True) > 1, even, nearest)
+    assert torch.equal(actual[0].abs(), levels[chosen.int().argmax(1)])
+    assert torch.equal(actual.sign(), x.sign() * (actual != 0))
+
+
+def test_nf4_levels_are_quantiles_and_the_nearest_is_taken() -> None:
+    levels = torch.tensor(CodecSpec(code="nf4", group_size=64).message_format.levels).double()
+    offset = 0.9677083
+    upper = torch.special.ndtri(torch.linspace(offset, 0.5, 9, dtype=torch.float64))
+    lower = torch.special.ndtri(torch.linspace(offset, 0.5, 8, dtype=torch.float64))
+    quantiles = torch.cat([-lower, upper[:-1].flip(0)]) / upper[0]
+    torch.testing.assert_close(levels, quantiles, rtol=0, atol=2e-6)
+    x = torch.linspace(-1, 1, 4096)[None]
+    spec = CodecSpec(code="nf4", group_size=4096)
+    decoded = decode(spec, encode(spec, x), 4096)[0].double()
+    distance = (x[0].double()[:, None] - levels).abs().amin(1)
+    torch.testing.assert_close((decoded - x[0]).abs(), distance, rtol=0, atol=1e-7)
+
+
+# Of codes, planes and scales of every format before the table of codes, by code and symmetry. They
+# are in checkpoints, and ranks of different versions exchange them.
+DIGESTS = {
+    "int2 symmetric": "7a10031f8f304546",
+    "int2 asymmetric": "2d2f5203e70a1c20",
+    "int3 symmetric": "a0f473cadb8769bc",
+    "int3 asymmetric": "e76f1dd2faf51e36",
+    "int4 symmetric": "0bc4063ac014c7bc",
+    "int4 asymmetric": "73e1bf6df24188a9",
+    "int5 symmetric": "de6ef9b1e1f90d58",
+    "int5 asymmetric": "80a0477da38b6182",
+    "int6 symmetric": "e962834c38a2058f",
+    "int6 asymmetric": "e19611ee24862dcb",
+    "int7 symmetric": "ef9cc4b90c4d556d",
+    "int7 asymmetric": "9576723fd551a334",
+    "int8 symmetric": "e15be224c211ed9d",
+    "int8 asymmetric": "704afa5c999c3017",
+    "fp8_e4m3 symmetric": "56b285f634ecb5ba",
+    "fp8_e5m2 symmetric": "a69de4372114dbda",
+}
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_bytes_stay_as_they_are(name: str) -> None:
+    code, symmetry = name.split()
+    digest = hashlib.sha256()
+    # not from a generator of random numbers, whose values may change between versions
+    x = (torch.arange(3 * 1001, dtype=torch.int64) * 7919 % 2003 - 1001).view(3, 1001)
+    x = x.float() * torch.tensor([[1.0], [2.0**-20], [2.0**60]])
+    x[0, 200:210] = float("nan")
+    for hadamard_size, rounding, scale_dtype in (
+        (0, "nearest", "float32"),
+        (32, "stochastic", "bfloat16"),
+        (16, "nearest", "float16"),
+    ):
+        spec = CodecSpec(
+            code=code,  # type: ignore[arg-type]
+            group_size=64,
+            symmetric=symmetry == "symmetric",
+            hadamard_size=hadamard_size,
+            rounding=rounding,  # type: ignore[arg-type]
+            scale_dtype=scale_dtype,  # type: ignore[arg-type]
+        )
+        rows = x[:2] if scale_dtype == "float16" else x
+        digest.update(bytes(encode(spec, rows, seed=11).flatten().tolist()))
+    assert digest.hexdigest()[:16] == DIGESTS[name]
 
 
 @pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16"])

@@ -2,8 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
+from types import FunctionType, ModuleType
+
 import pytest
 import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _patch_language_once() -> Iterator[None]:
+    """Halve the time of the interpreter, which patches the language again for every device function.
+
+    Once per kernel is enough; after that, the language is no longer made of builtins.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang
+
+    @cache
+    def modules(function: FunctionType) -> list[ModuleType]:
+        known = function.__globals__.values()
+        return [module for module in (tl, tl.core) if any(value is module for value in known)]
+
+    def patch(function: FunctionType) -> object:
+        if any(tl.core.is_builtin(module.load) for module in modules(function)):
+            return original(function)
+        return interpreter._LangPatchScope()
+
+    with pytest.MonkeyPatch.context() as context:
+        if hasattr(interpreter, "_LangPatchScope"):
+            context.setattr(interpreter, "_patch_lang", patch)
+        yield
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from lq_lightning.kernels.accumulate import (
 )
 from lq_lightning.kernels.accumulate.format import GROUP_SIZE
 
-SIZES = [1, 2, 31, 32, 33, 511, 512, 513, 2047, 2048, 2049, 5001]
+SIZES = [1, 31, 32, 33, 512, 2047, 2048, 2049, 5001]
 
 
 def new_buffer(numel: int, device: torch.device | str = "cpu") -> Tensor:
@@ -83,7 +83,7 @@ def test_zeros_stay_zero_and_equal_terms_scale_exactly() -> None:
     assert torch.equal(accumulated(torch.zeros(320), x), accumulated(x))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 3e38])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_non_finite_values_survive_in_their_group(bad: float) -> None:
     terms = [torch.randn(128) for _ in range(3)]
     terms[1][40] = bad
@@ -95,8 +95,11 @@ def test_non_finite_values_survive_in_their_group(bad: float) -> None:
 
 def test_tiny_values_become_zero_and_large_ones_stay() -> None:
     assert (accumulated(torch.full((32,), 1e-40)) == 0).all()
-    large = accumulated(torch.full((32,), 1e35))
-    assert ((large - 1e35).abs() < 1e35 * 2**-8).all()
+    largest = torch.finfo(torch.float32).max
+    for value in (1e35, 2.0**127, largest):
+        x = torch.full((32,), value)
+        assert ((accumulated(x).double() - value).abs() < value * 2**-8).all()
+    assert accumulated(x, x).isnan().all()  # their sum is infinite
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -134,8 +137,11 @@ def test_operators_are_well_formed() -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @skip_old_interpreter
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize(
+    ("numel", "dtype"),
+    [(numel, torch.float32) for numel in SIZES]
+    + [(2049, torch.bfloat16), (33, torch.bfloat16), (5001, torch.float16), (32, torch.float16)],
+)
 def test_triton_produces_the_bits_of_the_reference(
     numel: int, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -50,8 +50,10 @@ def check(
     return out, expected
 
 
-@pytest.mark.parametrize("numel", [4321, 64, 8, 1, 2048])
-@pytest.mark.parametrize(("hadamard_size", "rounding"), [(0, "stochastic"), (32, "nearest")])
+@pytest.mark.parametrize(
+    ("numel", "hadamard_size", "rounding"),
+    [(1357, 0, "stochastic"), (1357, 32, "nearest"), (1, 32, "stochastic"), (1024, 0, "nearest")],
+)
 def test_kernel_matches_reference(
     numel: int, hadamard_size: int, rounding: str, device: torch.device
 ) -> None:
@@ -64,16 +66,14 @@ def test_kernel_matches_reference(
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 6, 7, 8])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_every_code(bits: int, rounding: str, device: torch.device) -> None:
+def test_every_code(bits: int, device: torch.device) -> None:
+    rounding = "stochastic" if bits in (2, 5, 7) else "nearest"
     target = replace(TARGET, code=f"int{bits}", rounding=rounding)
     x = awkward_rows(2, 700, 64)
-    _, residual = check(x, 700, STORED, target, residual_rows(STORED, 2, 700), device)
-    check(x.flip(0), 700, STORED, target, residual, device, seed=6)
+    check(x, 700, STORED, target, residual_rows(STORED, 2, 700), device)
 
 
-@pytest.mark.parametrize("num_messages", [1, 2, 5])
-@pytest.mark.parametrize("hadamard_size", [0, 32])
+@pytest.mark.parametrize(("num_messages", "hadamard_size"), [(1, 0), (2, 32), (9, 0)])
 def test_messages_are_summed(num_messages: int, hadamard_size: int, device: torch.device) -> None:
     stored = replace(STORED, hadamard_size=hadamard_size)
     target = replace(TARGET, hadamard_size=hadamard_size)
@@ -85,9 +85,9 @@ def test_messages_are_summed(num_messages: int, hadamard_size: int, device: torc
     both = decode(target, out, 1001) + decode(stored, residual, 1001)
     bound = total.abs().max() * (1 / 7 / 2 / 127)
     assert (both - total).abs().max() < 6 * bound
-    # as the messages for some of the nodes: gaps between messages, not between rows
-    wide = encode(stored, torch.randn(num_messages * 3, 1001)).view(num_messages, 3, -1)
-    check(wide[:, 1:], 1001, stored, target, residual, device)
+    if num_messages == 2:  # as for some of the nodes: gaps between messages, not between rows
+        wide = encode(stored, torch.randn(num_messages * 3, 1001)).view(num_messages, 3, -1)
+        check(wide[:, 1:], 1001, stored, target, residual, device)
 
 
 @pytest.mark.parametrize("hadamard_size", [0, 32])
@@ -110,7 +110,7 @@ def test_what_is_left_out_arrives_later(hadamard_size: int, rounding: str) -> No
     torch.testing.assert_close(arrived + missing, exact, rtol=0, atol=0.03)
 
 
-@pytest.mark.parametrize("code", ["int3", "int4"])
+@pytest.mark.parametrize("code", ["int3"])
 def test_residuals_of_few_bits(code: str, device: torch.device) -> None:
     stored = replace(STORED, code=code)
     residual = residual_rows(stored, 2, 700)
@@ -155,6 +155,8 @@ def test_groups_that_are_not_finite_leave_nothing(device: torch.device) -> None:
         (replace(STORED, hadamard_size=32), TARGET, "hadamard_size is 32 of the residual and 0"),
         (STORED, replace(TARGET, symmetric=False), "not a symmetric integer format"),
         (replace(STORED, code="fp8_e4m3"), TARGET, "not a symmetric integer format"),
+        (STORED, replace(TARGET, code="nf4"), "not a symmetric integer format"),
+        (*[replace(s, group_size="row") for s in (STORED, TARGET)], "one scale per row"),
     ],
 )
 def test_formats_that_do_not_fit_are_refused(

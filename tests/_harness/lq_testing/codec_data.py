@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.kernels.message import CODES, IntegerCode, TableCode
 
+FP32_MAX = torch.finfo(torch.float32).max
+
 
 def codec_specs(with_rows: bool = True) -> st.SearchStrategy[CodecSpec]:
     """Every valid combination of options; ``with_rows`` includes one scale per row."""
@@ -37,11 +39,13 @@ def codec_specs(with_rows: bool = True) -> st.SearchStrategy[CodecSpec]:
     )
 
 
-def awkward_rows(rows: int, numel: int, group_size: int, seed: int = 0) -> torch.Tensor:
+def awkward_rows(
+    rows: int, numel: int, group_size: int, seed: int = 0, huge: bool = False
+) -> torch.Tensor:
     """Return ``[rows, numel]`` fp32 whose groups take turns in being difficult.
 
-    Kinds, by group: ordinary, zeros (of both signs), large offset, one outlier, subnormal, huge,
-    NaN inside, infinity inside, constant, tiny.
+    Kinds, by group: ordinary, zeros (of both signs), large offset, one outlier, subnormal, large,
+    NaN inside, infinity inside, constant, tiny. ``huge`` makes the large ones as large as fp32 goes.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, numel, generator=generator)
@@ -58,13 +62,13 @@ def awkward_rows(rows: int, numel: int, group_size: int, seed: int = 0) -> torch
         elif kind == 4:
             part.mul_(1e-41)
         elif kind == 5:
-            part.mul_(1e37)
+            part.mul_(1e38 if huge else 1e37).clamp_(-FP32_MAX, FP32_MAX)
         elif kind == 6:
             part[0, -1] = float("nan")
         elif kind == 7:
             part[-1, 0] = float("-inf")
         elif kind == 8:
-            part.fill_(-0.7)
+            part.fill_(-FP32_MAX if huge else -0.7)
         elif kind == 9:
             part.mul_(1e-7)
     return x
