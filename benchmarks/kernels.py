@@ -37,6 +37,7 @@ GRADIENT_4 = CodecSpec(code="int4", group_size=128, hadamard_size=32)
 STOCHASTIC_8 = replace(GRADIENT_8, rounding="stochastic")
 STOCHASTIC_4 = replace(GRADIENT_4, rounding="stochastic")
 WEIGHT_4 = CodecSpec(code="int4", group_size=2048)
+NF4 = CodecSpec(code="nf4", group_size=128)
 SEED = 1234
 WORKING_SET_NBYTES = 1 << 29
 
@@ -109,7 +110,7 @@ def decode_case(
 
 
 def reduce_case(
-    label: str, spec: CodecSpec, count: int, dtype: torch.dtype = torch.float32
+    label: str, spec: CodecSpec, count: int, dtype: torch.dtype = torch.float32, **options: bool
 ) -> Case:
     """Dequantize and sum ``count`` messages."""
 
@@ -121,7 +122,7 @@ def reduce_case(
         numel = made["out"].shape[1]
         return decode_reduce(spec, made["messages"], numel, scale=1 / count, out=made["out"])
 
-    return Case(label, run, buffers, dtype.itemsize)
+    return Case(label, run, buffers, dtype.itemsize, **options)
 
 
 def requantize_case(
@@ -205,13 +206,28 @@ def cases() -> list[Case]:
         requantize_case(
             f"dequantize+reduce+requantize 4x int8 {noisy}", GRADIENT_8, STOCHASTIC_4, 4, **once
         ),
+        reduce_case("dequantize+reduce 32x int8 fp32", GRADIENT_8, 32, **once),
+        requantize_case(
+            "dequantize+reduce+requantize 32x int8", GRADIENT_8, GRADIENT_4, 32, **once
+        ),
+        requantize_case("dequantize+reduce+requantize 4x nf4", NF4, NF4, 4, **once),
     ]
-    variants = {
+    for label, spec in variants().items():
+        chosen.append(encode_case(f"quantize {label} bf16", spec, bf16, every_size=False))
+        chosen.append(decode_case(f"dequantize {label} bf16", spec, bf16, every_size=False))
+    return chosen
+
+
+def variants() -> dict[str, CodecSpec]:
+    """Return the codecs that are timed at one size, by what the table calls them."""
+    return {
         "int2": CodecSpec(code="int2", group_size=128),
         "int3": CodecSpec(code="int3", group_size=128),
         "int5": CodecSpec(code="int5", group_size=128),
         "int6": CodecSpec(code="int6", group_size=128),
         "int7": CodecSpec(code="int7", group_size=128),
+        "fp4_e2m1": CodecSpec(code="fp4_e2m1", group_size=128),
+        "nf4": NF4,
         "fp8_e4m3": CodecSpec(code="fp8_e4m3", group_size=128),
         "fp8_e5m2 stochastic": CodecSpec(code="fp8_e5m2", group_size=128, rounding="stochastic"),
         "int4 asymmetric, bf16 scale": CodecSpec(
@@ -222,11 +238,9 @@ def cases() -> list[Case]:
         ),
         "int8 h64": CodecSpec(code="int8", group_size=128, hadamard_size=64),
         "int4 group 16": CodecSpec(code="int4", group_size=16),
+        "int8 group row": CodecSpec(code="int8", group_size="row"),
+        "fp8_e4m3 group row": CodecSpec(code="fp8_e4m3", group_size="row"),
     }
-    for label, spec in variants.items():
-        chosen.append(encode_case(f"quantize {label} bf16", spec, bf16, every_size=False))
-        chosen.append(decode_case(f"dequantize {label} bf16", spec, bf16, every_size=False))
-    return chosen
 
 
 def differing(case: Case) -> int:
@@ -265,6 +279,8 @@ def measure(case: Case, size_nbytes: int, copy_rate: float) -> dict[str, object]
         moved += first["out"].nbytes
     if "residual" in first:
         moved += first["residual"].nbytes
+    if "group row" in case.name and "x" in first:  # read once for the scale, once for the codes
+        moved += first["x"].nbytes
     count = max(1, min(64, -(-WORKING_SET_NBYTES // moved)))
     sets = [first, *[case.buffers(1, numel) for _ in range(count - 1)]]
     seconds = time_cuda_calls([lambda made=made: case.run(made) for made in sets], repeats=15)

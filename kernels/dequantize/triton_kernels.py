@@ -44,9 +44,7 @@ def reduce_tile(
 
     ``UNROLLED`` is that of ``unrolled``, which saves small numbers the loop.
     """
-    total = decode_tile(
-        message_ptr, start, limit, numel, int_to_float, BLOCK, RUN, FORMAT, FULL
-    )
+    total = decode_tile(message_ptr, start, limit, numel, int_to_float, BLOCK, RUN, FORMAT, FULL)
     if UNROLLED > 0:
         for _ in tl.static_range(1, UNROLLED):
             message_ptr += message_stride
@@ -63,7 +61,7 @@ def reduce_tile(
 
 
 def unrolled(num_messages: int) -> int:
-    """Return ``UNROLLED`` of ``reduce_tile``: the number of messages, 0 for all large ones alike."""
+    """Return ``UNROLLED`` of ``reduce_tile``: the number of messages, or 0 for any large one."""
     return num_messages if num_messages <= UNROLLED_MESSAGES else 0
 
 

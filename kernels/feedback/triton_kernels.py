@@ -64,9 +64,7 @@ def _feedback_tile(
         VECTOR: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
         x = load_run(x_ptr + start, numel - start, BLOCK, VECTOR, RUN, FULL).to(tl.float32)
         x = hadamard(x, BLOCK, TARGET.hadamard_size, RUN) * TARGET.forward_norm
-    x = x + decode_tile(
-        residual_ptr, start, numel, numel, int_to_float, BLOCK, RUN, STORED, FULL
-    )
+    x = x + decode_tile(residual_ptr, start, numel, numel, int_to_float, BLOCK, RUN, STORED, FULL)
     if not FULL:
         last = tl.cast(numel, tl.int64)
         if TARGET.hadamard_size > 0:
@@ -83,9 +81,7 @@ def _feedback_tile(
     )
 
 
-@triton.jit(
-    do_not_specialize=["num_messages", "rows", "tiles", "seed_a", "seed_b", "int_to_float"]
-)
+@triton.jit(do_not_specialize=["num_messages", "rows", "tiles", "seed_a", "seed_b", "int_to_float"])
 def feedback_rows_kernel(
     x_ptr,
     residual_ptr,
@@ -116,7 +112,16 @@ def feedback_rows_kernel(
         numel,
         BLOCK,
         (x_ptr, residual_ptr, out_ptr),
-        (message_stride, row_stride, residual_stride, out_stride, num_messages, seed_a, seed_b, int_to_float),
+        (
+            message_stride,
+            row_stride,
+            residual_stride,
+            out_stride,
+            num_messages,
+            seed_a,
+            seed_b,
+            int_to_float,
+        ),
         (STORED, TARGET, SUM, UNROLLED, RUN),
     )
 

@@ -2,14 +2,15 @@
 
 A code is one of three kinds:
 
-* ``IntegerCode``: equally spaced levels, scaled to the largest magnitude or to the range of a group;
+* ``IntegerCode``: equally spaced levels, scaled to the largest magnitude of a group or its range;
 * ``FloatCode``: sign, exponent and fraction, like the floating-point types of hardware;
 * ``TableCode``: any ascending levels; a value becomes the nearest one.
 
-To add one, name it here with its parameters, and in ``Code`` of ``lq_lightning/codecs/spec.py``.
-Reference, kernels, layout, checks and tests take everything else from this table. Only a new *kind*
-needs arithmetic of its own: ``rounding.py`` for the reference, ``triton_rounding.py`` to encode and
-``triton_levels.py`` to decode on a GPU.
+To add a code, name it in ``CODES`` with its parameters, and in ``Code`` of
+``lq_lightning/codecs/spec.py``: two files. Reference, kernels, layout, checks and tests take the
+rest from this table; a third file, ``tests/codecs/test_truth.py``, says independently what its
+codes mean. Only a new *kind* needs arithmetic of its own: ``rounding.py`` for the reference,
+``triton_rounding.py`` to encode and ``triton_levels.py`` to decode on a GPU.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class FloatCode:
         bits: 3 to 8, the sign included.
         mantissa_bits: explicit fraction bits, 1 to 9. With the exponent's they are ``bits - 1``.
         min_exponent: exponent of the smallest normal value (also that of subnormals).
-        max_value: largest value that values are scaled to; no larger finite one is ever produced.
-            Below ``2**(16 + min_exponent + 14)``, since codes are cut from fp16.
+        max_value: what the largest value of a group is scaled to, the largest code that is used.
+            Below ``2**(30 + min_exponent)``: codes are cut from fp16.
     """
 
     bits: int
@@ -49,6 +50,8 @@ class FloatCode:
 @dataclass(frozen=True, slots=True)
 class TableCode:
     """Levels between -1 and 1, of which the nearest is taken; half way, the lower one.
+
+    At most 32 of them: a GPU finds a level by comparisons, and the value of a code by selections.
 
     Attributes:
         levels: ``2**bits`` ascending values that fp32 holds exactly. Zero is one of them, so that

@@ -164,7 +164,7 @@ class MessageFormat:
 
     @property
     def thresholds(self) -> tuple[float, ...]:
-        """Where one level of a table code ends and the next begins; a threshold goes to the lower."""
+        """Between the levels of a table code; what equals a threshold takes the lower level."""
         return _thresholds(self.levels)
 
     @property
@@ -283,7 +283,8 @@ def parse_format(text: str) -> MessageFormat:
     if len(parts) != 6 or parts[0] not in CODES or parts[5] not in SCALE_DTYPES:
         raise ValueError(
             f"format={text!r} is not a message format; expected "
-            "'code/group_size|row/symmetric|asymmetric/hadamard_size/nearest|stochastic/scale_dtype'. "
+            f"'code/group_size|{_ROW}/symmetric|asymmetric/hadamard_size/nearest|stochastic/"
+            "scale_dtype'. "
             "Build it with str(MessageFormat(...))."
         )
     return MessageFormat(

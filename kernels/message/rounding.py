@@ -119,13 +119,13 @@ def scaling_of(extremes: GroupRange, norm: float, fmt: MessageFormat) -> Scaling
     """Turn the extremes of groups into what scales their values.
 
     Args:
-        extremes: of the values before ``norm``. Overwritten.
+        extremes: of the values before ``norm``.
         norm: power of two; ``fmt.forward_norm`` for the output of ``hadamard_``, else 1.
         fmt: the format.
     """
     low, high = extremes
     if low is None:
-        raw = high.mul_(norm).div_(fmt.max_level)
+        raw = (high * norm).div_(fmt.max_level)
         scale = round_scale_up(raw, fmt.scale_dtype).clamp(max=fmt.max_scale)
         scale = torch.where(raw < MIN_SCALE, 0.0, scale)
         scale = scale.masked_fill_(~raw.isfinite(), float("nan"))

@@ -34,10 +34,10 @@ def for_each_tile(
     """Call ``TILE`` for every tile of this program.
 
     As ``TILE(row, start, numel, BLOCK, FULL, *pointers, *scalars, *constants)``. ``row`` and
-    ``start``, its first column, are int64; the row ends at column ``numel``. ``FULL`` is a constant,
-    True but for the incomplete tile at the end of a row: the function is compiled twice, and what
-    runs in the loop has no masks. The last three arguments are tuples written in the call: in a
-    variable, constants would become tensors.
+    ``start``, its first column, are int64; the row ends at column ``numel``. ``FULL`` is a
+    constant, True but for the incomplete tile at the end of a row: the function is compiled twice,
+    and what runs in the loop has no masks. The last three arguments are tuples written in the call:
+    in a variable, constants would become tensors.
     """
     row = program_row()
     if row < rows:

@@ -13,9 +13,7 @@ _TWO_TO_23 = tl.constexpr(8388608.0)
 
 
 @triton.jit
-def pick(
-    index, TABLE: tl.constexpr, FIRST: tl.constexpr, STRIDE: tl.constexpr, BITS: tl.constexpr
-):
+def pick(index, TABLE: tl.constexpr, FIRST: tl.constexpr, STRIDE: tl.constexpr, BITS: tl.constexpr):
     """fp32 ``TABLE[FIRST + STRIDE * i]`` with ``i`` the low ``BITS`` bits of ``index``."""
     if BITS == 0:
         value = tl.full(index.shape, TABLE[FIRST], tl.float32)

@@ -53,8 +53,8 @@ def store_words(
 ):
     """Write a plane of ``WIDTH`` bits per code, with the zeros that end it.
 
-    ``words`` are ``[BLOCK // 8]`` of ``WIDTH`` bytes, or twice as many int32 for 8 bits; ``span`` is
-    that of ``triton_rows.code_span``.
+    ``words`` are ``[BLOCK // 8]`` of ``WIDTH`` bytes, or twice as many int32 for 8 bits; ``span``
+    is that of ``triton_rows.code_span``.
     """
     PER_WORD: tl.constexpr = BLOCK // words.shape[0]
     PER_SECTION: tl.constexpr = 128 // (WIDTH * PER_WORD)

@@ -102,8 +102,8 @@ def _maximum_or_nan(a, b):
 def group_range(x, valid, FORMAT: tl.constexpr, FULL: tl.constexpr):
     """Extremes of each group of a ``[GROUPS, GROUP]`` tile, as ordered int32 keys.
 
-    ``rounding.group_range``; of symmetric formats both are the largest magnitude. ``valid`` elements
-    of the tile count for the minimum.
+    ``rounding.group_range``; of symmetric formats both are the largest magnitude. ``valid``
+    elements of the tile count for the minimum.
     """
     if FORMAT.symmetric:
         if _INTERPRETED:  # runs any other reduction than its own element by element
@@ -216,7 +216,7 @@ def fixed_point(x, scaling, FORMAT: tl.constexpr, FULL: tl.constexpr):
     """Scale a ``[GROUPS, GROUP]`` tile to codes with ``FORMAT.fraction_bits`` binary places.
 
     Returns int32; the low 16 bits hold the number, those above are arbitrary. The twin of
-    ``rounding.quantize_groups``, except in groups without a scale, where the bits are arbitrary too.
+    ``rounding.quantize_groups``, except in groups without a scale, where all bits are arbitrary.
     """
     _, minimum, norm, inverse = scaling
     if FORMAT.symmetric:

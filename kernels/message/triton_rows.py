@@ -123,7 +123,9 @@ def load_scales(row_ptr, offset, first, num_groups, GROUPS: tl.constexpr, FORMAT
 
 
 @triton.jit
-def _tile_range(x, start, limit, span, BLOCK: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr):
+def _tile_range(
+    x, start, limit, span, BLOCK: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr
+):
     GROUP: tl.constexpr = FORMAT.group_size if FORMAT.group_size > 0 else BLOCK
     values = tl.reshape(x, (BLOCK // GROUP, GROUP))
     end = span[0] if FORMAT.hadamard_size > 0 else limit
@@ -284,9 +286,7 @@ def decode_tile(
     first = tl.cast(0, tl.int64)
     if FORMAT.group_size > 0:
         first = start // FORMAT.group_size
-    levels = load_levels(
-        row_ptr, start, span, sections, int_to_float, BLOCK, RUN, FORMAT, FULL
-    )
+    levels = load_levels(row_ptr, start, span, sections, int_to_float, BLOCK, RUN, FORMAT, FULL)
     levels = tl.reshape(levels, (GROUPS, GROUP))
     scale = load_scales(row_ptr, sections[4], first, sections[1], GROUPS, FORMAT)
     values = levels * scale[:, None]

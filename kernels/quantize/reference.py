@@ -95,10 +95,7 @@ def encode_rows(
     for chunk in chunks:
         row, row_end, column, _ = chunk
         rows, block = out[row:row_end], block_at(*chunk)
-        row_range = None
-        if row in ranges:
-            row_range = blocks.GroupRange(*[x if x is None else x.clone() for x in ranges[row]])
-        encode_block(block, norm, rows, numel, row, column, seed, fmt, row_range)
+        encode_block(block, norm, rows, numel, row, column, seed, fmt, ranges.get(row))
 
 
 def zero_padding_bytes(out: Tensor, numel: int, fmt: MessageFormat) -> None:

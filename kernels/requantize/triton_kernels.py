@@ -68,9 +68,7 @@ def _requantize_tile(
     )
 
 
-@triton.jit(
-    do_not_specialize=["num_messages", "rows", "tiles", "seed_a", "seed_b", "int_to_float"]
-)
+@triton.jit(do_not_specialize=["num_messages", "rows", "tiles", "seed_a", "seed_b", "int_to_float"])
 def requantize_rows_kernel(
     message_ptr,
     out_ptr,

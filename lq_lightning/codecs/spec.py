@@ -116,6 +116,15 @@ class CodecSpec:
             scale_dtype=self.scale_dtype,
         )
 
+    @property
+    def block_multiple(self) -> int:
+        """Columns at whose multiples a row may be cut into rows that are encoded alone.
+
+        With the same codes and scales as in one, but for stochastic rounding and for
+        ``group_size="row"``, which gives every part its own scale.
+        """
+        return self.message_format.block_multiple
+
     def nbytes(self, numel: int) -> int:
         """Return the bytes of one encoded row.
 

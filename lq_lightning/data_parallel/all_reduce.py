@@ -163,8 +163,8 @@ class QuantizedAllReduce:
         self._calls += 1
         topology = groups.topology
         nodes, local = topology.num_nodes, topology.node_size
-        group_size = self.codec.group_size
-        slot = -(-flat.numel() // (topology.world_size * group_size)) * group_size
+        multiple = self.codec.block_multiple
+        slot = -(-flat.numel() // (topology.world_size * multiple)) * multiple
         messages = self._encode_slots(flat, slot, topology.world_size)
         messages = messages.view(local, nodes, -1)
         if local > 1:

@@ -14,7 +14,9 @@ from lq_lightning.kernels.message import CODES, FloatCode, IntegerCode, TableCod
 from lq_lightning.kernels.message import reference as blocks
 
 
-@pytest.mark.parametrize("code", [c for c, entry in CODES.items() if not isinstance(entry, TableCode)])
+@pytest.mark.parametrize(
+    "code", [c for c, entry in CODES.items() if not isinstance(entry, TableCode)]
+)
 @pytest.mark.parametrize("fraction", [0.01, 0.37, 0.993])
 def test_unbiased(code: str, fraction: float) -> None:
     """The mean over many elements is the value: five standard errors plus the noise's grid."""
@@ -118,7 +120,9 @@ def test_derived_seed_is_stable() -> None:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("code", [c for c, entry in CODES.items() if isinstance(entry, IntegerCode)])
+@pytest.mark.parametrize(
+    "code", [c for c, entry in CODES.items() if isinstance(entry, IntegerCode)]
+)
 def test_noise_never_leaves_the_code(code: str, symmetric: bool) -> None:
     """The ends of 2**15 groups of all magnitudes stay the ends, up to fp32 rounding."""
     spec = CodecSpec(

@@ -45,7 +45,7 @@ def awkward_rows(
     """Return ``[rows, numel]`` fp32 whose groups take turns in being difficult.
 
     Kinds, by group: ordinary, zeros (of both signs), large offset, one outlier, subnormal, large,
-    NaN inside, infinity inside, constant, tiny. ``huge`` makes the large ones as large as fp32 goes.
+    NaN inside, infinity inside, constant, tiny. ``huge`` makes large ones as large as fp32 goes.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, numel, generator=generator)
