@@ -19,8 +19,8 @@ _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _MAX_SCALE = tl.constexpr(MAX_SCALE)
 _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 # 1.5 * 2**23: adding it rounds an fp32 of small magnitude to an integer, half to even.
-_ROUND_MAGIC = tl.constexpr(12582912.0)
-_ROUND_MAGIC_BITS = tl.constexpr(0x4B400000)
+_ROUNDER = tl.constexpr(12582912.0)
+_ROUNDER_BITS = tl.constexpr(0x4B400000)
 
 _BLOCK = 2048
 
@@ -71,7 +71,7 @@ def _store_sum(x, buffer_ptr, start, padded_numel, scale_offset, nbytes, BLOCK: 
     largest_of_pair = tl.max(y.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS, axis=2, keep_dims=True)
     fine = largest_of_pair.to(tl.float32, bitcast=True) < _FINE_BELOW
     y = tl.where(fine, y * 2.0, y)
-    codes = (y + _ROUND_MAGIC).to(tl.int32, bitcast=True) - _ROUND_MAGIC_BITS
+    codes = (y + _ROUNDER).to(tl.int32, bitcast=True) - _ROUNDER_BITS
     index = start + tl.arange(0, BLOCK)
     codes = tl.reshape(codes, (BLOCK,)).to(tl.uint8)
     tl.store(buffer_ptr + index, codes, index < padded_numel)

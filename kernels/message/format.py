@@ -188,6 +188,11 @@ class MessageFormat:
         return _max_scale(self.max_level, self.scale_dtype)
 
     @property
+    def max_width(self) -> float:
+        """Largest range of a group of an asymmetric format, from its minimum to its maximum."""
+        return 65504.0 * self.max_level if self.scale_dtype == "float16" else FP32_MAX
+
+    @property
     def shrunk_exponent(self) -> int:
         """Exponent of the largest magnitude of a group that is shrunk to fit; see ``rounding``."""
         return 13 if self.scale_dtype == "float16" else 125

@@ -6,8 +6,8 @@ the minimum first.
 
 Finite values stay finite, up to the largest of fp32. Where a scale, a minimum or a decoded value
 would not fit into its dtype, the group shrinks: what is decoded is smaller than the group was, by a
-factor. That needs values within 1% of the largest of fp32, or beyond 65504 times the largest level
-with fp16 scales, or an asymmetric group whose range exceeds fp32.
+factor. That needs values within 2% of the largest of fp32, or beyond 65504 times the largest level
+with fp16 scales, or an asymmetric group whose range is as wide as fp32.
 
 Shape legend: R rows, N elements, G groups, S elements of a group.
 """
@@ -24,6 +24,8 @@ from .format import FP32_MAX, MessageFormat
 
 # Groups whose scale would be subnormal are stored as zeros: 1/scale could overflow.
 MIN_SCALE = 2.0**-126
+# More than what rounding a scale up, to 8 bits, adds to the range of a group.
+WIDER = 1.0 + 2.0**-6
 
 
 class GroupRange(NamedTuple):
@@ -133,23 +135,20 @@ def scaling_of(extremes: GroupRange, norm: float, fmt: MessageFormat) -> Scaling
         inverse = torch.where(scale > 0, 1.0 / torch.maximum(scale, raw), 0.0)
         return Scaling(scale, None, None, inverse.mul_(norm))
     low, high = low * norm, high * norm
-    fits = _affine(low, high, fmt)[2]
+    # With room for the scale to be rounded up. Groups that do not fit shrink by a power of two.
+    minimum = round_minimum_down(low, fmt.scale_dtype)
+    width = (high - minimum).mul_(WIDER)
+    fits = (width <= fmt.max_width) & (width + minimum <= FP32_MAX)
     largest = torch.maximum(low.abs(), high.abs()).view(torch.int32)
     exponent = (254 + fmt.shrunk_exponent) - (largest >> 23)
     shrink = torch.where(fits, 1.0, (exponent << 23).view(torch.float32))
-    scale, minimum, fits = _affine(low * shrink, high * shrink, fmt)
-    scale = torch.where(fits, scale, float("nan"))
-    minimum = torch.where(fits, minimum, 0.0)
-    inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
-    return Scaling(scale, minimum, shrink.mul_(norm), inverse)
-
-
-def _affine(low: Tensor, high: Tensor, fmt: MessageFormat) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scale, minimum, and whether they and all values that they decode to are finite."""
-    minimum = round_minimum_down(low, fmt.scale_dtype)
-    raw = (high - minimum).div_(fmt.max_level)
+    minimum = round_minimum_down(low.mul_(shrink), fmt.scale_dtype)
+    raw = high.mul_(shrink).sub_(minimum).div_(fmt.max_level)
+    finite = raw <= FP32_MAX
     scale = torch.where(raw < MIN_SCALE, 0.0, round_scale_up(raw, fmt.scale_dtype))
-    return scale, minimum, scale * fmt.max_level + minimum <= FP32_MAX
+    scale = torch.where(finite, scale, float("nan"))
+    inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
+    return Scaling(scale, torch.where(finite, minimum, 0.0), shrink.mul_(norm), inverse)
 
 
 def quantize_groups(

@@ -12,6 +12,7 @@ from lq_lightning.kernels.message.triton_levels import pick
 _ROUNDER = tl.constexpr(12582912.0)
 _MIN_SCALE = tl.constexpr(2.0**-126)
 _FP32_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
+_WIDER = tl.constexpr(1.0 + 2.0**-6)  # `rounding.WIDER`
 _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -127,15 +128,6 @@ def group_range(x, valid, FORMAT: tl.constexpr, FULL: tl.constexpr):
 
 
 @triton.jit
-def _affine(low, high, FORMAT: tl.constexpr):
-    """Scale, minimum, and whether they and all values are finite; ``rounding._affine``."""
-    minimum = round_minimum_down(low, FORMAT)
-    raw = tl.div_rn(high - minimum, FORMAT.max_level)
-    scale = tl.where(raw < _MIN_SCALE, 0.0, round_scale_up(raw, FORMAT))
-    return scale, minimum, scale * FORMAT.max_level + minimum <= _FP32_MAX
-
-
-@triton.jit
 def scaling_of(low, high, FORMAT: tl.constexpr, NORM: tl.constexpr):
     """``rounding.scaling_of`` for the keys of ``group_range``.
 
@@ -152,16 +144,21 @@ def scaling_of(low, high, FORMAT: tl.constexpr, NORM: tl.constexpr):
     else:
         low = _ordered(low).to(tl.float32, bitcast=True) * NORM
         high = _ordered(high).to(tl.float32, bitcast=True) * NORM
-        _, _, fits = _affine(low, high, FORMAT)
+        minimum = round_minimum_down(low, FORMAT)
+        width = (high - minimum) * _WIDER
+        fits = (width <= FORMAT.max_width) & (width + minimum <= _FP32_MAX)
         largest = tl.maximum(
             low.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS,
             high.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS,
         )
         exponent = (254 + FORMAT.shrunk_exponent) - (largest >> 23)
         shrink = tl.where(fits, 1.0, (exponent << 23).to(tl.float32, bitcast=True))
-        scale, minimum, fits = _affine(low * shrink, high * shrink, FORMAT)
-        scale = tl.where(fits, scale, float("nan"))
-        minimum = tl.where(fits, minimum, 0.0)
+        minimum = round_minimum_down(low * shrink, FORMAT)
+        raw = tl.div_rn(high * shrink - minimum, FORMAT.max_level)
+        finite = raw <= _FP32_MAX
+        scale = tl.where(raw < _MIN_SCALE, 0.0, round_scale_up(raw, FORMAT))
+        scale = tl.where(finite, scale, float("nan"))
+        minimum = tl.where(finite, minimum, 0.0)
         norm = shrink * NORM
         inverse = tl.where(scale > 0.0, tl.div_rn(1.0, scale), 0.0)
     return scale, minimum, norm, inverse

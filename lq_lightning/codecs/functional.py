@@ -7,8 +7,8 @@ together waste less when they are encoded as one; see ``flatten_rows``.
 
 Where anything in a group is not finite, the whole group decodes to NaN. Finite values never do,
 except where sums of a transform overflow; see ``hadamard_size`` of ``CodecSpec``. In groups within
-1% of the largest value of fp32, beyond 65504 scales of half precision, or asymmetric and with a
-range beyond fp32, what is decoded is smaller than the values by a factor.
+2% of the largest value of fp32, with scales of half precision beyond 65504, or asymmetric and as
+wide as fp32, what is decoded is smaller than the values by a factor.
 
 Shape legend: K messages to sum, R rows, N values, B = ``spec.nbytes(N)`` bytes.
 """

@@ -12,6 +12,7 @@ from lq_lightning.kernels.requantize import requantize, requantize_out
 
 EIGHT = "int8/128/symmetric/32/stochastic/float32"
 FOUR = "int4/64/asymmetric/32/nearest/bfloat16"
+ROW = "nf4/row/symmetric/0/nearest/bfloat16"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -22,6 +23,7 @@ def test_opcheck(device: str, numel: int) -> None:
     message = quantize(x, None, EIGHT, 7)
     torch.library.opcheck(quantize, (x, None, EIGHT, 7))
     torch.library.opcheck(quantize, (x, x.bfloat16(), FOUR, 0))
+    torch.library.opcheck(quantize, (x, None, ROW, 0))
     torch.library.opcheck(quantize_out, (x, None, EIGHT, 7, torch.zeros_like(message)))
     messages = message[:, None]
     torch.library.opcheck(dequantize, (messages, numel, EIGHT, 0.5, torch.bfloat16))
@@ -42,7 +44,7 @@ def test_meta_shapes_match() -> None:
 
 
 def test_format_string_round_trip() -> None:
-    for text in (EIGHT, FOUR, "fp8_e5m2/16/symmetric/0/nearest/float16"):
+    for text in (EIGHT, FOUR, "fp8_e5m2/16/symmetric/0/nearest/float16", ROW):
         assert str(parse_format(text)) == text
 
 
