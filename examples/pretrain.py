@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from pretraining.callbacks import RunReport, TextSample
 from pretraining.data import TextDataModule
 from pretraining.lightning_module import CausalLM
+from pretraining.progress import ProgressLine
 
 import lq_lightning  # noqa: F401 - registers the strategy names
 
@@ -63,12 +64,17 @@ class PretrainCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Create the Trainer, by default with CSV and TensorBoard logs in the run's folder."""
         config = self.config_init[self.subcommand].trainer
+        callbacks = config.callbacks or []
+        callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
+        own_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if config.enable_progress_bar is not False and not own_bar:
+            callbacks.append(ProgressLine())
         logs = self.subcommand == "fit" and not config.fast_dev_run
         if config.logger in (None, True):
             kwargs["logger"] = _loggers(Path(config.default_root_dir)) if logs else False
             if logs:
-                kwargs.setdefault("callbacks", []).append(LearningRateMonitor("step"))
-        return super().instantiate_trainer(**kwargs)
+                callbacks.append(LearningRateMonitor("step"))
+        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
 
 
 def _loggers(root: Path) -> list[CSVLogger | TensorBoardLogger]:

@@ -10,6 +10,7 @@ two processes play two nodes of one rank each, so weights and gradients both tak
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shlex
 import subprocess
@@ -17,26 +18,29 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-from pretraining import corpus, report
-from pretraining.model import Decoder, DecoderConfig
+from pretraining import report
 
 EXAMPLES = Path(__file__).resolve().parent
+NEEDED = ("torch", "lightning", "lq_lightning", "jsonargparse", "matplotlib")
 FULL, QUANTIZED = "full_precision", "quantized_fsdp"
-SLOWDOWN = 1.5  # a step of two ranks with communication against one step alone on one core
-STARTUP_S = 30  # imports, text sample and validation of one run
-FEWEST_STEPS = 64
-VALIDATIONS = 8
+SLOWDOWN = 1.15  # a step of two ranks with communication against one step alone on one core
+STARTUP_S = 20  # imports, checkpoint, text sample and plot of one run
+FEWEST_STEPS = 60
+VALIDATIONS = 6
+VALIDATION_BATCHES = 16
+# A validation batch is a forward pass, a third of a step.
+VALIDATION_STEPS = VALIDATIONS * VALIDATION_BATCHES // 3
 
 
 def main() -> None:
     """Run the quickstart."""
-    arguments = parse_arguments()
     started_s = time.monotonic()
+    check_installed()
+    arguments = parse_arguments()
     out = Path(arguments.out)
     prepare_text(out / "data")
-    steps = choose_steps(arguments.steps, arguments.minutes, arguments.accelerator)
+    seconds_left = 60 * arguments.minutes - (time.monotonic() - started_s)
+    steps = choose_steps(arguments.steps, seconds_left, arguments.accelerator)
     reports = {}
     for number, name in enumerate((FULL, QUANTIZED), start=1):
         what = "full precision" if name == FULL else "4-bit weights and gradients"
@@ -49,18 +53,36 @@ def main() -> None:
     print(f"\nThe quickstart took {time.monotonic() - started_s:.0f} s.")
 
 
+def check_installed() -> None:
+    """Name what is missing, before anything is imported that needs it.
+
+    Raises:
+        SystemExit: something is not installed.
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SystemExit(
+            f"{sys.executable} cannot import {', '.join(missing)}. From the root of the checkout, "
+            "install what the examples need:\n"
+            "    python -m pip install -c constraints.txt -e '.[examples]'\n"
+            "(without a GPU, first `python -m pip install torch --index-url "
+            "https://download.pytorch.org/whl/cpu`, which saves gigabytes), or run "
+            "`make quickstart`, which does this in .venv."
+        )
+
+
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    gpus = torch.cuda.device_count()
+    gpus = count_gpus()
     parser.add_argument(
-        "--steps", type=int, default=360, help="optimizer steps of each run (default: 360)"
+        "--steps", type=int, default=300, help="optimizer steps of each run (default: 300)"
     )
     parser.add_argument(
         "--minutes",
         type=float,
-        default=5.0,
-        help="take fewer steps where both runs would need more than this on a CPU (default: 5)",
+        default=4.0,
+        help="take fewer steps where all would need more than this on a CPU (default: 4)",
     )
     parser.add_argument(
         "--out", default="runs/quickstart", help="folder for everything (default: runs/quickstart)"
@@ -83,23 +105,30 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def count_gpus() -> int:
+    """Return the number of CUDA devices."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def prepare_text(cache_dir: Path) -> None:
     """Prepare the default text and say what it is."""
+    from pretraining import corpus
+
     print("[1/3] Preparing text: the Python standard library's own sources", flush=True)
-    storage: corpus.Storage = "litdata" if corpus.litdata_installed() else "mmap"
-    text = corpus.prepare(corpus.CorpusSettings(storage=storage), cache_dir)
+    text = corpus.prepare(corpus.CorpusSettings(), cache_dir)
     for split in ("train", "val"):
         megabytes = text.num_bytes[split] / 1e6
         print(f"      {split}: {text.num_files[split]} files, {megabytes:.1f} MB")
-    print(f"      stored with {storage} in {text.path}")
 
 
-def choose_steps(wanted: int, minutes: float, accelerator: str) -> int:
+def choose_steps(wanted: int, seconds: float, accelerator: str) -> int:
     """Return how many steps both runs can take in the time there is.
 
     Args:
         wanted: Steps to take if there is time.
-        minutes: Time for both runs.
+        seconds: Time for both runs.
         accelerator: GPUs are fast enough for any ``wanted``.
 
     Returns:
@@ -108,7 +137,7 @@ def choose_steps(wanted: int, minutes: float, accelerator: str) -> int:
     if accelerator == "gpu":
         return _evenly(wanted)
     step_s = SLOWDOWN * time_one_step()
-    possible = int((minutes * 60 / 2 - STARTUP_S) / step_s)
+    possible = int((seconds / 2 - STARTUP_S) / step_s) - VALIDATION_STEPS
     steps = _evenly(min(wanted, max(FEWEST_STEPS, possible)))
     if steps < _evenly(wanted):
         print(
@@ -125,18 +154,22 @@ def _evenly(steps: int) -> int:
 
 def time_one_step() -> float:
     """Return the seconds of one forward and backward pass of the model on one core."""
+    import torch
+    import torch.nn.functional as F
+    from pretraining.model import Decoder, DecoderConfig
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     model = Decoder(DecoderConfig(), vocab_size=264)
     block_BL = torch.randint(0, 256, (8, 129))
     times_s = []
-    for _ in range(4):
+    for _ in range(9):
         start_s = time.perf_counter()
         logits_BTV = model(block_BL[:, :-1])
         F.cross_entropy(logits_BTV.flatten(0, 1), block_BL[:, 1:].flatten()).backward()
         times_s.append(time.perf_counter() - start_s)
     torch.set_num_threads(threads)
-    return min(times_s)
+    return sorted(times_s)[len(times_s) // 2]
 
 
 def run(name: str, out: Path, steps: int, arguments: argparse.Namespace) -> None:
@@ -151,10 +184,14 @@ def run(name: str, out: Path, steps: int, arguments: argparse.Namespace) -> None
         "trainer.accelerator": arguments.accelerator,
         "trainer.devices": arguments.devices,
         "trainer.default_root_dir": out / name,
+        "trainer.limit_val_batches": VALIDATION_BATCHES,
+        "trainer.enable_model_summary": "false",
         "data.cache_dir": out / "data",
     }
     if name == QUANTIZED:
         options["report.reference"] = out / FULL / "report.json"
+    else:  # its curve is in the plot of the other run
+        options |= {"report.plot": "false", "sample.max_new_tokens": 0}
     config = os.path.relpath(EXAMPLES / "configs" / f"{name}.yaml")
     script = os.path.relpath(EXAMPLES / "pretrain.py")
     command = [sys.executable, script, "fit", "--config", config]
@@ -180,7 +217,7 @@ def print_comparison(full: report.Report, quantized: report.Report) -> None:
     if full.val_loss is not None and quantized.val_loss is not None:
         change = f"{100 * (quantized.val_loss / full.val_loss - 1):+.2f} %"
         losses = (f"{full.val_loss:.4f}", f"{quantized.val_loss:.4f}")
-        rows.append(("validation loss (nats per byte)", *losses, change))
+        rows.append((f"validation loss ({full.unit})", *losses, change))
     wire = quantized.wire
     if wire is not None and wire.steps and wire.sent:
         per_step = (wire.baseline / wire.steps / 1e6, wire.sent / wire.steps / 1e6)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from pretraining.data import TextDataModule
 from pretraining.lightning_module import CausalLM
 from pretraining.text import Tokenizer
 
-_RECENT_STEPS = 20
-_WARMUP_STEPS = 3  # the first steps gather in full precision, allocate and compile
+_WARMUP_BATCHES = 3  # the first ones gather in full precision, allocate and compile
 
 
 def traffic_of(trainer: pl.Trainer) -> Any | None:
@@ -33,9 +31,10 @@ def traffic_of(trainer: pl.Trainer) -> Any | None:
 class RunReport(pl.Callback):
     """Measures a run, shows it in the progress bar and logs, and writes a report with a plot.
 
-    Bar and logs get tokens per second and, with quantized communication, the bits per weight and
-    per gradient on the wire and the bytes sent next to what plain FSDP2 would have sent. The report
-    goes to ``<trainer.default_root_dir>/report.json``, the plot next to it.
+    Bar and logs get tokens per second and, with quantized communication, the megabytes that a rank
+    sends per optimizer step next to what plain FSDP2 would send, all averaged over the run so far;
+    the logs also get the bits per weight and per gradient on the wire. The report goes to
+    ``<trainer.default_root_dir>/report.json``, the plot next to it.
 
     Args:
         name: What the run is called in the plot; empty is the name of its folder.
@@ -50,11 +49,9 @@ class RunReport(pl.Callback):
         self.reference = None if reference is None else Path(reference)
         self.plot = plot
         self.report = report.Report(name=name or "")
-        self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)
         self._started_s = 0.0
         self._traffic: Any = None
-        self._batches = 0
-        self._counted_tokens = 0
+        self._step = self._batches = self._counted_tokens = 0
         self._counted_s = 0.0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -68,6 +65,9 @@ class RunReport(pl.Callback):
             )
         self.report.name = self.name or Path(trainer.default_root_dir).name
         self.report.world_size = trainer.world_size
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(data, TextDataModule) and data.settings.tokenizer == "byte":
+            self.report.unit = "nats per byte"
 
     def state_dict(self) -> dict[str, Any]:
         """Keep the validation curve in checkpoints, so that a resumed run shows all of it."""
@@ -85,7 +85,7 @@ class RunReport(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Tensor, batch_idx: int
     ) -> None:
         """Start the clock; what happens between steps, such as validation, is not counted."""
-        self._traffic = traffic_of(trainer)
+        self._traffic, self._step = traffic_of(trainer), trainer.global_step
         self._started_s = time.perf_counter()
 
     def on_train_batch_end(
@@ -96,45 +96,52 @@ class RunReport(pl.Callback):
         batch: Tensor,
         batch_idx: int,
     ) -> None:
-        """Count the step and show the running numbers."""
-        step_s = time.perf_counter() - self._started_s
-        tokens = batch[:, 1:].numel() * trainer.world_size
+        """Count the batch and show the running numbers."""
+        seconds = time.perf_counter() - self._started_s
         self._batches += 1
         self.report.steps = trainer.global_step
-        self.report.train_s += step_s
-        if self._batches <= _WARMUP_STEPS:
+        self.report.train_s += seconds
+        if self._batches <= _WARMUP_BATCHES:
             return
-        self._counted_tokens += tokens
-        self._counted_s += step_s
+        self._counted_tokens += batch[:, 1:].numel() * trainer.world_size
+        self._counted_s += seconds
         self.report.tokens_per_s = self._counted_tokens / self._counted_s
-        self._recent.append((step_s, tokens))
-        recent_s = sum(seconds for seconds, _ in self._recent)
-        shown = {"tokens/s": sum(count for _, count in self._recent) / recent_s}
-        shown |= self._count_traffic(trainer)
-        self._show(pl_module, shown)
+        self._count_traffic(trainer)
+        self._show(pl_module)
 
-    def _count_traffic(self, trainer: pl.Trainer) -> dict[str, float]:
+    def _count_traffic(self, trainer: pl.Trainer) -> None:
         now = traffic_of(trainer)
         if now is None or self._traffic is None:
-            return {}
-        step = now.since(self._traffic)
+            return
+        batch = now.since(self._traffic)
         wire = self.report.wire = self.report.wire or report.Wire()
-        wire.steps += 1
-        wire.weights += step.weights_intra + step.weights_inter
-        wire.gradients += step.gradients_intra + step.gradients_inter
-        wire.baseline_weights += step.baseline_weights
-        wire.baseline_gradients += step.baseline_gradients
-        shown = {"MB_sent": wire.sent / 1e6, "MB_uncompressed": wire.baseline / 1e6}
+        wire.steps += trainer.global_step - self._step
+        wire.weights += batch.weights_intra + batch.weights_inter
+        wire.gradients += batch.gradients_intra + batch.gradients_inter
+        wire.baseline_weights += batch.baseline_weights
+        wire.baseline_gradients += batch.baseline_gradients
         if now.weights_elements:
-            wire.bits_per_weight = shown["bits/weight"] = now.bits_per_weight
+            wire.bits_per_weight = now.bits_per_weight
         if now.gradients_elements:
-            wire.bits_per_gradient = shown["bits/grad"] = now.bits_per_gradient
-        return shown
+            wire.bits_per_gradient = now.bits_per_gradient
 
-    def _show(self, pl_module: pl.LightningModule, values: dict[str, float]) -> None:
-        for name, value in values.items():
+    def _show(self, pl_module: pl.LightningModule) -> None:
+        """Log the numbers of the report so far, so that bar, logs and report end with the same."""
+        wire = self.report.wire
+        shown = {"tokens/s": self.report.tokens_per_s}
+        logged = {"tokens_per_s": self.report.tokens_per_s}
+        if wire is not None and wire.steps:
+            shown["MB/step"] = wire.sent / wire.steps / 1e6
+            shown["uncompressed"] = wire.baseline / wire.steps / 1e6
+            logged["MB_per_step"] = shown["MB/step"]
+            logged["MB_per_step_uncompressed"] = shown["uncompressed"]
+            logged["bits_per_weight"] = wire.bits_per_weight
+            logged["bits_per_gradient"] = wire.bits_per_gradient
+        for name, value in shown.items():
             pl_module.log(name, value, prog_bar=True, logger=False, rank_zero_only=True)
-            pl_module.log(f"progress/{name.replace('/', '_per_')}", value, rank_zero_only=True)
+        for name, value in logged.items():
+            if value is not None:
+                pl_module.log(f"progress/{name}", value, rank_zero_only=True)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add a point to the validation curve and write the report so far."""
@@ -260,7 +267,7 @@ def _tokenizer(trainer: pl.Trainer) -> Tokenizer:
         raise MisconfigurationException(
             "`TextSample` needs the tokenizer of a `TextDataModule`; pass `datamodule=`."
         )
-    return data.corpus.tokenizer()
+    return data.tokenizer
 
 
 def _quoted(text: str) -> str:

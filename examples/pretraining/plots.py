@@ -50,7 +50,7 @@ def _draw_curves(axes: Any, run: Report, reference: Report | None) -> None:
             steps, losses = zip(*shown.validation, strict=True)
             label = f"{shown.name} ({losses[-1]:.4f})"
             axes.plot(steps, losses, style, color=color, label=label, marker=".")
-    axes.set(xlabel="optimizer step", ylabel="validation loss (nats per token)")
+    axes.set(xlabel="optimizer step", ylabel=f"validation loss ({run.unit})")
     axes.set_title("Validation loss")
     axes.grid(alpha=0.3)
     if axes.lines:
@@ -60,7 +60,7 @@ def _draw_curves(axes: Any, run: Report, reference: Report | None) -> None:
 
 
 def _draw_wire(axes: Any, run: Report, reference: Report | None) -> None:
-    axes.set_title("Sent by one rank, per training step")
+    axes.set_title("Sent by one rank, per optimizer step")
     wire = run.wire
     if wire is None or wire.steps == 0 or wire.baseline == 0:
         axes.text(0.5, 0.5, "nothing counted", transform=axes.transAxes, ha="center")

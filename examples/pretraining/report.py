@@ -13,7 +13,7 @@ class Wire:
     """Bytes that one rank sent during training steps.
 
     Attributes:
-        steps: Training batches counted.
+        steps: Optimizer steps counted.
         weights: Bytes of weights sent.
         gradients: Bytes of gradients sent.
         baseline_weights: What plain FSDP2 would have sent for the same weights.
@@ -47,17 +47,20 @@ class Report:
 
     Attributes:
         name: What the run is called in plots and tables.
-        validation: ``[step, loss]`` pairs, the loss in nats per token.
+        unit: What the losses are measured in.
+        validation: ``[step, loss]`` pairs.
         steps: Optimizer steps done.
         parameters: Number of weights.
         world_size: Number of ranks.
-        tokens_per_s: Training tokens per second over all ranks, without validation.
+        tokens_per_s: Training tokens per second over all ranks, from the fourth step of this
+            process to the last and without validation.
         train_s: Seconds inside training steps.
         wire: Traffic; ``None`` where nothing was counted (one rank, or another strategy).
         checkpoint: The last checkpoint.
     """
 
     name: str
+    unit: str = "nats per token"
     validation: list[list[float]] = field(default_factory=list)
     steps: int = 0
     parameters: int = 0
@@ -69,7 +72,7 @@ class Report:
 
     @property
     def val_loss(self) -> float | None:
-        """The last validation loss, in nats per token."""
+        """The last validation loss."""
         return self.validation[-1][1] if self.validation else None
 
     def write(self, path: Path) -> None:
