@@ -48,7 +48,6 @@ def main() -> None:
         run(name, out, steps, arguments)
         reports[name] = report.read(out / name / "report.json")
     print_comparison(reports[FULL], reports[QUANTIZED])
-    print_sample(out / QUANTIZED / "sample.txt")
     print_next_steps(out, steps)
     print(f"\nThe quickstart took {time.monotonic() - started_s:.0f} s.")
 
@@ -245,14 +244,6 @@ def print_comparison(full: report.Report, quantized: report.Report) -> None:
     )
 
 
-def print_sample(path: Path) -> None:
-    """Print the text that the quantized run generated."""
-    if path.is_file():
-        text = path.read_text(encoding="utf-8")
-        print("\nText generated after training with 4-bit communication:")
-        print("\n".join(f"    {line}" for line in text.splitlines()))
-
-
 def print_next_steps(out: Path, steps: int) -> None:
     """Say where the results are and what to try next."""
     script = os.path.relpath(EXAMPLES / "pretrain.py")
@@ -264,6 +255,7 @@ def print_next_steps(out: Path, steps: int) -> None:
 Where things are
     plot          {folder / "report.png"}
     results       {folder / "report.json"}
+    sample        {folder / "sample.txt"}
     checkpoint    {last}
     logs          {program("tensorboard")} --logdir {out}
 

@@ -136,4 +136,4 @@ def _clock(seconds: float) -> str:
 def _short(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.4g}"

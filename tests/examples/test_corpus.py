@@ -1,10 +1,7 @@
-"""Preparing tokens on disk: caching, atomicity, and equal samples from both storages."""
+"""Preparing tokens on disk: caching and atomicity."""
 
 from __future__ import annotations
 
-import importlib
-import json
-import multiprocessing
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,17 +18,23 @@ def _settings(folder: Path, **changes: object) -> CorpusSettings:
 
 
 def test_blocks_are_the_files(text_folder: Path, tmp_path: Path) -> None:
-    prepared = corpus.prepare(_settings(text_folder), tmp_path / "cache")
-    listed = json.loads((prepared.path / "files.json").read_text())
-    contents = {f.path: f.content for f in text.read_files(text.find_files(text_folder))}
+    settings = _settings(text_folder)
+    prepared = corpus.prepare(settings, tmp_path / "cache")
+    files = text.split_files(
+        text.read_files(text.find_files(text_folder)),
+        val_fraction=settings.val_fraction,
+        test_fraction=settings.test_fraction,
+        seed=settings.split_seed,
+    )
     for split in text.SPLITS:
-        expected = b"".join(contents[path] + b"\0" for path in listed[split])
+        expected = b"".join(file.content + b"\0" for file in files[split])
         blocks = prepared.blocks(split)
-        assert len(blocks) == len(expected) // 33
-        tokens = np.concatenate([blocks[i] for i in range(len(blocks))])
+        assert blocks.shape == (len(expected) // 33, 33)
+        tokens = blocks.ravel()
         ends = tokens == 256
         assert bytes(np.where(ends, 0, tokens).astype(np.uint8)) == expected[: len(tokens)]
-        assert prepared.num_bytes[split] == sum(len(contents[path]) for path in listed[split])
+        assert prepared.num_bytes[split] == sum(len(file.content) for file in files[split])
+        assert prepared.num_files[split] == len(files[split])
 
 
 def test_second_run_reuses(text_folder: Path, tmp_path: Path) -> None:
@@ -47,8 +50,8 @@ def test_key_follows_settings_and_files(text_folder: Path, tmp_path: Path) -> No
     cache = tmp_path / "cache"
     first = corpus.prepare(_settings(text_folder), cache)
     assert corpus.prepare(_settings(text_folder, split_seed=1), cache).path != first.path
-    # The memory-mapped file does not depend on the block size, so it is shared.
-    assert corpus.prepare(_settings(text_folder, block_size=64), cache).path == first.path
+    for unread in ({"block_size": 64}, {"vocab_size": 512}):  # tokens do not depend on these
+        assert corpus.prepare(_settings(text_folder, **unread), cache).path == first.path
     (text_folder / "new.txt").write_text("one more file\n" * 20)
     changed = corpus.prepare(_settings(text_folder), cache)
     assert changed.path != first.path
@@ -92,37 +95,6 @@ def test_bpe_corpus(text_folder: Path, tmp_path: Path) -> None:
     assert corpus.prepare(again, tmp_path / "cache").fingerprint == prepared.fingerprint
 
 
-def test_storages_hold_the_same_blocks(
-    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    try:
-        importlib.import_module("litdata")
-    except ImportError as error:
-        pytest.skip(f"litdata cannot be imported: {error}")
-    monkeypatch.setattr(corpus, "SPLITS", ("train",))  # litdata takes seconds for each
-    monkeypatch.setattr(corpus, "_LITDATA_CHUNK_NBYTES", 4096)  # several chunks
-    method = multiprocessing.get_start_method()
-    cache = tmp_path / "cache"
-    mapped = corpus.prepare(_settings(text_folder), cache)
-    chunked = corpus.prepare(_settings(text_folder, storage="litdata"), cache)
-    assert multiprocessing.get_start_method() == method
-    assert len(list((chunked.path / "train").glob("chunk-*"))) > 1
-    assert mapped.path != chunked.path
-    assert mapped.fingerprint == chunked.fingerprint
-    first, second = mapped.blocks("train"), chunked.blocks("train")
-    assert len(first) == len(second) > 100
-    for index in np.random.default_rng(0).permutation(len(first)):
-        np.testing.assert_array_equal(first[int(index)], second[int(index)])
-
-
-def test_litdata_missing(
-    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "litdata", None)
-    with pytest.raises(ModuleNotFoundError, match=r"lq-lightning\[data\].*storage=mmap"):
-        corpus.prepare(_settings(text_folder, storage="litdata"), tmp_path / "cache")
-
-
 def test_too_little_text(text_folder: Path, tmp_path: Path) -> None:
     prepared = corpus.prepare(_settings(text_folder, block_size=100_000), tmp_path / "cache")
     with pytest.raises(ValueError, match="train split holds .* less than one block of 100001"):
@@ -131,8 +103,14 @@ def test_too_little_text(text_folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"block_size": 1}, "block_size=1"), ({"val_fraction": 0.0}, "between 0 and 0.5")],
+    [
+        ({"block_size": 1}, "block_size=1"),
+        ({"val_fraction": 0.0}, "between 0 and 0.5"),
+        ({"tokenizer": "bpe", "vocab_size": 100}, "vocab_size=100.*258"),
+    ],
 )
-def test_wrong_settings(changes: dict[str, float], message: str, text_folder: Path) -> None:
+def test_wrong_settings(changes: dict[str, object], message: str, text_folder: Path) -> None:
+    if "tokenizer" in changes:
+        pytest.importorskip("tokenizers", reason="BPE needs tokenizers")
     with pytest.raises(ValueError, match=message):
         _settings(text_folder, **changes)

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from pretraining.data import BlockBatches, ResumableLoader, TextDataModule
-
-
-class _Numbers:
-    """Blocks that hold their own number."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return np.full(3, index, dtype=np.int64)
+from pretraining.batches import BlockBatches, ResumableLoader
+from pretraining.data import TextDataModule
 
 
 def _loader(
@@ -31,13 +21,12 @@ def _loader(
     rank: int = 0,
     world_size: int = 1,
     workers: int = 0,
-    restart: bool = False,
     text: str = "a",
 ) -> ResumableLoader:
-    batches = BlockBatches(
-        _Numbers(count), batch_size=batch_size, rank=rank, world_size=world_size, seed=3
-    )
-    return ResumableLoader(batches, num_workers=workers, identity={"text": text}, restart=restart)
+    """Return a loader of blocks that hold their own number."""
+    blocks = np.arange(count, dtype=np.uint16).repeat(3).reshape(count, 3)
+    batches = BlockBatches(blocks, batch_size=batch_size, rank=rank, world_size=world_size, seed=3)
+    return ResumableLoader(batches, num_workers=workers, identity={"text": text})
 
 
 def _take(loader: ResumableLoader, count: int) -> list[list[int]]:
@@ -92,19 +81,16 @@ def test_resume_on_another_number_of_ranks() -> None:
     assert [a + b for a, b in zip(*shares, strict=True)] == whole[5:]
 
 
-def test_resume_on_other_data_is_refused_or_restarts() -> None:
+def test_resume_on_other_data_is_refused() -> None:
     first = _loader()
     _take(first, 3)
     with pytest.raises(ValueError, match=r"'text': 'a'.*'text': 'b'.*--data.restart=true"):
         _loader(text="b").load_state_dict(first.state_dict())
-    restarted = _loader(text="b", restart=True)
-    restarted.load_state_dict(first.state_dict())
-    assert _take(restarted, 3) == _take(_loader(), 3)
 
 
 def test_too_few_blocks() -> None:
     with pytest.raises(ValueError, match=r"7 blocks are not enough.*2 ranks.*batch_size=4"):
-        BlockBatches(_Numbers(7), batch_size=4, world_size=2)
+        BlockBatches(np.zeros((7, 3), dtype=np.uint16), batch_size=4, world_size=2)
 
 
 def test_data_module(text_folder: Path, tmp_path: Path) -> None:
@@ -112,7 +98,6 @@ def test_data_module(text_folder: Path, tmp_path: Path) -> None:
         text=str(text_folder),
         block_size=16,
         batch_size=2,
-        storage="mmap",
         cache_dir=str(tmp_path / "cache"),
     )
     assert data.model_vocab_size == 264
@@ -127,11 +112,15 @@ def test_data_module(text_folder: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(*held_out)
     prompt = next(iter(data.predict_dataloader()))
     assert prompt["tokens"].tolist() == [list(b"def ")]
+    data.restart = True
+    restarted = data.train_dataloader()
+    restarted.load_state_dict({"text": "other", "epoch": 0, "samples": 8})
+    torch.testing.assert_close(next(iter(restarted)), batch)
 
 
 def test_nodes_with_other_text_are_named(text_folder: Path, tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
-    data = TextDataModule(text=str(text_folder), storage="mmap", cache_dir=cache)
+    data = TextDataModule(text=str(text_folder), cache_dir=cache)
     data.prepare_data()
     strategy = SimpleNamespace(broadcast=lambda own: "another")
     data.trainer = SimpleNamespace(strategy=strategy, global_rank=3)  # type: ignore[assignment]
@@ -139,10 +128,66 @@ def test_nodes_with_other_text_are_named(text_folder: Path, tmp_path: Path) -> N
         data.setup("fit")
 
 
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    """Blocks of their own numbers, as litdata stores tokens, in chunks of 20 blocks."""
+    try:
+        writer = importlib.import_module("litdata.streaming.writer")
+        loader = importlib.import_module("litdata").TokensLoader
+    except ImportError as error:
+        pytest.skip(f"litdata cannot be imported: {error}")
+    for split, count in (("train", 100), ("val", 20), ("test", 4)):
+        folder = tmp_path / "tokens" / split
+        chunks = writer.BinaryWriter(str(folder), chunk_size=20 * 9, item_loader=loader())
+        for number in range(0, count, 4):
+            rows = torch.arange(number, number + 4, dtype=torch.int32).repeat_interleave(9)
+            chunks.add_item(number // 4, rows)
+        chunks.done()
+        chunks.merge()
+    return tmp_path / "tokens"
+
+
+def test_tokens_of_litdata_are_read_and_resumed_by_litdata(tokens: Path) -> None:
+    def module(**changes: object) -> TextDataModule:
+        return TextDataModule(tokens=str(tokens), block_size=8, batch_size=4, **changes)
+
+    data = module()
+    data.prepare_data()
+    data.setup("fit")
+    assert data.model_vocab_size == 264
+    whole = data.train_dataloader()
+    batches = list(whole)
+    assert batches[0].shape == (4, 9)
+    assert batches[0].dtype == torch.int64
+    numbers = torch.cat(batches)[:, 0].tolist()
+    assert sorted(numbers) == list(range(100)) != numbers
+    stopped = data.train_dataloader()
+    for _ in zip(range(7), stopped):  # noqa: B905
+        pass
+    resumed = module().train_dataloader()
+    resumed.load_state_dict(stopped.state_dict())
+    torch.testing.assert_close(list(resumed), batches[7:])
+    restarted = module(restart=True).train_dataloader()
+    restarted.load_state_dict(stopped.state_dict())
+    torch.testing.assert_close(next(iter(restarted)), batches[0])
+    held_out = [torch.cat(list(data.val_dataloader()))[:, 0].tolist() for _ in range(2)]
+    assert held_out == [list(range(20))] * 2
+    with pytest.raises(ValueError, match=r"tokens in 'test' do not fill.*batch_size=5"):
+        TextDataModule(tokens=str(tokens), block_size=8, batch_size=5).test_dataloader()
+
+
+def test_litdata_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "litdata", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install --no-deps litdata"):
+        TextDataModule(tokens="s3://bucket/tokens")
+
+
 def test_data_module_checks_before_any_rank_starts() -> None:
     with pytest.raises(ValueError, match="batch_size=0"):
         TextDataModule(batch_size=0)
     with pytest.raises(FileNotFoundError, match="is not a folder"):
         TextDataModule(text="/no/such/folder")
+    with pytest.raises(ValueError, match="leave `--data.text` out"):
+        TextDataModule(text=".", tokens="tokens")
     with pytest.raises((FileNotFoundError, ModuleNotFoundError), match="tokenizer"):
         TextDataModule(tokenizer="/no/such.json")

@@ -59,7 +59,6 @@ def options(text_folder: Path, tmp_path: Path) -> list[str]:
         "data.text": text_folder,
         "data.block_size": 16,
         "data.batch_size": 2,
-        "data.storage": "mmap",
         "data.cache_dir": tmp_path / "data",
         "report.plot": "false",
         "sample.max_new_tokens": 5,
@@ -175,6 +174,7 @@ def test_resuming_inside_an_epoch_gives_the_same_run(options: list[str], tmp_pat
         [
             *fit,
             f"--trainer.default_root_dir={tmp_path}/half",
+            "--trainer.logger=true",  # adds callbacks of its own to these
             "--trainer.callbacks+=StopAt",
             "--trainer.callbacks.step=3",
         ]

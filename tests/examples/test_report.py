@@ -66,7 +66,8 @@ def test_plot(case: str, tmp_path: Path) -> None:
 def test_callback_counts_training_traffic_only() -> None:
     traffic = Traffic()
     trainer = SimpleNamespace(
-        strategy=SimpleNamespace(communication=SimpleNamespace(traffic=lambda: traffic))
+        strategy=SimpleNamespace(communication=SimpleNamespace(traffic=lambda: traffic)),
+        global_step=0,
     )
     callback = callbacks.RunReport(plot=False)
     traffic.baseline_weights += 1e6  # validation, before the step
@@ -76,8 +77,8 @@ def test_callback_counts_training_traffic_only() -> None:
     traffic.baseline_weights += 8e6
     traffic.baseline_gradients += 16e6
     traffic.weights_messages, traffic.weights_elements = 500, 1000
-    shown = callback._count_traffic(trainer)
-    assert shown == {"MB_sent": 3.0, "MB_uncompressed": 24.0, "bits/weight": 4.0}
+    trainer.global_step = 1  # the second of two micro-batches
+    callback._count_traffic(trainer)
     assert callback.report.wire == report.Wire(
         steps=1,
         weights=1e6,
@@ -92,7 +93,9 @@ def test_callback_without_quantized_communication() -> None:
     for strategy in (SimpleNamespace(), SimpleNamespace(communication=None)):
         trainer = SimpleNamespace(strategy=strategy)
         assert callbacks.traffic_of(trainer) is None
-        assert callbacks.RunReport(plot=False)._count_traffic(trainer) == {}
+        callback = callbacks.RunReport(plot=False)
+        callback._count_traffic(trainer)
+        assert callback.report.wire is None
 
 
 def test_quickstart_comparison(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,12 +108,38 @@ def test_quickstart_comparison(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(len(line) for line in shown.splitlines()) <= 100
 
 
+def test_table_and_plot_have_one_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="draws the plot")
+    from matplotlib.axes import Axes
+    from pretraining import plots
+
+    labels = []
+    full, quantized = _runs()
+    full.unit = quantized.unit = "nats per byte"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Axes, "set", lambda axes, **values: labels.append(values["ylabel"]))
+        plots.draw(quantized, full, tmp_path / "report.png")
+    quickstart.print_comparison(full, quantized)
+    assert labels == ["validation loss (nats per byte)"]
+    assert labels[0] in capsys.readouterr().out
+
+
 def test_quickstart_takes_fewer_steps_on_a_slow_machine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(quickstart, "time_one_step", lambda: 0.1)
-    assert quickstart.choose_steps(400, 6.0, "cpu") == 400
-    monkeypatch.setattr(quickstart, "time_one_step", lambda: 1.0)
-    assert quickstart.choose_steps(400, 6.0, "cpu") == 96
-    assert "instead of 400" in capsys.readouterr().out
-    assert quickstart.choose_steps(401, 6.0, "gpu") == 400
+    monkeypatch.setattr(quickstart, "time_one_step", lambda: 0.2)
+    assert quickstart.choose_steps(300, 240.0, "cpu") == 300
+    monkeypatch.setattr(quickstart, "time_one_step", lambda: 0.5)
+    steps = quickstart.choose_steps(300, 240.0, "cpu")
+    assert "instead of 300" in capsys.readouterr().out
+    assert steps % quickstart.VALIDATIONS == 0
+    step_s = 0.5 * quickstart.SLOWDOWN
+    run_s = quickstart.STARTUP_S + (steps + quickstart.VALIDATION_STEPS) * step_s
+    assert 240 - 2 * quickstart.VALIDATIONS * step_s < 2 * run_s <= 240
+    assert quickstart.choose_steps(301, 1.0, "gpu") == 300
+
+
+def test_quickstart_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quickstart, "NEEDED", ("torch", "no_such_package"))
+    with pytest.raises(SystemExit, match=r"(?s)cannot import no_such_package.*'.\[examples\]'"):
+        quickstart.check_installed()

@@ -14,7 +14,6 @@ from pretraining import report
 def _run(stage: str, config: str, examples: Path, tmp_path: Path, *options: str) -> str:
     """Run ``pretrain.py`` on two gloo ranks with a small model and return what it printed."""
     values = {
-        "trainer.enable_progress_bar": "false",
         "trainer.limit_val_batches": 2,
         "trainer.log_every_n_steps": 1,
         "model.decoder.num_layers": 1,
@@ -23,7 +22,6 @@ def _run(stage: str, config: str, examples: Path, tmp_path: Path, *options: str)
         "data.text": tmp_path / "text",
         "data.block_size": 16,
         "data.batch_size": 2,
-        "data.storage": "mmap",
         "data.cache_dir": tmp_path / "data",
         "sample.max_new_tokens": 5,
     }
@@ -46,36 +44,32 @@ def _run(stage: str, config: str, examples: Path, tmp_path: Path, *options: str)
 
 @pytest.mark.usefixtures("text_folder")
 def test_quantized_run(examples: Path, tmp_path: Path) -> None:
+    """Communication, optimizer states and gradient sums in few bits, seen in the report."""
     pytest.importorskip("matplotlib", reason="draws the plot")
-    steps = ["--trainer.max_steps=8", "--trainer.val_check_interval=4"]
-    shown = _run("fit", "quantized_fsdp", examples, tmp_path, *steps)
+    steps = ["--trainer.max_steps=4", "--trainer.val_check_interval=8"]
+    shown = _run("fit", "quantized_precision", examples, tmp_path, *steps)
     assert "4-bit differences" in shown
+    assert "are expanded_fp8/expanded_fp8 codes" in shown
+    assert "are kept in 8 bits between micro-batches" in shown
     assert "Generated text" in shown
-    root = tmp_path / "runs" / "quantized_fsdp"
+    root = tmp_path / "runs" / "quantized_precision"
     result = report.read(root / "report.json")
     assert result.world_size == 2
-    assert [step for step, _ in result.validation] == [4, 8]
+    assert [step for step, _ in result.validation] == [2, 4]
     wire = result.wire
     assert wire is not None
+    assert wire.steps == 4  # optimizer steps, not their four micro-batches
     assert wire.baseline > 4 * wire.sent > 0
     # Messages of this small model are short, so the padding of their groups shows.
     assert wire.bits_per_weight is not None
     assert 4 < wire.bits_per_weight < 8
     assert wire.bits_per_gradient is not None
     assert 4 < wire.bits_per_gradient < 8
+    lines = [line for line in shown.splitlines() if "val_loss" in line]
+    assert [line.split()[0] for line in lines] == ["2/4", "4/4"]
+    assert f"tokens/s {result.tokens_per_s:.0f}" in lines[-1]
+    assert f"MB/step {wire.sent / wire.steps / 1e6:#.4g}" in lines[-1]
     assert (root / "report.png").is_file()
-    assert (root / "checkpoints" / "last.ckpt").is_dir()
-
-
-@pytest.mark.usefixtures("text_folder")
-def test_quantized_precision_run(examples: Path, tmp_path: Path) -> None:
-    options = ["--trainer.max_steps=2", "--trainer.val_check_interval=8", "--report.plot=false"]
-    shown = _run("fit", "quantized_precision", examples, tmp_path, *options)
-    assert "are expanded_fp8/expanded_fp8 codes" in shown
-    assert "are kept in 8 bits between micro-batches" in shown
-    root = tmp_path / "runs" / "quantized_precision"
-    result = report.read(root / "report.json")
-    assert [step for step, _ in result.validation] == [2]
     assert (root / "checkpoints" / "last.ckpt").is_dir()
 
 
