@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 PROJECT = "lq-lightning"
-# Installed on its own (see the Makefile).
+# In no extra, see pyproject.toml.
 ALSO = ["litdata"]
 # torch's CUDA wheels pin their own Triton, so one exact version would shut them out.
 RANGES = {"triton": "triton>=3.6,<=3.9.0"}

@@ -6,6 +6,7 @@ Importing this package registers ``Trainer(strategy="quantized_fsdp")``. It work
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lq_lightning.__about__ import __version__
 from lq_lightning.callbacks import QuantizationMonitor
 from lq_lightning.data_parallel import (
     CommunicationPlan,
@@ -33,6 +34,7 @@ __all__ = [
     "QuantizedPrecision",
     "Topology",
     "WeightQuantization",
+    "__version__",
     "grad_norm",
     "quantized_all_reduce_hook",
 ]

@@ -10,23 +10,12 @@ import tarfile
 import venv
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
+import lq_lightning
 
 ROOT = Path(__file__).resolve().parents[1]
-PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
-
-
-def _folders_with_python(top: str) -> set[str]:
-    folders = {p.parent.relative_to(ROOT) for p in (ROOT / top).rglob("*.py")}
-    return {".".join(f.parts) for f in folders}
 
 
 def _run(*command: str, cwd: Path, path: str = "") -> str:
@@ -46,8 +35,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in ("lq_lightning", "kernels"):
         shutil.copytree(ROOT / name, copy / name, ignore=ignore)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
+    # Where the parts come from does not depend on what they import, which takes seconds.
+    (copy / "lq_lightning" / "__init__.py").write_text("")
     return copy
 
 
@@ -72,23 +63,28 @@ def unpacked_wheel(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return target
 
 
-def test_every_folder_with_python_files_is_listed() -> None:
-    folders = _folders_with_python("lq_lightning")
-    folders |= {f"lq_lightning.{f}" for f in _folders_with_python("kernels")}
-    assert set(SETUPTOOLS["packages"]) == folders
-
-
-def test_every_kernel_folder_is_mapped() -> None:
-    mapped = {f"lq_lightning.{f}": f.replace(".", "/") for f in _folders_with_python("kernels")}
-    assert SETUPTOOLS["package-dir"] == {"lq_lightning": "lq_lightning"} | mapped
-
-
 def test_wheel_holds_every_library_file_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         files = {f for f in archive.namelist() if ".dist-info/" not in f}
     sources = {str(p.relative_to(ROOT)) for p in (ROOT / "lq_lightning").rglob("*.py")}
     sources |= {f"lq_lightning/{p.relative_to(ROOT)}" for p in (ROOT / "kernels").rglob("*.py")}
     assert files == sources | {"lq_lightning/py.typed"}
+    assert wheel.name.split("-")[1] == lq_lightning.__version__
+
+
+def test_new_folders_are_packaged(checkout: Path, tmp_path: Path) -> None:
+    """A package that is added needs no list to be changed."""
+    copy = tmp_path / "checkout"
+    shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns("dist", "build", "*.egg-info"))
+    for name in ("lq_lightning/later/deep", "lq_lightning/later", "kernels/later"):
+        (copy / name).mkdir(parents=True, exist_ok=True)
+        (copy / name / "__init__.py").touch()
+    with zipfile.ZipFile(_build(copy, "build_wheel")) as archive:
+        names = set(archive.namelist())
+    later = {
+        f"lq_lightning/{name}/__init__.py" for name in ("later", "later/deep", "kernels/later")
+    }
+    assert later <= names
 
 
 def test_sdist_rebuilds_the_same_wheel(
@@ -108,9 +104,9 @@ def test_sdist_rebuilds_the_same_wheel(
 # Where the parts of the package come from. `ours` says whether `import kernels` is our folder: a
 # namespace package over a bare folder (no code runs) loses to any real `kernels` distribution.
 _WHERE = """
-import importlib, importlib.util, pathlib, lq_lightning.kernels as k
-print(pathlib.Path(importlib.util.find_spec("lq_lightning").origin).parent)
-print(pathlib.Path(importlib.import_module("lq_lightning.kernels.quantize").__file__).parent)
+import importlib.util, pathlib
+for name in ("lq_lightning", "lq_lightning.kernels.quantize"):
+    print(pathlib.Path(importlib.util.find_spec(name).origin).parent)
 spec = importlib.util.find_spec("kernels")
 print("none" if spec is None else "namespace" if spec.origin is None else spec.origin)
 """
@@ -179,3 +175,31 @@ def test_transformers_is_unaffected_in_a_checkout(checkout: Path) -> None:
         "print(is_kernels_available(), loaded, file)"
     )
     assert _run(sys.executable, "-c", code, cwd=checkout) == "False [] None"
+
+
+_OFFLINE_PIP = """#!/bin/sh
+echo 'WARNING: Retrying (...) after connection broken by NewConnectionError' >&2
+echo 'ERROR: ResolutionImpossible: conflicting dependencies' >&2
+exit 1
+"""
+
+
+@pytest.mark.parametrize(("reason", "shown"), [("NewConnectionError", 1), ("other", 2)])
+def test_installing_without_a_network_says_so(reason: str, shown: int, tmp_path: Path) -> None:
+    """Anything else that goes wrong is shown as pip says it."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(_OFFLINE_PIP.replace("NewConnectionError", reason))
+    python.chmod(0o755)
+    (tmp_path / ".stamp-venv").touch()
+    done = subprocess.run(
+        [ROOT / ".ci" / "task", "install-examples"],
+        env={**os.environ, "VENV": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    lines = done.stderr.splitlines()
+    assert len(lines) == shown, lines
+    assert ("pip cannot reach the package index" in lines[0]) == (shown == 1)
