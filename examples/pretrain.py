@@ -54,12 +54,18 @@ class PretrainCLI(LightningCLI):
         parser.link_arguments("data.model_vocab_size", "model.vocab_size", apply_on="instantiate")
 
     def before_instantiate_classes(self) -> None:
-        """Put everything that a run writes into its folder."""
+        """Put everything that a run writes into its folder, and check that the run ends."""
         config = self.config[self.subcommand]
         root = Path(config.trainer.default_root_dir or "runs/pretrain")
         config.trainer.default_root_dir = str(root)
         if config.checkpoint.dirpath is None:
             config.checkpoint.dirpath = str(root / "checkpoints")
+        ends = (config.trainer.max_steps != -1, config.trainer.max_epochs, config.trainer.max_time)
+        if self.subcommand == "fit" and not any(ends) and not config.trainer.fast_dev_run:
+            self.parser.error(
+                "how long to train? Give `--config examples/configs/quantized_fsdp.yaml` (or "
+                "another one from there), or an end such as `--trainer.max_steps=500`"
+            )
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Create the Trainer, by default with CSV and TensorBoard logs in the run's folder."""

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from pretraining.batches import BlockBatches, ResumableLoader
 from pretraining.corpus import Corpus, CorpusSettings, load, prepare
-from pretraining.text import Split, Tokenizer, check_folder, round_up
+from pretraining.text import Split, Tokenizer, find_files, round_up
 
 DEFAULT_PROMPTS = ("def ", "import os\n\nclass ", "    for i in range(")
 
@@ -82,11 +82,16 @@ class TextDataModule(pl.LightningDataModule):
         # What can be checked now is: an error here comes before any other rank is started.
         self._tokenizer = None if tokenizer == "bpe" else self.settings.open_tokenizer()
         if tokens is None:
-            check_folder(None if text is None else Path(text).expanduser())
+            find_files(None if text is None else Path(text).expanduser(), suffixes)
         elif text is not None or tokenizer == "bpe":
             raise ValueError(
                 f"`--data.tokens={tokens}` takes neither `--data.text` nor a BPE trained on it: "
                 "leave `--data.text` out and give the `--data.tokenizer` that made the tokens."
+            )
+        elif "://" not in tokens and not Path(tokens, "train").is_dir():
+            raise FileNotFoundError(
+                f"`--data.tokens={tokens}` has no folder `train`: give the folder above the parts "
+                "`train`, `val` and `test` that `litdata.optimize` wrote."
             )
         else:
             _import_litdata()

@@ -35,28 +35,13 @@ class TextFile(NamedTuple):
     content: bytes
 
 
-def check_folder(folder: Path | None) -> Path:
-    """Return ``folder``, or that of the running Python's standard library for ``None``.
-
-    Raises:
-        FileNotFoundError: it is missing.
-    """
-    folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"`--data.text={folder}` is not a folder. Give a folder with text or code files, or "
-            "leave the option out to train on the Python standard library."
-        )
-    return folder
-
-
 def find_files(folder: Path | None, suffixes: Sequence[str] | None = None) -> dict[str, Path]:
     """List the files below ``folder``, sorted by path, without reading them.
 
     Args:
         folder: Where to look; ``None`` is the standard library of the running Python, without its
             tests and generated tables.
-        suffixes: Only files with these endings, such as ``[".py", ".md"]``; ``None`` is all.
+        suffixes: Only files with these endings, such as ``[".py", "md"]``; ``None`` is all.
 
     Returns:
         Absolute paths by relative path with forward slashes. Hidden files and folders are left out.
@@ -67,20 +52,26 @@ def find_files(folder: Path | None, suffixes: Sequence[str] | None = None) -> di
     skips: frozenset[str] = frozenset()
     if folder is None:
         suffixes, skips = [".py"], _STANDARD_LIBRARY_SKIPS
-    folder = check_folder(folder)
+        folder = Path(sysconfig.get_paths()["stdlib"])
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"`--data.text={folder}` is not a folder. Give a folder with text or code files, or "
+            "leave the option out to train on the Python standard library."
+        )
+    endings = None if suffixes is None else {f".{suffix.lstrip('.')}" for suffix in suffixes}
     found: dict[str, Path] = {}
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skips]
         for name in names:
             path = Path(parent, name)
-            wanted = suffixes is None or path.suffix in suffixes
+            wanted = endings is None or path.suffix in endings
             if wanted and not name.startswith(".") and path.is_file():
                 found[path.relative_to(folder).as_posix()] = path
     if not found:
-        kind = "files" if suffixes is None else f"files ending in {list(suffixes)}"
+        kind = "files" if endings is None else f"files ending in {sorted(endings)}"
         raise FileNotFoundError(
             f"'{folder}' holds no {kind}. Choose another folder with `--data.text`, or other "
-            "endings, with their dots, with `--data.suffixes`."
+            "endings with `--data.suffixes`."
         )
     return dict(sorted(found.items()))
 

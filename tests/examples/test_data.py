@@ -187,6 +187,8 @@ def test_data_module_checks_before_any_rank_starts() -> None:
         TextDataModule(batch_size=0)
     with pytest.raises(FileNotFoundError, match="is not a folder"):
         TextDataModule(text="/no/such/folder")
+    with pytest.raises(FileNotFoundError, match="has no folder `train`"):
+        TextDataModule(tokens="/no/such/folder")
     with pytest.raises(ValueError, match="leave `--data.text` out"):
         TextDataModule(text=".", tokens="tokens")
     with pytest.raises((FileNotFoundError, ModuleNotFoundError), match="tokenizer"):

@@ -250,6 +250,10 @@ def test_wrong_values_say_what_to_do(
     assert re.search(message, shown, re.DOTALL), shown
 
 
+def test_fit_without_an_end_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--trainer.max_steps=500" in _error(capsys, ["fit"])
+
+
 def test_misspelled_option_is_named(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     shown = _error(capsys, ["fit", *options, "--data.blocksize=3"])
     assert "data.blocksize" in shown

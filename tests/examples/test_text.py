@@ -26,6 +26,11 @@ def test_read_leaves_out_what_is_no_text(text_folder: Path) -> None:
     assert "part0/file00.txt" not in paths
 
 
+def test_endings_with_and_without_dots(text_folder: Path) -> None:
+    assert list(text.find_files(text_folder, ["bin"])) == ["image.bin"]
+    assert text.find_files(text_folder, [".txt"]) == text.find_files(text_folder, ["txt"])
+
+
 def test_standard_library_is_the_default() -> None:
     paths = text.find_files(None)
     assert "argparse.py" in paths
