@@ -17,7 +17,7 @@ warnings.simplefilter("ignore")
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from lq_lightning._compat_launcher import launcher_where_it_runs
+from lq_lightning._compat.launcher import launcher_where_it_runs
 from lq_lightning.strategies import QuantizedFSDPStrategy
 
 class Strategy(QuantizedFSDPStrategy):

@@ -1,4 +1,4 @@
-"""Ranks of a run in a notebook, from Lightning's private launchers; see `_compat`.
+"""Ranks of a run in a notebook, from Lightning's private launchers.
 
 A script is started once more for each rank, a notebook cannot be. Its ranks are forked out of the
 kernel at every ``fit``, ``validate``, ``test`` and ``predict``, as with ``ddp_notebook``. Lightning
