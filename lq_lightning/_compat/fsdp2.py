@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
@@ -18,6 +18,8 @@ __all__ = [
     "ReduceScatter",
     "Reduced",
     "fsdp_units",
+    "groups_of_state",
+    "offloads_to_cpu",
     "pack_shards",
     "param_groups",
     "record_reduced_params",
@@ -52,7 +54,12 @@ class GroupParam(NamedTuple):
 
 
 def param_groups(module: FSDPModule) -> list[Any]:
-    state = module._get_fsdp_state()
+    """FSDP2's parameter groups of the module itself, without those of units inside of it."""
+    return groups_of_state(module._get_fsdp_state())
+
+
+def groups_of_state(state: Any) -> list[Any]:
+    """The parameter groups of a module's FSDP2 state."""
     groups = getattr(state, "_fsdp_param_groups", None)  # torch >= 2.12
     if groups is None:
         group = state._fsdp_param_group
@@ -84,6 +91,11 @@ def fsdp_units(root: nn.Module) -> Iterator[tuple[str, FSDPModule, Any]]:
 def uses_hsdp(group: Any) -> bool:
     """Whether the parameter group also replicates over a second mesh axis (HSDP)."""
     return bool(type(group.mesh_info).__name__ == "HSDPMeshInfo")
+
+
+def offloads_to_cpu(root: nn.Module) -> bool:
+    """Whether any unit keeps its shards on the CPU (``CPUOffloadPolicy``)."""
+    return any(isinstance(g.offload_policy, CPUOffloadPolicy) for _, _, g in fsdp_units(root))
 
 
 class GroupParams:

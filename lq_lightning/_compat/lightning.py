@@ -5,39 +5,55 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins.io import CheckpointIO
+    from lightning.pytorch.strategies import Strategy
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
+    "Window",
+    "accumulation_window",
     "call_hooks",
+    "check_precision_with",
     "convert_floating",
     "default_dtype",
     "fill_wrapping_checkpoint_io",
-    "is_accumulating",
     "materialize_meta_tensors",
     "move_optimizers_to_device",
     "note_sigterm",
     "replace_stop_check",
-    "starts_window",
+    "set_device_mesh",
+    "take_compiler",
     "use_own_sampling",
 ]
 
 
-def is_accumulating(trainer: Trainer) -> bool:
-    """Whether the micro-batch that runs now is not the last one before an optimizer step."""
-    accumulating: bool = trainer.fit_loop._should_accumulate()
-    return accumulating
+class Window(NamedTuple):
+    """Where a micro-batch lies among those whose gradients one optimizer step uses.
+
+    Attributes:
+        first: Whether gradients start from zero.
+        last: Whether an optimizer step follows.
+    """
+
+    first: bool
+    last: bool
 
 
-def starts_window(trainer: Trainer) -> bool:
-    """Whether the micro-batch that runs now is the first one after an optimizer step."""
-    return bool(trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0)
+def accumulation_window(trainer: Trainer) -> Window:
+    """The place of the micro-batch that runs now, with automatic optimization.
+
+    The last batch of an epoch is the last of its window, however many that has.
+    """
+    loop = trainer.fit_loop
+    first = loop.batch_idx % trainer.accumulate_grad_batches == 0
+    return Window(first=first, last=not loop._should_accumulate())
 
 
 def call_hooks(trainer: Trainer, name: str, *args: Any) -> None:
@@ -75,6 +91,37 @@ def replace_stop_check(
 def note_sigterm(trainer: Trainer) -> None:
     """Let ``trainer.received_sigterm`` be true until the next run."""
     trainer._signal_connector.received_sigterm = True
+
+
+def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
+    """Show the mesh to ``configure_model`` as ``self.device_mesh``."""
+    module._device_mesh = mesh
+
+
+def take_compiler(module: LightningModule) -> bool:
+    """Let Lightning forget that ``torch.compile(module)`` made the module; whether it did."""
+    compiled = module._compiler_ctx is not None
+    module._compiler_ctx = None
+    return compiled
+
+
+def check_precision_with(strategy: type[Strategy], check: Callable[[str], None]) -> None:
+    """Call ``check`` with the Trainer's ``precision`` if its strategy is a ``strategy``.
+
+    Lightning's own check knows strategies by their base classes: it offers what a subclass may
+    refuse, speaks of another class, and is left out where the strategy is given by name.
+    """
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+    original = _AcceleratorConnector._validate_precision_choice
+
+    def validate(connector: _AcceleratorConnector) -> None:
+        if not isinstance(connector.strategy, strategy):
+            original(connector)
+        elif connector._precision_plugin_flag is None:
+            check(connector._precision_flag)
+
+    _AcceleratorConnector._validate_precision_choice = validate  # type: ignore[method-assign]
 
 
 def convert_floating(data: Any, dtype: torch.dtype) -> Any:

@@ -5,20 +5,27 @@ from __future__ import annotations
 import types
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fully_shard import (
     _unimplemented_deepcopy,
     get_cls_to_fsdp_cls,
 )
 
-from lq_lightning._compat.fsdp2 import param_groups
+from lq_lightning._compat.fsdp2 import groups_of_state, param_groups
 
 __all__ = [
     "begin_root_forward",
     "discard_unreduced_gradients",
     "end_root_forward",
     "has_unreduced_gradients",
+    "initialize_root",
+    "is_compiled_in_place",
+    "is_compiled_wrapper",
+    "is_gathered",
+    "is_root_idle",
     "prepare_fsdp_class",
     "propagate_requires_grad",
     "reset_iteration",
@@ -67,6 +74,14 @@ def _layout_needs_swap(cls: type) -> bool:
     return False
 
 
+def initialize_root(module: FSDPModule) -> None:
+    """Make ``module`` the root of all units inside of it, as its first forward would; idempotent.
+
+    Otherwise a unit that runs before the root becomes a root of its own for good.
+    """
+    module._get_fsdp_state()._lazy_init()
+
+
 def begin_root_forward(module: FSDPModule) -> None:
     """Gather the root's own parameters as its forward pre-hook does."""
     module._get_fsdp_state()._pre_forward(cast(nn.Module, module), (), {})
@@ -77,11 +92,85 @@ def end_root_forward(module: FSDPModule, output: Any) -> Any:
     return module._get_fsdp_state()._post_forward(cast(nn.Module, module), (), output)
 
 
+def is_root_idle(module: FSDPModule) -> bool:
+    """Whether the root is neither in its forward nor in its backward."""
+    idle: bool = module._get_fsdp_state()._training_state == TrainingState.IDLE
+    return idle
+
+
+def is_gathered(module: FSDPModule) -> bool:
+    """Whether the module's own parameters are whole at the moment."""
+    return any(group.is_unsharded for group in param_groups(module))
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Whether ``torch.compile(inner)`` made the module: its hooks run as they are, not inner ones."""
+    return hasattr(module, "_orig_mod")
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called on it, which traces its hooks."""
+    return module._compiled_call_impl is not None
+
+
 def reset_iteration(root: nn.Module) -> None:
-    """Forget a forward or backward that an exception ended, so that the next one can start."""
+    """Forget a forward or backward that an exception ended, so that the next one can start.
+
+    Waits for collectives on their way, frees gathered parameters and drops gradients that were not
+    reduced yet.
+    """
     state = root._get_fsdp_state() if isinstance(root, FSDPModule) else None
-    if state is not None and hasattr(state, "_reset_iter_state"):  # torch >= 2.13
+    if state is None or state._is_root is None:
+        return  # nothing of it has run
+    if hasattr(state, "_reset_iter_state"):  # torch >= 2.13
         state._reset_iter_state()
+    else:
+        _reset_root(state)
+
+
+def _reset_root(state: Any) -> None:
+    """What torch >= 2.13 does by itself, with the attributes of 2.11 and 2.12."""
+    comm = state._comm_ctx
+    stream = state._device_handle.current_stream()
+    reducing = getattr(comm, "reduce_scatter_states", None)  # torch >= 2.12
+    if reducing is None:
+        reducing = [comm.reduce_scatter_state]
+        comm.reduce_scatter_state = None
+    for pending in (comm.all_gather_state, *reducing):
+        _wait(stream, getattr(pending, "event", None))
+    comm.all_gather_state = None
+    reducing.clear()
+    comm.post_forward_order.clear()
+    for inner in state._state_ctx.all_states:
+        inner._modules_to_run_forward.clear()
+        inner._training_state = TrainingState.IDLE
+        for group in groups_of_state(inner):
+            _reset_group(group, stream)
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
+def _reset_group(group: Any, stream: Any) -> None:
+    gathering = group._all_gather_result
+    if gathering is not None:
+        _wait(stream, gathering.all_gather_event)
+        if isinstance(gathering.all_gather_work, dist.Work):
+            gathering.all_gather_work.wait()
+        group._all_gather_result = None
+    _wait(stream, group._post_reduce_event)
+    _wait(stream, getattr(group._all_reduce_state, "event", None))
+    group._post_reduce_event = group._all_reduce_state = group._partial_reduce_output = None
+    if group._reshard_after_forward_event is not None:
+        group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
+        group._reshard_after_forward_event = None
+    group._post_forward_indices.clear()
+    group._training_state = TrainingState.IDLE
+    group._to_sharded()
+
+
+def _wait(stream: Any, event: Any) -> None:
+    if event is not None:
+        stream.wait_event(event)
 
 
 def propagate_requires_grad(module: FSDPModule) -> None:

@@ -25,8 +25,11 @@ __all__ = ["FullyShardedPrecision", "PrecisionName"]
 PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed"]
 
 
+_NAMES = get_args(PrecisionName)
+
+
 def _unsupported(given: str) -> ValueError:
-    allowed = ", ".join(repr(name) for name in get_args(PrecisionName))
+    allowed = ", ".join(map(repr, _NAMES))
     return ValueError(
         f"`{given}` is not supported by lq_lightning: choose one of {allowed}. Instead "
         "of fp16, 'bf16-mixed' needs no loss scaling; for fp64 or Transformer Engine use another "
@@ -53,10 +56,19 @@ class FullyShardedPrecision(Precision):
 
     def __init__(self, precision: PrecisionName = "32-true") -> None:
         """Check and keep the name."""
-        if precision not in get_args(PrecisionName):
-            raise _unsupported(f"precision={precision!r}")
+        self.check_name(precision)
         self.precision = precision
         self.device_type = "cpu"  # set by the strategy before the first step
+
+    @staticmethod
+    def check_name(precision: str) -> None:
+        """Refuse what there is no equivalent of.
+
+        Raises:
+            ValueError: ``precision`` is none of the three names.
+        """
+        if precision not in _NAMES:
+            raise _unsupported(f"precision={precision!r}")
 
     @classmethod
     def from_plugin(cls, plugin: Precision) -> FullyShardedPrecision:

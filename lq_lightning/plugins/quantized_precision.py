@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lq_lightning._compat.lightning import is_accumulating, starts_window
+from lq_lightning._compat.lightning import accumulation_window
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import QuantizedGradientBuffer
 from lq_lightning.foundation.checks import check_choice
@@ -196,9 +196,10 @@ class QuantizedPrecision(FullyShardedPrecision):
         if self._buffer is None:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
-        if starts_window(model.trainer):
+        window = accumulation_window(model.trainer)
+        if window.first:
             self._buffer.discard()  # of a window that was not completed
-        with self._buffer.accumulating(is_accumulating(model.trainer)):
+        with self._buffer.accumulating(not window.last):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:

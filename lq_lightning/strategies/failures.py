@@ -1,4 +1,4 @@
-"""Say which kind of failure it was when another rank has gone."""
+"""Say which kind of failure it was: another rank has gone, or shards were used as if whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-__all__ = ["LostRankError", "explain_lost_rank", "is_lost_rank"]
+__all__ = [
+    "LostRankError",
+    "explain_lost_rank",
+    "explain_sharded_use",
+    "is_lost_rank",
+    "lost_rank_error",
+]
 
 # gloo, TCPStore and NCCL words for "the other side is not there any more"
 _LOST = re.compile(
@@ -16,6 +22,13 @@ _LOST = re.compile(
     r"|application timeout caused pair closure|failed to recv, got 0 bytes|remote process exited"
     r"|ncclremoteerror|ncclsystemerror|watchdog caught collective operation timeout"
     r"|nccl communicator was aborted|wait timeout|socket timeout|heartbeat",
+    re.IGNORECASE,
+)
+
+# torch's words for an operation that does not take DTensors, or not together with other tensors
+_SHARDED = re.compile(
+    r"mixed torch\.Tensor and DTensor|does not have a sharding strategy|sharding propagation failed"
+    r"|in-place operations that require placement changes|unevenly sharded tensor",
     re.IGNORECASE,
 )
 
@@ -57,3 +70,17 @@ def explain_lost_rank(rank: int, world_size: int) -> Iterator[None]:
         if world_size > 1 and is_lost_rank(error):
             raise lost_rank_error(error, rank, world_size) from error
         raise
+
+
+def explain_sharded_use(error: BaseException) -> None:
+    """Put what to do in front of torch's message about an operation on sharded parameters."""
+    if not isinstance(error, (RuntimeError, NotImplementedError)) or not _SHARDED.search(str(error)):
+        return
+    error.args = (
+        "an operation got a parameter, gradient or optimizer state that is sharded over the ranks "
+        "(a DTensor) and cannot handle it. Outside of the step methods parameters are shards: call "
+        "modules (`self.net(x)`) instead of using the weights of one directly, on all ranks; read "
+        "a whole parameter with `p.full_tensor()`, or those that belong to no unit inside of `with "
+        "self.trainer.strategy.root_forward():`. If an optimizer's step is what failed, it does "
+        f"not work on shards: take another one, such as AdamW. torch says: {error}",
+    )

@@ -23,11 +23,8 @@ from lq_lightning.strategies.choose_quantization import (
     choose_quantization,
     nvlink_inside_nodes,
 )
-from lq_lightning.strategies.fully_sharded import (
-    DEFAULT_TIMEOUT,
-    FullyShardedStrategy,
-    ShardedModule,
-)
+from lq_lightning.strategies.fully_sharded import DEFAULT_TIMEOUT, FullyShardedStrategy
+from lq_lightning.strategies.options import check_count
 
 __all__ = ["QuantizedFSDPStrategy"]
 
@@ -36,7 +33,9 @@ GradientName = Literal["auto", "TLq-HS", "TLq", "ULq", "QuanGrad", "none"]
 ReplicaName = Literal["auto", "full", "node"]
 
 
-def _check_name(option: str, value: object, allowed: tuple[object, ...], config: type) -> None:
+def _check_name(
+    option: str, value: object, allowed: tuple[object, ...], config: type | None = None
+) -> None:
     check_choice("QuantizedFSDPStrategy", option, value, allowed, config)
 
 
@@ -123,7 +122,8 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         save_distributed_checkpoint: On several ranks write checkpoint directories with one file per
             rank; otherwise, and always on one rank, single files.
         process_group_backend: ``None`` for NCCL on GPUs and gloo on CPUs.
-        timeout: How long a collective waits for the other ranks before the run fails.
+        timeout: How long a collective waits for the other ranks before the run fails; a number is
+            seconds.
         seed: Base of the seeds of stochastic rounding.
 
     Raises:
@@ -150,7 +150,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         compile_units: bool = False,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
         seed: int = 0,
     ) -> None:
         """Check the options; nothing is started."""
@@ -165,15 +165,14 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             timeout=timeout,
         )
         _check_name("replica", replica, get_args(ReplicaName), WeightQuantization)
-        if on_drift not in ("resync", "raise"):
-            raise ValueError(f"`on_drift={on_drift!r}` is not supported: 'resync' or 'raise'.")
+        _check_name("on_drift", on_drift, ("resync", "raise"))
         for name, value, least in (
             ("check_replicas_every_n_steps", check_replicas_every_n_steps, 0),
             ("min_quantized_numel", min_quantized_numel, 1),
             ("node_size", 1 if node_size is None else node_size, 1),
+            ("seed", seed, 0),
         ):
-            if value < least:
-                raise ValueError(f"`{name}={value}` is not valid: give {least} or more.")
+            check_count(type(self).__name__, name, value, least)
         self._weights = _weight_option(weights, replica)
         self._gradients = _gradient_option(gradients)
         self._node_size = node_size
@@ -181,12 +180,12 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         self._check_every = check_replicas_every_n_steps
         self._on_drift: Literal["resync", "raise"] = on_drift
         self._seed = seed
-        self._communication: QuantizedCommunication | None = None
 
     @property
     def communication(self) -> QuantizedCommunication | None:
         """The quantized collectives in use; ``None`` on one rank, before ``setup``, or if off."""
-        return self._communication
+        extra: QuantizedCommunication | None = None if self._sharded is None else self._sharded.extra
+        return extra
 
     def topology(self) -> Topology:
         """Ranks and nodes of this run.
@@ -253,20 +252,16 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             )
         return communication
 
-    def on_attached(self, sharded: ShardedModule) -> None:
-        """Use the collectives that the module has."""
-        self._communication = sharded.extra
-
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers and let their steps start weight exchanges."""
         super().setup_optimizers(trainer)
-        if self._communication is not None:
+        if self.communication is not None:
             for optimizer in self.optimizers:
-                self._communication.register_optimizer(optimizer)
+                self.communication.register_optimizer(optimizer)
 
     def after_optimizer_step(self) -> None:
         """Compare the replicas now and then."""
-        communication = self._communication
+        communication = self.communication
         if communication is None or not self._check_every or communication.step == 0:
             return
         if communication.step % self._check_every == 0:
@@ -280,19 +275,19 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
 
     def after_skipped_step(self) -> None:
         """Keep nothing of gradients that were not used."""
-        if self._communication is not None:
-            self._communication.drop_residuals()
+        if self.communication is not None:
+            self.communication.drop_residuals()
 
     def on_step_error(self) -> None:
         """Let no reduction write to memory that is freed now."""
-        if self._communication is not None:
-            self._communication.join()
+        if self.communication is not None:
+            self.communication.join()
 
     def on_weights_loaded(self) -> None:
         """Gather the loaded weights in full precision first."""
-        if self._communication is not None:
-            self._communication.invalidate()
-            self._communication.drop_residuals()
+        if self.communication is not None:
+            self.communication.invalidate()
+            self.communication.drop_residuals()
 
     def extra_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Counters, and the replica that the next difference refers to.
@@ -302,18 +297,18 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         values: dict[str, Any] = {}
         if self.num_skipped_steps:
             values["num_skipped_steps"] = self.num_skipped_steps
-        if self._communication is None:
+        if self.communication is None:
             return values, {}
-        self._communication.drop_residuals()
-        values["communication"] = self._communication.state_dict()
-        return values, dict(self._communication.replica_state_dict())
+        self.communication.drop_residuals()
+        values["communication"] = self.communication.state_dict()
+        return values, dict(self.communication.replica_state_dict())
 
     def load_extra_state(self, values: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
         """Continue with the saved replica, or from the weights if there is none."""
         self.num_skipped_steps = int(values.get("num_skipped_steps", 0))
-        if self._communication is None:
+        if self.communication is None:
             return
         if "communication" in values:
-            self._communication.load_state_dict(values["communication"], tensors)
+            self.communication.load_state_dict(values["communication"], tensors)
         else:
-            self._communication.invalidate()
+            self.communication.invalidate()

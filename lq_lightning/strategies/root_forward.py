@@ -1,24 +1,34 @@
-"""Run the step methods of a sharded LightningModule as forwards of its root unit."""
+"""Run code of a sharded LightningModule as forwards of its root unit.
+
+The root's forward gathers the parameters that belong to no other unit. The step methods run as one,
+and so does a call of a submodule from a hook.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from lq_lightning._compat.modules import (
     begin_root_forward,
     end_root_forward,
     has_unreduced_gradients,
+    is_compiled_in_place,
+    is_compiled_wrapper,
+    is_gathered,
+    is_root_idle,
     propagate_requires_grad,
+    reset_iteration,
 )
 
-__all__ = ["ManualForward", "register_step_methods"]
+__all__ = ["ManualForward", "SubmoduleCalls", "register_step_methods", "root_forward"]
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _MARKER = "_lq_forward_methods"
@@ -36,6 +46,85 @@ def register_step_methods(module: LightningModule) -> None:
         if name not in done and not manual and is_overridden(name, module):
             register_fsdp_forward_method(module, name)
             done.add(name)
+
+
+@contextmanager
+def root_forward(root: FSDPModule) -> Iterator[None]:
+    """Gather the root's own parameters for the code inside, which computes no gradients."""
+    with torch.no_grad():
+        begin_root_forward(root)
+        try:
+            yield
+        finally:
+            end_root_forward(root, None)
+            root.reshard()
+
+
+class SubmoduleCalls:
+    """Gathers the root's parameters for a call of a submodule outside of the root's forward.
+
+    A hook may then call ``self.net(x)`` as on a single device, on all ranks. Nothing is done inside
+    of a step, nor for modules inside of a unit, which gathers what they need when it is called.
+
+    Args:
+        root: A sharded LightningModule.
+        context: Entered around such a call, as the steps enter it (autocast).
+    """
+
+    def __init__(
+        self, root: LightningModule, context: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        """Register hooks on the submodules that use parameters of the root."""
+        self._root = cast(FSDPModule, root)
+        self._context = context
+        self._caller: nn.Module | None = None  # the submodule that was called from outside
+        self._depth = 0  # of the caller calling itself
+        self._gathered_before = False
+        self._exit = ExitStack()
+        for child in root.children():
+            self._follow(child)
+
+    def _follow(self, module: nn.Module) -> None:
+        if is_compiled_in_place(module) or not _uses_root(module):
+            return
+        if not is_compiled_wrapper(module):
+            for child in module.children():
+                self._follow(child)
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if self._caller is not None:
+            self._depth += module is self._caller
+        elif is_root_idle(self._root):
+            self._gathered_before = is_gathered(self._root)
+            begin_root_forward(self._root)
+            self._exit.enter_context(self._context())
+            self._caller, self._depth = module, 1
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if module is not self._caller:
+            return None
+        self._depth -= 1
+        if self._depth:
+            return None
+        self._caller = None
+        self._exit.close()
+        if output is None:  # as after an exception, which leaves units half way
+            reset_iteration(cast(nn.Module, self._root))
+            return None
+        output = end_root_forward(self._root, output)
+        if not self._gathered_before:
+            self._root.reshard()
+        return output
+
+
+def _uses_root(module: nn.Module) -> bool:
+    """Whether a module or one inside of it, units left out, has parameters."""
+    if isinstance(module, FSDPModule):
+        return False
+    own = next(module.parameters(recurse=False), None)
+    return own is not None or any(map(_uses_root, module.children()))
 
 
 class ManualForward:

@@ -1,0 +1,151 @@
+"""Refuse, before the first step, what does not work on a sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn, optim
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+
+from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units, uses_hsdp
+
+__all__ = [
+    "check_callbacks",
+    "check_fully_sharded",
+    "check_loss",
+    "check_optimizer",
+    "check_shardable",
+]
+
+_WRAPPERS = (FullyShardedDataParallel, DistributedDataParallel, DataParallel)
+
+# Their updates need operations that torch does not have for DTensors.
+_UNSUPPORTED_OPTIMIZERS = (optim.Adafactor, optim.LBFGS, optim.Rprop, optim.SparseAdam)
+_UNSUPPORTED_IF_FUSED = (optim.Adagrad, optim.SGD)
+
+
+def check_shardable(root: nn.Module) -> None:
+    """Refuse, before anything is changed, what FSDP2 cannot shard.
+
+    Raises:
+        TypeError: A submodule is wrapped by FSDP1, DDP or DataParallel.
+        ValueError: A parameter is a scalar or lazily initialised.
+        NotImplementedError: A unit is sharded over a 2-D mesh (HSDP), or a parameter by tensor
+            parallelism.
+    """
+    for name, module in root.named_modules():
+        if isinstance(module, _WRAPPERS):
+            raise TypeError(
+                f"`{name or 'the LightningModule'}` is wrapped in `{type(module).__name__}`, which "
+                "cannot be combined with FSDP2. Remove the wrapper: the strategy shards the model "
+                "itself, or use `torch.distributed.fsdp.fully_shard` in `configure_model`."
+            )
+    managed: set[int] = set()
+    for name, _, group in fsdp_units(root):
+        if uses_hsdp(group):
+            raise NotImplementedError(
+                f"unit `{name or 'root'}` was sharded with a 2-D mesh (HSDP, or tensor "
+                "parallelism), which this strategy does not offer. Allowed is the 1-D mesh: "
+                "`fully_shard(module, mesh=self.device_mesh['data_parallel'])`; `node_size` gives "
+                "the two levels of communication."
+            )
+        managed.update(id(p.sharded_param) for p in GroupParams(group)())
+    for name, parameter in root.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(
+                f"parameter `{name}` is lazily initialised and has no shape yet. Run the model on "
+                "a small input in `configure_model`, or give the layer its input size."
+            )
+        if isinstance(parameter, DTensor) and id(parameter) not in managed:
+            raise NotImplementedError(
+                f"parameter `{name}` is a DTensor with placements {parameter.placements} that "
+                "`fully_shard` did not make; tensor parallelism is not offered by this strategy. "
+                "Use `ModelParallelStrategy`, or leave the parameter to the strategy."
+            )
+        if parameter.dim() == 0:
+            raise ValueError(
+                f"parameter `{name}` is a scalar, which FSDP2 cannot shard. Make it a tensor of "
+                "shape (1,), for example `nn.Parameter(torch.ones(1))`."
+            )
+
+
+def check_fully_sharded(root: nn.Module) -> None:
+    """Make sure that nothing is left that ranks would update differently.
+
+    Raises:
+        RuntimeError: A parameter belongs to no unit, so its gradient is never reduced.
+    """
+    left = [n for n, p in root.named_parameters() if not isinstance(p, DTensor)]
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise RuntimeError(
+            f"parameter `{left[0]}`{more} was not sharded, so its values would drift apart between "
+            "ranks. This happens with `fully_shard(..., ignored_params=...)` and with parameters "
+            "added after sharding; create all parameters in `__init__` or `configure_model`."
+        )
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Refuse callbacks that handle the parameters as if they were whole.
+
+    Raises:
+        NotImplementedError: One of them is among the callbacks.
+    """
+    for callback in callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise NotImplementedError(
+                f"the callback `{name}` copies the whole module, which a sharded module does not "
+                "allow. Allowed: one rank, or a callback that averages the shards "
+                "(`module.parameters()`) after each step."
+            )
+        if isinstance(callback, ModelPruning):
+            raise NotImplementedError(
+                f"the callback `{name}` replaces parameters while the run goes on, which a sharded "
+                "module does not allow. Allowed: one rank, or `torch.nn.utils.prune` in "
+                "`configure_model`, which runs before sharding and keeps its masks."
+            )
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose first step on sharded parameters would fail.
+
+    Raises:
+        NotImplementedError: It is one of those.
+    """
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if isinstance(optimizer, _UNSUPPORTED_OPTIMIZERS):
+        what = f"`{type(optimizer).__name__}`"
+    elif isinstance(optimizer, _UNSUPPORTED_IF_FUSED) and fused:
+        what = f"`{type(optimizer).__name__}(fused=True)`"
+    else:
+        return
+    raise NotImplementedError(
+        f"{what} does not work on parameters that are sharded over ranks: torch has no sharded "
+        "version of its operations. Use AdamW, Adam, NAdam, RAdam, Adamax, Adadelta, RMSprop, ASGD "
+        "or Muon, or SGD or Adagrad without `fused`; `QuantizedPrecision` makes the states of Adam "
+        "and AdamW as small as a quarter. Or run on one rank."
+    )
+
+
+def check_loss(loss: Tensor) -> None:
+    """Refuse a loss that was computed from parameters that are sharded at that time.
+
+    Raises:
+        RuntimeError: The loss is a DTensor.
+    """
+    if isinstance(loss, DTensor):
+        raise RuntimeError(
+            "the loss is a DTensor: something like `sum(p.pow(2).sum() for p in self.parameters())`"
+            " entered it, but in a step only the parameters of the root are whole, all others are "
+            "shards. Give the optimizer `weight_decay`; any other penalty on weights enters through "
+            "its gradient, in the hook `on_before_optimizer_step`, where parameters and gradients "
+            "are shards alike: `p.grad.add_(p.detach(), alpha=2 * strength)` for every `p` of "
+            "`self.parameters()` that has a `p.grad`."
+        )

@@ -1,0 +1,66 @@
+"""Gradients between backward and the optimizer: when they are reduced, and whether they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from lq_lightning._compat.lightning import accumulation_window
+from lq_lightning._compat.modules import discard_unreduced_gradients
+from lq_lightning._compat.tensors import local_tensor
+
+__all__ = ["DeferredReduction", "gradients_are_finite"]
+
+
+class DeferredReduction:
+    """Keeps gradients of a sharded module unreduced in all but the last backward of a window.
+
+    Args:
+        module: Sharded.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        """Drop what an interrupted run left in the module."""
+        self._module = module
+        self._pending = False  # gradients that no backward has reduced yet, so no `zero_grad` finds
+        discard_unreduced_gradients(module)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward after which another one of the same window follows."""
+        root = cast(FSDPModule, self._module)
+        root.set_requires_gradient_sync(False)
+        self._pending = True
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+
+    def start_batch(self, trainer: Trainer) -> None:
+        """Drop what an interrupted window left, as ``zero_grad`` does without sharding."""
+        automatic = self._module.automatic_optimization
+        if self._pending and automatic and accumulation_window(trainer).first:
+            discard_unreduced_gradients(self._module)
+            self._pending = False
+
+    def finish_window(self) -> None:
+        """Note that an optimizer step used the gradients."""
+        self._pending = False
+
+
+def gradients_are_finite(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether all gradients of an optimizer are finite, on all ranks of the default group."""
+    gradients = [p.grad for g in optimizer.param_groups for p in g["params"]]
+    local = [local_tensor(g) for g in gradients if g is not None]
+    largest = torch.nn.utils.get_total_norm([g for g in local if g.numel()], float("inf"))
+    bad = (~torch.isfinite(largest)).to(device, torch.int32)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+    return not bad.item()

@@ -1,0 +1,93 @@
+"""Checks of the strategies' options, which name the value, what is allowed and what to do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = [
+    "check_backend",
+    "check_count",
+    "check_flag",
+    "check_option_names",
+    "check_timeout",
+]
+
+
+def check_option_names(cls: type, given: Mapping[str, Any]) -> None:
+    """Name unknown options together with the known ones.
+
+    Raises:
+        TypeError: ``cls.__init__`` has no such option.
+    """
+    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    unknown = [name for name in given if name not in parameters]
+    if unknown:
+        allowed = ", ".join(name for name in parameters if name != "self")
+        raise TypeError(
+            f"`{cls.__name__}` has no option `{unknown[0]}={given[unknown[0]]!r}`. "
+            f"Options are: {allowed}."
+        )
+
+
+def _refused(owner: str, name: str, value: object, allowed: str) -> ValueError:
+    return ValueError(f"`{owner}({name}={value!r})` is not supported: give {allowed}.")
+
+
+def check_flag(owner: str, name: str, value: object) -> None:
+    """Refuse what is no bool, such as the string ``"no"``, which Python takes for true.
+
+    Raises:
+        ValueError: ``value`` is something else.
+    """
+    if not isinstance(value, bool):
+        raise _refused(owner, name, value, "True or False")
+
+
+def check_count(owner: str, name: str, value: object, least: int) -> None:
+    """Refuse what is no whole number of at least ``least``.
+
+    Raises:
+        ValueError: ``value`` is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise _refused(owner, name, value, f"a whole number of {least} or more")
+
+
+def check_timeout(owner: str, timeout: object) -> timedelta | None:
+    """Take seconds for a ``timedelta``; ``None`` leaves the choice to torch.
+
+    Raises:
+        ValueError: ``timeout`` is not positive, or something else.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout > 0:
+        return timedelta(seconds=timeout)
+    if isinstance(timeout, timedelta) and timeout > timedelta(0):
+        return timeout
+    allowed = "a positive number of seconds, a `datetime.timedelta`, or None"
+    raise _refused(owner, "timeout", timeout, allowed)
+
+
+def check_backend(owner: str, backend: object) -> None:
+    """Refuse what names no backend of ``torch.distributed``.
+
+    Raises:
+        ValueError: ``backend`` is neither ``None`` nor such a name, or "device:name" pairs of them.
+    """
+    known = dist.Backend.backend_list
+    name = "process_group_backend"
+    allowed = f"one of {', '.join(map(repr, known[1:]))}, pairs such as 'cpu:gloo,cuda:nccl', or None"
+    if backend is None:
+        return
+    if not isinstance(backend, str):
+        raise _refused(owner, name, backend, allowed)
+    if any(part.rpartition(":")[2].lower() not in known for part in backend.split(",")):
+        raise _refused(owner, name, backend, allowed)

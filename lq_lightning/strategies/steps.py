@@ -1,0 +1,240 @@
+"""The half of the strategies that runs steps: forward, backward, optimizers, evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from lq_lightning._compat.modules import reset_iteration
+from lq_lightning.checkpoint.strategy import CheckpointingStrategy
+from lq_lightning.foundation.broadcast import broadcast_module_states
+from lq_lightning.plugins import FullyShardedPrecision
+from lq_lightning.strategies.checks import check_loss
+from lq_lightning.strategies.failures import (
+    LostRankError,
+    explain_lost_rank,
+    explain_sharded_use,
+    is_lost_rank,
+    lost_rank_error,
+)
+from lq_lightning.strategies.gradients import DeferredReduction, gradients_are_finite
+from lq_lightning.strategies.root_forward import ManualForward, root_forward
+from lq_lightning.strategies.sharding import ShardedModule, sharded
+from lq_lightning.strategies.stop_signal import StopSignal
+
+__all__ = ["SteppingStrategy"]
+
+
+class SteppingStrategy(CheckpointingStrategy):
+    """The step half of :class:`FullyShardedStrategy`, which sets what is declared here."""
+
+    _attached_module: LightningModule | None
+    _reduce_every_microbatch: bool
+    _skip_nonfinite_steps: bool
+    _stop_signal: StopSignal | None = None
+    _deferred: DeferredReduction | None = None
+    num_skipped_steps = 0
+
+    # --- for subclasses -----------------------------------------------------------------------
+
+    def after_optimizer_step(self) -> None:
+        """Called after every optimizer step that was not skipped."""
+
+    def after_skipped_step(self) -> None:
+        """Called on all ranks after an optimizer step was left out."""
+
+    def on_step_error(self) -> None:
+        """Called after an error in a step method or backward, before FSDP2's state is reset."""
+
+    # --- forward ------------------------------------------------------------------------------
+
+    @property
+    def _sharded(self) -> ShardedModule | None:
+        return sharded(self._attached_module)
+
+    @property
+    def _manual(self) -> ManualForward | None:
+        return None if self._sharded is None else self._sharded.manual
+
+    @contextmanager
+    def _guard(self) -> Generator[None, None, None]:
+        """Leave FSDP2 usable after an error (such as out of memory), explain a lost rank."""
+        with explain_lost_rank(self.global_rank, self.world_size):
+            try:
+                yield
+            except Exception as error:
+                if self._is_sharded and not is_lost_rank(error):
+                    self.on_step_error()
+                    reset_iteration(self._require_module())
+                raise
+
+    @contextmanager
+    def root_forward(self) -> Generator[None, None, None]:
+        """Keep the root's own parameters gathered for several calls outside of the step methods.
+
+        A hook may call submodules without it, as in ``self.net(x)``, and each call gathers what it
+        needs. This gathers once for all of them, for example around ``self.model.generate(...)``,
+        and for code that reads parameters of the root without a call. All ranks together, without
+        gradients; harmless where nothing is sharded.
+        """
+        with root_forward(cast(FSDPModule, self._attached_module)) if self._is_sharded else _NOTHING:
+            yield
+
+    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._guard():
+            result = step(*args, **kwargs)
+        if self._is_sharded:
+            self._show_shards()  # as hooks get them while training; FSDP2 keeps the root gathered
+        return result
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``training_step`` as a forward of the root unit."""
+        manual = self._manual
+        with self._guard(), nullcontext() if manual is None else manual.step():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``validation_step`` as a forward of the root unit."""
+        return self._evaluate(super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``test_step`` as a forward of the root unit."""
+        return self._evaluate(super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``predict_step`` as a forward of the root unit."""
+        return self._evaluate(super().predict_step, *args, **kwargs)
+
+    # --- backward -----------------------------------------------------------------------------
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Check the loss; end the forward in front of a ``manual_backward``."""
+        if self._is_sharded:
+            check_loss(closure_loss)
+        if self._manual is not None:
+            self._manual.before_backward(closure_loss)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Gather again for what follows a ``manual_backward``."""
+        if self._manual is not None:
+            self._manual.after_backward()
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Backward, with an explanation if another rank is lost."""
+        with self._guard():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate gradients of the backward passes inside without reducing them.
+
+        Lightning enters it for all but the last micro-batch of ``accumulate_grad_batches``. With
+        manual optimization write ``with self.trainer.strategy.block_backward_sync():`` around
+        ``self.manual_backward(loss)`` in all but the last micro-batch.
+        """
+        defer = self._deferred is not None and not self._reduce_every_microbatch
+        with self._deferred.backward() if defer else _NOTHING:
+            yield
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Drop what an interrupted accumulation left."""
+        if self._deferred is not None:
+            self._deferred.start_batch(self._require_module().trainer)
+
+    def on_train_end(self) -> None:
+        """Stop all ranks after a signal that no batch followed."""
+        if self._stop_signal is not None:
+            self._stop_signal.finish()
+
+    # --- optimizer ----------------------------------------------------------------------------
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure (forward and backward) and step, unless gradients are not finite."""
+        manual = self._manual
+        run = closure if manual is None else _then(closure, manual.before_update)
+        with explain_lost_rank(self.global_rank, self.world_size):
+            if self._skip_nonfinite_steps:
+                result, stepped = self._step_if_finite(optimizer, run, **kwargs)
+            else:
+                result, stepped = super().optimizer_step(optimizer, run, model, **kwargs), True
+            if self._deferred is not None:
+                self._deferred.finish_window()
+            if stepped:
+                self.after_optimizer_step()
+            if manual is not None:
+                manual.after_update()
+        return result
+
+    def _step_if_finite(
+        self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
+    ) -> tuple[Any, bool]:
+        precision = cast(FullyShardedPrecision, self.precision_plugin)
+        result = precision.run_closure(self._require_module(), optimizer, closure)
+        if gradients_are_finite(optimizer, self.root_device):
+            optimizer.step(**kwargs)
+            return result, True
+        self.num_skipped_steps += 1
+        optimizer.zero_grad()
+        self.after_skipped_step()
+        rank_zero_warn(
+            "optimizer step skipped because of infinite or NaN gradients "
+            f"({self.num_skipped_steps} so far); disable with `skip_nonfinite_steps=False`"
+        )
+        return result, False
+
+    # --- evaluation, errors -------------------------------------------------------------------
+
+    def _share_buffers(self) -> None:
+        if self._is_sharded and self.world_size > 1:
+            broadcast_module_states(self._require_module(), parameters=False)
+
+    def on_validation_start(self) -> None:
+        """Evaluate with the same buffers (such as running statistics) on all ranks."""
+        self._share_buffers()
+
+    def on_test_start(self) -> None:
+        """Evaluate with the same buffers on all ranks."""
+        self._share_buffers()
+
+    def on_predict_start(self) -> None:
+        """Predict with the same buffers on all ranks."""
+        self._share_buffers()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say which rank failed and whether another one is the cause, or explain a use of shards.
+
+        Raises:
+            LostRankError: A collective outside of the steps lost its peer.
+        """
+        explained = isinstance(exception, LostRankError)
+        if self.world_size > 1 and is_lost_rank(exception) and not explained:
+            raise lost_rank_error(exception, self.global_rank, self.world_size) from exception
+        if self._is_sharded:
+            explain_sharded_use(exception)
+
+
+_NOTHING = nullcontext()
+
+
+def _then(first: Callable[[], Any], second: Callable[[], None]) -> Callable[[], Any]:
+    def both() -> Any:
+        result = first()
+        second()
+        return result
+
+    return both

@@ -1,0 +1,218 @@
+"""Choose the modules of a model that are gathered and freed as one piece."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+__all__ = ["ShardingPlan", "UnitSelector", "check_selector", "find_units"]
+
+UnitSelector = Sequence[str] | Callable[[nn.Module], bool] | None
+"""Class names of the units, or a predicate over modules, or ``None`` to find repeated blocks."""
+
+
+class ShardingPlan(NamedTuple):
+    """Which modules are gathered and freed as one piece.
+
+    Attributes:
+        units: Names of the units, innermost first; the root comes on top of them.
+        source: How they were found.
+        kept_in_root: ``(name, reason)`` of modules that looked like units but stay in the root.
+        candidates: Classes that ``units`` could name, largest modules first, if there are no units.
+    """
+
+    units: tuple[str, ...]
+    source: str
+    kept_in_root: tuple[tuple[str, str], ...] = ()
+    candidates: tuple[str, ...] = ()
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        lines = [self._found()]
+        lines += [f"`{name}` stays in the root: {reason}" for name, reason in self.kept_in_root]
+        return "\n".join(lines)
+
+    def _found(self) -> str:
+        if self.units:
+            shown = ", ".join(self.units[:4]) + (", ..." if len(self.units) > 4 else "")
+            return f"{len(self.units)} units from {self.source}: {shown}"
+        advice = "no module of it could be a unit"
+        if self.candidates:
+            advice = f"name the classes of its large parts, such as `units={[self.candidates[0]]}`"
+            if len(self.candidates) > 1:
+                advice += f" (there are: {', '.join(self.candidates[:8])})"
+        return (
+            f"0 units from {self.source}: the whole model is gathered at once, which takes its full "
+            f"size in memory and overlaps with nothing. If that is too much, {advice}."
+        )
+
+
+def find_units(root: nn.Module, units: UnitSelector = None) -> ShardingPlan:
+    """Choose the modules of ``root`` that become FSDP2 units.
+
+    In order: modules that already are FSDP2 units; what ``units`` selects; the
+    ``_no_split_modules`` of Hugging Face models inside; repeated blocks, which are the direct
+    children of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that have parameters in
+    submodules of their own, two or more of a class. A module without such submodules (a lone
+    ``Linear``) is never found automatically, nor is one inside of another that was, and one that
+    shares a parameter with something outside stays in the root.
+
+    Raises:
+        ValueError: ``units`` selects nothing, a container without ``forward``, or the root itself.
+        TypeError: ``units`` is neither a sequence of names nor a callable.
+    """
+    named = {name: module for name, module in root.named_modules() if name}
+    existing = tuple(name for name, module in named.items() if isinstance(module, FSDPModule))
+    if existing or isinstance(root, FSDPModule):
+        return ShardingPlan(_innermost_first(existing), "`configure_model`")
+    if units is not None:
+        chosen, source = _select(root, named, units), "the `units` option"
+    elif classes := _no_split_classes(root):
+        chosen = _outermost([n for n, m in named.items() if type(m).__name__ in classes])
+        source = f"`_no_split_modules` ({', '.join(sorted(classes))})"
+        if not chosen:
+            chosen, source = list(_repeated_blocks(root, "")), "repeated blocks"
+    else:
+        chosen, source = list(_repeated_blocks(root, "")), "repeated blocks"
+    kept = _sharing(root, chosen)
+    chosen = [name for name in chosen if name not in kept and _has_parameters(named[name])]
+    candidates = () if chosen else _candidates(root, named)
+    return ShardingPlan(_innermost_first(chosen), source, tuple(kept.items()), candidates)
+
+
+def _outermost(names: Sequence[str]) -> list[str]:
+    """Leave out what is inside of another, as the mixers that Mamba lists beside its blocks."""
+    return [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
+
+
+def _candidates(root: nn.Module, named: dict[str, nn.Module]) -> tuple[str, ...]:
+    half = sum(p.numel() for p in root.parameters()) / 2
+    sizes: dict[str, int] = {}
+    for module in named.values():
+        numel = sum(p.numel() for p in module.parameters())
+        if 0 < numel <= half and not _is_silent_container(module):
+            name = type(module).__name__
+            sizes[name] = max(sizes.get(name, 0), numel)
+    return tuple(sorted(sizes, key=lambda name: -sizes[name]))
+
+
+def _innermost_first(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=lambda name: -name.count(".")))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _is_silent_container(module: nn.Module) -> bool:
+    return (
+        isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        and type(module).forward is nn.Module.forward
+    )
+
+
+def check_selector(units: object) -> None:
+    """Refuse what can select no modules.
+
+    Raises:
+        TypeError: ``units`` is neither ``None``, nor a sequence of names, nor a callable.
+    """
+    named = isinstance(units, Sequence) and not isinstance(units, str)
+    if not (units is None or callable(units) or (named and all(isinstance(u, str) for u in units))):
+        raise TypeError(
+            f"`units={units!r}` is not supported: give a list of class names such as ['Block'], or "
+            "a function that takes a module and returns whether it is a unit."
+        )
+
+
+def _select(root: nn.Module, named: dict[str, nn.Module], units: UnitSelector) -> list[str]:
+    check_selector(units)
+    present = Counter(type(m).__name__ for m in named.values() if _has_parameters(m))
+    known = ", ".join(sorted(present))
+    if callable(units):
+        chosen = [name for name, module in named.items() if units(module)]
+        if not chosen:
+            raise ValueError(
+                f"`units` selects no module of `{type(root).__name__}`. Its submodules have the "
+                f"classes: {known}."
+            )
+    else:
+        unknown = [name for name in units if name not in present]
+        if unknown:
+            raise ValueError(
+                f"`units={list(units)}`: `{type(root).__name__}` has no submodule of class "
+                f"{unknown}. Its submodules have the classes: {known}."
+            )
+        chosen = [name for name, module in named.items() if type(module).__name__ in units]
+    for name in chosen:
+        if _is_silent_container(named[name]):
+            raise ValueError(
+                f"`units` selects `{name}`, a {type(named[name]).__name__} without `forward`, "
+                "which cannot be a unit because nothing calls it. Select its children."
+            )
+    return chosen
+
+
+def _no_split_classes(root: nn.Module) -> set[str]:
+    classes: set[str] = set()
+    for module in root.modules():
+        names = getattr(module, "_no_split_modules", None)
+        if isinstance(names, (list, tuple, set)):
+            classes.update(str(name) for name in names)
+    return classes
+
+
+def _repeated_blocks(module: nn.Module, name: str) -> Iterator[str]:
+    children = dict(module.named_children())
+    found: set[str] = set()
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        by_class: dict[type, list[str]] = defaultdict(list)
+        for key, child in children.items():
+            if _is_block(child):
+                by_class[type(child)].append(key)
+        for keys in by_class.values():
+            if len(keys) > 1:
+                found.update(keys)
+    for key, child in children.items():
+        full = f"{name}.{key}" if name else key
+        if key in found:
+            yield full
+        else:
+            yield from _repeated_blocks(child, full)
+
+
+def _is_block(module: nn.Module) -> bool:
+    return not _is_silent_container(module) and any(_has_parameters(c) for c in module.children())
+
+
+def _sharing(root: nn.Module, chosen: Sequence[str]) -> dict[str, str]:
+    """Chosen units that share a parameter with a module outside of them, and with which.
+
+    A second name for a whole unit is no sharing: whoever calls it calls the unit.
+    """
+    unit_names = {id(root.get_submodule(name)): name for name in chosen}
+    modules = dict(root.named_modules(remove_duplicate=False))
+    homes: dict[int, dict[str, str]] = defaultdict(dict)  # parameter -> {unit name: parameter name}
+    for path, module in modules.items():
+        for key, parameter in module.named_parameters(recurse=False):
+            unit = _innermost_unit(path, modules, unit_names)
+            homes[id(parameter)].setdefault(unit, f"{path}.{key}" if path else key)
+    kept: dict[str, str] = {}
+    for places in homes.values():
+        for unit, name in places.items():
+            other = next((n for u, n in places.items() if u != unit), None)
+            if unit and other is not None:
+                kept.setdefault(unit, f"`{name}` is shared with `{other}`")
+    return kept
+
+
+def _innermost_unit(path: str, modules: dict[str, nn.Module], unit_names: dict[int, str]) -> str:
+    while path:
+        if id(modules[path]) in unit_names:
+            return unit_names[id(modules[path])]
+        path = path.rpartition(".")[0]
+    return ""
