@@ -121,7 +121,7 @@ def check_precision_with(strategy: type[Strategy], check: Callable[[str], None])
         elif connector._precision_plugin_flag is None:
             check(connector._precision_flag)
 
-    _AcceleratorConnector._validate_precision_choice = validate  # type: ignore[method-assign]
+    _AcceleratorConnector._validate_precision_choice = validate  # type: ignore[assignment, method-assign]
 
 
 def convert_floating(data: Any, dtype: torch.dtype) -> Any:

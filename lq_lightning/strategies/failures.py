@@ -74,7 +74,9 @@ def explain_lost_rank(rank: int, world_size: int) -> Iterator[None]:
 
 def explain_sharded_use(error: BaseException) -> None:
     """Put what to do in front of torch's message about an operation on sharded parameters."""
-    if not isinstance(error, (RuntimeError, NotImplementedError)) or not _SHARDED.search(str(error)):
+    if not isinstance(error, (RuntimeError, NotImplementedError)) or not _SHARDED.search(
+        str(error)
+    ):
         return
     error.args = (
         "an operation got a parameter, gradient or optimizer state that is sharded over the ranks "

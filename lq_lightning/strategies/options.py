@@ -84,7 +84,9 @@ def check_backend(owner: str, backend: object) -> None:
     """
     known = dist.Backend.backend_list
     name = "process_group_backend"
-    allowed = f"one of {', '.join(map(repr, known[1:]))}, pairs such as 'cpu:gloo,cuda:nccl', or None"
+    allowed = (
+        f"one of {', '.join(map(repr, known[1:]))}, pairs such as 'cpu:gloo,cuda:nccl', or None"
+    )
     if backend is None:
         return
     if not isinstance(backend, str):

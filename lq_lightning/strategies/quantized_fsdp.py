@@ -184,8 +184,9 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
     @property
     def communication(self) -> QuantizedCommunication | None:
         """The quantized collectives in use; ``None`` on one rank, before ``setup``, or if off."""
-        extra: QuantizedCommunication | None = None if self._sharded is None else self._sharded.extra
-        return extra
+        record = self._sharded
+        communication: QuantizedCommunication | None = None if record is None else record.extra
+        return communication
 
     def topology(self) -> Topology:
         """Ranks and nodes of this run.
@@ -241,15 +242,9 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         )
         if gradients is not None:
             _warn_of_options_without_effect(gradients, communication)
-        rank_zero_info(communication.plan.summary())
-        exact = communication.plan.full_precision
-        if exact:
-            rank_zero_warn(
-                f"{len(exact)} of {len(communication.plan.tensors)} tensors travel in full "
-                f"precision ({sum(t.numel for t in exact):,} of "
-                f"{sum(t.numel for t in communication.plan.tensors):,} elements); "
-                "`trainer.strategy.communication.plan` gives the reason for each."
-            )
+        plan = communication.plan
+        tell = rank_zero_warn if plan.full_precision else rank_zero_info
+        tell(plan.summary())
         return communication
 
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -63,8 +63,9 @@ def root_forward(root: FSDPModule) -> Iterator[None]:
 class SubmoduleCalls:
     """Gathers the root's parameters for a call of a submodule outside of the root's forward.
 
-    A hook may then call ``self.net(x)`` as on a single device, on all ranks. Nothing is done inside
-    of a step, nor for modules inside of a unit, which gathers what they need when it is called.
+    A hook may then call ``self.net(x)`` as on a single device, on all ranks. Nothing is done while
+    they are gathered, as in a step, nor for modules inside of a unit, which gathers what they need
+    when it is called.
 
     Args:
         root: A sharded LightningModule.
@@ -79,7 +80,6 @@ class SubmoduleCalls:
         self._context = context
         self._caller: nn.Module | None = None  # the submodule that was called from outside
         self._depth = 0  # of the caller calling itself
-        self._gathered_before = False
         self._exit = ExitStack()
         for child in root.children():
             self._follow(child)
@@ -96,8 +96,7 @@ class SubmoduleCalls:
     def _before(self, module: nn.Module, args: Any) -> None:
         if self._caller is not None:
             self._depth += module is self._caller
-        elif is_root_idle(self._root):
-            self._gathered_before = is_gathered(self._root)
+        elif is_root_idle(self._root) and not is_gathered(self._root):
             begin_root_forward(self._root)
             self._exit.enter_context(self._context())
             self._caller, self._depth = module, 1
@@ -114,8 +113,7 @@ class SubmoduleCalls:
             reset_iteration(cast(nn.Module, self._root))
             return None
         output = end_root_forward(self._root, output)
-        if not self._gathered_before:
-            self._root.reshard()
+        self._root.reshard()
         return output
 
 

@@ -114,9 +114,7 @@ def shard(
     if several:
         broadcast_module_states(module, parameters=True)
     plan = find_units(module, sharding.units)
-    shard_module(
-        module, plan, sharding.mesh, sharding.precision, sharding.reshard_after_forward
-    )
+    shard_module(module, plan, sharding.mesh, sharding.precision, sharding.reshard_after_forward)
     _materialize(module, sharding.device)
     if several:
         broadcast_module_states(module, parameters=False)

@@ -84,7 +84,8 @@ class SteppingStrategy(CheckpointingStrategy):
         and for code that reads parameters of the root without a call. All ranks together, without
         gradients; harmless where nothing is sharded.
         """
-        with root_forward(cast(FSDPModule, self._attached_module)) if self._is_sharded else _NOTHING:
+        root = cast(FSDPModule, self._attached_module)
+        with root_forward(root) if self._is_sharded else _NOTHING:
             yield
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -141,8 +142,8 @@ class SteppingStrategy(CheckpointingStrategy):
         manual optimization write ``with self.trainer.strategy.block_backward_sync():`` around
         ``self.manual_backward(loss)`` in all but the last micro-batch.
         """
-        defer = self._deferred is not None and not self._reduce_every_microbatch
-        with self._deferred.backward() if defer else _NOTHING:
+        deferred = None if self._reduce_every_microbatch else self._deferred
+        with _NOTHING if deferred is None else deferred.backward():
             yield
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

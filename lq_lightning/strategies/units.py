@@ -115,21 +115,27 @@ def _is_silent_container(module: nn.Module) -> bool:
     )
 
 
-def check_selector(units: object) -> None:
+def check_selector(units: UnitSelector) -> None:
     """Refuse what can select no modules.
 
     Raises:
         TypeError: ``units`` is neither ``None``, nor a sequence of names, nor a callable.
     """
-    named = isinstance(units, Sequence) and not isinstance(units, str)
-    if not (units is None or callable(units) or (named and all(isinstance(u, str) for u in units))):
+    if units is None or callable(units):
+        return
+    names = isinstance(units, Sequence) and not isinstance(units, str)
+    if not names or not all(isinstance(name, str) for name in units):
         raise TypeError(
             f"`units={units!r}` is not supported: give a list of class names such as ['Block'], or "
             "a function that takes a module and returns whether it is a unit."
         )
 
 
-def _select(root: nn.Module, named: dict[str, nn.Module], units: UnitSelector) -> list[str]:
+def _select(
+    root: nn.Module,
+    named: dict[str, nn.Module],
+    units: Sequence[str] | Callable[[nn.Module], bool],
+) -> list[str]:
     check_selector(units)
     present = Counter(type(m).__name__ for m in named.values() if _has_parameters(m))
     known = ", ".join(sorted(present))

@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lq_testing import RankError, run_ranks
 from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from lq_lightning import QuantizedFSDPStrategy
 from lq_lightning.strategies.failures import LostRankError, explain_lost_rank
@@ -95,8 +97,12 @@ def test_other_errors_pass_through() -> None:
 
 
 class Wrapped(TinyModule):
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.wrap = wrap
+
     def configure_model(self) -> None:
-        self.net.head = FullyShardedDataParallel(self.net.head, device_id=torch.device("cpu"))
+        self.net.head = self.wrap(self.net.head)
 
 
 class Scalar(TinyModule):
@@ -105,10 +111,22 @@ class Scalar(TinyModule):
         self.temperature = nn.Parameter(torch.tensor(1.0))
 
 
+class ScalarOnMeta(Scalar):
+    """What `trainer.init_module(empty_init=True)` gives: its values do not exist yet."""
+
+    def __init__(self) -> None:
+        with torch.device("meta"):
+            super().__init__()
+
+
 def _before_the_first_step(rank: int, world_size: int, root: str) -> None:
+    fsdp1 = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
     for module, error, message in (
-        (Wrapped(), TypeError, r"`net.head` is wrapped by FSDP1.*fully_shard"),
+        (Wrapped(fsdp1), TypeError, r"`net.head` is wrapped in `FullyShardedD.*fully_shard"),
+        (Wrapped(DistributedDataParallel), TypeError, r"in `DistributedDataP.*Remove the wrapper"),
+        (Wrapped(nn.DataParallel), TypeError, r"in `DataParallel`.*Remove the wrapper"),
         (Scalar(), ValueError, r"`temperature` is a scalar"),
+        (ScalarOnMeta(), ValueError, r"`temperature` is a scalar"),
     ):
         losses = Losses()
         with pytest.raises(error, match=message):

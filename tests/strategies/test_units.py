@@ -22,7 +22,8 @@ from lq_lightning import (
     QuantizedFSDPStrategy,
     WeightQuantization,
 )
-from lq_lightning.strategies.sharding import check_shardable, find_units
+from lq_lightning.strategies.checks import check_shardable
+from lq_lightning.strategies.units import find_units
 
 
 def test_repeated_blocks_are_found() -> None:
@@ -136,7 +137,7 @@ def test_scalar_and_lazy_parameters_are_named() -> None:
             r"gradients='TLQ'.*'auto', 'TLq-HS', 'TLq', 'ULq', 'QuanGrad', 'none'",
         ),
         ({"replica": "rank"}, r"replica='rank'.*'auto', 'full', 'node'"),
-        ({"on_drift": "ignore"}, r"on_drift='ignore'.*'resync' or 'raise'"),
+        ({"on_drift": "ignore"}, r"on_drift='ignore'.*'resync', 'raise'"),
         ({"node_size": 0}, r"node_size=0.*1 or more"),
         ({"min_quantized_numel": 0}, r"min_quantized_numel=0.*1 or more"),
         ({"check_replicas_every_n_steps": -1}, r"check_replicas_every_n_steps=-1.*0 or more"),

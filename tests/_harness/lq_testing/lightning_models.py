@@ -81,7 +81,7 @@ def quiet() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
-    warnings.filterwarnings("ignore", message=".*tensors travel in full precision.*")
+    warnings.filterwarnings("ignore", message="(?s)weights: .*gradients: ")  # the plan
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
 
 
