@@ -10,6 +10,7 @@ import sys
 import textwrap
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric
 
 from lq_lightning import QuantizedFSDPStrategy
+from lq_lightning._compat.modules import _reset_root
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -190,23 +192,40 @@ def test_item_14_cpu_offload(tmp_path: Path) -> None:
 
 
 class Fails(TinyModule):
-    """Raises once, in the middle of the forward of all ranks."""
+    """Raises once on all ranks, in the middle of a forward or backward."""
 
-    failed = False
+    failing = ""
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(tokens)
-        if batch_idx == 2 and not self.failed:
-            self.failed = True
+        if batch_idx < 2 or not self.failing:
+            loss: Tensor = self.net(tokens)
+            return loss
+        failing, self.failing = self.failing, ""
+        if failing == "forward":
             self.net.blocks[1](torch.ones(1))  # wrong shape
-        return loss
+        embedded = self.net.embed(tokens)
+        embedded.register_hook(_fail)
+        return self.net.head(self.net.blocks[1](self.net.blocks[0](embedded))).sum()
+
+
+def _fail(gradient: Tensor) -> None:
+    raise RuntimeError("in backward")
 
 
 def _after_an_error(rank: int, world_size: int, root: str) -> None:
+    _recover(root)
+    if hasattr(FSDPState, "_reset_iter_state"):  # torch < 2.13 has none
+        del FSDPState._reset_iter_state
+        _recover(root)
+
+
+def _recover(root: str) -> None:
     module = Fails()
-    strategy = QuantizedFSDPStrategy(weights="none", gradients="none")
-    with pytest.raises(RuntimeError, match="normalized_shape"):
-        trainer(strategy, root, accumulate_grad_batches=4).fit(module, loader(64))
+    for failing in ("forward", "backward"):
+        strategy = QuantizedFSDPStrategy(weights="none", gradients="none")
+        module.failing = failing
+        with pytest.raises(RuntimeError, match=r"normalized_shape|in backward"):
+            trainer(strategy, root, accumulate_grad_batches=4).fit(module, loader(64))
     before = {n: p.full_tensor().clone() for n, p in module.named_parameters()}
     module.lr = 0.0  # stale gradients of the interrupted window would show in the norm below
     reference = TinyModule(lr=0.0)
@@ -231,12 +250,49 @@ def _after_an_error(rank: int, world_size: int, root: str) -> None:
     assert alive() is None
 
 
-@pytest.mark.skipif(
-    not hasattr(FSDPState, "_reset_iter_state"),
-    reason="torch < 2.13 cannot forget a forward that an exception ended",
-)
 def test_training_goes_on_after_an_error_and_modules_are_freed(tmp_path: Path) -> None:
     run_trainer(_after_an_error, 2, str(tmp_path))
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["torch 2.11", "torch 2.12"])
+def test_the_reset_of_old_torch_waits_for_what_is_on_its_way(several: bool) -> None:
+    """It has none of its own; the attributes are those of its FSDP2."""
+    waited: list[str] = []
+    stream = SimpleNamespace(wait_event=waited.append)
+    pending = {name: SimpleNamespace(event=name) for name in ("gather", "scatter", "all-reduce")}
+    group = SimpleNamespace(
+        _all_gather_result=SimpleNamespace(all_gather_event="group", all_gather_work=None),
+        _post_reduce_event="post reduce",
+        _all_reduce_state=pending["all-reduce"],
+        _partial_reduce_output=1,
+        _reshard_after_forward_event="reshard",
+        _wait_all_gather_streams_on_event=waited.append,
+        _post_forward_indices=[1],
+        _to_sharded=lambda: waited.append("sharded"),
+    )
+    comm = SimpleNamespace(all_gather_state=pending["gather"], post_forward_order=[group])
+    if several:
+        comm.reduce_scatter_states = [pending["scatter"]]
+    else:
+        comm.reduce_scatter_state = pending["scatter"]
+    context = SimpleNamespace(post_backward_final_callback_queued=True)
+    state = SimpleNamespace(
+        _is_root=True,
+        _comm_ctx=comm,
+        _device_handle=SimpleNamespace(current_stream=lambda: stream),
+        _state_ctx=context,
+        _modules_to_run_forward={1},
+        _fsdp_param_group=group,
+    )
+    context.all_states = [state]
+    _reset_root(state)
+    expected = ["gather", "scatter", "group", "post reduce", "all-reduce", "reshard", "sharded"]
+    assert waited == expected
+    left = [comm.all_gather_state, group._all_gather_result, group._post_reduce_event]
+    assert left + [group._all_reduce_state, group._reshard_after_forward_event] == [None] * 5
+    assert not (comm.reduce_scatter_states if several else comm.reduce_scatter_state)
+    assert not (comm.post_forward_order or group._post_forward_indices)
+    assert not (state._modules_to_run_forward or context.post_backward_final_callback_queued)
 
 
 def _everything_on(rank: int, world_size: int, root: str) -> None:

@@ -1,7 +1,8 @@
-"""Which modules become units, and what is refused; no process group needed."""
+"""Which modules become units, which options are refused; no process group needed."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lq_testing.lightning_models import trainer
 from lq_testing.models import Block, TinyLM
 from torch import nn
 
@@ -96,6 +99,22 @@ def test_no_split_modules_of_transformers_come_first() -> None:
     assert find_units(model).source == "repeated blocks"
 
 
+def test_of_nested_no_split_modules_only_the_outer_ones_are_units() -> None:
+    """As Mamba's, which lists its blocks and the mixers inside of them."""
+    model = TinyLM(layers=2)
+    model._no_split_modules = ["Block", "LayerNorm"]
+    assert find_units(model).units == ("blocks.0", "blocks.1")
+    assert len(find_units(model, ["Block", "LayerNorm"]).units) == 4  # asked for
+
+
+def test_a_model_without_units_gets_advice() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 3), nn.Linear(4, 4))
+    summary = find_units(model).summary()
+    assert summary.startswith("0 units from repeated blocks: the whole model is gathered at once")
+    assert summary.endswith("large parts, such as `units=['Linear']`.")  # not what is most of it
+    assert "no module of it could be" in find_units(nn.Linear(4, 4)).summary()
+
+
 def test_units_option() -> None:
     model = TinyLM(layers=2)
     assert find_units(model, ["Embedding", "Block"]).units == (
@@ -139,13 +158,47 @@ def test_scalar_and_lazy_parameters_are_named() -> None:
         ({"replica": "rank"}, r"replica='rank'.*'auto', 'full', 'node'"),
         ({"on_drift": "ignore"}, r"on_drift='ignore'.*'resync', 'raise'"),
         ({"node_size": 0}, r"node_size=0.*1 or more"),
+        ({"node_size": "1"}, r"node_size='1'.*whole number of 1 or more"),
+        ({"node_size": True}, r"node_size=True.*whole number of 1 or more"),
         ({"min_quantized_numel": 0}, r"min_quantized_numel=0.*1 or more"),
+        ({"min_quantized_numel": 2.5}, r"min_quantized_numel=2.5.*whole number of 1 or more"),
         ({"check_replicas_every_n_steps": -1}, r"check_replicas_every_n_steps=-1.*0 or more"),
+        ({"seed": "x"}, r"seed='x'.*whole number of 0 or more"),
+        ({"reshard_after_forward": "no"}, r"reshard_after_forward='no'.*True or False"),
+        ({"reduce_every_microbatch": 1}, r"reduce_every_microbatch=1.*True or False"),
+        ({"skip_nonfinite_steps": None}, r"skip_nonfinite_steps=None.*True or False"),
+        ({"compile_units": "yes"}, r"compile_units='yes'.*True or False"),
+        ({"save_distributed_checkpoint": 0}, r"save_distributed_checkpoint=0.*True or False"),
+        ({"timeout": 0}, r"timeout=0\).*positive number of seconds, a `datetime.timedelta`"),
+        ({"timeout": timedelta(0)}, r"timeout=datetime.*positive number of seconds"),
+        ({"timeout": "1h"}, r"timeout='1h'.*positive number of seconds"),
+        ({"process_group_backend": "mpi2"}, r"backend='mpi2'.*'gloo', 'nccl'"),
+        ({"process_group_backend": 3}, r"backend=3.*'gloo', 'nccl'"),
     ],
 )
 def test_wrong_option_values_are_explained(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         QuantizedFSDPStrategy(**options)
+
+
+def test_units_of_a_wrong_type_are_refused_at_once() -> None:
+    for wrong in (3, "Block", [Block]):
+        with pytest.raises(TypeError, match="give a list of class names"):
+            QuantizedFSDPStrategy(units=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (60, timedelta(minutes=1)),
+        (0.5, timedelta(seconds=0.5)),
+        (timedelta(hours=1), timedelta(hours=1)),
+        (None, None),
+    ],
+)
+def test_timeout_in_seconds(given: Any, kept: timedelta | None) -> None:
+    assert QuantizedFSDPStrategy(timeout=given)._timeout == kept
+    QuantizedFSDPStrategy(process_group_backend="cpu:gloo,cuda:nccl")
 
 
 def test_unknown_options_are_named_with_the_known_ones() -> None:
@@ -185,6 +238,18 @@ def test_precision_plugins_are_mapped(plugin: Precision, name: str) -> None:
 def test_other_precision_plugins_are_refused(plugin: Precision) -> None:
     with pytest.raises(ValueError, match=r"'32-true', 'bf16-true', 'bf16-mixed'"):
         QuantizedFSDPStrategy().precision_plugin = plugin
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", 16, "16-true", "64-true", "transformer-engine"])
+def test_other_precisions_are_refused_in_the_same_words_by_name_and_object(precision: Any) -> None:
+    for strategy in ("quantized_fsdp", QuantizedFSDPStrategy()):
+        with pytest.raises(ValueError, match=r"`precision='.*'32-true', 'bf16-true', 'bf16-mixed'"):
+            trainer(strategy, ".", devices=1, precision=precision)
+    with pytest.raises(ValueError, match="`ModelParallelStrategy` does not support"):
+        trainer(ModelParallelStrategy(), ".", devices=1, precision="64-true")
+    plugin = FullyShardedPrecision("bf16-true")
+    for strategy in ("quantized_fsdp", QuantizedFSDPStrategy()):
+        assert trainer(strategy, ".", devices=1, plugins=[plugin]).precision == "bf16-true"
 
 
 def test_policy() -> None:

@@ -1,0 +1,93 @@
+"""Which of torch's optimizers work on sharded parameters."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from lq_testing import run_ranks
+from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
+from lq_testing.models import Block
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+from lq_lightning import QuantizedFSDPStrategy
+from lq_lightning.strategies.checks import check_optimizer
+
+NAMES = sorted(
+    name
+    for name, value in vars(torch.optim).items()
+    if inspect.isclass(value) and issubclass(value, Optimizer) and value is not Optimizer
+)
+FUSED = [n for n in NAMES if "fused" in inspect.signature(getattr(torch.optim, n)).parameters]
+REFUSED = {"Adafactor", "LBFGS", "Rprop", "SparseAdam", "Adagrad fused", "SGD fused"}
+
+
+def _steps(case: str, module: nn.Module) -> None:
+    name, *fused = case.split()
+    parameters = [p for p in module.parameters() if name != "Muon" or p.ndim == 2]
+    optimizer = getattr(torch.optim, name)(parameters, **({"fused": True} if fused else {}))
+    check_optimizer(optimizer)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        module(torch.randn(256, 24, generator=generator)).pow(4).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _all(rank: int, world_size: int) -> None:
+    for case in [*NAMES, *(f"{name} fused" for name in FUSED)]:
+        torch.manual_seed(0)
+        sharded, whole = Block(), Block()
+        whole.load_state_dict(sharded.state_dict())
+        fully_shard(sharded)
+        if case in REFUSED:
+            with pytest.raises(NotImplementedError, match="does not work on parameters that are"):
+                _steps(case, sharded)
+            continue
+        start = {name: p.detach().clone() for name, p in whole.named_parameters()}
+        _steps(case, sharded)
+        _steps(case, whole)
+        for (name, mine), expected in zip(
+            sharded.named_parameters(), whole.parameters(), strict=True
+        ):
+            if case == "Muon":  # orthogonalizes in bf16
+                error = (mine.full_tensor() - expected).norm()
+                assert error <= 0.05 * (expected - start[name]).norm()
+            else:
+                torch.testing.assert_close(mine.full_tensor(), expected, msg=case)
+
+
+def test_those_that_are_not_refused_step_like_on_one_device() -> None:
+    run_ranks(_all, 2)
+
+
+class WithOptimizer(TinyModule):
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__()
+        self.make = optimizer
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+def _refused(rank: int, world_size: int, root: str) -> None:
+    losses = Losses()
+    run = trainer(QuantizedFSDPStrategy(), root, devices=world_size, callbacks=[losses])
+    module = WithOptimizer(torch.optim.Adafactor)
+    if world_size == 1:
+        run.fit(module, loader())
+        return
+    with pytest.raises(NotImplementedError, match=r"`Adafactor` .*Use AdamW.*on one rank"):
+        run.fit(module, loader())
+    assert not losses.values
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_refusal_comes_before_the_first_step_and_only_where_parameters_are_sharded(
+    tmp_path: Any, world_size: int
+) -> None:
+    run_ranks(_refused, world_size, str(tmp_path), backend=None, torchrun=True)
