@@ -104,7 +104,7 @@ def is_gathered(module: FSDPModule) -> bool:
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Whether ``torch.compile(inner)`` made the module: its hooks run as they are, not inner ones."""
+    """Whether ``torch.compile(inner)`` made the module, so that only its own hooks run eagerly."""
     return hasattr(module, "_orig_mod")
 
 

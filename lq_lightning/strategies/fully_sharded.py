@@ -209,6 +209,11 @@ class FullyShardedStrategy(SteppingStrategy):
                 f"`accelerator={device!r}` is not supported by `{type(self).__name__}`: choose "
                 "'cpu' or 'cuda'."
             )
+        if device == "cpu" and self._layer_sync is not None and self.world_size > 1:
+            raise ValueError(
+                "`sync_batchnorm=True` needs GPUs, but the accelerator is 'cpu', for which torch "
+                "has no synchronized batch norm: leave it out, or set `accelerator='cuda'`."
+            )
         backend = self._process_group_backend or ""
         if device == "cpu" and "nccl" in backend:
             raise ValueError(

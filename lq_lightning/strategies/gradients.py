@@ -1,4 +1,4 @@
-"""Gradients between backward and the optimizer: when they are reduced, and whether they are used."""
+"""Gradients on their way to the optimizer: when they are reduced, and whether they are used."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ class ShardingPlan(NamedTuple):
             if len(self.candidates) > 1:
                 advice += f" (there are: {', '.join(self.candidates[:8])})"
         return (
-            f"0 units from {self.source}: the whole model is gathered at once, which takes its full "
-            f"size in memory and overlaps with nothing. If that is too much, {advice}."
+            f"0 units from {self.source}: the whole model is gathered at once, which takes its "
+            f"full size in memory and overlaps with nothing. If that is too much, {advice}."
         )
 
 

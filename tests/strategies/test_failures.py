@@ -54,8 +54,9 @@ def _dying(rank: int, world_size: int, root: str, where: str, options: dict[str,
     run.fit(TinyModule(), loader())
 
 
-@pytest.mark.parametrize("where", ["step", "end"])
-@pytest.mark.parametrize("options", [SMALL, {"weights": "none", "gradients": "none"}])
+@pytest.mark.parametrize(
+    ("where", "options"), [("step", SMALL), ("end", {"weights": "none", "gradients": "none"})]
+)
 def test_a_dead_rank_is_named(tmp_path: Path, where: str, options: dict[str, Any]) -> None:
     with pytest.raises(RankError) as error:
         run_trainer(_dying, 2, str(tmp_path), where, options, timeout=60.0)
@@ -67,7 +68,7 @@ def _hanging(rank: int, world_size: int, root: str) -> float:
     run = trainer(QuantizedFSDPStrategy(**SMALL, timeout=timedelta(seconds=3)), root)
     module = TinyModule()
     if rank == 1:
-        module.on_train_batch_start = lambda *args: time.sleep(14)  # type: ignore[method-assign]
+        module.on_train_batch_start = lambda *args: time.sleep(9)  # type: ignore[method-assign]
     start = time.monotonic()
     if rank == 0:
         with pytest.raises(LostRankError, match="rank 0 of 2 lost contact"):
@@ -80,7 +81,7 @@ def _hanging(rank: int, world_size: int, root: str) -> float:
 
 def test_a_hanging_rank_stops_the_others_after_the_timeout(tmp_path: Path) -> None:
     times = run_trainer(_hanging, 2, str(tmp_path), timeout=60.0)
-    assert times[0] < 12  # the timeout, and the start of the run
+    assert times[0] < 9  # the timeout, and the start of the run
 
 
 def test_other_errors_pass_through() -> None:
@@ -134,6 +135,8 @@ def _before_the_first_step(rank: int, world_size: int, root: str) -> None:
         assert not losses.values
     with pytest.raises(ValueError, match=r"no submodule of class \['Blok'\].*Block"):
         trainer(QuantizedFSDPStrategy(units=["Blok"]), root).fit(TinyModule(), loader())
+    with pytest.raises(ValueError, match=r"`sync_batchnorm=True` needs GPUs"):
+        trainer(QuantizedFSDPStrategy(), root, sync_batchnorm=True).fit(TinyModule(), loader())
 
 
 def test_errors_come_before_the_first_step(tmp_path: Path) -> None:

@@ -291,8 +291,9 @@ def test_the_reset_of_old_torch_waits_for_what_is_on_its_way(several: bool) -> N
     left = [comm.all_gather_state, group._all_gather_result, group._post_reduce_event]
     assert left + [group._all_reduce_state, group._reshard_after_forward_event] == [None] * 5
     assert not (comm.reduce_scatter_states if several else comm.reduce_scatter_state)
-    assert not (comm.post_forward_order or group._post_forward_indices)
-    assert not (state._modules_to_run_forward or context.post_backward_final_callback_queued)
+    lists = [comm.post_forward_order, group._post_forward_indices, state._modules_to_run_forward]
+    assert not any(lists)
+    assert not context.post_backward_final_callback_queued
 
 
 def _everything_on(rank: int, world_size: int, root: str) -> None:

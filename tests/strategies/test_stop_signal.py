@@ -67,7 +67,7 @@ def _fit(root: str, gpu: bool, *callbacks: Callback, **options: Any) -> Losses:
         **options,
     )
     try:
-        run.fit(TinyModule(), DataLoader(Same(64), batch_size=4), loader(), **resume)
+        run.fit(TinyModule(), DataLoader(Same(40), batch_size=4), loader(8), **resume)
     except SIGTERMException:
         assert run.received_sigterm
     return losses
@@ -92,11 +92,6 @@ def _stops(rank: int, world_size: int, root: str, where: str, gpu: bool) -> None
     assert first + rest == whole, (first, rest, whole)
 
 
-@pytest.mark.parametrize("where", ["training", "validation"])
-def test_all_ranks_stop_together_and_can_resume(tmp_path: Path, where: str) -> None:
-    run_trainer(_stops, 2, str(tmp_path), where, False)
-
-
 def _stops_at_the_end(rank: int, world_size: int, root: str, where: str, gpu: bool) -> None:
     losses = Losses()
     run = trainer(
@@ -106,14 +101,27 @@ def _stops_at_the_end(rank: int, world_size: int, root: str, where: str, gpu: bo
         callbacks=[losses, Signal(where, rank=1)],
     )
     with pytest.raises(SIGTERMException):
-        run.fit(TinyModule(), loader(), loader())
+        run.fit(TinyModule(), loader(), loader(8))
     assert run.received_sigterm
     assert len(losses.values) == 4
 
 
-@pytest.mark.parametrize("where", ["last batch", "last validation"])
-def test_a_signal_that_no_batch_follows_is_heeded(tmp_path: Path, where: str) -> None:
-    run_trainer(_stops_at_the_end, 2, str(tmp_path), where, False)
+def _tests(root: str, rank: int) -> None:
+    run = trainer(QuantizedFSDPStrategy(**OPTIONS), root, callbacks=[Signal("test", rank)])
+    with pytest.raises(SIGTERMException):
+        run.test(TinyModule(), loader())
+
+
+def _on_cpu(rank: int, world_size: int, root: str) -> None:
+    for where in ("training", "validation"):
+        _stops(rank, world_size, root, where, False)
+    for where in ("last batch", "last validation"):
+        _stops_at_the_end(rank, world_size, root, where, False)
+    _tests(root, rank)  # outside of training each rank stops for itself, as with Lightning
+
+
+def test_all_ranks_stop_together_and_can_resume(tmp_path: Path) -> None:
+    run_trainer(_on_cpu, 2, str(tmp_path), timeout=120.0)
 
 
 def test_a_reduction_is_read_one_batch_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,16 +150,6 @@ def test_gpus_heed_a_signal_at_the_end(tmp_path: Path, where: str) -> None:
 @pytest.mark.gpu(2)
 def test_gpus_stop_together_and_can_resume(tmp_path: Path) -> None:
     run_trainer(_stops, 2, str(tmp_path), "training", True, timeout=200.0)
-
-
-def _tests(rank: int, world_size: int, root: str) -> None:
-    run = trainer(QuantizedFSDPStrategy(**OPTIONS), root, callbacks=[Signal("test", rank)])
-    with pytest.raises(SIGTERMException):
-        run.test(TinyModule(), loader())
-
-
-def test_outside_of_training_a_rank_stops_as_with_lightning(tmp_path: Path) -> None:
-    run_trainer(_tests, 2, str(tmp_path))
 
 
 class NoSynchronization(Callback):
