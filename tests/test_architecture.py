@@ -143,7 +143,41 @@ def _private_violations(source: str, module: str) -> list[str]:
     return found
 
 
+def _foreign_violations(source: str, module: str) -> list[str]:
+    """Private attributes of objects that are not this package's own: `trainer._x`, `group._y`."""
+    if _folder(module) == "_compat":
+        return []
+    return [
+        f"{module}:{node.lineno} uses {ast.unparse(node)}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and _is_private(node.attr)
+        and node.attr not in OWN_PRIVATE_NAMES
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        and ast.unparse(node.value) != "super()"
+    ]
+
+
+def _own_private_names() -> set[str]:
+    """Private attributes, methods and functions that the library defines, and those of tuples."""
+    names = {"_replace", "_asdict", "_fields"}
+    for path in LIBRARY.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id == "self":
+                    names.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+    return names
+
+
+OWN_PRIVATE_NAMES = _own_private_names()
+
+
 CHECKS = {
+    "foreign": _foreign_violations,
     "downward": _downward_violations,
     "lightning": _lightning_violations,
     "private": _private_violations,
@@ -171,6 +205,8 @@ def test_library_keeps_the_import_rules(check: str) -> None:
         ("lightning", "lq_lightning._compat.lightning", "from lightning.pytorch import Trainer"),
         ("private", "lq_lightning.codecs.x", "from torch.distributed._tensor import DTensor"),
         ("private", "lq_lightning.codecs.x", "from torch import _C"),
+        ("foreign", "lq_lightning.strategies.x", "def f(trainer): trainer._signal_connector"),
+        ("foreign", "lq_lightning.data_parallel.x", "x = group.params[0]._unsharded_param"),
         ("private", "lq_lightning.codecs.x", "import torch\ntorch._dynamo.reset()"),
         ("private", "lq_lightning.codecs.x", "import torch.distributed as dist\ndist._x()"),
     ],
@@ -191,6 +227,8 @@ def test_checks_see_violations(check: str, module: str, source: str) -> None:
             "def f():\n  from lightning.pytorch import Trainer",
         ),
         ("private", "lq_lightning.codecs.x", "from __future__ import annotations\nimport torch"),
+        ("foreign", "lq_lightning.strategies.x", "def f(self, row): self._x, row._replace(a=1)"),
+        ("foreign", "lq_lightning._compat.x", "def f(trainer): trainer._signal_connector"),
         ("private", "lq_lightning._compat.x", "from torch.distributed._tensor import DTensor"),
     ],
 )

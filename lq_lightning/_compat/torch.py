@@ -17,6 +17,7 @@ __all__ = [
     "all_linked_by_nvlink",
     "backward_id",
     "inherit_timeout",
+    "note_optimizer_step",
     "reduce_scatter_flat",
     "unflatten_checkpoint",
 ]
@@ -45,6 +46,11 @@ def reduce_scatter_flat(
     """Reduce-scatter a flat buffer: ``input`` is ``[world * output.numel()]``."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(output, input, op=op, group=group)
+
+
+def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let learning-rate schedulers know that the optimizer stepped; they warn if it did not."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def inherit_timeout(mesh: DeviceMesh) -> None:

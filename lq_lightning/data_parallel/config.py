@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lq_lightning.codecs import CodecSpec
+from lq_lightning.codecs.spec import GROUP_SIZES
 from lq_lightning.foundation.checks import check_choice
 from lq_lightning.foundation.topology import Level
 
@@ -67,8 +68,8 @@ class WeightQuantization:
         check_choice(owner, "method", self.method, ("qWD", "qW"))
         check_choice(owner, "replica", self.replica, ("full", "node"))
         check_choice(owner, "rounding", self.rounding, get_args(Rounding))
+        check_choice(owner, "group_size", self.group_size, GROUP_SIZES)
         _check_bits(owner, "bits", self.bits)
-        self.codec()  # group size
 
     def codec(self) -> CodecSpec:
         """Codec of the weight (difference) messages."""
@@ -132,9 +133,14 @@ class GradientQuantization:
         _check_bits(owner, "inter_bits", self.inter_bits)
         if self.vocabulary_bits is not None:
             _check_bits(owner, "vocabulary_bits", self.vocabulary_bits)
+        check_choice(owner, "group_size", self.group_size, GROUP_SIZES)
         check_choice(owner, "hadamard_size", self.hadamard_size, (16, 32, 64, 128))
-        self.codec("intra")
-        self.codec("inter")
+        if self.method == "TLq-HS" and self.hadamard_size > self.group_size:
+            raise ValueError(
+                f"`{owner}(hadamard_size={self.hadamard_size}, group_size={self.group_size})` is "
+                "not supported: the transform must divide the group. Give a `hadamard_size` of at "
+                "most `group_size`."
+            )
 
     def codec(self, level: Level, *, vocabulary: bool = False) -> CodecSpec:
         """Codec of the messages within a node (``"intra"``) or between nodes (``"inter"``).

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lq_lightning._compat.torch import note_optimizer_step
+
 from .base import QuantizedOptimizer, excluded
 from .config import OptimizerQuantization, embedding_weights
 from .optimizers import QuantizedAdam, QuantizedAdamW, QuantizedLion, QuantizedSGD
@@ -117,7 +119,7 @@ def _track_calls(optimizer: Optimizer) -> None:
         this = weak()
         if this is None:
             raise ReferenceError("the optimizer of this step is gone")
-        this._opt_called = True  # type: ignore[attr-defined]
+        note_optimizer_step(this)
         return inner(this, *args, **kwargs)
 
     setattr(step, _SCHEDULER_MARK, True)

@@ -12,7 +12,7 @@ from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQua
         ({"bits": 1}, "bits=1.*2 to 8"),
         ({"bits": 9}, "bits=9.*2 to 8"),
         ({"replica": "rank"}, r"replica='rank'.*'full', 'node'"),
-        ({"group_size": 100}, "group_size"),
+        ({"group_size": 100}, r"WeightQuantization\(group_size=100\).*16, 32, 64"),
         ({"rounding": "up"}, r"WeightQuantization\(rounding='up'\).*'nearest', 'stochastic'"),
     ],
 )
@@ -30,8 +30,8 @@ def test_weight_config_names_the_value(kwargs: dict[str, object], message: str) 
         ({"error_feedback": "false"}, "error_feedback='false'.*True, False"),
         ({"rounding": "Nearest"}, r"GradientQuantization\(rounding='Nearest'\).*'nearest'"),
         ({"hadamard_size": 24}, "hadamard_size=24.*16, 32, 64, 128"),
-        ({"group_size": 16, "hadamard_size": 32}, "hadamard_size"),
-        ({"group_size": 8192}, "group_size"),
+        ({"group_size": 16}, r"GradientQuantization\(hadamard_size=32, group_size=16\).*at most"),
+        ({"group_size": 8192}, r"GradientQuantization\(group_size=8192\).*16, 32, 64"),
     ],
 )
 def test_gradient_config_names_the_value(kwargs: dict[str, object], message: str) -> None:
@@ -52,7 +52,7 @@ def test_ablation_codecs() -> None:
     flat = GradientQuantization(method="ULq")
     assert (flat.codec("intra").code, flat.codec("inter").code) == ("int4", "int4")
     assert flat.codec("inter").hadamard_size == 0
-    assert GradientQuantization(method="TLq").codec("intra").hadamard_size == 0
+    assert GradientQuantization(method="TLq", group_size=16).codec("intra").hadamard_size == 0
 
 
 @pytest.mark.parametrize("node_size", [0, 3, 5, -1])

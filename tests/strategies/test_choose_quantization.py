@@ -69,6 +69,7 @@ def test_what_the_user_gives_is_kept() -> None:
 def _says_what_it_chose(rank: int, world: int, root: str) -> None:
     messages: list[str] = []
     quantized_fsdp.rank_zero_info = messages.append  # type: ignore[assignment]
+    quantized_fsdp.rank_zero_warn = messages.append  # type: ignore[assignment]
     run = trainer(QuantizedFSDPStrategy(), root, devices=world, max_epochs=1)
     run.fit(TinyModule(), loader())
     communication = run.strategy.communication
@@ -76,6 +77,9 @@ def _says_what_it_chose(rank: int, world: int, root: str) -> None:
     assert "TLq-HS" in communication.plan.gradients
     said = [m for m in messages if "chose gradients='TLq-HS', weights='qWD'" in m]
     assert len(said) == 1, messages
+    # what is quantized and what is not is said once
+    said = [m for m in messages if "elements" in m]
+    assert said == [communication.plan.summary()]
 
 
 def test_a_run_says_what_it_chose(tmp_path: object) -> None:

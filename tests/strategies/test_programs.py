@@ -143,6 +143,9 @@ class Wrapped(TinyModule):
         self.log("mean", self.mean, on_epoch=True)
         return loss
 
+    def on_train_epoch_end(self) -> None:
+        self.net.head(torch.ones(1, 24))  # of the root, compiled or not
+
 
 def _wrapped(rank: int, world_size: int, root: str) -> None:
     for full in (False, True):
