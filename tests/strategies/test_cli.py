@@ -61,9 +61,11 @@ def test_by_class_path_and_options() -> None:
             "--trainer.strategy.gradients=TLq",
             "--trainer.strategy.node_size=1",
             "--trainer.strategy.units=[Block]",
+            "--trainer.strategy.timeout=60",
             "--trainer.precision=bf16-mixed",
         ]
     )
+    assert strategy._timeout == timedelta(minutes=1)
     assert strategy.settings()["gradients"] == GradientQuantization(method="TLq")
     assert strategy.settings()["weights"] == WeightOption("auto", "auto")
     assert strategy.settings()["precision"] == "bf16-mixed"

@@ -76,8 +76,10 @@ class HuggingFace(pl.LightningModule):
         return out
 
     def on_train_end(self) -> None:
-        with self.trainer.strategy.root_forward():
-            self.samples.append(self.predict_step(torch.ones(1, 4, dtype=torch.long), 0))
+        prompt = torch.ones(1, 4, dtype=torch.long)
+        self.samples.append(self.predict_step(prompt, 0))
+        with self.trainer.strategy.root_forward():  # gathers once instead of once for every token
+            self.samples.append(self.predict_step(prompt, 0))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -95,6 +97,7 @@ def _hugging_face(rank: int, world_size: int, root: str) -> None:
     assert all(isinstance(p, DTensor) for p in module.parameters())
     predictions = run.predict(module, loader(2, batch_size=1))
     assert predictions[0].shape[1] > 4
+    assert torch.equal(*module.samples)
     assert module.samples[0].shape[1] > 4
     run.save_checkpoint(f"{root}/hf.ckpt")
     restored = HuggingFace()
