@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import LBFGS
 from torchmetrics import Metric
 
+from lq_lightning._compat.launcher import launcher_where_it_runs
 from lq_lightning._compat.lightning import (
     check_precision_with,
     materialize_meta_tensors,
@@ -173,8 +174,9 @@ class FullyShardedStrategy(SteppingStrategy):
         self._attached_module = module
 
     def _configure_launcher(self) -> None:
-        if self.num_nodes * self.num_processes > 1:  # one rank needs none, so notebooks work
+        if self.num_nodes * self.num_processes > 1:  # one rank needs none
             super()._configure_launcher()
+            self._launcher = launcher_where_it_runs(self, self._launcher)
 
     def _setup_distributed(self) -> None:
         # a single device does not reset the seed before training, so neither do we there

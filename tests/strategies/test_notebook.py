@@ -17,13 +17,7 @@ warnings.simplefilter("ignore")
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from lq_lightning._compat.launcher import launcher_where_it_runs
 from lq_lightning.strategies import QuantizedFSDPStrategy
-
-class Strategy(QuantizedFSDPStrategy):
-    def _configure_launcher(self):
-        super()._configure_launcher()
-        self._launcher = launcher_where_it_runs(self, self._launcher)
 
 class Module(LightningModule):
     def __init__(self):
@@ -44,7 +38,7 @@ class Module(LightningModule):
 torch.manual_seed(0)
 rows = torch.randn(64, 64)
 data = torch.utils.data.DataLoader(rows, batch_size=8)
-strategy = Strategy(weights="qWD", gradients="TLq-HS", node_size=1)
+strategy = QuantizedFSDPStrategy(weights="qWD", gradients="TLq-HS", node_size=1)
 trainer = Trainer(
     strategy=strategy, accelerator="cpu", devices=2, max_epochs=3, logger=False,
     enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[1],
