@@ -1,4 +1,4 @@
-"""Autograd, collectives and checkpoints of torch: names that are private or differ by version."""
+"""Autograd and collectives of torch: names that are private or differ by version."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ __all__ = [
     "inherit_timeout",
     "note_optimizer_step",
     "reduce_scatter_flat",
-    "unflatten_checkpoint",
 ]
 
 
@@ -84,11 +83,3 @@ def all_linked_by_nvlink(num_gpus: int) -> bool:
 
     matrix = c10d._detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix  # type: ignore[attr-defined]
     return all(n > 0 for i, row in enumerate(matrix) for j, n in enumerate(row) if i != j)
-
-
-def unflatten_checkpoint(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Rebuild the nested dictionary whose leaves a distributed checkpoint has under flat keys."""
-    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # slow to import
-
-    nested: dict[str, Any] = unflatten_state_dict(flat, paths)
-    return nested

@@ -18,14 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lq_lightning._compat.torch import unflatten_checkpoint
-from lq_lightning.checkpoint.files import (
-    AtomicCheckpointIO,
-    ShardedCheckpoint,
-    is_sharded_checkpoint,
-    load_full_checkpoint,
-    write_in_place,
-)
+from lq_lightning._compat.checkpoint import unflatten_checkpoint
+from lq_lightning.checkpoint.files import is_sharded_checkpoint, write_in_place
+from lq_lightning.checkpoint.folder import ShardedCheckpoint
+from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint
 from lq_lightning.checkpoint.strategy import EXTRA
 
 __all__ = ["consolidate_checkpoint", "main"]
@@ -41,6 +37,7 @@ def consolidate_checkpoint(
     format: OutputFormat = "lightning",
     prefix: str = "",
     weights_only: bool | None = None,
+    verify: bool = True,
 ) -> None:
     """Write a sharded (or full) checkpoint as one file. Needs no process group and no GPU.
 
@@ -50,10 +47,14 @@ def consolidate_checkpoint(
         format: ``"lightning"`` keeps everything, ``"safetensors"`` the model's tensors.
         prefix: Keep only tensors whose name starts so, and cut it off (``"safetensors"`` only).
         weights_only: As in ``torch.load``; ``None`` means ``True``.
+        verify: Compare what is read with its checksums. A Lightning checkpoint holds the checksums
+            of its records, safetensors have none.
 
     Raises:
         FileNotFoundError: There is no such checkpoint.
-        ValueError: The checkpoint is incomplete, or an argument does not fit.
+        ValueError: The checkpoint is incomplete or damaged, or an argument does not fit.
+        pickle.UnpicklingError: It needs ``weights_only=False``.
+        OSError: The output cannot be written.
         ModuleNotFoundError: The package ``safetensors`` is needed and missing.
     """
     if format not in ("lightning", "safetensors"):
@@ -67,9 +68,10 @@ def consolidate_checkpoint(
     if target.exists() and target.resolve() == source.resolve():
         raise ValueError(f"`output` is the checkpoint itself (`{target}`): choose another name.")
     if is_sharded_checkpoint(source):
-        content = _read_sharded(ShardedCheckpoint(source, weights_only), format == "lightning")
+        opened = ShardedCheckpoint(source, weights_only, verify=verify)
+        content = _read_sharded(opened, format == "lightning")
     else:
-        content = load_full_checkpoint(source, weights_only)
+        content = load_full_checkpoint(source, weights_only, verify=verify)
     if format == "lightning":
         AtomicCheckpointIO().save_checkpoint(content, target)
     else:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lq_lightning._compat.checkpoint import unflatten_checkpoint
 from lq_lightning._compat.tensors import empty_like_sharded, local_shard
-from lq_lightning._compat.torch import unflatten_checkpoint
-from lq_lightning.checkpoint.files import ShardedCheckpoint
+from lq_lightning.checkpoint.folder import ShardedCheckpoint
+from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.optim import QuantizedOptimizer, refuse_codes
 
@@ -26,6 +27,7 @@ __all__ = [
     "load_sharded_model",
     "load_sharded_optimizer",
     "load_sharded_replica",
+    "merge_parameter_groups",
     "optimizer_state_by_name",
 ]
 
@@ -194,6 +196,25 @@ def optimizer_state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str
     return {"state": by_name, "param_groups": groups}
 
 
+def merge_parameter_groups(state: dict[str, Any], ranks: RankGroup) -> dict[str, Any]:
+    """Let every rank's parameter groups name the parameters of all ranks.
+
+    Ranks with other parts of the model have other parameters in the group of an index. Groups of
+    one index with equal hyperparameters become one; others follow at the end.
+
+    Args:
+        state: What :func:`optimizer_state_by_name` returned.
+        ranks: All that write the checkpoint.
+    """
+    merged: dict[tuple[int, str], dict[str, Any]] = {}
+    for groups in ranks.all_gather(state.get("param_groups", [])):
+        for index, group in enumerate(groups):
+            values = {key: value for key, value in group.items() if key != "params"}
+            found = merged.setdefault((index, repr(values)), {**values, "params": []})
+            found["params"] += [name for name in group["params"] if name not in found["params"]]
+    return {**state, "param_groups": list(merged.values())} if state else state
+
+
 def _match_groups(
     optimizer: Optimizer, names: Mapping[int, str], saved: list[dict[str, Any]], strict: bool
 ) -> list[dict[str, Any]]:
@@ -231,16 +252,18 @@ def load_sharded_model(module: nn.Module, checkpoint: ShardedCheckpoint, strict:
     """Load the model's state from a sharded checkpoint of any world size, in place.
 
     Raises:
-        RuntimeError: Names or shapes do not fit (names only if ``strict``).
+        RuntimeError: Names or shapes do not fit on some rank (names only if ``strict``).
     """
     stored = _model_keys(checkpoint)
     current = module.state_dict()
     wanted = {key: stored[clean_name(key)] for key in current if clean_name(key) in stored}
+    # ranks that hold other parts of the model know other names
+    names = checkpoint.ranks.all_gather({clean_name(key) for key in current})
+    everywhere: set[str] = set().union(*names)
     problems = []
     if strict:
-        clean = {clean_name(key) for key in current}
         missing = [key for key in current if key not in wanted]
-        unexpected = [name for name in stored if name not in clean]
+        unexpected = [name for name in stored if name not in everywhere]
         if missing:
             problems.append(f"missing in the checkpoint: {', '.join(missing)}")
         if unexpected:
@@ -249,6 +272,15 @@ def load_sharded_model(module: nn.Module, checkpoint: ShardedCheckpoint, strict:
         size, value = checkpoint.size(flat_key), current[key]
         if size is not None and isinstance(value, Tensor) and size != value.shape:
             problems.append(f"`{key}`: {tuple(size)} stored, {tuple(value.shape)} in the model")
+    checkpoint.ranks.together(lambda: _raise_misfit(module, checkpoint, problems, strict))
+    flat = {flat_key: current[key] for key, flat_key in wanted.items()}
+    checkpoint.load(flat)
+    module.load_state_dict({key: flat[k] for key, k in wanted.items()}, strict=False)
+
+
+def _raise_misfit(
+    module: nn.Module, checkpoint: ShardedCheckpoint, problems: list[str], strict: bool
+) -> None:
     if problems:
         remedy = " Set `strict_loading = False` on the LightningModule to load what fits by name."
         raise RuntimeError(
@@ -256,9 +288,6 @@ def load_sharded_model(module: nn.Module, checkpoint: ShardedCheckpoint, strict:
             + "; ".join(problems)
             + ("." + remedy if strict else ".")
         )
-    flat = {flat_key: current[key] for key, flat_key in wanted.items()}
-    checkpoint.load(flat)
-    module.load_state_dict({key: flat[k] for key, k in wanted.items()}, strict=False)
 
 
 def load_sharded_optimizer(
@@ -322,6 +351,6 @@ def load_sharded_replica(module: nn.Module, checkpoint: ShardedCheckpoint) -> di
         for key, name in keys.items()
         if name in parameters
     }
-    if flat:
+    if keys:  # on every rank, whatever it has of them
         checkpoint.load(flat)
     return {keys[key]: value for key, value in flat.items()}

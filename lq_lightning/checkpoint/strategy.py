@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,21 +17,16 @@ from torch.optim import Optimizer
 
 from lq_lightning._compat.lightning import fill_wrapping_checkpoint_io
 from lq_lightning.checkpoint import state
-from lq_lightning.checkpoint.files import (
-    AtomicCheckpointIO,
-    ShardedCheckpoint,
-    is_local,
-    is_sharded_checkpoint,
-    load_full_checkpoint,
-    raise_together,
-    save_sharded_checkpoint,
-)
+from lq_lightning.checkpoint.files import is_local, is_sharded_checkpoint
+from lq_lightning.checkpoint.folder import ShardedCheckpoint, save_sharded_checkpoint
+from lq_lightning.checkpoint.ranks import RankGroup
+from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint
 from lq_lightning.foundation.broadcast import broadcast_module_states
 
 __all__ = ["CheckpointingStrategy"]
 
 _SOURCE = "_sharded_checkpoint"  # key under which an open ShardedCheckpoint passes through Trainer
-EXTRA = "quantized_fsdp"  # key of this package's own entry in a checkpoint
+EXTRA = "lq_lightning"  # key of this package's own entry in a checkpoint
 
 
 class CheckpointingStrategy(ModelParallelStrategy):
@@ -41,12 +35,34 @@ class CheckpointingStrategy(ModelParallelStrategy):
     On one rank every checkpoint is one file. Restoring follows the order of a single device:
     Trainer reads the checkpoint before ``setup`` (so its ``weights_only`` is honoured), the model's
     state is loaded as soon as the model is sharded, before the optimizers are made.
+
+    Args:
+        verify_checkpoints: Compare checkpoints with their checksums before anything is loaded.
+        options: Those of ``ModelParallelStrategy``.
     """
 
-    _deferred_load: Callable[[], None] | None = None
-    _is_set_up = False
+    def __init__(self, verify_checkpoints: bool = True, **options: Any) -> None:
+        """Keep the options."""
+        super().__init__(**options)
+        self._verify_checkpoints = verify_checkpoints
+        self._deferred_load: Callable[[], None] | None = None
+        self._is_set_up = False
 
     # --- for subclasses -----------------------------------------------------------------------
+
+    @property
+    def checkpoint_ranks(self) -> RankGroup:
+        """The ranks that write and read one checkpoint together."""
+        return RankGroup()
+
+    @property
+    def shard_ranks(self) -> RankGroup:
+        """The ranks that share the tensors of this rank's module, at most all that write.
+
+        Others hold other parts of the model under other names, and are saved into the same
+        directory; single files need all in one group.
+        """
+        return self.checkpoint_ranks
 
     def on_weights_loaded(self) -> None:
         """Called after the weights were replaced by those of a checkpoint."""
@@ -74,8 +90,9 @@ class CheckpointingStrategy(ModelParallelStrategy):
     def checkpoint_io(self) -> CheckpointIO:
         """Writes and reads single-file checkpoints."""
         if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        fill_wrapping_checkpoint_io(self._checkpoint_io, AtomicCheckpointIO)
+            self._checkpoint_io = AtomicCheckpointIO(self._verify_checkpoints)
+        make_inner = partial(AtomicCheckpointIO, self._verify_checkpoints)
+        fill_wrapping_checkpoint_io(self._checkpoint_io, make_inner)
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -132,10 +149,10 @@ class CheckpointingStrategy(ModelParallelStrategy):
             return module.state_dict()
         self._show_shards()
         if self.world_size > 1:
-            broadcast_module_states(module, parameters=False)
+            broadcast_module_states(module, parameters=False, group=self.shard_ranks.group)
         if self.saves_sharded:
             return module.state_dict()
-        return state.full_state(module, keep=self.is_global_zero)
+        return state.full_state(module, keep=self.checkpoint_ranks.is_first)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state: shards by parameter name, or whole tensors by position."""
@@ -145,16 +162,18 @@ class CheckpointingStrategy(ModelParallelStrategy):
             return Strategy.optimizer_state(self, optimizer)
         self._show_shards()
         if self.saves_sharded:
-            return state.optimizer_state_by_name(self._require_module(), optimizer)
-        whole = state.gather_tensors(optimizer.state_dict(), keep=self.is_global_zero)
-        return whole if self.is_global_zero else {}
+            own = state.optimizer_state_by_name(self._require_module(), optimizer)
+            return state.merge_parameter_groups(own, self.checkpoint_ranks)
+        keep = self.checkpoint_ranks.is_first
+        whole = state.gather_tensors(optimizer.state_dict(), keep=keep)
+        return whole if keep else {}
 
     # --- saving -------------------------------------------------------------------------------
 
     def save_checkpoint(
         self,
         checkpoint: dict[str, Any],
-        filepath: str | os.PathLike[str],
+        filepath: str | Path,
         storage_options: Any | None = None,
     ) -> None:
         """Write a checkpoint; it appears under its name only when it is complete.
@@ -163,7 +182,8 @@ class CheckpointingStrategy(ModelParallelStrategy):
             TypeError: ``storage_options`` are given for a sharded checkpoint.
             ValueError: A sharded checkpoint is to be written to a URL.
         """
-        path = self.broadcast(str(filepath))
+        ranks = self.checkpoint_ranks
+        path = ranks.broadcast(filepath)  # of the caller's type, which a custom CheckpointIO gets
         values: dict[str, Any] = {}
         tensors: dict[str, Any] = {}
         if "optimizer_states" in checkpoint:
@@ -185,20 +205,16 @@ class CheckpointingStrategy(ModelParallelStrategy):
         if values or tensors:
             checkpoint[EXTRA] = {
                 **values,
-                "tensors": state.gather_tensors(tensors, self.is_global_zero),
+                "tensors": state.gather_tensors(tensors, ranks.is_first),
             }
-        error: list[str | None] = [None]
-        if self.is_global_zero:
-            try:
+
+        def write() -> None:
+            if ranks.is_first:
                 self.checkpoint_io.save_checkpoint(
                     checkpoint, path, storage_options=storage_options
                 )
-            except Exception as exception:
-                if self.world_size == 1:
-                    raise
-                error = [f"{type(exception).__name__}: {exception}"]
-        if self.world_size > 1:
-            raise_together(error, path)
+
+        ranks.together(write)
 
     def _save_sharded(
         self,
@@ -216,30 +232,38 @@ class CheckpointingStrategy(ModelParallelStrategy):
             stored["replica"] = tensors
         if values:
             checkpoint[EXTRA] = values
-        save_sharded_checkpoint(stored, checkpoint, path)
+        save_sharded_checkpoint(stored, checkpoint, path, self.checkpoint_ranks)
 
     # --- loading ------------------------------------------------------------------------------
 
     def load_checkpoint(
-        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint file or directory; tensors of a directory are loaded later.
 
         Args:
             checkpoint_path: A full or a sharded checkpoint, written by this package or by stock
                 Lightning.
-            weights_only: As given to ``trainer.fit`` and its siblings. ``None`` means ``True``.
+            weights_only: As given to ``trainer.fit`` and its siblings. ``None`` means ``True``:
+                nothing but tensors and plain values is built, whatever the checkpoint asks for.
+                False loads any Python object and runs what the checkpoint says.
+
+        Raises:
+            FileNotFoundError: There is no such checkpoint.
+            ValueError: It is incomplete or damaged.
+            pickle.UnpicklingError: It needs ``weights_only=False``.
         """
-        path = self.broadcast(str(checkpoint_path))
+        ranks, verify = self.checkpoint_ranks, self._verify_checkpoints
+        path = ranks.broadcast(checkpoint_path)
         if is_sharded_checkpoint(path):
-            source = ShardedCheckpoint(Path(path), weights_only)
+            source = ShardedCheckpoint(Path(path), weights_only, ranks, verify)
             checkpoint = source.read_meta()
             checkpoint[_SOURCE] = source
             if "lr_schedulers" in checkpoint:  # stock Lightning drops the key of the optimizers
                 checkpoint.setdefault("optimizer_states", [])
             return checkpoint
         if is_local(path) and type(self.checkpoint_io) in (TorchCheckpointIO, AtomicCheckpointIO):
-            return load_full_checkpoint(Path(path), weights_only)
+            return load_full_checkpoint(Path(path), weights_only, ranks, verify)
         return dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

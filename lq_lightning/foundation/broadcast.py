@@ -10,14 +10,17 @@ from torch.distributed.tensor import DTensor
 __all__ = ["broadcast_module_states"]
 
 
-def broadcast_module_states(root: nn.Module, *, parameters: bool) -> None:
+def broadcast_module_states(
+    root: nn.Module, *, parameters: bool, group: dist.ProcessGroup | None = None
+) -> None:
     """Copy buffers, and with ``parameters`` also unsharded parameters, from rank 0 to all ranks.
 
     As DDP does, so that ranks that initialised the model differently train one model. Tensors on
-    the meta device and DTensors are left alone.
+    the meta device and DTensors are left alone. ``group`` are the ranks that hold this module;
+    ``None`` is the world.
     """
     device = None
-    if dist.get_backend() == "nccl":
+    if dist.get_backend(group) == "nccl":
         device = "cuda"
     tensors = list(root.buffers()) + (list(root.parameters()) if parameters else [])
     for tensor in tensors:
@@ -25,6 +28,7 @@ def broadcast_module_states(root: nn.Module, *, parameters: bool) -> None:
             continue
         staged = tensor.detach().to(device) if device else tensor.detach()
         staged = staged.contiguous()
-        dist.broadcast(staged.view(-1).view(torch.uint8), src=0)  # gloo knows no float8
+        flat = staged.view(-1).view(torch.uint8)  # gloo knows no float8
+        dist.broadcast(flat, group=group, group_src=0)
         if staged.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(staged)

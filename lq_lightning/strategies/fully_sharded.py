@@ -72,6 +72,7 @@ class FullyShardedStrategy(SteppingStrategy):
         compile_units: ``torch.compile`` the forward of each unit.
         save_distributed_checkpoint: On several ranks write checkpoint directories with one file per
             rank; otherwise, and always on one rank, single files.
+        verify_checkpoints: Compare checkpoints with their checksums before anything is loaded.
         process_group_backend: ``None`` for NCCL on GPUs and gloo on CPUs.
         timeout: How long a collective waits for the other ranks before the run fails; a number is
             seconds.
@@ -98,6 +99,7 @@ class FullyShardedStrategy(SteppingStrategy):
         skip_nonfinite_steps: bool = False,
         compile_units: bool = False,
         save_distributed_checkpoint: bool = True,
+        verify_checkpoints: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
     ) -> None:
@@ -117,6 +119,7 @@ class FullyShardedStrategy(SteppingStrategy):
         self._default_precision = FullyShardedPrecision()
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
+            verify_checkpoints=verify_checkpoints,
             process_group_backend=process_group_backend,
             timeout=check_timeout(owner, timeout),
         )

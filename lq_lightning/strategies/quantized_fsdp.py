@@ -121,6 +121,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         compile_units: ``torch.compile`` the forward of each unit.
         save_distributed_checkpoint: On several ranks write checkpoint directories with one file per
             rank; otherwise, and always on one rank, single files.
+        verify_checkpoints: Compare checkpoints with their checksums before anything is loaded.
         process_group_backend: ``None`` for NCCL on GPUs and gloo on CPUs.
         timeout: How long a collective waits for the other ranks before the run fails; a number is
             seconds.
@@ -149,6 +150,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         on_drift: Literal["resync", "raise"] = "resync",
         compile_units: bool = False,
         save_distributed_checkpoint: bool = True,
+        verify_checkpoints: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
         seed: int = 0,
@@ -161,6 +163,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             skip_nonfinite_steps=skip_nonfinite_steps,
             compile_units=compile_units,
             save_distributed_checkpoint=save_distributed_checkpoint,
+            verify_checkpoints=verify_checkpoints,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )

@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 
 from lq_lightning import QuantizedFSDPStrategy
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint, main
-from lq_lightning.checkpoint.files import (
+from lq_lightning.checkpoint.folder import ShardedCheckpoint
+from lq_lightning.checkpoint.single_file import (
     AtomicCheckpointIO,
-    ShardedCheckpoint,
     load_full_checkpoint,
 )
 from lq_lightning.data_parallel import GradientQuantization
@@ -246,7 +246,7 @@ def test_full_checkpoint_needs_nothing_of_this_package(saved: Path) -> None:
     checkpoint = torch.load(path, weights_only=True)
     weights, _ = torch.load(f"{root}/expectedTrue.pt")
     assert all(torch.equal(checkpoint["state_dict"][n], w) for n, w in weights.items())
-    assert checkpoint["quantized_fsdp"]["communication"]["step"] == 4
+    assert checkpoint["lq_lightning"]["communication"]["step"] == 4
     loaded = TinyModule.load_from_checkpoint(path)
     assert all(torch.equal(p, weights[n]) for n, p in loaded.named_parameters())
     quiet()
@@ -395,7 +395,7 @@ def test_item_12_checkpoint_io_and_learning_rate_finder(tmp_path: Path) -> None:
 
 
 def _killed_while_saving(rank: int, world_size: int, root: str, full: bool) -> None:
-    import lq_lightning.checkpoint.files as checkpoints
+    from lq_lightning.checkpoint import files, folder
 
     run, _ = _fit(root, _module(), _strategy(full, **PLAIN))
     run.save_checkpoint(f"{root}/last.ckpt")
@@ -405,7 +405,7 @@ def _killed_while_saving(rank: int, world_size: int, root: str, full: bool) -> N
         def die(*args: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        checkpoints._move_into_place = die  # type: ignore[assignment]
+        files.move_into_place = folder.move_into_place = die  # type: ignore[assignment]
     run.fit_loop.max_epochs = 2
     run.fit(run.lightning_module, loader())
     run.save_checkpoint(f"{root}/last.ckpt")
@@ -496,7 +496,7 @@ def test_item_11_consolidation(
     checkpoint = torch.load(one, weights_only=True)
     direct = torch.load(saved / "fullTrue.ckpt", weights_only=True)
     assert checkpoint["optimizer_states"][0].keys() == direct["optimizer_states"][0].keys()
-    assert checkpoint["quantized_fsdp"]["tensors"].keys() == weights.keys()
+    assert checkpoint["lq_lightning"]["tensors"].keys() == weights.keys()
     quiet()
     run, _ = _fit(root, TinyModule(), "auto", devices=1, ckpt_path=str(one), max_epochs=2)
     assert run.global_step == 12

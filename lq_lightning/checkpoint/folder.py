@@ -1,0 +1,274 @@
+"""Checkpoints that all ranks write into one directory, and read at any world size.
+
+``.metadata`` and ``__<rank>_0.distcp`` hold tensors in the format of torch.distributed.checkpoint
+(``state_dict.<name>``, ``optimizer_<i>.state.<name>.<key>``, ``replica.<name>``), ``meta.pt`` holds
+everything else that Lightning saves, ``checksums.json`` the checksum of each of these files.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lq_lightning.checkpoint.archives import load_archive
+from lq_lightning.checkpoint.checksums import (
+    CHECKSUMS_FILENAME,
+    HOW_TO_SKIP,
+    REMEDY,
+    ChecksumFile,
+    FileChecksum,
+    find_damage,
+    read_checksums,
+    write_checksums,
+)
+from lq_lightning.checkpoint.files import (
+    hint_replaced,
+    incomplete_name,
+    move_into_place,
+    remove,
+    sync,
+)
+from lq_lightning.checkpoint.metadata import METADATA_FILENAME, needed_nbytes, read_metadata
+from lq_lightning.checkpoint.ranks import ALONE, RankGroup
+
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes 0.1 s to import: not before it is needed
+    from torch.distributed.checkpoint.metadata import Metadata
+
+__all__ = ["ShardedCheckpoint", "save_sharded_checkpoint"]
+
+META_FILENAME = "meta.pt"
+
+
+# --- writing ----------------------------------------------------------------------------------
+
+
+def save_sharded_checkpoint(
+    tensors: dict[str, Any], meta: dict[str, Any], path: Path, ranks: RankGroup
+) -> None:
+    """Write a checkpoint directory from several ranks; it appears as ``path`` when complete.
+
+    Args:
+        tensors: Nested dictionaries with (D)Tensors and small Python values as leaves. Ranks may
+            have different keys. A value that is no DTensor is taken from the first rank that has
+            its key.
+        meta: Everything else, saved by the first rank.
+        path: The same on every rank, on a file system that all ranks see.
+        ranks: Those that write; all of them must call this. DTensors may be sharded over fewer.
+
+    Raises:
+        RuntimeError: A rank could not write, or the first one not rename; raised on every rank.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from lq_lightning.checkpoint.dcp import ChecksumWriter, reason
+
+    unfinished = incomplete_name(path)
+
+    def begin() -> None:
+        remove(unfinished)
+        unfinished.mkdir(parents=True)
+
+    _on_first(ranks, path, begin)
+    writer = ChecksumWriter(unfinished)
+    try:
+        save(
+            tensors,
+            storage_writer=writer,
+            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+            process_group=ranks.group,
+        )
+    except CheckpointException as error:  # DCP raises it on all ranks
+        _on_first(ranks, path, lambda: remove(unfinished))
+        rank, why = reason(error)
+        raise RuntimeError(f"rank {rank} could not write the checkpoint `{path}`: {why}") from error
+    checksums = {n: c for part in ranks.all_gather(writer.checksums) for n, c in part.items()}
+
+    def finish() -> None:  # every rank has written its file
+        try:
+            with ChecksumFile(unfinished / META_FILENAME) as file:
+                torch.save(meta, file)
+            checksums[META_FILENAME] = file.checksum()
+            sync(write_checksums(unfinished, checksums))
+            sync(unfinished)
+        except BaseException:
+            remove(unfinished)
+            raise
+        move_into_place(unfinished, path)
+
+    _on_first(ranks, path, finish)
+
+
+def _on_first(ranks: RankGroup, path: Path, work: Callable[[], None]) -> None:
+    """Do something on the first rank; all ranks raise what went wrong there."""
+
+    def explained() -> None:
+        try:
+            work()
+        except (OSError, RuntimeError, TypeError, AttributeError, pickle.PicklingError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"rank 0 could not write the checkpoint `{path}`: {why}") from error
+
+    ranks.together(explained if ranks.is_first else lambda: None)
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+class ShardedCheckpoint:
+    """A complete checkpoint directory, opened for reading.
+
+    Args:
+        path: The directory.
+        weights_only: As in ``torch.load``; ``None`` means ``True``. With False *everything* in the
+            folder is unpickled without restriction, the description of its files included.
+        ranks: Those that read it; all of them must construct it and call :meth:`load`.
+        verify: Compare all files with their checksums, if there are any. Each file is read by one
+            rank.
+
+    Attributes:
+        paths: Flat key of every stored leaf -> its path in the nested state.
+        entries: Flat key -> DCP's description (size and dtype of a tensor).
+
+    Raises:
+        FileNotFoundError: There is no such directory.
+        ValueError: The directory is no sharded checkpoint, not a complete one, or damaged.
+        pickle.UnpicklingError: It needs ``weights_only=False``.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        weights_only: bool | None = None,
+        ranks: RankGroup = ALONE,
+        verify: bool = True,
+    ) -> None:
+        """Read DCP's metadata and check that all files are there."""
+        self.path = path
+        self.ranks = ranks
+        self._weights_only = weights_only is not False
+        self._checksums: dict[str, FileChecksum] | None = None
+        self._metadata = ranks.together(lambda: self._open(verify))
+        self.entries = self._metadata.state_dict_metadata
+        self.paths: dict[str, tuple[Any, ...]] = self._metadata.planner_data or {}
+        if verify:
+            self._verify_data()
+
+    def _open(self, verify: bool) -> Metadata:
+        """Check all that is small; the same on every rank."""
+        if not self.path.exists():
+            raise FileNotFoundError(f"Checkpoint not found: {self.path}{hint_replaced(self.path)}")
+        small = [META_FILENAME, METADATA_FILENAME]
+        missing = [name for name in small if not (self.path / name).is_file()]
+        if missing:
+            raise ValueError(
+                f"`{self.path}` is no complete checkpoint directory: {' and '.join(missing)} "
+                "missing. The run that wrote it was killed, or it is something else. Resume from "
+                "another checkpoint."
+            )
+        if verify:
+            self._checksums = read_checksums(self.path)
+            if self._checksums is not None:  # before anything is unpickled
+                self._raise(find_damage(self.path, self._checksums, small))
+        metadata = read_metadata(self.path, self._weights_only)
+        if verify and self._checksums is None:
+            self._check_mark(metadata)
+        self._check_sizes(metadata)
+        return metadata
+
+    def _check_mark(self, metadata: Metadata) -> None:
+        from lq_lightning.checkpoint.dcp import has_checksums
+
+        if has_checksums(metadata):
+            self._raise([f"{CHECKSUMS_FILENAME} is missing"])
+        rank_zero_info(
+            f"`{self.path}` has no {CHECKSUMS_FILENAME}, as other programs write checkpoints: its "
+            "bytes are not verified"
+        )
+
+    def _check_sizes(self, metadata: Metadata) -> None:
+        for name, size in needed_nbytes(self.path, metadata).items():
+            file = self.path / name
+            found = file.stat().st_size if file.is_file() else -1
+            if found < size:
+                state = "missing" if found < 0 else f"{found} of at least {size} bytes long"
+                raise ValueError(
+                    f"`{self.path}` is no complete checkpoint directory: {name} is {state}. "
+                    f"{REMEDY}"
+                )
+
+    def _verify_data(self) -> None:
+        """Let every rank read its share of the data files."""
+        if self._checksums is None:
+            return
+        needed = needed_nbytes(self.path, self._metadata)
+        names = sorted(needed, key=lambda name: (-needed[name], name))
+        found = find_damage(self.path, self._checksums, names[self.ranks.rank :: self.ranks.size])
+        self._raise([problem for part in self.ranks.all_gather(found) for problem in part])
+
+    def _raise(self, problems: list[str]) -> None:
+        if problems:
+            raise ValueError(
+                f"`{self.path}` is damaged: {'; '.join(problems)}. {REMEDY} {HOW_TO_SKIP}"
+            )
+
+    def read_meta(self) -> dict[str, Any]:
+        """Everything that is not a tensor.
+
+        Raises:
+            ValueError: The file is not complete.
+            pickle.UnpicklingError: It needs ``weights_only=False``.
+        """
+        file = self.path / META_FILENAME
+        return self.ranks.together(lambda: load_archive(file, self._weights_only))
+
+    def keys_under(self, *prefix: str) -> dict[str, tuple[Any, ...]]:
+        """Flat keys of the leaves below a path, with the rest of their path."""
+        depth = len(prefix)
+        return {k: p[depth:] for k, p in self.paths.items() if p[:depth] == prefix}
+
+    def size(self, key: str) -> torch.Size | None:
+        """Shape of a stored tensor; ``None`` for other values."""
+        size: torch.Size | None = getattr(self.entries[key], "size", None)
+        return size
+
+    def dtype(self, key: str) -> torch.dtype | None:
+        """Dtype of a stored tensor; ``None`` for other values."""
+        properties = getattr(self.entries[key], "properties", None)
+        return None if properties is None else properties.dtype
+
+    def load(self, flat: dict[str, Any]) -> None:
+        """Fill the tensors of ``flat`` in place and replace its other values.
+
+        All ``ranks`` must call this; their keys may differ.
+
+        Raises:
+            ValueError: A rank could not read; raised on every rank.
+        """
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        from lq_lightning.checkpoint.dcp import GivenMetadataReader, SafeLoadPlanner, reason
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            try:
+                load(
+                    flat,
+                    storage_reader=GivenMetadataReader(self.path, self._metadata),
+                    planner=SafeLoadPlanner(self._weights_only),
+                    process_group=self.ranks.group,
+                    no_dist=self.ranks.size == 1,
+                )
+            except CheckpointException as error:  # DCP raises it on all ranks
+                rank, why = reason(error)
+                raise ValueError(
+                    f"rank {rank} could not read the checkpoint `{self.path}`: {why}. {REMEDY}"
+                ) from error

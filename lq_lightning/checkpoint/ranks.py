@@ -1,0 +1,102 @@
+"""The ranks that write or read a checkpoint together: every collective about one goes here."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+
+__all__ = ["ALONE", "RankGroup"]
+
+T = TypeVar("T")
+
+# Errors that travel to other ranks as what they are; everything else arrives as a RuntimeError.
+_KINDS = (
+    FileNotFoundError,
+    OSError,
+    KeyError,
+    ValueError,
+    TypeError,
+    pickle.UnpicklingError,
+    NotImplementedError,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankGroup:
+    """Some ranks and what they do about a checkpoint together. Objects travel, not tensors.
+
+    Attributes:
+        group: Their process group; ``None`` is the world, or this process if there is no group.
+        alone: This process only, whatever process group there is.
+    """
+
+    group: dist.ProcessGroup | None = None
+    alone: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return 1 if self.alone or not dist.is_initialized() else dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank within the group."""
+        return 0 if self.size == 1 else dist.get_rank(self.group)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank does what only one may do."""
+        return self.rank == 0
+
+    def broadcast(self, value: T) -> T:
+        """Return the first rank's value on all ranks."""
+        if self.size == 1:
+            return value
+        values = [value]
+        source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
+        dist.broadcast_object_list(values, src=source, group=self.group)
+        return values[0]
+
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in order."""
+        if self.size == 1:
+            return [value]
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Do something without collectives on every rank; if one fails, all raise.
+
+        Raises:
+            Exception: This rank's error, or else the first other rank's: of the same class if that
+                is a usual one, otherwise a ``RuntimeError``.
+        """
+        if self.size == 1:
+            return work()
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as exception:  # all ranks raise it below
+            error = exception
+        kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
+        report = None if error is None else (kind, _message(error))
+        reports = self.all_gather(report)
+        if error is not None:
+            raise error
+        for failed, other in enumerate(reports):
+            if other is not None:
+                raise other[0](f"{other[1]} (seen by rank {failed})")
+        return result
+
+
+def _message(error: Exception) -> str:
+    text = error.args[0] if isinstance(error, KeyError) and error.args else error  # not its repr
+    return str(text) or repr(error)
+
+
+ALONE = RankGroup(alone=True)

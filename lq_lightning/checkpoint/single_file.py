@@ -1,0 +1,107 @@
+"""Checkpoints in one file, in Lightning's own format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from lq_lightning.checkpoint.archives import find_damaged_records, is_archive, load_archive
+from lq_lightning.checkpoint.checksums import HOW_TO_SKIP, REMEDY
+from lq_lightning.checkpoint.files import (
+    hint_replaced,
+    is_local,
+    replace_by_nothing,
+    write_in_place,
+)
+from lq_lightning.checkpoint.ranks import ALONE, RankGroup
+
+__all__ = ["AtomicCheckpointIO", "load_full_checkpoint"]
+
+
+def _save(obj: object, path: Path) -> None:
+    with path.open("wb") as file:  # torch.save refuses hidden names
+        torch.save(obj, file)
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's default checkpoint files, written under another name and renamed when complete.
+
+    Lightning's own writer moves the file from the system's temporary folder, which is a copy that
+    can be interrupted when that is another file system.
+
+    Args:
+        verify: Compare local files with the checksums of their records before they are loaded.
+    """
+
+    def __init__(self, verify: bool = True) -> None:
+        """Keep the option."""
+        super().__init__()
+        self._verify = verify
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        storage_options: Any | None = None,
+    ) -> None:
+        """Save one file; remote paths go through Lightning's writer."""
+        if storage_options is not None or not is_local(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        write_in_place(Path(path), lambda unfinished: _save(checkpoint, unfinished))
+
+    def load_checkpoint(self, path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
+        """Load one file, with the arguments of ``TorchCheckpointIO``.
+
+        Raises:
+            ValueError: The file is damaged.
+        """
+        if self._verify and is_local(path):
+            _verify(Path(path), ALONE)
+        return super().load_checkpoint(path, *args, **options)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a file or directory; it disappears at once, never in parts."""
+        target = Path(path)
+        if not is_local(path) or target.is_symlink() or not target.is_dir():
+            super().remove_checkpoint(path)
+            return
+        replace_by_nothing(target)
+
+
+def load_full_checkpoint(
+    path: Path, weights_only: bool | None, ranks: RankGroup = ALONE, verify: bool = True
+) -> dict[str, Any]:
+    """Read a full checkpoint without copying its tensors into memory (they are memory-mapped).
+
+    Args:
+        path: A local file.
+        weights_only: As in ``torch.load``; ``None`` means ``True``.
+        ranks: All of them must call this; they share the work of verifying.
+        verify: Read the whole file first and compare it with the checksums of its records, which
+            ``torch.load`` ignores.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is not complete, or damaged.
+        pickle.UnpicklingError: It needs ``weights_only=False``.
+    """
+    ranks.together(lambda: _check_file(path))
+    if verify:
+        _verify(path, ranks)
+    return ranks.together(lambda: load_archive(path, weights_only is not False, mmap=True))
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise FileNotFoundError(f"Checkpoint file not found: {path}{hint_replaced(path)}")
+
+
+def _verify(path: Path, ranks: RankGroup) -> None:
+    found = find_damaged_records(path, ranks.rank, ranks.size) if is_archive(path) else []
+    problems = [problem for part in ranks.all_gather(found) for problem in part]
+    if problems:
+        raise ValueError(f"`{path}` is damaged: {'; '.join(problems[:5])}. {REMEDY} {HOW_TO_SKIP}")
