@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lq_lightning.checkpoint.checksums import HOW_TO_TRUST, REMEDY
 
-__all__ = ["find_damaged_records", "is_archive", "load_archive"]
+__all__ = ["explain_unpickling", "find_damaged_records", "is_archive", "load_archive"]
 
 _CHUNK_NBYTES = 1 << 22
 # how a file starts that torch.save wrote with `_use_new_zipfile_serialization=False`
@@ -57,6 +57,19 @@ def _damage(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str | None:
     return None
 
 
+def explain_unpickling(path: Path, error: pickle.UnpicklingError) -> Exception:
+    """What to raise instead of what ``torch.load`` says of a file."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    signs = ("WeightsUnpickler error", "unsupported GLOBAL")  # else the pickle itself is broken
+    refused = [line for line in lines if any(sign in line for sign in signs)]
+    if not refused:
+        return ValueError(f"`{path}` is damaged ({lines[0]}). {REMEDY}")
+    return pickle.UnpicklingError(
+        f"`{path}` holds objects that `weights_only=True` (the default) does not load: "
+        f"{refused[0]}\nIf you trust the file, {HOW_TO_TRUST}."
+    )
+
+
 def load_archive(path: Path, weights_only: bool, mmap: bool = False) -> dict[str, Any]:
     """Read a file that ``torch.save`` wrote.
 
@@ -82,20 +95,9 @@ def load_archive(path: Path, weights_only: bool, mmap: bool = False) -> dict[str
             path, map_location="cpu", mmap=mmap and complete, weights_only=weights_only
         )
     except pickle.UnpicklingError as error:
-        if not weights_only:
-            raise ValueError(f"`{path}` is damaged ({error}). {REMEDY}") from error
-        raise _explain_unpickling(path, error) from error
+        raise explain_unpickling(path, error) from error
     except (RuntimeError, EOFError, KeyError, ValueError) as error:
         raise ValueError(f"`{path}` is no complete checkpoint file ({error}). {REMEDY}") from error
     if not isinstance(content, dict):
         raise ValueError(f"`{path}` holds a {type(content).__name__}, not a checkpoint. {REMEDY}")
     return content
-
-
-def _explain_unpickling(path: Path, error: Exception) -> pickle.UnpicklingError:
-    lines = [line.strip() for line in str(error).splitlines()]
-    cause = next((line for line in lines if line.startswith("WeightsUnpickler error")), lines[0])
-    return pickle.UnpicklingError(
-        f"`{path}` holds objects that `weights_only=True` (the default) does not load: {cause}\n"
-        f"If you trust the file, {HOW_TO_TRUST}."
-    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -157,7 +158,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--no-weights-only",
         action="store_true",
-        help="also load arbitrary Python objects; only for checkpoints you trust",
+        help="also load arbitrary Python objects, which can run code; only for what you trust",
+    )
+    parser.add_argument(
+        "--no-verify",
+        action="store_true",
+        help="do not compare the checkpoint with its checksums first",
     )
     options = parser.parse_args(arguments)
     try:
@@ -167,8 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options.format,
             options.prefix,
             weights_only=False if options.no_weights_only else None,
+            verify=not options.no_verify,
         )
-    except (OSError, ValueError, ModuleNotFoundError) as error:
+    except (OSError, ValueError, ModuleNotFoundError, pickle.UnpicklingError) as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
 
 

@@ -25,7 +25,13 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from lq_lightning.checkpoint.checksums import CHECKSUMS_FILENAME, ChecksumFile, FileChecksum
 
-__all__ = ["ChecksumWriter", "GivenMetadataReader", "SafeLoadPlanner", "has_checksums", "reason"]
+__all__ = [
+    "ChecksumWriter",
+    "GivenMetadataReader",
+    "SafeLoadPlanner",
+    "has_checksums",
+    "first_failure",
+]
 
 _MARK = "lq_lightning_checksums"  # attribute of the pickled StorageMeta; other readers ignore it
 
@@ -35,11 +41,10 @@ def has_checksums(metadata: Metadata) -> bool:
     return getattr(metadata.storage_meta, _MARK, None) == CHECKSUMS_FILENAME
 
 
-def reason(error: CheckpointException) -> tuple[int, str]:
-    """The first rank (of the group) that failed in DCP, and why."""
+def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    """The first rank (of the group) that failed in DCP, and what it raised."""
     rank = min(error.failures)
-    cause = error.failures[rank][0]
-    return rank, f"{type(cause).__name__}: {cause}"
+    return rank, error.failures[rank][0]
 
 
 class _ChecksumFileSystem(FileSystem):

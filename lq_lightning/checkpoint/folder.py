@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lq_lightning.checkpoint.archives import load_archive
+from lq_lightning.checkpoint.archives import explain_unpickling, load_archive
 from lq_lightning.checkpoint.checksums import (
     CHECKSUMS_FILENAME,
     HOW_TO_SKIP,
@@ -68,7 +68,7 @@ def save_sharded_checkpoint(
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from lq_lightning.checkpoint.dcp import ChecksumWriter, reason
+    from lq_lightning.checkpoint.dcp import ChecksumWriter, first_failure
 
     unfinished = incomplete_name(path)
 
@@ -87,7 +87,8 @@ def save_sharded_checkpoint(
         )
     except CheckpointException as error:  # DCP raises it on all ranks
         _on_first(ranks, path, lambda: remove(unfinished))
-        rank, why = reason(error)
+        rank, cause = first_failure(error)
+        why = f"{type(cause).__name__}: {cause}"
         raise RuntimeError(f"rank {rank} could not write the checkpoint `{path}`: {why}") from error
     checksums = {n: c for part in ranks.all_gather(writer.checksums) for n, c in part.items()}
 
@@ -251,11 +252,12 @@ class ShardedCheckpoint:
 
         Raises:
             ValueError: A rank could not read; raised on every rank.
+            pickle.UnpicklingError: It needs ``weights_only=False``.
         """
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        from lq_lightning.checkpoint.dcp import GivenMetadataReader, SafeLoadPlanner, reason
+        from lq_lightning.checkpoint.dcp import GivenMetadataReader, SafeLoadPlanner, first_failure
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -268,7 +270,10 @@ class ShardedCheckpoint:
                     no_dist=self.ranks.size == 1,
                 )
             except CheckpointException as error:  # DCP raises it on all ranks
-                rank, why = reason(error)
+                rank, cause = first_failure(error)
+                if isinstance(cause, pickle.UnpicklingError):
+                    raise explain_unpickling(self.path, cause) from error
+                why = f"{type(cause).__name__}: {cause}"
                 raise ValueError(
                     f"rank {rank} could not read the checkpoint `{self.path}`: {why}. {REMEDY}"
                 ) from error

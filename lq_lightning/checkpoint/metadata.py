@@ -135,6 +135,8 @@ def needed_nbytes(folder: Path, metadata: Metadata) -> dict[str, int]:
             end = info.offset + info.length
             needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
         outside = [name for name in needed if Path(name).name != name]
+        for part in (metadata.state_dict_metadata, metadata.planner_data or {}):
+            part.items()
     except (AttributeError, TypeError) as error:
         raise ValueError(
             f"`{folder / METADATA_FILENAME}` is damaged or was not written by "

@@ -1,0 +1,57 @@
+"""`python -m lq_lightning.checkpoint.consolidate` and the function behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lq_testing.checkpoints import fit
+from lq_testing.lightning_models import TinyModule, quiet
+
+from lq_lightning.checkpoint.consolidate import consolidate_checkpoint, main
+
+
+def test_item_11_consolidation(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = str(tmp_path)
+    sharded = saved / "fullFalse.ckpt"
+    weights, _ = torch.load(saved / "expectedFalse.pt")
+    one = tmp_path / "one.ckpt"
+    main([str(sharded), str(one)])
+    loaded = TinyModule.load_from_checkpoint(one)
+    assert all(torch.equal(p, weights[n]) for n, p in loaded.named_parameters())
+    checkpoint = torch.load(one, weights_only=True)
+    direct = torch.load(saved / "fullTrue.ckpt", weights_only=True)
+    assert checkpoint["optimizer_states"][0].keys() == direct["optimizer_states"][0].keys()
+    assert checkpoint["lq_lightning"]["tensors"].keys() == weights.keys()
+    quiet()
+    run, _ = fit(root, TinyModule(), "auto", devices=1, ckpt_path=str(one), max_epochs=2)
+    assert run.global_step == 12
+
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    out = tmp_path / "model.safetensors"
+    main([str(sharded), str(out), "--format", "safetensors", "--prefix", "net."])
+    assert all(torch.equal(t, weights[f"net.{n}"]) for n, t in load_file(out).items())
+    loaded.net.load_state_dict(load_file(out))
+    consolidate_checkpoint(one, tmp_path / "b.safetensors", "safetensors")
+    assert load_file(tmp_path / "b.safetensors").keys() == weights.keys()
+    for arguments, message in (
+        (["absent", "x"], "Checkpoint file not found"),
+        ([str(sharded), str(sharded)], "choose another name"),
+        ([str(sharded), "x", "--prefix", "net."], "format='safetensors'` only"),
+        ([str(sharded), "x", "--format", "safetensors", "--prefix", "m."], r"start with ['net.']"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="format='zip'"):
+        consolidate_checkpoint(one, "x", "zip")  # type: ignore[arg-type]
+
+
+def test_safetensors_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "safetensors.torch", None)
+    torch.save({"state_dict": {"a": torch.ones(1)}}, tmp_path / "a.ckpt")
+    with pytest.raises(ModuleNotFoundError, match="pip install safetensors"):
+        consolidate_checkpoint(tmp_path / "a.ckpt", tmp_path / "b", "safetensors")

@@ -1,0 +1,182 @@
+"""What users ask of checkpoints: options of loading, weights only, custom writers."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.tuner import Tuner
+from lq_testing.checkpoints import fit, module, run_trainer, strategy, weights
+from lq_testing.damage import flip_bit, weight_offset
+from lq_testing.lightning_models import TinyModule, loader, trainer
+from lq_testing.models import LoRABlock
+
+
+class _Note:
+    """Something that `weights_only=True` refuses."""
+
+
+class _WithNote(TinyModule):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["note"] = _Note()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert type(checkpoint["note"]).__name__ == "_Note"
+
+
+class _AdapterOnly(TinyModule):
+    """Saves and loads only what is trained, the usual way for adapters."""
+
+    def __init__(self) -> None:
+        super().__init__(block=LoRABlock)
+        self.strict_loading = False
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in state.items() if "lora" in name}
+
+
+def _items_7_to_10(rank: int, world_size: int, root: str) -> None:
+    for full in (False, True):
+        folder = f"{root}/{full}"
+        # item 7: weights_only of the user arrives, the default explains itself
+        run, _ = fit(root, _WithNote(), strategy(full))
+        run.save_checkpoint(f"{folder}/note.ckpt")
+        path = f"{folder}/note.ckpt"
+        with pytest.raises(pickle.UnpicklingError, match=r"`weights_only=False` to `trainer.fit`"):
+            fit(root, _WithNote(), strategy(full), ckpt_path=path, max_epochs=2)
+        run, _ = fit(
+            root, _WithNote(), strategy(full), ckpt_path=path, weights_only=False, max_epochs=2
+        )
+        assert run.global_step == 8
+        # item 8: test and validate a weights-only checkpoint after fit
+        model = module()
+        saves = ModelCheckpoint(folder, save_weights_only=True, filename="weights")
+        run, _ = fit(root, model, strategy(full), callbacks=[saves], enable_checkpointing=True)
+        trained = weights(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert run.test(ckpt_path="best", dataloaders=loader(8), verbose=False)[0]["val"] < 3.0
+        assert all(torch.equal(trained[n], w) for n, w in weights(model).items())
+        with pytest.raises(KeyError, match="contains only the model"):
+            fit(root, module(), strategy(full), ckpt_path=f"{folder}/weights.ckpt")
+        # item 9: an optimizer without state
+        run, _ = fit(root, module(optimizer="sgd"), strategy(full))
+        run.save_checkpoint(f"{folder}/sgd.ckpt")
+        run, losses = fit(
+            root,
+            TinyModule(optimizer="sgd"),
+            strategy(full),
+            ckpt_path=f"{folder}/sgd.ckpt",
+            max_epochs=2,
+        )
+        assert run.global_step == 8
+        # item 10: strict_loading=False; strict errors name the keys
+        adapters = _AdapterOnly()
+        run, _ = fit(root, adapters, strategy(full))
+        run.save_checkpoint(f"{folder}/adapters.ckpt")
+        trained = weights(adapters)
+        other = _AdapterOnly()
+        run.test(other, loader(8), ckpt_path=f"{folder}/adapters.ckpt", verbose=False)
+        loaded = weights(other)
+        assert all(torch.equal(loaded[n], w) for n, w in trained.items() if "lora" in n)
+        assert not torch.equal(loaded["net.embed.weight"], trained["net.embed.weight"])
+        with pytest.raises(RuntimeError, match=r"(?s)net.embed.weight"):
+            run.test(TinyModule(block=LoRABlock), loader(8), ckpt_path=f"{folder}/adapters.ckpt")
+        with pytest.raises(RuntimeError, match="blocks.2"):
+            run.test(TinyModule(layers=3), loader(8), ckpt_path=f"{folder}/sgd.ckpt")
+
+
+# --- CheckpointIO, LR finder --------------------------------------------------------------------
+
+
+class _CountingIO(TorchCheckpointIO):
+    def __init__(self) -> None:
+        self.saved: list[Any] = []
+        self.loaded = 0
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *args: Any, **kw: Any) -> None:
+        self.saved.append(path)
+        super().save_checkpoint(checkpoint, path, *args, **kw)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        self.loaded += 1
+        return super().load_checkpoint(*args, **kwargs)
+
+
+def _checkpoint_io(rank: int, world_size: int, root: str) -> None:
+    custom = _CountingIO()
+    run, _ = fit(root, module(), strategy(full=True), plugins=[custom])
+    path = Path(root, "custom.ckpt")  # arrives as what the caller gave
+    run.save_checkpoint(path)
+    assert custom.saved == ([path] if rank == 0 else [])
+    run.test(module(), loader(8), ckpt_path=f"{root}/custom.ckpt", verbose=False)
+    assert custom.loaded == 1
+    with pytest.raises(ValueError, match="`_CountingIO` is not used for sharded checkpoints"):
+        fit(root, module(), strategy(), plugins=[_CountingIO()])
+    saves = ModelCheckpoint(f"{root}/async", save_last=True)
+    fit(
+        root,
+        module(),
+        strategy(full=True),
+        plugins=[AsyncCheckpointIO()],
+        callbacks=[saves],
+        enable_checkpointing=True,
+    )
+    dist.barrier()  # `teardown` on rank 0 has waited for the thread
+    assert torch.load(f"{root}/async/last.ckpt", weights_only=True)["global_step"] == 4
+    run, _ = fit(root, module(), strategy())
+    with pytest.raises(ValueError, match="file system that all ranks see"):
+        run.save_checkpoint("memory://x.ckpt")
+    with pytest.raises(RuntimeError, match="rank 0 could not write"):
+        run.save_checkpoint("/dev/null/impossible.ckpt")
+    # item 12: the learning rate finder
+    model = module()
+    before = weights(model)
+    run = trainer(strategy(), root)
+    found = Tuner(run).lr_find(model, loader(64), num_training=5, update_attr=False)
+    assert len(found.results["lr"]) >= 5
+    assert all(torch.equal(before[n], w) for n, w in weights(model).items())
+
+
+# --- damage -------------------------------------------------------------------------------------
+
+
+def _damaged(rank: int, world_size: int, root: str) -> None:
+    """Every rank refuses what one of them finds, before the model is touched."""
+    for full in (False, True):
+        path = f"{root}/damaged{full}.ckpt"
+        run, _ = fit(root, module(), strategy(full))
+        run.save_checkpoint(path)
+        dist.barrier()
+        file = path if full else f"{path}/__1_0.distcp"
+        if rank == 0:
+            flip_bit(Path(file), weight_offset(Path(file)))
+        dist.barrier()
+        model = module()
+        names = r"damagedTrue.ckpt.*record" if full else r"damagedFalse.ckpt.*__1_0.distcp"
+        with pytest.raises(ValueError, match=names + ".*verify_checkpoints=False"):
+            fit(root, model, strategy(full), ckpt_path=path, max_epochs=2)
+        start = module()
+        assert all(
+            torch.equal(p, q) for p, q in zip(model.parameters(), start.parameters(), strict=True)
+        )
+        unchecked = strategy(full, verify_checkpoints=False)
+        run, _ = fit(root, module(), unchecked, ckpt_path=path, max_epochs=2)
+        assert run.global_step == 8
+
+
+def _all(rank: int, world_size: int, root: str) -> None:
+    for index, check in enumerate((_items_7_to_10, _checkpoint_io, _damaged)):
+        check(rank, world_size, f"{root}/{index}")
+
+
+def test_options_of_saving_and_loading(tmp_path: Path) -> None:
+    run_trainer(_all, 2, str(tmp_path))
