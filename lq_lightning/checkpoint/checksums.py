@@ -12,7 +12,7 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,10 @@ class ChecksumFile(io.BufferedWriter):
 def write_checksums(folder: Path, checksums: Mapping[str, FileChecksum]) -> Path:
     """Write the checksums of the files in ``folder``, by name; returns the new file."""
     path = folder / CHECKSUMS_FILENAME
-    files = {name: asdict(checksums[name]) for name in sorted(checksums)}
+    files = {
+        name: {"nbytes": checksum.nbytes, "crc32": f"{checksum.crc32:08x}"}
+        for name, checksum in sorted(checksums.items())
+    }
     path.write_text(json.dumps({"algorithm": "crc32", "files": files}, indent=1) + "\n")
     return path
 
@@ -121,7 +124,7 @@ def read_checksums(folder: Path) -> dict[str, FileChecksum] | None:
     try:
         files = json.loads(path.read_text())["files"]
         return {
-            name: FileChecksum(nbytes=int(entry["nbytes"]), crc32=int(entry["crc32"]))
+            name: FileChecksum(nbytes=int(entry["nbytes"]), crc32=int(entry["crc32"], 16))
             for name, entry in files.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -66,17 +66,32 @@ def consolidate_checkpoint(
             "keeps the names of the LightningModule. Leave it out or change the format."
         )
     source, target = Path(checkpoint), Path(output)
-    if target.exists() and target.resolve() == source.resolve():
-        raise ValueError(f"`output` is the checkpoint itself (`{target}`): choose another name.")
+    _check_output(target, source)
     if is_sharded_checkpoint(source):
         opened = ShardedCheckpoint(source, weights_only, verify=verify)
         content = _read_sharded(opened, format == "lightning")
     else:
         content = load_full_checkpoint(source, weights_only, verify=verify)
-    if format == "lightning":
-        AtomicCheckpointIO().save_checkpoint(content, target)
-    else:
-        _save_safetensors(content["state_dict"], target, prefix)
+    tensors = {} if format == "lightning" else _select(content["state_dict"], prefix)
+    try:
+        if format == "lightning":
+            AtomicCheckpointIO().save_checkpoint(content, target)
+        else:
+            _save_safetensors(tensors, target)
+    except (OSError, RuntimeError) as error:  # torch raises the latter
+        raise OSError(
+            f"`{target}` could not be written ({error}). Give a file name in a folder that exists "
+            "or can be made, on a disk with enough space."
+        ) from error
+
+
+def _check_output(target: Path, source: Path) -> None:
+    if source.resolve() in (target.resolve(), *target.resolve().parents):
+        raise ValueError(
+            f"`output={target}` is or lies in the checkpoint itself: choose another name."
+        )
+    if target.is_dir():
+        raise ValueError(f"`output={target}` is a directory: give the name of a file in it.")
 
 
 def _read_sharded(checkpoint: ShardedCheckpoint, everything: bool) -> dict[str, Any]:
@@ -118,14 +133,8 @@ def _by_position(optimizer: dict[str, Any]) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _save_safetensors(state: dict[str, Any], target: Path, prefix: str) -> None:
-    try:
-        from safetensors.torch import save_file
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "`format='safetensors'` needs the package safetensors: `pip install safetensors`, or "
-            "use `format='lightning'`."
-        ) from error
+def _select(state: dict[str, Any], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names start with ``prefix``, without it."""
     tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)}
     named = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
     if not named:
@@ -134,8 +143,23 @@ def _save_safetensors(state: dict[str, Any], target: Path, prefix: str) -> None:
     if len(named) < len(tensors):
         others = [key for key in tensors if not key.startswith(prefix)]
         log.warning("left out %d tensors without `%s`: %s", len(others), prefix, others[:5])
-    separate = {key: tensor.contiguous().clone() for key, tensor in named.items()}
-    write_in_place(target, lambda path: save_file(separate, path, metadata={"format": "pt"}))
+    return named
+
+
+def _save_safetensors(tensors: dict[str, Tensor], target: Path) -> None:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "`format='safetensors'` needs the package safetensors: `pip install safetensors`, or "
+            "use `format='lightning'`."
+        ) from error
+    separate = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
+    try:
+        write_in_place(target, lambda path: save_file(separate, path, metadata={"format": "pt"}))
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -29,8 +29,8 @@ __all__ = [
     "ChecksumWriter",
     "GivenMetadataReader",
     "SafeLoadPlanner",
-    "has_checksums",
     "first_failure",
+    "has_checksums",
 ]
 
 _MARK = "lq_lightning_checksums"  # attribute of the pickled StorageMeta; other readers ignore it
