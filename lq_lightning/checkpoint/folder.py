@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,12 +80,14 @@ def save_sharded_checkpoint(
     _on_first(ranks, path, begin)
     writer = ChecksumWriter(unfinished)
     try:
-        save(
-            tensors,
-            storage_writer=writer,
-            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-            process_group=ranks.group,
-        )
+        with _alone_is_no_surprise():
+            save(
+                tensors,
+                storage_writer=writer,
+                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+                process_group=ranks.group,
+                no_dist=ranks.size == 1,
+            )
     except CheckpointException as error:  # DCP raises it on all ranks
         _on_first(ranks, path, lambda: remove(unfinished))
         rank, cause = first_failure(error)
@@ -105,6 +108,14 @@ def save_sharded_checkpoint(
         move_into_place(unfinished, path)
 
     _on_first(ranks, path, finish)
+
+
+@contextmanager
+def _alone_is_no_surprise() -> Generator[None, None, None]:
+    """Without DCP's warning about single processes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _on_first(ranks: RankGroup, path: Path, work: Callable[[], None]) -> None:
@@ -259,9 +270,8 @@ class ShardedCheckpoint:
 
         from lq_lightning.checkpoint.dcp import GivenMetadataReader, SafeLoadPlanner, first_failure
 
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            try:
+        try:
+            with _alone_is_no_surprise():
                 load(
                     flat,
                     storage_reader=GivenMetadataReader(self.path, self._metadata),
@@ -269,11 +279,11 @@ class ShardedCheckpoint:
                     process_group=self.ranks.group,
                     no_dist=self.ranks.size == 1,
                 )
-            except CheckpointException as error:  # DCP raises it on all ranks
-                rank, cause = first_failure(error)
-                if isinstance(cause, pickle.UnpicklingError):
-                    raise explain_unpickling(self.path, cause) from error
-                why = f"{type(cause).__name__}: {cause}"
-                raise ValueError(
-                    f"rank {rank} could not read the checkpoint `{self.path}`: {why}. {REMEDY}"
-                ) from error
+        except CheckpointException as error:  # DCP raises it on all ranks
+            rank, cause = first_failure(error)
+            if isinstance(cause, pickle.UnpicklingError):
+                raise explain_unpickling(self.path, cause) from error
+            why = f"{type(cause).__name__}: {cause}"
+            raise ValueError(
+                f"rank {rank} could not read the checkpoint `{self.path}`: {why}. {REMEDY}"
+            ) from error

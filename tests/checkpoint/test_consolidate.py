@@ -40,6 +40,10 @@ def test_item_11_consolidation(
     for arguments, message in (
         (["absent", "x"], "Checkpoint file not found"),
         ([str(sharded), str(sharded)], "choose another name"),
+        ([str(sharded), str(sharded / "meta.pt")], "choose another name"),
+        ([str(one), str(one)], "choose another name"),
+        ([str(sharded), root], "is a directory: give the name of a file in it"),
+        ([str(sharded), "/dev/null/x"], "`/dev/null/x` could not be written"),
         ([str(sharded), "x", "--prefix", "net."], "format='safetensors'` only"),
         ([str(sharded), "x", "--format", "safetensors", "--prefix", "m."], r"start with ['net.']"),
     ):
