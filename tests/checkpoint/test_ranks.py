@@ -166,7 +166,7 @@ def _share_a_file(rank: int, root: str) -> None:
         damaged = path.read_bytes().index(torch.full((8,), 5.0).numpy().tobytes())
         flip_bit(path, damaged + 8)
     dist.barrier()
-    with pytest.raises(ValueError, match=r"one.ckpt` is damaged: record one/data/4"):
+    with pytest.raises(ValueError, match=r"one.ckpt` is damaged: record archive/data/4"):
         load_full_checkpoint(path, None, WORLD)
     dist.barrier()
     with pytest.raises(FileNotFoundError, match=r"absent"):
