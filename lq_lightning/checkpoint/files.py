@@ -15,7 +15,7 @@ __all__ = [
     "is_sharded_checkpoint",
     "move_into_place",
     "remove",
-    "replace_by_nothing",
+    "remove_at_once",
     "sync",
     "write_in_place",
 ]
@@ -89,7 +89,7 @@ def move_into_place(finished: Path, path: Path) -> None:
     remove(aside)
 
 
-def replace_by_nothing(path: Path) -> None:
+def remove_at_once(path: Path) -> None:
     """Remove a directory; it disappears at once, never in parts."""
     aside = _sibling(path, "replaced")
     remove(aside)

@@ -13,7 +13,7 @@ from lq_lightning.checkpoint.checksums import HOW_TO_SKIP, REMEDY
 from lq_lightning.checkpoint.files import (
     hint_replaced,
     is_local,
-    replace_by_nothing,
+    remove_at_once,
     write_in_place,
 )
 from lq_lightning.checkpoint.ranks import ALONE, RankGroup
@@ -69,7 +69,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if not is_local(path) or target.is_symlink() or not target.is_dir():
             super().remove_checkpoint(path)
             return
-        replace_by_nothing(target)
+        remove_at_once(target)
 
 
 def load_full_checkpoint(

@@ -156,8 +156,12 @@ def _read_all(folder: Path) -> None:
     consolidate_checkpoint(folder, folder.parent / "out.ckpt")
 
 
-def test_real_metadata_loads(folder: Path) -> None:
+def test_real_metadata_loads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("lq_lightning.checkpoint.folder.rank_zero_info", said.append)
     checkpoint = ShardedCheckpoint(folder)
+    assert [text for text in said if "a.ckpt` has no checksums.json" in text] == said
+    assert len(said) == 1
     expected = FileSystemReader(folder).read_metadata()
     assert checkpoint.entries == expected.state_dict_metadata
     assert checkpoint.paths == expected.planner_data
