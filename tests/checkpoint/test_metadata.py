@@ -67,6 +67,7 @@ def _crafted(command: str) -> dict[str, bytes]:
         "getattr": pickle.dumps(Call(getattr, Path, "cwd")),
         "torch.load": pickle.dumps(Call(torch.load, command)),
         "attribute of a module": _reaches_through(metadata, "os.system", command),
+        "function of torch": _reaches_through("torch", "load", command),
         "attribute of torch": _reaches_through("torch", "os.system", command),
         "hidden in torch": _reaches_through("torch.serialization", "os.system", command),
         # sets Metadata.__str__ = OrderedDict for the whole process
