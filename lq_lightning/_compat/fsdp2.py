@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -15,14 +16,15 @@ __all__ = [
     "AllGather",
     "GroupParam",
     "GroupParams",
+    "PackedGradients",
     "ReduceScatter",
-    "Reduced",
+    "announce_packed_gradients",
     "fsdp_units",
     "groups_of_state",
     "offloads_to_cpu",
     "pack_shards",
     "param_groups",
-    "record_reduced_params",
+    "shard_group",
     "uses_hsdp",
     "write_fingerprint",
 ]
@@ -98,6 +100,12 @@ def offloads_to_cpu(root: nn.Module) -> bool:
     return any(isinstance(g.offload_policy, CPUOffloadPolicy) for _, _, g in fsdp_units(root))
 
 
+def shard_group(group: Any) -> dist.ProcessGroup:
+    """The process group that the parameter group is sharded over."""
+    shards: dist.ProcessGroup = group.mesh_info.shard_process_group
+    return shards
+
+
 class GroupParams:
     """The parameters of an FSDP2 parameter group, described anew only when they were replaced.
 
@@ -153,25 +161,27 @@ def pack_shards(params: list[GroupParam], like: Tensor) -> Tensor:
     return slot
 
 
-class Reduced(NamedTuple):
+class PackedGradients(NamedTuple):
     """What the next reduce-scatter of a parameter group packs, and for whom.
 
     Attributes:
-        fsdp_params: The parameters with a gradient, in the order of the slot.
+        indices: Of the parameters with a gradient, in the order of the slot.
         read_in_backward: Whether something other than the optimizer reads the result, while
             backward still runs: accumulation onto earlier gradients, a cast, a copy to the CPU, or
             a hook without a method ``reads_gradient(parameter)`` that returns False.
     """
 
-    fsdp_params: list[Any]
+    indices: tuple[int, ...]
     read_in_backward: bool
 
 
-def record_reduced_params(group: Any, record: Callable[[Reduced], None]) -> Callable[[], None]:
-    """Call ``record`` with what the next reduce-scatter of the group packs.
+def announce_packed_gradients(
+    group: Any, announce: Callable[[PackedGradients], None]
+) -> Callable[[], None]:
+    """Call ``announce`` in front of each reduce-scatter of the group with what it packs.
 
     FSDP2 packs only parameters that received a gradient and drops the gradients before it calls a
-    custom reduce-scatter, so the layout has to be read just before its post-backward.
+    custom reduce-scatter, so this has to be read just before its post-backward.
 
     Returns:
         A function that removes the hook.
@@ -181,12 +191,12 @@ def record_reduced_params(group: Any, record: Callable[[Reduced], None]) -> Call
     def post_backward(*unused: Any) -> None:
         if group.reduce_grads:
             unused_too = getattr(group, "reduce_scatter_unused_params", False)  # torch >= 2.13
+            params = group.fsdp_params
             # torch >= 2.15 packs parameters grouped by gradient dtype
-            order = getattr(group, "_reduce_scatter_param_indices", range(len(group.fsdp_params)))
-            params = [group.fsdp_params[index] for index in order]
-            packed = [p for p in params if _will_be_reduced(p, unused_too)]
-            read = group._all_reduce_hook is not None or any(map(_is_read_in_backward, packed))
-            record(Reduced(packed, read))
+            order = getattr(group, "_reduce_scatter_param_indices", range(len(params)))
+            packed = tuple(i for i in order if _will_be_reduced(params[i], unused_too))
+            if packed:
+                announce(PackedGradients(packed, _is_read_in_backward(group, packed)))
         original(*unused)
 
     def remove() -> None:
@@ -197,7 +207,16 @@ def record_reduced_params(group: Any, record: Callable[[Reduced], None]) -> Call
     return remove
 
 
-def _is_read_in_backward(fsdp_param: Any) -> bool:
+def _is_read_in_backward(group: Any, packed: tuple[int, ...]) -> bool:
+    """Mirror what FSDP2's ``foreach_reduce`` does with the result of a reduce-scatter.
+
+    tests/data_parallel/test_read_in_backward.py runs each of these conditions against torch.
+    """
+    params = [group.fsdp_params[index] for index in packed]
+    return group._all_reduce_hook is not None or any(map(_shard_is_read_in_backward, params))
+
+
+def _shard_is_read_in_backward(fsdp_param: Any) -> bool:
     sharded = fsdp_param.sharded_param
     reduce_dtype = fsdp_param.mp_policy.reduce_dtype or fsdp_param.param_dtype or sharded.dtype
     hooks = getattr(sharded, "_post_accumulate_grad_hooks", None) or {}

@@ -34,7 +34,7 @@ def keep_unreduced_gradients(group: Any, keeper: GradientKeeper) -> Callable[[],
 
     While ``set_requires_gradient_sync(False)`` holds, FSDP2 accumulates whole gradients, in the
     reduction dtype. The keeper gets them before that cast. Call it after
-    ``fsdp2.record_reduced_params``, which sees what is given back.
+    ``fsdp2.announce_packed_gradients``, which sees what is given back.
 
     Returns:
         A function that undoes it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ __all__ = [
     "all_gather_flat",
     "all_linked_by_nvlink",
     "backward_id",
+    "group_timeout",
     "inherit_timeout",
     "note_optimizer_step",
     "reduce_scatter_flat",
+    "split_group",
 ]
 
 
@@ -52,16 +55,20 @@ def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def group_timeout(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
+    """How long collectives of a group wait on a device; None if its backend does not say."""
+    options = None if group is None else getattr(group._get_backend(device), "options", None)
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
+
+
 def inherit_timeout(mesh: DeviceMesh) -> None:
     """Give the process groups of a mesh the timeout of the default group.
 
     ``init_device_mesh`` makes groups smaller than the world with torch's own default (30 minutes on
     gloo), so that a stuck rank would be noticed only then.
     """
-    device = torch.device(mesh.device_type)
-    world = dist.group.WORLD
-    options = None if world is None else getattr(world._get_backend(device), "options", None)
-    timeout = getattr(options, "_timeout", None)
+    timeout = group_timeout(dist.group.WORLD, torch.device(mesh.device_type))
     if timeout is None:
         return
     set_timeout = getattr(dist, "set_timeout", None)  # newer torch
@@ -69,6 +76,40 @@ def inherit_timeout(mesh: DeviceMesh) -> None:
         set_timeout = distributed_c10d._set_pg_timeout
     for dim in range(mesh.ndim):
         set_timeout(timeout, mesh.get_group(dim))
+
+
+def split_group(
+    parent: dist.ProcessGroup, rows: list[list[int]], device: torch.device
+) -> dist.ProcessGroup:
+    """Make a group of those ranks of ``parent`` that are in one row with this one.
+
+    Its collectives keep an order of their own. Every rank of ``parent`` must call this, and no
+    other rank needs to, unlike ``init_device_mesh`` and ``new_group`` by default. All of ``parent``
+    must have made equally many groups before.
+
+    Args:
+        parent: Its backend and timeout are those of the new group.
+        rows: The ranks of ``parent``, each in one row, in ascending order.
+        device: Where the tensors are that will be sent.
+    """
+    timeout = group_timeout(parent, device)
+    world = dist.group.WORLD
+    bound = getattr(world, "bound_device_id", None) is not None
+    if bound and getattr(parent._get_backend(device), "supports_splitting", False):
+        # such communicators are split from an existing one, by all of its ranks: not from the world
+        made = dist.split_group(parent, rows, timeout=timeout)
+    else:
+        ranks = dist.get_process_group_ranks(parent)
+        mine = next(row for row in rows if parent.rank() in row)
+        made = dist.new_group(
+            [ranks[index] for index in mine],
+            timeout=timeout,
+            backend=dist.get_backend(parent),
+            use_local_synchronization=True,
+        )
+    if made is None:
+        raise AssertionError(f"rank {parent.rank()} is in none of {rows}")
+    return made
 
 
 def all_linked_by_nvlink(num_gpus: int) -> bool:

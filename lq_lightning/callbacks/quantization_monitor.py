@@ -1,4 +1,4 @@
-"""Log what quantized communication sends, saves and loses."""
+"""Log what quantization sends, saves and loses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
-from lq_lightning.data_parallel import QuantizedCommunication, Traffic
+from lq_lightning.foundation.reporting import QuantizationReport, ReportsQuantization
 
 __all__ = ["QuantizationMonitor", "RelativeError"]
-
-_BYTES = ("weights_intra", "weights_inter", "gradients_intra", "gradients_inter")
 
 
 class RelativeError(Metric):
@@ -50,9 +48,10 @@ class RelativeError(Metric):
 
 
 class QuantizationMonitor(Callback):
-    """Log the traffic and the error of ``quantized_fsdp`` under ``quant/``.
+    """Log what the strategy, its precision plugin and other callbacks report under ``quant/``.
 
-    Logged per rank and optimizer step, averaged over ranks and the steps since the last time:
+    Anything with the two methods of ``ReportsQuantization`` takes part. From ``quantized_fsdp``
+    come, per rank and optimizer step, averaged over ranks and the steps since the last time:
     ``quant/bytes_{weights,gradients}_{intra,inter}`` (bytes sent within the node and to other
     nodes), ``quant/compression`` (bytes of plain FSDP2 over bytes sent), ``quant/bits_per_weight``
     and ``quant/bits_per_gradient`` (on the wire, scales included). Logged as totals:
@@ -77,53 +76,60 @@ class QuantizationMonitor(Callback):
             )
         self._every_n_steps = every_n_steps
         self._measure_errors = measure_errors
-        self._before = Traffic()
+        self._before: list[QuantizationReport | None] = []
         self._logged_step = 0
-        self.metrics: dict[str, Metric] = {
-            **{f"bytes_{name}": MeanMetric() for name in _BYTES},
-            "compression": MeanMetric(),
-            "bits_per_weight": MeanMetric(nan_strategy="ignore"),
-            "bits_per_gradient": MeanMetric(nan_strategy="ignore"),
-            "weights_error": RelativeError(),
-            "gradients_error": RelativeError(),
-        }
+        self._metrics: dict[str, Metric] = {}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse strategies that have nothing to monitor.
+        """Refuse a run in which nothing reports.
 
         Raises:
-            MisconfigurationException: The strategy is not ``quantized_fsdp``.
+            MisconfigurationException: Neither the strategy nor a plugin or callback reports.
         """
-        if not hasattr(trainer.strategy, "communication"):
+        if not _reporters(trainer):
             raise MisconfigurationException(
-                f"`QuantizationMonitor` reads the traffic of `quantized_fsdp`, but the strategy is "
-                f"`{type(trainer.strategy).__name__}`. Use `Trainer(strategy='quantized_fsdp')` or "
-                "remove the callback."
+                "`QuantizationMonitor` logs what quantized parts of a run report, but neither the "
+                f"strategy `{type(trainer.strategy).__name__}` nor a callback does. Use "
+                "`Trainer(strategy='quantized_fsdp')` or remove the callback."
             )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start counting from here."""
-        communication = self._communication(trainer)
-        if communication is None:
-            rank_zero_info(
-                "QuantizationMonitor: one rank communicates nothing, so there is nothing to log."
-            )
-            return
-        self._before = communication.traffic()
+        """Start counting from here.
+
+        Raises:
+            MisconfigurationException: Two reports have a name in common.
+        """
+        reporters = _reporters(trainer)
+        self._before = [reporter.quantization_report() for reporter in reporters]
         self._logged_step = trainer.global_step
-        for metric in self.metrics.values():
-            metric.to(trainer.strategy.root_device)
+        owners: dict[str, str] = {}
+        for reporter, report in zip(reporters, self._before, strict=True):
+            for name in () if report is None else report.names:
+                owner = type(reporter).__name__
+                if name in owners:
+                    raise MisconfigurationException(
+                        f"`quant/{name}` is reported by `{owners[name]}` and again by `{owner}`: "
+                        "one name can only stand for one thing. Remove one of them."
+                    )
+                owners[name] = owner
+        self._metrics = {}
+        if not owners:
+            rank_zero_info(
+                "QuantizationMonitor: nothing is quantized in this run (one rank communicates "
+                "nothing), so there is nothing to log."
+            )
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Measure errors on the step that will be logged."""
-        communication = self._communication(trainer)
-        if communication is not None and self._measure_errors:
-            communication.measure_errors = self._is_due(trainer, trainer.global_step + 1)
+        if self._measure_errors:
+            is_due = self._is_due(trainer, trainer.global_step + 1)
+            for reporter in _reporters(trainer):
+                reporter.measure_quantization_errors(is_due)
 
     @override
     def on_train_batch_end(
@@ -135,43 +141,56 @@ class QuantizationMonitor(Callback):
         batch_idx: int,
     ) -> None:
         """Log after every ``every_n_steps``-th optimizer step."""
-        communication = self._communication(trainer)
         step = trainer.global_step
-        if communication is None or step == self._logged_step or not self._is_due(trainer, step):
+        if step == self._logged_step or not self._is_due(trainer, step):
             return
-        steps = step - self._logged_step
-        traffic = communication.traffic()
-        counted = traffic.since(self._before)
-        self._before, self._logged_step = traffic, step
-        self._update(counted, steps, communication)
-        values = {f"quant/{name}": self._read(metric) for name, metric in self.metrics.items()}
-        values["quant/skipped_steps"] = float(getattr(trainer.strategy, "num_skipped_steps", 0))
-        values["quant/outside_writes"] = float(sum(communication.outside_writes.values()))
-        pl_module.log_dict({k: v for k, v in values.items() if not math.isnan(v)})
-
-    def _update(self, counted: Traffic, steps: int, communication: QuantizedCommunication) -> None:
-        for name in _BYTES:
-            self.metrics[f"bytes_{name}"].update(getattr(counted, name) / steps)
-        self.metrics["compression"].update(counted.baseline / counted.sent if counted.sent else 1.0)
-        self.metrics["bits_per_weight"].update(counted.bits_per_weight)
-        self.metrics["bits_per_gradient"].update(counted.bits_per_gradient)
+        reporters = _reporters(trainer)
+        reports = [reporter.quantization_report() for reporter in reporters]
+        steps, device = step - self._logged_step, trainer.strategy.root_device
+        values: dict[str, float] = {}
+        for report, before in zip(reports, self._before, strict=True):
+            if report is not None and before is not None:
+                values |= self._values(report, before, steps, device)
         if self._measure_errors:
-            errors = communication.errors()
-            communication.measure_errors = False
-            self.metrics["weights_error"].update(*errors[:2])
-            self.metrics["gradients_error"].update(*errors[2:])
+            for reporter in reporters:
+                reporter.measure_quantization_errors(False)
+        self._before, self._logged_step = reports, step
+        logged = {f"quant/{k}": v for k, v in values.items() if not math.isnan(v)}
+        pl_module.log_dict(logged)
 
-    @staticmethod
-    def _read(metric: Metric) -> float:
-        value = float(metric.compute()) if metric.update_called else float("nan")
-        metric.reset()
-        return value
+    def _values(
+        self,
+        report: QuantizationReport,
+        before: QuantizationReport,
+        steps: int,
+        device: torch.device,
+    ) -> dict[str, float]:
+        """Means over ranks of what one part reports; all ranks must call this."""
+        updates: dict[str, tuple[type[Metric], tuple[float, ...]]] = {}
+        for name, count in report.counts.items():
+            updates[name] = (MeanMetric, ((count - before.counts.get(name, 0.0)) / steps,))
+        for name, ratio in report.ratios.items():
+            earlier = before.ratios.get(name, (0.0, 0.0))
+            above, below = ratio[0] - earlier[0], ratio[1] - earlier[1]
+            updates[name] = (MeanMetric, (above / below if below else math.nan,))
+        if self._measure_errors:
+            updates |= {name: (RelativeError, sums) for name, sums in report.errors.items()}
+        values = {}
+        for name, (kind, numbers) in updates.items():
+            if name not in self._metrics:
+                options = {"nan_strategy": "ignore"} if kind is MeanMetric else {}
+                self._metrics[name] = kind(**options).to(device)
+            metric = self._metrics[name]
+            metric.update(*numbers)
+            values[name] = float(metric.compute())
+            metric.reset()
+        return values | {name: float(total) for name, total in report.totals.items()}
 
     def _is_due(self, trainer: pl.Trainer, step: int) -> bool:
         every: int = self._every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         return every > 0 and step % every == 0
 
-    @staticmethod
-    def _communication(trainer: pl.Trainer) -> QuantizedCommunication | None:
-        communication: QuantizedCommunication | None = trainer.strategy.communication  # type: ignore[attr-defined]
-        return communication
+
+def _reporters(trainer: pl.Trainer) -> list[ReportsQuantization]:
+    parts = (trainer.strategy, trainer.precision_plugin, *trainer.callbacks)  # type: ignore[attr-defined]
+    return [part for part in parts if isinstance(part, ReportsQuantization)]

@@ -4,10 +4,10 @@ from lq_lightning.data_parallel.all_reduce import QuantizedAllReduce, quantized_
 from lq_lightning.data_parallel.communication import (
     QuantizationErrors,
     QuantizedCommunication,
-    quantize_communication,
 )
 from lq_lightning.data_parallel.config import GradientQuantization, WeightQuantization
 from lq_lightning.data_parallel.gradient_buffer import KeptGradient, QuantizedGradientBuffer
+from lq_lightning.data_parallel.install import quantize_communication
 from lq_lightning.data_parallel.plan import CommunicationPlan, TensorPlan
 from lq_lightning.data_parallel.vocabulary import vocabulary_weights
 from lq_lightning.foundation.topology import Topology

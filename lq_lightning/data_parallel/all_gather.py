@@ -21,11 +21,12 @@ from lq_lightning.data_parallel.config import WeightQuantization
 from lq_lightning.data_parallel.layout import (
     MessageLayout,
     Segment,
-    absorb_small_runs,
+    merge_over_small_gaps,
     segment_runs,
 )
 from lq_lightning.data_parallel.unit import (
     UnitCollective,
+    UnitDescription,
     keep_small_runs_exact,
     part_seed,
     weight_segments,
@@ -43,11 +44,11 @@ class WeightAllGather(UnitCollective, AllGather):
 
     Args:
         config: Codec and method.
-        unit: Arguments of :class:`UnitCollective`.
+        unit: The unit.
     """
 
-    def __init__(self, config: WeightQuantization, **unit: Any) -> None:
-        super().__init__(**unit)
+    def __init__(self, config: WeightQuantization, unit: UnitDescription) -> None:
+        super().__init__(unit)
         self._config = config
         self._layout: MessageLayout | None = None
         self._layout_key: tuple[Any, ...] | None = None
@@ -76,7 +77,7 @@ class WeightAllGather(UnitCollective, AllGather):
                 segments = _byte_segments(self.segments(), params)
             else:
                 segments = self.segments()
-            runs = absorb_small_runs(segment_runs(segments))
+            runs = merge_over_small_gaps(segment_runs(segments))
             self._layout = MessageLayout.of(runs, [self._config.codec()], dtype)
             self._layout_key = key
         return self._layout
@@ -123,16 +124,16 @@ class WeightAllGather(UnitCollective, AllGather):
 
         Args:
             layout: Of the message.
-            slot: ``[n]``; absorbed values are overwritten with zeros.
-            reference: ``[n]``; absorbed values become those of the slot, as they will anyway.
+            slot: ``[n]``; gaps are overwritten with zeros.
+            reference: ``[n]``; its gaps become those of the slot, as they will anyway.
         """
         message = layout.allocate(1, device=slot.device)
-        layout.move_exact(slot, message[0], reference)
+        layout.exact_to_messages(slot, message[0], reference)
         try:
             self._encode_runs(layout, slot, reference, message)
         finally:  # a checkpoint written after an error must not hold zeros
-            if reference is not None and layout.absorbed:
-                layout.copy_exact(message[0], reference)
+            if reference is not None and layout.gap_indices:
+                layout.exact_to_slots(message[0], reference)
         traffic = self._context.traffic
         traffic.exchanges += 1
         traffic.weights_messages += layout.nbytes
@@ -199,12 +200,12 @@ class WeightAllGather(UnitCollective, AllGather):
                 self._decode_runs(layout, messages[:, i], slots[i], add=add)
             else:
                 self._decode_runs(layout, messages[i], slots[:, i], add=add)
-        layout.copy_exact(messages.transpose(0, 1), slots)
+        layout.exact_to_slots(messages.transpose(0, 1), slots)
 
     def _decode(self, layout: MessageLayout, messages: Tensor, slots: Tensor, *, add: bool) -> None:
         """Decode ``messages`` ``[R, nbytes]`` into (or onto) ``slots`` ``[R, n]``."""
         self._decode_runs(layout, messages, slots, add=add)
-        layout.copy_exact(messages, slots)
+        layout.exact_to_slots(messages, slots)
 
     @staticmethod
     def _decode_runs(layout: MessageLayout, messages: Tensor, slots: Tensor, *, add: bool) -> None:

@@ -1,47 +1,28 @@
-"""Install quantized collectives on a model sharded by FSDP2, and keep them consistent."""
+"""The handle on a model's quantized collectives: its steps, its state, what it measures."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lq_lightning._compat.fsdp2 import (
-    GroupParam,
-    GroupParams,
-    fsdp_units,
-    record_reduced_params,
-    uses_hsdp,
-)
 from lq_lightning._compat.tensors import local_tensor
-from lq_lightning._compat.torch import inherit_timeout
 from lq_lightning.data_parallel.all_gather import WeightAllGather
-from lq_lightning.data_parallel.config import GradientQuantization, WeightQuantization
 from lq_lightning.data_parallel.exchange import ExchangeSchedule
-from lq_lightning.data_parallel.plan import (
-    CommunicationPlan,
-    TensorPlan,
-    describe_gradients,
-    describe_weights,
-    tensor_plans,
-)
+from lq_lightning.data_parallel.plan import CommunicationPlan
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
 from lq_lightning.data_parallel.unit import UnitContext
-from lq_lightning.data_parallel.vocabulary import vocabulary_weights
 from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
-from lq_lightning.foundation.parameters import clean_name
-from lq_lightning.foundation.topology import Topology
+from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.foundation.traffic import Traffic
 
-__all__ = ["QuantizationErrors", "QuantizedCommunication", "quantize_communication"]
+__all__ = ["QuantizationErrors", "QuantizedCommunication", "QuantizedUnit"]
 
 _STATE_VERSION = 2
 
@@ -58,28 +39,35 @@ class QuantizationErrors(NamedTuple):
     gradients_squared_norm: float
 
 
-@dataclass(slots=True)
-class _Unit:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedUnit:
+    """The collectives of one FSDP2 unit; None where FSDP2's own are left.
+
+    Attributes:
+        name: Of the unit.
+        gather: Of the weights.
+        scatter: Of the gradients.
+    """
+
     name: str
-    names: tuple[str, ...]
-    params: Callable[[], list[GroupParam]]
     gather: WeightAllGather | None
     scatter: TwoLevelReduceScatter | None
 
 
 class QuantizedCommunication:
-    """Handle on the quantized collectives of one model; made by :func:`quantize_communication`.
+    """Handle on the quantized collectives of one model; made by ``quantize_communication``.
 
     Attributes:
         plan: How every parameter travels.
         topology: Ranks and nodes.
+        group: The ranks that shard the model, which is not always all of them.
         outside_writes: Names of units whose weights were written by something other than an
             optimizer step, with the number of times; each such write costs a full-precision gather.
     """
 
     def __init__(
         self,
-        units: list[_Unit],
+        units: list[QuantizedUnit],
         context: UnitContext,
         plan: CommunicationPlan,
         device: torch.device,
@@ -88,6 +76,7 @@ class QuantizedCommunication:
         self._context = context
         self.plan = plan
         self.topology = context.topology
+        self.group = context.group
         self.outside_writes: dict[str, int] = {}
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._exchanges = ExchangeSchedule(device)
@@ -131,9 +120,20 @@ class QuantizedCommunication:
         return (*args[:position], joined, *args[position + 1 :]), kwargs
 
     def join(self) -> None:
-        """Let the current CUDA stream wait for everything on its way; call it after an error."""
+        """Let the current CUDA stream wait for everything on its way."""
         self._exchanges.join()
         self._context.reductions.join()
+
+    def recover(self) -> None:
+        """Leave nothing of a forward or backward that failed; call it on every rank that goes on.
+
+        Out of memory, for example. Waits for everything on its way, and forgets what error feedback
+        keeps of gradients that will not be used.
+        """
+        self.join()
+        for unit in self._units:
+            if unit.scatter is not None:
+                unit.scatter.recover()
 
     def note_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Say that the weights were updated by an optimizer on every rank; exchanges them.
@@ -164,7 +164,7 @@ class QuantizedCommunication:
     # --- drift ------------------------------------------------------------------------------
 
     def check_replicas(self, on_drift: Literal["resync", "raise"] = "resync") -> list[str]:
-        """Compare the replicas of all ranks by checksum. Every rank must call this.
+        """Compare the replicas of all ranks of ``group`` by checksum. All of them must call this.
 
         Args:
             on_drift: ``"resync"`` refreshes drifted units in full precision at their next gather.
@@ -185,7 +185,7 @@ class QuantizedCommunication:
             return []
         mine = torch.cat([s for _, s in known])
         every = mine.new_empty(self.topology.world_size, mine.numel())
-        dist.all_gather(list(every), mine)
+        dist.all_gather(list(every), mine, group=self.group)
         drifted = []
         for column, (gather, _) in enumerate(known):
             if self._differs(every[:, column], gather):
@@ -277,7 +277,8 @@ class QuantizedCommunication:
 
     def errors(self) -> QuantizationErrors:
         """Error sums since the last call; zeros where nothing was measured."""
-        self._exchanges.join()
+        if self._context.weight_errors.squared_error is not None:
+            self._exchanges.join()  # which sum them up
         weights = self._context.weight_errors.pop()
         gradients = self._context.gradient_errors.pop()
         return QuantizationErrors(*weights, *gradients)
@@ -286,138 +287,25 @@ class QuantizedCommunication:
         """A snapshot of this rank's byte counters."""
         return self._context.traffic.snapshot()
 
-
-def quantize_communication(
-    module: nn.Module,
-    *,
-    weights: WeightQuantization | None,
-    gradients: GradientQuantization | None,
-    topology: Topology,
-    min_quantized_numel: int = 4096,
-    seed: int = 0,
-) -> QuantizedCommunication:
-    """Replace the collectives of every FSDP2 unit in ``module`` by quantized ones.
-
-    Call once, after ``fully_shard`` was applied to ``module`` and its submodules, on every rank.
-    With both configs ``None`` nothing is replaced.
-
-    Args:
-        module: The root of the sharded model.
-        weights: How weights are gathered; ``None`` leaves FSDP2's own all-gather.
-        gradients: How gradients are reduced; ``None`` leaves FSDP2's own reduce-scatter. Embeddings
-            and heads, which may have bits of their own, are :func:`vocabulary_weights`.
-        topology: Ranks and nodes; its world must be the world of the default process group.
-        min_quantized_numel: Parameters with fewer elements travel in full precision, as do 1-D
-            ones.
-        seed: Base of the stochastic-rounding seeds; the same on every rank.
-
-    Raises:
-        ValueError: ``module`` has no FSDP2 unit, or a number is out of range.
-        NotImplementedError: A unit is sharded over two mesh axes (HSDP).
-    """
-    if min_quantized_numel < 1:
-        raise ValueError(
-            f"`min_quantized_numel={min_quantized_numel}` is not valid: give a positive number; "
-            "1 quantizes every tensor of two or more dimensions."
+    def quantization_report(self) -> QuantizationReport:
+        """Traffic of this rank, errors since the last report, and outside writes."""
+        sent, errors = self._context.traffic, self.errors()
+        return QuantizationReport(
+            counts={
+                "bytes_weights_intra": sent.weights_intra,
+                "bytes_weights_inter": sent.weights_inter,
+                "bytes_gradients_intra": sent.gradients_intra,
+                "bytes_gradients_inter": sent.gradients_inter,
+            },
+            ratios={
+                "compression": (sent.baseline, sent.sent),
+                "bits_per_weight": (8 * sent.weights_messages, sent.weights_elements),
+                "bits_per_gradient": (8 * sent.gradients_messages, sent.gradients_elements),
+            },
+            totals={"outside_writes": sum(self.outside_writes.values())},
+            errors={"weights_error": errors[:2], "gradients_error": errors[2:]},
         )
-    found = list(fsdp_units(module))
-    if not found:
-        raise ValueError(
-            f"`{type(module).__name__}` has no module sharded by FSDP2: apply "
-            "`torch.distributed.fsdp.fully_shard` to its blocks and to itself first."
-        )
-    names_of = {id(p): clean_name(n) for n, p in module.named_parameters(remove_duplicate=False)}
-    vocabulary = frozenset(names_of[id(p)] for p in vocabulary_weights(module))
-    device = next(module.parameters()).device
-    context = _make_context(topology, seed, device, vocabulary)
-    units, tensors = [], []
-    for index, (name, unit_module, group) in enumerate(found):
-        if uses_hsdp(group):
-            raise NotImplementedError(
-                f"unit `{name}` is sharded over a 2-D mesh (HSDP), whose replica all-reduce "
-                "bypasses quantization. Use a 1-D mesh over all ranks; `node_size` gives the "
-                "two levels."
-            )
-        unit = _make_unit(
-            index, name, group, names_of, weights, gradients, min_quantized_numel, context
-        )
-        _install(unit, unit_module, group)
-        units.append(unit)
-        tensors.extend(_plan_unit(unit))
-    plan = CommunicationPlan(
-        tuple(tensors), describe_weights(weights), describe_gradients(gradients, topology)
-    )
-    return QuantizedCommunication(units, context, plan, device)
 
-
-def _make_context(
-    topology: Topology, seed: int, device: torch.device, vocabulary: frozenset[str]
-) -> UnitContext:
-    if dist.get_world_size() != topology.world_size:
-        raise ValueError(
-            f"`Topology(world_size={topology.world_size})` does not match the process group, which "
-            f"has {dist.get_world_size()} ranks."
-        )
-    mesh = init_device_mesh(
-        device.type,
-        (topology.num_nodes, topology.node_size),
-        mesh_dim_names=("lq_node", "lq_local"),
-    )
-    inherit_timeout(mesh)
-    return UnitContext(
-        topology=topology,
-        intra_group=mesh.get_group("lq_local"),
-        inter_group=mesh.get_group("lq_node"),
-        seed=seed,
-        traffic=Traffic(),
-        vocabulary=vocabulary,
-    )
-
-
-def _make_unit(
-    index: int,
-    name: str,
-    group: Any,
-    names_of: Mapping[int, str],
-    weights: WeightQuantization | None,
-    gradients: GradientQuantization | None,
-    min_quantized_numel: int,
-    context: UnitContext,
-) -> _Unit:
-    params = GroupParams(group)
-    names = tuple(names_of[id(p.sharded_param)] for p in params())
-    shared: dict[str, Any] = {
-        "name": name or "root",
-        "index": index,
-        "params": params,
-        "names": names,
-        "min_quantized_numel": min_quantized_numel,
-        "context": context,
-    }
-    gather: WeightAllGather | None = None
-    if weights is not None:
-        kind = WeightDifferenceAllGather if weights.method == "qWD" else WeightAllGather
-        gather = kind(weights, **shared)
-    scatter = None
-    if gradients is not None:
-        scatter = TwoLevelReduceScatter(gradients, **shared)
-    return _Unit(name or "root", names, params, gather, scatter)
-
-
-def _install(unit: _Unit, module: FSDPModule, group: Any) -> None:
-    if unit.gather is not None:
-        module.set_custom_all_gather(unit.gather)
-    if unit.scatter is not None:
-        module.set_custom_reduce_scatter(unit.scatter)
-        record_reduced_params(group, unit.scatter.record_packed)
-
-
-def _plan_unit(unit: _Unit) -> list[TensorPlan]:
-    params = unit.params()
-    return tensor_plans(
-        unit.names,
-        [p.numel for p in params],
-        None if unit.gather is None else unit.gather.segments(),
-        None if unit.scatter is None else unit.scatter.segments(),
-        [p.requires_grad for p in params],
-    )
+    def measure_quantization_errors(self, measure: bool) -> None:
+        """Set :attr:`measure_errors`."""
+        self.measure_errors = measure

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from lq_lightning.codecs import CodecSpec, encode_with_residual
+from lq_lightning.data_parallel.gradient_layouts import LevelLayouts
 from lq_lightning.data_parallel.layout import MessageLayout
 
 __all__ = ["GradientResidual"]
@@ -23,29 +22,22 @@ class GradientResidual:
     """
 
     def __init__(self) -> None:
-        self._layout: MessageLayout | None = None
-        self._packed: Sequence[int] | None = None
+        self._of: tuple[tuple[int, ...], MessageLayout] | None = None
         self._messages: Tensor | None = None
 
-    def prepare(
-        self,
-        rows: int,
-        layout: MessageLayout,
-        device: torch.device,
-        packed: Sequence[int] | None = None,
-    ) -> None:
+    def prepare(self, rows: int, layouts: LevelLayouts, device: torch.device) -> None:
         """Have the residual of the last call ready; zeros at first, and for other parameters.
 
         Args:
             rows: R, messages that this rank sends.
-            layout: Of the stored messages.
-            packed: Which parameters the messages hold.
+            layouts: Of these. What is kept of them is stored in the layout within the node.
             device: Of the messages.
         """
-        if self._messages is None or (self._layout, self._packed) != (layout, packed):
-            nbytes = layout.codes_nbytes  # what is exact leaves nothing
+        of = (layouts.packed, layouts.intra)
+        if self._messages is None or self._of != of:
+            nbytes = layouts.intra.codes_nbytes  # what is exact leaves nothing
             self._messages = torch.zeros(rows, nbytes, dtype=torch.uint8, device=device)
-            self._layout, self._packed = layout, packed
+            self._of = of
 
     def encode(
         self,
@@ -67,9 +59,9 @@ class GradientResidual:
             out: ``[R, B]`` uint8.
             rows: Which messages the values belong to.
         """
-        layout, messages = self._layout, self._messages
-        if layout is None or messages is None:
+        if self._of is None or self._messages is None:
             raise AssertionError("prepare() comes first")
+        layout, messages = self._of[1], self._messages
         kept, run = layout.part(messages[rows], index), layout.runs[index]
         encode_with_residual(spec, values, run.numel, layout.spec_of(run), kept, seed=seed, out=out)
 

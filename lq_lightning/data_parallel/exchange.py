@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from lq_lightning.data_parallel.weight_difference import Exchange, WeightDifferenceAllGather
+from lq_lightning.foundation import streams
 from lq_lightning.foundation.streams import SecondStage
 
 __all__ = ["ExchangeSchedule"]
@@ -32,16 +33,16 @@ class ExchangeSchedule:
 
     def run(self, gathers: Iterable[WeightDifferenceAllGather]) -> None:
         """Exchange the differences of these units, in this order. Every rank must call this."""
-        if self._device.type != "cuda":
+        if not streams.has_streams(self._device):
             for gather in gathers:
                 exchange = gather.start_exchange()
                 if exchange is not None:
                     gather.finish_exchange(exchange)
             return
         if self._first is None:
-            self._first = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-        self._first.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._first):
+            self._first = streams.new_stream()
+        self._first.wait_stream(streams.current_stream())
+        with streams.on_stream(self._first):
             for gather in gathers:
                 self._run_one(gather)
             self._second.join()
@@ -55,4 +56,4 @@ class ExchangeSchedule:
     def join(self) -> None:
         """Let the current stream wait until all exchanges are done."""
         if self._first is not None:
-            torch.cuda.current_stream().wait_stream(self._first)
+            streams.current_stream().wait_stream(self._first)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lq_lightning._compat.fsdp2 import fsdp_units
+from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units
 from lq_lightning._compat.gradients import keep_unreduced_gradients
 from lq_lightning._compat.tensors import empty_like_sharded, local_tensor
 from lq_lightning._compat.torch import after_backward
@@ -202,7 +202,7 @@ class QuantizedGradientBuffer:
         for _, _, group in fsdp_units(module) if _has_units(module) else ():
             sums = [
                 self._new_sum() if p.sharded_param in self._sums else None
-                for p in group.fsdp_params
+                for p in GroupParams(group)()
             ]
             self._keepers.append(_UnitKeeper(sums))
             self._undo.append(keep_unreduced_gradients(group, self._keepers[-1]))

@@ -20,12 +20,12 @@ from torch import Tensor
 from lq_lightning._compat.tensors import copy_all, zero_all
 from lq_lightning.codecs import CodecSpec
 
-__all__ = ["MessageLayout", "Run", "Segment", "absorb_small_runs", "segment_runs"]
+__all__ = ["MessageLayout", "Run", "Segment", "merge_over_small_gaps", "segment_runs"]
 
 ALIGNMENT_NBYTES = 16
-# A quantized run holds at least this many times the full-precision elements that it absorbs: their
+# A quantized run holds at least this many times the elements of the gaps within it: their
 # codes then cost at most 1.6% of its bytes.
-ABSORBING_FACTOR = 64
+MIN_CODES_PER_GAP = 64
 
 Travel = Literal["quantized", "full", "skipped"]
 
@@ -57,14 +57,14 @@ class Run(NamedTuple):
         start: First element in the slot.
         numel: Elements.
         quantized: Whether the run is encoded.
-        absorbed: Full-precision runs within an encoded one. Zeros are encoded in their place.
+        gaps: Full-precision runs within an encoded one. Zeros are encoded in their place.
         codec: Which codec of the layout encodes it, 0 where none does.
     """
 
     start: int
     numel: int
     quantized: bool
-    absorbed: tuple[Run, ...] = ()
+    gaps: tuple[Run, ...] = ()
     codec: int = 0
 
     @property
@@ -73,9 +73,9 @@ class Run(NamedTuple):
         return self.start + self.numel
 
     @property
-    def absorbed_numel(self) -> int:
+    def gap_numel(self) -> int:
         """Elements that travel in full precision although they lie in an encoded run."""
-        return sum(run.numel for run in self.absorbed)
+        return sum(run.numel for run in self.gaps)
 
 
 def segment_runs(segments: Sequence[Segment]) -> list[Run]:
@@ -98,11 +98,11 @@ def _alike(run: Run, other: Run) -> bool:
     return (run.quantized, run.codec) == (other.quantized, other.codec)
 
 
-def absorb_small_runs(runs: Sequence[Run]) -> list[Run]:
-    """Let quantized runs of one codec include the few full-precision elements between them.
+def merge_over_small_gaps(runs: Sequence[Run]) -> list[Run]:
+    """Make quantized runs of one codec one run across few full-precision elements between them.
 
-    Each saves the operators of a run. It costs codes that nobody needs, so what a run absorbs is at
-    most ``1 / ABSORBING_FACTOR`` of it. Runs with skipped segments between them stay apart.
+    Each saves the operators of a run. It costs codes that nobody needs, so the gaps of a run are at
+    most ``1 / MIN_CODES_PER_GAP`` of it. Runs with skipped segments between them stay apart.
 
     Args:
         runs: What :func:`segment_runs` returned.
@@ -122,17 +122,17 @@ def _joined(runs: Sequence[Run]) -> Run | None:
     left, gap, right = runs
     if left.stop != gap.start or gap.stop != right.start or left.codec != right.codec:
         return None
-    absorbed = (*left.absorbed, gap, *right.absorbed)
-    joined = Run(left.start, right.stop - left.start, True, absorbed, left.codec)
-    return joined if joined.absorbed_numel * ABSORBING_FACTOR <= joined.numel else None
+    gaps = (*left.gaps, gap, *right.gaps)
+    joined = Run(left.start, right.stop - left.start, True, gaps, left.codec)
+    return joined if joined.gap_numel * MIN_CODES_PER_GAP <= joined.numel else None
 
 
 @dataclass(frozen=True, slots=True)
 class MessageLayout:
     """Byte layout of one slot's message: the codes of each quantized run, then what is exact.
 
-    *Exact* are the values that travel in full precision: those of full-precision runs and absorbed
-    ones, in slot order and without gaps.
+    *Exact* are the values that travel in full precision: those of full-precision runs and of
+    gaps, in slot order and without gaps.
 
     Attributes:
         runs: The runs, in slot order.
@@ -141,7 +141,7 @@ class MessageLayout:
         offsets: First byte of each run's codes, and where all codes end. A full-precision run has
             none.
         exact_runs: Where exact values lie in the slot.
-        absorbed: Indices of those exact runs that lie within quantized ones.
+        gap_indices: Which of those exact runs are gaps of quantized ones.
         exact_stop: End of the exact part, which starts where the codes end.
         nbytes: Bytes of the whole message, a multiple of 16.
     """
@@ -151,7 +151,7 @@ class MessageLayout:
     raw_dtype: torch.dtype
     offsets: tuple[int, ...]
     exact_runs: tuple[Run, ...]
-    absorbed: tuple[int, ...]
+    gap_indices: tuple[int, ...]
     exact_stop: int
     nbytes: int
 
@@ -165,13 +165,13 @@ class MessageLayout:
         """
         offsets = [0]
         exact_runs: list[Run] = []
-        absorbed: list[int] = []
+        gap_indices: list[int] = []
         for run in runs:
             nbytes = specs[run.codec].nbytes(run.numel) if run.quantized else 0
             offsets.append(offsets[-1] + nbytes)
             if run.quantized:
-                absorbed += range(len(exact_runs), len(exact_runs) + len(run.absorbed))
-            exact_runs += run.absorbed if run.quantized else (run,)
+                gap_indices += range(len(exact_runs), len(exact_runs) + len(run.gaps))
+            exact_runs += run.gaps if run.quantized else (run,)
         stop = offsets[-1] + sum(run.numel for run in exact_runs) * raw_dtype.itemsize
         return cls(
             tuple(runs),
@@ -179,7 +179,7 @@ class MessageLayout:
             raw_dtype,
             tuple(offsets),
             tuple(exact_runs),
-            tuple(absorbed),
+            tuple(gap_indices),
             stop,
             -(-stop // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES,
         )
@@ -201,7 +201,7 @@ class MessageLayout:
     @property
     def quantized_numel(self) -> int:
         """Elements of a slot that travel as codes alone."""
-        return sum(run.numel - run.absorbed_numel for run in self.runs if run.quantized)
+        return sum(run.numel - run.gap_numel for run in self.runs if run.quantized)
 
     @property
     def numel(self) -> int:
@@ -238,46 +238,48 @@ class MessageLayout:
 
     # --- exact values in slots --------------------------------------------------------------
 
-    def exact_of(self, slots: Tensor) -> Tensor:
+    def read_exact(self, slots: Tensor) -> Tensor:
         """Return a copy of the exact values of ``[..., n]`` slots: ``[..., E]``."""
         return torch.cat(self._exact_views(slots), dim=-1)
 
-    def move_exact(self, slots: Tensor, messages: Tensor, reference: Tensor | None = None) -> None:
-        """Write the exact values of slots to their messages, and zeros over the absorbed ones.
+    def exact_to_messages(
+        self, slots: Tensor, messages: Tensor, reference: Tensor | None = None
+    ) -> None:
+        """Write the exact values of slots to their messages, and zeros over the gaps.
 
-        Encoded as zeros, absorbed values change neither the scale of their group nor, where they
+        Encoded as zeros, the values of gaps change neither the scale of their group nor, where they
         are not finite, their neighbours.
 
         Args:
             slots: ``[..., n]`` of ``raw_dtype``.
             messages: ``[..., nbytes]`` uint8.
-            reference: ``[..., n]``; if what is encoded is the difference to it, its absorbed values
-                have to be zeros meanwhile, too. :meth:`copy_exact` ends that.
+            reference: ``[..., n]``; if what is encoded is the difference to it, its gaps have to
+                hold zeros meanwhile, too. :meth:`exact_to_slots` ends that.
         """
         if not self.exact_runs:
             return
         views = self._exact_views(slots)
         torch.cat(views, dim=-1, out=self.exact(messages))
-        if self.absorbed:
-            absorbed = [views[index] for index in self.absorbed]
+        if self.gap_indices:
+            gaps = [views[index] for index in self.gap_indices]
             if reference is not None:
                 views = self._exact_views(reference)
-                absorbed += [views[index] for index in self.absorbed]
-            zero_all(absorbed)
+                gaps += [views[index] for index in self.gap_indices]
+            zero_all(gaps)
 
-    def copy_exact(self, messages: Tensor, slots: Tensor) -> None:
+    def exact_to_slots(self, messages: Tensor, slots: Tensor) -> None:
         """Write the exact values of messages to their places in slots.
 
-        The codes have to be decoded before: they hold zeros in place of absorbed values.
+        The codes have to be decoded before: they hold zeros in the gaps.
 
         Args:
             messages: ``[..., nbytes]`` uint8.
             slots: ``[..., n]``.
         """
         if self.exact_runs:
-            self.put_exact(self.exact(messages), slots)
+            self.write_exact(self.exact(messages), slots)
 
-    def put_exact(self, values: Tensor, slots: Tensor) -> None:
+    def write_exact(self, values: Tensor, slots: Tensor) -> None:
         """Write ``[..., E]`` exact values to their places in ``[..., n]`` slots of any dtype."""
         sizes = [run.numel for run in self.exact_runs]
         parts = values.to(slots.dtype).split_with_sizes(sizes, dim=-1)

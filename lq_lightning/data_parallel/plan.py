@@ -47,9 +47,19 @@ class CommunicationPlan(NamedTuple):
     gradients: str
 
     @property
+    def trained(self) -> tuple[TensorPlan, ...]:
+        """Parameters that are trained."""
+        return tuple(t for t in self.tensors if t.gradients != "none")
+
+    @property
+    def frozen(self) -> tuple[TensorPlan, ...]:
+        """Parameters that are not trained."""
+        return tuple(t for t in self.tensors if t.gradients == "none")
+
+    @property
     def full_precision(self) -> tuple[TensorPlan, ...]:
-        """Parameters of which something travels in full precision although a codec is on."""
-        return tuple(t for t in self.tensors if t.reason)
+        """Trained parameters that travel in full precision somewhere although a codec is on."""
+        return tuple(t for t in self.trained if t.reason)
 
     @property
     def vocabulary(self) -> tuple[TensorPlan, ...]:
@@ -57,27 +67,54 @@ class CommunicationPlan(NamedTuple):
         return tuple(t for t in self.tensors if t.vocabulary)
 
     def summary(self) -> str:
-        """A few lines for people: what is quantized, what is not, and why."""
-        total = sum(t.numel for t in self.tensors)
-        exact = sum(t.numel for t in self.full_precision)
-        lines = [
-            f"weights: {self.weights}",
-            f"gradients: {self.gradients}",
-            f"{len(self.tensors) - len(self.full_precision)} of {len(self.tensors)} tensors "
-            f"({total - exact:,} of {total:,} elements) are quantized wherever a codec is on",
-        ]
+        """A few lines for people: what is quantized, what is not, why, and what to do about it."""
+        lines = [f"weights: {self.weights}", f"gradients: {self.gradients}"]
+        trained, exact = _numel(self.trained), _numel(self.full_precision)
+        if trained:
+            count = len(self.trained) - len(self.full_precision)
+            lines.append(
+                f"{_percent(trained - exact, trained)} of what is trained travels quantized: "
+                f"{count} of {len(self.trained)} tensors, {trained - exact:,} of {trained:,} "
+                "elements"
+            )
         if self.vocabulary:
             lines.append(f"gradients in vocabulary_bits: {_some_names(self.vocabulary)}")
-        reasons = Counter(t.reason for t in self.full_precision)
-        for reason, _ in reasons.most_common(6):
+        if self.frozen:
+            how = "sent once" if all(t.weights == "skipped" for t in self.frozen) else "not trained"
+            lines.append(f"frozen, {how}: {_some_names(self.frozen)}")
+        reasons = Counter(t.reason for t in self.full_precision).most_common()
+        for reason, _ in reasons[:_MAX_REASONS]:
             found = [t for t in self.full_precision if t.reason == reason]
-            lines.append(f"not quantized, {reason}: {_some_names(found)}")
+            lines.append(f"in full precision, {reason}: {_some_names(found)}")
+        if len(reasons) > _MAX_REASONS:
+            more = len(reasons) - _MAX_REASONS
+            lines.append(f"and for {more} more reasons: `plan.tensors` has one entry per tensor")
+        if exact == trained > 0:
+            lines.append(
+                "nothing is quantized: a smaller `min_quantized_numel` takes in smaller tensors of "
+                "two or more dimensions"
+            )
         return "\n".join(lines)
+
+
+_MAX_REASONS = 6
+
+
+def _numel(tensors: Sequence[TensorPlan]) -> int:
+    return sum(t.numel for t in tensors)
+
+
+def _percent(part: int, whole: int) -> str:
+    """In whole percent, of which 0 and 100 mean nothing and all."""
+    if part in (0, whole):
+        return f"{100 * part // whole}%"
+    return f"{min(max(round(100 * part / whole), 1), 99)}%"
 
 
 def _some_names(tensors: Sequence[TensorPlan]) -> str:
     shown = ", ".join(t.name for t in tensors[:3]) + (", ..." if len(tensors) > 3 else "")
-    return f"{len(tensors)} tensor{'s' * (len(tensors) != 1)} ({shown})"
+    plural = "s" * (len(tensors) != 1)
+    return f"{len(tensors)} tensor{plural}, {_numel(tensors):,} elements ({shown})"
 
 
 def describe_weights(config: WeightQuantization | None) -> str:

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat.fsdp2 import Reduced, ReduceScatter
+from lq_lightning._compat.fsdp2 import PackedGradients, ReduceScatter
 from lq_lightning._compat.torch import backward_id, reduce_scatter_flat
 from lq_lightning.codecs import (
-    CodecSpec,
     decode_reduce,
     decode_reduce_encode,
     derive_seed,
@@ -31,19 +30,10 @@ from lq_lightning.codecs import (
 )
 from lq_lightning.data_parallel.config import GradientQuantization
 from lq_lightning.data_parallel.error_feedback import GradientResidual
-from lq_lightning.data_parallel.layout import (
-    MessageLayout,
-    Segment,
-    absorb_small_runs,
-    segment_runs,
-)
-from lq_lightning.data_parallel.unit import (
-    UnitCollective,
-    full_precision_reason,
-    keep_small_runs_exact,
-    part_seed,
-)
-from lq_lightning.foundation.topology import Level
+from lq_lightning.data_parallel.gradient_layouts import GradientLayouts, LevelLayouts
+from lq_lightning.data_parallel.layout import MessageLayout
+from lq_lightning.data_parallel.unit import UnitCollective, UnitDescription, part_seed
+from lq_lightning.foundation import streams
 from lq_lightning.foundation.traffic import ring_bytes
 
 __all__ = ["TwoLevelReduceScatter"]
@@ -63,77 +53,35 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
 
     Args:
         config: Codecs and method.
-        unit: Arguments of :class:`UnitCollective`.
+        unit: The unit.
     """
 
-    def __init__(self, config: GradientQuantization, **unit: Any) -> None:
-        super().__init__(**unit)
+    def __init__(self, config: GradientQuantization, unit: UnitDescription) -> None:
+        super().__init__(unit)
         self._config = config
-        separates = config.separates_vocabulary(self._context.topology.levels)
-        self._vocabulary = self._context.vocabulary if separates else frozenset()
-        self._packed: tuple[int, ...] | None = None
-        self._read_in_backward = True
-        self._layouts: dict[tuple[Any, ...], tuple[MessageLayout, MessageLayout]] = {}
+        self.layouts = GradientLayouts(config, unit)
+        self._expected: PackedGradients | None = None
         self._calls = 0
         self._calls_step = -1
         feeds_back = config.error_feedback and self._context.topology.num_nodes > 1
         self.residual = GradientResidual() if feeds_back else None
 
-    # --- layout -----------------------------------------------------------------------------
+    # --- what the next call gets ------------------------------------------------------------
 
-    def record_packed(self, reduced: Reduced) -> None:
-        """Remember which parameters the next call packs (those with a gradient), in its order."""
-        index_of = {id(p.fsdp_param): i for i, p in enumerate(self._params())}
-        self._packed = tuple(index_of[id(p)] for p in reduced.fsdp_params)
-        self._read_in_backward = reduced.read_in_backward
+    def expect(self, packed: PackedGradients) -> None:
+        """Say what the next call reduces; an earlier word of a call that never came is forgotten.
 
-    def segments(self, packed: Sequence[int] | None = None, itemsize: int = 4) -> list[Segment]:
-        """How the gradients of the given parameters (all trained ones by default) travel.
-
-        Args:
-            packed: Indices of the parameters in a slot.
-            itemsize: Bytes of one element of the reduction dtype.
+        FSDP2 hands the call nothing but a flat buffer.
         """
-        params = self._params()
+        self._expected = packed
+
+    def _take_expected(self) -> PackedGradients:
+        packed, self._expected = self._expected, None
         if packed is None:
-            packed = [i for i, p in enumerate(params) if p.requires_grad]
-        segments, start = [], 0
-        for i in packed:
-            param = params[i]
-            reason = full_precision_reason(
-                param.ndim, param.numel, torch.float32, self._min_quantized_numel
+            raise AssertionError(
+                f"unit `{self.name}` is reduced, but nothing said which gradients are packed"
             )
-            travel = "full" if reason else "quantized"
-            codec = int(self.names[i] in self._vocabulary)
-            segments.append(
-                Segment(self.names[i], start, param.padded_shard_numel, travel, reason, codec)  # type: ignore[arg-type]
-            )
-            start += param.padded_shard_numel
-        first_level = self._context.topology.levels[0]
-        return keep_small_runs_exact(segments, self._specs(first_level), itemsize)
-
-    def _specs(self, level: Level) -> list[CodecSpec]:
-        """Codecs of a level: of most gradients, and of those of the vocabulary."""
-        return [self._config.codec(level, vocabulary=vocabulary) for vocabulary in (False, True)]
-
-    def _layouts_for(self, numel: int, dtype: torch.dtype) -> tuple[MessageLayout, MessageLayout]:
-        """Message layouts within the node and between nodes for a slot of ``numel`` elements."""
-        key = (numel, dtype, self._packed)
-        if key not in self._layouts:
-            segments = self.segments(self._packed, dtype.itemsize)
-            total = sum(s.numel for s in segments)
-            if total != numel:
-                raise AssertionError(
-                    f"unit `{self.name}`: FSDP2 packed {numel} elements per rank, but the "
-                    f"parameters with gradients hold {total}"
-                )
-            runs = absorb_small_runs(segment_runs(segments))
-            intra = MessageLayout.of(runs, self._specs("intra"), dtype)
-            two_levels = self._context.topology.node_size > 1
-            raw = torch.float32 if two_levels else dtype
-            inter = MessageLayout.of(runs, self._specs("inter"), raw)
-            self._layouts[key] = (intra, inter)
-        return self._layouts[key]
+        return packed
 
     def _seed(self, level: int) -> int | None:
         """Seed of this call's stochastic rounding: differs by step, call, rank, unit and level."""
@@ -181,53 +129,66 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
                 f"{topology.world_size}: quantized reduction needs one flat mesh over all ranks."
             )
         scale = _scale_of(op, topology.world_size)
-        self._start_call(output_tensor)
-        intra, inter = self._layouts_for(output_tensor.numel(), input_tensor.dtype)
-        exact = self._exact(output_tensor, input_tensor, group, scale)
-        deferred = (
-            input_tensor.is_cuda
-            and exact is None
-            and not self._read_in_backward
-            and op == dist.ReduceOp.AVG  # of a sum, FSDP2 divides the result itself
-            and backward_id() != -1
-        )
+        packed = self._take_expected()
+        try:
+            self._start_call(output_tensor)
+            exact = self._exact(output_tensor, input_tensor, group, scale)
+            in_backward = packed.read_in_backward or exact is not None
+            # of a sum, FSDP2 divides the result itself
+            may_defer = not in_backward and op == dist.ReduceOp.AVG
+            layouts = self.layouts.of(packed.indices, output_tensor.numel(), input_tensor.dtype)
+            self._reduce(output_tensor, input_tensor, layouts, scale, may_defer)
+        except BaseException:  # out of memory, for example, after which a user may go on
+            self.recover()
+            raise
+        if exact is not None:
+            self._context.gradient_errors.add(output_tensor, exact)
+
+    def recover(self) -> None:
+        """Leave nothing of a backward that failed, whose gradients nobody will use."""
+        self._expected = None
+        self._context.reductions.join()
+        if self.residual is not None:
+            self.residual.drop()
+
+    def _reduce(
+        self,
+        output: Tensor,
+        slots: Tensor,
+        layouts: LevelLayouts,
+        scale: float,
+        may_defer: bool,
+    ) -> None:
+        topology, reductions = self._context.topology, self._context.reductions
+        deferred = may_defer and streams.has_streams(slots.device) and backward_id() != -1
         if deferred:
-            self._context.reductions.make_room()
-        elif input_tensor.is_cuda:
-            self._context.reductions.join()  # FSDP2 may add this result to one of them
-        slots = input_tensor.view(topology.world_size, -1)
-        messages = self._first_level(slots, intra, inter, output_tensor, scale)
+            reductions.make_room()
+        else:
+            reductions.join()  # FSDP2 may add this result to one of them
+        messages = self._first_level(slots.view(topology.world_size, -1), layouts, output, scale)
 
         def last_level() -> None:
             if topology.num_nodes == 1:
                 received = self._exchange_within_node(messages)[:, 0]
-                self._finish(received, intra, output_tensor, scale)
+                self._finish(received, layouts.intra, output, scale)
             else:
                 received = self._exchange_between_nodes(messages)
-                self._finish(received, inter, output_tensor, scale, add=True)
+                self._finish(received, layouts.inter, output, scale, add=True)
 
-        self._count_messages(messages, inter)
+        self._count_messages(messages, layouts.inter)
         if deferred:
-            self._context.reductions.submit(messages, last_level)
+            reductions.submit(messages, last_level)
         else:
             last_level()
-        if exact is not None:
-            self._context.gradient_errors.add(output_tensor, exact)
 
     def _first_level(
-        self,
-        slots: Tensor,
-        intra: MessageLayout,
-        inter: MessageLayout,
-        output: Tensor,
-        scale: float,
+        self, slots: Tensor, layouts: LevelLayouts, output: Tensor, scale: float
     ) -> Tensor:
         """Do all before the slowest exchange, and write what this node contributes to ``output``.
 
         Args:
             slots: ``[world, n]``.
-            intra: Layout of messages within the node.
-            inter: Layout of messages between nodes.
+            layouts: Of the messages.
             output: ``[n]``; with one node nothing is written yet.
             scale: Factor of the sum.
 
@@ -237,15 +198,15 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         """
         topology = self._context.topology
         if topology.node_size == 1:
-            messages = self._encode_for_nodes(slots, intra, inter)
+            messages = self._encode_for_nodes(slots, layouts)
             torch.mul(slots[topology.node], scale, out=output)  # not moved: no message is for it
             return messages
-        messages = self._encode_for_node(slots, intra)
+        messages = self._encode_for_node(slots, layouts.intra)
         if topology.num_nodes == 1:
             return messages
         received = self._exchange_within_node(messages)
-        messages = self._reduce_and_encode(received, intra, inter)
-        self._finish(received[:, topology.node], intra, output, scale)
+        messages = self._reduce_and_encode(received, layouts)
+        self._finish(received[:, topology.node], layouts.intra, output, scale)
         return messages
 
     def _start_call(self, output: Tensor) -> None:
@@ -276,20 +237,19 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         if node < nodes - 1:
             yield slice(node + 1, nodes), slice(node, nodes - 1)
 
-    def _encode_for_nodes(
-        self, slots: Tensor, intra: MessageLayout, inter: MessageLayout
-    ) -> Tensor:
+    def _encode_for_nodes(self, slots: Tensor, layouts: LevelLayouts) -> Tensor:
         """Encode ``[nodes, n]`` slots for the other nodes, to ``[nodes - 1, nbytes]``."""
+        inter = layouts.inter
         messages = inter.allocate(len(slots) - 1, device=slots.device)
         seed = self._seed(_SEED_INTER)
         if self.residual is not None:
-            self.residual.prepare(len(messages), intra, slots.device, self._packed)
+            self.residual.prepare(len(messages), layouts, slots.device)
         for part, (source, target) in enumerate(self._other_nodes()):
             encode_run = None
             if self.residual is not None:
                 encode_run = partial(self.residual.encode, rows=target)
             values, encoded = slots[source], messages[target]
-            inter.move_exact(values, encoded)
+            inter.exact_to_messages(values, encoded)
             self._encode_into(encoded, values, inter, part_seed(seed, part), encode_run)
         return messages
 
@@ -326,7 +286,7 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         messages = layout.allocate(local, nodes, device=slots.device)
         seed = self._seed(_SEED_INTRA)
         by_node = slots.view(nodes, local, -1)
-        layout.move_exact(by_node, messages.transpose(0, 1))
+        layout.exact_to_messages(by_node, messages.transpose(0, 1))
         for i in range(min(nodes, local)):
             if nodes < local:
                 self._encode_into(messages[:, i], by_node[i], layout, part_seed(seed, i))
@@ -365,18 +325,17 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         self._context.traffic.gradients_inter += messages.numel()
         return received
 
-    def _reduce_and_encode(
-        self, received: Tensor, intra: MessageLayout, inter: MessageLayout
-    ) -> Tensor:
+    def _reduce_and_encode(self, received: Tensor, layouts: LevelLayouts) -> Tensor:
         """Sum ``[node_size, nodes, nbytes]`` over the node and encode for the other nodes.
 
         Returns:
             ``[nodes - 1, nbytes]`` uint8.
         """
+        _, intra, inter = layouts
         messages = inter.allocate(received.shape[1] - 1, device=received.device)
         seed = self._seed(_SEED_INTER)
         if self.residual is not None:
-            self.residual.prepare(len(messages), intra, received.device, self._packed)
+            self.residual.prepare(len(messages), layouts, received.device)
         for part, (rows, target) in enumerate(self._other_nodes()):
             source, encoded = received[:, rows], messages[target]
             if intra.exact_runs:
@@ -406,8 +365,8 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         exact = None
         if layout.exact_runs:
             exact = layout.exact(received).sum(dim=0, dtype=torch.float32).mul_(scale)
-            if add:  # read before decoding adds the noise of its neighbours to what is absorbed
-                exact.add_(layout.exact_of(output))
+            if add:  # read before decoding adds the noise of its neighbours to gaps
+                exact.add_(layout.read_exact(output))
         for index, run in layout.quantized:
             decode_reduce(
                 layout.spec_of(run),
@@ -418,7 +377,7 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
                 add=add,
             )
         if exact is not None:
-            layout.put_exact(exact, output)
+            layout.write_exact(exact, output)
 
     def _count_messages(self, messages: Tensor, layout: MessageLayout) -> None:
         """Count the payload of the slowest level that this topology has."""

@@ -21,6 +21,7 @@ __all__ = [
     "DeferredReductions",
     "UnitCollective",
     "UnitContext",
+    "UnitDescription",
     "full_precision_reason",
     "keep_small_runs_exact",
     "part_seed",
@@ -38,22 +39,28 @@ class DeferredReductions:
 
     def __init__(self) -> None:
         self._stage = SecondStage()
-        self._joined_after = -1
+        self._backward = -1
 
     def make_room(self) -> None:
-        """Let the current stream wait until another reduction may be deferred."""
+        """Let the current stream wait until another reduction may be deferred.
+
+        A backward that failed has ended without waiting. What it left still writes to gradients
+        whose memory may be in use again, so the next one waits first.
+        """
+        if self._backward not in (-1, backward_id()):
+            self.join()
         self._stage.make_room()
 
     def submit(self, messages: Tensor, work: Callable[[], None]) -> None:
         """Run ``work``, which reads ``messages``, on the stream of this object."""
-        if self._joined_after != backward_id():
-            self._joined_after = backward_id()
+        if self._backward != backward_id():
+            self._backward = backward_id()
             after_backward(self.join)
         self._stage.submit(messages, work)
 
     def join(self) -> None:
         """Let the current stream wait for all reductions."""
-        self._joined_after = -1
+        self._backward = -1
         self._stage.join()
 
 
@@ -63,6 +70,7 @@ class UnitContext:
 
     Attributes:
         topology: Ranks and nodes.
+        group: All ranks of the topology, in its order.
         intra_group: Ranks of this node, in local-rank order.
         inter_group: Ranks with this local rank, in node order.
         seed: Base of all stochastic-rounding seeds.
@@ -78,6 +86,7 @@ class UnitContext:
     """
 
     topology: Topology
+    group: dist.ProcessGroup
     intra_group: dist.ProcessGroup
     inter_group: dist.ProcessGroup
     seed: int
@@ -91,10 +100,11 @@ class UnitContext:
     on_outside_write: Callable[[str], None] = lambda name: None
 
 
-class UnitCollective:
-    """A collective of one unit: what it knows about the unit's parameters.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitDescription:
+    """One FSDP2 unit, as its collectives see it.
 
-    Args:
+    Attributes:
         name: Name of the unit, for messages.
         index: Number of the unit in the model, part of the rounding seed.
         params: Function that describes the unit's parameters as they are now.
@@ -103,21 +113,28 @@ class UnitCollective:
         context: What all units share.
     """
 
-    def __init__(
-        self,
-        name: str,
-        index: int,
-        params: Callable[[], list[GroupParam]],
-        names: Sequence[str],
-        min_quantized_numel: int,
-        context: UnitContext,
-    ) -> None:
-        self.name = name
-        self.names = tuple(names)
-        self._index = index
-        self._params = params
-        self._min_quantized_numel = min_quantized_numel
-        self._context = context
+    name: str
+    index: int
+    params: Callable[[], list[GroupParam]]
+    names: tuple[str, ...]
+    min_quantized_numel: int
+    context: UnitContext
+
+
+class UnitCollective:
+    """A collective of one unit: what it knows about the unit's parameters.
+
+    Args:
+        unit: The unit.
+    """
+
+    def __init__(self, unit: UnitDescription) -> None:
+        self.name = unit.name
+        self.names = unit.names
+        self._index = unit.index
+        self._params = unit.params
+        self._min_quantized_numel = unit.min_quantized_numel
+        self._context = unit.context
 
 
 def part_seed(seed: int | None, part: int) -> int | None:

@@ -15,6 +15,8 @@ from lq_lightning._compat.torch import all_gather_flat
 from lq_lightning.data_parallel.all_gather import WeightAllGather
 from lq_lightning.data_parallel.config import WeightQuantization
 from lq_lightning.data_parallel.layout import MessageLayout
+from lq_lightning.data_parallel.unit import UnitDescription
+from lq_lightning.foundation import streams
 
 __all__ = ["Exchange", "ReplicaRead", "WeightDifferenceAllGather"]
 
@@ -62,8 +64,8 @@ class WeightDifferenceAllGather(WeightAllGather):
 
     _skip_frozen = True
 
-    def __init__(self, config: WeightQuantization, **unit: Any) -> None:
-        super().__init__(config, **unit)
+    def __init__(self, config: WeightQuantization, unit: UnitDescription) -> None:
+        super().__init__(config, unit)
         self._replica: Tensor | None = None  # full: [world * n]; node: [nodes * n]
         self._own: Tensor | None = None  # [n], this rank's slot: a view of the replica
         self._restored: Tensor | None = None
@@ -130,11 +132,11 @@ class WeightDifferenceAllGather(WeightAllGather):
     def _wait_for_writes(self) -> None:
         """Let the current stream wait until the last write to the replica is done."""
         if self._written is not None:
-            torch.cuda.current_stream().wait_event(self._written)
+            streams.current_stream().wait_event(self._written)
 
     def _note_write(self, replica: Tensor) -> None:
-        if replica.is_cuda:
-            self._written = torch.cuda.current_stream().record_event()
+        if streams.has_streams(replica.device):
+            self._written = streams.current_stream().record_event()
 
     # --- the exchange after an optimizer step -----------------------------------------------
 
@@ -182,8 +184,7 @@ class WeightDifferenceAllGather(WeightAllGather):
             every = self._gather_within_node(messages)
             self._decode_by_node(exchange.layout, every, slots, add=True)
         if exchange.exact is not None:
-            if exchange.exact.is_cuda:
-                exchange.exact.record_stream(torch.cuda.current_stream())
+            streams.record_use(exchange.exact)
             for run in exchange.layout.runs:
                 part = slice(run.start, run.stop)
                 self._context.weight_errors.add(own[part], exchange.exact[part])
@@ -262,8 +263,7 @@ class WeightDifferenceAllGather(WeightAllGather):
             own.copy_(self._restored)
         else:
             own.copy_(slot)
-            if slot.is_cuda:  # FSDP2 allocated it on another stream
-                slot.record_stream(torch.cuda.current_stream())
+            streams.record_use(slot)  # FSDP2 allocated it on another stream
         self._restored = None
         self._dirty = False
         all_gather_flat(replica, own, group)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Level", "Topology"]
 
@@ -13,23 +16,31 @@ Level = Literal["intra", "inter"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """Which ranks share a node: rank ``r`` is number ``r % node_size`` of node ``r // node_size``.
+    """Which of the ranks that shard a model share a node.
+
+    Rank ``r`` is number ``r % node_size`` of node ``r // node_size``. Ranks are numbered within the
+    mesh or group that the model is sharded over, which need not be the whole world:
+    :meth:`of` reads the numbers off it.
 
     Attributes:
         world_size: Ranks that shard the model.
         rank: This rank.
         node_size: Ranks in one node. A smaller number than the machine really has emulates nodes.
+        mesh: ``[nodes, node_size]`` mesh of these ranks whose process groups carry the messages;
+            None makes such groups.
     """
 
     world_size: int
     rank: int
     node_size: int
+    mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check that nodes are equally large.
 
         Raises:
-            ValueError: The world size is no multiple of the node size, or a number is out of range.
+            ValueError: The world size is no multiple of the node size, a number is out of range, or
+                ``mesh`` has another shape.
         """
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise ValueError(
@@ -42,6 +53,74 @@ class Topology:
                 f"`node_size={self.node_size}` does not divide the world size {self.world_size}: "
                 f"every node must hold the same number of ranks. Allowed here: {divisors}."
             )
+        shape = (self.num_nodes, self.node_size)
+        if self.mesh is not None and self.mesh.shape != shape:
+            raise ValueError(
+                f"`Topology(mesh=...)` has the shape {tuple(self.mesh.shape)}, but "
+                f"{self.num_nodes} nodes of {self.node_size} ranks need {shape}. "
+                "`Topology.of(mesh)` takes the numbers from the mesh."
+            )
+
+    @classmethod
+    def of(
+        cls, ranks: DeviceMesh | dist.ProcessGroup | None = None, *, node_size: int | None = None
+    ) -> Topology:
+        """Topology of the ranks that a model is sharded over; call it on each of them.
+
+        With pipeline stages, for example, ``Topology.of(mesh["dp"], node_size=8)`` describes the
+        stage that this rank belongs to. Models that the same ranks shard share their process groups
+        if each gets the same 2-D mesh.
+
+        Args:
+            ranks: 1-D mesh or process group of these ranks, by default the default group; or a 2-D
+                mesh ``[nodes, node_size]`` of them, of which the first axis crosses nodes.
+            node_size: Ranks in one node. None takes it from a 2-D mesh; other ranks are one node.
+
+        Raises:
+            ValueError: ``ranks`` has more than two axes or not this rank, or ``node_size`` does not
+                fit.
+            RuntimeError: There is no default process group.
+        """
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "`Topology.of` reads a process group, but none is initialized: call "
+                "`torch.distributed.init_process_group` first, or give the numbers to `Topology`."
+            )
+        if isinstance(ranks, DeviceMesh):
+            if ranks.ndim not in (1, 2):
+                raise ValueError(
+                    f"`Topology.of` got a mesh of {ranks.ndim} axes: give the 1-D mesh that the "
+                    "model is sharded over, or a 2-D mesh [nodes, ranks of a node] of the same "
+                    'ranks, such as `mesh["node", "local"]`.'
+                )
+            member = ranks.get_coordinate() is not None
+            if member and ranks.ndim == 2:
+                return cls._of_nodes(ranks, node_size)
+            group = ranks.get_group() if member else None
+        else:
+            group = dist.group.WORLD if ranks is None else ranks
+        if not isinstance(group, dist.ProcessGroup):  # torch has a placeholder for other groups
+            raise ValueError(
+                f"`Topology.of({ranks!r})`: rank {dist.get_rank()} does not belong to it. Give the "
+                "group or mesh whose ranks shard this rank's model."
+            )
+        size = group.size()
+        return cls(
+            world_size=size,
+            rank=dist.get_rank(group),
+            node_size=size if node_size is None else node_size,
+        )
+
+    @classmethod
+    def _of_nodes(cls, mesh: DeviceMesh, node_size: int | None) -> Topology:
+        num_nodes, local = mesh.shape
+        if node_size not in (None, local):
+            raise ValueError(
+                f"`node_size={node_size}` contradicts the mesh, whose second axis has {local} "
+                "ranks: leave it out."
+            )
+        rank = mesh.get_local_rank(0) * local + mesh.get_local_rank(1)
+        return cls(world_size=num_nodes * local, rank=rank, node_size=local, mesh=mesh)
 
     @property
     def levels(self) -> tuple[Level, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
@@ -18,6 +19,7 @@ from lq_lightning.data_parallel import (
     quantize_communication,
 )
 from lq_lightning.foundation.checks import check_choice
+from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.strategies.choose_quantization import (
     WeightOption,
     choose_quantization,
@@ -200,6 +202,18 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         size = self.num_processes if self._node_size is None else self._node_size
         return Topology(world_size=self.world_size, rank=self.global_rank, node_size=size)
 
+    def quantization_report(self) -> QuantizationReport | None:
+        """What the quantized collectives send and lose, and how many steps were skipped."""
+        if self.communication is None:
+            return None
+        report = self.communication.quantization_report()
+        return replace(report, totals={"skipped_steps": self.num_skipped_steps, **report.totals})
+
+    def measure_quantization_errors(self, measure: bool) -> None:
+        """Measure the errors of the quantized collectives, or no longer."""
+        if self.communication is not None:
+            self.communication.measure_quantization_errors(measure)
+
     def setup_environment(self) -> None:
         """Check the topology, then start the process group."""
         if self.world_size > 1:
@@ -277,9 +291,9 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             self.communication.drop_residuals()
 
     def on_step_error(self) -> None:
-        """Let no reduction write to memory that is freed now."""
+        """Let no reduction write to memory that is freed now, and keep nothing of the step."""
         if self.communication is not None:
-            self.communication.join()
+            self.communication.recover()
 
     def on_weights_loaded(self) -> None:
         """Gather the loaded weights in full precision first."""

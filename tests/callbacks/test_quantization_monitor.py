@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import lq_lightning
 from lq_lightning.callbacks import QuantizationMonitor, RelativeError
+from lq_lightning.foundation.reporting import QuantizationReport
 
 
 class LM(pl.LightningModule):
@@ -86,6 +87,54 @@ def test_logs_traffic_and_errors_of_two_ranks(tmp_path: Path) -> None:
     assert first[5]["quant/compression"] > 2
     header = (tmp_path / "metrics.csv").read_text().splitlines()[0]
     assert "quant/gradients_error" in header
+
+
+class Reporter(pl.Callback):
+    """A callback that quantizes something of its own."""
+
+    def __init__(self, name: str = "saved") -> None:
+        self.name, self.steps, self.measures, self.measured = name, 0, False, []
+
+    def on_train_batch_end(self, *unused: object) -> None:
+        self.steps += 1
+        self.measured.append(self.measures)
+
+    def quantization_report(self) -> QuantizationReport:
+        return QuantizationReport(
+            counts={f"{self.name}_bytes": 10.0 * self.steps},
+            ratios={
+                f"{self.name}_bits": (8.0 * self.steps, 2.0 * self.steps),
+                f"{self.name}_never": (5.0, 0.0),
+            },
+            totals={f"{self.name}_layers": 3},
+            errors={f"{self.name}_error": (1.0, 4.0) if self.measures else (0.0, 0.0)},
+        )
+
+    def measure_quantization_errors(self, measure: bool) -> None:
+        self.measures = measure
+
+
+def test_logs_every_part_that_reports(tmp_path: Path) -> None:
+    parts = Reporter("saved"), Reporter("boundary")
+    monitor = QuantizationMonitor(every_n_steps=2)
+    # a monitor sees what ran before it
+    fit = trainer(tmp_path, monitor, devices=1, callbacks=[*parts, monitor])
+    fit.fit(LM())
+    values = {k: float(v) for k, v in fit.callback_metrics.items() if k.startswith("quant/")}
+    assert values == {
+        f"quant/{name}_{kind}": value
+        for name in ("saved", "boundary")
+        for kind, value in (("bytes", 10.0), ("bits", 4.0), ("layers", 3.0), ("error", 0.5))
+    }
+    assert all(part.measured == [False, True] * 3 for part in parts)
+    assert not any(part.measures for part in parts)
+
+
+def test_two_parts_cannot_report_one_name(tmp_path: Path) -> None:
+    monitor = QuantizationMonitor()
+    fit = trainer(tmp_path, monitor, devices=1, callbacks=[Reporter(), Reporter(), monitor])
+    with pytest.raises(MisconfigurationException, match=r"`quant/saved_bytes`.*again"):
+        fit.fit(LM())
 
 
 def test_one_rank_has_nothing_to_log(tmp_path: Path) -> None:

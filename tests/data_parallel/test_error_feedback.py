@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lq_testing import run_ranks
 from lq_testing.devices import device
+from lq_testing.fsdp2 import pretend_ranks
 from lq_testing.lightning_models import TinyModule, loader, trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -46,9 +47,7 @@ def build(
         model,
         weights=None,
         gradients=GradientQuantization(error_feedback=error_feedback, **config),
-        topology=Topology(
-            world_size=dist.get_world_size(), rank=dist.get_rank(), node_size=node_size
-        ),
+        topology=Topology.of(node_size=node_size),
         min_quantized_numel=256,
     )
     return model, communication
@@ -82,11 +81,8 @@ def _sums_are_exact(rank: int, world: int, node_size: int, rounding: str, method
 
 
 SUMS = [
-    (2, 1, "nearest", "TLq-HS"),
     (2, 1, "stochastic", "TLq"),
-    (3, 1, "nearest", "TLq-HS"),
     (3, 1, "stochastic", "ULq"),
-    (4, 2, "nearest", "TLq-HS"),
     (6, 2, "nearest", "TLq-HS"),  # the middle node has messages for nodes on either side
 ]
 
@@ -107,9 +103,8 @@ def _nonfinite(rank: int, world: int, node_size: int) -> None:
         assert torch.isfinite(gradients(model)).all()
 
 
-@pytest.mark.parametrize("node_size", [1, 2])
-def test_a_bad_gradient_does_not_stay(node_size: int) -> None:
-    run_ranks(_nonfinite, 2 * node_size, node_size)
+def test_a_bad_gradient_does_not_stay() -> None:
+    run_ranks(_nonfinite, 2, 1)
 
 
 def _dropped(rank: int, world: int) -> None:
@@ -134,6 +129,7 @@ def test_dropped_residuals_start_from_zero() -> None:
 
 def _changes(rank: int, world: int) -> None:
     """A parameter that gets no gradient for a while changes what the messages hold."""
+    _other_parameters(rank, world)
     model, _ = build(1, rounding="nearest")
     first = gradients(model)
     for layer in model:
@@ -147,7 +143,7 @@ def _changes(rank: int, world: int) -> None:
     assert torch.equal(gradients(model), first)
 
 
-def test_another_layout_starts_from_zero() -> None:
+def test_other_parameters_start_from_zero() -> None:
     run_ranks(_changes, 2)
 
 
@@ -172,7 +168,7 @@ def _other_parameters(rank: int, world: int) -> None:
             model,
             weights=None,
             gradients=GradientQuantization(rounding="nearest", error_feedback=True),
-            topology=Topology(world_size=world, rank=rank, node_size=1),
+            topology=Topology.of(node_size=1),
             min_quantized_numel=256,
         )
         return model
@@ -181,10 +177,6 @@ def _other_parameters(rank: int, world: int) -> None:
     model = make()
     gradient(model, 0)
     assert torch.equal(gradient(model, 1), alone)
-
-
-def test_residuals_are_not_added_to_other_parameters() -> None:
-    run_ranks(_other_parameters, 2)
 
 
 def _bf16(rank: int, world: int, node_size: int) -> None:
@@ -196,21 +188,16 @@ def _bf16(rank: int, world: int, node_size: int) -> None:
     assert (total - exact).norm() < 0.03 * exact.norm()
 
 
-@pytest.mark.parametrize("node_size", [1, 2])
-def test_reductions_in_bf16(node_size: int) -> None:
-    run_ranks(_bf16, 2 * node_size, node_size)
-
-
-def _off_where_there_is_nothing_to_keep(rank: int, world: int) -> None:
-    for node_size, error_feedback in ((2, True), (1, False)):
-        model, communication = build(node_size, error_feedback)
-        gradients(model)
-        assert all(unit.scatter.residual is None for unit in communication._units)
-        assert "error feedback" not in communication.plan.summary()
+def test_reductions_in_bf16() -> None:
+    run_ranks(_bf16, 2, 1)
 
 
 def test_one_node_keeps_no_residual() -> None:
-    run_ranks(_off_where_there_is_nothing_to_keep, 2)
+    pretend_ranks(2)
+    for node_size, error_feedback in ((2, True), (1, False)):
+        _, communication = build(node_size, error_feedback)
+        assert all(unit.scatter.residual is None for unit in communication._units)
+        assert "error feedback" not in communication.plan.summary()
 
 
 class Bursting(TinyModule):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lq_lightning._compat.fsdp2 import Reduced, fsdp_units, record_reduced_params
+from lq_lightning._compat.fsdp2 import PackedGradients, announce_packed_gradients, fsdp_units
 from lq_lightning._compat.modules import discard_unreduced_gradients
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import (
@@ -244,9 +244,9 @@ def test_fsdp2_reduces_the_restored_sums(deferred: bool, mixed: bool, quantized:
 def _who_reads(rank: int, world: int) -> None:
     """A reduction may go on beside backward unless the buffer reads its result in backward."""
     model = shard(make_model(), None)
-    records: list[Reduced] = []
+    records: list[PackedGradients] = []
     for _, _, group in fsdp_units(model):
-        record_reduced_params(group, records.append)
+        announce_packed_gradients(group, records.append)
     buffer = QuantizedGradientBuffer(model, min_quantized_numel=256)
 
     def reads() -> set[bool]:

@@ -8,7 +8,7 @@ from lq_lightning.data_parallel.layout import (
     MessageLayout,
     Run,
     Segment,
-    absorb_small_runs,
+    merge_over_small_gaps,
     segment_runs,
 )
 from lq_lightning.data_parallel.unit import keep_small_runs_exact
@@ -39,7 +39,7 @@ def runs_of(segments: str) -> list[Run]:
         numel = int(text[1:])
         found.append(Segment(text, start, numel, travels[text[0]]))  # type: ignore[arg-type]
         start += numel
-    return absorb_small_runs(segment_runs(found))
+    return merge_over_small_gaps(segment_runs(found))
 
 
 def test_a_few_full_precision_elements_do_not_part_a_run() -> None:
@@ -58,13 +58,13 @@ def test_what_is_absorbed_is_at_most_a_64th_of_the_run() -> None:
 def test_a_gap_that_is_too_large_at_first_is_small_for_a_longer_run() -> None:
     runs = runs_of("q30 f2 q60 f2 q500")
     assert [run.numel for run in runs] == [594]
-    assert runs[0].absorbed_numel == 4
+    assert runs[0].gap_numel == 4
 
 
 @pytest.mark.parametrize("gap", ["s2", "f2 s2", "s2 f2", "f2 s2 f2"])
 def test_skipped_segments_part_runs(gap: str) -> None:
     runs = runs_of(f"q1000 {gap} q1000")
-    assert all(not run.absorbed for run in runs)
+    assert all(not run.gaps for run in runs)
     assert [run.quantized for run in runs] == [True, *[False] * gap.count("f"), True]
 
 
@@ -79,7 +79,7 @@ def test_runs_that_codes_do_not_make_smaller_are_found_before_absorption() -> No
     ]
     kept = keep_small_runs_exact(segments, [spec], 4)
     assert [s.travel for s in kept] == ["quantized", "full", "full", "full", "quantized"]
-    assert absorb_small_runs(segment_runs(kept)) == [Run(0, 2007, True, (Run(1000, 7, False),))]
+    assert merge_over_small_gaps(segment_runs(kept)) == [Run(0, 2007, True, (Run(1000, 7, False),))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -92,7 +92,7 @@ def test_parts_do_not_overlap_and_fill_the_message(dtype: torch.dtype) -> None:
     assert layout.numel == 254
     assert layout.quantized_numel == 246
     assert layout.exact_runs == (Run(33, 5, False), absorbed)
-    assert layout.absorbed == (1,)
+    assert layout.gap_indices == (1,)
     messages = layout.allocate(3, device=torch.device("cpu"))
     end = layout.codes_nbytes + 8 * dtype.itemsize
     assert not messages[:, end:].any()
@@ -119,7 +119,7 @@ def test_exact_values_travel_beside_zeros(shape: tuple[int, ...]) -> None:
     slots[..., 8] = float("nan")
     before, reference = slots.clone(), torch.full_like(slots, float("inf"))
     messages = layout.allocate(*shape, device=slots.device)
-    layout.move_exact(slots, messages, reference)
+    layout.exact_to_messages(slots, messages, reference)
     exact, absorbed = [2, 3, 4, 8, 9, 20], [8, 9, 20]
     rest = [column for column in range(40) if column not in absorbed]
     torch.testing.assert_close(layout.exact(messages), before[..., exact], equal_nan=True)
@@ -129,10 +129,10 @@ def test_exact_values_travel_beside_zeros(shape: tuple[int, ...]) -> None:
     assert reference[..., rest].isinf().all()
 
     target = torch.full_like(slots, -1)
-    layout.copy_exact(messages, target)
+    layout.exact_to_slots(messages, target)
     torch.testing.assert_close(target[..., exact], before[..., exact], equal_nan=True)
     assert (target[..., [c for c in range(40) if c not in exact]] == -1).all()
-    torch.testing.assert_close(layout.exact_of(target), before[..., exact], equal_nan=True)
+    torch.testing.assert_close(layout.read_exact(target), before[..., exact], equal_nan=True)
 
 
 def test_ring_bytes_add_up() -> None:

@@ -1,0 +1,170 @@
+"""Install quantized collectives on a model sharded by FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lq_lightning._compat.fsdp2 import (
+    GroupParams,
+    announce_packed_gradients,
+    fsdp_units,
+    shard_group,
+    uses_hsdp,
+)
+from lq_lightning.codecs import derive_seed
+from lq_lightning.data_parallel.all_gather import WeightAllGather
+from lq_lightning.data_parallel.communication import QuantizedCommunication, QuantizedUnit
+from lq_lightning.data_parallel.config import GradientQuantization, WeightQuantization
+from lq_lightning.data_parallel.plan import (
+    CommunicationPlan,
+    TensorPlan,
+    describe_gradients,
+    describe_weights,
+    tensor_plans,
+)
+from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
+from lq_lightning.data_parallel.unit import UnitContext, UnitDescription
+from lq_lightning.data_parallel.vocabulary import vocabulary_weights
+from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
+from lq_lightning.foundation.groups import RankGroups
+from lq_lightning.foundation.parameters import clean_name
+from lq_lightning.foundation.topology import Topology
+from lq_lightning.foundation.traffic import Traffic
+
+__all__ = ["quantize_communication"]
+
+
+def quantize_communication(
+    module: nn.Module,
+    *,
+    weights: WeightQuantization | None,
+    gradients: GradientQuantization | None,
+    topology: Topology,
+    min_quantized_numel: int = 4096,
+    seed: int = 0,
+) -> QuantizedCommunication:
+    """Replace the collectives of every FSDP2 unit in ``module`` by quantized ones.
+
+    Call once, after ``fully_shard`` was applied to ``module`` and its submodules, on every rank
+    that shards ``module``. Other ranks need not call it, or may call it for a module of their own:
+    the stages of a pipeline do. With both configs ``None`` nothing is replaced.
+
+    Args:
+        module: The root of the sharded model.
+        weights: How weights are gathered; ``None`` leaves FSDP2's own all-gather.
+        gradients: How gradients are reduced; ``None`` leaves FSDP2's own reduce-scatter. Embeddings
+            and heads, which may have bits of their own, are :func:`vocabulary_weights`.
+        topology: Ranks and nodes that shard ``module``; ``Topology.of(mesh, node_size=...)`` reads
+            them off the mesh that ``fully_shard`` got.
+        min_quantized_numel: Parameters with fewer elements travel in full precision, as do 1-D
+            ones.
+        seed: Base of the stochastic-rounding seeds; the same on every rank.
+
+    Raises:
+        ValueError: ``module`` has no FSDP2 unit, its units or ``topology`` have other ranks, or a
+            number is out of range.
+        NotImplementedError: A unit is sharded over two mesh axes (HSDP).
+    """
+    if min_quantized_numel < 1:
+        raise ValueError(
+            f"`min_quantized_numel={min_quantized_numel}` is not valid: give a positive number; "
+            "1 quantizes every tensor of two or more dimensions."
+        )
+    found = list(fsdp_units(module))
+    _check_meshes(module, found)
+    names_of = {id(p): clean_name(n) for n, p in module.named_parameters(remove_duplicate=False)}
+    vocabulary = frozenset(names_of[id(p)] for p in vocabulary_weights(module))
+    device = next(module.parameters()).device
+    groups = RankGroups.of(topology, shard_group(found[0][2]), device)
+    context = _make_context(topology, groups, seed, vocabulary)
+    units, tensors = [], []
+    for index, (name, unit_module, group) in enumerate(found):
+        params = GroupParams(group)
+        description = UnitDescription(
+            name=name or "root",
+            index=index,
+            params=params,
+            names=tuple(names_of[id(p.sharded_param)] for p in params()),
+            min_quantized_numel=min_quantized_numel,
+            context=context,
+        )
+        unit = _install(description, unit_module, group, weights, gradients)
+        units.append(unit)
+        tensors.extend(_plan_unit(description, unit))
+    plan = CommunicationPlan(
+        tuple(tensors), describe_weights(weights), describe_gradients(gradients, topology)
+    )
+    return QuantizedCommunication(units, context, plan, device)
+
+
+def _make_context(
+    topology: Topology, groups: RankGroups, seed: int, vocabulary: frozenset[str]
+) -> UnitContext:
+    first = dist.get_process_group_ranks(groups.every)[0]
+    return UnitContext(
+        topology=topology,
+        group=groups.every,
+        intra_group=groups.intra,
+        inter_group=groups.inter,
+        seed=derive_seed(seed, first),  # models sharded over other ranks get noise of their own
+        traffic=Traffic(),
+        vocabulary=vocabulary,
+    )
+
+
+def _check_meshes(module: nn.Module, found: list[tuple[str, FSDPModule, Any]]) -> None:
+    if not found:
+        raise ValueError(
+            f"`{type(module).__name__}` has no module sharded by FSDP2: apply "
+            "`torch.distributed.fsdp.fully_shard` to its blocks and to itself first."
+        )
+    first_name, _, first = found[0]
+    for name, _, group in found:
+        if uses_hsdp(group):
+            raise NotImplementedError(
+                f"unit `{name}` is sharded over a 2-D mesh (HSDP), whose replica all-reduce "
+                "bypasses quantization. Use a 1-D mesh over all ranks; `node_size` gives the "
+                "two levels."
+            )
+        ranks = [dist.get_process_group_ranks(shard_group(g)) for g in (first, group)]
+        if ranks[0] != ranks[1]:
+            raise ValueError(
+                f"unit `{first_name or 'root'}` is sharded over the ranks {ranks[0]}, but "
+                f"`{name or 'root'}` over {ranks[1]}: give `fully_shard` one mesh for all of them, "
+                "or call `quantize_communication` on each module whose units share one."
+            )
+
+
+def _install(
+    description: UnitDescription,
+    module: FSDPModule,
+    group: Any,
+    weights: WeightQuantization | None,
+    gradients: GradientQuantization | None,
+) -> QuantizedUnit:
+    gather: WeightAllGather | None = None
+    if weights is not None:
+        kind = WeightDifferenceAllGather if weights.method == "qWD" else WeightAllGather
+        gather = kind(weights, description)
+        module.set_custom_all_gather(gather)
+    scatter = None
+    if gradients is not None:
+        scatter = TwoLevelReduceScatter(gradients, description)
+        module.set_custom_reduce_scatter(scatter)
+        announce_packed_gradients(group, scatter.expect)
+    return QuantizedUnit(name=description.name, gather=gather, scatter=scatter)
+
+
+def _plan_unit(description: UnitDescription, unit: QuantizedUnit) -> list[TensorPlan]:
+    params = description.params()
+    return tensor_plans(
+        description.names,
+        [p.numel for p in params],
+        None if unit.gather is None else unit.gather.segments(),
+        None if unit.scatter is None else unit.scatter.layouts.segments(),
+        [p.requires_grad for p in params],
+    )

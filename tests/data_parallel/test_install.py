@@ -1,0 +1,86 @@
+"""What is refused, and what the plan says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lq_testing.fsdp2 import QWD, TLQ_HS, build, pretend_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lq_lightning.data_parallel import (
+    CommunicationPlan,
+    TensorPlan,
+    Topology,
+    quantize_communication,
+)
+
+
+def test_refuses_what_it_cannot_do() -> None:
+    pretend_ranks(2)
+    topology = Topology.of(node_size=1)
+    options: dict[str, Any] = {"weights": QWD, "gradients": None}
+    with pytest.raises(ValueError, match="no module sharded by FSDP2"):
+        quantize_communication(nn.Linear(2, 2), **options, topology=topology)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    hybrid = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    with pytest.raises(NotImplementedError, match="HSDP"):
+        quantize_communication(hybrid, **options, topology=topology)
+    model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match="min_quantized_numel=0"):
+        quantize_communication(model, **options, topology=topology, min_quantized_numel=0)
+    wrong = Topology(world_size=4, rank=0, node_size=1)
+    with pytest.raises(ValueError, match=r"world_size=4.*number 0 of 2 ranks"):
+        quantize_communication(model, **options, topology=wrong)
+
+
+def test_plan_names_what_is_not_quantized_and_why() -> None:
+    pretend_ranks(2)
+    _, _, communication = build(weights=QWD, gradients=TLQ_HS)
+    plan = {t.name: t for t in communication.plan.tensors}
+    assert plan["blocks.0.up.weight"][2:5] == ("quantized", "quantized", "")
+    assert plan["blocks.0.norm.weight"].reason == "1-D"
+    assert plan["tiny"].weights == "full"
+    assert len(plan) == len(communication.plan.tensors) == 13
+    summary = communication.plan.summary()
+    assert "4-bit differences, nearest rounding, groups of" in summary
+    assert "int8 within the one node, nearest rounding, groups of" in summary
+    assert "in full precision, 1-D: 7 tensors" in summary
+
+
+def tensor(name: str, numel: int, *, trained: bool = True, reason: str = "") -> TensorPlan:
+    weights = "full" if reason else "quantized" if trained else "skipped"
+    reason = reason or ("" if trained else "frozen")
+    return TensorPlan(name, numel, weights, weights if trained else "none", reason)
+
+
+def test_the_summary_is_about_what_is_trained() -> None:
+    tensors = (
+        *(tensor(f"base{i}", 10_000, trained=False) for i in range(4)),
+        tensor("lora", 940),
+        tensor("bias", 60, reason="1-D"),
+    )
+    plan = CommunicationPlan(tensors, "qWD", "TLq-HS")
+    assert [t.name for t in plan.full_precision] == ["bias"]
+    assert plan.summary().splitlines() == [
+        "weights: qWD",
+        "gradients: TLq-HS",
+        "94% of what is trained travels quantized: 1 of 2 tensors, 940 of 1,000 elements",
+        "frozen, sent once: 4 tensors, 40,000 elements (base0, base1, base2, ...)",
+        "in full precision, 1-D: 1 tensor, 60 elements (bias)",
+    ]
+    assert "100% of what is trained" in plan._replace(tensors=tensors[:-1]).summary()
+    nearly = (tensor("most", 10**6), tensor("bias", 1, reason="1-D"))
+    assert "99% of what is trained" in plan._replace(tensors=nearly).summary()
+
+
+def test_the_summary_says_what_to_do_where_nothing_is_quantized() -> None:
+    tensors = tuple(tensor(f"t{i}", 5, reason=f"{i + 5} elements < 4096") for i in range(8))
+    lines = CommunicationPlan(tensors, "qWD", "TLq-HS").summary().splitlines()
+    assert lines[2].startswith("0% of what is trained")
+    assert lines[-2].startswith("and for 2 more reasons: `plan.tensors`")
+    assert "smaller `min_quantized_numel`" in lines[-1]
+    frozen = CommunicationPlan((tensor("a", 9, trained=False),), "qWD", "TLq-HS").summary()
+    assert frozen.splitlines()[2:] == ["frozen, sent once: 1 tensor, 9 elements (a)"]
