@@ -18,13 +18,16 @@ __all__ = [
     "GroupParams",
     "PackedGradients",
     "ReduceScatter",
+    "ShardIdentity",
     "announce_packed_gradients",
+    "data_was_assigned",
     "fsdp_units",
     "groups_of_state",
     "offloads_to_cpu",
     "pack_shards",
     "param_groups",
     "shard_group",
+    "shard_identity",
     "uses_hsdp",
     "write_fingerprint",
 ]
@@ -237,8 +240,8 @@ def _will_be_reduced(fsdp_param: Any, unused_too: bool) -> bool:
     return unsharded.grad is not None or (unused_too and unsharded.requires_grad)
 
 
-def write_fingerprint(params: list[GroupParam]) -> tuple[tuple[int, int, int], ...]:
-    """Storage address and version counters of every shard: changes whenever one is written.
+def write_fingerprint(params: list[GroupParam]) -> tuple[tuple[int, ...], ...]:
+    """Addresses and version counters of every shard: changes whenever one is written or replaced.
 
     In-place operations on a DTensor count on the DTensor, those on its local tensor on that. A
     write through ``.data`` counts on neither.
@@ -247,8 +250,50 @@ def write_fingerprint(params: list[GroupParam]) -> tuple[tuple[int, int, int], .
     for param in params:
         sharded = param.sharded_param
         local = sharded._local_tensor if isinstance(sharded, DTensor) else sharded
-        prints.append((local.data_ptr(), _version(sharded), _version(local)))
+        outer = sharded.untyped_storage()._cdata
+        prints.append((outer, local.data_ptr(), _version(sharded), _version(local)))
     return tuple(prints)
+
+
+class ShardIdentity(NamedTuple):
+    """Which tensors a sharded parameter consists of.
+
+    Attributes:
+        local: This rank's shard.
+        storage: Of the DTensor itself, which has no memory there; held so that no other gets its
+            address.
+    """
+
+    local: Tensor
+    storage: torch.UntypedStorage
+
+
+def shard_identity(param: GroupParam) -> ShardIdentity:
+    """Tensors that the parameter consists of now."""
+    sharded = param.sharded_param
+    local = sharded._local_tensor if isinstance(sharded, DTensor) else sharded
+    return ShardIdentity(local, sharded.untyped_storage())
+
+
+def data_was_assigned(param: GroupParam, known: ShardIdentity) -> bool:
+    """Whether ``parameter.data = value`` replaced what FSDP2 does not look at.
+
+    On a DTensor the assignment replaces the outer tensor and leaves the shard: the value is lost.
+    On its local tensor it replaces the shard, while FSDP2 goes on gathering the memory of the old
+    one. ``module.to(...)`` and ``load_state_dict(assign=True)`` replace both and tell FSDP2.
+
+    Args:
+        param: The parameter.
+        known: What :func:`shard_identity` gave earlier.
+    """
+    local, storage = shard_identity(param)
+    if local is known.local and storage._cdata != known.storage._cdata:
+        return True
+    gathered: Tensor = param.fsdp_param._sharded_param_data
+    return (
+        local.numel() > 0
+        and local.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr()
+    )
 
 
 def _version(tensor: Tensor) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 __all__ = [
     "after_backward",
     "all_gather_flat",
+    "all_gather_parts",
     "all_linked_by_nvlink",
     "backward_id",
     "group_timeout",
@@ -40,6 +41,26 @@ def all_gather_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> 
     """All-gather equal flat buffers: ``output`` is ``[world * input.numel()]``."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, input, group=group)
+
+
+def all_gather_parts(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup
+) -> None:
+    """All-gather several flat buffers of one dtype in one collective.
+
+    Args:
+        outputs: Each ``[world * n]``, contiguous.
+        inputs: As many, each ``[n]``, contiguous.
+        group: Process group.
+    """
+    device = inputs[0].device
+    if device.type != "cpu" and group._get_backend(device).name() == "gloo":
+        for output, input in zip(outputs, inputs, strict=True):  # it joins CPU tensors only
+            all_gather_flat(output, input, group)
+        return
+    with distributed_c10d._coalescing_manager(group):
+        for output, input in zip(outputs, inputs, strict=True):
+            all_gather_flat(output, input, group)
 
 
 def reduce_scatter_flat(

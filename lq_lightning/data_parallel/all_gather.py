@@ -1,4 +1,4 @@
-"""Quantized all-gather of the weights themselves, and what every quantized all-gather shares.
+"""What every quantized all-gather of weights shares: layouts, messages and how they travel.
 
 One object serves one FSDP2 unit. FSDP2 calls ``allocate`` for the output, copies this rank's shard
 (already cast to the gather dtype) into its slot of the output, and calls the object with the output
@@ -8,7 +8,7 @@ and that slot, which is a *view* of it: writing the output destroys the input.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -33,19 +33,19 @@ from lq_lightning.data_parallel.unit import (
 )
 from lq_lightning.foundation.traffic import ring_bytes
 
-__all__ = ["WeightAllGather"]
+__all__ = ["QuantizedAllGather"]
 
 
-class WeightAllGather(UnitCollective, AllGather):
-    """All-gather of the quantized weights themselves (SDP4Bit's ablation qW).
-
-    Every gather sends codes, and every rank, the owner included, computes with the decoded weights.
-    Rounding is keyed by the optimizer step, so that forward and backward see the same weights.
+class QuantizedAllGather(UnitCollective, AllGather):
+    """An all-gather of one unit's weights, of which some travel as codes.
 
     Args:
         config: Codec and method.
         unit: The unit.
     """
+
+    skips_frozen: ClassVar[bool]
+    """Whether parameters that are not trained are left out of messages."""
 
     def __init__(self, config: WeightQuantization, unit: UnitDescription) -> None:
         super().__init__(unit)
@@ -53,12 +53,10 @@ class WeightAllGather(UnitCollective, AllGather):
         self._layout: MessageLayout | None = None
         self._layout_key: tuple[Any, ...] | None = None
 
-    _skip_frozen = False
-
     def segments(self) -> list[Segment]:
         """How each parameter travels, given the parameters as they are now."""
         params = self._params()
-        segments = weight_segments(params, self.names, self._min_quantized_numel, self._skip_frozen)
+        segments = weight_segments(params, self.names, self._min_quantized_numel, self.skips_frozen)
         itemsizes = {p.gather_dtype for p in params}
         if len(itemsizes) > 1:
             reason = "mixed dtypes in one unit"
@@ -88,24 +86,7 @@ class WeightAllGather(UnitCollective, AllGather):
         """Allocate the gather's output, ``size`` elements of ``dtype`` on ``device``."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> None:
-        """Fill ``output_tensor`` (``[world * n]``) from each rank's ``input_tensor`` (``[n]``)."""
-        if group.size() != self._context.topology.world_size:
-            all_gather_flat(output_tensor, input_tensor, group)
-            return
-        self._count_baseline(input_tensor)
-        layout = self._current_layout(input_tensor.dtype)
-        message = self._encode(layout, input_tensor, reference=None)
-        messages = self._gather_within_node(self._gather_between_nodes(message))
-        self._decode_by_node(layout, messages, output_tensor.view(group.size(), -1), add=False)
-
-    # --- pieces -----------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------
 
     def _count_baseline(self, slot: Tensor) -> None:
         topology, traffic = self._context.topology, self._context.traffic
@@ -129,20 +110,6 @@ class WeightAllGather(UnitCollective, AllGather):
         """
         message = layout.allocate(1, device=slot.device)
         layout.exact_to_messages(slot, message[0], reference)
-        try:
-            self._encode_runs(layout, slot, reference, message)
-        finally:  # a checkpoint written after an error must not hold zeros
-            if reference is not None and layout.gap_indices:
-                layout.exact_to_slots(message[0], reference)
-        traffic = self._context.traffic
-        traffic.exchanges += 1
-        traffic.weights_messages += layout.nbytes
-        traffic.weights_elements += layout.numel
-        return message
-
-    def _encode_runs(
-        self, layout: MessageLayout, slot: Tensor, reference: Tensor | None, message: Tensor
-    ) -> None:
         seed, values = self._seed(), slot.view(1, -1)
         base = None if reference is None else reference.view(1, -1)
         for index, run in layout.quantized:
@@ -153,6 +120,13 @@ class WeightAllGather(UnitCollective, AllGather):
                 reference=None if base is None else base[:, run.start : run.stop],
                 out=layout.part(message, index),
             )
+        if reference is not None and layout.gap_indices:
+            layout.exact_to_slots(message[0], reference)
+        traffic = self._context.traffic
+        traffic.exchanges += 1
+        traffic.weights_messages += layout.nbytes
+        traffic.weights_elements += layout.numel
+        return message
 
     def _gather_between_nodes(self, message: Tensor) -> Tensor:
         """Gather ``[1, nbytes]`` messages of the ranks with this local rank to ``[N, nbytes]``."""

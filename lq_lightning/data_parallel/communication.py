@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lq_lightning._compat.tensors import local_tensor
-from lq_lightning.data_parallel.all_gather import WeightAllGather
+from lq_lightning.data_parallel.all_gather import QuantizedAllGather
+from lq_lightning.data_parallel.drift import invalidate_drifted
 from lq_lightning.data_parallel.exchange import ExchangeSchedule
+from lq_lightning.data_parallel.optimizer_hooks import OptimizerHooks
 from lq_lightning.data_parallel.plan import CommunicationPlan
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
 from lq_lightning.data_parallel.unit import UnitContext
@@ -50,7 +50,7 @@ class QuantizedUnit:
     """
 
     name: str
-    gather: WeightAllGather | None
+    gather: QuantizedAllGather | None
     scatter: TwoLevelReduceScatter | None
 
 
@@ -61,8 +61,6 @@ class QuantizedCommunication:
         plan: How every parameter travels.
         topology: Ranks and nodes.
         group: The ranks that shard the model, which is not always all of them.
-        outside_writes: Names of units whose weights were written by something other than an
-            optimizer step, with the number of times; each such write costs a full-precision gather.
     """
 
     def __init__(
@@ -77,10 +75,9 @@ class QuantizedCommunication:
         self.plan = plan
         self.topology = context.topology
         self.group = context.group
-        self.outside_writes: dict[str, int] = {}
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._exchanges = ExchangeSchedule(device)
-        context.on_outside_write = self._count_outside_write
+        # updates change the main weights, which the exchanges read on their own streams
+        self._hooks = OptimizerHooks(lambda: self._exchanges.join(), self.note_optimizer_step)
 
     # --- steps ------------------------------------------------------------------------------
 
@@ -91,33 +88,7 @@ class QuantizedCommunication:
 
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Exchange weights after each of this optimizer's steps. Idempotent."""
-        if optimizer in self._optimizers:
-            return
-        self._optimizers.add(optimizer)
-        optimizer.register_step_pre_hook(self._wait_before_update)
-        optimizer.register_step_post_hook(lambda opt, *unused: self.note_optimizer_step(opt))
-
-    def _wait_before_update(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Let an update wait for the exchanges, which read the main weights on their own streams.
-
-        A closure runs forward and backward first, which need not wait.
-        """
-        position = next((i for i, value in enumerate(args[1:], 1) if callable(value)), None)
-        closure = kwargs.get("closure") if position is None else args[position]
-        if closure is None:
-            self._exchanges.join()
-            return args, kwargs
-
-        def joined() -> Any:
-            result = closure()
-            self._exchanges.join()
-            return result
-
-        if position is None:
-            return args, {**kwargs, "closure": joined}
-        return (*args[:position], joined, *args[position + 1 :]), kwargs
+        self._hooks.register(optimizer)
 
     def join(self) -> None:
         """Let the current CUDA stream wait for everything on its way."""
@@ -150,12 +121,23 @@ class QuantizedCommunication:
         )
 
     def invalidate(self) -> None:
-        """Let the next gathers refresh the replicas in full precision (after any outside write)."""
-        for gather in self._difference_gathers():
-            gather.invalidate()
+        """Let the next gathers refresh the replicas in full precision. Every rank must call this.
 
-    def _count_outside_write(self, name: str) -> None:
-        self.outside_writes[name] = self.outside_writes.get(name, 0) + 1
+        For writes that cannot be seen, as ``parameter.data.copy_(value)``, and for writes to the
+        shards of some ranks only that must take effect in the next forward pass, not in the one
+        after. Others are noticed. ``parameter.data = value`` is lost whatever follows: it replaces
+        a tensor that FSDP2 does not compute with, and the next forward pass raises an error.
+        """
+        for gather in self._difference_gathers():
+            gather.replica.invalidate()
+
+    @property
+    def outside_writes(self) -> dict[str, int]:
+        """Names of units whose weights something other than an optimizer step has written.
+
+        With the number of times, the same on every rank; each costs a full-precision gather.
+        """
+        return self._context.votes.counts
 
     def _difference_gathers(self) -> list[WeightDifferenceAllGather]:
         gathers = [u.gather for u in self._units]
@@ -178,19 +160,7 @@ class QuantizedCommunication:
         """
         if on_drift not in ("resync", "raise"):
             raise ValueError(f"`on_drift={on_drift!r}` is not supported: 'resync' or 'raise'.")
-        gathers = self._difference_gathers()
-        sums = [gather.checksum() for gather in gathers]
-        known = [(g, s) for g, s in zip(gathers, sums, strict=True) if s is not None]
-        if not known:
-            return []
-        mine = torch.cat([s for _, s in known])
-        every = mine.new_empty(self.topology.world_size, mine.numel())
-        dist.all_gather(list(every), mine, group=self.group)
-        drifted = []
-        for column, (gather, _) in enumerate(known):
-            if self._differs(every[:, column], gather):
-                drifted.append(gather.name)
-                gather.invalidate()
+        drifted = invalidate_drifted(self._difference_gathers(), self.topology, self.group)
         if drifted and on_drift == "raise":
             raise RuntimeError(
                 f"the weight replicas of {len(drifted)} unit(s) differ between ranks after "
@@ -200,20 +170,16 @@ class QuantizedCommunication:
             )
         return drifted
 
-    def _differs(self, sums: Tensor, gather: WeightDifferenceAllGather) -> bool:
-        if gather.shared_by_node:
-            by_node = sums.view(self.topology.num_nodes, self.topology.node_size)
-            return bool((by_node != by_node[:1]).any())
-        return bool((sums != sums[0]).any())
-
     # --- state ------------------------------------------------------------------------------
 
     def replica_state_dict(self) -> dict[str, DTensor]:
         """Each rank's slot of the replicas as DTensors sharded like the parameters, by name.
 
-        Empty without replicas or before the first gather. The values are not the main weights: they
-        are what every rank computes with, so saving them lets a resumed run continue exactly.
+        Every rank must call this. Without those that the next gather refreshes anyway, as before
+        the first one. The values are not the main weights: they are what every rank computes with,
+        so saving them lets a resumed run continue exactly.
         """
+        self._context.votes.settle(self.step)
         slots: dict[str, DTensor] = {}
         for gather in self._difference_gathers():
             slots.update(gather.replica_slots())
@@ -262,7 +228,7 @@ class QuantizedCommunication:
             if len(slots) == len(gather.names):
                 gather.restore(slots)
             else:
-                gather.invalidate()
+                gather.replica.invalidate()
 
     # --- measurements -----------------------------------------------------------------------
 

@@ -16,11 +16,11 @@ __all__ = ["ExchangeSchedule"]
 class ExchangeSchedule:
     """Exchanges weight differences right after an optimizer step.
 
-    On CUDA everything runs on two streams of its own, so that the network works from the end of the
-    optimizer step on, whatever forward computes; a gather waits for its own unit only. Encoding and
-    the gather between nodes are on the first stream, the gather inside the node and decoding on the
-    second: while one unit is decoded, the next one is on the network. On a CPU the exchanges are
-    complete when :meth:`run` returns.
+    On CUDA everything runs on two streams of its own (see [Note: streams]), so that the network
+    works from the end of the optimizer step on, whatever forward computes; a gather waits for its
+    own unit only. Encoding and the gather between nodes are on the first stream, the gather inside
+    the node and decoding on the second: while one unit is decoded, the next one is on the network.
+    On a CPU the exchanges are complete when :meth:`run` returns.
 
     Args:
         device: Where the model is.
@@ -42,10 +42,16 @@ class ExchangeSchedule:
         if self._first is None:
             self._first = streams.new_stream()
         self._first.wait_stream(streams.current_stream())
-        with streams.on_stream(self._first):
-            for gather in gathers:
-                self._run_one(gather)
-            self._second.join()
+        try:
+            with streams.on_stream(self._first):
+                try:
+                    for gather in gathers:
+                        self._run_one(gather)
+                finally:
+                    self._second.join()
+        except BaseException:  # what is under way still writes to replicas that are refreshed next
+            self.join()
+            raise
 
     def _run_one(self, gather: WeightDifferenceAllGather) -> None:
         self._second.make_room()
@@ -54,6 +60,9 @@ class ExchangeSchedule:
             self._second.submit(exchange.messages, lambda: gather.finish_exchange(exchange))
 
     def join(self) -> None:
-        """Let the current stream wait until all exchanges are done."""
+        """Let the current stream wait until all exchanges are done.
+
+        The first stream has waited for the second, also after an error.
+        """
         if self._first is not None:
             streams.current_stream().wait_stream(self._first)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lq_lightning._compat.forwards import ForwardCounter, gather_normal_tensors
 from lq_lightning._compat.fsdp2 import (
     GroupParams,
     announce_packed_gradients,
@@ -15,10 +17,12 @@ from lq_lightning._compat.fsdp2 import (
     shard_group,
     uses_hsdp,
 )
+from lq_lightning._compat.torch import split_group
 from lq_lightning.codecs import derive_seed
-from lq_lightning.data_parallel.all_gather import WeightAllGather
+from lq_lightning.data_parallel.all_gather import QuantizedAllGather
 from lq_lightning.data_parallel.communication import QuantizedCommunication, QuantizedUnit
 from lq_lightning.data_parallel.config import GradientQuantization, WeightQuantization
+from lq_lightning.data_parallel.outside_writes import WriteVotes
 from lq_lightning.data_parallel.plan import (
     CommunicationPlan,
     TensorPlan,
@@ -29,6 +33,7 @@ from lq_lightning.data_parallel.plan import (
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
 from lq_lightning.data_parallel.unit import UnitContext, UnitDescription
 from lq_lightning.data_parallel.vocabulary import vocabulary_weights
+from lq_lightning.data_parallel.weight_all_gather import WeightAllGather
 from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
 from lq_lightning.foundation.groups import RankGroups
 from lq_lightning.foundation.parameters import clean_name
@@ -80,7 +85,8 @@ def quantize_communication(
     vocabulary = frozenset(names_of[id(p)] for p in vocabulary_weights(module))
     device = next(module.parameters()).device
     groups = RankGroups.of(topology, shard_group(found[0][2]), device)
-    context = _make_context(topology, groups, seed, vocabulary)
+    votes = _make_votes(module, groups.every, device)
+    context = _make_context(topology, groups, seed, vocabulary, votes)
     units, tensors = [], []
     for index, (name, unit_module, group) in enumerate(found):
         params = GroupParams(group)
@@ -102,7 +108,11 @@ def quantize_communication(
 
 
 def _make_context(
-    topology: Topology, groups: RankGroups, seed: int, vocabulary: frozenset[str]
+    topology: Topology,
+    groups: RankGroups,
+    seed: int,
+    vocabulary: frozenset[str],
+    votes: WriteVotes,
 ) -> UnitContext:
     first = dist.get_process_group_ranks(groups.every)[0]
     return UnitContext(
@@ -113,7 +123,13 @@ def _make_context(
         seed=derive_seed(seed, first),  # models sharded over other ranks get noise of their own
         traffic=Traffic(),
         vocabulary=vocabulary,
+        votes=votes,
     )
+
+
+def _make_votes(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> WriteVotes:
+    own = split_group(group, [list(range(group.size()))], device)
+    return WriteVotes(own, device, ForwardCounter(module))
 
 
 def _check_meshes(module: nn.Module, found: list[tuple[str, FSDPModule, Any]]) -> None:
@@ -146,7 +162,8 @@ def _install(
     weights: WeightQuantization | None,
     gradients: GradientQuantization | None,
 ) -> QuantizedUnit:
-    gather: WeightAllGather | None = None
+    gather_normal_tensors(group)
+    gather: QuantizedAllGather | None = None
     if weights is not None:
         kind = WeightDifferenceAllGather if weights.method == "qWD" else WeightAllGather
         gather = kind(weights, description)

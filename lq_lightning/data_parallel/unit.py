@@ -13,6 +13,7 @@ from lq_lightning._compat.fsdp2 import GroupParam
 from lq_lightning._compat.torch import after_backward, backward_id
 from lq_lightning.codecs import CodecSpec, derive_seed
 from lq_lightning.data_parallel.layout import Segment, segment_runs
+from lq_lightning.data_parallel.outside_writes import WriteVotes
 from lq_lightning.foundation.streams import SecondStage
 from lq_lightning.foundation.topology import Topology
 from lq_lightning.foundation.traffic import ErrorSums, Traffic
@@ -76,13 +77,12 @@ class UnitContext:
         seed: Base of all stochastic-rounding seeds.
         traffic: Byte counters.
         vocabulary: Names of the parameters that are embeddings or heads.
+        votes: How ranks agree that something other than an optimizer step has written to weights.
         step: Optimizer steps taken so far; a new number allows one more exchange.
         measure_errors: Whether to sum up quantization errors (costs extra passes).
         weight_errors: Sums of the weights' relative error.
         gradient_errors: Sums of the gradients' relative error.
         reductions: Where the slowest level of gradient reductions runs on CUDA.
-        on_outside_write: Called with the unit's name when its weights were written by something
-            other than an optimizer step.
     """
 
     topology: Topology
@@ -92,12 +92,12 @@ class UnitContext:
     seed: int
     traffic: Traffic
     vocabulary: frozenset[str]
+    votes: WriteVotes
     step: int = 0
     measure_errors: bool = False
     weight_errors: ErrorSums = field(default_factory=ErrorSums)
     gradient_errors: ErrorSums = field(default_factory=ErrorSums)
     reductions: DeferredReductions = field(default_factory=DeferredReductions)
-    on_outside_write: Callable[[str], None] = lambda name: None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,32 +1,25 @@
-"""Quantized all-gather of weight differences (SDP4Bit's qWD) and the replicas it keeps."""
+"""Quantized all-gather of weight differences (SDP4Bit's qWD)."""
 
 from __future__ import annotations
 
-import enum
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat.fsdp2 import pack_shards, write_fingerprint
+from lq_lightning._compat.fsdp2 import pack_shards
 from lq_lightning._compat.tensors import to_sharded_dtensor
-from lq_lightning._compat.torch import all_gather_flat
-from lq_lightning.data_parallel.all_gather import WeightAllGather
+from lq_lightning._compat.torch import all_gather_flat, all_gather_parts
+from lq_lightning.data_parallel.all_gather import QuantizedAllGather
 from lq_lightning.data_parallel.config import WeightQuantization
 from lq_lightning.data_parallel.layout import MessageLayout
+from lq_lightning.data_parallel.outside_writes import WriteWatch
+from lq_lightning.data_parallel.replica import Freshness, Replica
 from lq_lightning.data_parallel.unit import UnitDescription
 from lq_lightning.foundation import streams
 
-__all__ = ["Exchange", "ReplicaRead", "WeightDifferenceAllGather"]
-
-
-class ReplicaRead(enum.Enum):
-    """What a gather has to do before the replica can be read."""
-
-    READ = "read"
-    RESTORE = "restore"
-    FULL = "full"
+__all__ = ["Exchange", "WeightDifferenceAllGather"]
 
 
 class Exchange(NamedTuple):
@@ -43,7 +36,7 @@ class Exchange(NamedTuple):
     exact: Tensor | None
 
 
-class WeightDifferenceAllGather(WeightAllGather):
+class WeightDifferenceAllGather(QuantizedAllGather):
     """All-gather of quantized weight differences (SDP4Bit §3.1, Algorithm 2).
 
     Every rank keeps a replica of the weights it computes with. After each optimizer step, each rank
@@ -52,26 +45,32 @@ class WeightDifferenceAllGather(WeightAllGather):
     weights stay exact, so the next difference contains what this one lost. The gathers that FSDP2
     asks for in forward and backward only read the replica.
 
-    A gather refreshes the replica in full precision the first time, after :meth:`invalidate`, and
-    when the shards were written by anything but an optimizer step (seen by storage address and
-    version counters; a write through ``.data`` is not seen: call :meth:`invalidate` after one).
-    These decisions rest on what every rank does alike, as all FSDP2 collectives do.
+    A gather refreshes the replica in full precision where it is not fresh: the first time, after
+    :meth:`invalidate`, after an exchange that failed, and when ranks have agreed that something
+    other than an optimizer step has written to the shards (``outside_writes.py``).
+
+    A parameter that is frozen on the way keeps the replica it has, which lacks what its last
+    difference lost; it is in no message until it is trained again.
 
     Deviations from the reference implementation: rounds to nearest by default; the difference is
     formed and added in fp32 and rounded once to the replica's dtype; it is sent right after the
     optimizer step and not when the next forward asks for it.
+
+    Args:
+        config: Codec and method.
+        unit: The unit.
+
+    Attributes:
+        replica: Its values are ``[world * n]``, or ``[nodes * n]`` if a node shares them.
     """
 
-    _skip_frozen = True
+    skips_frozen = True
 
     def __init__(self, config: WeightQuantization, unit: UnitDescription) -> None:
         super().__init__(config, unit)
-        self._replica: Tensor | None = None  # full: [world * n]; node: [nodes * n]
-        self._own: Tensor | None = None  # [n], this rank's slot: a view of the replica
-        self._restored: Tensor | None = None
-        self._dirty = False
-        self._fingerprint: tuple[tuple[int, int, int], ...] | None = None
-        self._written: torch.cuda.Event | None = None
+        self.replica = Replica()
+        self._watch = WriteWatch(unit.names, unit.params)
+        self._context.votes.add(self.name, self.replica, self._watch)
 
     @property
     def shared_by_node(self) -> bool:
@@ -84,20 +83,20 @@ class WeightDifferenceAllGather(WeightAllGather):
             return True
         return any(id(p.sharded_param) in param_ids for p in self._params())
 
-    # --- state ------------------------------------------------------------------------------
-
-    def invalidate(self) -> None:
-        """Make the next gather a full-precision one."""
-        self._dirty = True
+    # --- saved state ------------------------------------------------------------------------
 
     def replica_slots(self) -> dict[str, Any]:
-        """This rank's slot of the replica as DTensors sharded like the parameters, by name."""
-        if self._own is None or self._own.dtype == torch.uint8:
+        """This rank's slot of the replica as DTensors sharded like the parameters, by name.
+
+        Empty while the replica is not to be used: the next gather takes the main weights anyway.
+        """
+        own = self.replica.slot
+        if own is None or own.dtype == torch.uint8:
             return {}
-        self._wait_for_writes()
+        self.replica.wait()
         slots, start = {}, 0
         for param, name in zip(self._params(), self.names, strict=True):
-            flat = self._own[start : start + param.padded_shard_numel]
+            flat = own[start : start + param.padded_shard_numel]
             slots[name] = to_sharded_dtensor(flat.clone(), param.sharded_param)
             start += param.padded_shard_numel
         return slots
@@ -109,34 +108,14 @@ class WeightDifferenceAllGather(WeightAllGather):
             slots: This rank's valid local part of the replica by parameter name.
         """
         params = self._params()
-        total = sum(p.padded_shard_numel for p in params)
-        first = slots[self.names[0]]
-        restored = first.new_zeros(total)
+        saved = slots[self.names[0]].new_zeros(sum(p.padded_shard_numel for p in params))
         start = 0
         for param, name in zip(params, self.names, strict=True):
             local = slots[name].reshape(-1)
-            restored[start : start + local.numel()].copy_(local)
+            saved[start : start + local.numel()].copy_(local)
             start += param.padded_shard_numel
-        self._restored = restored
-        self._dirty = False
-        self._replica = self._own = None
-        self._fingerprint = write_fingerprint(params)
-
-    def checksum(self) -> Tensor | None:
-        """Order-sensitive 64-bit checksum of the replica, ``[1]`` int64; None before a gather."""
-        if self._replica is None:
-            return None
-        self._wait_for_writes()
-        return _checksum(self._replica)
-
-    def _wait_for_writes(self) -> None:
-        """Let the current stream wait until the last write to the replica is done."""
-        if self._written is not None:
-            streams.current_stream().wait_event(self._written)
-
-    def _note_write(self, replica: Tensor) -> None:
-        if streams.has_streams(replica.device):
-            self._written = streams.current_stream().record_event()
+        self.replica.restore(saved)
+        self._watch.note()
 
     # --- the exchange after an optimizer step -----------------------------------------------
 
@@ -147,25 +126,19 @@ class WeightDifferenceAllGather(WeightAllGather):
         another CUDA stream. The parameters must not be written before the former is done.
 
         Returns:
-            What :meth:`finish_exchange` needs; None if the next gather refreshes the replica anyway
-            (it is the first one, the replica is invalid, or a frozen parameter was written).
+            What :meth:`finish_exchange` needs; None if there is nothing to send: all parameters are
+            frozen, or the next gather refreshes the replica anyway.
         """
-        if self._restored is not None:
-            self._dirty = True
-        own = self._own
-        if own is None or self._dirty:
+        if not any(p.requires_grad and p.padded_shard_numel for p in self._params()):
             return None
-        params = self._params()
-        fingerprint, before = write_fingerprint(params), self._fingerprint or ()
-        self._fingerprint = fingerprint
-        written = [p for p, a, b in zip(params, fingerprint, before, strict=True) if a != b]
-        if not all(p.requires_grad for p in written):  # frozen parameters are not in the message
-            self._context.on_outside_write(self.name)
-            self._dirty = True
+        replica = self.replica
+        if not replica.begin_exchange() or replica.own is None:
             return None
-        self._wait_for_writes()
+        self._watch.note_step()
+        replica.wait()
+        own = replica.own
         layout = self._current_layout(own.dtype)
-        main = pack_shards(params, own)
+        main = pack_shards(self._params(), own)
         measured = self._context.measure_errors and own.is_floating_point()
         exact = main.clone() if measured else None
         messages = self._gather_between_nodes(self._encode(layout, main, reference=own))
@@ -173,10 +146,10 @@ class WeightDifferenceAllGather(WeightAllGather):
 
     def finish_exchange(self, exchange: Exchange) -> None:
         """Pass the messages on inside the node and add the differences to the replica."""
-        replica, own = self._replica, self._own
-        if replica is None or own is None:
+        values, own = self.replica.values, self.replica.own
+        if values is None or own is None:
             raise AssertionError("start_exchange() found a replica, but there is none")
-        slots = replica.view(-1, own.numel())
+        slots = values.view(-1, own.numel())
         messages = exchange.messages
         if self.shared_by_node:
             self._decode(exchange.layout, messages, slots, add=True)
@@ -188,7 +161,7 @@ class WeightDifferenceAllGather(WeightAllGather):
             for run in exchange.layout.runs:
                 part = slice(run.start, run.stop)
                 self._context.weight_errors.add(own[part], exchange.exact[part])
-        self._note_write(replica)
+        self.replica.complete()
 
     # --- the collective ---------------------------------------------------------------------
 
@@ -211,18 +184,19 @@ class WeightDifferenceAllGather(WeightAllGather):
         if group.size() != topology.world_size or not expected:
             all_gather_flat(output_tensor, input_tensor, group)
             return
+        self._context.votes.before_gather(self._context.step)
         self._count_baseline(input_tensor)
-        self._wait_for_writes()
-        decision = self._decide(input_tensor)
-        if decision is not ReplicaRead.READ:
-            self._refresh(input_tensor, decision, group)
-        replica = self._replica
-        if replica is None:
+        replica = self.replica
+        fresh = replica.state is Freshness.FRESH
+        if not fresh or replica.own is None or replica.own.dtype != input_tensor.dtype:
+            self._refresh(input_tensor, group)
+        replica.wait()
+        if replica.values is None:
             raise AssertionError("a refreshed replica must exist")
         if self.shared_by_node:
-            self._gather_node(output_tensor, replica)
+            self._gather_node(output_tensor, replica.values)
         else:
-            output_tensor.set_(replica)  # type: ignore[call-overload]
+            output_tensor.set_(replica.values)  # type: ignore[call-overload]
 
     def _expected_numel(self, dtype: torch.dtype) -> int:
         params = self._params()
@@ -231,63 +205,22 @@ class WeightDifferenceAllGather(WeightAllGather):
             return world * sum(p.padded_shard_numel * p.gather_dtype.itemsize for p in params)
         return world * sum(p.padded_shard_numel for p in params)
 
-    def _decide(self, slot: Tensor) -> ReplicaRead:
-        """What this gather has to do; every rank must come to the same answer."""
-        fingerprint = write_fingerprint(self._params())
-        outside = fingerprint != self._fingerprint
-        self._fingerprint = fingerprint
-        if self._restored is not None and not self._dirty:
-            return ReplicaRead.FULL if outside else ReplicaRead.RESTORE
-        if self._own is None or self._dirty or self._own.dtype != slot.dtype:
-            return ReplicaRead.FULL
-        if outside:
-            self._context.on_outside_write(self.name)
-            return ReplicaRead.FULL
-        return ReplicaRead.READ
-
-    def _refresh(self, slot: Tensor, decision: ReplicaRead, group: dist.ProcessGroup) -> None:
+    def _refresh(self, slot: Tensor, group: dist.ProcessGroup) -> None:
         """Gather the main weights, or restored ones, into the replica in full precision."""
-        topology = self._context.topology
-        index, group = (
-            (topology.node, self._context.inter_group)
-            if self.shared_by_node
-            else (topology.rank, group)
-        )
-        replica, own = self._replica, self._own
-        if replica is None or own is None or own.dtype != slot.dtype:
-            with torch.inference_mode(False):
-                replica = slot.new_empty(group.size() * slot.numel())
-                own = replica.view(group.size(), -1)[index]
-            self._replica, self._own = replica, own
-        if decision is ReplicaRead.RESTORE and self._restored is not None:
-            own.copy_(self._restored)
-        else:
-            own.copy_(slot)
-            streams.record_use(slot)  # FSDP2 allocated it on another stream
-        self._restored = None
-        self._dirty = False
-        all_gather_flat(replica, own, group)
+        topology, index = self._context.topology, self._context.topology.rank
+        if self.shared_by_node:
+            index, group = topology.node, self._context.inter_group
+        if self.replica.state is Freshness.STALE:
+            self._watch.note()  # FSDP2 has just read them: what is written from now on is new
+        values, own = self.replica.begin_refresh(slot, group.size(), index)
+        all_gather_flat(values, own, group)
         self._context.traffic.full_precision_gathers += 1
         self._count_sent(own.numel() * own.itemsize, group)
-        self._note_write(replica)
+        self.replica.complete()
 
-    def _gather_node(self, output: Tensor, replica: Tensor) -> None:
+    def _gather_node(self, output: Tensor, values: Tensor) -> None:
         """Gather the node's slots of the replica to ``[nodes * node_size * n]``."""
-        topology, context = self._context.topology, self._context
-        slots = replica.view(topology.num_nodes, -1)
-        nodes = output.view(topology.num_nodes, -1)
-        for node in range(topology.num_nodes):
-            all_gather_flat(nodes[node], slots[node], context.intra_group)
-        self._count_sent(replica.numel() * replica.itemsize, context.intra_group)
-
-
-def _checksum(values: Tensor, chunk: int = 1 << 16) -> Tensor:
-    """Position-weighted sum of the raw bits: differs between ranks if any chunk's sum differs."""
-    words = values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[values.itemsize])
-    full = words.numel() // chunk * chunk
-    sums = [words[:full].view(-1, chunk).sum(dim=1, dtype=torch.int64)]
-    sums.append(words[full:].sum(dtype=torch.int64).view(1))
-    total = torch.cat(sums)
-    weights = torch.arange(1, total.numel() + 1, dtype=torch.int64, device=values.device)
-    mixed = weights * 0x5851F42D4C957F2D + 0x14057B7EF767814F  # wraps, which is wanted
-    return (total * (mixed | 1)).sum().view(1)
+        context, num_nodes = self._context, self._context.topology.num_nodes
+        nodes, slots = output.view(num_nodes, -1), values.view(num_nodes, -1)
+        all_gather_parts(nodes.unbind(), slots.unbind(), context.intra_group)
+        self._count_sent(values.numel() * values.itemsize, context.intra_group)

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from lq_testing import run_ranks
 from lq_testing.devices import device
-from lq_testing.normed import NORMS, build_normed
+from lq_testing.normed import build_normed
 from torch import Tensor
 
-from lq_lightning.data_parallel import WeightQuantization, all_gather
+from lq_lightning.data_parallel import WeightQuantization
 
 
 def _gathered(model: Any) -> dict[str, Tensor]:
@@ -138,33 +138,6 @@ def _infinite_weights(rank: int, world: int, replica: str) -> None:
 @pytest.mark.parametrize("replica", ["node"])
 def test_infinite_absorbed_weights_stay_alone(replica: str) -> None:
     run_ranks(_infinite_weights, 2, replica)
-
-
-def _unfinished(rank: int, world: int) -> None:
-    """What a checkpoint written between the start and the end of an exchange would hold."""
-    model, communication = build_normed(1, weights=WeightQuantization())
-    _gathered(model)
-    gather: Any = communication._units[0].gather
-    torch.manual_seed(rank)
-    _update(model)
-    exchange = gather.start_exchange()
-    held = gather.replica_slots()
-    assert all(torch.equal(held[n].to_local(), getattr(model, n).to_local()) for n in NORMS)
-    gather.finish_exchange(exchange)
-
-    def fail(*args: Any, **kwargs: Any) -> Tensor:
-        raise KeyboardInterrupt
-
-    _update(model)
-    all_gather.encode = fail
-    with pytest.raises(KeyboardInterrupt):
-        gather.start_exchange()
-    held = gather.replica_slots()
-    assert all(held[name].to_local().all() for name in NORMS)
-
-
-def test_an_exchange_that_does_not_end_leaves_no_zeros() -> None:
-    run_ranks(_unfinished, 2)
 
 
 # --- the same on GPUs -----------------------------------------------------------------------------

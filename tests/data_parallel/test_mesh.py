@@ -88,7 +88,7 @@ def _pipeline(rank: int, world: int) -> list[Any]:
         replicas(model)
         if mesh.get_local_rank("dp") == 1:
             gather: Any = communication._units[0].gather
-            gather._replica[0] += 1.0
+            gather.replica.values[0] += 1.0
         assert communication.check_replicas() == ["0"]
         for group in communication._context.intra_group, communication._context.inter_group:
             assert group_timeout(group, device()) == timedelta(seconds=90)

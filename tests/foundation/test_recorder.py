@@ -49,7 +49,7 @@ def test_memory_freed_while_another_stream_uses_it_is_a_race_unless_it_was_recor
             with recorder.on_stream(other):
                 kept = x * 2
                 if recorded:
-                    recorder.record_stream(x, other)
+                    recorder.record_use(x)
             del x
             torch.ones(4)
         assert _kinds(recorder) == ([] if recorded else ["freed too early"]), recorder.races

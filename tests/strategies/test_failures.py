@@ -150,7 +150,9 @@ class Tampers(Callback):
         if trainer.global_rank == 1 and trainer.global_step == 2:
             for unit in trainer.strategy.communication._units:
                 if unit.name == "net.blocks.1":
-                    unit.gather._replica[200] += 1.0  # of `up.weight`, which travels quantized
+                    unit.gather.replica.values[200] += (
+                        1.0  # of `up.weight`, which travels quantized
+                    )
 
 
 def _drifting(rank: int, world_size: int, root: str) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.loggers import CSVLogger
 from lq_testing import run_ranks
-from lq_testing.lightning_models import TinyModule, loader, quiet, trainer
+from lq_testing.lightning_models import Losses, TinyModule, loader, quiet, trainer
 from lq_testing.models import TinyLM
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -121,6 +122,40 @@ def test_hugging_face_model_trains_generates_and_exports(tmp_path: Path) -> None
     state = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, state[f"model.{name}"]), name
+
+
+# --- frozen on the way --------------------------------------------------------------------------
+
+
+class Backbone(TinyModule):
+    @property
+    def backbone(self) -> torch.nn.Module:
+        return self.net.blocks
+
+
+def _fine_tunes(rank: int, world_size: int, root: str) -> None:
+    """Blocks are frozen for one epoch, wholly; the optimizer has all parameters all the time."""
+
+    def fit(epochs: int, ckpt_path: str | None = None) -> tuple[pl.Trainer, Losses]:
+        torch.manual_seed(0)
+        losses = Losses()
+        callbacks = [losses, BackboneFinetuning(unfreeze_backbone_at_epoch=2)]
+        strategy = QuantizedFSDPStrategy(**SMALL)
+        run = trainer(strategy, root, max_epochs=epochs, callbacks=callbacks)
+        run.fit(Backbone(), loader(), ckpt_path=ckpt_path)
+        return run, losses
+
+    whole = fit(3)[1].values
+    run, first = fit(1)
+    assert run.strategy.communication.traffic().exchanges == 4, "frozen blocks were exchanged"
+    run.save_checkpoint(f"{root}/frozen.ckpt")
+    run, second = fit(3, f"{root}/frozen.ckpt")
+    assert first.values + second.values == whole
+    assert run.strategy.communication.check_replicas("raise") == []
+
+
+def test_backbone_is_fine_tuned_and_resumed(tmp_path: Path) -> None:
+    run_trainer(_fine_tunes, 2, str(tmp_path))
 
 
 # --- wrapped submodules, offload, metrics -------------------------------------------------------

@@ -127,29 +127,23 @@ class Recorder(TorchDispatchMode):
         finally:
             self.current = before
 
-    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        """Keep the tensor's memory until what ``stream`` has now is done."""
+    def record_use(self, tensor: Tensor) -> None:
+        """Keep the tensor's memory until what the current stream has now is done."""
         memory = self._memory.get(tensor.untyped_storage()._cdata)
         if memory is not None:
-            memory.users.pop(stream.number, None)
+            memory.users.pop(self.current.number, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         self._notice_freed()
-        arguments = func._schema.arguments
-        written, read = [], []
-        named = [*zip(arguments, args, strict=False)]
-        named += [(a, kwargs[a.name]) for a in arguments if a.name in kwargs]
-        for argument, value in named:
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            (written if writes else read).extend(t for t in tree_leaves(value) if _has_data(t))
+        read, written = _uses(func, args, kwargs)
         result = func(*args, **kwargs)
         if not _is_view(func):
             # results in new memory are written; views of an argument are neither read nor written
             known = {t.untyped_storage()._cdata for t in (*written, *read)}
-            fresh = [t for t in tree_leaves(result) if _has_data(t)]
+            fresh = _tensors(result)
             written += [t for t in fresh if t.untyped_storage()._cdata not in known]
             self._record(func, read, written)
         return result
@@ -196,6 +190,30 @@ class Recorder(TorchDispatchMode):
                     self._report("freed too early", use, f"stream {memory.home.number} reuses it")
 
 
+def _uses(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors that an operator reads, and those among its arguments that it writes."""
+    read: list[Tensor] = []
+    written: list[Tensor] = []
+    arguments = func._schema.arguments
+    named = [*zip(arguments, args, strict=False)]
+    named += [(a, kwargs[a.name]) for a in arguments if a.name in kwargs]
+    for index, (argument, value) in enumerate(named):
+        if func.namespace == "c10d":  # its schemas do not say what is written: outputs come first
+            writes = index == 0
+        else:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+        (written if writes else read).extend(_tensors(value))
+    return read, written
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """Tensors with memory; of those of a subclass such as DTensor, what they wrap."""
+    leaves = [getattr(leaf, "_local_tensor", leaf) for leaf in tree_leaves(tree)]
+    return [leaf for leaf in leaves if _has_data(leaf)]
+
+
 def _has_data(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_meta and value.numel() > 0
 
@@ -224,7 +242,7 @@ def recorded_streams() -> Iterator[Recorder]:
             "current_stream": lambda: recorder.current,
             "new_stream": recorder.new_stream,
             "on_stream": recorder.on_stream,
-            "record_stream": recorder.record_stream,
+            "record_use": recorder.record_use,
         }.items():
             stack.enter_context(_replaced(streams, name, value))
         stack.enter_context(recorder)

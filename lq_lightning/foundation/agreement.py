@@ -1,0 +1,55 @@
+"""Numbers that ranks agree on while they go on with other work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from lq_lightning.foundation import streams
+
+__all__ = ["MaxReduction"]
+
+
+class MaxReduction:
+    """Starts reductions of a few small numbers to their maxima, which are waited for later.
+
+    Neither the host nor the computing stream waits when a reduction is started and the one before
+    has been read. On a GPU it runs on a stream of its own (see [Note: streams]): it depends on
+    nothing that is computed, so it is done as soon as all ranks have started it.
+
+    Args:
+        device: Where the ranks of the groups to be used keep their tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def start(self, values: Sequence[int], group: dist.ProcessGroup) -> Callable[[], list[int]]:
+        """Start the reduction of ``values`` (in 0..255, equally many on every rank) over ``group``.
+
+        Returns:
+            A function that waits for the maxima and returns them, the same on every rank.
+        """
+        if not streams.has_streams(self._device):
+            flags = torch.tensor(values, dtype=torch.uint8)
+            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=group, async_op=True)
+
+            def wait() -> list[int]:
+                if work is not None:
+                    work.wait()
+                return flags.tolist()
+
+            return wait
+        stream = self._stream = self._stream or streams.new_stream()
+        with streams.on_stream(stream):  # the host's copies wait for this stream alone
+            reduced = torch.tensor(values, dtype=torch.uint8, device=self._device)
+            dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
+
+        def read() -> list[int]:
+            with streams.on_stream(stream):
+                return reduced.tolist()
+
+        return read

@@ -1,0 +1,387 @@
+"""Replicas of the weights: when they are fresh, what makes them stale, on gloo ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lq_testing import run_ranks
+from lq_testing.fsdp2 import (
+    BF16,
+    QWD,
+    QWD8,
+    TLQ_HS,
+    build,
+    replicas,
+    same_on_all_ranks,
+    tokens,
+    train,
+)
+from lq_testing.models import LoRABlock, TinyLM
+from torch import Tensor
+
+from lq_lightning.data_parallel import WeightQuantization, all_gather
+
+
+def _named(model: TinyLM) -> dict[str, Tensor]:
+    """What this rank computes with, by name."""
+    return dict(zip(dict(model.named_parameters()), replicas(model), strict=True))
+
+
+def _config(replica: str) -> WeightQuantization:
+    return WeightQuantization(group_size=64, replica=replica)  # type: ignore[arg-type]
+
+
+# --- writes by something other than an optimizer step -------------------------------------------
+
+
+def _outside_writes(rank: int, world: int, replica: str) -> None:
+    model, optimizer, communication = build(weights=_config(replica))
+    train(model, optimizer, 2)
+
+    def assert_exact(expected_new_writes: bool) -> None:
+        writes = sum(communication.outside_writes.values())
+        for parameter, value in zip(model.parameters(), replicas(model), strict=True):
+            assert torch.equal(parameter.full_tensor(), value)
+        assert (sum(communication.outside_writes.values()) > writes) == expected_new_writes
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    assert_exact(True)
+    train(model, optimizer, 1)
+    saved = {k: v.clone() for k, v in model.state_dict().items()}
+    train(model, optimizer, 2)
+    model.load_state_dict(saved)
+    assert_exact(True)
+    train(model, optimizer, 1)
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            parameter.to_local().add_(1)
+    assert communication.replica_state_dict() == {}, "a checkpoint must not hold it either"
+    assert_exact(False)
+    train(model, optimizer, 1)
+    for parameter in model.parameters():  # seen by no counter
+        parameter.data.mul_(0.5)
+    communication.invalidate()
+    assert_exact(False)
+    train(model, optimizer, 1)
+    assert same_on_all_ranks(replicas(model))
+
+
+@pytest.mark.parametrize("replica", ["full", "node"])
+def test_outside_writes_are_gathered_exactly(replica: str) -> None:
+    run_ranks(_outside_writes, 2, replica)
+
+
+def _write_of_one_rank(rank: int, world: int, replica: str, node_size: int) -> None:
+    """Rank 1 alone writes to its shard of a block: never a deadlock, and all ranks follow."""
+    model, optimizer, communication = build(weights=_config(replica), node_size=node_size)
+    train(model, optimizer, 2)
+    name = "blocks.1.up.weight"
+    shard = dict(model.named_parameters())[name]
+
+    def write() -> None:
+        if rank == world - 1:
+            with torch.no_grad():
+                shard.to_local().add_(1)
+
+    def arrived() -> bool:
+        whole = shard.full_tensor()
+        return torch.equal(_named(model)[name], whole)
+
+    def evaluate() -> Tensor:
+        with torch.no_grad():
+            return model(tokens(9))
+
+    # in validation: late by one forward pass
+    stale, _ = evaluate(), write()
+    assert torch.equal(evaluate(), stale)
+    assert not torch.equal(evaluate(), stale)
+    assert arrived()
+    assert communication.outside_writes == {"blocks.1": 1}
+    # between forward and backward, and between micro-batches
+    loss = model(tokens(3))
+    write()
+    loss.backward()
+    model(tokens(4)).backward()
+    write()
+    model(tokens(5)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    write()
+    train(model, optimizer, 1)
+    evaluate()
+    assert arrived()
+    # at once, if every rank says so
+    write()
+    communication.invalidate()
+    assert arrived()
+    train(model, optimizer, 2)
+    assert same_on_all_ranks(replicas(model))
+    assert communication.check_replicas() == []
+    counted = sum(communication.outside_writes.values())
+    assert same_on_all_ranks([torch.tensor([counted], device=shard.device)])
+
+
+@pytest.mark.parametrize(
+    ("world", "replica", "node_size"), [(2, "full", 1), (2, "node", 1), (4, "node", 2)]
+)
+def test_a_write_of_one_rank_reaches_all(world: int, replica: str, node_size: int) -> None:
+    run_ranks(_write_of_one_rank, world, replica, node_size, timeout=60)
+
+
+def _frozen_writes_before_a_step(rank: int, world: int) -> None:
+    """As of a teacher that follows the student between backward and the optimizer step."""
+
+    def freeze(model: TinyLM) -> None:
+        model.blocks[0].up.weight.requires_grad_(False)
+
+    model, optimizer, communication = build(weights=QWD, node_size=1, prepare=freeze)
+    train(model, optimizer, 2)
+    assert communication.outside_writes == {}
+    weight = model.blocks[0].up.weight
+    for count, writers in enumerate([(0, 1), (1,)], 1):
+        model(tokens(2)).backward()
+        if rank in writers:
+            with torch.no_grad():
+                weight.to_local().mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(len(writers) % 2 + 1):  # of one rank alone: a pass later
+            model(tokens(3)).backward()
+        optimizer.zero_grad()
+        assert communication.outside_writes == {"blocks.0": count}
+        whole = weight.full_tensor()
+        assert torch.equal(_named(model)["blocks.0.up.weight"], whole), "it did not arrive"
+
+
+def test_frozen_weights_written_before_a_step_arrive() -> None:
+    run_ranks(_frozen_writes_before_a_step, 2, timeout=60)
+
+
+def _assigned(rank: int, world: int) -> None:
+    model, optimizer, _ = build(weights=QWD)
+    train(model, optimizer, 1)
+    weight = model.blocks[0].up.weight
+    model.to(torch.float64).to(torch.float32)  # assigns `.data`, too, and tells FSDP2
+    train(model, optimizer, 1)
+    refused = pytest.raises(RuntimeError, match=r"`blocks\.0\.up\.weight` was.*copy_\(value\)")
+    weight.data = weight.data + 1
+    with refused:
+        model(tokens(0))
+    model(tokens(0)).backward()
+    weight.data = weight.data + 1
+    with refused:
+        optimizer.step()
+    train(model, optimizer, 1)
+    local = weight._local_tensor
+    local.data = local.data + 1
+    with refused:
+        model(tokens(0))
+
+
+def test_assigning_data_is_refused() -> None:
+    run_ranks(_assigned, 2)
+
+
+def _uneven(rank: int, world: int) -> None:
+    model, optimizer, _ = build(weights=QWD)
+    train(model, optimizer, 1)
+    if rank == 0:  # as with one more batch to validate on
+        with torch.no_grad():
+            model(tokens(0))
+    with pytest.raises(RuntimeError, match="equally many batches" if rank == 0 else "."):
+        train(model, optimizer, 4)  # the rank that is behind may lose the connection first
+
+
+def test_ranks_with_unequal_numbers_of_passes_are_told() -> None:
+    run_ranks(_uneven, 2, timeout=60)
+
+
+# --- frozen weights -------------------------------------------------------------------------------
+
+
+def _frozen(rank: int, world: int, node_size: int) -> None:
+    """Optimizers get all parameters here, as users give them."""
+
+    def freeze_block(model: TinyLM) -> None:
+        model.blocks[0].requires_grad_(False)
+
+    def freeze_all_but_one(model: TinyLM) -> None:
+        model.requires_grad_(False)
+        model.tiny.requires_grad_(True)
+
+    for prepare, options, trained in (
+        (freeze_block, {}, 2),
+        (freeze_all_but_one, {}, 1),
+        (None, {"block": LoRABlock}, 3),
+    ):
+        model, optimizer, communication = build(
+            weights=QWD, gradients=TLQ_HS, node_size=node_size, prepare=prepare, **options
+        )
+        train(model, optimizer, 2)
+        assert communication.traffic().exchanges == 2 * trained, "a frozen unit was exchanged"
+        assert communication.outside_writes == {}
+        assert communication.check_replicas(on_drift="raise") == []
+    model, optimizer, communication = build(weights=QWD8, gradients=TLQ_HS, node_size=node_size)
+    train(model, optimizer, 2)
+    model.blocks[1].requires_grad_(False)
+    before = communication.traffic()
+    train(model, optimizer, 2)
+    assert communication.traffic().since(before).exchanges == 2 * 2
+    frozen = model.blocks[1].up.weight.full_tensor()
+    model.blocks[1].requires_grad_(True)
+    train(model, optimizer, 2)
+    assert not torch.equal(model.blocks[1].up.weight.full_tensor(), frozen)
+    for parameter, value in zip(model.parameters(), replicas(model), strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), value, atol=2e-3, rtol=0)
+    assert communication.outside_writes == {}
+
+
+@pytest.mark.parametrize("node_size", [1, 2])
+def test_frozen_units_are_not_exchanged(node_size: int) -> None:
+    run_ranks(_frozen, 2, node_size)
+
+
+# --- inference mode -------------------------------------------------------------------------------
+
+
+def _inference_before_training(rank: int, world: int, replica: str) -> None:
+    expected = train(*build(weights=_config(replica), gradients=TLQ_HS)[:2], 3)
+    model, optimizer, communication = build(weights=_config(replica), gradients=TLQ_HS)
+    with torch.inference_mode():
+        first = model(tokens(0))
+    assert first.is_inference()
+    assert train(model, optimizer, 3) == expected
+    with torch.inference_mode():
+        model(tokens(0))
+    with torch.no_grad():
+        model(tokens(0))
+    train(model, optimizer, 1)
+    assert communication.outside_writes == {}
+    with torch.inference_mode():  # the model too, as `trainer.test` of a user's own block makes it
+        model, _, _ = build(weights=_config(replica))
+        tested = model(tokens(0))
+    with torch.no_grad():
+        assert torch.equal(model(tokens(0)), tested)
+
+
+@pytest.mark.parametrize("replica", ["full", "node"])
+def test_inference_mode_comes_before_training(replica: str) -> None:
+    run_ranks(_inference_before_training, 2, replica)
+
+
+# --- errors and drift -----------------------------------------------------------------------------
+
+
+def _failed_exchange(rank: int, world: int, replica: str) -> None:
+    """Every rank runs out of memory in the second unit, catches that and goes on."""
+    model, optimizer, communication = build(weights=_config(replica), node_size=1)
+    train(model, optimizer, 1)
+    encode, calls = all_gather.encode, []
+
+    def fail(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError
+        return encode(*args, **kwargs)
+
+    model(tokens(1)).backward()
+    all_gather.encode = fail
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    all_gather.encode = encode
+    optimizer.zero_grad()
+    saved = communication.replica_state_dict()
+    assert "head.weight" in saved
+    assert not any("blocks" in name for name in saved), "half an exchange was saved"
+    for name, value in _named(model).items():
+        if "blocks" in name:
+            assert torch.equal(dict(model.named_parameters())[name].full_tensor(), value), name
+    train(model, optimizer, 1)
+    assert same_on_all_ranks(replicas(model))
+
+
+@pytest.mark.parametrize("replica", ["full", "node"])
+def test_an_exchange_that_fails_leaves_nothing_stale(replica: str) -> None:
+    run_ranks(_failed_exchange, 2, replica)
+
+
+def _corrupt(gather: Any, amount: float) -> None:
+    """Change one quantized element of another node's part of this rank's replica."""
+    run = next(r for r in gather._layout.runs if r.quantized)
+    slots = gather.replica.values.view(2, -1)
+    slots[1 - dist.get_rank()][run.start] += amount
+
+
+def _drift(rank: int, world: int, replica: str) -> None:
+    model, optimizer, communication = build(weights=_config(replica), node_size=1)
+    assert communication.check_replicas() == []
+    train(model, optimizer, 2)
+    assert communication.check_replicas() == []
+    gather = [u.gather for u in communication._units][1]
+    if rank == 1:
+        _corrupt(gather, 0.25)
+    assert communication.check_replicas() == [gather.name]
+    train(model, optimizer, 1)
+    assert communication.check_replicas() == []
+    if rank == 0:
+        _corrupt(gather, 1e-3)
+    with pytest.raises(RuntimeError, match=rf"differ between ranks.*`{gather.name}`"):
+        communication.check_replicas(on_drift="raise")
+    with pytest.raises(ValueError, match="on_drift='ignore'"):
+        communication.check_replicas(on_drift="ignore")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("replica", ["full", "node"])
+def test_drift_is_named_and_mended(replica: str) -> None:
+    run_ranks(_drift, 2, replica)
+
+
+def _replica_is_the_only_copy(rank: int, world: int) -> None:
+    model, optimizer, communication = build(weights=QWD, policy=BF16)
+    train(model, optimizer, 2)
+    for gather in communication._difference_gathers():
+        replica = gather.replica.values
+        params = gather._params()
+        numel = world * sum(p.padded_shard_numel for p in params)
+        assert replica.untyped_storage().nbytes() == 2 * numel
+        values = [*vars(gather).values(), *vars(gather.replica).values()]
+        held = {v.untyped_storage().data_ptr() for v in values if isinstance(v, Tensor)}
+        assert held == {replica.untyped_storage().data_ptr()}
+        before = replica.clone()
+        replicas(model)  # FSDP2 writes main weights into the output of each gather
+        assert torch.equal(replica, before)
+
+
+def test_full_replica_takes_two_bytes_per_parameter() -> None:
+    run_ranks(_replica_is_the_only_copy, 2)
+
+
+# --- the same on GPUs -----------------------------------------------------------------------------
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [
+        (_outside_writes, ("full",)),
+        (_write_of_one_rank, ("full", 1)),
+        (_write_of_one_rank, ("node", 1)),
+        (_frozen_writes_before_a_step, ()),
+        (_assigned, ()),
+        (_frozen, (1,)),
+        (_inference_before_training, ("full",)),
+        (_inference_before_training, ("node",)),
+        (_failed_exchange, ("full",)),
+        (_failed_exchange, ("node",)),
+        (_drift, ("node",)),
+        (_replica_is_the_only_copy, ()),
+    ],
+)
+def test_on_two_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
+    run_ranks(fn, 2, *args, backend="nccl", timeout=200)

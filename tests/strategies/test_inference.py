@@ -1,0 +1,55 @@
+"""Evaluation before training, under the inference mode that Lightning uses with NCCL."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lq_testing import run_ranks
+from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
+
+from lq_lightning import QuantizedFSDPStrategy
+
+run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=200.0)
+
+
+def _evaluates_first(rank: int, world_size: int, root: str, accelerator: str) -> None:
+    # Lightning replaces inference mode by `no_grad` with gloo, but not a mode that it finds
+    inference = contextlib.nullcontext if accelerator == "gpu" else torch.inference_mode
+    for replica in ("full", "node"):
+        options: dict[str, Any] = {"weights": "qWD", "gradients": "TLq-HS", "replica": replica}
+
+        def run(options: dict[str, Any] = options, **kwargs: Any) -> Any:
+            strategy = QuantizedFSDPStrategy(min_quantized_numel=64, **options)
+            return trainer(strategy, root, accelerator=accelerator, **kwargs)
+
+        trained = []
+        for evaluates in (False, True):
+            torch.manual_seed(0)
+            losses, module = Losses(), TinyModule()
+            if evaluates:
+                run().predict(module, loader(4, batch_size=1))  # shards the model
+                with inference():
+                    run().validate(module, loader(), verbose=False)
+                    run().test(module, loader(), verbose=False)
+            run(callbacks=[losses], num_sanity_val_steps=2).fit(module, loader(), loader())
+            trained.append(losses.values)
+        assert trained[0] == trained[1]
+        # a user's own mode, which holds for everything that the test makes, then a prediction
+        module = TinyModule()
+        with torch.inference_mode():
+            run().test(module, loader(), verbose=False)
+        assert len(run().predict(module, loader())) > 0
+
+
+def test_evaluation_comes_before_training(tmp_path: Path) -> None:
+    run_trainer(_evaluates_first, 2, str(tmp_path), "cpu")
+
+
+@pytest.mark.gpu(2)
+def test_evaluation_comes_before_training_on_two_gpus(tmp_path: Path) -> None:
+    run_trainer(_evaluates_first, 2, str(tmp_path), "gpu")
