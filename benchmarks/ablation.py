@@ -301,7 +301,7 @@ def train(
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=preset.lr,
-        betas=(0.9, 0.95),
+        betas=(0.9, args.beta2),
         weight_decay=0.1,
         fused=device.type == "cuda",
     )
@@ -435,6 +435,7 @@ def report(args: argparse.Namespace, outcomes: Outcomes, data: Data) -> None:
     tokens = (args.stop_after or preset.steps) * preset.batch * preset.seq * world
     results = {
         "preset": asdict(preset),
+        "beta2": args.beta2,
         "stop_after": args.stop_after,
         "compiled": args.compile,
         "world_size": world,
@@ -475,6 +476,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="optimizer steps, instead of the preset's")
     parser.add_argument("--batch", type=int, help="sequences of a rank, instead of the preset's")
     parser.add_argument("--lr", type=float, help="peak learning rate, instead of the preset's")
+    parser.add_argument("--beta2", type=float, default=0.95, help="of AdamW (default: 0.95)")
     parser.add_argument(
         "--stop-after",
         type=int,

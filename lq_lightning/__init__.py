@@ -18,6 +18,7 @@ from lq_lightning.data_parallel import (
     WeightQuantization,
     quantized_all_reduce_hook,
 )
+from lq_lightning.optim import QuantizedAdam, QuantizedAdamW, QuantizedLion, QuantizedSGD
 from lq_lightning.plugins import FullyShardedPrecision, QuantizedPrecision
 from lq_lightning.plugins.grad_norm import grad_norm
 from lq_lightning.strategies import QuantizedFSDPStrategy
@@ -27,11 +28,15 @@ __all__ = [
     "FullyShardedPrecision",
     "GradientQuantization",
     "QuantizationMonitor",
+    "QuantizedAdam",
+    "QuantizedAdamW",
     "QuantizedAllReduce",
     "QuantizedCommunication",
     "QuantizedFSDPStrategy",
     "QuantizedGradientBuffer",
+    "QuantizedLion",
     "QuantizedPrecision",
+    "QuantizedSGD",
     "Topology",
     "WeightQuantization",
     "__version__",

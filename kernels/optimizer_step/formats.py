@@ -1,19 +1,33 @@
-"""Codes of optimizer states: codebooks of magnitudes, chosen by a table row per group.
+"""Codes of optimizer states: sets of levels, one of which a group of elements chooses.
 
-Every format works the same way. A group of up to 128 elements has a scale, its largest magnitude
-rounded up to bf16, and a row of a codebook, an increasing sequence of levels in ``[0, 1]``. A code
-is the number of a level, with the sign in bit 7 where the state has signs::
+A group of up to 128 elements has a scale, bf16, and where the format is expanded an exponent, a
+byte. A code is the number of a level, with the sign in bit 7 where the state has signs. A value
+between two levels becomes one of them by chance, so that small changes add up over many steps
+instead of being rounded away in each: with ``beta2 = 0.999`` a second moment changes by a
+thousandth, far less than half the distance between two levels.
 
-    decode: value = levels[row, code] * scale                          (one fp32 product)
-    encode: code = number of j with |value| > thresholds[row, j] * scale, and the sign
+* Signed states (first moments, momentum): the mean over the noise is the value itself.
+* Unsigned states (second moments): the mean of the *logarithm* is kept, to first order. Noise in v
+  makes the mean of ``1 / sqrt(v)`` larger than that of v says; an unbiased v would give updates
+  that are too large, by 2% where levels are 9% apart. Nothing but zero becomes zero: values under
+  the smallest level become that level, so that updates are never divided by too little.
 
-Levels and thresholds are computed in float64 and rounded to fp32 once, so a table look-up and a
-product, the same on every device, stand for the powers that the dynamic range expansion takes.
+``expanded_fp8`` is FP8 whose eight bits each group splits between exponent and mantissa, as its
+range needs it: what COAT's dynamic range expansion (section 4.1) does with powers of E4M3. A level
+is an fp32 number with n mantissa bits, n from 7 to 2 being the exponent byte of the group, so that
+decoding and encoding take a few integer operations on bit patterns.
 
-Dynamic range expansion (COAT, section 4.1) raises the values of a group to a power k, in steps of
-1/16, before it rounds them to FP8 E4M3. Its centre cancels out against its scale, which leaves
-``value = max * (level / 448) ** (1 / k)``: a codebook per k, two constants per group instead of
-three. See :func:`exponent_table` for the choice of k.
+* Unsigned: the 255 such numbers up to the group's largest, which is the scale. n is the largest
+  that reaches down to the group's smallest value: 2 octaves with 7 bits, 64 with 2. Levels with n
+  bits are also levels with more, whatever the scale: a new scale or a finer n moves no value. That
+  matters where values change slowly, since to round all of them anew would add more noise than the
+  steps from one level to the next.
+* Signed: the 127 such numbers above a power of two, the scale, less the scale: evenly spaced
+  around zero, then ever wider. n is the largest for which the first level is at most twice the
+  group's smallest value: 7 octaves with 7 bits, 34 with 2.
+
+The plain formats have a codebook, increasing numbers in ``[0, 1]``, times the scale. It is the
+largest magnitude, rounded up to bf16 if signed and to a power of two if not, which seldom changes.
 """
 
 from __future__ import annotations
@@ -31,19 +45,12 @@ GROUP_SIZE = 128
 NUM_SCALARS = 8
 RULES: tuple[str, ...] = ("adamw", "adam", "lion", "sgd", "nesterov")
 
-# k is stored as 16 k. At 3 a group spans a factor of 2**88 before its smallest values become zero;
-# less would need levels that fp32 cannot hold.
-MIN_EXPONENT = 3
-MAX_EXPONENT = 255
-PLAIN_EXPONENT = 16
-EXPONENT_UNIT = 16
+# Mantissa bits of expanded formats, and codes above zero of either sign.
+MOST_MANTISSA_BITS = 7
+LEAST_MANTISSA_BITS = 2
+SIGNED_CODES = 127
+UNSIGNED_CODES = 255
 _E4M3_MAX = 448.0
-# COAT's bound on the ratio of largest to smallest magnitude after expansion, 448**2 / 2.
-_TARGET_OCTAVES = math.log2(_E4M3_MAX**2 / 2)
-# The ratio is read off bit patterns, (bits(max) - bits(min)) / 2**23, which falls short of its
-# logarithm by at most this (the error of log2(1 + f) ~ f).
-_BIT_LOG_ERROR = 0.0860714
-EXPONENT_TABLE_SHIFT = 19  # entries are 1/16 octave apart
 
 # Bit patterns of the smallest normal number and of the largest scale, 2**126, whose reciprocal is
 # normal too.
@@ -53,7 +60,7 @@ LARGEST_SCALE_BITS = 0x7E800000
 _CPU = torch.device("cpu")
 
 
-Spacing = Literal["floating", "linear", "dynamic"]
+Spacing = Literal["split", "floating", "linear", "dynamic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +70,13 @@ class StateFormat:
     Attributes:
         name: a name of ``FORMATS``.
         signed: bit 7 of a code is the sign; otherwise it belongs to the level.
-        expanded: a group chooses its row; otherwise all use one.
-        spacing: of the levels, which says how a code is predicted: ``"floating"`` are powers of
-            E4M3's, ``"dynamic"`` are parts of decades.
+        spacing: of the levels: ``"split"`` are those that a group chooses, ``"floating"`` E4M3's,
+            ``"dynamic"`` parts of decades.
     """
 
     name: str
     signed: bool
-    expanded: bool = False
-    spacing: Spacing = "linear"
+    spacing: Spacing
 
     @property
     def quantized(self) -> bool:
@@ -79,13 +84,18 @@ class StateFormat:
         return self.name != "float32"
 
     @property
+    def expanded(self) -> bool:
+        """Whether a group has an exponent, and no codebook."""
+        return self.spacing == "split"
+
+    @property
     def num_levels(self) -> int:
-        """Magnitudes of a codebook row, a power of two."""
-        return 128 if self.signed or self.spacing == "floating" else 256
+        """Magnitudes of a codebook, a power of two."""
+        return 128 if self.signed or self.name == "fp8" else 256
 
     @property
     def num_codes(self) -> int:
-        """Entries of a row of levels: every level, then every level with the other sign."""
+        """Entries of a codebook: every level, then every level with the other sign."""
         return 2 * self.num_levels if self.signed else self.num_levels
 
     def nbytes_per_element(self, length: int) -> float:
@@ -98,7 +108,7 @@ class StateFormat:
 
 FORMATS: tuple[str, ...] = ("expanded_fp8", "fp8", "dynamic8", "int8", "float32")
 _SPACINGS: dict[str, Spacing] = {
-    "expanded_fp8": "floating",
+    "expanded_fp8": "split",
     "fp8": "floating",
     "dynamic8": "dynamic",
 }
@@ -109,7 +119,7 @@ def state_format(name: str, signed: bool) -> StateFormat:
     """Return a format by its name.
 
     Args:
-        name: ``expanded_fp8`` (E4M3 with dynamic range expansion), ``fp8`` (E4M3), ``dynamic8``
+        name: ``expanded_fp8`` (FP8 with a dynamic range by group), ``fp8`` (E4M3), ``dynamic8``
             (dynamic map), ``int8`` (linear) or ``float32`` (no codes).
         signed: whether the state has negative values.
 
@@ -120,7 +130,7 @@ def state_format(name: str, signed: bool) -> StateFormat:
         raise ValueError(
             f"state format {name!r} is not known; allowed: {', '.join(FORMATS)}. Choose one."
         )
-    return StateFormat(name, signed, name == "expanded_fp8", _SPACINGS.get(name, "linear"))
+    return StateFormat(name, signed, _SPACINGS.get(name, "linear"))
 
 
 def row_length(shape: Sequence[int]) -> int:
@@ -134,25 +144,11 @@ def groups_per_row(length: int) -> int:
 
 
 def _e4m3_levels() -> Tensor:
-    codes = torch.arange(128, dtype=torch.float64, device=_CPU)
+    codes = torch.arange(127, dtype=torch.float64, device=_CPU)
     exponent, fraction = codes.div(8, rounding_mode="floor"), codes % 8
     normal = (1 + fraction / 8) * 2.0 ** (exponent - 7)
-    return torch.where(exponent == 0, fraction * 2.0**-9, normal)
-
-
-def _with_midpoints(levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Levels, and between neighbours the point from which on the upper one is nearer."""
-    beyond = torch.full((1,), float("inf"), dtype=torch.float64, device=_CPU)
-    return levels, torch.cat([(levels[:-1] + levels[1:]) / 2, beyond])
-
-
-def _expanded_rows(exponents: Sequence[int]) -> tuple[Tensor, Tensor]:
-    levels, midpoints = _with_midpoints(_e4m3_levels()[:127] / _E4M3_MAX)
-    # Code 127 is NaN in E4M3: no threshold is below it.
-    levels, midpoints = (torch.cat([row, row[-1:]]) for row in (levels, midpoints))
-    powers = [[EXPONENT_UNIT / exponent] for exponent in exponents]
-    column = torch.tensor(powers, dtype=torch.float64, device=_CPU)
-    return levels**column, midpoints**column
+    levels = torch.where(exponent == 0, fraction * 2.0**-9, normal) / _E4M3_MAX
+    return torch.cat([levels, levels[-1:]])  # code 127 is NaN in E4M3 and not used
 
 
 def _dynamic_levels(signed: bool) -> Tensor:
@@ -171,56 +167,40 @@ def _dynamic_levels(signed: bool) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def codebook(fmt: StateFormat, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return levels and thresholds of a format.
+def codebook(fmt: StateFormat, device: torch.device) -> Tensor:
+    """Return the levels of a format that is not expanded.
 
     Returns:
-        ``[rows, fmt.num_codes]`` and ``[rows, fmt.num_levels]``, fp32 on ``device``: 256 rows (the
-        stored exponent is the row; the first three are empty) for expanded formats, else one.
+        ``[fmt.num_codes]`` fp32 on ``device``, the magnitudes first.
 
-    Source: E4M3 and the powers as in COAT; the dynamic map of 8-bit optimizers (Dettmers et al.),
-    except that a signed state has the magnitude 1 in place of 0.993.
+    Source: the dynamic map of 8-bit optimizers (Dettmers et al.), except that a signed state has
+    the magnitude 1 in place of 0.993.
     """
-    if fmt.expanded:
-        levels, thresholds = _expanded_rows(range(MIN_EXPONENT, MAX_EXPONENT + 1))
-        padding = levels.new_zeros(MIN_EXPONENT, levels.shape[1])
-        levels, thresholds = (torch.cat([padding, rows]) for rows in (levels, thresholds))
-    elif fmt.name == "fp8":
-        levels, thresholds = _expanded_rows([PLAIN_EXPONENT])
-    elif fmt.name == "dynamic8":
-        levels, thresholds = (t[None] for t in _with_midpoints(_dynamic_levels(fmt.signed)))
+    if fmt.spacing == "floating":
+        levels = _e4m3_levels()
+    elif fmt.spacing == "dynamic":
+        levels = _dynamic_levels(fmt.signed)
     elif fmt.name == "int8":
-        count = fmt.num_levels
-        steps = torch.arange(count, dtype=torch.float64, device=_CPU) / (count - 1)
-        levels, thresholds = (t[None] for t in _with_midpoints(steps))
+        steps = torch.arange(fmt.num_levels, dtype=torch.float64, device=_CPU)
+        levels = steps / (fmt.num_levels - 1)
     else:
-        raise AssertionError(f"{fmt.name} has no codebook")
+        raise AssertionError(f"{fmt} has no codebook")
     if fmt.signed:
-        levels = torch.cat([levels, -levels], dim=1)
-    return _with_slack(levels, device), _with_slack(thresholds, device)
+        levels = torch.cat([levels, -levels])
+    return levels.float().to(device)
 
 
-def _with_slack(rows: Tensor, device: torch.device) -> Tensor:
-    """Rows in fp32, with 2048 entries of memory after them, which a kernel may read for NaN."""
-    memory = torch.zeros(rows.numel() + 2048, device=device)
-    memory[: rows.numel()] = rows.flatten()
-    return memory[: rows.numel()].view_as(rows)
-
-
-@lru_cache(maxsize=8)
-def exponent_table(device: torch.device) -> Tensor:
-    """Return 16 k by the range of a group.
-
-    The index is ``(bits(max) - bits(min)) >> 19``, with the bit patterns of the largest and of the
-    smallest nonzero magnitude as integers: 16 per octave. The value is COAT's
-    ``floor(16 * log2(448**2 / 2) / log2(max / min))``, with the largest ratio that has this index,
-    so that it is never above COAT's and at most 0.15 octaves' worth below. It is kept within 3 and
-    255, which also serves groups of one element or of equal ones, where COAT divides by zero.
+@lru_cache(maxsize=2)
+def widest_spans() -> tuple[int, ...]:
+    """Return how far apart the largest and smallest value of a signed group may be, by n.
 
     Returns:
-        ``[4096]`` uint8 on ``device``.
+        For n = 3 to 7 mantissa bits the difference of bit patterns.
     """
-    index = torch.arange(4096, dtype=torch.float64, device=_CPU)
-    octaves = (index + 1) / 16 + _BIT_LOG_ERROR
-    exponents = (EXPONENT_UNIT * _TARGET_OCTAVES / octaves).floor()
-    return exponents.clamp(MIN_EXPONENT, MAX_EXPONENT).to(torch.uint8).to(device)
+    spans = []
+    for n in range(LEAST_MANTISSA_BITS + 1, MOST_MANTISSA_BITS + 1):
+        octaves, rest = divmod(SIGNED_CODES, 1 << n)
+        largest = (1 + rest / (1 << n)) * 2.0**octaves - 1  # over the scale
+        pattern = torch.tensor(largest * 2.0**n, device=_CPU).view(torch.int32)
+        spans.append(int(pattern) - 0x3F800000)
+    return tuple(spans)

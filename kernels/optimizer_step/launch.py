@@ -17,14 +17,14 @@ from torch import Tensor
 from lq_lightning.kernels.message.launch import on_device
 from lq_lightning.kernels.message.reference import packed_seed_words
 
-from .formats import codebook, exponent_table
+from .formats import codebook
 from .prepared import ALIGNMENT, PreparedTensor
 from .triton_kernels import TABLE_WIDTH, optimizer_step_kernel
 
 # Columns of the table: pointers of parameter, gradient and (codes, scale, exponent) twice; number
-# of groups, first program, length and groups of a row, first element, seed; then the scalars, two
-# fp32 each.
-_GRADIENT, _FIRST_ELEMENT, _SEED, _SCALARS = 1, 12, 13, 14
+# of groups, first program, length and groups of a row, first group in the whole parameter, seed;
+# then the scalars, two fp32 each.
+_GRADIENT, _FIRST_GROUP, _SEED, _SCALARS = 1, 12, 13, 14
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 # A program is one warp, which works on this many groups, so many at a time.
 GROUPS_PER_PROGRAM = 64
@@ -64,7 +64,7 @@ def _table(
     addresses: Sequence[int],
     scalars: Tensor,
     seeds: Sequence[int],
-    offsets: Sequence[int],
+    first_groups: Sequence[int],
     device: torch.device,
 ) -> Tensor:
     """Pointers and scalars of every tensor, ``[N, 18]`` int64 on ``device``."""
@@ -72,7 +72,7 @@ def _table(
     if seeds:
         words = torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device="cpu")
         columns[_SEED] = packed_seed_words(words)
-        columns[_FIRST_ELEMENT] = torch.tensor(offsets, dtype=torch.int64, device="cpu")
+        columns[_FIRST_GROUP] = torch.tensor(first_groups, dtype=torch.int64, device="cpu")
     table = torch.empty(
         fixed.shape, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
     )
@@ -88,7 +88,7 @@ def launch_optimizer_step(
     grads: Sequence[Tensor],
     scalars: Tensor,
     seeds: Sequence[int],
-    offsets: Sequence[int],
+    first_groups: Sequence[int],
     rule: str,
     stochastic: bool,
     per_program: int = GROUPS_PER_PROGRAM,
@@ -120,14 +120,14 @@ def launch_optimizer_step(
             fixed,
             [addresses[i] for i in chosen],
             scalars if len(chosen) == len(prepared) else scalars[chosen],
-            [seeds[i] for i in chosen] if rounded else (),
-            [offsets[i] for i in chosen] if rounded else (),
+            [seeds[i] for i in chosen] if seeds else (),
+            [first_groups[i] for i in chosen] if seeds else (),
             kind.device,
         )
         programs = _programs(groups, per_program, kind.device)
         first, second = kind.formats[0], kind.formats[-1]
         books = [
-            codebook(fmt, kind.device) if fmt.quantized else (table, table)
+            codebook(fmt, kind.device) if fmt.quantized and not fmt.expanded else table
             for fmt in (first, second)
         ]
         with on_device(grads[chosen[0]]):
@@ -135,9 +135,7 @@ def launch_optimizer_step(
                 table,
                 table.view(torch.float32),
                 programs,
-                *books[0],
-                *books[1],
-                exponent_table(kind.device),
+                *books,
                 RULE=rule,
                 FIRST=first,
                 SECOND=second,

@@ -25,7 +25,7 @@ def _check(
     grads: Sequence[Tensor],
     scalars: Tensor,
     seeds: Sequence[int],
-    offsets: Sequence[int],
+    first_groups: Sequence[int],
     rule: str,
     stochastic: bool,
 ) -> None:
@@ -36,8 +36,8 @@ def _check(
     if len(kind.formats) != num_states:
         raise ValueError(f"{len(kind.formats)} states were prepared; {rule!r} has {num_states}.")
     numbers = {"tensors": len(tensors), "grads": len(grads)}
-    if stochastic and kind.dtype == torch.bfloat16:
-        numbers |= {"seeds": len(seeds), "offsets": len(offsets)}
+    if any(fmt.quantized for fmt in kind.formats) or stochastic and kind.dtype == torch.bfloat16:
+        numbers |= {"seeds": len(seeds), "first_groups": len(first_groups)}
     for name, number in numbers.items():
         if number != len(prepared):
             raise ValueError(f"{name} has {number} entries for {len(prepared)} parameters.")
@@ -62,7 +62,7 @@ def optimizer_step(
     grads: Sequence[Tensor],
     scalars: Tensor,
     seeds: Sequence[int],
-    offsets: Sequence[int],
+    first_groups: Sequence[int],
     rule: str,
     stochastic: bool,
 ) -> None:
@@ -79,7 +79,8 @@ def optimizer_step(
     * ``sgd``: ``g = g + s6 p``; ``m = s0 m + s1 g``; ``p = p - s7 m``; ``nesterov``:
       ``p = p - s7 (s2 g + s0 m)``.
 
-    The parameter is updated with the new states before these are quantized.
+    The parameter is updated with the new states before these are quantized, which is by chance
+    between the two nearest levels, as ``formats.py`` says.
 
     Args:
         tensors: each parameter with the parts of its states, as they were given to ``prepare``;
@@ -89,9 +90,10 @@ def optimizer_step(
         grads: in the shapes of the parameters and on their device, all fp32 or all bf16,
             contiguous.
         scalars: ``[N, 8]`` fp32 on the CPU, the s0..s7 above.
-        seeds: for stochastic rounding, one per tensor; else ignored.
-        offsets: position of each tensor's first element in the whole parameter, for stochastic
-            rounding; else ignored.
+        seeds: of the noise that rounds codes and bf16 parameters, one per tensor, never the same
+            for two tensors or steps. Neither these nor the next are needed where all states are
+            fp32 and ``stochastic`` rounds nothing.
+        first_groups: number of each tensor's first group in the whole parameter.
         rule: a name of ``RULES``.
         stochastic: round bf16 parameters stochastically.
 
@@ -102,22 +104,21 @@ def optimizer_step(
     """
     if not prepared:
         return
-    _check(tensors, prepared, grads, scalars, seeds, offsets, rule, stochastic)
+    _check(tensors, prepared, grads, scalars, seeds, first_groups, rule, stochastic)
     kind = prepared[0].kind
     if kind.device.type == "cuda":
         from .launch import launch_optimizer_step
 
-        launch_optimizer_step(prepared, grads, scalars, seeds, offsets, rule, stochastic)
+        launch_optimizer_step(prepared, grads, scalars, seeds, first_groups, rule, stochastic)
     else:
-        rounded = stochastic and kind.dtype == torch.bfloat16
         for index, (values, parts) in enumerate(zip(scalars.tolist(), tensors, strict=True)):
             cpu.step(
                 parts[0],
                 grads[index],
                 states_of(parts, kind.formats),
                 values,
-                seeds[index] if rounded else 0,
-                offsets[index] if rounded else 0,
+                seeds[index] if seeds else 0,
+                first_groups[index] if seeds else 0,
                 rule,
                 kind.formats,
                 stochastic,

@@ -1,7 +1,7 @@
 """Optimizer step on quantized states in plain torch: the truth that the Triton kernel must match.
 
 Works on any device, tensor by tensor. Every function does the same IEEE fp32 operations in the
-same order as its twin in ``triton_kernels.py``.
+same order as its twin in ``triton_kernels.py``; codes are in ``reference_codes.py``.
 
 Shape legend: D rows (dimension 0), L elements of a row, R groups, S = 128 elements of a group.
 """
@@ -15,23 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lq_lightning.kernels.message.reference import seed_words
-
-from .formats import (
-    EXPONENT_TABLE_SHIFT,
-    GROUP_SIZE,
-    LARGEST_SCALE_BITS,
-    PLAIN_EXPONENT,
-    SMALLEST_BITS,
-    StateFormat,
-    codebook,
-    exponent_table,
-    groups_per_row,
-    row_length,
+from .formats import GROUP_SIZE, StateFormat, groups_per_row, row_length
+from .reference_codes import (
+    decode_groups,
+    encode_groups,
+    round_stochastically,
+    rounding_noise,
 )
 
 _SMALLEST_SQUARE = 2.0**-100
-_MAGNITUDE = 0x7FFFFFFF
 _CHUNK_NUMEL = 1 << 17
 
 
@@ -48,106 +40,6 @@ class State:
     codes: Tensor
     scale: Tensor | None
     exponent: Tensor | None
-
-
-def decode_groups(
-    codes: Tensor, scale: Tensor, exponent: Tensor | None, fmt: StateFormat
-) -> Tensor:
-    """Turn codes into values.
-
-    Args:
-        codes: ``[R, S]`` uint8.
-        scale: ``[R]`` bf16; 0 for groups of zeros, NaN for groups that were not finite.
-        exponent: ``[R]`` uint8 for expanded formats.
-        fmt: the format.
-
-    Returns:
-        ``[R, S]`` fp32, NaN throughout where the scale is NaN.
-    """
-    levels, _ = codebook(fmt, codes.device)
-    rows = levels if exponent is None else levels[exponent.int()]
-    rows = (rows * scale.float()[:, None]).expand(len(codes), -1)
-    return rows.gather(1, codes.long())
-
-
-def encode_groups(x: Tensor, fmt: StateFormat) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Turn values into codes, with a fresh scale and exponent.
-
-    Args:
-        x: ``[R, S]`` fp32, contiguous. Magnitudes below 2**-126 count as zero.
-        fmt: the format.
-
-    Returns:
-        Codes ``[R, S]`` uint8, scale ``[R]`` bf16 and, for expanded formats, exponent ``[R]``
-        uint8. A group with anything that is not finite, or above 2**126, gets the scale
-        NaN and codes 0.
-    """
-    bits = x.view(torch.int32) & _MAGNITUDE
-    largest = bits.amax(-1)
-    zero, broken = largest < SMALLEST_BITS, largest > LARGEST_SCALE_BITS
-    special = zero | broken
-    safe = largest.masked_fill(special, SMALLEST_BITS)
-    scale = ((safe + 0xFFFF) & ~0xFFFF).view(torch.float32)
-    _, thresholds = codebook(fmt, x.device)
-    exponent = None
-    if not fmt.expanded:
-        rows = thresholds.expand(len(x), -1)
-    else:
-        smallest = bits.masked_fill(bits < SMALLEST_BITS, _MAGNITUDE).amin(-1)
-        octaves = (safe - smallest).clamp_(min=0) >> EXPONENT_TABLE_SHIFT
-        exponent = exponent_table(x.device)[octaves].masked_fill_(special, PLAIN_EXPONENT)
-        rows = thresholds[exponent.int()]
-    codes = torch.searchsorted(rows * scale[:, None], bits.view(torch.float32), out_int32=True)
-    codes = codes.masked_fill_(bits < SMALLEST_BITS, 0).to(torch.uint8)
-    if fmt.signed:
-        codes |= (x.view(torch.int32) >> 24).bitwise_and_(0x80).to(torch.uint8)
-    codes = codes.masked_fill_(special[:, None], 0)
-    scale = scale.masked_fill_(zero, 0.0).masked_fill_(broken, float("nan"))
-    return codes, scale.to(torch.bfloat16), exponent
-
-
-def rounding_noise(seed: int, first: int, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Return 16 random bits per element, which depend on seed and position only.
-
-    Args:
-        seed: of up to 64 bits.
-        first: position of the first element in the whole parameter.
-        shape: of the result; positions run on in row-major order.
-        device: of the result.
-
-    Returns:
-        int32 in ``[0, 2**16)``.
-    """
-    key_a, key_b = seed_words(seed)
-    count = 1
-    for size in shape:
-        count *= size
-    position = torch.arange(first, first + count, device=device)
-    low = (position & 0xFFFFFFFF).to(torch.int32)
-    high = (position >> 32).to(torch.int32)
-    x = low ^ key_a
-    x ^= _shift_right(x, 16)
-    x = x.mul_(0x7FEB352D) + (high * _signed(0xC2B2AE35) ^ key_b)
-    x ^= _shift_right(x, 15)
-    x.mul_(_signed(0x846CA68B))
-    x ^= _shift_right(x, 16)
-    return x.bitwise_and_(0xFFFF).view(list(shape))
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >> 31 else word
-
-
-def _shift_right(x: Tensor, amount: int) -> Tensor:
-    return (x >> amount).bitwise_and_((1 << (32 - amount)) - 1)
-
-
-def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
-    """Round fp32 to bf16, up with a probability equal to the distance to the lower neighbour."""
-    bits = x.view(torch.int32)
-    rounded = ((bits + noise) & ~0xFFFF).view(torch.float32)
-    finite = (bits & _MAGNITUDE) < 0x7F800000
-    return torch.where(finite, rounded, x).to(torch.bfloat16)
 
 
 def update(
@@ -189,7 +81,7 @@ def step(
     states: Sequence[State],
     scalars: Sequence[float],
     seed: int,
-    offset: int,
+    first_group: int,
     rule: str,
     formats: Sequence[StateFormat],
     stochastic: bool,
@@ -201,8 +93,8 @@ def step(
         grad: same shape, contiguous.
         states: one or two, as the rule needs.
         scalars: eight, fp32.
-        seed: for stochastic rounding.
-        offset: position of the first element in the whole parameter.
+        seed: of the noise.
+        first_group: number of the first group in the whole parameter.
         rule: a name of ``RULES``.
         formats: of the states.
         stochastic: round a bf16 parameter stochastically.
@@ -210,25 +102,30 @@ def step(
     rows, length = param.shape[0], row_length(param.shape)
     if param.numel() == 0:
         return
-    padded = groups_per_row(length) * GROUP_SIZE
+    row_groups = groups_per_row(length)
+    padded = row_groups * GROUP_SIZE
     height = max(1, _CHUNK_NUMEL // padded)
     for start in range(0, rows, height):
         part = slice(start, min(start + height, rows))
         count = part.stop - start
+
+        def noise(
+            stream: int, first: int = first_group + start * row_groups, groups: int = count
+        ) -> Tensor:
+            return rounding_noise(seed, first, groups * row_groups, stream, param.device)
+
         p, g = (_grouped(t[part].reshape(count, length), padded) for t in (param, grad))
         old = [_load(state, part, length, fmt) for state, fmt in zip(states, formats, strict=True)]
         new_p, *new = update(rule, p, g, old[0], old[1] if len(old) > 1 else None, scalars)
-        for state, fmt, values in zip(states, formats, new, strict=False):
-            if values is not None:
-                _store(state, part, length, fmt, values)
-        result = new_p.view(count, padded)[:, :length]
+        for stream, (state, fmt) in enumerate(zip(states, formats, strict=True), 1):
+            values = new[stream - 1]
+            if values is None:
+                raise AssertionError(f"rule {rule} has fewer states than were given")
+            _store(state, part, length, fmt, values, noise(stream) if fmt.quantized else None)
         target = param[part].view(count, length)
         if stochastic and param.dtype == torch.bfloat16:
-            first = offset + start * length
-            noise = rounding_noise(seed, first, (count, length), param.device)
-            target.copy_(round_stochastically(result.contiguous(), noise))
-        else:
-            target.copy_(result)
+            new_p = round_stochastically(new_p.contiguous(), noise(0))
+        target.copy_(new_p.view(count, padded)[:, :length])
 
 
 def _grouped(rows: Tensor, padded: int) -> Tensor:
@@ -250,13 +147,20 @@ def _load(state: State, part: slice, length: int, fmt: StateFormat) -> Tensor:
     return decode_groups(rows.reshape(-1, GROUP_SIZE), state.scale[part].reshape(-1), exponent, fmt)
 
 
-def _store(state: State, part: slice, length: int, fmt: StateFormat, values: Tensor) -> None:
+def _store(
+    state: State,
+    part: slice,
+    length: int,
+    fmt: StateFormat,
+    values: Tensor,
+    noise: Tensor | None = None,
+) -> None:
     padded = groups_per_row(length) * GROUP_SIZE
     target = state.codes[part].view(-1, length)
     if state.scale is None:
         target.copy_(values.view(-1, padded)[:, :length])
         return
-    codes, scale, exponent = encode_groups(_without_padding(values, length), fmt)
+    codes, scale, exponent = encode_groups(_without_padding(values, length), fmt, noise)
     target.copy_(codes.view(-1, padded)[:, :length])
     state.scale[part] = scale.view(-1, padded // GROUP_SIZE)
     if state.exponent is not None and exponent is not None:
@@ -286,7 +190,7 @@ def decode_state(state: State, fmt: StateFormat) -> Tensor:
 
 
 def encode_state(values: Tensor, state: State, fmt: StateFormat) -> None:
-    """Write values, in the shape of the parameter, into a state."""
+    """Write values, in the shape of the parameter, into a state, rounded to the nearest level."""
     for part, length in _chunks(values):
         padded = groups_per_row(length) * GROUP_SIZE
         grouped = _grouped(values[part].reshape(-1, length), padded)

@@ -1,247 +1,293 @@
-"""Codes of a group of values, predicted instead of searched for; bit-identical to ``reference.py``.
+"""Noise and codes of a group of values in Triton, bit-identical to ``reference_codes.py``.
 
-Every codebook has a function that maps ``|x| / scale`` to the code and how far it is from the next
-one, in units of 2**-20. It is computed approximately. Only where it comes out near a threshold,
-``|x|`` is compared with that; rarely by any lane of a warp, so a branch skips the look-ups. On CUDA
-all of it is PTX for four elements, on Triton's interpreter the same in its own operations.
+The codes of the split are integer arithmetic. In a codebook the level below a value is predicted:
+every spacing has a function that maps ``|x| / scale`` to the number of that level. It is computed
+approximately, to 2.7e-4 of the distance between levels or better, and may choose the wrong side of
+a level that is next to the value. The value is then compared with a point between the two levels
+around it, which lies at least ``LEAST_NOISE`` = 4.9e-4 of the way from either, so that both choices
+lead to the same code.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 
 import triton
 import triton.language as tl
 
+from .formats import (
+    GROUP_SIZE,
+    LARGEST_SCALE_BITS,
+    LEAST_MANTISSA_BITS,
+    MOST_MANTISSA_BITS,
+    SIGNED_CODES,
+    SMALLEST_BITS,
+    UNSIGNED_CODES,
+    widest_spans,
+)
+from .reference_codes import LEAST_NOISE, STREAMS, STRIDE
+
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_SMALLEST_NORMAL = tl.constexpr(2.0**-126)
-_UNIT = 1 << 20
-_HALF = 1 << 19
-# How near, in units. |x| / scale is off by a factor of up to 1 + 2**-21, division included.
-# Powers of E4M3: the logarithm is off by 2**-22 more; up to 16 times that counts, for 18.8 octaves
-# at most: beyond, the code is 0. With the exponential it makes 1.2e-5 octaves or 140 units.
-# Linear codes: 255 * 2**-21 or 130 units, and 16 for rounding. Dynamic map: the factor of a decade
-# is off by 2**-20 more, and 4/3 * 142 times all that makes 280 units. Rounded thresholds add 40.
-_DOUBT = 512
+_GROUP = tl.constexpr(GROUP_SIZE)
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_SMALLEST_BITS = tl.constexpr(SMALLEST_BITS)
+_LARGEST_SCALE_BITS = tl.constexpr(LARGEST_SCALE_BITS)
+_SIGNED_CODES = tl.constexpr(SIGNED_CODES)
+_UNSIGNED_CODES = tl.constexpr(UNSIGNED_CODES)
+_LEAST_MANTISSA_BITS = tl.constexpr(LEAST_MANTISSA_BITS)
+_WIDEST_SPANS = tl.constexpr(widest_spans())
+_LEAST_SHIFT = tl.constexpr(23 - MOST_MANTISSA_BITS)
+_MOST_SHIFT = tl.constexpr(23 - LEAST_MANTISSA_BITS)
+_STREAMS = tl.constexpr(STREAMS)
+_STRIDE = tl.constexpr(STRIDE)
+_LEAST_NOISE = tl.constexpr(LEAST_NOISE)
+# Of the dynamic map: log10(2), and the binary logarithm of what turns |x| / scale of decade 0 into
+# parts of a decade, without signs and with, and how much it falls from one decade to the next.
+_LOG10_2 = tl.constexpr(math.log10(2.0))
+_LOWEST_DECADE = tl.constexpr(6 * math.log2(10.0) - math.log2(0.9))
+_NEXT_DECADE = tl.constexpr(1.0 - math.log2(10.0))
 
 
-def _line(first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
-    """Slope and offset of the line through two points."""
-    slope = (second[1] - first[1]) / (second[0] - first[0])
-    return slope, first[1] - slope * first[0]
-
-
-def _dynamic_constants(signed: bool) -> tuple[float, ...]:
-    """Constants of :func:`_dynamic_lines`, fp32 after rounding."""
-    parts = 1 if signed else 2  # of the lowest decade
-    # Thresholds are at whole z but for the first of a decade, which is midway from the last level
-    # of the decade below, or from 0; and but for the last, midway to the level 1.
-    lowest = ((0.1 + 0.45 / parts) / 2 - 0.1) / 0.9 * parts
-    last = _line((62.0, 62.0), (63.25, 63.0)) if signed else _line((127.0, 127.0), (127.75, 128.0))
-    factor = 6 * math.log2(10.0) - math.log2(0.9) + math.log2(parts)
-    return (
-        *(math.log10(2.0), factor, 1.0 - math.log2(10.0)),
-        *(*_line((lowest, 0.0), (1.0, 1.0)), *_line((0.2, 0.0), (1.0, 1.0)), *last),
-    )
-
-
-_SIGNED_CONSTANTS = tl.constexpr(_dynamic_constants(True))
-_UNSIGNED_CONSTANTS = tl.constexpr(_dynamic_constants(False))
-_POSITION_UNIT = tl.constexpr(float(_UNIT))
-_POSITION_HALF = tl.constexpr(_HALF)
-_POSITION_DOUBT = tl.constexpr(_DOUBT)
-_LOG2_E4M3_MAX = tl.constexpr(math.log2(448.0))
-
-
-# --- PTX ------------------------------------------------------------------------------------------
-
-
-def _for_each(*template: str) -> list[str]:
-    """Lines of PTX for four elements: ``#`` stands for a letter, ``$#`` for the operand x."""
-    return [
-        line.replace("$#", f"${1 + index}").replace("#", "abcd"[index])
-        for index in range(4)
-        for line in template
-    ]
-
-
-def _float(value: float) -> str:
-    return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"
-
-
-def _floating_lines() -> list[str]:
-    """Levels that are powers of E4M3's.
-
-    The bits of ``448 (|x| / scale)**k * 2**-120``, which has the exponents of E4M3, show the code
-    from bit 20 on, and below how far away the next level is.
-    """
-    return [
-        *_for_each("lg2.approx.ftz.f32 f#, f#;"),
-        *_for_each(f"fma.rn.f32 f#, f#, $9, {_float(math.log2(448.0))};"),
-        *_for_each("ex2.approx.ftz.f32 f#, f#;", "mul.rn.f32 f#, f#, 0f03800000;"),
-        *_for_each("mov.b32 #, f#;", f"add.u32 #, #, {_HALF + _DOUBT};"),
-    ]
-
-
-def _linear_lines(signed: bool) -> list[str]:
-    """Levels at equal distances."""
-    steps = _float((127 if signed else 255) * float(_UNIT))
-    return _for_each(
-        f"fma.rn.f32 f#, f#, {steps}, {_float(_HALF + _DOUBT)};", "cvt.rzi.s32.f32 #, f#;"
-    )
-
-
-def _dynamic_lines(signed: bool) -> list[str]:
-    """Decades d = 0 to 6, each cut in P = 2**d parts (twice as many without signs).
-
-    Levels are at the middles of the parts, thresholds therefore at their edges
-    ``z = (|x| / scale * 10**(6 - d) - 0.1) / 0.9 * P``, but for the first and the last; straight
-    lines put these at whole numbers too. The number of a decade's first level is P, less one
-    without signs.
-    """
-    log10, factor, octaves, *lines = (_float(c) for c in _dynamic_constants(signed))
-    low_slope, low_offset, slope, offset, last_slope, last_offset = lines
-    base, one = (_UNIT, 0x3F800000) if signed else (2 * _UNIT, 0x40000000)
-    bound = "min" if signed else "max"
-    return [
-        *_for_each("lg2.approx.ftz.f32 y#, f#;", f"fma.rn.f32 y#, y#, {log10}, 0f40E00000;"),
-        *_for_each("cvt.rmi.s32.f32 #, y#;", "max.s32 #, #, 0;", "min.s32 #, #, 6;"),
-        *_for_each("cvt.rn.f32.s32 y#, #;", f"fma.rn.f32 y#, y#, {octaves}, {factor};"),
-        *_for_each("ex2.approx.ftz.f32 y#, y#;"),
-        *_for_each("shl.b32 x#, #, 23;", f"add.u32 x#, x#, {one};", "mov.b32 z#, x#;"),
-        *_for_each(f"mul.rn.f32 z#, z#, {_float(-1 / 9)};", "fma.rn.f32 z#, f#, y#, z#;"),
-        *_for_each("setp.eq.s32 p#, #, 0;"),
-        *_for_each(f"selp.f32 y#, {low_slope}, {slope}, p#;"),
-        *_for_each(f"selp.f32 f#, {low_offset}, {offset}, p#;"),
-        *_for_each("fma.rn.f32 y#, z#, y#, f#;", "min.f32 y#, y#, z#;"),
-        *_for_each(f"fma.rn.f32 f#, z#, {last_slope}, {last_offset};", f"{bound}.f32 y#, y#, f#;"),
-        *_for_each(f"mul.rn.f32 y#, y#, {_float(_UNIT)};", "cvt.rni.s32.f32 x#, y#;"),
-        *_for_each(f"mov.b32 s#, {base};", "shl.b32 #, s#, #;"),
-        # Saturated, so that infinities stay inside the memory of the table.
-        *_for_each(f"add.s32 #, #, {_DOUBT - (0 if signed else _UNIT)};", "add.sat.s32 #, #, x#;"),
-    ]
-
-
-def _packing(signed: bool) -> list[str]:
-    """PTX that packs codes a to d with the signs of x, masked by ``keep``."""
-    lines = [
-        "prmt.b32 a, a, b, 0x0040;",
-        "prmt.b32 c, c, d, 0x0040;",
-        "prmt.b32 a, a, c, 0x5410;",
-    ]
-    if signed:
-        lines += [
-            "prmt.b32 b, $1, $2, 0x0073;",
-            "prmt.b32 d, $3, $4, 0x0073;",
-            "prmt.b32 b, b, d, 0x5410;",
-            "lop3.b32 a, a, b, 0x80808080, 0xF8;",
-        ]
-    return [*lines, "and.b32 $0, a, $21;"]
-
-
-def _assembly(position: list[str], signed: bool) -> str:
-    """PTX of :func:`round_to_codes`; operands: codes; x, inverse, power, scale, row, keep (4 each).
-
-    ``position`` turns ``|x| / scale`` in f into the position plus ``_DOUBT``, in a to d.
-    """
-    lines = [
-        ".reg .pred any, pa, pb, pc, pd;",
-        ".reg .b32 a, b, c, d, ta, tb, tc, td, xa, xb, xc, xd, sa, sb, sc, sd;",
-        ".reg .f32 fa, fb, fc, fd, ya, yb, yc, yd, za, zb, zc, zd;",
-        ".reg .u64 ra, rb, rc, rd;",
-        *_for_each("mul.ftz.f32 f#, $#, $5;", "abs.f32 f#, f#;"),
-        *position,
-        *_for_each(f"and.b32 t#, #, {-2 * _DOUBT & (_UNIT - 1)};", "shr.u32 #, #, 20;"),
-        *_for_each("setp.eq.u32 p#, t#, 0;"),
-        "min.u32 ta, ta, tb;",
-        "min.u32 tc, tc, td;",
-        "min.u32 ta, ta, tc;",
-        "setp.ne.u32 any, ta, 0;",
-        "@any bra TRUSTED;",
-        # Where not, it is the code before, plus one if |x| is beyond the threshold between them.
-        *_for_each("sub.u32 x#, #, 1;", "max.s32 x#, x#, 0;", "mad.wide.u32 r#, x#, 4, $17;"),
-        *_for_each("ld.global.nc.f32 f#, [r#];"),
-        *_for_each("mul.rn.f32 f#, f#, $13;", "abs.f32 y#, $#;"),
-        *_for_each("set.gt.u32.f32 s#, y#, f#;"),
-        *_for_each("sub.u32 x#, x#, s#;", "selp.b32 #, x#, #, p#;"),  # s is -1 if so
-        "TRUSTED:",
-        *_packing(signed),
-    ]
-    return "{ " + " ".join(lines) + " }"
-
-
-_SIGNED_FLOATING = tl.constexpr(_assembly(_floating_lines(), True))
-_UNSIGNED_FLOATING = tl.constexpr(_assembly(_floating_lines(), False))
-_SIGNED_LINEAR = tl.constexpr(_assembly(_linear_lines(True), True))
-_UNSIGNED_LINEAR = tl.constexpr(_assembly(_linear_lines(False), False))
-_SIGNED_DYNAMIC = tl.constexpr(_assembly(_dynamic_lines(True), True))
-_UNSIGNED_DYNAMIC = tl.constexpr(_assembly(_dynamic_lines(False), False))
-
-
-# --- Triton ---------------------------------------------------------------------------------------
+# --- noise ----------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _dynamic_position(ratio, SIGNED: tl.constexpr):
-    """The same as :func:`_dynamic_lines`."""
-    C: tl.constexpr = _SIGNED_CONSTANTS if SIGNED else _UNSIGNED_CONSTANTS
-    decade = tl.floor(tl.log2(ratio) * C[0] + 7.0)
-    decade = tl.minimum(tl.maximum(decade, 0.0), 6.0)
-    parts = tl.exp2(decade) * (1.0 if SIGNED else 2.0)
-    z = ratio * tl.exp2(decade * C[2] + C[1]) - parts * (1.0 / 9.0)
-    slope = tl.where(decade == 0.0, C[3], C[5])
-    offset = tl.where(decade == 0.0, C[4], C[6])
-    y = tl.minimum(z * slope + offset, z)
-    last = z * C[7] + C[8]
-    y = tl.minimum(y, last) if SIGNED else tl.maximum(y, last)
-    y = tl.minimum(y, 1024.0)
-    base = parts if SIGNED else parts - 1.0
-    return (y * _POSITION_UNIT).to(tl.int32) + base.to(tl.int32) * (1 << 20) + _POSITION_DOUBT
+def group_noise(seed_a, seed_b, group):
+    """The random word of a group; ``reference_codes.rounding_noise``."""
+    low = group.to(tl.uint32)
+    high = (group >> 32).to(tl.uint32)
+    x = low ^ seed_a.to(tl.uint32)
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D + (high * 0xC2B2AE35 ^ seed_b.to(tl.uint32))
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
 
 
 @triton.jit
-def round_to_codes(x, scale, power, row_ptr, keep, FORMAT: tl.constexpr):
-    """Codes with the sign of x where the format has signs, masked by ``keep``; bytes.
+def element_noise(word, STREAM: tl.constexpr):
+    """32 random bits of each element of a group, uint32."""
+    steps = tl.arange(0, _GROUP).to(tl.uint32) * _STRIDE
+    return steps + word * _STREAMS[STREAM]
 
-    Magnitudes below 2**-126 count as zero. Codes of what is not finite are anything.
-    """
-    SIGNED: tl.constexpr = FORMAT.signed
+
+# --- decoding -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _log2(x):
     if _INTERPRETED:
-        size = tl.abs(x)
-        size = tl.where(size < _SMALLEST_NORMAL, 0.0, size)
-        ratio = size * tl.div_rn(1.0, scale)
-        if FORMAT.spacing == "floating":
-            y = tl.exp2(tl.log2(ratio) * power + _LOG2_E4M3_MAX) * (2.0**-120)
-            position = y.to(tl.int32, bitcast=True) + (_POSITION_HALF + _POSITION_DOUBT)
-        elif FORMAT.spacing == "linear":
-            y = tl.minimum(ratio, 2.0) * ((FORMAT.num_levels - 1) * _POSITION_UNIT)
-            position = (y + (_POSITION_HALF + _POSITION_DOUBT)).to(tl.int32)
-        else:
-            position = _dynamic_position(ratio, SIGNED)
-        codes = position >> 20
-        below = tl.maximum(codes - 1, 0) & 0x7FF  # NaN's is inside the memory of the table
-        exact = tl.where(size > tl.load(row_ptr + below) * scale, below + 1, below)
-        codes = tl.where((position & 0xFFFFF) < 2 * _POSITION_DOUBT, exact, codes)
-        if SIGNED:
-            codes = codes | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
-        codes = (codes & keep).to(tl.uint8)
+        y = tl.log2(x)
     else:
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
+        y = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
-        if FORMAT.spacing == "floating":
-            ASSEMBLY: tl.constexpr = _SIGNED_FLOATING if SIGNED else _UNSIGNED_FLOATING
-        elif FORMAT.spacing == "linear":
-            ASSEMBLY: tl.constexpr = _SIGNED_LINEAR if SIGNED else _UNSIGNED_LINEAR
-        else:
-            ASSEMBLY: tl.constexpr = _SIGNED_DYNAMIC if SIGNED else _UNSIGNED_DYNAMIC
-        codes = tl.inline_asm_elementwise(
-            ASSEMBLY,
-            "=r,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,l,l,l,l,r,r,r,r",
-            [x, inverse, power, scale, row_ptr.to(tl.int64), keep],
-            dtype=tl.uint8,
+    return y
+
+
+@triton.jit
+def _exp2(x):
+    if _INTERPRETED:
+        y = tl.exp2(x)
+    else:
+        y = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
+@triton.jit
+def _level(levels_ptr, index):
+    # not `tl.load`, for which the elements would move to other threads
+    if _INTERPRETED:
+        level = tl.load(levels_ptr + index)
+    else:
+        level = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 i;
+            .reg .u64 a;
+            shl.b32 i, $1, 2;
+            cvt.u64.u32 a, i;
+            add.u64 a, a, $2;
+            ld.global.nc.f32 $0, [a];
+            }""",
+            "=f,r,l",
+            [index, levels_ptr.to(tl.int64)],
+            dtype=tl.float32,
             is_pure=True,
-            pack=4,
+            pack=1,
         )
-    return codes
+    return level
+
+
+@triton.jit
+def _two_levels(levels_ptr, index):
+    """A level and the next one."""
+    if _INTERPRETED:
+        low = tl.load(levels_ptr + index)
+        high = tl.load(levels_ptr + index + 1)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 i;
+            .reg .u64 a;
+            shl.b32 i, $2, 2;
+            cvt.u64.u32 a, i;
+            add.u64 a, a, $3;
+            ld.global.nc.f32 $0, [a];
+            ld.global.nc.f32 $1, [a+4];
+            }""",
+            "=f,=f,r,l",
+            [index, levels_ptr.to(tl.int64)],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    return low, high
+
+
+@triton.jit
+def _approximate_reciprocal(x):
+    if _INTERPRETED:
+        y = 1.0 / x
+    else:
+        y = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
+@triton.jit
+def decode_group(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
+    """Values of a group; ``reference_codes.decode_groups``."""
+    base_bits = (scale.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.int32, bitcast=True)
+    base = base_bits.to(tl.float32, bitcast=True)
+    number = codes.to(tl.int32)
+    if not FORMAT.expanded:
+        values = _level(levels_ptr, number) * base
+    elif FORMAT.signed:
+        unit = 1 << (23 - exponent.to(tl.int32))
+        bits = (number & _SIGNED_CODES) * unit + base_bits
+        values = bits.to(tl.float32, bitcast=True) - base
+        sign = (number << 24) & -0x80000000
+        values = (values.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+    else:
+        unit = 1 << (23 - exponent.to(tl.int32))
+        bits = number * unit + (base_bits - _UNSIGNED_CODES * unit)
+        # NaN where the group was not finite: its codes are zero
+        values = tl.where(number == 0, base * 0.0, bits.to(tl.float32, bitcast=True))
+    return values
+
+
+# --- encoding -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _signed_split(bits, largest, span, special, noise):
+    """Codes without signs, scale bits and mantissa bits; ``reference_codes._signed_split``."""
+    kept = tl.where(span <= _WIDEST_SPANS[0], 3, _LEAST_MANTISSA_BITS)
+    kept = tl.where(span <= _WIDEST_SPANS[1], 4, kept)
+    kept = tl.where(span <= _WIDEST_SPANS[2], 5, kept)
+    kept = tl.where(span <= _WIDEST_SPANS[3], 6, kept)
+    kept = tl.where(span <= _WIDEST_SPANS[4], 7, kept)
+    shift = 23 - kept
+    reach = ((1 << shift) * _SIGNED_CODES + 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    scale_bits = largest - reach.to(tl.int32, bitcast=True) + (0x3F800000 + 0x7FFFFF)
+    scale_bits = tl.maximum(scale_bits & -0x800000, _SMALLEST_BITS)
+    shifted = bits.to(tl.float32, bitcast=True) + scale_bits.to(tl.float32, bitcast=True)
+    rounding = (noise >> (kept + 9).to(tl.uint32)).to(tl.int32)
+    codes = shifted.to(tl.int32, bitcast=True) - scale_bits + rounding
+    return codes >> tl.where(special, 31, shift), scale_bits, kept
+
+
+@triton.jit
+def _unsigned_split(bits, largest, span, special, noise):
+    """Codes, scale bits and mantissa bits; ``reference_codes._unsigned_split``."""
+    octaves = (span + (span >> 6)).to(tl.float32).to(tl.int32, bitcast=True) >> 23
+    shift = tl.minimum(tl.maximum(octaves - (126 + 8), _LEAST_SHIFT), _MOST_SHIFT)
+    unit = 1 << shift
+    top = (largest + unit - 1) & -unit
+    # The high half of a product is that shifted right by kept + 3.
+    skew = (3 << (shift + 6)).to(tl.uint32, bitcast=True)
+    skewed = tl.umulhi(tl.umulhi(noise, ~noise), skew) + noise
+    rounding = (skewed >> (32 - shift).to(tl.uint32)).to(tl.int32)
+    codes = (bits - (top - _UNSIGNED_CODES * unit) + rounding) >> shift
+    zeros = tl.where(special, 0x7FFFFFFF, _SMALLEST_BITS - 1)
+    return tl.where(bits <= zeros, 0, tl.maximum(codes, 1)), top, 23 - shift
+
+
+@triton.jit
+def _level_below(ratio, FORMAT: tl.constexpr):
+    """Number of the level at or below ``ratio``, or next to that; anything for NaN."""
+    if FORMAT.spacing == "floating":
+        # The bits of a number that has the exponents of E4M3.
+        number = (ratio * (448.0 * 2.0**-120)).to(tl.int32, bitcast=True) >> 20
+    elif FORMAT.spacing == "linear":
+        number = (ratio * (FORMAT.num_levels - 1.0)).to(tl.int32)
+    else:
+        # Decades d = 0 to 6, each cut in P = 2**d parts (twice as many without signs), at
+        # z = (ratio * 10**(6 - d) - 0.1) / 0.9 * P. Levels are at the middles of the parts; the
+        # number of a decade's first level is P, less one without signs.
+        WIDER: tl.constexpr = 0.0 if FORMAT.signed else 1.0
+        decade = tl.floor(_log2(ratio) * _LOG10_2 + 7.0)
+        decade = tl.minimum(tl.maximum(decade, 0.0), 6.0)
+        parts = (1 << decade.to(tl.int32)) * (1 if FORMAT.signed else 2)
+        z = ratio * _exp2(decade * _NEXT_DECADE + (_LOWEST_DECADE + WIDER))
+        z = tl.floor(z - parts.to(tl.float32) * (1.0 / 9.0) - 0.5)
+        number = parts + z.to(tl.int32) - (0 if FORMAT.signed else 1)
+    return tl.minimum(tl.maximum(number, 0), FORMAT.num_levels - 2)
+
+
+@triton.jit
+def _level_codes(bits, scale_bits, levels_ptr, noise, FORMAT: tl.constexpr):
+    """Codes without signs; ``reference_codes._level_codes``."""
+    scale = scale_bits.to(tl.float32, bitcast=True)
+    chance = ((noise >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    chance = tl.minimum(chance, 1.0 - _LEAST_NOISE)
+    if FORMAT.signed:
+        size = bits.to(tl.float32, bitcast=True)
+        number = _level_below(size * _approximate_reciprocal(scale), FORMAT)
+        low, high = _two_levels(levels_ptr, number)
+        low = low * scale
+        chance = tl.maximum(chance, tl.where(number == 0, 0.5, _LEAST_NOISE))
+        upper = chance * (high * scale - low) < size - low
+    else:
+        size = tl.where(bits < _SMALLEST_BITS, 0, bits).to(tl.float32, bitcast=True)
+        # The scale is a power of two: exact.
+        ratio = size * (0x7F000000 - scale_bits).to(tl.float32, bitcast=True)
+        number = _level_below(ratio, FORMAT)
+        low, high = _two_levels(levels_ptr, number)
+        chance = tl.maximum(chance, _LEAST_NOISE)
+        upper = chance * ((high - low) * (ratio + low)) < (ratio - low) * (high + low)
+        upper = tl.where(number == 0, size > 0.0, upper)
+    return number + upper.to(tl.int32)
+
+
+@triton.jit
+def encode_group(x, levels_ptr, noise, FORMAT: tl.constexpr):
+    """Codes, scale bits and exponent of a group; ``reference_codes.encode_groups``."""
+    bits = x.to(tl.int32, bitcast=True) & _MAGNITUDE
+    # Less than zero for what counts as zero; as unsigned then larger than everything else.
+    above = bits - _SMALLEST_BITS
+    largest = tl.max(above, axis=0)
+    zero = largest < 0
+    broken = largest > _LARGEST_SCALE_BITS - _SMALLEST_BITS
+    special = zero | broken
+    safe = tl.where(special, 0, largest) + _SMALLEST_BITS
+    exponent = safe
+    if FORMAT.expanded:
+        smallest = tl.min(above.to(tl.uint32, bitcast=True), axis=0).to(tl.int32, bitcast=True)
+        span = tl.where(special, 0, largest - smallest)
+        if FORMAT.signed:
+            codes, scale_bits, exponent = _signed_split(bits, safe, span, special, noise)
+        else:
+            codes, scale_bits, exponent = _unsigned_split(bits, safe, span, special, noise)
+    else:
+        STEP: tl.constexpr = 0xFFFF if FORMAT.signed else 0x7FFFFF
+        scale_bits = (safe + STEP) & (-STEP - 1)
+        codes = _level_codes(bits, scale_bits, levels_ptr, noise, FORMAT)
+        codes = tl.where(special, 0, codes)
+    if FORMAT.signed:
+        codes |= (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    stored = tl.where(zero, 0, tl.where(broken, 0x7FC0, scale_bits >> 16)).to(tl.uint16)
+    return codes.to(tl.uint8), stored, exponent.to(tl.uint8)

@@ -12,33 +12,17 @@ import triton.language as tl
 
 from lq_lightning.kernels.message.triton_blocks import round_output
 
-from .formats import GROUP_SIZE, LARGEST_SCALE_BITS, SMALLEST_BITS
-from .triton_codes import round_to_codes
+from .formats import GROUP_SIZE
+from .triton_codes import decode_group, element_noise, encode_group, group_noise
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_SMALLEST_BITS = tl.constexpr(SMALLEST_BITS)
-_LARGEST_SCALE_BITS = tl.constexpr(LARGEST_SCALE_BITS)
 _SMALLEST_SQUARE = tl.constexpr(2.0**-100)  # 0f0D800000 below
 _GROUP = tl.constexpr(GROUP_SIZE)
 # Of a row of the table, see `launch.py`: its length, and where the scalars begin, in fp32 words.
 TABLE_WIDTH = 18
 _TABLE_WIDTH = tl.constexpr(TABLE_WIDTH)
 _SCALARS_AT = tl.constexpr(28)
-# Operands: four levels, the codes, and four each of the table and of the row's offset in bytes.
-_LEVELS = tl.constexpr(
-    "{ .reg .b32 ta, tb, tc, td; .reg .u64 ra, rb, rc, rd; "
-    + " ".join(
-        [
-            *(f"prmt.b32 t{letter}, $4, 0, {0x4440 + i};" for i, letter in enumerate("abcd")),
-            *(f"mad.lo.u32 t{letter}, t{letter}, 4, $9;" for letter in "abcd"),
-            *(f"cvt.u64.u32 r{letter}, t{letter};" for letter in "abcd"),
-            *(f"add.u64 r{letter}, r{letter}, $5;" for letter in "abcd"),
-            *(f"ld.global.nc.f32 ${i}, [r{letter}];" for i, letter in enumerate("abcd")),
-        ]
-    )
-    + " }"
-)
 
 
 @triton.jit
@@ -92,73 +76,11 @@ def _reciprocal(x):
 
 
 @triton.jit
-def decode_group(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
-    """Values of a group; ``reference.decode_groups``."""
-    offset = 0
-    if FORMAT.expanded:
-        offset = exponent.to(tl.int32) * FORMAT.num_codes
-    bits = scale.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-    if _INTERPRETED:
-        levels = tl.load(levels_ptr + offset + codes.to(tl.int32))
-    else:
-        levels = tl.inline_asm_elementwise(
-            _LEVELS,
-            "=f,=f,=f,=f,r,l,l,l,l,r,r,r,r",
-            [codes, levels_ptr.to(tl.int64), offset * 4],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=4,
-        )
-    return levels * bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def encode_group(x, thresholds_ptr, exponent_table_ptr, FORMAT: tl.constexpr):
-    """Codes, scale bits and exponent of a group; ``reference.encode_groups``."""
-    bits = x.to(tl.int32, bitcast=True)
-    # Less than zero for what counts as zero; as unsigned then larger than everything else.
-    above = (bits & _MAGNITUDE if FORMAT.signed or _INTERPRETED else bits) - _SMALLEST_BITS
-    largest = tl.max(above, axis=0)
-    zero = largest < 0
-    broken = largest > _LARGEST_SCALE_BITS - _SMALLEST_BITS
-    safe = tl.where(zero | broken, 0, largest)
-    scale_bits = (safe + (_SMALLEST_BITS + 0xFFFF)) & -0x10000
-    scale = scale_bits.to(tl.float32, bitcast=True)
-    exponent = largest
-    row_ptr = thresholds_ptr
-    keep = tl.where(zero | broken, 0, -1)
-    power = 1.0
-    if FORMAT.expanded:
-        smallest = tl.min(above.to(tl.uint32, bitcast=True), axis=0).to(tl.int32, bitcast=True)
-        octaves = tl.where(zero | broken, 0, safe - smallest) >> 19
-        exponent = tl.load(exponent_table_ptr + octaves).to(tl.int32)
-        exponent = tl.where(zero | broken, 16, exponent)
-        row_ptr += exponent * FORMAT.num_levels
-        power = exponent.to(tl.float32) * 0.0625
-    codes = round_to_codes(x, scale, power, row_ptr, keep, FORMAT)
-    stored = tl.where(zero, 0, tl.where(broken, 0x7FC0, scale_bits >> 16)).to(tl.uint16)
-    return codes, stored, exponent.to(tl.uint8)
-
-
-@triton.jit
-def rounding_noise(seed_a, seed_b, position):
-    """16 random bits of each element, int32; ``reference.rounding_noise``."""
-    low = position.to(tl.uint32)
-    high = (position >> 32).to(tl.uint32)
-    x = low ^ seed_a.to(tl.uint32)
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D + (high * 0xC2B2AE35 ^ seed_b.to(tl.uint32))
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    x = x ^ (x >> 16)
-    return (x & 0xFFFF).to(tl.int32)
-
-
-@triton.jit
 def round_stochastically(x, noise):
     """Round fp32 to bf16; ``reference.round_stochastically``."""
     bits = x.to(tl.int32, bitcast=True)
     finite = (bits & _MAGNITUDE) < 0x7F800000
+    noise = (noise >> 16).to(tl.int32)
     rounded = (tl.where(finite, bits + noise, bits) & -0x10000).to(tl.float32, bitcast=True)
     rounded = tl.where(x == x, rounded, float("nan"))
     return round_output(rounded, tl.bfloat16)
@@ -228,15 +150,17 @@ def _decode_state(stored, levels_ptr, FORMAT: tl.constexpr):
 def _encode_state(
     x,
     mask,
-    thresholds_ptr,
-    exponent_table_ptr,
+    levels_ptr,
+    word,
+    STREAM: tl.constexpr,
     FORMAT: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     if FORMAT.quantized:
         if not ALIGNED:
             x = tl.where(mask, x, 0.0)
-        stored = encode_group(x, thresholds_ptr, exponent_table_ptr, FORMAT)
+        noise = element_noise(word, STREAM)
+        stored = encode_group(x, levels_ptr, noise, FORMAT)
     else:
         stored = (x, 0, 0)
     return stored
@@ -301,10 +225,7 @@ def optimizer_step_kernel(
     scalars_ptr,
     tensor_of_program_ptr,
     first_levels_ptr,
-    first_thresholds_ptr,
     second_levels_ptr,
-    second_thresholds_ptr,
-    exponent_table_ptr,
     RULE: tl.constexpr,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
@@ -340,6 +261,9 @@ def optimizer_step_kernel(
         tl.load(scalars + 6),
         tl.load(scalars + 7),
     )
+    noise_group = tl.load(table + 12) + first_group
+    seed = tl.load(table + 13)
+    seed_a, seed_b = seed.to(tl.int32), (seed >> 32).to(tl.int32)
     pointers = (p_ptr, g_ptr, m_ptrs, v_ptrs)
     stop = tl.minimum(GROUPS, num_groups - first_group)
     limit = first_group + stop
@@ -369,20 +293,13 @@ def optimizer_step_kernel(
             m = _decode_state(m, first_levels_ptr, FIRST)
             v = _decode_state(v, second_levels_ptr, SECOND) if TWO else m
             p, m, v = _update(p.to(tl.float32), g.to(tl.float32), m, v, s, RULE)
+            word = group_noise(seed_a, seed_b, noise_group + start + index)
             if STOCHASTIC:
-                seed = tl.load(table + 13)
-                position = tl.load(table + 12) + offsets
-                noise = rounding_noise(seed.to(tl.int32), (seed >> 32).to(tl.int32), position)
-                p = round_stochastically(p, noise)
+                p = round_stochastically(p, element_noise(word, 0))
             else:
                 p = round_output(p, P_DTYPE)
-            m = _encode_state(m, mask, first_thresholds_ptr, exponent_table_ptr, FIRST, ALIGNED)
-            if TWO:
-                v = _encode_state(
-                    v, mask, second_thresholds_ptr, exponent_table_ptr, SECOND, ALIGNED
-                )
-            else:
-                v = m
+            m = _encode_state(m, mask, first_levels_ptr, word, 1, FIRST, ALIGNED)
+            v = _encode_state(v, mask, second_levels_ptr, word, 2, SECOND, ALIGNED) if TWO else m
             results = results + ((p, m, v),)
         for index in tl.static_range(UNROLL):
             p, m, v = results[index]

@@ -22,6 +22,7 @@ __all__ = [
     "call_hooks",
     "check_precision_with",
     "convert_floating",
+    "ddp_hook_of",
     "default_dtype",
     "fill_wrapping_checkpoint_io",
     "materialize_meta_tensors",
@@ -54,6 +55,11 @@ def accumulation_window(trainer: Trainer) -> Window:
     loop = trainer.fit_loop
     first = loop.batch_idx % trainer.accumulate_grad_batches == 0
     return Window(first=first, last=not loop._should_accumulate())
+
+
+def ddp_hook_of(strategy: Any) -> Callable[..., Any] | None:
+    """The communication hook that a ``DDPStrategy`` was given; it leaves it out on CPUs."""
+    return getattr(strategy, "_ddp_comm_hook", None)
 
 
 def call_hooks(trainer: Trainer, name: str, *args: Any) -> None:

@@ -13,15 +13,21 @@ are equal in every bit.
 
 import os
 import socket
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from lq_lightning._compat.tensors import copy_all
 from lq_lightning._compat.torch import all_gather_flat, inherit_timeout
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, derive_seed, encode
+from lq_lightning.data_parallel.unit import full_precision_reason
 from lq_lightning.foundation.topology import Topology
 
 __all__ = ["DEFAULT_CODEC", "QuantizedAllReduce", "quantized_all_reduce_hook"]
@@ -36,6 +42,42 @@ class _Groups:
     inter: dist.ProcessGroup
 
 
+class _BucketLayout(NamedTuple):
+    """Where the gradients of a bucket go.
+
+    Attributes:
+        sizes: of all gradients, in elements.
+        coded: which of them travel in codes.
+        starts: of those in the padded buffer, each at the beginning of a group.
+        numel: of the padded buffer.
+        is_padded: whether it differs from the bucket.
+    """
+
+    sizes: list[int]
+    coded: list[int]
+    starts: list[int]
+    numel: int
+    is_padded: bool
+
+
+@lru_cache(maxsize=256)
+def _bucket_layout(
+    shapes: tuple[torch.Size, ...], dtype: torch.dtype, group_size: int, least: int
+) -> _BucketLayout:
+    sizes = [shape.numel() for shape in shapes]
+    coded = [
+        index
+        for index, shape in enumerate(shapes)
+        if not full_precision_reason(len(shape), sizes[index], dtype, least)
+    ]
+    starts, end = [], 0
+    for index in coded:
+        starts.append(end)
+        end += -(-sizes[index] // group_size) * group_size
+    is_padded = len(coded) < len(sizes) or end != sum(sizes)
+    return _BucketLayout(sizes, coded, starts, end, is_padded)
+
+
 class QuantizedAllReduce:
     """Averages tensors over all ranks of the default process group in 8 bits.
 
@@ -45,6 +87,11 @@ class QuantizedAllReduce:
             ddp_comm_state=QuantizedAllReduce(), ddp_comm_hook=quantized_all_reduce_hook
         )
 
+    Lightning leaves communication hooks out on CPUs. There, and with DDP alone, register it
+    yourself, with Lightning in ``on_fit_start``::
+
+        trainer.model.register_comm_hook(QuantizedAllReduce(), quantized_all_reduce_hook)
+
     It may be created before the process group; the groups of the two levels are made at the first
     call, in which all ranks must take part. A non-finite value makes its group of elements NaN on
     all ranks.
@@ -53,11 +100,13 @@ class QuantizedAllReduce:
     with two. AGoQ sends FP8 E4M3 (2.6% each): ``codec=CodecSpec(code="fp8_e4m3", group_size=128)``.
 
     Args:
-        codec: Codec of all messages. Values lie in ``[N]`` order, so groups may cross parameters.
-        min_nbytes: Smaller tensors are averaged in their own dtype, since latency dominates there.
-            Between two nodes of two H200s 8 bits are faster than fp32 from 16 MiB on where only the
-            virtual network limits them, which is the default; at 10 Gb/s from 4 MiB on
-            (``benchmarks/all_reduce.py``).
+        codec: Codec of all messages. Groups of elements never cross the parameters of a bucket.
+        min_nbytes: Smaller tensors and buckets are averaged in their own dtype, since latency
+            dominates there. Between two nodes of two H200s 8 bits are faster than fp32 from 16 MiB
+            on where only the virtual network limits them, which is the default; at 10 Gb/s from
+            4 MiB on (``benchmarks/all_reduce.py``).
+        min_quantized_numel: Gradients in a bucket with fewer elements, and 1-D ones, are averaged
+            in their own dtype, all of a bucket together.
         node_size: Ranks per node; ``None`` counts the ranks of each host and uses one level if
             hosts hold different numbers. A smaller number emulates nodes.
         seed: Base of the seeds of stochastic rounding, if the codec has that.
@@ -72,11 +121,13 @@ class QuantizedAllReduce:
         *,
         codec: CodecSpec = DEFAULT_CODEC,
         min_nbytes: int = 16 << 20,
+        min_quantized_numel: int = 4096,
         node_size: int | None = None,
         seed: int = 0,
     ) -> None:
         for name, value, least in (
             ("min_nbytes", min_nbytes, 0),
+            ("min_quantized_numel", min_quantized_numel, 1),
             ("node_size", 1 if node_size is None else node_size, 1),
         ):
             if value < least:
@@ -85,16 +136,28 @@ class QuantizedAllReduce:
                 )
         self.codec = codec
         self.min_nbytes = min_nbytes
+        self.min_quantized_numel = min_quantized_numel
         self._node_size = node_size
         self._seed = seed
         self._calls = 0
         self._groups: _Groups | None = None
         self._stream: torch.cuda.Stream | None = None
+        if torch.cuda.device_count() == 0:  # which does not initialise CUDA
+            warnings.warn(
+                "no CUDA device was found, and on CPUs Lightning's `DDPStrategy` leaves "
+                "`ddp_comm_hook` out without saying so: register it in `on_fit_start` by "
+                "`trainer.model.register_comm_hook(QuantizedAllReduce(...), "
+                "quantized_all_reduce_hook)`, as with DDP alone",
+                stacklevel=2,
+            )
 
     def is_quantized(self, tensor: Tensor) -> bool:
         """Whether a tensor of this size and dtype travels in codes."""
-        nbytes = tensor.numel() * tensor.element_size()
-        slot_nbytes = self.codec.nbytes(max(1, tensor.numel()))
+        return self._pays(tensor.numel(), tensor.element_size())
+
+    def _pays(self, numel: int, itemsize: int) -> bool:
+        nbytes = numel * itemsize
+        slot_nbytes = self.codec.nbytes(max(1, numel))
         return dist.get_world_size() > 1 and nbytes >= self.min_nbytes and slot_nbytes < nbytes
 
     @torch.no_grad()
@@ -116,17 +179,55 @@ class QuantizedAllReduce:
         if self.is_quantized(flat):
             self._average(flat, self._groups or self._make_groups(flat.device))
         else:
-            flat.div_(dist.get_world_size())  # first, so that fp16 sums do not overflow
-            dist.all_reduce(flat)
+            _average_exactly(flat)
 
-    def average_async(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
+    @torch.no_grad()
+    def average_bucket_(self, bucket: Tensor, shapes: Sequence[torch.Size]) -> None:
+        """Replace the gradients of a bucket by their means over all ranks, on the current stream.
+
+        Args:
+            bucket: Contiguous ``[N]`` fp32, bf16 or fp16, the gradients one after another.
+            shapes: Of the gradients.
+        """
+        least, group_size = self.min_quantized_numel, self.codec.group_size
+        layout = _bucket_layout(tuple(shapes), bucket.dtype, group_size, least)
+        if not self._pays(layout.numel, bucket.element_size()):
+            _average_exactly(bucket.detach().view(-1))
+            return
+        if not layout.is_padded:
+            self.average_(bucket)
+            return
+        flat = torch.split(bucket.detach(), layout.sizes)
+        padded = bucket.new_zeros(layout.numel)
+        chosen = set(layout.coded)
+        parts = tuple(flat[index] for index in layout.coded)
+        places = tuple(
+            padded[start : start + part.numel()]
+            for start, part in zip(layout.starts, parts, strict=True)
+        )
+        copy_all(places, parts)
+        self.average_(padded)
+        copy_all(parts, places)
+        exact = tuple(part for index, part in enumerate(flat) if index not in chosen)
+        if exact:
+            joined = torch.cat(exact)
+            _average_exactly(joined)
+            copy_all(exact, torch.split(joined, [part.numel() for part in exact]))
+
+    def average_async(
+        self, tensor: Tensor, shapes: Sequence[torch.Size] | None = None
+    ) -> torch.futures.Future[Tensor]:
         """Start :meth:`average_`; the future holds ``tensor``. On CUDA on a stream of its own.
 
         Averages run one after another in the order of the calls, also uncompressed ones, so that
         communicators never compete.
+
+        Args:
+            tensor: As for :meth:`average_`.
+            shapes: If given, of what is in it: start :meth:`average_bucket_`.
         """
         if not tensor.is_cuda:
-            self.average_(tensor)
+            self._average_now(tensor, shapes)
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(tensor)
             return done
@@ -136,9 +237,15 @@ class QuantizedAllReduce:
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[tensor.device])
         with torch.cuda.stream(self._stream):
-            self.average_(tensor)
+            self._average_now(tensor, shapes)
             future.set_result(tensor)  # records an event of this stream, which readers wait for
         return future
+
+    def _average_now(self, tensor: Tensor, shapes: Sequence[torch.Size] | None) -> None:
+        if shapes is None:
+            self.average_(tensor)
+        else:
+            self.average_bucket_(tensor, shapes)
 
     # --- groups -----------------------------------------------------------------------------
 
@@ -215,6 +322,11 @@ class QuantizedAllReduce:
             flat[whole * slot :] = row[0, :rest]
 
 
+def _average_exactly(flat: Tensor) -> None:
+    flat.div_(dist.get_world_size())  # first, so that fp16 sums do not overflow
+    dist.all_reduce(flat)
+
+
 def _all_to_all(messages: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange along dim 0: row ``i`` goes to rank ``i``, row ``j`` comes from rank ``j``."""
     received = torch.empty_like(messages)
@@ -254,4 +366,4 @@ def quantized_all_reduce_hook(
     Returns:
         A future of the averaged bucket.
     """
-    return state.average_async(bucket.buffer())
+    return state.average_async(bucket.buffer(), [p.shape for p in bucket.parameters()])

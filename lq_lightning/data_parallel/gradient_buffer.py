@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -41,11 +43,29 @@ class KeptGradient(NamedTuple):
     reason: str
 
 
+@dataclass(slots=True)
+class _Windows:
+    """Counts accumulation windows, for the seeds of stochastic rounding.
+
+    Attributes:
+        number: of the window in progress, or of the last one.
+        is_over: whether a sum was read or forgotten since the last one was added to.
+    """
+
+    number: int = 0
+    is_over: bool = False
+
+    def go_on(self) -> int:
+        if self.is_over:
+            self.number, self.is_over = self.number + 1, False
+        return self.number
+
+
 class _Sum:
     """A gradient sum as codes: ``[N]`` values in the library's own 8-bit format or a codec's."""
 
-    def __init__(self, codec: CodecSpec | None, index: int) -> None:
-        self._codec, self._index = codec, index
+    def __init__(self, codec: CodecSpec | None, index: int, windows: _Windows) -> None:
+        self._codec, self._index, self._windows = codec, index, windows
         self._codes: Tensor | None = None
         self._added = 0
 
@@ -71,7 +91,8 @@ class _Sum:
         accumulate_(self._codes, flat, first)
 
     def _add_with_codec(self, codec: CodecSpec, flat: Tensor) -> None:
-        seed = derive_seed(self._index, self._added)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        seed = derive_seed(rank, self._windows.go_on(), self._index, self._added)
         if self._codes is None:
             self._codes = encode(codec, flat.view(1, -1), seed=seed).view(-1)
             return
@@ -92,6 +113,7 @@ class _Sum:
             decode(self._codec, codes, flat.numel(), out=flat.view(1, -1), add=add)
 
     def clear(self) -> None:
+        self._windows.is_over |= self._added > 0
         self._codes = None
         self._added = 0
 
@@ -179,6 +201,7 @@ class QuantizedGradientBuffer:
         self._codec = codec
         self._accumulating = False
         self._flush_queued = False
+        self._windows = _Windows()
         self._sums: dict[nn.Parameter, _Sum] = {}
         self._keepers: list[_UnitKeeper] = []
         self._undo: list[Callable[[], None]] = []
@@ -209,11 +232,25 @@ class QuantizedGradientBuffer:
 
     def _new_sum(self) -> _Sum:
         count = len(self._sums) + sum(len(keeper.sums) for keeper in self._keepers)
-        return _Sum(self._codec, count)
+        return _Sum(self._codec, count, self._windows)
 
     def _all_sums(self) -> list[_Sum]:
         kept = [s for keeper in self._keepers for s in keeper.sums if s is not None]
         return [*self._sums.values(), *kept]
+
+    @property
+    def window(self) -> int:
+        """Number of the accumulation window in progress, or of the last one; from 0 on.
+
+        The seeds of a codec's stochastic rounding depend on it, on the rank, the parameter and the
+        micro-batch. For the same bits after a resume set it to the same number at the start of a
+        window, such as that of the optimizer step, as ``QuantizedPrecision`` does.
+        """
+        return self._windows.number
+
+    @window.setter
+    def window(self, number: int) -> None:
+        self._windows.number, self._windows.is_over = number, False
 
     @property
     def nbytes(self) -> int:

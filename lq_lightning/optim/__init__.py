@@ -4,6 +4,7 @@ from .base import ParameterPlan, QuantizedOptimizer
 from .config import OptimizerQuantization, embedding_weights, refuse_codes
 from .convert import quantize_optimizer
 from .optimizers import QuantizedAdam, QuantizedAdamW, QuantizedLion, QuantizedSGD
+from .sharded import check_sharded_step
 
 __all__ = [
     "OptimizerQuantization",
@@ -13,6 +14,7 @@ __all__ = [
     "QuantizedLion",
     "QuantizedOptimizer",
     "QuantizedSGD",
+    "check_sharded_step",
     "embedding_weights",
     "quantize_optimizer",
     "refuse_codes",

@@ -13,29 +13,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lq_lightning._compat.tensors import first_row, local_tensor, waited
+from lq_lightning._compat.tensors import first_row, local_tensor
 from lq_lightning.codecs import derive_seed
 from lq_lightning.kernels.optimizer_step import (
     FLOAT_DTYPES,
-    PreparedTensor,
     StateFormat,
+    groups_per_row,
     optimizer_step,
     row_length,
 )
 
-from .config import STAMP, OptimizerQuantization, check_stamp, reason_for_full_precision
-from .slots import STEP, Slot, advance
-from .state import (
-    CODES,
-    EXPONENT,
-    SCALE,
-    adopted,
-    decoded,
-    encoded,
-    is_quantized,
-    part_shape,
-    zero_state,
-)
+from .batch import Batch, Work, local_gradient
+from .config import STAMP, OptimizerQuantization, reason_for_full_precision
+from .entries import EntryReader, Held, check_saved, hide_entries, is_part
+from .slots import Slot, advance
+from .state import STEP, decoded, is_quantized, zero_state
 
 
 class ParameterPlan(NamedTuple):
@@ -55,45 +47,19 @@ class ParameterPlan(NamedTuple):
     reason: str | None
 
 
-class _Held:
-    """Hides a parameter's entry from the casts of ``Optimizer.load_state_dict``."""
-
-    def __init__(self, entry: Mapping[str, Any]) -> None:
-        self.entry = entry
-
-
-class _Batch(NamedTuple):
-    """Parameters of one launch; ``groups`` are numbers of parameter groups."""
-
-    rule: str
-    slots: list[Slot]
-    groups: list[int]
-    prepared: list[PreparedTensor]
-    tensors: list[list[Tensor]]
-    grads: list[Tensor]
-
-
-class _Work(NamedTuple):
-    """What a step has to do.
-
-    Attributes:
-        for_torch: parameter groups for the optimizer of torch.
-        batches: by rule, kind of the prepared tensors and dtype of the gradients.
-        write_back: non-contiguous parameters and what becomes of them.
-    """
-
-    for_torch: list[dict[str, Any]]
-    batches: dict[tuple[Any, ...], _Batch]
-    write_back: list[tuple[Tensor, Tensor]]
-
-
 class QuantizedOptimizer(Optimizer):
     """Base of the quantized optimizers, mixed into the optimizers of torch that they replace.
 
     States of large matrices are codes; the others stay in fp32 and, for fp32 parameters, are
     updated by torch itself, so that they get the same bits as without quantization.
 
-    A subclass says which states there are and what the scalars of its rule are.
+    Codes, and bf16 parameters on request, are rounded by chance. The noise depends on the seed of
+    the options, the position of the parameter in the parameter groups, its step counter, which is
+    part of the state, and the position of the group of elements in the whole parameter: a resumed
+    run has the noise of one that went on, and a sharded one that of one process.
+
+    A subclass says which states there are, what the scalars of its rule are, and whether torch's
+    optimizer counts steps too.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ()
@@ -171,8 +137,8 @@ class QuantizedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickle, or take what ``load_state_dict`` read."""
         entries = state.get("state")
-        if entries is not None and any(isinstance(value, _Held) for value in entries.values()):
-            self._check_saved(state["param_groups"], entries)
+        if entries is not None and any(isinstance(value, Held) for value in entries.values()):
+            check_saved(state["param_groups"], entries, self.quantization_config)
             state = {**state, "state": self._adopt_all(entries)}
             for group in state["param_groups"]:
                 group[STAMP] = self.quantization_config.stamp
@@ -240,9 +206,9 @@ class QuantizedOptimizer(Optimizer):
         finally:
             self.param_groups = kept
 
-    def _collect(self) -> _Work:
+    def _collect(self) -> Work:
         """Sort the parameters that have a gradient by what updates them."""
-        work = _Work([], {}, [])
+        work = Work([], {}, [])
         config, states = self.quantization_config, self.state
         count = sum(len(group["params"]) for group in self.param_groups)
         slots: list[Slot | None] = [None] * count
@@ -274,18 +240,18 @@ class QuantizedOptimizer(Optimizer):
                 if prepared.kind is not kind or grad.dtype is not dtype or batch is None:
                     kind, dtype = prepared.kind, grad.dtype
                     key = (rule, id(kind), dtype)  # kinds live forever
-                    batch = work.batches.setdefault(key, _Batch(rule, [], [], [], [], []))
+                    batch = work.batches.setdefault(key, Batch(rule, [], [], [], [], []))
                 if grad.is_sparse or dtype not in FLOAT_DTYPES:
                     self._check(param)
                 batch.slots.append(slot)
                 batch.groups.append(number)
                 batch.prepared.append(prepared)
                 batch.tensors.append(tensors)
-                batch.grads.append(grad if type(grad) is Tensor else _local_gradient(param, grad))
+                batch.grads.append(grad if type(grad) is Tensor else local_gradient(param, grad))
             work.for_torch.append({**group, "params": left})
         return work
 
-    def _new_slot(self, work: _Work, param: Tensor, position: int) -> tuple[Slot, list[Tensor]]:
+    def _new_slot(self, work: Work, param: Tensor, position: int) -> tuple[Slot, list[Tensor]]:
         """Decide what updates a parameter, and make its states where there are none."""
         config = self.quantization_config
         slot = Slot(ref(param), param.shape, config, position, isinstance(param, DTensor))
@@ -297,19 +263,14 @@ class QuantizedOptimizer(Optimizer):
         entry = self.state[param]
         slot.is_first = not entry
         if slot.is_first:
-            if self.has_step:
-                entry[STEP] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             for name, fmt in zip(self.state_names, formats, strict=True):
                 entry.update(zero_state(param, name, fmt))
-        if self.has_step:
-            slot.has_step = True
-            if not isinstance(entry[STEP], Tensor):
-                entry[STEP] = torch.tensor(entry[STEP], dtype=torch.float32, device="cpu")
+        if not isinstance(entry.get(STEP), Tensor):
+            entry[STEP] = torch.tensor(entry.get(STEP, 0.0), dtype=torch.float32, device="cpu")
         local = local_tensor(param)
         if not local.is_contiguous():
             work.write_back.append((local, local := local.contiguous()))
-        if config.stochastic_rounding:
-            slot.offset = first_row(param) * row_length(param.shape)
+        slot.first_group = first_row(param) * groups_per_row(row_length(param.shape))
         return slot, slot.fill(local, entry, self.state_names, formats)
 
     def _check(self, param: Tensor) -> None:
@@ -326,11 +287,10 @@ class QuantizedOptimizer(Optimizer):
                     "allowed: float32, bfloat16. Convert the model, e.g. `model.bfloat16()`."
                 )
 
-    def _launch(self, batch: _Batch) -> None:
+    def _launch(self, batch: Batch) -> None:
         """Update the parameters of a batch."""
         config = self.quantization_config
-        if self.has_step:
-            advance(batch.slots)
+        advance(batch.slots)
         keys = [(n, s.count, s.is_first) for n, s in zip(batch.groups, batch.slots, strict=True)]
         rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
         scalars = torch.tensor(
@@ -342,10 +302,7 @@ class QuantizedOptimizer(Optimizer):
             scalars = scalars.expand(len(keys), -1)
         else:
             scalars = scalars[torch.tensor([rows[key] for key in keys], device="cpu")]
-        seeds, offsets = [], []
-        if config.stochastic_rounding and batch.tensors[0][0].dtype == torch.bfloat16:
-            seeds = [derive_seed(config.seed, slot.count, slot.position) for slot in batch.slots]
-            offsets = [slot.offset for slot in batch.slots]
+        seeds = [derive_seed(config.seed, slot.count, slot.position) for slot in batch.slots]
         grads = [(grad if grad.dim() else grad.view(1)).contiguous() for grad in batch.grads]
         optimizer_step(
             batch.tensors,
@@ -353,7 +310,7 @@ class QuantizedOptimizer(Optimizer):
             grads,
             scalars,
             seeds,
-            offsets,
+            [slot.first_group for slot in batch.slots],
             batch.rule,
             config.stochastic_rounding,
         )
@@ -374,7 +331,7 @@ class QuantizedOptimizer(Optimizer):
             ValueError: another or a newer quantization format, or other parameters.
         """
         # The last hook, so that those of users see the entries as they are.
-        handle = self.register_load_state_dict_pre_hook(_hide_entries)
+        handle = self.register_load_state_dict_pre_hook(hide_entries)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -388,7 +345,7 @@ class QuantizedOptimizer(Optimizer):
             plain = {
                 key: value.clone() if isinstance(value, Tensor) else value
                 for key, value in entry.items()
-                if not _is_part(key)
+                if not is_part(key) and (self.has_step or key != STEP)
             }
             for name, fmt in zip(self.state_names, self._formats(), strict=True):
                 if is_quantized(entry, name):
@@ -398,85 +355,24 @@ class QuantizedOptimizer(Optimizer):
             group.pop(STAMP, None)
         return result
 
-    def _check_saved(
-        self, groups: Sequence[Mapping[str, Any]], entries: Mapping[Any, _Held]
-    ) -> None:
-        for group in groups:
-            if STAMP in group:
-                check_stamp(group[STAMP], self.quantization_config)
-            else:
-                has_codes = any(
-                    any(_is_part(key) for key in entries[param].entry)
-                    for param in group["params"]
-                    if param in entries
-                )
-                if has_codes:
-                    raise ValueError(
-                        "the saved optimizer state has codes, but its parameter groups do not say "
-                        f"of which format (no {STAMP!r}). Save it with `state_dict()`."
-                    )
-
     def _adopt_all(self, entries: Mapping[Any, Any]) -> defaultdict[Any, Any]:
         state: defaultdict[Any, Any] = defaultdict(dict)
         for param, value in entries.items():
-            state[param] = self._adopt(param, value.entry) if isinstance(value, _Held) else value
+            state[param] = self._adopt(param, value.entry) if isinstance(value, Held) else value
         return state
 
     def _adopt(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Turn an entry of a checkpoint, or one of torch's optimizer, into one of ours."""
         quantized = self.reason_for_full_precision(param) is None
-        result: dict[str, Any] = {}
-        known: set[str] = {"step"} if self.has_step else set()
-        if self.has_step and "step" in entry:
-            step = torch.as_tensor(entry["step"], dtype=torch.float32).clone()
-            on_device = not quantized and self._group_of(param).get("fused")
-            result["step"] = step.to(local_tensor(param).device if on_device else "cpu")
-        for name, fmt in zip(self.state_names, self._formats(), strict=True):
-            known |= {name, name + CODES, name + SCALE, name + EXPONENT}
-            if is_quantized(entry, name):
-                dtypes = {CODES: torch.uint8, SCALE: torch.bfloat16, EXPONENT: torch.uint8}
-                codes = {
-                    name + part: adopted(entry[name + part], param, dtype, part_shape(param, part))
-                    for part, dtype in dtypes.items()
-                    if name + part in entry
-                }
-                if quantized:
-                    result.update(codes)
-                else:
-                    result[name] = decoded(codes, name, param, fmt)
-            elif entry.get(name) is not None:
-                if quantized:
-                    result.update(encoded(entry[name], name, param, fmt))
-                else:
-                    result[name] = adopted(entry[name], param, torch.float32, param.shape)
-        missing = self._missing(entry)
-        if missing:
-            raise ValueError(
-                f"the optimizer state of a parameter of shape {tuple(param.shape)} lacks "
-                f"{', '.join(missing)}. Load a whole `state_dict()`."
-            )
-        unknown = [key for key, value in entry.items() if key not in known and value is not None]
-        if unknown:
-            raise ValueError(
-                f"the optimizer state has {', '.join(map(repr, unknown))}, which "
-                f"{type(self).__name__} does not know; allowed: {', '.join(sorted(known))}."
-            )
-        return result
-
-    def _missing(self, entry: Mapping[str, Any]) -> list[str]:
-        """Keys without which the others of an entry are of no use."""
-        coded = {name for name in self.state_names if is_quantized(entry, name)}
-        present = coded | {name for name in self.state_names if entry.get(name) is not None}
-        if not present:
-            return []
-        missing = [name for name in self.state_names if name not in present]
-        if self.has_step and "step" not in entry:
-            missing.append("step")
-        for name, fmt in zip(self.state_names, self._formats(), strict=True):
-            if name in coded:
-                parts = [name + SCALE, *([name + EXPONENT] if fmt.expanded else [])]
-                missing += [part for part in parts if part not in entry]
-        return missing
+        on_device = not quantized and self._group_of(param).get("fused")
+        device = local_tensor(param).device if on_device else torch.device("cpu")
+        reader = EntryReader(
+            optimizer=type(self).__name__,
+            names=self.state_names,
+            formats=self._formats(),
+            has_step=self.has_step,
+        )
+        return reader.read(param, entry, quantized, device)
 
     def _group_of(self, param: Tensor) -> Mapping[str, Any]:
         return next(g for g in self.param_groups if any(p is param for p in g["params"]))
@@ -489,26 +385,6 @@ _UNSUPPORTED = {
     "capturable": "step counters of quantized states are on the CPU. Use capturable=False.",
     "differentiable": "codes have no gradient. Use differentiable=False.",
 }
-
-
-def _local_gradient(param: Tensor, grad: Tensor) -> Tensor:
-    placements = getattr(param, "placements", None)
-    if isinstance(grad, DTensor) and grad.placements != placements:
-        raise RuntimeError(
-            f"the gradient of a parameter of shape {tuple(param.shape)} is placed as "
-            f"{grad.placements}, the parameter as {placements}. Set `param.grad = "
-            "param.grad.redistribute(placements=param.placements)` before the step."
-        )
-    return waited(local_tensor(grad))
-
-
-def _is_part(key: str) -> bool:
-    return key.endswith((CODES, SCALE, EXPONENT))
-
-
-def _hide_entries(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    held = {key: _Held(entry) for key, entry in state_dict["state"].items()}
-    return {**state_dict, "state": held}
 
 
 def excluded(full_precision: Iterable[Tensor]) -> dict[Tensor, str]:

@@ -14,7 +14,7 @@ from lq_lightning.kernels.optimizer_step import StateFormat, row_length, state_f
 
 StateCode = Literal["expanded_fp8", "fp8", "dynamic8", "int8", "float32"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 STAMP = "quantization"  # key in parameter groups
 # With shorter rows, two states with three bytes of constants per group would take more than 2.2
 # bytes per parameter.
@@ -30,17 +30,19 @@ class OptimizerQuantization:
 
     Attributes:
         first_moment: format of ``exp_avg`` (AdamW, Adam, Lion) and of SGD's ``momentum_buffer``.
-            ``"expanded_fp8"`` is FP8 E4M3 with dynamic range expansion (COAT); ``"dynamic8"`` the
-            dynamic map of 8-bit optimizers (Dettmers et al.); ``"fp8"`` and ``"int8"`` are plain
-            formats to compare with; ``"float32"`` stores no codes.
-        second_moment: format of ``exp_avg_sq``. Not ``"int8"`` or ``"fp8"`` in earnest: small
-            second moments become zero in them, and updates explode.
+            ``"expanded_fp8"`` is FP8 with a dynamic range for every group, as in COAT;
+            ``"dynamic8"`` the dynamic map of 8-bit optimizers (Dettmers et al.); ``"fp8"`` and
+            ``"int8"`` are plain formats to compare with; ``"float32"`` stores no codes.
+        second_moment: format of ``exp_avg_sq``. Not ``"int8"`` or ``"fp8"`` in earnest: second
+            moments that are small beside others of their group are stored too large in them, by
+            ``"int8"`` up to a 255th of the largest, and their updates become too small.
         min_numel: parameters with fewer elements, counted before sharding, keep fp32 states.
         quantize_embeddings: quantize the states of embedding weights too. They are known only where
             the module is given.
         stochastic_rounding: round bf16 parameters stochastically, which replaces fp32 main weights.
-            The noise depends on ``seed``, step, parameter and position: not on the world size.
-        seed: for stochastic rounding.
+            Codes always are.
+        seed: of the noise, which depends on it, on step, parameter and position: not on the world
+            size.
 
     Raises:
         ValueError: a format that is not listed above, or a negative number.
@@ -82,7 +84,7 @@ class OptimizerQuantization:
 
     @property
     def stamp(self) -> str:
-        """What checkpoints say about their codes: ``"1/expanded_fp8/expanded_fp8"``."""
+        """What checkpoints say about their codes: ``"2/expanded_fp8/expanded_fp8"``."""
         return f"{FORMAT_VERSION}/{self.first_moment}/{self.second_moment}"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import is_, itemgetter
 from typing import Any
 from weakref import ref
@@ -20,17 +19,11 @@ from lq_lightning._compat.tensors import add_one_to_all, local_tensor
 from lq_lightning.kernels.optimizer_step import PreparedTensor, StateFormat, prepare
 
 from .config import OptimizerQuantization
-from .state import part_names
-
-STEP = "step"
+from .state import STEP, part_names
 
 
 def _nothing(entry: Mapping[str, Any]) -> tuple[Any, ...]:
     return ()
-
-
-def _only(key: str, entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (entry[key],)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,12 +38,11 @@ class Slot:
         sharded: parameter and states are DTensors.
         prepared: for the kernel; None where torch updates the parameter. Then nothing below is set.
         find: returns the tensors of the states from the entry, in the order of ``prepare``; then
-            the step, where there is one.
+            the step.
         found: what it returned, local tensors, after that of the parameter.
-        offset: position of the first local element in the whole parameter.
-        has_step: the last of ``found`` is a counter.
-        step_on_cpu: it is a number of fp32 on the CPU, as torch makes them.
-        count: its value after :func:`advance`.
+        first_group: number of the first local group of elements in the whole parameter.
+        step_on_cpu: the step is a number of fp32 on the CPU, as torch makes them.
+        count: the step after :func:`advance`.
         is_first: the states were made in this step.
     """
 
@@ -62,8 +54,7 @@ class Slot:
     prepared: PreparedTensor | None = None
     find: Callable[[Mapping[str, Any]], tuple[Any, ...]] = _nothing
     found: tuple[ref[Tensor], ...] = ()
-    offset: int = 0
-    has_step: bool = False
+    first_group: int = 0
     step_on_cpu: bool = False
     count: int = 0
     is_first: bool = False
@@ -96,8 +87,7 @@ class Slot:
             tensors = [local_tensor(tensor) for tensor in tensors]
         if not all(map(is_, tensors, [tensor() for tensor in self.found])):
             return None
-        if self.has_step:
-            tensors.pop()
+        tensors.pop()
         return tensors if prepared.is_in_place(tensors) else None
 
     def fill(
@@ -125,18 +115,12 @@ class Slot:
         if local.dim() == 0:
             tensors = [tensor.view(1) for tensor in tensors]
         self.prepared = prepare(tensors, formats)
-        self.found = tuple(ref(tensor) for tensor in tensors)
-        if self.has_step:
-            keys.append(STEP)
-            step = entry[STEP]
-            self.found += (ref(step),)
-            self.step_on_cpu = (
-                type(step) is Tensor
-                and step.is_cpu
-                and step.dim() == 0
-                and step.dtype == torch.float32
-            )
-        self.find = itemgetter(*keys) if len(keys) > 1 else partial(_only, keys[0])
+        step = entry[STEP]
+        self.found = tuple(ref(tensor) for tensor in [*tensors, step])
+        self.step_on_cpu = (
+            type(step) is Tensor and step.is_cpu and step.dim() == 0 and step.dtype == torch.float32
+        )
+        self.find = itemgetter(*keys, STEP)
         return tensors
 
 

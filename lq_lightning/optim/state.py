@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from lq_lightning._compat.tensors import like_rows, local_tensor, shard_rows
 from lq_lightning.kernels.optimizer_step import StateFormat, groups_per_row, row_length
+from lq_lightning.kernels.optimizer_step.formats import MOST_MANTISSA_BITS
 from lq_lightning.kernels.optimizer_step.reference import State, decode_state, encode_state
 
 CODES, SCALE, EXPONENT = "_codes", "_scale", "_exponent"
-NO_EXPANSION = 16  # the stored exponent of k = 1
+STEP = "step"
 
 
 def zero_state(param: Tensor, name: str, fmt: StateFormat) -> dict[str, Tensor]:
@@ -40,7 +41,7 @@ def zero_state(param: Tensor, name: str, fmt: StateFormat) -> dict[str, Tensor]:
     entry = {name + CODES: codes, name + SCALE: scale}
     if fmt.expanded:
         entry[name + EXPONENT] = torch.full(
-            shape, NO_EXPANSION, dtype=torch.uint8, device=local.device
+            shape, MOST_MANTISSA_BITS, dtype=torch.uint8, device=local.device
         )
     return {key: _placed(value, param) for key, value in entry.items()}
 

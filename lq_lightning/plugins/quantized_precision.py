@@ -11,9 +11,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lq_lightning._compat.lightning import accumulation_window
+from lq_lightning._compat.lightning import accumulation_window, ddp_hook_of
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.data_parallel import QuantizedGradientBuffer
+from lq_lightning.data_parallel import QuantizedGradientBuffer, quantized_all_reduce_hook
 from lq_lightning.foundation.checks import check_choice
 from lq_lightning.optim import (
     OptimizerQuantization,
@@ -132,6 +132,14 @@ class QuantizedPrecision(FullyShardedPrecision):
                 f"`QuantizedPrecision` does not work with `{type(strategy).__name__}`: use "
                 'strategy="quantized_fsdp", "ddp", `ModelParallelStrategy` or a single device.'
             )
+        on_cpu = strategy.root_device.type == "cpu"
+        if on_cpu and ddp_hook_of(strategy) is quantized_all_reduce_hook:
+            raise ValueError(
+                "`DDPStrategy(ddp_comm_hook=quantized_all_reduce_hook)` does nothing on CPUs, "
+                "where Lightning leaves hooks out. Do without, or register it in `on_fit_start`: "
+                "`trainer.model.register_comm_hook(QuantizedAllReduce(), "
+                "quantized_all_reduce_hook)`."
+            )
 
     @staticmethod
     def _quantize(
@@ -151,8 +159,8 @@ class QuantizedPrecision(FullyShardedPrecision):
         )
         if len(twin.state_names) == 2 and config.second_moment in ("fp8", "int8"):
             rank_zero_warn(
-                f'second moments in "{config.second_moment}" become zero where they are small '
-                "beside others of their group, which makes their updates too large. The format is "
+                f'second moments in "{config.second_moment}" are stored too large where they are '
+                "small beside others of their group, which makes their updates too small. It is "
                 'there for comparisons: `second_moment="expanded_fp8"` trains like fp32.'
             )
 
@@ -199,6 +207,7 @@ class QuantizedPrecision(FullyShardedPrecision):
         window = accumulation_window(model.trainer)
         if window.first:
             self._buffer.discard()  # of a window that was not completed
+            self._buffer.window = model.trainer.global_step  # the same after a resume
         with self._buffer.accumulating(not window.last):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 

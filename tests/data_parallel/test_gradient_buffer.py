@@ -135,6 +135,34 @@ def test_parameters_unused_by_the_last_backward_keep_their_sum() -> None:
     assert buffer.nbytes == 0
 
 
+def test_every_window_has_its_own_noise() -> None:
+    """So that errors average out; with the same noise the mean error stayed that of one window."""
+    layer = nn.Linear(64, 64, bias=False)
+    x = torch.randn(16, 64)
+    layer(x).square().sum().backward()
+    exact = 3 * whole(layer.weight.grad)
+
+    def sums(windows: list[int | None]) -> Tensor:
+        buffer = QuantizedGradientBuffer(layer, codec=STOCHASTIC, min_quantized_numel=1)
+        found = []
+        for window in windows:
+            if window is not None:
+                buffer.window = window
+            layer.zero_grad()
+            for index in range(3):
+                with buffer.accumulating(index < 2):
+                    layer(x).square().sum().backward()
+            found.append(whole(layer.weight.grad))
+        assert window is None or buffer.window == window
+        buffer.remove()
+        return torch.stack(found)
+
+    several = sums([None] * 64)
+    single = (several[0] - exact).norm()
+    assert (several.mean(0) - exact).norm() < single / 5  # 1/8 of it, if independent
+    assert torch.equal(sums([0, 5, 5, 63]), several[[0, 5, 5, 63]])
+
+
 def test_discarded_sums_do_not_come_back() -> None:
     model = make_model()
     buffer = QuantizedGradientBuffer(model, min_quantized_numel=256)

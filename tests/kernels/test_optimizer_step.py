@@ -1,4 +1,4 @@
-"""The optimizer step: Triton against the reference, bounds of the formats, what is refused."""
+"""The optimizer step: Triton against the reference, rounding of bf16, what is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lq_lightning.kernels.optimizer_step import (
     row_length,
     state_format,
 )
-from lq_lightning.kernels.optimizer_step.formats import codebook, exponent_table
+from lq_lightning.kernels.optimizer_step.formats import codebook
 from lq_lightning.kernels.optimizer_step.reference import State
 
 in_triton = [
@@ -31,7 +31,6 @@ in_triton = [
     skip_old_interpreter,
 ]
 SCALARS = [0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 0.999, 1e-2]
-QUANTIZED = FORMATS[:4]
 
 
 def formats(rule: str, name: str) -> list[StateFormat]:
@@ -46,7 +45,7 @@ def zeros(shape: tuple[int, ...], fmt: StateFormat, device: torch.device | str) 
     return State(
         torch.zeros(shape, dtype=torch.uint8, device=device),
         torch.zeros(constants, dtype=torch.bfloat16, device=device),
-        torch.full(constants, 16, dtype=torch.uint8, device=device) if fmt.expanded else None,
+        torch.full(constants, 7, dtype=torch.uint8, device=device) if fmt.expanded else None,
     )
 
 
@@ -103,7 +102,8 @@ def check_steps(
     states = [[zeros(shape, fmt, "cpu") for fmt in chosen] for shape in shapes]
     device_states = [[zeros(shape, fmt, device) for fmt in chosen] for shape in shapes]
     scalars = torch.tensor([SCALARS] * len(shapes))
-    seeds, offsets = [7 + i for i in range(len(shapes))], [i << 33 for i in range(len(shapes))]
+    seeds = [7 + i for i in range(len(shapes))]
+    first_groups = [i << 33 for i in range(len(shapes))]
     prepared = [
         prepare(parts(param, entry), chosen)
         for param, entry in zip(actual, device_states, strict=True)
@@ -119,7 +119,7 @@ def check_steps(
                 states[index],
                 scalars[index].tolist(),
                 seeds[index],
-                offsets[index],
+                first_groups[index],
                 rule,
                 chosen,
                 stochastic,
@@ -129,7 +129,7 @@ def check_steps(
             [place(grad.to(device), step) for grad in grads],
             scalars,
             seeds,
-            offsets,
+            first_groups,
             rule,
             stochastic,
             **options,
@@ -190,35 +190,6 @@ class TestTriton:
         check_steps(rule, name, dtype, torch.device("cuda"), shapes)
 
     @pytest.mark.gpu(1)
-    @pytest.mark.parametrize("name", ["expanded_fp8", "fp8"])
-    def test_groups_of_all_widths(self, name: str) -> None:
-        """Predicted codes are exact whatever the exponent: 90 of 112 and more, in 1e6 groups."""
-        from lq_lightning.kernels.optimizer_step.launch import launch_optimizer_step
-
-        shape, device = (1 << 17, 1024), torch.device("cuda")
-        generator = torch.Generator(device).manual_seed(0)
-        widths = torch.logspace(-3, 0.8, shape[0], device=device)[:, None]
-        grad = torch.exp(widths * torch.randn(shape, device=device, generator=generator))
-        grad *= torch.exp2(-40 * torch.rand(shape[0], 1, device=device, generator=generator))
-        chosen = formats("adamw", name)
-        results = []
-        for kernel in (False, True):
-            param = torch.zeros(shape, device=device)
-            states = [zeros(shape, fmt, device) for fmt in chosen]
-            tensors = parts(param, states)
-            if kernel:
-                scalars = torch.tensor([SCALARS])
-                prepared = [prepare(tensors, chosen)]
-                launch_optimizer_step(prepared, [grad], scalars, [], [], "adamw", False)
-            else:
-                reference.step(param, grad, states, SCALARS, 0, 0, "adamw", chosen, False)
-            results.append(tensors)
-        for actual, expected in zip(*results, strict=True):
-            assert torch.equal(actual, expected)
-        if name == "expanded_fp8":
-            assert len(results[0][-1].unique()) > 90
-
-    @pytest.mark.gpu(1)
     @pytest.mark.parametrize("options", [(1, 1), (3, 1), (4, 2), (8, 4)])
     def test_programs_of_any_size(self, options: tuple[int, int]) -> None:
         per_program, at_once = options
@@ -233,125 +204,22 @@ class TestTriton:
         )
 
 
-# --- the formats ------------------------------------------------------------------------------
-
-
-def round_trip(x: Tensor, fmt: StateFormat) -> tuple[Tensor, Tensor, Tensor | None]:
-    codes, scale, exponent = reference.encode_groups(x, fmt)
-    return reference.decode_groups(codes, scale, exponent, fmt), scale, exponent
-
-
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_codes_are_the_nearest_in_the_expanded_domain(name: str, signed: bool) -> None:
-    fmt = state_format(name, signed)
-    x = torch.randn(64, 128) * torch.exp(2 * torch.randn(64, 128))
-    x = x if signed else x.abs()
-    codes, scale, exponent = reference.encode_groups(x, fmt)
-    levels, _ = codebook(fmt, x.device)
-    levels = levels[:, : fmt.num_levels].double()
-    if exponent is None:
-        rows, power = levels.expand(64, -1), torch.ones(64, 1, dtype=torch.float64)
-    else:
-        rows, power = levels[exponent.int()], exponent.double()[:, None] / 16
-    target = (x.double().abs() / scale.double()[:, None]) ** power
-    distance = (target[:, :, None] - (rows**power)[:, None, :]).abs()
-    chosen = distance.gather(2, (codes & (fmt.num_levels - 1)).long()[:, :, None])
-    assert (chosen[:, :, 0] <= distance.amin(2) * (1 + 1e-4) + 1e-7).all()
-
-
-def test_expansion_follows_its_rule() -> None:
-    fmt = state_format("expanded_fp8", signed=False)
-    x = torch.exp(3 * torch.randn(500, 128))
-    _, _, exponent = reference.encode_groups(x, fmt)
-    assert exponent is not None
-    octaves = (x.double().amax(1) / x.double().amin(1)).log2()
-    official = (16 * math.log2(448**2 / 2) / octaves).floor()
-    lower = (16 * math.log2(448**2 / 2) / (octaves + 0.15)).floor()
-    assert (exponent <= official).all()
-    assert (exponent >= lower).all()
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_wide_groups_lose_no_value(signed: bool) -> None:
-    fmt = state_format("expanded_fp8", signed)
-    x = torch.exp(3 * torch.randn(500, 128))
-    decoded, _, _ = round_trip(x, fmt)
-    assert (decoded > 0).all()
-    wider = torch.exp2(torch.linspace(-80, 7, 128)).expand(4, -1).contiguous()
-    decoded, _, exponent = round_trip(wider, fmt)
-    assert exponent is not None
-    assert (decoded > 0).all()
-    assert (exponent < 16).all()
-
-
-@pytest.mark.parametrize("value", [1.0, 3.0e-7, 2.9, 2.0**-126, 6.0e37])
-def test_constant_groups_and_single_elements(value: float) -> None:
-    fmt = state_format("expanded_fp8", signed=True)
-    constant = torch.full((2, 128), value)
-    single = torch.zeros(2, 128)
-    single[:, 5] = -value
-    for x in (constant, single):
-        decoded, _, exponent = round_trip(x, fmt)
-        assert exponent is not None
-        assert (exponent == 255).all()
-        torch.testing.assert_close(decoded, x, rtol=1 / 128, atol=0)
-
-
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_zeros_and_broken_groups(name: str) -> None:
-    fmt = state_format(name, signed=True)
-    x = torch.randn(5, 128)
-    x[0] = 0
-    x[1] = 1e-39
-    x[2, 3] = float("nan")
-    x[3, 100] = float("-inf")
-    x[4, 0] = 1.0e38  # beyond 2**126
-    decoded, scale, _ = round_trip(x, fmt)
-    assert torch.equal(decoded[:2], torch.zeros(2, 128))
-    assert torch.equal(scale[:2], torch.zeros(2, dtype=torch.bfloat16))
-    assert decoded[2:].isnan().all()
-
-
-def test_error_of_gaussian_data() -> None:
-    """Relative L2 errors of one round trip, known from design measurements within a tenth."""
-    x = torch.randn(2000, 128)
-    bounds = {"fp8": 0.028, "expanded_fp8": 0.028, "dynamic8": 0.0115, "int8": 0.0072}
-    for name, bound in bounds.items():
-        decoded, _, _ = round_trip(x, state_format(name, signed=True))
-        error = ((decoded - x).norm() / x.norm()).item()
-        assert bound / 2 < error < bound
-
-
-def test_exponents_fall_with_the_range() -> None:
-    table = exponent_table(torch.device("cpu")).int()
-    assert (table.diff() <= 0).all()
-    assert table[0] == 255
-    assert table[-1] == 3
-
-
 # --- stochastic rounding ----------------------------------------------------------------------
 
 
 def test_stochastic_rounding_is_unbiased_and_exact_on_bf16() -> None:
-    x = torch.full((1 << 16,), 1.0 + 2.0**-9)
-    noise = reference.rounding_noise(3, 1 << 33, x.shape, x.device)
+    x = torch.full((1 << 9, 128), 1.0 + 2.0**-9)
+    noise = reference.rounding_noise(3, 1 << 33, len(x), 0, x.device)
     rounded = reference.round_stochastically(x, noise).float()
     assert set(rounded.unique().tolist()) == {1.0, 1.0 + 2.0**-7}
     # a quarter of the way; 7 standard deviations
-    assert abs((rounded > 1).float().mean() - 0.25) < 7 * math.sqrt(0.1875 / len(x))
-    kept = torch.randn(1 << 12).bfloat16()
-    noise = noise[: 1 << 12]
+    assert abs((rounded > 1).float().mean() - 0.25) < 7 * math.sqrt(0.1875 / x.numel())
+    kept = torch.randn(32, 128).bfloat16()
+    noise = noise[:32]
     assert torch.equal(reference.round_stochastically(kept.float(), noise), kept)
     special = torch.tensor([float("inf"), float("-inf"), float("nan")])
-    result = reference.round_stochastically(special, torch.full((3,), 0xFFFF, dtype=torch.int32))
+    result = reference.round_stochastically(special, torch.full((3,), 0xFFFFFFFF))
     assert_same(result, special.bfloat16())
-
-
-def test_noise_depends_on_position_only() -> None:
-    whole = reference.rounding_noise(5, 0, (8, 100), torch.device("cpu"))
-    rows = reference.rounding_noise(5, 300, (5, 100), torch.device("cpu"))
-    assert torch.equal(whole[3:], rows)
 
 
 def test_seeds_of_many_tensors() -> None:
@@ -362,14 +230,12 @@ def test_seeds_of_many_tensors() -> None:
         assert (high << 32) | (low & 0xFFFFFFFF) == both
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "float32"])
+@pytest.mark.parametrize("name", ["fp8", "dynamic8", "int8"])
 def test_tables_do_not_depend_on_the_default_device(name: str) -> None:
     cpu = torch.device("cpu")
     with torch.device("meta"):
-        actual = [*codebook.__wrapped__(state_format(name, True), cpu)]
-        actual.append(exponent_table.__wrapped__(cpu))
-    expected = [*codebook(state_format(name, True), cpu), exponent_table(cpu)]
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        actual = codebook.__wrapped__(state_format(name, True), cpu)
+    assert torch.equal(actual, codebook(state_format(name, True), cpu))
 
 
 # --- what is refused --------------------------------------------------------------------------
@@ -387,7 +253,7 @@ def arguments(name: str = "expanded_fp8") -> dict[str, Any]:
         "grads": [torch.randn(each[0].shape) for each in tensors],
         "scalars": torch.tensor([SCALARS] * 2),
         "seeds": [0, 0],
-        "offsets": [0, 0],
+        "first_groups": [0, 0],
         "rule": "adamw",
         "stochastic": False,
     }

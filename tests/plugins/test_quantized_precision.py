@@ -12,11 +12,17 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
 from lq_testing import run_ranks
 from lq_testing.lightning_models import Losses, TinyModule, loader, quiet, trainer
 from torch import nn
 
-from lq_lightning import QuantizedFSDPStrategy, QuantizedPrecision
+from lq_lightning import (
+    QuantizedAllReduce,
+    QuantizedFSDPStrategy,
+    QuantizedPrecision,
+    quantized_all_reduce_hook,
+)
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.optim import OptimizerQuantization, QuantizedAdamW, QuantizedSGD
 
@@ -98,10 +104,10 @@ def test_states_are_codes_and_the_loss_follows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("second", ["fp8", "int8"])
-def test_second_moments_that_vanish_are_warned_of(tmp_path: Path, second: Any) -> None:
+def test_second_moments_of_plain_formats_are_warned_of(tmp_path: Path, second: Any) -> None:
     states = OptimizerQuantization(second_moment=second, min_numel=64)
     plugin = QuantizedPrecision(optimizer_state=states)
-    with pytest.warns(UserWarning, match=f'second moments in "{second}" become zero'):
+    with pytest.warns(UserWarning, match=f'second moments in "{second}" are stored too large'):
         fit(str(tmp_path), plugin=plugin, max_epochs=1, limit_train_batches=1)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="second moments")
@@ -263,7 +269,7 @@ def test_codes_are_not_loaded_into_other_optimizers(tmp_path: Path, strategy: st
     path = str(tmp_path / "last.ckpt")
     run.save_checkpoint(path)
     plain = QuantizedPrecision(optimizer_state="none")
-    message = r"state is quantized \(1/.* AdamW .*is not.*QuantizedPrecision\(optimizer"
+    message = r"state is quantized \(2/.* AdamW .*is not.*QuantizedPrecision\(optimizer"
     with pytest.raises(ValueError, match=message):
         fit(str(tmp_path), make(), plugin=plain, max_epochs=2, ckpt_path=path)
 
@@ -277,7 +283,7 @@ def test_codes_are_not_loaded_without_the_plugin(tmp_path: Path, sharded: bool) 
     path = str(tmp_path / "last.ckpt")
     run.save_checkpoint(path)
     other = trainer(make(), str(tmp_path), devices=1, max_epochs=2)
-    with pytest.raises(ValueError, match=r"state is quantized \(1/.*, but AdamW is not"):
+    with pytest.raises(ValueError, match=r"state is quantized \(2/.*, but AdamW is not"):
         other.fit(Wide(), loader(), ckpt_path=path)
 
 
@@ -335,6 +341,16 @@ def test_optimizers_without_a_twin_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         fit(str(tmp_path), optimizer=optimizer, max_epochs=1)
+
+
+def test_hooks_that_lightning_leaves_out_are_refused(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = QuantizedAllReduce()
+    strategy = DDPStrategy(ddp_comm_state=state, ddp_comm_hook=quantized_all_reduce_hook)
+    run = trainer(strategy, str(tmp_path), devices=1, plugins=[QuantizedPrecision()], max_epochs=1)
+    with pytest.raises(ValueError, match=r"does nothing on CPUs.*register_comm_hook"):
+        run.fit(TinyModule("adamw", 1e-2), loader())
 
 
 YAML = """
