@@ -31,6 +31,7 @@ ROWS = {
     "lightning_step": ("variants", "variant"),
     "memory": ("models", "model"),
     "optimizer": ("cases", ""),
+    "optimizer_drift": ("cases", ""),
     "optimizer_error": ("library", ""),
     "step_time": ("variants", "variant"),
     "trace": ("traces", "trace"),

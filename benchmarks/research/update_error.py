@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from lq_lightning.codecs import decode, derive_seed, encode
 from lq_lightning.data_parallel import GradientQuantization, WeightQuantization
 from lq_lightning.data_parallel.error_feedback import GradientResidual
+from lq_lightning.data_parallel.gradient_layouts import LevelLayouts
 from lq_lightning.data_parallel.layout import MessageLayout, Run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -107,7 +108,8 @@ class Link:
         if self._residual is None:
             encode(self._spec, values, seed=seed, out=message)
         else:
-            self._residual.prepare(len(values), self._layout, values.device)
+            layouts = LevelLayouts((0,), self._layout, self._layout)
+            self._residual.prepare(len(values), layouts, values.device)
             self._residual.encode(0, values, self._spec, seed=seed, out=message)
         arrived[self._others] = decode(self._spec, message, numel)
         return arrived.view_as(gradient)
