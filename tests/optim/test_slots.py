@@ -246,8 +246,7 @@ def test_parameters_change_between_torch_and_kernel(device: torch.device) -> Non
     optimizer.quantization_config = config
     assert "exp_avg" in step_anew()
     first, second = parameters(optimizer)
-    first.data = torch.ones(4, 128, device=device)
-    first.grad = None
+    first.data, first.grad = torch.ones(4, 128, device=device), None
     assert CODES in step_anew()
     reverse(optimizer)
     assert "exp_avg" in step_anew()
@@ -297,9 +296,8 @@ def test_dampening_begins_after_the_first_step(device: torch.device) -> None:
 def test_large_step_counts_stay_those_of_fp32(device: torch.device) -> None:
     optimizer = build(device)
     take_step(optimizer, 1)
-    first_entry(optimizer)["step"].fill_(2**24 - 1)
-    for number in (2, 3):
-        take_step(optimizer, number)
+    first_entry(optimizer)["step"].fill_(2**24)
+    take_step(optimizer, 2)
     assert first_entry(optimizer)["step"] == 2**24
 
 
