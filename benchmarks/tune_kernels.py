@@ -35,6 +35,7 @@ from lq_lightning.kernels.dequantize import triton_kernels as dequantize_kernels
 from lq_lightning.kernels.feedback import triton_kernels as feedback_kernels
 from lq_lightning.kernels.message import launch
 from lq_lightning.kernels.message.launch import Tile
+from lq_lightning.kernels.message.tiles import TILES
 from lq_lightning.kernels.quantize import triton_kernels as quantize_kernels
 from lq_lightning.kernels.requantize import triton_kernels as requantize_kernels
 
@@ -117,7 +118,8 @@ def measure(case: Case, size_mb: int, tiles: list[Tile]) -> dict[Tile, float]:
 
 
 def write_table(best: dict[str, list[Tile]]) -> None:
-    """Replace the entries of the table in the source."""
+    """Replace entries of the table in the source."""
+    best = {kind: [Tile(*tile) for tile in tiles] for kind, tiles in TILES.items()} | best
     source = TABLE.read_text()
     head = source[: source.index("TILES: dict")]
     lines = ["TILES: dict[str, tuple[tuple[int, int, int, int], ...]] = {"]
@@ -131,12 +133,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="JSON report of all times")
     parser.add_argument("--write", action="store_true", help=f"update {TABLE.name}")
+    parser.add_argument("--only", default="", help="kinds whose names begin so; others stay")
     parser.add_argument("--processes", type=int, default=8, help="compile in so many processes")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA GPU")
         return 2
-    chosen = kinds()
+    chosen = {kind: case for kind, case in kinds().items() if kind.startswith(arguments.only)}
+    if not chosen:
+        parser.error(f"--only {arguments.only!r}: kinds are {', '.join(kinds())}")
     shapes = {
         (kind, tile._replace(tiles=1))
         for kind in chosen

@@ -20,7 +20,7 @@ MAX_GRID_Y = 65535
 INT_TO_FLOAT = 0x4B000000
 # As many messages are summed by unrolled code, compiled for their number. More are summed in a loop
 # of which several iterations are unrolled, compiled once.
-UNROLLED_MESSAGES = 4
+UNROLLED_MESSAGES = 8
 
 
 class Tile(NamedTuple):

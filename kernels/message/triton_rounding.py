@@ -219,7 +219,8 @@ def fixed_point(x, scaling, FORMAT: tl.constexpr, FULL: tl.constexpr):
     if FORMAT.symmetric:
         y = x * inverse[:, None]
     else:
-        y = (x * norm[:, None] - minimum[:, None]) * inverse[:, None]
+        # one rounding either way, since the product with a power of two is exact
+        y = tl.fma(x, norm[:, None], -minimum[:, None]) * inverse[:, None]
         if not FULL:  # padding may lie outside the range of the group
             y = tl.minimum(tl.maximum(y, FORMAT.min_level), FORMAT.max_level)
     if FORMAT.kind == "table":

@@ -4,7 +4,6 @@ from .base import ParameterPlan, QuantizedOptimizer
 from .config import OptimizerQuantization, embedding_weights, refuse_codes
 from .convert import quantize_optimizer
 from .optimizers import QuantizedAdam, QuantizedAdamW, QuantizedLion, QuantizedSGD
-from .sharded import check_sharded_step
 
 __all__ = [
     "OptimizerQuantization",
@@ -14,7 +13,6 @@ __all__ = [
     "QuantizedLion",
     "QuantizedOptimizer",
     "QuantizedSGD",
-    "check_sharded_step",
     "embedding_weights",
     "quantize_optimizer",
     "refuse_codes",

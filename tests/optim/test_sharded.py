@@ -22,12 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lq_lightning.optim import (
-    OptimizerQuantization,
-    QuantizedAdamW,
-    check_sharded_step,
-    quantize_optimizer,
-)
+from lq_lightning.optim import OptimizerQuantization, QuantizedAdamW, quantize_optimizer
 
 CONFIG = OptimizerQuantization(min_numel=64, stochastic_rounding=True)
 
@@ -208,31 +203,3 @@ def shard_columns(rank: int, world: int) -> None:
     with pytest.raises(NotImplementedError, match="support sharding on dimension 0"):
         optimizer.step()
     QuantizedAdamW([weight], full_precision=[weight]).step()
-
-
-def check_other_optimizers(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
-    weight = nn.Parameter(distribute_tensor(torch.randn(64, 128), mesh, [Shard(0)]))
-    calls = []
-    for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop):
-        optimizer = kind([weight], lr=0.1)
-        optimizer.register_step_pre_hook(lambda *_: calls.append(1))
-        before = weight.to_local().clone()
-        check_sharded_step(optimizer)
-        assert torch.equal(weight.to_local(), before)
-        assert not optimizer.state
-        assert optimizer.param_groups[0]["params"][0] is weight
-    assert not calls
-    with pytest.raises(
-        NotImplementedError, match=r"Adafactor` cannot update sharded .*Use one that can"
-    ):
-        check_sharded_step(torch.optim.Adafactor([weight]))
-    check_sharded_step(torch.optim.Adafactor([nn.Parameter(torch.randn(4, 4))]))
-
-
-def test_optimizers_that_cannot_update_shards_are_refused() -> None:
-    run_ranks(check_other_optimizers, 2)
-
-
-def test_other_shardings_are_refused() -> None:
-    run_ranks(shard_columns, 2)
