@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import table, write_report
@@ -95,6 +96,21 @@ def measure(folder: Path, nbytes: int, repeats: int) -> dict[str, list[tuple[flo
     return seconds
 
 
+def summary(
+    seconds: dict[str, list[tuple[float, float]]], gigabytes: float
+) -> list[dict[str, Any]]:
+    """Median seconds per GB of every operation."""
+    rows = []
+    for operation in ("directory, write", "directory, load", "file, load"):
+        row: dict[str, Any] = {"operation": operation}
+        for index, clock in enumerate(("s_per_gb", "cpu_s_per_gb")):
+            for checksums in ("without", "with"):
+                times = [run[index] for run in seconds[f"{operation}, {checksums}"]]
+                row[f"{checksums}_{clock}"] = statistics.median(times) / gigabytes
+        rows.append(row)
+    return rows
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -108,18 +124,15 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         seconds = measure(Path(folder), nbytes, options.repeats)
-    rows = []
-    for index, clock in enumerate(("", ", CPU")):
-        median = {
-            name: statistics.median(times[index] for times in runs) / (nbytes / 1e9)
-            for name, runs in seconds.items()
-        }
-        for what in ("directory, write", "directory, load", "file, load"):
-            without, with_ = median[f"{what}, without"], median[f"{what}, with"]
-            row = [f"{without:.2f}", f"{with_:.2f}", f"{with_ - without:+.2f}"]
-            rows.append([what + clock, *row])
-    print(table(rows, ["s/GB", "without checksums", "with", "difference"]))
-    write_report(options.json, "checkpoints", {"nbytes": nbytes, "seconds": seconds})
+    rows = summary(seconds, nbytes / 1e9)
+    header = ["s/GB", "without checksums", "with", "CPU without", "CPU with"]
+    print(
+        table(
+            [[row["operation"], *(f"{x:.2f}" for x in list(row.values())[1:])] for row in rows],
+            header,
+        )
+    )
+    write_report(options.json, "checkpoints", {"nbytes": nbytes, "rows": rows, "seconds": seconds})
 
 
 if __name__ == "__main__":

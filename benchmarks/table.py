@@ -25,6 +25,7 @@ Row = dict[str, Any]
 # Where the rows of a report are, and what an entry of a mapping is called.
 ROWS = {
     "all_reduce": ("rows", ""),
+    "checkpoints": ("rows", ""),
     "gradient_buffer": ("errors.gpt", "code"),
     "gradient_memory": ("windows", "gradients"),
     "kernels": ("cases", ""),
