@@ -8,14 +8,15 @@ around the collectives here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from lq_testing import run_ranks
 from lq_testing.models import TinyLM, batch
-from lq_testing.streams import Recorder, Stream, recorded_streams
+from lq_testing.streams import Recorder, Stream, recorded_streams, replaced
 from torch.distributed.fsdp import fully_shard
 
 from lq_lightning.data_parallel import (
@@ -26,6 +27,7 @@ from lq_lightning.data_parallel import (
 )
 from lq_lightning.data_parallel.exchange import ExchangeSchedule
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
+from lq_lightning.data_parallel.replica import Replica
 from lq_lightning.data_parallel.unit import DeferredReductions
 from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
 from lq_lightning.foundation.streams import SecondStage
@@ -60,53 +62,82 @@ MUTANTS: dict[str, tuple[Any, str]] = {
 }
 
 
-@contextlib.contextmanager
-def _without(mutant: str) -> Iterator[None]:
+def _without(mutant: str) -> contextlib.AbstractContextManager[None]:
     if not mutant:
-        yield
-        return
-    owner, name = MUTANTS[mutant]
-    original = getattr(owner, name)
-    setattr(owner, name, _nothing)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+        return contextlib.nullcontext()
+    return replaced(*MUTANTS[mutant], _nothing)
+
+
+def _build(world: int, rank: int, node_size: int, replica: str) -> Any:
+    model = TinyLM()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    communication = quantize_communication(
+        model,
+        weights=WeightQuantization(group_size=64, replica=replica),  # type: ignore[arg-type]
+        gradients=GradientQuantization(),
+        topology=Topology(world_size=world, rank=rank, node_size=node_size),
+        min_quantized_numel=256,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    communication.register_optimizer(optimizer)
+    return model, optimizer, communication
+
+
+def _train(model: TinyLM, optimizer: torch.optim.Optimizer, communication: Any, rank: int) -> None:
+    for step in range(2):
+        for _ in range(2):  # the second result is added to the first
+            model(batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.step()  # before anything has read the last exchange
+        optimizer.zero_grad()
+    communication.check_replicas()
+    model(batch(2, rank)).backward()  # all reductions are deferred, and the update reads them next
+    communication.measure_errors = True
+    optimizer.step()
+    communication.errors()
+    _fail_an_exchange(model, optimizer, communication)
+    model(batch(0, rank))
+
+
+def _fail_an_exchange(model: TinyLM, optimizer: torch.optim.Optimizer, communication: Any) -> None:
+    """A user catches out of memory in the second unit's exchange, and writes to the weights."""
+    original, count = WeightDifferenceAllGather.start_exchange, itertools.count()
+
+    def fail(gather: WeightDifferenceAllGather) -> Any:
+        if next(count):
+            raise MemoryError
+        return original(gather)
+
+    with replaced(WeightDifferenceAllGather, "start_exchange", fail), pytest.raises(MemoryError):
+        optimizer.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    communication.invalidate()
 
 
 def _races(rank: int, world: int, node_size: int, replica: str, mutant: str) -> list[str]:
     torch.manual_seed(0)
-    with recorded_streams() as recorder:
-        model = TinyLM()
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-        communication = quantize_communication(
-            model,
-            weights=WeightQuantization(group_size=64, replica=replica),  # type: ignore[arg-type]
-            gradients=GradientQuantization(),
-            topology=Topology(world_size=world, rank=rank, node_size=node_size),
-            min_quantized_numel=256,
-        )
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        communication.register_optimizer(optimizer)
-        gather, reduce = WeightDifferenceAllGather.__call__, TwoLevelReduceScatter.__call__
-        WeightDifferenceAllGather.__call__ = _on_own_stream(recorder, gather)  # type: ignore[method-assign]
-        TwoLevelReduceScatter.__call__ = _on_own_stream(recorder, reduce)  # type: ignore[method-assign]
-        try:
-            with _without(mutant):
-                for step in range(2):
-                    for _ in range(2):  # the second result is added to the first
-                        model(batch(step, rank)).backward()
-                    optimizer.step()
-                    optimizer.step()  # before anything has read the last exchange
-                    optimizer.zero_grad()
-                communication.check_replicas()
-                model(batch(0, rank))
-        finally:
-            WeightDifferenceAllGather.__call__ = gather  # type: ignore[method-assign]
-            TwoLevelReduceScatter.__call__ = reduce  # type: ignore[method-assign]
+    held = [0]
+    submit = SecondStage.submit
+
+    def counting(stage: SecondStage, *args: Any) -> None:
+        submit(stage, *args)
+        held[0] = max(held[0], len(stage._held))
+
+    with contextlib.ExitStack() as stack:
+        recorder = stack.enter_context(recorded_streams())
+        model, optimizer, communication = _build(world, rank, node_size, replica)
+        stack.enter_context(replaced(SecondStage, "submit", counting))
+        for owner in (WeightDifferenceAllGather, TwoLevelReduceScatter):
+            own = _on_own_stream(recorder, owner.__call__)
+            stack.enter_context(replaced(owner, "__call__", own))
+        stack.enter_context(_without(mutant))
+        _train(model, optimizer, communication, rank)
         communication.join()
+    assert held[0] == 2, "three units, of which two may be on their way"
     return [f"{race.kind}: {race.first} -> {race.second}" for race in recorder.races]
 
 
@@ -125,24 +156,23 @@ def test_streams_are_ordered_and_every_wait_is_needed() -> None:
             assert bool(races) == (name in MUTANTS), (name, races[:5])
 
 
-@pytest.mark.parametrize("drop", [False, True])
-def test_few_hand_overs_are_held(drop: bool) -> None:
-    with recorded_streams(), _without_make_room(drop):
-        stage = SecondStage(depth=2)
-        held = []
-        for _ in range(5):
-            stage.make_room()
-            stage.submit(torch.ones(2), lambda: None)
-            held.append(len(stage._held))
-    assert (max(held) <= 2) != drop
-
-
-@contextlib.contextmanager
-def _without_make_room(drop: bool) -> Iterator[None]:
-    original = SecondStage.make_room
-    if drop:
-        SecondStage.make_room = _nothing  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        SecondStage.make_room = original  # type: ignore[method-assign]
+@pytest.mark.parametrize("restored", [False, True])
+def test_memory_of_a_replica_outlives_its_use_on_the_stream_of_a_gather(restored: bool) -> None:
+    with recorded_streams() as recorder:
+        replica, gathering = Replica(), recorder.new_stream()
+        slot, saved = torch.ones(64), torch.zeros(64)
+        gathering.wait_stream(recorder.current)
+        if restored:
+            replica.restore(saved)
+        with recorder.on_stream(gathering):
+            replica.begin_refresh(slot, 2, 0)
+            replica.complete()
+        del slot, saved  # nothing has waited for the gather
+        torch.ones(64)
+        later = recorder.new_stream()
+        with recorder.on_stream(later):  # of another dtype, so that all memory is replaced
+            other = torch.ones(64, dtype=torch.bfloat16)
+            replica.begin_refresh(other, 2, 0)
+            replica.complete()
+            torch.ones(64)
+    assert not recorder.races

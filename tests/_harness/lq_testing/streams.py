@@ -25,8 +25,10 @@ from torch.utils._pytree import tree_leaves
 
 from lq_lightning.foundation import streams
 
-__all__ = ["Event", "Race", "Recorder", "Stream", "recorded_streams"]
+__all__ = ["Event", "Race", "Recorder", "Stream", "recorded_streams", "replaced"]
 
+# They take a tensor for its shape, dtype and device, not for its values.
+_ALLOCATIONS = {"aten::new_empty", "aten::new_empty_strided", "aten::empty_like", "aten::new_zeros"}
 _OWN_FRAMES = ("lq_testing/streams.py", "_python_dispatch.py", "torch/_ops.py", "_compile.py")
 
 
@@ -96,6 +98,7 @@ class _Memory:
     write: _Use | None = None
     reads: dict[int, _Use] = field(default_factory=dict)
     users: dict[int, _Use] = field(default_factory=dict)  # last use on every stream
+    recorded: set[int] = field(default_factory=set)  # streams whose uses the allocator waits for
 
 
 class Recorder(TorchDispatchMode):
@@ -109,14 +112,14 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.races: list[Race] = []
-        self._made = 0
+        self._streams: list[Stream] = []
         self.current = self.new_stream()
         self._memory: dict[int, _Memory] = {}
 
     def new_stream(self) -> Stream:
         """Another stream."""
-        self._made += 1
-        return Stream(self._made)
+        self._streams.append(Stream(len(self._streams) + 1))
+        return self._streams[-1]
 
     @contextlib.contextmanager
     def on_stream(self, stream: Stream) -> Iterator[None]:
@@ -128,10 +131,10 @@ class Recorder(TorchDispatchMode):
             self.current = before
 
     def record_use(self, tensor: Tensor) -> None:
-        """Keep the tensor's memory until what the current stream has now is done."""
+        """Keep the tensor's memory until its uses on the current stream are done."""
         memory = self._memory.get(tensor.untyped_storage()._cdata)
         if memory is not None:
-            memory.users.pop(self.current.number, None)
+            memory.recorded.add(self.current.number)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -146,6 +149,9 @@ class Recorder(TorchDispatchMode):
             fresh = _tensors(result)
             written += [t for t in fresh if t.untyped_storage()._cdata not in known]
             self._record(func, read, written)
+        if func._schema.name == "aten::_local_scalar_dense":  # the host waits for the value
+            for stream in self._streams:
+                stream.wait_stream(self.current)
         return result
 
     def _record(self, func: Any, read: list[Tensor], written: list[Tensor]) -> None:
@@ -186,7 +192,8 @@ class Recorder(TorchDispatchMode):
         for key in [k for k, memory in self._memory.items() if memory.reference.expired()]:
             memory = self._memory.pop(key)
             for use in memory.users.values():
-                if use.stream != memory.home.number and not memory.home.has_seen(use):
+                kept = use.stream == memory.home.number or use.stream in memory.recorded
+                if not kept and not memory.home.has_seen(use):
                     self._report("freed too early", use, f"stream {memory.home.number} reuses it")
 
 
@@ -196,6 +203,8 @@ def _uses(
     """Tensors that an operator reads, and those among its arguments that it writes."""
     read: list[Tensor] = []
     written: list[Tensor] = []
+    if func._schema.name in _ALLOCATIONS:
+        return read, written
     arguments = func._schema.arguments
     named = [*zip(arguments, args, strict=False)]
     named += [(a, kwargs[a.name]) for a in arguments if a.name in kwargs]
@@ -244,13 +253,14 @@ def recorded_streams() -> Iterator[Recorder]:
             "on_stream": recorder.on_stream,
             "record_use": recorder.record_use,
         }.items():
-            stack.enter_context(_replaced(streams, name, value))
+            stack.enter_context(replaced(streams, name, value))
         stack.enter_context(recorder)
         yield recorder
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an object or class another attribute within the context."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
