@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["METADATA_CLASSES", "unflatten_checkpoint"]
+__all__ = ["LAYOUT_BY_NAME", "METADATA_CLASSES", "unflatten_checkpoint"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
@@ -26,9 +26,11 @@ METADATA_CLASSES = frozenset(
         ("collections", "OrderedDict"),
         ("torch", "Size"),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
     }
 )
+
+# The function that gives a layout by its name in a pickle.
+LAYOUT_BY_NAME = ("torch.serialization", "_get_layout")
 
 
 def unflatten_checkpoint(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lq_lightning._compat.checkpoint import METADATA_CLASSES
+from lq_lightning._compat.checkpoint import LAYOUT_BY_NAME, METADATA_CLASSES
 from lq_lightning.checkpoint.checksums import HOW_TO_TRUST, REMEDY
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes 0.1 s to import: not before it is needed
@@ -33,6 +33,8 @@ _PATHS = {
 }
 _PATH_MODULES = ("pathlib", "pathlib._local")  # Python 3.13 has moved the classes
 _VALUES = (torch.dtype, torch.layout, torch.memory_format)
+_CAN_BE_CHANGED = 1 << 9  # Py_TPFLAGS_HEAPTYPE; other classes refuse new attributes
+_OF_CLASSES = ("__name__", "__qualname__", "__bases__")  # attributes that `vars` does not show
 
 
 class _RefusedError(Exception):
@@ -44,7 +46,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self._attributes: dict[type, dict[str, Any]] = {}
+        self._attributes: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         """Return an allowed class or value.
@@ -53,8 +55,9 @@ class _MetadataUnpickler(pickle.Unpickler):
             _RefusedError: It is not one.
         """
         found = self._find(module, name)
-        if isinstance(found, type):
-            self._attributes.setdefault(found, dict(vars(found)))
+        if isinstance(found, type) and found.__flags__ & _CAN_BE_CHANGED:
+            for shared in (found, *getattr(found, "__members__", {}).values()):
+                self._attributes.setdefault(id(shared), (shared, _attributes(shared)))
         return found
 
     def _find(self, module: str, name: str) -> Any:
@@ -62,26 +65,38 @@ class _MetadataUnpickler(pickle.Unpickler):
             return _PATHS[name]
         if module == "torch" and isinstance(getattr(torch, name, None), _VALUES):
             return getattr(torch, name)
+        if (module, name) == LAYOUT_BY_NAME:  # torch's own function has a cache to write to
+            layouts = {str(v): v for v in vars(torch).values() if isinstance(v, torch.layout)}
+            return layouts.__getitem__
         if (module, name) in METADATA_CLASSES:
             return super().find_class(module, name)
         raise _RefusedError(f"`{module}.{name}`")
 
     def check_classes(self) -> None:
-        """Undo what was done to the classes themselves, which a pickle can set attributes of.
+        """Undo what was done to classes and members of enums, whose attributes a pickle can set.
 
         Raises:
             _RefusedError: Something was.
         """
-        for cls, before in self._attributes.items():
-            after = dict(vars(cls))
+        found = []
+        for shared, before in self._attributes.values():
+            after = _attributes(shared)
             changed = [key for key in after if key not in before or after[key] is not before[key]]
             for key in changed:
                 if key in before:
-                    setattr(cls, key, before[key])
+                    setattr(shared, key, before[key])
                 else:
-                    delattr(cls, key)
-            if changed:
-                raise _RefusedError(f"an attribute `{changed[0]}` of the class `{cls.__name__}`")
+                    delattr(shared, key)
+                found.append(f"an attribute `{key}` of `{shared}`")
+        if found:
+            raise _RefusedError(found[0])
+
+
+def _attributes(shared: Any) -> dict[str, Any]:
+    attributes = dict(vars(shared))
+    if isinstance(shared, type):
+        attributes |= {key: getattr(shared, key) for key in _OF_CLASSES}
+    return attributes
 
 
 def _restricted(content: bytes) -> Any:

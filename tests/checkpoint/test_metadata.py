@@ -19,7 +19,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lq_lightning.checkpoint.archives import load_archive
@@ -28,6 +33,7 @@ from lq_lightning.checkpoint.folder import ShardedCheckpoint
 from lq_lightning.checkpoint.metadata import read_metadata
 from lq_lightning.checkpoint.single_file import load_full_checkpoint
 
+SHARED = (Metadata, StorageMeta, *_MEM_FORMAT_ENCODING)  # by all of the process
 STATE = {
     "state_dict": {"w": torch.arange(6.0), "h": torch.ones(4, dtype=torch.bfloat16)},
     "optimizer_0": {"state": {"w": {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]},
@@ -53,10 +59,22 @@ def _reaches_through(module: str, name: str, argument: str) -> bytes:
     return b"\x80\x04" + _text(module) + _text(name) + b"\x93" + _text(argument) + b"\x85R."
 
 
+def _name(module: str, name: str) -> bytes:
+    return _text(module) + _text(name) + b"\x93"
+
+
+def _sets(*attributes: tuple[bytes, str, bytes]) -> bytes:
+    """`setattr(owner, attribute, value)` for each of them."""
+    parts = [o + b"N}" + _text(a) + v + b"s\x86b" for o, a, v in attributes]
+    return b"\x80\x04" + b"0".join(parts) + b"."
+
+
 def _crafted(command: str) -> dict[str, bytes]:
     run = Call(os.system, command)
     nested = Metadata(state_dict_metadata={}, planner_data=[run])
     metadata = "torch.distributed.checkpoint.metadata"
+    described = _name(metadata, "Metadata")
+    encoding = _name(metadata, "_MEM_FORMAT_ENCODING")
     return {
         "os.system": pickle.dumps(run),
         "protocol 0": pickle.dumps(run, protocol=0),
@@ -70,15 +88,11 @@ def _crafted(command: str) -> dict[str, bytes]:
         "function of torch": _reaches_through("torch", "load", command),
         "attribute of torch": _reaches_through("torch", "os.system", command),
         "hidden in torch": _reaches_through("torch.serialization", "os.system", command),
-        # sets Metadata.__str__ = OrderedDict for the whole process
-        "class": b"\x80\x04"
-        + _text(metadata)
-        + _text("Metadata")
-        + b"\x93N}"
-        + _text("__str__")
-        + _text("collections")
-        + _text("OrderedDict")
-        + b"\x93s\x86b.",
+        # what follows would hold for the whole process
+        "class": _sets((described, "__str__", _name("collections", "OrderedDict"))),
+        "two classes": _sets((_name(metadata, "StorageMeta"), "a", b"N"), (described, "a", b"N")),
+        "name of a class": _sets((described, "__qualname__", _text("Other"))),
+        "member of an enum": _sets((encoding + b"K\x00\x85R", "_value_", b"K\x09")),
     }
 
 
@@ -95,12 +109,21 @@ def folder(tmp_path: Path) -> Path:
 def test_crafted_metadata_runs_nothing(folder: Path, kind: str) -> None:
     ran = folder.parent / "ran"
     (folder / ".metadata").write_bytes(_crafted(f"touch {ran}")[kind])
-    before = dict(vars(Metadata))
+    before = [(str(shared), dict(vars(shared))) for shared in SHARED]
     message = r"a.ckpt/.metadata` asks for (.|\n)*weights_only=False"
     with pytest.raises(pickle.UnpicklingError, match=message):
         ShardedCheckpoint(folder)
     assert not ran.exists()
-    assert dict(vars(Metadata)) == before
+    assert [(str(shared), dict(vars(shared))) for shared in SHARED] == before
+
+
+def test_crafted_metadata_does_not_reach_the_layouts_of_torch(folder: Path) -> None:
+    cached = b"}" + _text("torch.strided") + b"K\x09s"
+    layout = _name("torch.serialization", "_get_layout")
+    (folder / ".metadata").write_bytes(_sets((layout, "cache", cached)))
+    with pytest.raises(ValueError, match=r"a.ckpt/.metadata` is cut off or damaged"):
+        ShardedCheckpoint(folder)
+    assert pickle.loads(pickle.dumps(torch.strided)) is torch.strided
 
 
 def test_crafted_metadata_runs_nothing_on_the_command_line(
