@@ -25,12 +25,22 @@ ReplicaMode = Literal["full", "node"]
 Rounding = Literal["nearest", "stochastic"]
 
 _INTEGER_BITS = range(2, 9)
+# a scale per row would cover all parameters of a unit that travel as one run
+_GROUP_SIZES = tuple(size for size in GROUP_SIZES if size != "row")
 
 
-def _check_bits(owner: str, field: str, bits: int) -> None:
-    if bits not in _INTEGER_BITS:
+def _check_bits(owner: str, field: str, bits: object) -> None:
+    if type(bits) is not int or bits not in _INTEGER_BITS:
         raise ValueError(
             f"`{owner}({field}={bits!r})` is not supported: integer codes have 2 to 8 bits."
+        )
+
+
+def _check_group_size(owner: str, group_size: object) -> None:
+    if type(group_size) is not int or group_size not in _GROUP_SIZES:
+        raise ValueError(
+            f"`{owner}(group_size={group_size!r})` is not supported: give a power of two from "
+            f"{_GROUP_SIZES[0]} to {_GROUP_SIZES[-1]}."
         )
 
 
@@ -68,7 +78,7 @@ class WeightQuantization:
         check_choice(owner, "method", self.method, ("qWD", "qW"))
         check_choice(owner, "replica", self.replica, ("full", "node"))
         check_choice(owner, "rounding", self.rounding, get_args(Rounding))
-        check_choice(owner, "group_size", self.group_size, GROUP_SIZES)
+        _check_group_size(owner, self.group_size)
         _check_bits(owner, "bits", self.bits)
 
     def codec(self) -> CodecSpec:
@@ -133,7 +143,7 @@ class GradientQuantization:
         _check_bits(owner, "inter_bits", self.inter_bits)
         if self.vocabulary_bits is not None:
             _check_bits(owner, "vocabulary_bits", self.vocabulary_bits)
-        check_choice(owner, "group_size", self.group_size, GROUP_SIZES)
+        _check_group_size(owner, self.group_size)
         check_choice(owner, "hadamard_size", self.hadamard_size, (16, 32, 64, 128))
         if self.method == "TLq-HS" and self.hadamard_size > self.group_size:
             raise ValueError(

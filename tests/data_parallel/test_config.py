@@ -12,7 +12,10 @@ from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQua
         ({"bits": 1}, "bits=1.*2 to 8"),
         ({"bits": 9}, "bits=9.*2 to 8"),
         ({"replica": "rank"}, r"replica='rank'.*'full', 'node'"),
-        ({"group_size": 100}, r"WeightQuantization\(group_size=100\).*16, 32, 64"),
+        ({"bits": 4.0}, "bits=4.0.*2 to 8"),
+        ({"group_size": 100}, r"WeightQuantization\(group_size=100\).*from 16 to 4096"),
+        ({"group_size": "row"}, r"WeightQuantization\(group_size='row'\).*from 16 to 4096"),
+        ({"group_size": 64.0}, r"group_size=64.0.*power of two"),
         ({"rounding": "up"}, r"WeightQuantization\(rounding='up'\).*'nearest', 'stochastic'"),
     ],
 )
@@ -31,7 +34,8 @@ def test_weight_config_names_the_value(kwargs: dict[str, object], message: str) 
         ({"rounding": "Nearest"}, r"GradientQuantization\(rounding='Nearest'\).*'nearest'"),
         ({"hadamard_size": 24}, "hadamard_size=24.*16, 32, 64, 128"),
         ({"group_size": 16}, r"GradientQuantization\(hadamard_size=32, group_size=16\).*at most"),
-        ({"group_size": 8192}, r"GradientQuantization\(group_size=8192\).*16, 32, 64"),
+        ({"group_size": 8192}, r"GradientQuantization\(group_size=8192\).*from 16 to 4096"),
+        ({"group_size": "row"}, r"GradientQuantization\(group_size='row'\).*from 16 to 4096"),
     ],
 )
 def test_gradient_config_names_the_value(kwargs: dict[str, object], message: str) -> None:
