@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lq_lightning._compat.fsdp2 import offloads_to_cpu
+from lq_lightning._compat.forwards import gather_normal_tensors
+from lq_lightning._compat.fsdp2 import fsdp_units, offloads_to_cpu
 from lq_lightning._compat.lightning import convert_floating, materialize_meta_tensors
 from lq_lightning._compat.modules import prepare_fsdp_class
 from lq_lightning.foundation.broadcast import broadcast_module_states
@@ -115,6 +116,8 @@ def shard(
         broadcast_module_states(module, parameters=True)
     plan = find_units(module, sharding.units)
     shard_module(module, plan, sharding.mesh, sharding.precision, sharding.reshard_after_forward)
+    for _, _, group in fsdp_units(module):
+        gather_normal_tensors(group)
     _materialize(module, sharding.device)
     if several:
         broadcast_module_states(module, parameters=False)

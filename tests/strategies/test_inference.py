@@ -11,17 +11,33 @@ import pytest
 import torch
 from lq_testing import run_ranks
 from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
+from torch import Tensor
 
 from lq_lightning import QuantizedFSDPStrategy
 
 run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=200.0)
 
 
+class Evaluated(TinyModule):
+    """Sharded outside of inference mode, gathered for the first time inside of it, as with NCCL."""
+
+    def validation_step(self, tokens: Tensor, batch_idx: int) -> None:
+        self.net(tokens)  # what Lightning logs is written outside of inference mode
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self.inference = torch.inference_mode()
+        self.inference.__enter__()
+
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self.inference.__exit__(None, None, None)
+
+
 def _evaluates_first(rank: int, world_size: int, root: str, accelerator: str) -> None:
     # Lightning replaces inference mode by `no_grad` with gloo, but not a mode that it finds
     inference = contextlib.nullcontext if accelerator == "gpu" else torch.inference_mode
-    for replica in ("full", "node"):
-        options: dict[str, Any] = {"weights": "qWD", "gradients": "TLq-HS", "replica": replica}
+    quantized = {"weights": "qWD", "gradients": "TLq-HS"}
+    kinds: list[dict[str, Any]] = [{"weights": "none", "gradients": "none"}]
+    for options in [*kinds, *({**quantized, "replica": replica} for replica in ("full", "node"))]:
 
         def run(options: dict[str, Any] = options, **kwargs: Any) -> Any:
             strategy = QuantizedFSDPStrategy(min_quantized_numel=64, **options)
@@ -30,9 +46,9 @@ def _evaluates_first(rank: int, world_size: int, root: str, accelerator: str) ->
         trained = []
         for evaluates in (False, True):
             torch.manual_seed(0)
-            losses, module = Losses(), TinyModule()
+            losses, module = Losses(), Evaluated()
             if evaluates:
-                run().predict(module, loader(4, batch_size=1))  # shards the model
+                run().validate(module, loader(4, batch_size=1), verbose=False)
                 with inference():
                     run().validate(module, loader(), verbose=False)
                     run().test(module, loader(), verbose=False)
