@@ -111,6 +111,7 @@ class FullyShardedStrategy(SteppingStrategy):
             ("skip_nonfinite_steps", skip_nonfinite_steps),
             ("compile_units", compile_units),
             ("save_distributed_checkpoint", save_distributed_checkpoint),
+            ("verify_checkpoints", verify_checkpoints),
         ):
             check_flag(owner, name, value)
         check_selector(units)

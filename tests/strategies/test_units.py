@@ -169,6 +169,7 @@ def test_scalar_and_lazy_parameters_are_named() -> None:
         ({"skip_nonfinite_steps": None}, r"skip_nonfinite_steps=None.*True or False"),
         ({"compile_units": "yes"}, r"compile_units='yes'.*True or False"),
         ({"save_distributed_checkpoint": 0}, r"save_distributed_checkpoint=0.*True or False"),
+        ({"verify_checkpoints": "no"}, r"verify_checkpoints='no'.*True or False"),
         ({"timeout": 0}, r"timeout=0\).*positive number of seconds, a `datetime.timedelta`"),
         ({"timeout": timedelta(0)}, r"timeout=datetime.*positive number of seconds"),
         ({"timeout": "1h"}, r"timeout='1h'.*positive number of seconds"),
