@@ -15,6 +15,7 @@ from lq_lightning.data_parallel.all_gather import QuantizedAllGather
 from lq_lightning.data_parallel.drift import invalidate_drifted
 from lq_lightning.data_parallel.exchange import ExchangeSchedule
 from lq_lightning.data_parallel.optimizer_hooks import OptimizerHooks
+from lq_lightning.data_parallel.outside_writes import WriteVotes
 from lq_lightning.data_parallel.plan import CommunicationPlan
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
 from lq_lightning.data_parallel.unit import UnitContext
@@ -69,8 +70,10 @@ class QuantizedCommunication:
         context: UnitContext,
         plan: CommunicationPlan,
         device: torch.device,
+        votes: WriteVotes | None,
     ) -> None:
         self._units = units
+        self._votes = votes  # None without differences
         self._context = context
         self.plan = plan
         self.topology = context.topology
@@ -137,7 +140,7 @@ class QuantizedCommunication:
 
         With the number of times, the same on every rank; each costs a full-precision gather.
         """
-        return self._context.votes.counts
+        return {} if self._votes is None else self._votes.counts
 
     def _difference_gathers(self) -> list[WeightDifferenceAllGather]:
         gathers = [u.gather for u in self._units]
@@ -179,7 +182,8 @@ class QuantizedCommunication:
         the first one. The values are not the main weights: they are what every rank computes with,
         so saving them lets a resumed run continue exactly.
         """
-        self._context.votes.settle(self.step)
+        if self._votes is not None:
+            self._votes.settle(self.step)
         slots: dict[str, DTensor] = {}
         for gather in self._difference_gathers():
             slots.update(gather.replica_slots())

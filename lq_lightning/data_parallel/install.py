@@ -85,8 +85,9 @@ def quantize_communication(
     vocabulary = frozenset(names_of[id(p)] for p in vocabulary_weights(module))
     device = next(module.parameters()).device
     groups = RankGroups.of(topology, shard_group(found[0][2]), device)
-    votes = _make_votes(module, groups.every, device)
-    context = _make_context(topology, groups, seed, vocabulary, votes)
+    differences = weights is not None and weights.method == "qWD"
+    votes = _make_votes(module, groups.every, device) if differences else None
+    context = _make_context(topology, groups, seed, vocabulary)
     units, tensors = [], []
     for index, (name, unit_module, group) in enumerate(found):
         params = GroupParams(group)
@@ -98,13 +99,13 @@ def quantize_communication(
             min_quantized_numel=min_quantized_numel,
             context=context,
         )
-        unit = _install(description, unit_module, group, weights, gradients)
+        unit = _install(description, unit_module, group, weights, gradients, votes)
         units.append(unit)
         tensors.extend(_plan_unit(description, unit))
     plan = CommunicationPlan(
         tuple(tensors), describe_weights(weights), describe_gradients(gradients, topology)
     )
-    return QuantizedCommunication(units, context, plan, device)
+    return QuantizedCommunication(units, context, plan, device, votes)
 
 
 def _make_context(
@@ -112,7 +113,6 @@ def _make_context(
     groups: RankGroups,
     seed: int,
     vocabulary: frozenset[str],
-    votes: WriteVotes,
 ) -> UnitContext:
     first = dist.get_process_group_ranks(groups.every)[0]
     return UnitContext(
@@ -123,7 +123,6 @@ def _make_context(
         seed=derive_seed(seed, first),  # models sharded over other ranks get noise of their own
         traffic=Traffic(),
         vocabulary=vocabulary,
-        votes=votes,
     )
 
 
@@ -161,12 +160,15 @@ def _install(
     group: Any,
     weights: WeightQuantization | None,
     gradients: GradientQuantization | None,
+    votes: WriteVotes | None,
 ) -> QuantizedUnit:
     gather_normal_tensors(group)
     gather: QuantizedAllGather | None = None
     if weights is not None:
-        kind = WeightDifferenceAllGather if weights.method == "qWD" else WeightAllGather
-        gather = kind(weights, description)
+        if votes is None:
+            gather = WeightAllGather(weights, description)
+        else:
+            gather = WeightDifferenceAllGather(weights, description, votes)
         module.set_custom_all_gather(gather)
     scatter = None
     if gradients is not None:

@@ -165,8 +165,6 @@ class WriteVotes:
         Args:
             step: Optimizer steps taken so far.
         """
-        if not self._units:
-            return
         self._heed(self._pending, by_all=False)
         self._pending = None
         seen = [self._sees(*unit) for unit in self._units]

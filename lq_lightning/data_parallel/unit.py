@@ -13,7 +13,6 @@ from lq_lightning._compat.fsdp2 import GroupParam
 from lq_lightning._compat.torch import after_backward, backward_id
 from lq_lightning.codecs import CodecSpec, derive_seed
 from lq_lightning.data_parallel.layout import Segment, segment_runs
-from lq_lightning.data_parallel.outside_writes import WriteVotes
 from lq_lightning.foundation.streams import SecondStage
 from lq_lightning.foundation.topology import Topology
 from lq_lightning.foundation.traffic import ErrorSums, Traffic
@@ -77,7 +76,6 @@ class UnitContext:
         seed: Base of all stochastic-rounding seeds.
         traffic: Byte counters.
         vocabulary: Names of the parameters that are embeddings or heads.
-        votes: How ranks agree that something other than an optimizer step has written to weights.
         step: Optimizer steps taken so far; a new number allows one more exchange.
         measure_errors: Whether to sum up quantization errors (costs extra passes).
         weight_errors: Sums of the weights' relative error.
@@ -92,7 +90,6 @@ class UnitContext:
     seed: int
     traffic: Traffic
     vocabulary: frozenset[str]
-    votes: WriteVotes
     step: int = 0
     measure_errors: bool = False
     weight_errors: ErrorSums = field(default_factory=ErrorSums)

@@ -14,7 +14,7 @@ from lq_lightning._compat.torch import all_gather_flat, all_gather_parts
 from lq_lightning.data_parallel.all_gather import QuantizedAllGather
 from lq_lightning.data_parallel.config import WeightQuantization
 from lq_lightning.data_parallel.layout import MessageLayout
-from lq_lightning.data_parallel.outside_writes import WriteWatch
+from lq_lightning.data_parallel.outside_writes import WriteVotes, WriteWatch
 from lq_lightning.data_parallel.replica import Freshness, Replica
 from lq_lightning.data_parallel.unit import UnitDescription
 from lq_lightning.foundation import streams
@@ -59,6 +59,7 @@ class WeightDifferenceAllGather(QuantizedAllGather):
     Args:
         config: Codec and method.
         unit: The unit.
+        votes: How ranks agree that something other than an optimizer step has written to weights.
 
     Attributes:
         replica: Its values are ``[world * n]``, or ``[nodes * n]`` if a node shares them.
@@ -66,11 +67,14 @@ class WeightDifferenceAllGather(QuantizedAllGather):
 
     skips_frozen = True
 
-    def __init__(self, config: WeightQuantization, unit: UnitDescription) -> None:
+    def __init__(
+        self, config: WeightQuantization, unit: UnitDescription, votes: WriteVotes
+    ) -> None:
         super().__init__(config, unit)
         self.replica = Replica()
         self._watch = WriteWatch(unit.names, unit.params)
-        self._context.votes.add(self.name, self.replica, self._watch)
+        self._votes = votes
+        votes.add(self.name, self.replica, self._watch)
 
     @property
     def shared_by_node(self) -> bool:
@@ -184,7 +188,7 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         if group.size() != topology.world_size or not expected:
             all_gather_flat(output_tensor, input_tensor, group)
             return
-        self._context.votes.before_gather(self._context.step)
+        self._votes.before_gather(self._context.step)
         self._count_baseline(input_tensor)
         replica = self.replica
         fresh = replica.state is Freshness.FRESH

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lq_testing.fsdp2 import QWD, TLQ_HS, build, pretend_ranks
+from lq_testing.fsdp2 import QWD, TLQ_HS, build, pretend_ranks, units
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,6 +14,8 @@ from lq_lightning.data_parallel import (
     CommunicationPlan,
     TensorPlan,
     Topology,
+    WeightQuantization,
+    install,
     quantize_communication,
 )
 
@@ -34,6 +36,26 @@ def test_refuses_what_it_cannot_do() -> None:
     wrong = Topology(world_size=4, rank=0, node_size=1)
     with pytest.raises(ValueError, match=r"world_size=4.*number 0 of 2 ranks"):
         quantize_communication(model, **options, topology=wrong)
+
+
+@pytest.mark.parametrize("method", ["qWD", "qW", None])
+def test_only_differences_need_votes(monkeypatch: pytest.MonkeyPatch, method: Any) -> None:
+    """A process group takes memory on a GPU, and watching passes is a change to FSDP2."""
+    pretend_ranks(2)
+    made: list[Any] = []
+
+    def split(group: Any, rows: Any, device: Any) -> Any:
+        made.append(rows)
+        return group
+
+    monkeypatch.setattr(install, "split_group", split)
+    weights = None if method is None else WeightQuantization(method=method, group_size=64)
+    model, _, communication = build(weights=weights, gradients=TLQ_HS)
+    watched = ["_root_pre_forward" in vars(unit._get_fsdp_state()) for unit in units(model)]
+    assert set(watched) == {method == "qWD"}
+    assert made == ([[[0, 1]]] if method == "qWD" else [])
+    assert communication.outside_writes == {}
+    assert communication.replica_state_dict() == {}
 
 
 def test_plan_names_what_is_not_quantized_and_why() -> None:

@@ -225,7 +225,6 @@ def _layouts() -> gradient_layouts.GradientLayouts:
         seed=0,
         traffic=none,
         vocabulary=frozenset(),
-        votes=none,
     )
     description = unit.UnitDescription(
         name="experts",
