@@ -39,9 +39,12 @@ class Topology:
         """Check that nodes are equally large.
 
         Raises:
-            ValueError: The world size is no multiple of the node size, a number is out of range, or
-                ``mesh`` has another shape.
+            ValueError: The world size is no multiple of the node size, a number is out of range or
+                none, or ``mesh`` has another shape.
         """
+        for name in ("world_size", "rank", "node_size"):
+            if type(value := getattr(self, name)) is not int:
+                raise ValueError(f"`Topology({name}={value!r})` is not valid: give a whole number.")
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise ValueError(
                 f"`Topology(world_size={self.world_size}, rank={self.rank})` is not valid: "

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQuantization
@@ -62,6 +64,12 @@ def test_ablation_codecs() -> None:
 @pytest.mark.parametrize("node_size", [0, 3, 5, -1])
 def test_topology_names_the_divisors(node_size: int) -> None:
     with pytest.raises(ValueError, match=rf"node_size={node_size}.*\[1, 2, 4\]"):
+        Topology(world_size=4, rank=0, node_size=node_size)
+
+
+@pytest.mark.parametrize("node_size", ["1", 2.0, True])
+def test_topology_takes_whole_numbers(node_size: Any) -> None:
+    with pytest.raises(ValueError, match=rf"Topology\(node_size={node_size!r}\).*whole number"):
         Topology(world_size=4, rank=0, node_size=node_size)
 
 
