@@ -19,7 +19,9 @@ MAX_GRID_Y = 65535
 # kernels that decode.
 INT_TO_FLOAT = 0x4B000000
 # As many messages are summed by unrolled code, compiled for their number. More are summed in a loop
-# of which several iterations are unrolled, compiled once.
+# of which as many iterations are unrolled, compiled once. On an H200, int8, 256 MB: 8 messages take
+# 197 us unrolled and 250 in a loop unrolled by 4; 32 take 609 in a loop unrolled by 8, 765 in one
+# unrolled by 4, and 596 in one that is not.
 UNROLLED_MESSAGES = 8
 
 

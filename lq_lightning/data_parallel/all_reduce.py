@@ -87,8 +87,9 @@ class QuantizedAllReduce:
             ddp_comm_state=QuantizedAllReduce(), ddp_comm_hook=quantized_all_reduce_hook
         )
 
-    Lightning leaves communication hooks out on CPUs. There, and with DDP alone, register it
-    yourself, with Lightning in ``on_fit_start``::
+    Lightning leaves communication hooks out on CPUs; a warning says so where this is made before
+    the process group and there is no GPU. There, and with DDP alone, register it yourself, with
+    Lightning in ``on_fit_start``::
 
         trainer.model.register_comm_hook(QuantizedAllReduce(), quantized_all_reduce_hook)
 
@@ -100,7 +101,8 @@ class QuantizedAllReduce:
     with two. AGoQ sends FP8 E4M3 (2.6% each): ``codec=CodecSpec(code="fp8_e4m3", group_size=128)``.
 
     Args:
-        codec: Codec of all messages. Groups of elements never cross the parameters of a bucket.
+        codec: Codec of all messages, with groups of a fixed size, which never cross the parameters
+            of a bucket.
         min_nbytes: Smaller tensors and buckets are averaged in their own dtype, since latency
             dominates there. Between two nodes of two H200s 8 bits are faster than fp32 from 16 MiB
             on where only the virtual network limits them, which is the default; at 10 Gb/s from
@@ -112,8 +114,8 @@ class QuantizedAllReduce:
         seed: Base of the seeds of stochastic rounding, if the codec has that.
 
     Raises:
-        ValueError: A number is out of range; at the first call, ``node_size`` does not divide the
-            world size.
+        ValueError: A number is out of range, or the codec has one scale per row; at the first call,
+            ``node_size`` does not divide the world size.
     """
 
     def __init__(
@@ -142,7 +144,15 @@ class QuantizedAllReduce:
         self._calls = 0
         self._groups: _Groups | None = None
         self._stream: torch.cuda.Stream | None = None
-        if torch.cuda.device_count() == 0:  # which does not initialise CUDA
+        if codec.group_size == "row":
+            raise ValueError(
+                "`QuantizedAllReduce(codec=CodecSpec(group_size='row'))` is not supported: "
+                "parameters of very different magnitudes would share a scale. Use a group_size "
+                "from 16 to 4096."
+            )
+        # The former does not initialise CUDA. Made after the process group, it is for a hook that
+        # is registered by hand: `DDPStrategy` was built before there was one.
+        if torch.cuda.device_count() == 0 and not dist.is_initialized():
             warnings.warn(
                 "no CUDA device was found, and on CPUs Lightning's `DDPStrategy` leaves "
                 "`ddp_comm_hook` out without saying so: register it in `on_fit_start` by "
@@ -189,7 +199,7 @@ class QuantizedAllReduce:
             bucket: Contiguous ``[N]`` fp32, bf16 or fp16, the gradients one after another.
             shapes: Of the gradients.
         """
-        least, group_size = self.min_quantized_numel, self.codec.group_size
+        least, group_size = self.min_quantized_numel, self.codec.block_multiple
         layout = _bucket_layout(tuple(shapes), bucket.dtype, group_size, least)
         if not self._pays(layout.numel, bucket.element_size()):
             _average_exactly(bucket.detach().view(-1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning.pytorch as L
@@ -189,14 +190,21 @@ def test_bad_options_are_refused(option: str, value: int) -> None:
         QuantizedAllReduce(**{option: value})  # type: ignore[arg-type]
 
 
+def test_one_scale_for_parameters_of_any_magnitude_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"group_size='row'\)\)` is not supported"):
+        QuantizedAllReduce(codec=CodecSpec(code="int8", group_size="row"))
+
+
 # --- DDP ----------------------------------------------------------------------------------------
 
 
 def _ddp(rank: int, world: int) -> None:
     losses = []
+    # between them these have buckets before and after DDP rebuilds them, of small ones alone too
+    options = {"gradient_as_bucket_view": world == 2, "find_unused_parameters": world == 4}
     for quantized in (True, False):
         torch.manual_seed(0)
-        model = DistributedDataParallel(TinyLM(), bucket_cap_mb=0.01)
+        model = DistributedDataParallel(TinyLM(), bucket_cap_mb=0.01, **options)
         if quantized:
             state = QuantizedAllReduce(min_nbytes=1000, min_quantized_numel=256, node_size=2)
             # as DDPStrategy does, which leaves the hook out on a CPU
@@ -218,6 +226,56 @@ def _ddp(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_ddp_trains_with_the_hook(world: int) -> None:
     run_ranks(_ddp, world)
+
+
+class RegistersHook(L.LightningModule):
+    """What the docstring says for CPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = TinyLM()
+        self.losses: list[float] = []
+
+    def on_fit_start(self) -> None:
+        self.state = QuantizedAllReduce(min_nbytes=1000, min_quantized_numel=256)
+        self.trainer.model.register_comm_hook(  # type: ignore[operator, union-attr]
+            self.state, quantized_all_reduce_hook
+        )
+
+    def training_step(self, tokens: Tensor, index: int) -> Tensor:
+        loss: Tensor = self.model(tokens)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def _fit_on_cpus(rank: int, world: int) -> None:
+    L.seed_everything(0, verbose=False)
+    trainer = L.Trainer(
+        strategy="ddp",
+        accelerator="cpu",
+        devices=world,
+        max_steps=8,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = RegistersHook()
+    data = torch.cat([batch(step, 0) for step in range(16)])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*on_fit_start")  # it is done already
+        trainer.fit(module, DataLoader(data, batch_size=4))
+    assert module.state._calls > 0
+    assert module.losses[-1] < module.losses[0] - 0.1
+    weights = torch.cat([p.detach().flatten() for p in module.parameters()])
+    assert all(torch.equal(weights, other) for other in on_all_ranks(weights))
+
+
+def test_lightning_on_cpus_takes_a_hook_that_is_registered_by_hand() -> None:
+    run_ranks(_fit_on_cpus, 2, backend=None, torchrun=True)
 
 
 # --- the reduce-scatter half, for FSDP2 -----------------------------------------------------------

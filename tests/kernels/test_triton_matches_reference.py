@@ -212,7 +212,7 @@ def test_output_dtypes_and_add(dtype: torch.dtype, add: bool, device: torch.devi
     check_dequantize(message[None], NUMEL, fmt, device, base=base, dtype=dtype)
 
 
-@pytest.mark.parametrize("num_messages", [2, 3, 4, 5, 9, 33])
+@pytest.mark.parametrize("num_messages", [2, 3, 5, 8, 9, 33])
 def test_any_number_of_messages(num_messages: int, device: torch.device) -> None:
     fmt = make_format("int8", group_size=16, hadamard_size=16 if num_messages % 2 else 0)
     numel = NUMEL if num_messages == 5 else 100
@@ -245,7 +245,7 @@ def test_large_numbers_of_messages_share_a_kernel(monkeypatch: pytest.MonkeyPatc
         launches = Launches()
         name = module.__name__.split(".")[-2] + "_rows_kernel"
         monkeypatch.setattr(module, name, launches)
-        for count in (UNROLLED_MESSAGES, UNROLLED_MESSAGES + 1, 9, 33, 128):
+        for count in (UNROLLED_MESSAGES, UNROLLED_MESSAGES + 1, 33, 128):
             messages = row.expand(count, 1, -1)
             if module is dequantize:
                 module.launch_dequantize(messages, 64, fmt, 1.0, False, torch.zeros(1, 64))
