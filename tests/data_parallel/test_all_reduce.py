@@ -126,6 +126,9 @@ def _small(rank: int, world: int) -> None:
     exact = torch.stack(on_all_ranks(small)).mean(0)
     reduce.average_(small)
     assert torch.allclose(small, exact, rtol=1e-6)
+    half = torch.full((100,), 60000.0, dtype=torch.float16)
+    reduce.average_(half)
+    assert (half == 60000).all(), "the sum left the range of fp16"
     # codes of a few values would be larger than the values
     assert not QuantizedAllReduce(min_nbytes=0).is_quantized(torch.ones(2))
 
@@ -169,6 +172,14 @@ def _buckets(rank: int, world: int) -> None:
                 assert 1e-4 < error < 0.015, index
             else:
                 assert error < 1e-6, index
+    # what is not finite stays where it is: in a group, or as it is in a small gradient
+    bucket = torch.ones(6400 + 99)
+    bucket[6400 + 5 * rank] = float("inf")
+    bucket[128] = float("nan") if rank else 1.0
+    reduce.average_bucket_(bucket, shapes[:2])
+    broken = torch.zeros(6400 + 99, dtype=torch.bool)
+    broken[128:256] = broken[6400] = broken[6405] = True
+    assert torch.equal(~bucket.isfinite(), broken)
 
 
 def test_parameters_of_a_bucket_do_not_share_groups() -> None:

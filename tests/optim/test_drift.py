@@ -140,6 +140,22 @@ def test_bf16_weights_without_adam_get_new_noise_in_every_step(
     assert moved.std() < 5
 
 
+def test_every_parameter_and_seed_has_its_own_noise() -> None:
+    grad = torch.randn(8, 128)
+    codes = []
+    for seed in (0, 0, 1):
+        weights = [nn.Parameter(torch.zeros(8, 128)) for _ in range(2)]
+        optimizer = QuantizedSGD(weights, 0.1, quantization=config("expanded_fp8", seed=seed))
+        for _ in range(2):
+            for weight in weights:
+                weight.grad = grad.clone()
+            optimizer.step()
+        codes.append([optimizer.state[weight]["momentum_buffer_codes"] for weight in weights])
+    assert torch.equal(codes[0][0], codes[1][0])
+    for other in (codes[0][1], codes[2][0]):
+        assert 0.05 < (codes[0][0] != other).float().mean() < 0.95
+
+
 def test_resumed_momentum_goes_on_with_its_noise() -> None:
     torch.manual_seed(0)
     grads = [torch.randn(8, 128) for _ in range(6)]
