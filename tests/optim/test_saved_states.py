@@ -135,10 +135,11 @@ def test_other_formats_say_so() -> None:
     other = QuantizedAdamW(model.parameters(), quantization=quantized("dynamic8"))
     with pytest.raises(ValueError, match=r"'2/expanded_fp8/expanded_fp8', but the optimizer uses"):
         other.load_state_dict(saved(optimizer))
-    newer = saved(optimizer)
-    newer["param_groups"][0]["quantization"] = "3/unheard_of"
-    with pytest.raises(ValueError, match=r"format '3/unheard_of'; this version .* reads version 2"):
-        optimizer.load_state_dict(newer)
+    for stamp in ("3/unheard_of", "1/expanded_fp8/expanded_fp8"):
+        foreign = saved(optimizer)
+        foreign["param_groups"][0]["quantization"] = stamp
+        with pytest.raises(ValueError, match=f"format '{stamp}'; this version .* reads version 2"):
+            optimizer.load_state_dict(foreign)
     cast = saved(optimizer)
     codes = cast["state"][0]["exp_avg_codes"]
     for dtype in (torch.float32, torch.int64):
