@@ -163,6 +163,28 @@ def test_every_window_has_its_own_noise() -> None:
     assert torch.equal(sums([0, 5, 5, 63]), several[[0, 5, 5, 63]])
 
 
+def test_every_gradient_and_rank_has_its_own_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+    x, y = torch.randn(16, 64), torch.randn(16, 64)
+
+    def sums() -> list[Tensor]:
+        buffer = QuantizedGradientBuffer(layers, codec=STOCHASTIC, min_quantized_numel=1)
+        layers.zero_grad()
+        for accumulating in (True, False):
+            with buffer.accumulating(accumulating):
+                for layer in layers:  # whose gradients are equal
+                    (layer(x) * y).sum().backward()
+        buffer.remove()
+        return [whole(layer.weight.grad) for layer in layers]
+
+    first = sums()
+    assert all(map(torch.equal, first, sums()))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    for other in (first[1], sums()[0]):
+        assert (first[0] != other).float().mean() > 0.05
+
+
 def test_discarded_sums_do_not_come_back() -> None:
     model = make_model()
     buffer = QuantizedGradientBuffer(model, min_quantized_numel=256)

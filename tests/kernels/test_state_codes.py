@@ -140,6 +140,28 @@ def test_zeros_and_broken_groups(name: str, signed: bool) -> None:
     assert decoded[2:].isnan().all()
 
 
+@pytest.mark.parametrize("seed", [None, 0])
+def test_second_moments_at_the_ends_of_a_range(seed: int | None) -> None:
+    """The smallest value of a group has a level on either side, however far it is from the largest.
+
+    Up to 64 octaves. Without slack in the choice of the mantissa bits, groups that just fill the
+    codes would have to raise it to the smallest level.
+    """
+    fmt = state_format("expanded_fp8", signed=False)
+    for mantissa_bits in range(3, 8):
+        unit = 1 << (23 - mantissa_bits)
+        spans = (torch.linspace(240, 260, 401) * unit).int()
+        for largest in (0x3F800000, 0x3F800001, 0x3FFFFFFF):
+            x = (largest - spans)[:, None].repeat(1, 128)
+            x[:, ::2] = largest
+            x = x.view(torch.float32)
+            _, _, exponent = encode_groups(x, fmt)
+            assert exponent is not None
+            assert set(exponent.tolist()) == {mantissa_bits, mantissa_bits - 1}
+            gap = torch.exp2(-exponent.float())[:, None]
+            assert ((round_trip(x, fmt, seed) / x - 1).abs() <= gap).all()
+
+
 # --- noise ----------------------------------------------------------------------------------------
 
 
