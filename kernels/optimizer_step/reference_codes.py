@@ -110,7 +110,7 @@ def encode_groups(
     Returns:
         Codes ``[R, S]`` uint8, scale ``[R]`` bf16 and, for expanded formats, exponent ``[R]``
         uint8. A group with anything that is not finite, or above 2**126, gets the scale
-        NaN and codes 0 but for their signs.
+        NaN and codes 0.
     """
     bits = x.view(torch.int32) & MAGNITUDE
     largest = bits.amax(-1)
@@ -128,9 +128,9 @@ def encode_groups(
         scale_bits = (safe + step) & ~step
         codes = _level_codes(bits, scale_bits.view(torch.float32), fmt, noise)
     scale = scale_bits.view(torch.float32)
-    codes = codes.masked_fill_(special[:, None], 0)
     if fmt.signed:
         codes |= (x.view(torch.int32) >> 24).bitwise_and_(0x80)
+    codes = codes.masked_fill_(special[:, None], 0)  # the sign of NaN too: devices differ in it
     scale = scale.masked_fill(zero, 0.0).masked_fill_(broken, float("nan"))
     return codes.to(torch.uint8), scale.to(torch.bfloat16), exponent
 

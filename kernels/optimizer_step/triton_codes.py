@@ -288,6 +288,6 @@ def encode_group(x, levels_ptr, noise, FORMAT: tl.constexpr):
         codes = _level_codes(bits, scale_bits, levels_ptr, noise, FORMAT)
         codes = tl.where(special, 0, codes)
     if FORMAT.signed:
-        codes |= (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+        codes |= (x.to(tl.int32, bitcast=True) >> 24) & tl.where(special, 0, 0x80)
     stored = tl.where(zero, 0, tl.where(broken, 0x7FC0, scale_bits >> 16)).to(tl.uint16)
     return codes.to(tl.uint8), stored, exponent.to(tl.uint8)

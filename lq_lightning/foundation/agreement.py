@@ -44,12 +44,17 @@ class MaxReduction:
 
             return wait
         stream = self._stream = self._stream or streams.new_stream()
-        with streams.on_stream(stream):  # the host's copies wait for this stream alone
-            reduced = torch.tensor(values, dtype=torch.uint8, device=self._device)
+        # Both copies go through pinned memory: others would let the host wait for the device.
+        mine = torch.tensor(values, dtype=torch.uint8, pin_memory=True)
+        result = torch.empty_like(mine, pin_memory=True)
+        with streams.on_stream(stream):
+            reduced = mine.to(self._device, non_blocking=True)
             dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
+            result.copy_(reduced, non_blocking=True)
+            done = stream.record_event()
 
         def read() -> list[int]:
-            with streams.on_stream(stream):
-                return reduced.tolist()
+            done.synchronize()
+            return result.tolist()
 
         return read

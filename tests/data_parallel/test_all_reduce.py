@@ -343,7 +343,7 @@ def _fit(rank: int, world: int, quantized: bool) -> list[Tensor]:
     L.seed_everything(0, verbose=False)
     options: dict[str, Any] = {}
     if quantized:
-        options["ddp_comm_state"] = QuantizedAllReduce(min_nbytes=1000)
+        options["ddp_comm_state"] = QuantizedAllReduce(min_nbytes=1000, min_quantized_numel=256)
         options["ddp_comm_hook"] = quantized_all_reduce_hook
     trainer = L.Trainer(
         strategy=DDPStrategy(**options),

@@ -201,7 +201,10 @@ def encode(x: Tensor, noise: Tensor, fmt: StateFormat) -> tuple[Tensor, Tensor, 
     exponent = torch.empty(len(x), dtype=torch.uint8, device=x.device)
     levels = x if fmt.expanded else codebook(fmt, x.device)
     encode_kernel[(len(x),)](
-        x, noise, codes, scale.view(torch.uint16), exponent, levels, FORMAT=fmt, num_warps=1
+        *(x, noise, codes, scale.view(torch.uint16), exponent, levels),
+        FORMAT=fmt,
+        num_warps=1,
+        enable_fp_fusion=False,
     )
     return codes, scale, exponent if fmt.expanded else None
 
