@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import Precision
 from lq_testing import run_ranks
 from lq_testing.models import TinyLM, batch
 from torch.utils.data import DataLoader
@@ -103,7 +104,7 @@ class Reporter(pl.Callback):
         return QuantizationReport(
             counts={f"{self.name}_bytes": 10.0 * self.steps},
             ratios={
-                f"{self.name}_bits": (8.0 * self.steps, 2.0 * self.steps),
+                f"{self.name}_bits": (self.steps**2, self.steps),
                 f"{self.name}_never": (5.0, 0.0),
             },
             totals={f"{self.name}_layers": 3},
@@ -114,17 +115,29 @@ class Reporter(pl.Callback):
         self.measures = measure
 
 
+class ReportingPrecision(Precision):
+    """A precision plugin that quantizes something of its own."""
+
+    def quantization_report(self) -> QuantizationReport:
+        return QuantizationReport(totals={"sums": 7})
+
+    def measure_quantization_errors(self, measure: bool) -> None:
+        pass
+
+
 def test_logs_every_part_that_reports(tmp_path: Path) -> None:
     parts = Reporter("saved"), Reporter("boundary")
     monitor = QuantizationMonitor(every_n_steps=2)
     # a monitor sees what ran before it
-    fit = trainer(tmp_path, monitor, devices=1, callbacks=[*parts, monitor])
+    plugins = [ReportingPrecision()]
+    fit = trainer(tmp_path, monitor, devices=1, callbacks=[*parts, monitor], plugins=plugins)
     fit.fit(LM())
     values = {k: float(v) for k, v in fit.callback_metrics.items() if k.startswith("quant/")}
+    assert values.pop("quant/sums") == 7
     assert values == {
         f"quant/{name}_{kind}": value
         for name in ("saved", "boundary")
-        for kind, value in (("bytes", 10.0), ("bits", 4.0), ("layers", 3.0), ("error", 0.5))
+        for kind, value in (("bytes", 10.0), ("bits", 10.0), ("layers", 3.0), ("error", 0.5))
     }
     assert all(part.measured == [False, True] * 3 for part in parts)
     assert not any(part.measures for part in parts)

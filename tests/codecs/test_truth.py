@@ -9,6 +9,7 @@ import torch
 
 from lq_lightning.codecs import CodecSpec, decode, encode
 from lq_lightning.kernels.message import reference as blocks
+from lq_lightning.kernels.message.chunks import CHUNK_NUMEL
 
 
 def sylvester(size: int) -> torch.Tensor:
@@ -185,3 +186,20 @@ def test_scales_are_rounded_up_and_minima_down(scale_dtype: str) -> None:
     assert (down <= values).all()
     assert (up >= values.abs()).all()
     assert not torch.signbit(down[:2]).any()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_one_scale_per_row_wherever_its_extremes_are(symmetric: bool) -> None:
+    """In any of the chunks that the reference cuts a long row into."""
+    spec = CodecSpec(code="int8", group_size="row", symmetric=symmetric)
+    numel = 2 * CHUNK_NUMEL + 100
+    x = torch.rand(3, numel) - 0.5
+    for row, places in enumerate([(0, -1), (-1, 0), (CHUNK_NUMEL, CHUNK_NUMEL + 1)]):
+        x[row, places[0]], x[row, places[1]] = -3.0, 5.0
+    step = 5.0 / 127 if symmetric else 8.0 / 255
+    decoded = decode(spec, encode(spec, x), numel)
+    assert (decoded - x).abs().max() <= 0.5001 * step
+    x[0, -1] = float("nan")
+    broken = decode(spec, encode(spec, x), numel)
+    assert broken[0].isnan().all()
+    assert torch.equal(broken[1:], decoded[1:])

@@ -172,11 +172,6 @@ def _buckets(rank: int, world: int) -> None:
                 assert 1e-4 < error < 0.015, index
             else:
                 assert error < 1e-6, index
-    # what decides is the size of what would travel in codes, not that of the bucket
-    bucket = torch.randn(6400 + 99, generator=generator)
-    exact = torch.stack(on_all_ranks(bucket)).mean(0)
-    QuantizedAllReduce(min_nbytes=4 * 6400 + 1).average_bucket_(bucket, shapes[:2])
-    assert torch.allclose(bucket, exact, rtol=1e-5)
     # what is not finite stays where it is: in a group, or as it is in a small gradient
     bucket = torch.ones(6400 + 99)
     bucket[6400 + 5 * rank] = float("inf")

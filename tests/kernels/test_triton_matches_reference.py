@@ -13,7 +13,7 @@ from lq_testing.interpreter import skip_old_interpreter
 
 from lq_lightning.kernels.dequantize import reference as dequantize_reference
 from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat, TableCode
-from lq_lightning.kernels.message.launch import INT_TO_FLOAT, UNROLLED_MESSAGES
+from lq_lightning.kernels.message.launch import INT_TO_FLOAT, UNROLLED_MESSAGES, Tile
 from lq_lightning.kernels.message.triton_rows import decode_tile, encode_tile
 from lq_lightning.kernels.quantize import reference as quantize_reference
 from lq_lightning.kernels.requantize import reference as requantize_reference
@@ -241,6 +241,13 @@ def test_large_numbers_of_messages_share_a_kernel(monkeypatch: pytest.MonkeyPatc
 
     fmt = make_format()
     row = torch.zeros(1, fmt.layout(64).nbytes, dtype=torch.uint8)
+    kinds: list[str] = []
+
+    def choose(kind: str, *rest: object) -> Tile:
+        kinds.append(kind)
+        return Tile(1024, 32, 4, 2)
+
+    monkeypatch.setattr(requantize, "choose_tile", choose)
     for module in (dequantize, requantize, feedback):
         launches = Launches()
         name = module.__name__.split(".")[-2] + "_rows_kernel"
@@ -256,6 +263,7 @@ def test_large_numbers_of_messages_share_a_kernel(monkeypatch: pytest.MonkeyPatc
         few, *many = launches.constants
         assert all(constants == many[0] for constants in many)
         assert few != many[0]
+    assert kinds == ["requantize", *["requantize many"] * 3]
 
 
 @pytest.mark.gpu
