@@ -120,11 +120,21 @@ def _write_of_one_rank(rank: int, world: int, replica: str, node_size: int) -> N
     write()
     communication.invalidate()
     assert arrived()
+    # at a checkpoint, which has no pass after it
+    write()
+    evaluate()
+    saved = communication.replica_state_dict()
+    assert ("head.weight" in saved, name in saved) == (True, False)
+    assert arrived()
     train(model, optimizer, 2)
     assert same_on_all_ranks(replicas(model))
     assert communication.check_replicas() == []
     counted = sum(communication.outside_writes.values())
     assert same_on_all_ranks([torch.tensor([counted], device=shard.device)])
+    if rank == 0:  # a replica that one rank cannot use is saved by none
+        communication.invalidate()
+    assert communication.replica_state_dict() == {}
+    assert arrived()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +159,8 @@ def _frozen_writes_before_a_step(rank: int, world: int) -> None:
         if rank in writers:
             with torch.no_grad():
                 weight.to_local().mul_(0.5)
-        optimizer.step()
+        for _ in range(count):  # the second time two optimizers step, say
+            optimizer.step()
         optimizer.zero_grad()
         for _ in range(len(writers) % 2 + 1):  # of one rank alone: a pass later
             model(tokens(3)).backward()
