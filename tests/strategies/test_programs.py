@@ -291,6 +291,37 @@ def _recover(root: str) -> None:
     assert alive() is None
 
 
+class LeavesAnEpoch(TinyModule):
+    """Ends its first epoch in the middle of a window."""
+
+    def __init__(self, leaves: bool) -> None:
+        super().__init__(lr=0.0)
+        self.leaves = leaves
+        self.norms: list[float] = []
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+        return -1 if self.leaves and self.current_epoch == 0 and batch_idx == 2 else None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(sum(p.grad.full_tensor().norm().item() for p in self.parameters()))
+
+
+def _left(rank: int, world_size: int, root: str) -> None:
+    norms = []
+    for leaves in (False, True):
+        torch.manual_seed(0)
+        module = LeavesAnEpoch(leaves)
+        strategy = QuantizedFSDPStrategy(weights="none", gradients="none")
+        run = trainer(strategy, root, accumulate_grad_batches=4, max_epochs=2)
+        run.fit(module, loader(32))
+        norms.append(module.norms)
+    assert norms[0] == pytest.approx(2 * norms[1]), "a window got gradients of the one before"
+
+
+def test_gradients_of_a_window_that_ended_early_are_dropped(tmp_path: Path) -> None:
+    run_trainer(_left, 2, str(tmp_path))
+
+
 def test_training_goes_on_after_an_error_and_modules_are_freed(tmp_path: Path) -> None:
     run_trainer(_after_an_error, 2, str(tmp_path))
 
