@@ -45,8 +45,9 @@ class MaxReduction:
             return wait
         stream = self._stream = self._stream or streams.new_stream()
         # Both copies go through pinned memory: others would let the host wait for the device.
-        mine = torch.tensor(values, dtype=torch.uint8, pin_memory=True)
-        result = torch.empty_like(mine, pin_memory=True)
+        pinned = self._device.type == "cuda"
+        mine = torch.tensor(values, dtype=torch.uint8, pin_memory=pinned)
+        result = torch.empty_like(mine, pin_memory=pinned)
         with streams.on_stream(stream):
             reduced = mine.to(self._device, non_blocking=True)
             dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
