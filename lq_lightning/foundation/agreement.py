@@ -46,9 +46,9 @@ class MaxReduction:
         stream = self._stream = self._stream or streams.new_stream()
         # Both copies go through pinned memory: others would let the host wait for the device.
         pinned = self._device.type == "cuda"
-        mine = torch.tensor(values, dtype=torch.uint8, pin_memory=pinned)
-        result = torch.empty_like(mine, pin_memory=pinned)
         with streams.on_stream(stream):
+            mine = torch.tensor(values, dtype=torch.uint8, pin_memory=pinned)
+            result = torch.empty_like(mine, pin_memory=pinned)
             reduced = mine.to(self._device, non_blocking=True)
             dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
             result.copy_(reduced, non_blocking=True)

@@ -52,17 +52,22 @@ class Event:
     """A point of a stream: what had run before it."""
 
     clock: dict[int, int]
+    streams: list[Stream]  # all there are
 
     def synchronize(self) -> None:
-        """Nothing: a host that waits orders no later work of streams here."""
+        """Let the host wait, and so everything that it gives to any stream from now on."""
+        for stream in self.streams:
+            stream.wait_event(self)
 
 
 class Stream:
     """A queue of work; its clock says how much of every stream had run before its next work."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.clock: dict[int, int] = {number: 0}
+    def __init__(self, streams: list[Stream]) -> None:
+        streams.append(self)
+        self.number = len(streams)
+        self._streams = streams
+        self.clock: dict[int, int] = {self.number: 0}
 
     def wait_event(self, event: Event) -> None:
         """Let what comes next run after the event."""
@@ -75,7 +80,7 @@ class Stream:
 
     def record_event(self, event: Event | None = None) -> Event:
         """The point that the stream has reached."""
-        return Event(dict(self.clock))
+        return Event(dict(self.clock), self._streams)
 
     def has_seen(self, use: _Use) -> bool:
         """Whether the next work of this stream runs after ``use``."""
@@ -118,8 +123,7 @@ class Recorder(TorchDispatchMode):
 
     def new_stream(self) -> Stream:
         """Another stream."""
-        self._streams.append(Stream(len(self._streams) + 1))
-        return self._streams[-1]
+        return Stream(self._streams)
 
     @contextlib.contextmanager
     def on_stream(self, stream: Stream) -> Iterator[None]:
@@ -150,8 +154,7 @@ class Recorder(TorchDispatchMode):
             written += [t for t in fresh if t.untyped_storage()._cdata not in known]
             self._record(func, read, written)
         if func._schema.name == "aten::_local_scalar_dense":  # the host waits for the value
-            for stream in self._streams:
-                stream.wait_stream(self.current)
+            self.current.record_event().synchronize()
         return result
 
     def _record(self, func: Any, read: list[Tensor], written: list[Tensor]) -> None:
