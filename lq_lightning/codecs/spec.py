@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from lq_lightning.foundation.checks import check_choice
 from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat, TableCode
 
 # Entries of the table of codes, in its order; see `lq_lightning.kernels.message.codes`.
@@ -26,14 +27,6 @@ ScaleDtype = Literal["float32", "bfloat16", "float16"]
 
 GROUP_SIZES: tuple[int | str, ...] = (*(2**k for k in range(4, 13)), "row")
 HADAMARD_SIZES: tuple[int, ...] = (0, 16, 32, 64, 128)
-
-
-def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed or isinstance(value, bool):
-        raise ValueError(
-            f"CodecSpec({name}={value!r}) is not supported; allowed: "
-            f"{', '.join(repr(choice) for choice in allowed)}. Choose one of them."
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,11 +69,11 @@ class CodecSpec:
 
     def __post_init__(self) -> None:
         """Check every field and their combination."""
-        _check_choice("code", self.code, get_args(Code))
-        _check_choice("group_size", self.group_size, GROUP_SIZES)
-        _check_choice("hadamard_size", self.hadamard_size, HADAMARD_SIZES)
-        _check_choice("rounding", self.rounding, get_args(Rounding))
-        _check_choice("scale_dtype", self.scale_dtype, get_args(ScaleDtype))
+        check_choice("CodecSpec", "code", self.code, get_args(Code))
+        check_choice("CodecSpec", "group_size", self.group_size, GROUP_SIZES)
+        check_choice("CodecSpec", "hadamard_size", self.hadamard_size, HADAMARD_SIZES)
+        check_choice("CodecSpec", "rounding", self.rounding, get_args(Rounding))
+        check_choice("CodecSpec", "scale_dtype", self.scale_dtype, get_args(ScaleDtype))
         if not isinstance(self.symmetric, bool):
             raise ValueError(
                 f"CodecSpec(symmetric={self.symmetric!r}) is not supported; allowed: True, False."

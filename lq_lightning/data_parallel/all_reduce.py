@@ -22,12 +22,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from lq_lightning._compat.tensors import copy_all
-from lq_lightning._compat.torch import all_gather_flat, inherit_timeout
+from lq_lightning._compat.torch import all_gather_flat
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, derive_seed, encode
 from lq_lightning.data_parallel.unit import full_precision_reason
+from lq_lightning.foundation.groups import RankGroups
 from lq_lightning.foundation.topology import Topology
 
 __all__ = ["DEFAULT_CODEC", "QuantizedAllReduce", "quantized_all_reduce_hook"]
@@ -263,11 +263,11 @@ class QuantizedAllReduce:
         world, rank = dist.get_world_size(), dist.get_rank()
         size = self._node_size or _ranks_per_host()
         topology = Topology(world_size=world, rank=rank, node_size=size)
-        mesh = init_device_mesh(
-            device.type, (topology.num_nodes, size), mesh_dim_names=("lq_node", "lq_local")
-        )
-        inherit_timeout(mesh)
-        self._groups = _Groups(topology, mesh.get_group("lq_local"), mesh.get_group("lq_node"))
+        every = dist.group.WORLD
+        if every is None:
+            raise AssertionError("a hook runs where there is a default process group")
+        ranks = RankGroups.of(topology, every, device)
+        self._groups = _Groups(topology, ranks.intra, ranks.inter)
         return self._groups
 
     # --- the collective ---------------------------------------------------------------------

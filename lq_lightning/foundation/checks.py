@@ -20,7 +20,9 @@ def check_choice(
     Raises:
         ValueError: ``value`` is not among ``allowed``.
     """
-    if value not in allowed:
+    # True is 1 and False is 0 to Python, not to users
+    mistaken = isinstance(value, bool) and bool not in map(type, allowed)
+    if value not in allowed or mistaken:
         names = ", ".join(repr(item) for item in allowed)
         instead = f", or give a `{config.__name__}`" if config else ""
         raise ValueError(
