@@ -260,13 +260,22 @@ def _after_an_error(rank: int, world_size: int, root: str) -> None:
         _recover(root)
 
 
+class CountsErrors(QuantizedFSDPStrategy):
+    num_errors = 0
+
+    def on_step_error(self) -> None:
+        self.num_errors += 1
+        super().on_step_error()
+
+
 def _recover(root: str) -> None:
     module = Fails()
     for failing in ("forward", "backward"):
-        strategy = QuantizedFSDPStrategy(weights="none", gradients="none")
+        strategy = CountsErrors(weights="none", gradients="none")
         module.failing = failing
         with pytest.raises(RuntimeError, match=r"normalized_shape|in backward"):
             trainer(strategy, root, accumulate_grad_batches=4).fit(module, loader(64))
+        assert strategy.num_errors, "what is on its way was not waited for"
     before = {n: p.full_tensor().clone() for n, p in module.named_parameters()}
     module.lr = 0.0  # stale gradients of the interrupted window would show in the norm below
     reference = TinyModule(lr=0.0)
