@@ -10,6 +10,12 @@ SIZES = (1 << 21, 1 << 26)
 
 # The number in a name is that of the bits of a value that is read or written.
 TILES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
+    "activation backward": ((1024, 16, 2, 1), (1024, 32, 1, 1), (1024, 32, 1, 1)),
+    "activation backward hadamard": ((1024, 16, 2, 1), (1024, 32, 1, 1), (1024, 32, 1, 1)),
+    "activation dequantize": ((1024, 16, 2, 1), (1024, 32, 1, 1), (1024, 32, 1, 1)),
+    "activation dequantize hadamard": ((1024, 16, 2, 1), (1024, 32, 1, 1), (1024, 32, 1, 1)),
+    "activation quantize": ((1024, 16, 2, 1), (1024, 32, 1, 1), (1024, 32, 1, 1)),
+    "activation quantize hadamard": ((1024, 16, 2, 1), (1024, 32, 1, 1), (1024, 32, 1, 1)),
     "dequantize 16": ((1024, 16, 2, 1), (2048, 32, 1, 1), (1024, 16, 1, 1)),
     "dequantize 16 add": ((1024, 8, 4, 1), (1024, 8, 4, 1), (1024, 8, 4, 1)),
     "dequantize 16 hadamard": ((1024, 16, 2, 1), (2048, 32, 1, 1), (2048, 32, 1, 1)),

@@ -62,7 +62,7 @@ def round_output(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _interleave(low, high, SIZE: tl.constexpr, RUN: tl.constexpr):
+def interleave(low, high, SIZE: tl.constexpr, RUN: tl.constexpr):
     """Merge two ``[SIZE]`` tensors by alternating runs of ``RUN`` elements."""
     pairs = tl.reshape(tl.join(low, high), (SIZE // RUN, RUN, 2))
     return tl.reshape(tl.permute(pairs, (0, 2, 1)), (2 * SIZE,))
@@ -99,7 +99,7 @@ def load_run(
         HALF: tl.constexpr = PART // 2
         low = load_run(source_ptr, count, BLOCK, VECTOR, RUN, FULL, HALF, FIRST)
         high = load_run(source_ptr, count, BLOCK, VECTOR, RUN, FULL, HALF, FIRST + HALF)
-        values = _interleave(low, high, BLOCK // RUN * HALF, HALF)
+        values = interleave(low, high, BLOCK // RUN * HALF, HALF)
     return values
 
 

@@ -29,7 +29,15 @@ def program_tiles(numel, tiles, BLOCK: tl.constexpr):
 
 @triton.jit
 def for_each_tile(
-    TILE: tl.constexpr, rows, tiles, numel, BLOCK: tl.constexpr, pointers, scalars, constants
+    TILE: tl.constexpr,
+    rows,
+    tiles,
+    numel,
+    BLOCK: tl.constexpr,
+    pointers,
+    scalars,
+    constants,
+    WHOLE: tl.constexpr = False,
 ):
     """Call ``TILE`` for every tile of this program.
 
@@ -45,6 +53,7 @@ def for_each_tile(
         for tile in range(first, end):
             start = tl.cast(tile, tl.int64) * BLOCK
             TILE(row, start, numel, BLOCK, True, *pointers, *scalars, *constants)
-        if last:
-            start = tl.cast(end, tl.int64) * BLOCK
-            TILE(row, start, numel, BLOCK, False, *pointers, *scalars, *constants)
+        if not WHOLE:  # noqa: SIM102 (a constant, so that nothing below is compiled)
+            if last:
+                start = tl.cast(end, tl.int64) * BLOCK
+                TILE(row, start, numel, BLOCK, False, *pointers, *scalars, *constants)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from lq_lightning.kernels.message.triton_blocks import and_or, select_bytes
+from lq_lightning.kernels.message.triton_float8 import float8_levels, has_float8_instructions
 from lq_lightning.kernels.message.triton_planes import load_words, pairs_of_word
 
+_HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 # What `launch.INT_TO_FLOAT` holds the bits of.
 _TWO_TO_23 = tl.constexpr(8388608.0)
 
@@ -22,6 +25,27 @@ def pick(index, TABLE: tl.constexpr, FIRST: tl.constexpr, STRIDE: tl.constexpr, 
         low = pick(index, TABLE, FIRST, STRIDE, BITS - 1)
         high = pick(index, TABLE, FIRST + STRIDE * HALF, STRIDE, BITS - 1)
         value = tl.where((index & HALF) != 0, high, low)
+    return value
+
+
+@triton.jit
+def _look_up(index, LEVELS: tl.constexpr, BITS: tl.constexpr):
+    """fp32 ``LEVELS[i]`` with ``i`` the low ``BITS`` bits of ``index``.
+
+    Each thread of a warp knows one level and asks the others: two instructions instead of one per
+    level. All threads must be here, which the compiler is told by side effects.
+    """
+    if _HAS_PTX:
+        lane_asm: tl.constexpr = "mov.u32 $0, %laneid; // $1"
+        zero = tl.zeros(index.shape, tl.int32)
+        lane = tl.inline_asm_elementwise(lane_asm, "=r,r", [zero], tl.int32, True, 1)
+        own = pick(lane, LEVELS, 0, 1, BITS)
+        WIDTH: tl.constexpr = ((32 - (1 << BITS)) << 8) | 0x1F
+        asm: tl.constexpr = "shfl.sync.idx.b32 $0, $1, $2, $3, 0xffffffff;"
+        arguments = [own, index, tl.full(index.shape, WIDTH, tl.int32)]
+        value = tl.inline_asm_elementwise(asm, "=f,f,r,r", arguments, tl.float32, False, 1)
+    else:
+        value = pick(index, LEVELS, 0, 1, BITS)
     return value
 
 
@@ -54,7 +78,7 @@ def _level_at(word, int_to_float, SHIFT: tl.constexpr, FORMAT: tl.constexpr):
         level = bits.to(tl.float32, bitcast=True) * (2.0 ** (126 + FORMAT.min_exponent))
     else:
         LEVELS: tl.constexpr = FORMAT.levels
-        level = pick(word >> SHIFT, LEVELS, 0, 1, BITS)
+        level = _look_up(word >> SHIFT, LEVELS, BITS)
     return level
 
 
@@ -73,24 +97,41 @@ def _join_eight(a, b, c, d, e, f, g, h, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_levels(
+def load_codes(
     row_ptr,
     start,
     span,
     sections,
-    int_to_float,
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
     FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Read ``[BLOCK]`` codes as levels in units of the scale; ``rounding.dequantize_codes``.
+    """Read the words of ``[BLOCK]`` codes: those of three planes, of which as many mean something.
+
+    ``planes.load_codes``, not unpacked.
+    """
+    BITS: tl.constexpr = FORMAT.bits
+    FIRST: tl.constexpr = BITS if BITS == 8 else (2 if BITS <= 3 else 4)
+    first = load_words(row_ptr, start, span, BLOCK, FIRST, RUN, FULL)
+    second = first
+    third = first
+    if BITS != FIRST:
+        SECOND: tl.constexpr = 2 if BITS >= 6 else 1
+        second = load_words(row_ptr + sections[2], start, span, BLOCK, SECOND, RUN, FULL)
+    if BITS == 7:
+        third = load_words(row_ptr + sections[3], start, span, BLOCK, 1, RUN, FULL)
+    return first, second, third
+
+
+@triton.jit
+def levels_of_words(words, second, third, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+    """``[BLOCK]`` levels in units of the scale from ``load_codes``; ``rounding.dequantize_codes``.
 
     Whatever lies beyond the row decodes to some finite level.
     """
     BITS: tl.constexpr = FORMAT.bits
     if BITS == 8:
-        words = load_words(row_ptr, start, span, BLOCK, 8, RUN, FULL)
         if FORMAT.kind == "float":
             levels = _float_levels(words, BLOCK, FORMAT)
         else:
@@ -104,7 +145,6 @@ def load_levels(
             )
             levels = tl.reshape(tl.join(even, odd), (BLOCK,))
     elif BITS == 4:
-        words = load_words(row_ptr, start, span, BLOCK, 4, RUN, FULL)
         upper = words >> 16
         levels = _join_eight(
             _level_at(words, int_to_float, 0, FORMAT),
@@ -118,49 +158,39 @@ def load_levels(
             BLOCK,
         )
     else:
-        levels = _levels_of_planes(
-            row_ptr, start, span, sections, int_to_float, BLOCK, RUN, FORMAT, FULL
-        )
+        levels = _levels_of_planes(words, second, third, int_to_float, BLOCK, FORMAT)
     return levels
 
 
 @triton.jit
 def _float_levels(words, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
-    """Levels of four floating-point codes of 8 bits per word, by way of a tiny exponent."""
-    codes = tl.reshape(tl.join(words, words >> 16), (BLOCK // 4, 2))
-    codes = tl.reshape(tl.join(codes, codes >> 8), (BLOCK,))
-    bits = ((codes & 0x7F) << (23 - FORMAT.mantissa_bits)) | ((codes & 0x80) << 24)
-    return bits.to(tl.float32, bitcast=True) * (2.0 ** (126 + FORMAT.min_exponent))
+    """Levels of four floating-point codes of 8 bits per word."""
+    if has_float8_instructions(FORMAT, False):
+        levels = float8_levels(words, BLOCK, FORMAT)
+    else:  # by way of a tiny exponent
+        codes = tl.reshape(tl.join(words, words >> 16), (BLOCK // 4, 2))
+        codes = tl.reshape(tl.join(codes, codes >> 8), (BLOCK,))
+        bits = ((codes & 0x7F) << (23 - FORMAT.mantissa_bits)) | ((codes & 0x80) << 24)
+        levels = bits.to(tl.float32, bitcast=True) * (2.0 ** (126 + FORMAT.min_exponent))
+    return levels
 
 
 @triton.jit
 def _levels_of_planes(
-    row_ptr,
-    start,
-    span,
-    sections,
-    int_to_float,
-    BLOCK: tl.constexpr,
-    RUN: tl.constexpr,
-    FORMAT: tl.constexpr,
-    FULL: tl.constexpr,
+    words, second, third, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexpr
 ):
-    """``load_levels`` for codes of 2 bits or of several planes."""
+    """``levels_of_words`` for codes of 2 bits or of several planes."""
     BITS: tl.constexpr = FORMAT.bits
     FIRST: tl.constexpr = 2 if BITS <= 3 else 4
-    words = load_words(row_ptr, start, span, BLOCK, FIRST, RUN, FULL)
     a, b, c, d = pairs_of_word(words, FIRST)
     if BITS == 6 or BITS == 7:
-        words = load_words(row_ptr + sections[2], start, span, BLOCK, 2, RUN, FULL)
-        e, f, g, h = pairs_of_word(words, 2)
+        e, f, g, h = pairs_of_word(second, 2)
         a, b, c, d = a | (e << 4), b | (f << 4), c | (g << 4), d | (h << 4)
     if BITS == 3 or BITS == 5:
-        words = load_words(row_ptr + sections[2], start, span, BLOCK, 1, RUN, FULL)
-        e, f, g, h = pairs_of_word(words, 1)
+        e, f, g, h = pairs_of_word(second, 1)
         a, b, c, d = a | (e << FIRST), b | (f << FIRST), c | (g << FIRST), d | (h << FIRST)
     if BITS == 7:
-        words = load_words(row_ptr + sections[3], start, span, BLOCK, 1, RUN, FULL)
-        e, f, g, h = pairs_of_word(words, 1)
+        e, f, g, h = pairs_of_word(third, 1)
         a, b, c, d = a | (e << 6), b | (f << 6), c | (g << 6), d | (h << 6)
     return _levels_of_codes(a, b, c, d, int_to_float, BLOCK, FORMAT)
 

@@ -100,6 +100,22 @@ def _maximum_or_nan(a, b):
 
 
 @triton.jit
+def _minimum_or_nan(a, b):
+    """Smaller of two values, NaN if one of them is NaN."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_magnitude(x):
+    """Bits of the largest magnitude of each row of a 2-D fp32 tile, int32; NaN is the largest."""
+    if _INTERPRETED:  # runs any other reduction than its own element by element
+        largest = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS, axis=1)
+    else:
+        largest = tl.reduce(tl.abs(x), 1, _maximum_or_nan).to(tl.int32, bitcast=True)
+    return largest
+
+
+@triton.jit
 def group_range(x, valid, FORMAT: tl.constexpr, FULL: tl.constexpr):
     """Extremes of each group of a ``[GROUPS, GROUP]`` tile, as ordered int32 keys.
 
@@ -107,23 +123,22 @@ def group_range(x, valid, FORMAT: tl.constexpr, FULL: tl.constexpr):
     elements of the tile count for the minimum.
     """
     if FORMAT.symmetric:
-        if _INTERPRETED:  # runs any other reduction than its own element by element
-            high = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS, axis=1)
-        else:
-            high = tl.reduce(tl.abs(x), 1, _maximum_or_nan).to(tl.int32, bitcast=True)
+        high = largest_magnitude(x)
         low = high
     else:
-        # Integer comparison of bit patterns: NaN beats everything, which a float minimum drops.
-        keys = _ordered(x.to(tl.int32, bitcast=True))
-        low_keys = keys
-        high_keys = keys
+        low_values = x
+        high_values = x
         if not FULL:
             GROUP: tl.constexpr = x.shape[1]
             column = tl.arange(0, x.shape[0])[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-            low_keys = tl.where(column < valid, keys, 0x7FFFFFFF)
-            high_keys = tl.where(column < valid, keys, -0x7FFFFFFF)
-        low = tl.min(low_keys, axis=1)
-        high = tl.max(high_keys, axis=1)
+            low_values = tl.where(column < valid, x, float("inf"))
+            high_values = tl.where(column < valid, x, float("-inf"))
+        if _INTERPRETED:  # as integers, where NaN beats everything that a float minimum drops
+            low = tl.min(_ordered(low_values.to(tl.int32, bitcast=True)), axis=1)
+            high = tl.max(_ordered(high_values.to(tl.int32, bitcast=True)), axis=1)
+        else:
+            low = _ordered(tl.reduce(low_values, 1, _minimum_or_nan).to(tl.int32, bitcast=True))
+            high = _ordered(tl.reduce(high_values, 1, _maximum_or_nan).to(tl.int32, bitcast=True))
     return low, high
 
 
@@ -209,12 +224,8 @@ def _round_to_integer(y, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def fixed_point(x, scaling, FORMAT: tl.constexpr, FULL: tl.constexpr):
-    """Scale a ``[GROUPS, GROUP]`` tile to codes with ``FORMAT.fraction_bits`` binary places.
-
-    Returns int32; the low 16 bits hold the number, those above are arbitrary. The twin of
-    ``rounding.quantize_groups``, except in groups without a scale, where all bits are arbitrary.
-    """
+def scaled(x, scaling, FORMAT: tl.constexpr, FULL: tl.constexpr):
+    """Values of a ``[GROUPS, GROUP]`` tile in units of the scale."""
     _, minimum, norm, inverse = scaling
     if FORMAT.symmetric:
         y = x * inverse[:, None]
@@ -223,6 +234,16 @@ def fixed_point(x, scaling, FORMAT: tl.constexpr, FULL: tl.constexpr):
         y = tl.fma(x, norm[:, None], -minimum[:, None]) * inverse[:, None]
         if not FULL:  # padding may lie outside the range of the group
             y = tl.minimum(tl.maximum(y, FORMAT.min_level), FORMAT.max_level)
+    return y
+
+
+@triton.jit
+def fixed_point(y, FORMAT: tl.constexpr):
+    """Codes of what ``scaled`` returns, with ``FORMAT.fraction_bits`` binary places.
+
+    Returns int32; the low 16 bits hold the number, those above are arbitrary. The twin of
+    ``rounding.quantize_groups``, except in groups without a scale, where all bits are arbitrary.
+    """
     if FORMAT.kind == "table":
         fixed = _nearest_level(y, FORMAT)
     elif FORMAT.kind == "float":

@@ -6,12 +6,19 @@ import triton
 import triton.language as tl
 
 from lq_lightning.kernels.message.triton_blocks import select_bytes
-from lq_lightning.kernels.message.triton_levels import levels_of_pairs, load_levels
-from lq_lightning.kernels.message.triton_planes import pair_up, same_in_groups, store_codes
+from lq_lightning.kernels.message.triton_float8 import float8_words, has_float8_instructions
+from lq_lightning.kernels.message.triton_levels import levels_of_pairs, levels_of_words, load_codes
+from lq_lightning.kernels.message.triton_planes import (
+    pair_up,
+    same_in_groups,
+    store_codes,
+    store_words,
+)
 from lq_lightning.kernels.message.triton_rounding import (
     fixed_point,
     group_range,
     mixed_noise,
+    scaled,
     scaling_of,
 )
 
@@ -134,7 +141,8 @@ def _tile_range(
 
 
 @triton.jit
-def _raise_to(target, key):
+def raise_to(target, key):
+    """Make the int32 at ``target`` at least ``key``, whatever other programs do."""
     # Most tiles of a long row change nothing: a look, even at an old value, saves their atomics.
     if key > tl.load(target):
         tl.atomic_max(target, key, sem="relaxed")
@@ -159,9 +167,9 @@ def widen_range(
     """
     span = code_span(limit, numel, row_sections(numel, FORMAT))
     _, low, high = _tile_range(x, start, limit, span, BLOCK, FORMAT, FULL)
-    _raise_to(range_ptr + 2 * row, tl.max(high, 0))
+    raise_to(range_ptr + 2 * row, tl.max(high, 0))
     if not FORMAT.symmetric:
-        _raise_to(range_ptr + 2 * row + 1, ~tl.min(low, 0))
+        raise_to(range_ptr + 2 * row + 1, ~tl.min(low, 0))
 
 
 @triton.jit
@@ -184,7 +192,8 @@ def encode_tile(
 
     ``range_ptr`` is read for formats with one scale per row; see ``widen_range``.
 
-    Returns the scales of its groups and the pairs of its codes, for ``quantization_error``.
+    Returns the scales of its groups and the pairs of its codes, for ``quantization_error`` (which
+    knows integer codes only).
     """
     sections = row_sections(numel, FORMAT)
     span = code_span(limit, numel, sections)
@@ -197,20 +206,26 @@ def encode_tile(
             low = ~tl.load(keys + 1)
     scaling = scaling_of(low, high, FORMAT, NORM)
     scale, minimum, _, _ = scaling
-    fixed = fixed_point(values, scaling, FORMAT, FULL)
-    a, b, c, d = pair_up(tl.reshape(fixed, (BLOCK,)), BLOCK)
-    if FORMAT.stochastic:
-        # Below a unit, so it cannot carry into the other half.
-        MASK: tl.constexpr = FORMAT.noise_mask
-        noise = mixed_noise(seed_a, seed_b, row, start, BLOCK, 0)
-        a += noise & MASK
-        b += select_bytes(noise, noise, 0x0321) & MASK
-        noise = mixed_noise(seed_a, seed_b, row, start, BLOCK, 1)
-        c += noise & MASK
-        d += select_bytes(noise, noise, 0x0321) & MASK
+    y = scaled(values, scaling, FORMAT, FULL)
+    keep = tl.where(scale == scale, -1, 0)
+    if has_float8_instructions(FORMAT, True):
+        a = float8_words(y, keep, FORMAT)
+        b, c, d = a, a, a
+        store_words(a, row_ptr, start, span, BLOCK, 8, FULL)
+    else:
+        a, b, c, d = pair_up(tl.reshape(fixed_point(y, FORMAT), (BLOCK,)), BLOCK)
+        if FORMAT.stochastic:
+            # Below a unit, so it cannot carry into the other half.
+            MASK: tl.constexpr = FORMAT.noise_mask
+            noise = mixed_noise(seed_a, seed_b, row, start, BLOCK, 0)
+            a += noise & MASK
+            b += select_bytes(noise, noise, 0x0321) & MASK
+            noise = mixed_noise(seed_a, seed_b, row, start, BLOCK, 1)
+            c += noise & MASK
+            d += select_bytes(noise, noise, 0x0321) & MASK
+        keep = same_in_groups(keep, BLOCK, values.shape[1])
+        store_codes(a, b, c, d, keep, row_ptr, start, span, sections, BLOCK, FORMAT, FULL)
     GROUPS: tl.constexpr = values.shape[0]
-    keep = same_in_groups(tl.where(scale == scale, -1, 0), BLOCK, values.shape[1])
-    store_codes(a, b, c, d, keep, row_ptr, start, span, sections, BLOCK, FORMAT, FULL)
     groups = _group_span(start, span, sections, FORMAT)
     store_scales(scale, row_ptr, sections[4], groups, sections[1], GROUPS, FORMAT)
     if not FORMAT.symmetric:
@@ -261,6 +276,59 @@ def quantization_error(x, encoded, int_to_float, BLOCK: tl.constexpr, FORMAT: tl
 
 
 @triton.jit
+def load_encoded(
+    row_ptr,
+    start,
+    limit,
+    numel,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Read what a ``[BLOCK]`` tile is encoded to, for ``decode_loaded``.
+
+    Returns the words of three planes, the scales and the minima; what the format has less of means
+    nothing.
+    """
+    sections = row_sections(numel, FORMAT)
+    span = code_span(limit, numel, sections)
+    # A tile is either several groups or a part of one.
+    WHOLE: tl.constexpr = FORMAT.group_size > 0 and FORMAT.group_size < BLOCK
+    GROUPS: tl.constexpr = BLOCK // FORMAT.group_size if WHOLE else 1
+    first = tl.cast(0, tl.int64)
+    if FORMAT.group_size > 0:
+        first = start // FORMAT.group_size
+    words, second, third = load_codes(row_ptr, start, span, sections, BLOCK, RUN, FORMAT, FULL)
+    scale = load_scales(row_ptr, sections[4], first, sections[1], GROUPS, FORMAT)
+    minimum = scale
+    if not FORMAT.symmetric:
+        minimum = load_scales(row_ptr, sections[5], first, sections[1], GROUPS, FORMAT)
+    return words, second, third, scale, minimum
+
+
+@triton.jit
+def decode_loaded(loaded, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+    """Decode what ``load_encoded`` returned, still transformed; ``dequantize.reference``.
+
+    ``int_to_float`` is ``launch.INT_TO_FLOAT``: known to the compiler, it would be moved to a
+    register for every code again.
+    """
+    words, second, third, scale, minimum = loaded
+    GROUPS: tl.constexpr = scale.shape[0]
+    levels = levels_of_words(words, second, third, int_to_float, BLOCK, FORMAT)
+    levels = tl.reshape(levels, (GROUPS, BLOCK // GROUPS))
+    if FORMAT.symmetric:
+        values = levels * scale[:, None]
+    elif FORMAT.scale_dtype == "float32":
+        values = levels * scale[:, None] + minimum[:, None]
+    else:  # rounded once either way: products of 8 and 11 bits are exact
+        factor = tl.broadcast_to(scale[:, None], levels.shape)
+        values = tl.fma(levels, factor, tl.broadcast_to(minimum[:, None], levels.shape))
+    return tl.reshape(values, (BLOCK,))
+
+
+@triton.jit
 def decode_tile(
     row_ptr,
     start,
@@ -274,23 +342,7 @@ def decode_tile(
 ):
     """Decode a ``[BLOCK]`` tile, still transformed; ``dequantize.reference.decode_block``.
 
-    ``int_to_float`` is ``launch.INT_TO_FLOAT``: known to the compiler, it would be moved to a
-    register for every code again.
+    ``int_to_float`` is that of ``decode_loaded``.
     """
-    sections = row_sections(numel, FORMAT)
-    span = code_span(limit, numel, sections)
-    # A tile is either several groups or a part of one.
-    WHOLE: tl.constexpr = FORMAT.group_size > 0 and FORMAT.group_size < BLOCK
-    GROUP: tl.constexpr = FORMAT.group_size if WHOLE else BLOCK
-    GROUPS: tl.constexpr = BLOCK // GROUP
-    first = tl.cast(0, tl.int64)
-    if FORMAT.group_size > 0:
-        first = start // FORMAT.group_size
-    levels = load_levels(row_ptr, start, span, sections, int_to_float, BLOCK, RUN, FORMAT, FULL)
-    levels = tl.reshape(levels, (GROUPS, GROUP))
-    scale = load_scales(row_ptr, sections[4], first, sections[1], GROUPS, FORMAT)
-    values = levels * scale[:, None]
-    if not FORMAT.symmetric:
-        minimum = load_scales(row_ptr, sections[5], first, sections[1], GROUPS, FORMAT)
-        values = values + minimum[:, None]
-    return tl.reshape(values, (BLOCK,))
+    loaded = load_encoded(row_ptr, start, limit, numel, BLOCK, RUN, FORMAT, FULL)
+    return decode_loaded(loaded, int_to_float, BLOCK, FORMAT)

@@ -1,0 +1,230 @@
+"""The operators ``activation_quantize``, ``activation_dequantize`` and ``activation_backward``.
+
+Shape legend: T rows, N columns, R encoded rows of a message (see ``message.matrix``). A gated
+function is ``act(x) * up``, a plain one ``act(x)``. Codes are those of ``quantize``, bit for bit.
+Values are computed in fp32 and rounded once. Of ``relu`` and ``relu2`` they are the same on every
+device; of the others the GPU's differ from the reference by the errors of its exponential, at most
+one unit in the last place of bf16 and fp16, but for results that the function itself cancels to
+nearly zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lq_lightning.kernels.message import MessageFormat
+from lq_lightning.kernels.message.checks import check_rows
+from lq_lightning.kernels.message.matrix import check_matrix, empty_message, parse_matrix_format
+from lq_lightning.kernels.message.operators import define_operator
+
+from . import reference as cpu
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_activation(activation: str) -> None:
+    """Raise ``ValueError`` unless ``activation`` is one of ``reference.ACTIVATIONS``."""
+    if activation not in cpu.ACTIVATIONS:
+        raise ValueError(
+            f"activation={activation!r} is not supported; allowed: {', '.join(cpu.ACTIVATIONS)}."
+        )
+
+
+def gated(up_message: Tensor) -> Tensor | None:
+    """Return the message of the second factor, None for the ``[0, 0]`` of a plain function."""
+    return None if up_message.shape[0] == 0 and up_message.shape[1] == 0 else up_message
+
+
+def _check_values(name: str, values: Tensor) -> None:
+    if values.dim() != 2 or values.dtype not in _DTYPES:
+        raise ValueError(
+            f"{name} is {values.dtype} {tuple(values.shape)}; it must be a matrix of float32, "
+            f"bfloat16 or float16. Flatten all but the last dimension of {name}."
+        )
+    check_rows(name, values)
+
+
+def check_messages(
+    message: Tensor, up_message: Tensor, rows: int, numel: int, fmt: MessageFormat
+) -> None:
+    """Raise ``ValueError`` unless both messages are those of ``[rows, numel]`` matrices."""
+    check_matrix("message", message, rows, numel, fmt)
+    up = gated(up_message)
+    if up is not None:
+        check_matrix("up_message", up, rows, numel, fmt)
+        if up.device != message.device:
+            raise ValueError(
+                f"message is on {message.device}, up_message on {up.device}; both must be on one."
+            )
+
+
+def _quantize(
+    x: Tensor, up: Tensor | None, activation: str, format: str, amax: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Apply an activation function and encode its inputs, in one pass over memory.
+
+    Args:
+        x: ``[T, N]`` fp32, bf16 or fp16, last dimension contiguous.
+        up: of the same shape, dtype and device, with strides of its own; None for a plain function.
+        activation: one of ``ACTIVATIONS``.
+        format: a ``MessageFormat`` as a string, with groups and nearest rounding.
+        amax: whether to find the largest magnitude of ``y``.
+
+    Returns:
+        ``y``, ``[T, N]`` contiguous, of the dtype of ``x``; ``[R, nbytes]`` messages of ``x`` and
+        of ``up`` (``[0, 0]`` without); fp32 ``[1]``, ``max(abs(y))`` of the rounded ``y``, NaN if
+        one is, or ``[0]`` if not asked.
+
+    Raises:
+        ValueError: an argument is none of these.
+        NotImplementedError: the format has one scale per row.
+    """
+    fmt = parse_matrix_format(format)
+    check_activation(activation)
+    _check_values("x", x)
+    if up is not None:
+        _check_values("up", up)
+        if up.shape != x.shape or up.dtype != x.dtype or up.device != x.device:
+            raise ValueError(
+                f"up is {up.dtype} {tuple(up.shape)} on {up.device}, x is {x.dtype} "
+                f"{tuple(x.shape)} on {x.device}; both must have the same shape, dtype and device."
+            )
+    if not x.is_cuda:
+        return cpu.quantize(x, up, activation, fmt, amax)
+    from .launch import launch_quantize
+
+    results = _fake_quantize(x, up, activation, format, amax)
+    launch_quantize(x, up, activation, fmt, *results)
+    return results
+
+
+def _dequantize(
+    message: Tensor,
+    up_message: Tensor,
+    rows: int,
+    numel: int,
+    activation: str,
+    format: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Apply an activation function to decoded inputs.
+
+    Args:
+        message: ``[R, nbytes]`` of ``x``.
+        up_message: ``[R, nbytes]`` of ``up``, ``[0, 0]`` for a plain function.
+        rows: T.
+        numel: N.
+        activation: one of ``ACTIVATIONS``.
+        format: what the messages were encoded with.
+        dtype: of the result, fp32, bf16 or fp16.
+
+    Returns:
+        ``[T, N]`` of ``dtype``.
+
+    Raises:
+        ValueError: an argument is none of these.
+        NotImplementedError: the format has one scale per row.
+    """
+    fmt = parse_matrix_format(format)
+    check_activation(activation)
+    check_messages(message, up_message, rows, numel, fmt)
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype} is not supported; use one of {_DTYPES}.")
+    up = gated(up_message)
+    if not message.is_cuda:
+        return cpu.dequantize(message, up, rows, numel, activation, fmt, dtype)
+    from .launch import launch_dequantize
+
+    y = _fake_dequantize(message, up_message, rows, numel, activation, format, dtype)
+    launch_dequantize(message, up, activation, fmt, y)
+    return y
+
+
+def _backward(
+    message: Tensor, up_message: Tensor, dy: Tensor, activation: str, format: str, amax: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Differentiate an activation function at decoded inputs.
+
+    Args:
+        message: ``[R, nbytes]`` of ``x``.
+        up_message: ``[R, nbytes]`` of ``up``, ``[0, 0]`` for a plain function.
+        dy: ``[T, N]`` fp32, bf16 or fp16, last dimension contiguous.
+        activation: one of ``ACTIVATIONS``.
+        format: what the messages were encoded with.
+        amax: whether to find the largest magnitudes.
+
+    Returns:
+        ``dx`` and ``dup``, ``[T, N]`` contiguous, of the dtype of ``dy`` (``dup`` ``[0, 0]`` for a
+        plain function); fp32 ``[2]``, the largest magnitudes of both as rounded (0 without
+        ``dup``), NaN if one is, or ``[0]`` if not asked.
+
+    Raises:
+        ValueError: an argument is none of these.
+        NotImplementedError: the format has one scale per row.
+    """
+    fmt = parse_matrix_format(format)
+    check_activation(activation)
+    _check_values("dy", dy)
+    check_messages(message, up_message, dy.shape[0], dy.shape[1], fmt)
+    if dy.device != message.device:
+        raise ValueError(f"message is on {message.device}, dy on {dy.device}; both must be on one.")
+    up = gated(up_message)
+    if not dy.is_cuda:
+        return cpu.backward(message, up, dy, activation, fmt, amax)
+    from .launch import launch_backward
+
+    results = _fake_backward(message, up_message, dy, activation, format, amax)
+    launch_backward(message, up, dy, activation, fmt, *results)
+    return results
+
+
+def _fake_quantize(
+    x: Tensor, up: Tensor | None, activation: str, format: str, amax: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    fmt = parse_matrix_format(format)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    message = empty_message(fmt, x.shape[0], x.shape[1], x.device)
+    nothing = torch.empty(0, 0, dtype=torch.uint8, device=x.device)
+    up_message = nothing if up is None else torch.empty_like(message)
+    return y, message, up_message, torch.zeros(int(amax), device=x.device)
+
+
+def _fake_dequantize(
+    message: Tensor,
+    up_message: Tensor,
+    rows: int,
+    numel: int,
+    activation: str,
+    format: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    return torch.empty(rows, numel, dtype=dtype, device=message.device)
+
+
+def _fake_backward(
+    message: Tensor, up_message: Tensor, dy: Tensor, activation: str, format: str, amax: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
+    dup = dx.new_empty(0, 0) if gated(up_message) is None else torch.empty_like(dx)
+    return dx, dup, torch.zeros(2 * int(amax), device=dy.device)
+
+
+activation_quantize = define_operator(
+    "activation_quantize(Tensor x, Tensor? up, str activation, str format, bool amax)"
+    " -> (Tensor y, Tensor message, Tensor up_message, Tensor amax)",
+    _quantize,
+    _fake_quantize,
+)
+activation_dequantize = define_operator(
+    "activation_dequantize(Tensor message, Tensor up_message, int rows, int numel, str activation,"
+    " str format, ScalarType dtype) -> Tensor",
+    _dequantize,
+    _fake_dequantize,
+)
+activation_backward = define_operator(
+    "activation_backward(Tensor message, Tensor up_message, Tensor dy, str activation, str format,"
+    " bool amax) -> (Tensor dx, Tensor dup, Tensor amax)",
+    _backward,
+    _fake_backward,
+)

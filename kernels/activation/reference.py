@@ -1,0 +1,134 @@
+"""Activation functions, their codes and their gradients in plain torch, on the CPU.
+
+All arithmetic is fp32 and rounded once, whatever the dtype of the tensors. Shape legend: T rows,
+N columns, R encoded rows of a message (see ``message.matrix``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lq_lightning.kernels.message import MessageFormat
+from lq_lightning.kernels.message.matrix import decode_matrix, encode_matrix
+
+QUICK_GELU = 1.702
+# gelu_tanh(x) = x * sigmoid(x * (TANH + TANH_CUBIC * x**2)), since 1 + tanh(z) = 2 sigmoid(2 z).
+TANH = 2.0 * math.sqrt(2.0 / math.pi)
+TANH_CUBIC = 0.044715 * TANH
+
+
+def _silu(x: Tensor) -> tuple[Tensor, Tensor]:
+    gate = torch.sigmoid(x)
+    value = x * gate
+    return value, gate + value * (1.0 - gate)
+
+
+def _gelu(x: Tensor) -> tuple[Tensor, Tensor]:
+    share = 0.5 + 0.5 * torch.erf(x * math.sqrt(0.5))
+    density = torch.exp(-0.5 * x * x) * (1.0 / math.sqrt(2.0 * math.pi))
+    return x * share, share + x * density
+
+
+def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
+    square = x * x
+    gate = torch.sigmoid(x * (TANH + TANH_CUBIC * square))
+    value = x * gate
+    return value, gate + value * (1.0 - gate) * (TANH + 3.0 * TANH_CUBIC * square)
+
+
+def _relu(x: Tensor) -> tuple[Tensor, Tensor]:
+    value = torch.relu(x)
+    return value, torch.where(x > 0.0, 1.0, value)  # NaN stays, unlike in torch's own gradient
+
+
+def _relu2(x: Tensor) -> tuple[Tensor, Tensor]:
+    positive = torch.relu(x)
+    return positive * positive, 2.0 * positive
+
+
+def _quick_gelu(x: Tensor) -> tuple[Tensor, Tensor]:
+    gate = torch.sigmoid(QUICK_GELU * x)
+    value = x * gate
+    return value, gate + QUICK_GELU * value * (1.0 - gate)
+
+
+_FUNCTIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": _relu,
+    "relu2": _relu2,
+    "quick_gelu": _quick_gelu,
+}
+ACTIVATIONS: tuple[str, ...] = tuple(_FUNCTIONS)
+
+
+def value_and_derivative(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Apply an activation function. NaN gives NaN in both results.
+
+    So do infinities where they do in torch: all but ``relu`` and ``relu2`` take -inf to NaN.
+
+    Args:
+        x: fp32, any shape.
+        activation: one of ``ACTIVATIONS``.
+
+    Returns:
+        The value and the derivative at ``x``, fp32.
+    """
+    return _FUNCTIONS[activation](x)
+
+
+def _amax(x: Tensor) -> Tensor:
+    """Largest magnitude, NaN if there is one, as fp32 ``[1]``; 0 of nothing."""
+    return x.abs().amax().float().view(1) if x.numel() else torch.zeros(1)
+
+
+def quantize(
+    x: Tensor, up: Tensor | None, activation: str, fmt: MessageFormat, amax: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Apply the function and encode its inputs; arguments and results as for the operator."""
+    value = value_and_derivative(x.float(), activation)[0]
+    y = (value if up is None else value * up.float()).to(x.dtype)
+    up_message = torch.empty(0, 0, dtype=torch.uint8) if up is None else encode_matrix(up, fmt)
+    return y, encode_matrix(x, fmt), up_message, _amax(y) if amax else torch.empty(0)
+
+
+def dequantize(
+    message: Tensor,
+    up_message: Tensor | None,
+    rows: int,
+    numel: int,
+    activation: str,
+    fmt: MessageFormat,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Apply the function to decoded inputs; ``up_message`` is None if there is no gate."""
+    value = value_and_derivative(decode_matrix(message, rows, numel, fmt), activation)[0]
+    if up_message is not None:
+        value = value * decode_matrix(up_message, rows, numel, fmt)
+    return value.to(dtype)
+
+
+def backward(
+    message: Tensor,
+    up_message: Tensor | None,
+    dy: Tensor,
+    activation: str,
+    fmt: MessageFormat,
+    amax: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Differentiate at decoded inputs; ``up_message`` is None if there is no gate."""
+    rows, numel = dy.shape
+    x = decode_matrix(message, rows, numel, fmt)
+    value, derivative = value_and_derivative(x, activation)
+    if up_message is None:
+        dx, dup = (dy.float() * derivative).to(dy.dtype), torch.empty(0, 0, dtype=dy.dtype)
+    else:
+        up = decode_matrix(up_message, rows, numel, fmt)
+        dx = (dy.float() * up * derivative).to(dy.dtype)
+        dup = (dy.float() * value).to(dy.dtype)
+    return dx, dup, torch.cat([_amax(dx), _amax(dup)]) if amax else torch.empty(0)

@@ -1,0 +1,17 @@
+"""FP8 operands of matrix products: casts with transpose, and rebuilds straight from codes."""
+
+from .op import (
+    activation_dequantize_float8,
+    dequantize_float8,
+    float8_amax,
+    float8_cast,
+    norm_dequantize_float8,
+)
+
+__all__ = [
+    "activation_dequantize_float8",
+    "dequantize_float8",
+    "float8_amax",
+    "float8_cast",
+    "norm_dequantize_float8",
+]

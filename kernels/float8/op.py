@@ -1,0 +1,322 @@
+"""The operators ``float8_amax``, ``float8_cast`` and ``*dequantize_float8``.
+
+What FP8 matrix products need: a cast with one scale per tensor, of the rows and of the columns of a
+matrix in one pass over memory, and rebuilds of saved activations straight from their codes to the
+transposed operand of a weight gradient.
+
+Shape legend: R rows, N columns; T tokens, the rows of a matrix in a message (``message.matrix``).
+``round16(n)`` is the next multiple of 16, which cuBLASLt demands of operands; what is appended is
+zero.
+
+Values are those of the reference, bit for bit, except behind an exponential or erf: there the codes
+differ by one at most. Rebuilds differ from a cast of what ``dequantize``, ``norm_dequantize`` and
+``activation_dequantize`` return by the rounding of fp32, and by that to 16 bits, which they spare.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lq_lightning.kernels.activation.op import check_activation, check_messages, gated
+from lq_lightning.kernels.message import round_up
+from lq_lightning.kernels.message.checks import check_rows
+from lq_lightning.kernels.message.matrix import check_matrix, parse_matrix_format
+from lq_lightning.kernels.message.operators import define_operator
+from lq_lightning.kernels.norm.op import check_kind, check_parameter, check_statistics
+
+from . import reference as cpu
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_E4M3 = torch.float8_e4m3fn
+
+
+# Of a matrix on a GPU, so that offsets in a tile fit 32 bits, and tiles the grid.
+_MAX_SIDE = 1 << 22
+
+
+def _check_sides(rows: int, row_length: int) -> None:
+    if rows > _MAX_SIDE or row_length > _MAX_SIDE:
+        raise NotImplementedError(
+            f"a matrix of {rows} rows, {row_length} values apart, is too large for the kernels of "
+            f"FP8 operands; both must be at most {_MAX_SIDE}. Pass it in parts."
+        )
+
+
+def _check_values(x: Tensor) -> None:
+    if x.dim() != 2 or x.dtype not in _FLOATS:
+        raise ValueError(
+            f"x is {x.dtype} {tuple(x.shape)}; it must be a matrix of float32, bfloat16 or "
+            "float16. Flatten all but its last dimension."
+        )
+    check_rows("x", x)
+
+
+def _check_number(name: str, number: Tensor) -> None:
+    if number.dtype != torch.float32 or number.numel() != 1:
+        raise ValueError(
+            f"{name} is {number.dtype} {tuple(number.shape)}; it must be float32 of one element, "
+            "as float8_amax and float8_cast return it."
+        )
+
+
+def _float8_amax(x: Tensor) -> Tensor:
+    """Largest magnitude of a matrix.
+
+    Args:
+        x: ``[R, N]`` fp32, bf16 or fp16, last dimension contiguous.
+
+    Returns:
+        fp32 ``[1]``: NaN if a value is, 0 without values.
+
+    Raises:
+        ValueError: another shape, dtype or stride.
+    """
+    _check_values(x)
+    if not x.is_cuda:
+        return cpu.amax(x)
+    from .triton_kernels import launch_amax
+
+    out = torch.zeros(1, dtype=torch.float32, device=x.device)
+    launch_amax(x, out)
+    return out
+
+
+def _float8_cast(
+    x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast a matrix to FP8 with one scale, reading it once.
+
+    The scale is ``amax / 448`` (E4M3) or ``amax / 57344`` (E5M2), at least ``2**-96``. If ``amax``
+    is infinite or NaN, so is the scale, and every product with it is NaN.
+
+    Args:
+        x: ``[R, N]`` fp32, bf16 or fp16, last dimension contiguous.
+        amax: fp32 ``[1]``, the largest magnitude of ``x``. Values beyond it are clipped to it.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        rows: whether to return ``q``.
+        columns: whether to return ``q_t``.
+
+    Returns:
+        ``q`` ``[R, round16(N)]``; ``q_t`` ``[N, round16(R)]``, transposed; both contiguous, and
+        ``[0, 0]`` where not asked for; fp32 ``[1]``, the factor of decoding.
+
+    Raises:
+        ValueError: another shape, dtype or stride.
+        NotImplementedError: a side of more than ``2**22`` on a GPU.
+    """
+    _check_values(x)
+    _check_number("amax", amax)
+    if dtype not in cpu.MAX_VALUES:
+        raise ValueError(
+            f"dtype={dtype} is not supported; allowed: {', '.join(map(str, cpu.MAX_VALUES))}."
+        )
+    q, q_t, scale = _fake_float8_cast(x, amax, dtype, rows, columns)
+    if x.is_cuda:
+        from .triton_kernels import launch_cast
+
+        _check_sides(x.shape[0], max(x.shape[1], x.stride(0) if x.shape[0] > 1 else 0))
+        launch_cast(x, amax, q, q_t, scale)
+        return q, q_t, scale
+    scale = cpu.scale_of(amax.view(1), dtype)
+    if rows or columns:
+        cast = cpu.cast(x, scale, dtype)
+        q = cpu.padded_rows(cast) if rows else q
+        q_t = cpu.transposed(cast) if columns else q_t
+    return q, q_t, scale
+
+
+def _dequantize_float8(
+    message: Tensor, rows: int, numel: int, format: str, scale: Tensor
+) -> Tensor:
+    """Decode a matrix to transposed E4M3, clipped to the largest value.
+
+    Args:
+        message: ``[R, nbytes]`` uint8 of a ``[T, N]`` matrix.
+        rows: T.
+        numel: N.
+        format: that of the message, one of ``matrix.parse_matrix_format``.
+        scale: fp32 ``[1]``, the factor of decoding E4M3, of ``float8_cast``.
+
+    Returns:
+        ``[N, round16(T)]`` E4M3, contiguous.
+
+    Raises:
+        ValueError: an argument has another shape, dtype, stride or value.
+        NotImplementedError: a format with one scale per row; a side of more than ``2**22``.
+    """
+    fmt = parse_matrix_format(format)
+    check_matrix("message", message, rows, numel, fmt)
+    _check_number("scale", scale)
+    if not message.is_cuda:
+        return cpu.dequantize(message, rows, numel, fmt, scale)
+    from .triton_rebuild import launch_dequantize
+
+    out = _empty_transposed(message, rows, numel)
+    launch_dequantize(message, rows, fmt, scale, out)
+    return out
+
+
+def _norm_dequantize_float8(
+    message: Tensor,
+    stats: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    numel: int,
+    kind: str,
+    format: str,
+    scale: Tensor,
+) -> Tensor:
+    """Rebuild the output of a norm from its encoded input, as transposed E4M3.
+
+    In fp32 up to E4M3: the kind "rms_cast" is rebuilt as "rms".
+
+    Args:
+        message: ``[R, nbytes]`` uint8 of the ``[T, N]`` input.
+        stats: of ``norm_quantize``.
+        weight: ``[N]`` or None.
+        bias: ``[N]`` or None; for "layer".
+        numel: N.
+        kind: of norm, see ``norm_quantize``.
+        format: that of the message.
+        scale: fp32 ``[1]``, the factor of decoding E4M3: of the exact output.
+
+    Returns:
+        ``[N, round16(T)]`` E4M3, contiguous, clipped to the largest value.
+
+    Raises:
+        ValueError: an argument has another shape, dtype, stride or value.
+        NotImplementedError: a format with one scale per row; a side of more than ``2**22``.
+    """
+    fmt = parse_matrix_format(format)
+    rows = stats.shape[0]
+    check_kind(kind, bias)
+    check_statistics(stats, rows, kind)
+    check_matrix("message", message, rows, numel, fmt)
+    check_parameter("weight", weight, numel)
+    check_parameter("bias", bias, numel)
+    _check_number("scale", scale)
+    if not message.is_cuda:
+        return cpu.norm_dequantize(message, stats, weight, bias, numel, kind, fmt, scale)
+    from .triton_rebuild import launch_norm_dequantize
+
+    out = _empty_transposed(message, rows, numel)
+    launch_norm_dequantize(message, stats, weight, bias, kind, fmt, scale, out)
+    return out
+
+
+def _activation_dequantize_float8(
+    message: Tensor,
+    up_message: Tensor,
+    rows: int,
+    numel: int,
+    activation: str,
+    format: str,
+    scale: Tensor,
+) -> Tensor:
+    """Apply an activation function to decoded inputs, in fp32, to transposed E4M3.
+
+    Args:
+        message: ``[R, nbytes]`` uint8 of ``x``.
+        up_message: ``[R, nbytes]`` of ``up``, ``[0, 0]`` for a plain function.
+        rows: T.
+        numel: N.
+        activation: see ``activation_quantize``.
+        format: what the messages were encoded with.
+        scale: fp32 ``[1]``, the factor of decoding E4M3: of the exact output.
+
+    Returns:
+        ``[N, round16(T)]`` E4M3, contiguous, clipped to the largest value.
+
+    Raises:
+        ValueError: an argument has another shape, dtype, stride or value.
+        NotImplementedError: a format with one scale per row; a side of more than ``2**22``.
+    """
+    fmt = parse_matrix_format(format)
+    check_activation(activation)
+    check_messages(message, up_message, rows, numel, fmt)
+    _check_number("scale", scale)
+    up = gated(up_message)
+    if not message.is_cuda:
+        return cpu.activation_dequantize(message, up, rows, numel, activation, fmt, scale)
+    from .triton_rebuild import launch_activation_dequantize
+
+    out = _empty_transposed(message, rows, numel)
+    launch_activation_dequantize(message, up, rows, activation, fmt, scale, out)
+    return out
+
+
+def _empty_transposed(message: Tensor, rows: int, numel: int) -> Tensor:
+    _check_sides(rows, numel)
+    return message.new_empty(numel, round_up(rows, cpu.ROW_MULTIPLE), dtype=_E4M3)
+
+
+def _fake_float8_amax(x: Tensor) -> Tensor:
+    return x.new_empty(1, dtype=torch.float32)
+
+
+def _fake_float8_cast(
+    x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    R, N = x.shape
+    q_shape = (R, round_up(N, cpu.ROW_MULTIPLE)) if rows else (0, 0)
+    q_t_shape = (N, round_up(R, cpu.ROW_MULTIPLE)) if columns else (0, 0)
+    scale = x.new_empty(1, dtype=torch.float32)
+    return x.new_empty(q_shape, dtype=dtype), x.new_empty(q_t_shape, dtype=dtype), scale
+
+
+def _fake_dequantize_float8(
+    message: Tensor, rows: int, numel: int, format: str, scale: Tensor
+) -> Tensor:
+    return _empty_transposed(message, rows, numel)
+
+
+def _fake_norm_dequantize_float8(
+    message: Tensor,
+    stats: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    numel: int,
+    kind: str,
+    format: str,
+    scale: Tensor,
+) -> Tensor:
+    return _empty_transposed(message, stats.shape[0], numel)
+
+
+def _fake_activation_dequantize_float8(
+    message: Tensor,
+    up_message: Tensor,
+    rows: int,
+    numel: int,
+    activation: str,
+    format: str,
+    scale: Tensor,
+) -> Tensor:
+    return _empty_transposed(message, rows, numel)
+
+
+float8_amax = define_operator("float8_amax(Tensor x) -> Tensor", _float8_amax, _fake_float8_amax)
+float8_cast = define_operator(
+    "float8_cast(Tensor x, Tensor amax, ScalarType dtype, bool rows, bool columns)"
+    " -> (Tensor q, Tensor q_t, Tensor scale)",
+    _float8_cast,
+    _fake_float8_cast,
+)
+dequantize_float8 = define_operator(
+    "dequantize_float8(Tensor message, int rows, int numel, str format, Tensor scale) -> Tensor",
+    _dequantize_float8,
+    _fake_dequantize_float8,
+)
+norm_dequantize_float8 = define_operator(
+    "norm_dequantize_float8(Tensor message, Tensor stats, Tensor? weight, Tensor? bias, int numel,"
+    " str kind, str format, Tensor scale) -> Tensor",
+    _norm_dequantize_float8,
+    _fake_norm_dequantize_float8,
+)
+activation_dequantize_float8 = define_operator(
+    "activation_dequantize_float8(Tensor message, Tensor up_message, int rows, int numel,"
+    " str activation, str format, Tensor scale) -> Tensor",
+    _activation_dequantize_float8,
+    _fake_activation_dequantize_float8,
+)

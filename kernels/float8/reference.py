@@ -1,0 +1,154 @@
+"""Casts to FP8 with one scale per tensor, in plain torch: the truth of the Triton kernels.
+
+Shape legend: R rows and N columns of a matrix; T tokens, the rows of a matrix in a message.
+
+A value becomes ``value * (1 / scale)`` in fp32, rounded to nearest even. What is larger than the
+largest finite value becomes that one; NaN becomes the byte 0x7F, as does infinity in a cast.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad as pad_tensor
+
+from lq_lightning.kernels.activation.reference import value_and_derivative
+from lq_lightning.kernels.message import MessageFormat
+from lq_lightning.kernels.message import reference as blocks
+from lq_lightning.kernels.message.matrix import matrix_shape
+from lq_lightning.kernels.norm.reference import factor_of, standardize
+
+MAX_VALUES = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+# Below, scales end. Its inverse times any weight and any inverse standard deviation is finite, so
+# that zeros stay zeros. Tensors whose largest magnitude is below 5e-27 lose bits by it.
+MIN_SCALE = 2.0**-96
+# Rows of operands are multiples of it; cuBLASLt demands that.
+ROW_MULTIPLE = 16
+NAN_BYTE = 0x7F
+
+
+def amax(x: Tensor) -> Tensor:
+    """Largest magnitude of ``x`` as fp32 ``[1]``; NaN if one value is, 0 without values."""
+    if x.numel() == 0:
+        return torch.zeros(1, dtype=torch.float32, device=x.device)
+    return x.abs().amax().float().view(1)
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The factor of decoding: ``amax`` over the largest value of ``dtype``, at least MIN_SCALE."""
+    return (amax / MAX_VALUES[dtype]).clamp_min(MIN_SCALE)
+
+
+def round_to_float8(scaled: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round fp32 values, already divided by the scale, to ``dtype``; infinity is clipped too."""
+    largest = MAX_VALUES[dtype]
+    rounded = scaled.clamp(-largest, largest).to(dtype).view(torch.uint8)
+    return rounded.masked_fill(scaled.isnan(), NAN_BYTE).view(dtype)
+
+
+def padded_rows(matrix: Tensor) -> Tensor:
+    """Append zeros to the rows of an FP8 matrix up to a multiple of ROW_MULTIPLE; contiguous."""
+    missing = -matrix.shape[1] % ROW_MULTIPLE
+    return pad_tensor(matrix.view(torch.uint8), (0, missing)).contiguous().view(matrix.dtype)
+
+
+def transposed(matrix: Tensor) -> Tensor:
+    """``padded_rows`` of the transposed FP8 matrix."""
+    return padded_rows(matrix.view(torch.uint8).t().contiguous().view(matrix.dtype))
+
+
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast ``[R, N]`` fp32, bf16 or fp16 to ``dtype``, without padding."""
+    scaled = x.float() * scale.reciprocal()
+    return round_to_float8(scaled.masked_fill(scaled.isinf(), float("nan")), dtype)
+
+
+def transforms_levels(fmt: MessageFormat) -> bool:
+    """Whether ``decode`` transforms levels instead of values: integer codes of 4 bits."""
+    return fmt.hadamard_size > 0 and fmt.kind == "integer" and fmt.bits == 4
+
+
+def decode(
+    message: Tensor, rows: int, numel: int, fmt: MessageFormat, factor: Tensor | float = 1.0
+) -> Tensor:
+    """Decode a matrix to fp32 ``[T, N]``, times ``factor``.
+
+    This is ``decode_matrix`` up to the rounding of fp32, in what GPUs are faster at: the factor is
+    multiplied into the scales and minima, and the minimum is added in the multiplication by the
+    scale, which rounds once. Where ``transforms_levels``, the inverse transform is that of the
+    levels, integers whose sums are exact; scale and minimum follow.
+    """
+    if rows * numel == 0:
+        return torch.zeros(rows, numel)
+    count, length = matrix_shape(fmt, rows, numel)
+    layout, size, group = fmt.layout(length), fmt.hadamard_size, fmt.group_size
+    codes = blocks.load_codes(message, 0, layout.padded_numel, fmt, layout)
+    values = torch.zeros(count, layout.num_groups * group)
+    values[:, : layout.padded_numel] = blocks.dequantize_codes(codes, fmt)
+    if transforms_levels(fmt):
+        values = blocks.hadamard_(values, size)
+    values = values.view(count, layout.num_groups, group)
+    factor = factor * fmt.inverse_norm
+    scale = blocks.load_scales(message, layout.scale_offset, layout.num_groups, fmt)
+    scale = (scale * factor)[..., None]
+    if fmt.symmetric:
+        values = values * scale
+    else:
+        minimum = blocks.load_scales(message, layout.minimum_offset, layout.num_groups, fmt)
+        minimum = (minimum * factor)[..., None]
+        if transforms_levels(fmt):  # the transform of a constant
+            values = values * scale
+            values[..., ::size] += minimum * size
+        else:
+            values = (values.double() * scale + minimum).float()
+    if size and not transforms_levels(fmt):
+        values = blocks.hadamard_(values.contiguous(), size)
+    return values.view(count, -1)[:, :length].reshape(rows, numel)
+
+
+def dequantize(message: Tensor, rows: int, numel: int, fmt: MessageFormat, scale: Tensor) -> Tensor:
+    """Decode a matrix and cast it to E4M3 with a given scale: ``[N, round16(T)]``, transposed."""
+    values = decode(message, rows, numel, fmt, scale.reciprocal())
+    return transposed(round_to_float8(values, torch.float8_e4m3fn))
+
+
+def norm_dequantize(
+    message: Tensor,
+    stats: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    numel: int,
+    kind: str,
+    fmt: MessageFormat,
+    scale: Tensor,
+) -> Tensor:
+    """Rebuild a norm's output from its input's message, as E4M3 ``[N, round16(T)]``.
+
+    Weight and bias are multiplied by the inverse scale before they are applied, and nothing is
+    rounded to a 16-bit dtype on the way, not even in the kind ``"rms_cast"``.
+    """
+    inverse = scale.reciprocal()
+    values = standardize(decode(message, stats.shape[0], numel, fmt), stats, kind)
+    values = values * (inverse if weight is None else factor_of(weight, kind) * inverse)
+    if bias is not None:
+        values = values + bias.float() * inverse
+    return transposed(round_to_float8(values, torch.float8_e4m3fn))
+
+
+def activation_dequantize(
+    message: Tensor,
+    up_message: Tensor | None,
+    rows: int,
+    numel: int,
+    activation: str,
+    fmt: MessageFormat,
+    scale: Tensor,
+) -> Tensor:
+    """Rebuild an activation function's output as E4M3 ``[N, round16(T)]``.
+
+    Nothing is rounded to a 16-bit dtype on the way. ``up_message`` is None if there is no gate.
+    """
+    inverse = scale.reciprocal()
+    y = value_and_derivative(decode(message, rows, numel, fmt), activation)[0]
+    y = y * (inverse if up_message is None else decode(up_message, rows, numel, fmt, inverse))
+    return transposed(round_to_float8(y, torch.float8_e4m3fn))

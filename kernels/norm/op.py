@@ -1,0 +1,277 @@
+"""The operators ``lq_lightning::norm_quantize``, ``norm_dequantize`` and ``norm_backward``.
+
+Kinds of norm, with ``x_hat = x * rstd``, or ``(x - mean) * rstd`` for "layer":
+
+* "layer": ``x_hat * weight + bias``;
+* "rms": ``x_hat * weight``, all in fp32, as ``torch.nn.RMSNorm``;
+* "rms_cast": the same with ``x_hat`` rounded to the dtype of ``x`` before the weight, as the Llama
+  of Hugging Face;
+* "rms_offset": ``x_hat * (1 + weight)``, all in fp32, as Gemma.
+
+Shape legend: T tokens, N features, R encoded rows of the message (``message/matrix.py``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lq_lightning.kernels.message.checks import check_rows
+from lq_lightning.kernels.message.matrix import check_matrix, empty_message, parse_matrix_format
+from lq_lightning.kernels.message.operators import define_operator
+
+from . import reference as cpu
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_kind(kind: str, bias: Tensor | None = None) -> None:
+    """Raise ``ValueError`` unless ``kind`` is one of ``reference.KINDS`` and has a given bias."""
+    if kind not in cpu.KINDS:
+        raise ValueError(f"kind={kind!r} is not a kind of norm; choose one of {cpu.KINDS}")
+    if bias is not None and kind != "layer":
+        raise ValueError(f"kind={kind!r} has no bias; pass bias=None")
+
+
+def _check_matrix_of_floats(name: str, x: Tensor) -> None:
+    if x.dim() != 2 or x.dtype not in _FLOATS or x.shape[1] == 0:
+        raise ValueError(
+            f"{name} is {x.dtype} {tuple(x.shape)}; expected fp32, bf16 or fp16 [T, N] with N > 0. "
+            f"Pass {name}.flatten(0, -2)."
+        )
+    check_rows(name, x)
+
+
+def check_parameter(name: str, parameter: Tensor | None, numel: int) -> None:
+    """Raise ``ValueError`` unless ``parameter`` is None or has one value per column."""
+    if parameter is None:
+        return
+    if parameter.dtype not in _FLOATS or tuple(parameter.shape) != (numel,):
+        raise ValueError(
+            f"{name} is {parameter.dtype} {tuple(parameter.shape)}; expected fp32, bf16 or fp16 "
+            f"({numel},), the columns of the input"
+        )
+    check_rows(name, parameter)
+
+
+def check_statistics(stats: Tensor, rows: int, kind: str) -> None:
+    """Raise ``ValueError`` unless ``stats`` are those of ``rows`` rows and this kind of norm."""
+    shape = (rows, 2 if kind == "layer" else 1)
+    if stats.dtype != torch.float32 or tuple(stats.shape) != shape or not stats.is_contiguous():
+        raise ValueError(
+            f"stats are {stats.dtype} {tuple(stats.shape)} with strides {stats.stride()}; expected "
+            f"contiguous torch.float32 {shape}, as norm_quantize of kind {kind!r} returned them"
+        )
+
+
+def _norm_quantize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+    format: str,
+    dtype: torch.dtype,
+    amax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normalise rows and encode their input, reading it once.
+
+    ``y`` is within one ulp of the reference for a dtype of 16 bits, and of a few for fp32: the
+    order of the sums over a row differs. The message has the reference's bits.
+
+    Args:
+        x: ``[T, N]`` fp32, bf16 or fp16, last dimension contiguous.
+        weight: ``[N]`` or None.
+        bias: ``[N]`` or None; for "layer".
+        eps: added to the variance, or to the mean of squares.
+        kind: of norm; see above.
+        format: a ``MessageFormat`` as a string, one of ``matrix.parse_matrix_format``.
+        dtype: of ``y``.
+        amax: Whether to return the largest magnitude.
+
+    Returns:
+        ``y`` ``[T, N]``; ``stats`` of the exact ``x``, fp32 ``[T, 2]`` (mean, rstd) for "layer" and
+        ``[T, 1]`` (rstd) for others; the message of ``x``, ``[R, nbytes]`` uint8; fp32 ``[1]``, the
+        largest magnitude of ``y`` as it was rounded (NaN if it has one), or ``[0]``.
+
+    Raises:
+        ValueError: an argument has another shape, dtype, stride or value.
+        NotImplementedError: a format with one scale per row; rows too long for the GPU kernels.
+    """
+    fmt = parse_matrix_format(format)
+    check_kind(kind, bias)
+    _check_matrix_of_floats("x", x)
+    check_parameter("weight", weight, x.shape[1])
+    check_parameter("bias", bias, x.shape[1])
+    if not x.is_cuda:
+        return cpu.norm_quantize(x, weight, bias, eps, kind, fmt, dtype, amax)
+    from .triton_forward import launch_norm_quantize
+
+    y, stats, message, _ = _fake_norm_quantize(x, weight, bias, eps, kind, format, dtype, amax)
+    largest = torch.zeros(int(amax), dtype=torch.float32, device=x.device)
+    launch_norm_quantize(x, weight, bias, eps, kind, fmt, y, stats, message, largest)
+    return y, stats, message, largest
+
+
+def _fake_norm_quantize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+    format: str,
+    dtype: torch.dtype,
+    amax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, numel = x.shape
+    stats = x.new_empty(rows, 2 if kind == "layer" else 1, dtype=torch.float32)
+    return (
+        x.new_empty(rows, numel, dtype=dtype),
+        stats,
+        empty_message(parse_matrix_format(format), rows, numel, x.device),
+        x.new_empty(int(amax), dtype=torch.float32),
+    )
+
+
+def _norm_dequantize(
+    message: Tensor,
+    stats: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    numel: int,
+    kind: str,
+    format: str,
+    dtype: torch.dtype,
+    x_dtype: torch.dtype,
+) -> Tensor:
+    """Rebuild the output of a norm from its encoded input. Bits are those of the reference.
+
+    Args:
+        message: ``[R, nbytes]`` uint8 of the ``[T, N]`` input.
+        stats: of ``norm_quantize``; those of the exact input.
+        weight: ``[N]`` or None.
+        bias: ``[N]`` or None; for "layer".
+        numel: N.
+        kind: of norm; see above.
+        format: that of the message.
+        dtype: of the result.
+        x_dtype: what the input had; "rms_cast" rounds to it.
+
+    Returns:
+        ``[T, N]``.
+
+    Raises:
+        ValueError: an argument has another shape, dtype, stride or value.
+    """
+    fmt = parse_matrix_format(format)
+    check_kind(kind, bias)
+    check_statistics(stats, stats.shape[0], kind)
+    check_matrix("message", message, stats.shape[0], numel, fmt)
+    check_parameter("weight", weight, numel)
+    check_parameter("bias", bias, numel)
+    if not message.is_cuda:
+        return cpu.norm_dequantize(message, stats, weight, bias, numel, kind, fmt, dtype, x_dtype)
+    from .triton_forward import launch_norm_dequantize
+
+    y = stats.new_empty(stats.shape[0], numel, dtype=dtype)
+    launch_norm_dequantize(message, stats, weight, bias, kind, fmt, x_dtype, y)
+    return y
+
+
+def _fake_norm_dequantize(
+    message: Tensor,
+    stats: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    numel: int,
+    kind: str,
+    format: str,
+    dtype: torch.dtype,
+    x_dtype: torch.dtype,
+) -> Tensor:
+    return stats.new_empty(stats.shape[0], numel, dtype=dtype)
+
+
+def _norm_backward(
+    message: Tensor,
+    stats: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    kind: str,
+    format: str,
+    dtype: torch.dtype,
+    parameters: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a norm from its encoded input, computed in fp32 and rounded once.
+
+    Those of the parameters are sums over tokens in a fixed order: equal bits for equal inputs on
+    one kind of device. The reference takes another order; both are off by the rounding of fp32.
+
+    Args:
+        message: ``[R, nbytes]`` uint8 of the ``[T, N]`` input.
+        stats: of ``norm_quantize``; those of the exact input.
+        dy: ``[T, N]`` fp32, bf16 or fp16, last dimension contiguous.
+        weight: ``[N]`` or None.
+        kind: of norm; see above.
+        format: that of the message.
+        dtype: of ``dx``.
+        parameters: Whether to compute the gradients of weight and bias.
+
+    Returns:
+        ``dx`` ``[T, N]``; ``dweight`` fp32 ``[N]``, or ``[0]`` without ``parameters``; ``dbias``
+        fp32 ``[N]``, or ``[0]`` without ``parameters`` and for RMS kinds.
+
+    Raises:
+        ValueError: an argument has another shape, dtype, stride or value.
+        NotImplementedError: rows too long for the GPU kernels.
+    """
+    fmt = parse_matrix_format(format)
+    check_kind(kind)
+    _check_matrix_of_floats("dy", dy)
+    rows, numel = dy.shape
+    check_statistics(stats, rows, kind)
+    check_matrix("message", message, rows, numel, fmt)
+    check_parameter("weight", weight, numel)
+    if not dy.is_cuda:
+        return cpu.norm_backward(message, stats, dy, weight, kind, fmt, dtype, parameters)
+    from .triton_backward import launch_norm_backward
+
+    return launch_norm_backward(message, stats, dy, weight, kind, fmt, dtype, parameters)
+
+
+def _fake_norm_backward(
+    message: Tensor,
+    stats: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    kind: str,
+    format: str,
+    dtype: torch.dtype,
+    parameters: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    numel = dy.shape[1] if parameters else 0
+    return (
+        dy.new_empty(dy.shape, dtype=dtype),
+        dy.new_empty(numel, dtype=torch.float32),
+        dy.new_empty(numel if kind == "layer" else 0, dtype=torch.float32),
+    )
+
+
+norm_quantize = define_operator(
+    "norm_quantize(Tensor x, Tensor? weight, Tensor? bias, float eps, str kind, str format,"
+    " ScalarType dtype, bool amax) -> (Tensor y, Tensor stats, Tensor message, Tensor amax_y)",
+    _norm_quantize,
+    _fake_norm_quantize,
+)
+norm_dequantize = define_operator(
+    "norm_dequantize(Tensor message, Tensor stats, Tensor? weight, Tensor? bias, int numel,"
+    " str kind, str format, ScalarType dtype, ScalarType x_dtype) -> Tensor",
+    _norm_dequantize,
+    _fake_norm_dequantize,
+)
+norm_backward = define_operator(
+    "norm_backward(Tensor message, Tensor stats, Tensor dy, Tensor? weight, str kind, str format,"
+    " ScalarType dtype, bool parameters) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    _norm_backward,
+    _fake_norm_backward,
+)

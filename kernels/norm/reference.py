@@ -1,0 +1,123 @@
+"""Norms with a quantized input in plain torch: the truth that the Triton kernels must match.
+
+Shape legend: T tokens, N features, R encoded rows of the message.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lq_lightning.kernels.message import MessageFormat
+from lq_lightning.kernels.message.matrix import decode_matrix, encode_matrix
+
+KINDS = ("layer", "rms", "rms_cast", "rms_offset")
+
+
+def statistics(x: Tensor, eps: float, kind: str) -> Tensor:
+    """Return ``[T, 2]`` fp32 (mean, rstd) of the rows for "layer", else ``[T, 1]`` (rstd)."""
+    wide, numel = x.to(torch.float32), x.shape[1]
+    if kind != "layer":
+        return 1.0 / torch.sqrt(wide.square().sum(-1, keepdim=True) / numel + eps)
+    mean = wide.sum(-1, keepdim=True) / numel
+    variance = (wide - mean).square().sum(-1, keepdim=True) / numel
+    return torch.cat([mean, 1.0 / torch.sqrt(variance + eps)], -1)
+
+
+def standardize(x: Tensor, stats: Tensor, kind: str) -> Tensor:
+    """Return ``x_hat`` of fp32 ``x``: without its mean for "layer", with a deviation of 1."""
+    if kind == "layer":
+        return (x - stats[:, :1]) * stats[:, 1:]
+    return x * stats
+
+
+def factor_of(weight: Tensor, kind: str) -> Tensor:
+    """Return what ``x_hat`` is multiplied by, in fp32: the weight, or 1 + weight for Gemma's."""
+    factor = weight.to(torch.float32)
+    return 1.0 + factor if kind == "rms_offset" else factor
+
+
+def normalize(
+    x: Tensor,
+    stats: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    x_dtype: torch.dtype,
+) -> Tensor:
+    """Return the output of a norm in fp32, not rounded yet.
+
+    Args:
+        x: ``[T, N]`` fp32.
+        stats: of ``statistics``.
+        weight: ``[N]`` or None.
+        bias: ``[N]`` or None.
+        kind: one of ``KINDS``.
+        x_dtype: what the input of the norm had; "rms_cast" rounds ``x_hat`` to it.
+    """
+    y = standardize(x, stats, kind)
+    if kind == "rms_cast":
+        y = y.to(x_dtype).to(torch.float32)
+    if weight is not None:
+        y = y * factor_of(weight, kind)
+    return y if bias is None else y + bias.to(torch.float32)
+
+
+def norm_quantize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+    fmt: MessageFormat,
+    dtype: torch.dtype,
+    amax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Arguments and results as for ``op.norm_quantize``."""
+    stats = statistics(x, eps, kind)
+    y = normalize(x.to(torch.float32), stats, weight, bias, kind, x.dtype).to(dtype)
+    largest = torch.zeros(int(amax), dtype=torch.float32)
+    if amax and y.numel():
+        largest = y.abs().amax().to(torch.float32).view(1)
+    return y, stats, encode_matrix(x, fmt), largest
+
+
+def norm_dequantize(
+    message: Tensor,
+    stats: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    numel: int,
+    kind: str,
+    fmt: MessageFormat,
+    dtype: torch.dtype,
+    x_dtype: torch.dtype,
+) -> Tensor:
+    """Arguments and results as for ``op.norm_dequantize``."""
+    x = decode_matrix(message, stats.shape[0], numel, fmt)
+    return normalize(x, stats, weight, bias, kind, x_dtype).to(dtype)
+
+
+def norm_backward(
+    message: Tensor,
+    stats: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    kind: str,
+    fmt: MessageFormat,
+    dtype: torch.dtype,
+    parameters: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Arguments and results as for ``op.norm_backward``."""
+    rows, numel = dy.shape
+    x_hat = standardize(decode_matrix(message, rows, numel, fmt), stats, kind)
+    wide = dy.to(torch.float32)
+    gradient = wide if weight is None else wide * factor_of(weight, kind)
+    along = (gradient * x_hat).sum(-1, keepdim=True) / numel
+    dx = gradient - x_hat * along
+    if kind == "layer":
+        dx = dx - gradient.sum(-1, keepdim=True) / numel
+    dx = (dx * stats[:, -1:]).to(dtype)
+    dweight = (wide * x_hat).sum(0) if parameters else wide.new_empty(0)
+    dbias = wide.sum(0) if parameters and kind == "layer" else wide.new_empty(0)
+    return dx, dweight, dbias

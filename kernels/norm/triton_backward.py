@@ -1,0 +1,246 @@
+"""Triton kernels of the norm's backward."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lq_lightning.kernels.message import MessageFormat
+from lq_lightning.kernels.message.launch import INT_TO_FLOAT, on_device, row_stride
+from lq_lightning.kernels.message.triton_blocks import hadamard, load_run, round_output
+from lq_lightning.kernels.message.triton_matrix import encoded_columns
+from lq_lightning.kernels.message.triton_rows import decode_loaded, load_encoded
+
+from .tiles import Schedule, choose_schedule, constants, whole_rows
+from .triton_arithmetic import factor_of, load_statistics, standardize
+from .triton_tiles import (
+    load_columns,
+    spread,
+    store_tile,
+    sum_rows,
+    sum_rows_of_two,
+    tile_count,
+    tile_rows,
+)
+
+
+@triton.jit
+def _input_gradient(
+    gradient, x_hat, rstd, share, BLOCK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr
+):
+    """Gradient of the input from that of ``x_hat`` times the factor; ``reference``."""
+    if KIND == "layer":
+        along, mean = sum_rows_of_two(gradient * x_hat, gradient, ROWS)
+        gradient = gradient - spread(mean * share, BLOCK, ROWS)
+    else:
+        along = sum_rows(gradient * x_hat, ROWS)
+    along = tl.broadcast_to(spread(-along * share, BLOCK, ROWS), (BLOCK,))
+    return tl.fma(x_hat, along, gradient) * spread(rstd, BLOCK, ROWS)
+
+
+@triton.jit
+def _store_partial(partial_ptr, values, numel, ROWS: tl.constexpr):
+    """Sum a ``[BLOCK]`` tile over its rows to ``[N]``."""
+    WIDTH: tl.constexpr = values.shape[0] // ROWS
+    if ROWS > 1:
+        values = tl.sum(tl.reshape(values, (ROWS, WIDTH)), axis=0)
+    store_tile(partial_ptr, values, numel, WIDTH, ROWS > 1)
+
+
+@triton.jit
+def _load_tile(
+    message_ptr,
+    stats_ptr,
+    dy_ptr,
+    message_stride,
+    dy_stride,
+    tile,
+    rows,
+    numel,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    KIND: tl.constexpr,
+    FULL: tl.constexpr,
+    FLAT: tl.constexpr,
+):
+    """Read all that a tile needs: ``dy``, mean and rstd of its rows, and ``load_encoded``."""
+    VECTOR: tl.constexpr = 128 // dy_ptr.dtype.element_ty.primitive_bitwidth
+    row = tl.cast(tile, tl.int64) * ROWS
+    count = tile_count(row, rows, numel, ROWS)
+    dy = load_run(dy_ptr + row * dy_stride, count, BLOCK, VECTOR, RUN, FULL)
+    row_ptr, first, length = encoded_columns(
+        message_ptr, message_stride, row, rows, numel, FLAT, FORMAT.group_size
+    )
+    words, second, third, scale, minimum = load_encoded(
+        row_ptr, first, first + count, length, BLOCK, RUN, FORMAT, FULL
+    )
+    # beyond the last row of a matrix, any will do
+    mean, rstd = load_statistics(stats_ptr, tl.minimum(tile_rows(row, ROWS), rows - 1), KIND)
+    return dy, mean, rstd, words, second, third, scale, minimum
+
+
+@triton.jit(do_not_specialize=["rows", "share", "int_to_float"])
+def norm_backward_kernel(
+    message_ptr,
+    stats_ptr,
+    dy_ptr,
+    weight_ptr,
+    dx_ptr,
+    partial_ptr,
+    message_stride,
+    dy_stride,
+    rows,
+    numel,
+    share,
+    int_to_float,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    KIND: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    PARAMETERS: tl.constexpr,
+    FULL: tl.constexpr,
+    FLAT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Decode tiles of whole rows, write ``dx`` and this program's part of the parameters'.
+
+    Partial sums are ``[programs, 2 or 1, N]``: of the weight and, for "layer", of the bias. With 2
+    ``STAGES`` the next tile is on its way to registers while one is computed: the pipelines of the
+    compiler go through shared memory, from where the codes come in an order that costs 13
+    instructions per element with a transform.
+    """
+    if WEIGHT:
+        weight = load_columns(weight_ptr, numel, BLOCK, ROWS, RUN, FULL or ROWS > 1)
+    dweight = tl.zeros((BLOCK,), tl.float32)
+    dbias = tl.zeros((BLOCK,), tl.float32)
+    tiles = tl.cdiv(rows, ROWS)
+    step = tl.num_programs(0)
+    dy, mean, rstd, words, second, third, scale, minimum = _load_tile(
+        *(message_ptr, stats_ptr, dy_ptr, message_stride, dy_stride, tl.program_id(0), rows, numel),
+        *(BLOCK, ROWS, RUN, FORMAT, KIND, FULL, FLAT),
+    )
+    for tile in range(tl.program_id(0), tiles, step):
+        following = tl.minimum(tile + step, tiles - 1)  # the last one loads itself again
+        if STAGES > 1:
+            dy_2, mean_2, rstd_2, words_2, second_2, third_2, scale_2, minimum_2 = _load_tile(
+                *(message_ptr, stats_ptr, dy_ptr, message_stride, dy_stride, following, rows),
+                *(numel, BLOCK, ROWS, RUN, FORMAT, KIND, FULL, FLAT),
+            )
+        row = tl.cast(tile, tl.int64) * ROWS
+        count = tile_count(row, rows, numel, ROWS)
+        values = decode_loaded((words, second, third, scale, minimum), int_to_float, BLOCK, FORMAT)
+        x = hadamard(values, BLOCK, FORMAT.hadamard_size, RUN) * FORMAT.inverse_norm
+        x_hat = standardize(x, spread(mean, BLOCK, ROWS), spread(rstd, BLOCK, ROWS), KIND)
+        if not FULL:  # what lies beyond the row may be scaled by anything
+            x_hat = tl.where(tl.arange(0, BLOCK) < count, x_hat, 0.0)
+        wide = dy.to(tl.float32)
+        gradient = wide
+        if WEIGHT:
+            gradient = wide * factor_of(weight, KIND)
+        dx = _input_gradient(gradient, x_hat, rstd, share, BLOCK, ROWS, KIND)
+        result = round_output(dx, dx_ptr.dtype.element_ty)
+        store_tile(dx_ptr + row * numel, result, count, BLOCK, FULL)
+        if PARAMETERS:
+            dweight = tl.fma(wide, x_hat, dweight)
+            if KIND == "layer":
+                dbias += wide
+        if STAGES > 1:
+            dy, mean, rstd = dy_2, mean_2, rstd_2
+            words, second, third, scale, minimum = words_2, second_2, third_2, scale_2, minimum_2
+        else:
+            dy, mean, rstd, words, second, third, scale, minimum = _load_tile(
+                *(message_ptr, stats_ptr, dy_ptr, message_stride, dy_stride, following, rows),
+                *(numel, BLOCK, ROWS, RUN, FORMAT, KIND, FULL, FLAT),
+            )
+    if PARAMETERS:
+        KINDS: tl.constexpr = 2 if KIND == "layer" else 1
+        partial_ptr += tl.program_id(0).to(tl.int64) * numel * KINDS
+        _store_partial(partial_ptr, dweight, numel, ROWS)
+        if KIND == "layer":
+            _store_partial(partial_ptr + numel, dbias, numel, ROWS)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def sum_partial_kernel(
+    partial_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    programs,
+    numel,
+    KINDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Sum ``[programs, KINDS, N]`` over the programs, ``COLUMNS`` columns of one kind."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    partial_ptr += tl.program_id(1) * numel
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in tl.range(0, programs, ROWS, loop_unroll_factor=4):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < programs)[:, None] & (column < numel)[None, :]
+        total += tl.load(partial_ptr + (row * (KINDS * numel))[:, None] + column, inside, 0.0)
+    out_ptr = dweight_ptr
+    if tl.program_id(1) > 0:
+        out_ptr = dbias_ptr
+    tl.store(out_ptr + column, tl.sum(total, axis=0), column < numel)
+
+
+def launch_norm_backward(
+    message: Tensor,
+    stats: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    kind: str,
+    fmt: MessageFormat,
+    dtype: torch.dtype,
+    parameters: bool,
+    *,
+    schedule: Schedule | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernels; arguments and results as for ``op.norm_backward``.
+
+    ``schedule`` overrides the choice from the table.
+    """
+    rows, numel = dy.shape
+    kinds = (1 + (kind == "layer")) if parameters else 0
+    dx = torch.empty(rows, numel, dtype=dtype, device=dy.device)
+    sums = [
+        torch.empty(numel if index < kinds else 0, dtype=torch.float32, device=dy.device)
+        for index in range(2)
+    ]
+    if rows == 0:
+        return dx, sums[0].zero_(), sums[1].zero_()
+    tile = whole_rows(fmt, rows, numel, dy)
+    chosen = schedule or choose_schedule("backward", tile.block, dy.device)
+    programs = min(chosen.programs, triton.cdiv(rows, tile.rows))
+    partial = torch.empty(programs, kinds, numel, dtype=torch.float32, device=dy.device)
+    with on_device(dy):
+        norm_backward_kernel[(programs,)](
+            message,
+            stats,
+            dy,
+            dy if weight is None else weight,
+            dx,
+            partial,
+            row_stride(message, 0),
+            row_stride(dy, 0),
+            rows,
+            numel,
+            1.0 / numel,
+            INT_TO_FLOAT,
+            WEIGHT=weight is not None,
+            PARAMETERS=parameters,
+            **constants(tile, chosen, fmt, kind),
+        )
+        if parameters:
+            sum_partial_kernel[(triton.cdiv(numel, 32), kinds)](
+                *(partial, *sums, programs, numel),
+                **{"KINDS": kinds, "ROWS": 64, "COLUMNS": 32, "num_warps": 8},
+            )
+    return dx, sums[0], sums[1]

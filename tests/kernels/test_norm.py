@@ -1,0 +1,256 @@
+"""The norm operators: values and gradients of torch's norms, special values, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lq_lightning.kernels.message import parse_format
+from lq_lightning.kernels.message.matrix import decode_matrix, encode_matrix
+from lq_lightning.kernels.norm import KINDS, norm_backward, norm_dequantize, norm_quantize
+
+FOUR = "int4/64/asymmetric/32/nearest/bfloat16"
+EIGHT = "int8/64/symmetric/0/nearest/float32"
+NARROW = "fp8_e4m3/16/symmetric/0/nearest/bfloat16"
+EPS = 1e-5
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+
+
+def rms(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return functional.rms_norm(x, x.shape[-1:], weight, EPS)
+
+
+def rms_cast(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """As in the Llama of Hugging Face."""
+    wide = x.float()
+    y = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+    return y if weight is None else weight * y
+
+
+def rms_offset(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """As in the Gemma of Hugging Face."""
+    wide = x.float()
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    return (y if weight is None else y * (1.0 + weight.float())).type_as(x)
+
+
+NORMS: dict[str, Callable[[Tensor, Tensor | None, Tensor | None], Tensor]] = {
+    "layer": layer,
+    "rms": rms,
+    "rms_cast": rms_cast,
+    "rms_offset": rms_offset,
+}
+
+
+def parameters_of(
+    kind: str, numel: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias."""
+    return torch.randn(numel).to(dtype), torch.randn(numel).to(dtype) if kind == "layer" else None
+
+
+def ulps(dtype: torch.dtype) -> dict[str, float]:
+    """One unit in the last place; for fp32 a few, since sums over rows take another order."""
+    eps = torch.finfo(dtype).eps
+    return {"rtol": eps if dtype != torch.float32 else 8 * eps, "atol": 8 * 2.0**-23}
+
+
+def test_every_kind_is_tested() -> None:
+    assert set(NORMS) == set(KINDS)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_is_that_of_torch(kind: str, dtype: torch.dtype, weighted: bool) -> None:
+    x = (torch.randn(5, 192) * 3 + 1).to(dtype)
+    weight, bias = parameters_of(kind, 192, dtype) if weighted else (None, None)
+    y, stats, message, amax = norm_quantize(x, weight, bias, EPS, kind, FOUR, dtype, True)
+    torch.testing.assert_close(y, NORMS[kind](x, weight, bias), **ulps(dtype))
+    assert torch.equal(message, encode_matrix(x, parse_format(FOUR)))
+    assert torch.equal(amax, y.abs().max().float().view(1))
+    deviation = (
+        x.float().std(-1, correction=0) if kind == "layer" else x.float().norm(dim=1) / 192**0.5
+    )
+    torch.testing.assert_close(stats[:, -1], 1 / (deviation**2 + EPS).sqrt())
+    if kind == "layer":
+        torch.testing.assert_close(stats[:, 0], x.float().mean(-1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rebuilding_normalises_the_decoded_input_by_the_exact_statistics(kind: str) -> None:
+    x = torch.randn(7, 128).bfloat16()
+    weight, bias = parameters_of(kind, 128)
+    y, stats, message, _ = norm_quantize(x, weight, bias, EPS, kind, FOUR, torch.float32, False)
+    rebuilt = norm_dequantize(
+        message, stats, weight, bias, 128, kind, FOUR, torch.float32, torch.bfloat16
+    )
+    assert 0.05 < float((rebuilt - y).norm() / y.norm()) < 0.15
+    # of an input that the code holds exactly, it is the output
+    exact = decode_matrix(message, 7, 128, parse_format(FOUR))
+    y, stats, _, _ = norm_quantize(exact, weight, bias, EPS, kind, FOUR, torch.float32, False)
+    rebuilt = norm_dequantize(
+        message, stats, weight, bias, 128, kind, FOUR, torch.float32, torch.float32
+    )
+    assert torch.equal(rebuilt, y)
+    if kind == "rms_cast":
+        cast = norm_dequantize(
+            message, stats, None, None, 128, kind, FOUR, torch.float32, torch.bfloat16
+        )
+        assert torch.equal(cast, cast.bfloat16().float())
+
+
+def exact_rows(rows: int, numel: int) -> Tensor:
+    """Integers that INT8 with groups of 64 holds exactly."""
+    x = torch.randint(-60, 60, (rows, numel)).float()
+    x[:, ::64] = 127.0
+    return x
+
+
+@pytest.mark.parametrize("numel", [128, 197])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_autograd(kind: str, weighted: bool, numel: int) -> None:
+    x = exact_rows(6, numel).requires_grad_()
+    weight, bias = parameters_of(kind, numel) if weighted else (None, None)
+    leaves = [leaf.requires_grad_() for leaf in (weight, bias) if leaf is not None]
+    y, stats, message, _ = norm_quantize(
+        x.detach(), weight, bias, EPS, kind, EIGHT, torch.float32, False
+    )
+    dy = torch.randn(6, numel)
+    expected = torch.autograd.grad(NORMS[kind](x, weight, bias), [x, *leaves], dy)
+    dx, dweight, dbias = norm_backward(message, stats, dy, weight, kind, EIGHT, torch.float32, True)
+    torch.testing.assert_close(dx, expected[0], rtol=1e-4, atol=1e-6)
+    if weighted:
+        torch.testing.assert_close(dweight, expected[1], rtol=1e-4, atol=1e-5)
+        if kind == "layer":
+            torch.testing.assert_close(dbias, expected[2], rtol=1e-5, atol=1e-5)
+    assert dweight.shape == (numel,)
+    assert dbias.shape == ((numel,) if kind == "layer" else (0,))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_precise_codes_are_close(kind: str) -> None:
+    x = torch.randn(16, 256).bfloat16()
+    weight, bias = parameters_of(kind, 256, torch.bfloat16)
+    _, stats, message, _ = norm_quantize(x, weight, bias, EPS, kind, EIGHT, x.dtype, False)
+    dy = torch.randn(16, 256).bfloat16()
+    leaves = [x.float().requires_grad_(), weight.float().requires_grad_()]
+    wide = None if bias is None else bias.float()
+    expected = torch.autograd.grad(NORMS[kind](*leaves, wide), leaves, dy.float())
+    found = norm_backward(message, stats, dy, weight, kind, EIGHT, torch.bfloat16, True)
+    assert found[0].dtype == torch.bfloat16
+    for actual, exact in zip(found, expected, strict=False):
+        assert float((actual - exact).norm() / exact.norm()) < 0.01
+    nothing = norm_backward(message, stats, dy, weight, kind, EIGHT, torch.float32, False)
+    assert nothing[0].dtype == torch.float32
+    assert nothing[1].numel() == nothing[2].numel() == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_stays_so_in_its_row(kind: str, bad: float) -> None:
+    x = torch.randn(3, 128)
+    x[1, 70] = bad
+    weight, bias = parameters_of(kind, 128)
+    y, stats, message, amax = norm_quantize(x, weight, bias, EPS, kind, FOUR, x.dtype, True)
+    assert amax.isnan().all()
+    rebuilt = norm_dequantize(message, stats, weight, bias, 128, kind, FOUR, x.dtype, x.dtype)
+    dx, dweight, _ = norm_backward(
+        message, stats, torch.randn(3, 128), weight, kind, FOUR, x.dtype, True
+    )
+    assert dweight.isnan().any()
+    for values in (y, rebuilt, dx):
+        assert values[1].isnan().any()
+        assert values[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [0, 1])
+def test_few_rows(rows: int, kind: str) -> None:
+    x = torch.randn(rows, 64)
+    weight, bias = parameters_of(kind, 64)
+    y, stats, message, amax = norm_quantize(x, weight, bias, EPS, kind, FOUR, x.dtype, True)
+    assert y.shape == (rows, 64)
+    assert stats.shape == (rows, 1 + (kind == "layer"))
+    assert torch.equal(amax, y.abs().amax().view(1) if rows else torch.zeros(1))
+    dx, dweight, _ = norm_backward(message, stats, y, weight, kind, FOUR, x.dtype, True)
+    assert dx.shape == (rows, 64)
+    assert dweight.shape == (64,)
+    assert bool(dweight.any()) == bool(rows)
+    rebuilt = norm_dequantize(message, stats, weight, bias, 64, kind, FOUR, x.dtype, x.dtype)
+    assert rebuilt.shape == (rows, 64)
+
+
+def test_largest_magnitude_is_that_of_the_rounded_output() -> None:
+    x = torch.tensor([[1.0, 1.0, 1.0, -1.0]]).repeat(1, 16)
+    weight = torch.full((64,), 0.3)
+    y, _, _, amax = norm_quantize(x, weight, None, 0.0, "rms", FOUR, torch.bfloat16, True)
+    assert float(amax) == float(torch.tensor(0.3).bfloat16()) == float(y[0, 0])
+    weight[5] = 1e6
+    assert norm_quantize(x, weight, None, 0.0, "rms", FOUR, torch.float16, True)[3].isinf()
+    assert norm_quantize(x, weight, None, 0.0, "rms", FOUR, torch.float16, False)[3].shape == (0,)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("numel", "fmt"), [(64, FOUR), (100, NARROW)])
+@pytest.mark.parametrize("kind", ["layer", "rms_cast"])
+def test_operators_are_well_formed(kind: str, numel: int, fmt: str, device: str) -> None:
+    x = torch.randn(6, 2 * numel, device=device)[::2, :numel].bfloat16()
+    weight, bias = (p if p is None else p.to(device) for p in parameters_of(kind, numel))
+    arguments = (x, weight, bias, EPS, kind, fmt, torch.bfloat16, True)
+    torch.library.opcheck(norm_quantize, arguments)
+    y, stats, message, _ = norm_quantize(*arguments)
+    rebuild = (message, stats, weight, bias, numel, kind, fmt, torch.float16, x.dtype)
+    torch.library.opcheck(norm_dequantize, rebuild)
+    for parameters in (True, False):
+        torch.library.opcheck(
+            norm_backward, (message, stats, y, weight, kind, fmt, torch.float32, parameters)
+        )
+
+
+def test_wrong_arguments_are_refused() -> None:
+    x, weight = torch.randn(3, 64), torch.ones(64)
+
+    def forward(**changes: object) -> object:
+        arguments = {
+            "x": x,
+            "weight": weight,
+            "bias": None,
+            "eps": EPS,
+            "kind": "rms",
+            "format": FOUR,
+            "dtype": x.dtype,
+            "amax": False,
+        }
+        return norm_quantize(*(arguments | changes).values())
+
+    with pytest.raises(ValueError, match="kind='batch' is not a kind of norm"):
+        forward(kind="batch")
+    with pytest.raises(ValueError, match="kind='rms' has no bias"):
+        forward(bias=weight)
+    with pytest.raises(ValueError, match=r"weight is torch.float32 \(32,\); expected .* \(64,\)"):
+        forward(weight=weight[:32])
+    with pytest.raises(ValueError, match=r"x has stride 2"):
+        forward(x=torch.randn(3, 128)[:, ::2])
+    with pytest.raises(ValueError, match=r"x is torch.float32 \(3, 4, 64\).*flatten"):
+        forward(x=torch.randn(3, 4, 64))
+    with pytest.raises(ValueError, match="no seed"):
+        forward(format=FOUR.replace("nearest", "stochastic"))
+    with pytest.raises(NotImplementedError, match="one scale per row"):
+        forward(format="int8/row/symmetric/0/nearest/float32")
+    _, stats, message, _ = norm_quantize(x, weight, None, EPS, "rms", FOUR, x.dtype, False)
+    with pytest.raises(ValueError, match=r"stats are .* \(3, 1\)"):
+        norm_backward(message, stats, x, weight, "layer", FOUR, x.dtype, True)
+    with pytest.raises(ValueError, match="this format and numel need"):
+        norm_backward(message, stats[:2], x[:2], weight, "rms", FOUR, x.dtype, True)
+    with pytest.raises(ValueError, match="message is"):
+        norm_dequantize(message, stats, None, None, 60, "rms", FOUR, x.dtype, x.dtype)
