@@ -7,6 +7,12 @@ Importing this package registers ``Trainer(strategy="quantized_fsdp")``. It work
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lq_lightning.__about__ import __version__
+from lq_lightning.activations import (
+    ActivationPolicy,
+    ActivationRule,
+    QuantizedActivations,
+    quantize_activations,
+)
 from lq_lightning.callbacks import QuantizationMonitor
 from lq_lightning.data_parallel import (
     CommunicationPlan,
@@ -24,10 +30,13 @@ from lq_lightning.plugins.grad_norm import grad_norm
 from lq_lightning.strategies import QuantizedFSDPStrategy
 
 __all__ = [
+    "ActivationPolicy",
+    "ActivationRule",
     "CommunicationPlan",
     "FullyShardedPrecision",
     "GradientQuantization",
     "QuantizationMonitor",
+    "QuantizedActivations",
     "QuantizedAdam",
     "QuantizedAdamW",
     "QuantizedAllReduce",
@@ -41,6 +50,7 @@ __all__ = [
     "WeightQuantization",
     "__version__",
     "grad_norm",
+    "quantize_activations",
     "quantized_all_reduce_hook",
 ]
 

@@ -1,7 +1,7 @@
 """The import rules of the package, read from its syntax trees.
 
-Imports go strictly down: strategies, plugins, callbacks -> checkpoint -> data_parallel, optim ->
-codecs -> foundation -> kernels, and folders of one level never import each other.
+Imports go strictly down: strategies, plugins, callbacks -> checkpoint -> data_parallel, optim,
+activations -> codecs -> foundation -> kernels, and folders of one level never import each other.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ LEVELS = {
     "checkpoint": 4,
     "data_parallel": 3,
     "optim": 3,
+    "activations": 3,
     "codecs": 2,
     "foundation": 1,
     "kernels": 0,

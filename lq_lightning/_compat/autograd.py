@@ -1,0 +1,42 @@
+"""Autograd of torch: which gradients the backward that runs now is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["wanted_gradients"]
+
+
+def wanted_gradients(ctx: Any, tensors: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Which inputs of a ``torch.autograd.Function`` the backward that runs now needs gradients of.
+
+    ``ctx.needs_input_grad`` says which inputs require gradients, also where the backward is for
+    others only: the split backward of zero-bubble pipelines runs once for inputs and once for
+    weights, and would compute everything twice (pytorch issues 166577 and 174017). The engine knows
+    better.
+
+    Args:
+        ctx: Context of the function, within its ``backward``.
+        tensors: Which of the first arguments of ``forward`` were tensors, not None. No tensor comes
+            after them.
+
+    Returns:
+        One bool for each of them.
+    """
+    needs: tuple[bool, ...] = ctx.needs_input_grad[: len(tensors)]
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        return needs
+    edges = iter(ctx.next_functions)  # of tensors only
+    nodes = [next(edges)[0] if tensor else None for tensor in tensors]
+    return tuple(need and _will_run(node) for need, node in zip(needs, nodes, strict=True))
+
+
+def _will_run(node: Any) -> bool:
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # so the engine says that a leaf's gradient is to be returned
+        return True

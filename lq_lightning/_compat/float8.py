@@ -1,0 +1,139 @@
+"""FP8 matrix products: what hardware and torch demand of them, and the reference on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType
+from torch.nn.functional import pad as pad_tensor
+from torch.nn.functional import scaled_mm as public_scaled_mm
+from torch.torch_version import TorchVersion
+
+__all__ = ["FLOAT8_DTYPES", "OPERAND_MULTIPLE", "float8_matmul_available", "scaled_mm"]
+
+FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# cuBLASLt reads operands in 16 bytes: K and the rows of `b` are multiples of it. Rows of `a` are
+# free.
+OPERAND_MULTIPLE = 16
+# Before it, traces of `torch.compile` end at the public function.
+_PUBLIC_IS_TRACEABLE = TorchVersion(torch.__version__) >= (2, 13)
+# Ada. Hopper is 9.0.
+_MIN_CAPABILITY = (8, 9)
+
+
+def float8_matmul_available(device: torch.device) -> str | None:
+    """Say why a device cannot multiply FP8 matrices; None if it can.
+
+    To be asked before training starts. A CPU can: it computes the reference.
+    """
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        kind = "ROCm" if device.type == "cuda" else device.type
+        return (
+            f"FP8 matrix products are implemented for NVIDIA GPUs, and in full precision on CPUs, "
+            f"but not for {kind}. Choose native matrix products."
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _MIN_CAPABILITY:
+        return (
+            "FP8 matrix products need a GPU of compute capability "
+            f"{'.'.join(map(str, _MIN_CAPABILITY))} (Ada, Hopper) or newer; this "
+            f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}. Choose "
+            "native matrix products."
+        )
+    return None
+
+
+def scaled_mm(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    dtype: torch.dtype,
+    *,
+    fast_accumulation: bool,
+) -> Tensor:
+    """Multiply FP8 matrices: ``(a * scale_a) @ (b * scale_b).T``.
+
+    On CUDA by cuBLASLt, on a CPU in fp32, which the former approaches up to the order and the
+    precision of its sums.
+
+    Args:
+        a_MK: ``[M, K]`` E4M3 or E5M2, contiguous.
+        b_NK: ``[N, K]`` E4M3 or E5M2, contiguous; not both are E5M2, which no tensor core takes.
+        scale_a: fp32 of one element, the factor that decodes ``a_MK``.
+        scale_b: that of ``b_NK``.
+        dtype: fp32, bf16 or fp16, of the result.
+        fast_accumulation: let Hopper add up in its tensor cores, with about 14 bits, instead of in
+            fp32 every few steps. Customary forward, but not for gradients.
+
+    Returns:
+        ``[M, N]``, contiguous. K, and N on CUDA, need not be multiples of 16: an operand for which
+        one is not is copied with zeros appended. Make K one (``float8_cast`` does) to save that.
+
+    Raises:
+        ValueError: other dtypes or shapes.
+        RuntimeError: the GPU has no FP8 units; see ``float8_matmul_available``.
+    """
+    _check_operands(a_MK, b_NK, dtype)
+    M, N = a_MK.shape[0], b_NK.shape[0]
+    if not a_MK.is_cuda:
+        return ((a_MK.float() @ b_NK.float().t()) * scale_a * scale_b).to(dtype)
+    if not torch.compiler.is_compiling():  # what is compiled has been asked before
+        reason = float8_matmul_available(a_MK.device)
+        if reason is not None:
+            raise RuntimeError(reason)
+    if M == 0 or N == 0 or a_MK.shape[1] == 0:
+        return torch.zeros(M, N, dtype=dtype, device=a_MK.device)
+    a_MK = _padded(a_MK, 0, -a_MK.shape[1] % OPERAND_MULTIPLE)
+    missing = -N % OPERAND_MULTIPLE
+    b_NK = _padded(b_NK, missing, -b_NK.shape[1] % OPERAND_MULTIPLE)
+    product = _product(a_MK, b_NK.t(), scale_a, scale_b, dtype, fast_accumulation)
+    return pad_tensor(product, (0, -missing)) if missing else product
+
+
+def _product(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    if not _PUBLIC_IS_TRACEABLE:
+        result: Tensor = torch._scaled_mm(
+            a, b, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast
+        )
+        return result
+    per_tensor = ScalingType.TensorWise
+    return public_scaled_mm(
+        *(a, b, scale_a, per_tensor, scale_b, per_tensor),
+        output_dtype=dtype,
+        use_fast_accum=fast,
+    )
+
+
+def _check_operands(a_MK: Tensor, b_NK: Tensor, dtype: torch.dtype) -> None:
+    dtypes = (a_MK.dtype, b_NK.dtype)
+    if not set(dtypes) <= set(FLOAT8_DTYPES) or dtypes == (torch.float8_e5m2, torch.float8_e5m2):
+        raise ValueError(
+            f"scaled_mm: operands are {dtypes[0]} and {dtypes[1]}; allowed are torch.float8_e4m3fn "
+            "and torch.float8_e5m2, the latter for one of them at most. Cast gradients to E5M2 and "
+            "all else to E4M3."
+        )
+    if a_MK.dim() != 2 or b_NK.dim() != 2 or a_MK.shape[1] != b_NK.shape[1]:
+        raise ValueError(
+            f"scaled_mm: operands are {list(a_MK.shape)} and {list(b_NK.shape)}; they must be "
+            "[M, K] and [N, K]. Pass the transposed cast of an operand to sum over its rows."
+        )
+    if dtype not in OUTPUT_DTYPES:
+        raise ValueError(
+            f"scaled_mm: dtype={dtype} is not supported; allowed: "
+            f"{', '.join(map(str, OUTPUT_DTYPES))}."
+        )
+
+
+def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """Append zeros; the matrix itself, contiguous, where there are none to append."""
+    if not rows and not columns:
+        return matrix.contiguous()
+    # Byte by byte, since few operations know FP8; zero bytes are zeros.
+    padded = pad_tensor(matrix.view(torch.uint8), (0, columns, 0, rows))
+    return padded.view(matrix.dtype)

@@ -1,0 +1,207 @@
+"""Which activations are kept in how many bits: rules as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+from lq_lightning.codecs import CodecSpec
+from lq_lightning.codecs.spec import Code
+from lq_lightning.foundation.checks import check_choice
+
+__all__ = [
+    "CODECS",
+    "RECIPES",
+    "ActivationPolicy",
+    "ActivationRule",
+    "Matmul",
+    "SiteKind",
+    "fit_codec",
+    "resolve_policy",
+]
+
+SiteKind = Literal["norm", "activation", "linear", "attention"]
+Matmul = Literal["native", "float8"]
+
+
+def _named_codecs() -> dict[str, CodecSpec]:
+    codecs: dict[str, CodecSpec] = {}
+    codes: tuple[Code, ...] = ("int2", "int3", "int4", "int5", "int6", "int7", "int8")
+    for code in codes:
+        plain = CodecSpec(
+            code=code, group_size=128, symmetric=code == "int8", scale_dtype="bfloat16"
+        )
+        codecs[code] = plain
+        codecs[f"{code}_hadamard"] = replace(plain, hadamard_size=128)
+    codecs["fp4_e2m1"] = CodecSpec(code="fp4_e2m1", group_size=128, scale_dtype="bfloat16")
+    codecs["nf4"] = CodecSpec(code="nf4", group_size=64, scale_dtype="bfloat16")
+    codecs["fp8_e4m3"] = CodecSpec(code="fp8_e4m3", group_size=16, scale_dtype="bfloat16")
+    codecs["fp8_e5m2"] = CodecSpec(code="fp8_e5m2", group_size=16, scale_dtype="bfloat16")
+    return codecs
+
+
+# By name, so that a policy is short in YAML. Groups shrink where they do not divide a row. Bits per
+# value with scales: int4, int4_hadamard and nf4 4.25, fp4_e2m1 4.125, int8 8.125, fp8 9.
+CODECS: dict[str, CodecSpec] = _named_codecs()
+_MIN_GROUP = 16
+
+
+def _codec(owner: str, name: str, value: CodecSpec | str | None) -> CodecSpec | None:
+    if isinstance(value, str):
+        check_choice(owner, name, value, (*CODECS, None), CodecSpec)
+        value = CODECS[value]
+    if value is None:
+        return None
+    if not isinstance(value, CodecSpec):
+        raise ValueError(
+            f"`{owner}({name}={value!r})` is not supported: give the name of a codec "
+            f"({', '.join(CODECS)}), a `CodecSpec`, or None to keep full precision."
+        )
+    if value.rounding != "nearest" or value.group_size == "row":
+        raise ValueError(
+            f"`{owner}({name}={value!r})` is not supported: saved activations are rounded to "
+            "nearest, with a scale per group. Use rounding='nearest' and a group_size of 16 to "
+            "4096."
+        )
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: jsonargparse reads defaults with vars()
+class ActivationRule:
+    """An exception from a policy, for modules by name.
+
+    Args:
+        module: Pattern of module names as in ``model.named_modules()``, with ``*``, ``?`` and
+            ``[...]``.
+        codec: Codec of what these modules keep: a name (``"int4"``, ``"int8"``, ``"nf4"``, ...), a
+            ``CodecSpec``, or ``None`` for full precision: then they run as without this package.
+        matmul: Precision of their matrix products; leave empty for that of the policy.
+
+    Raises:
+        ValueError: A value that is not listed above.
+    """
+
+    module: str
+    codec: CodecSpec | str | None = None
+    matmul: Matmul | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if not self.module:
+            raise ValueError("`ActivationRule(module='')` matches nothing: give a pattern.")
+        _codec("ActivationRule", "codec", self.codec)
+        check_choice("ActivationRule", "matmul", self.matmul, (*get_args(Matmul), None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationPolicy:
+    """How each kind of saved activation is kept, and how matrix products are computed.
+
+    Codecs are given by name (``"int4"``, ``"int8"``, ``"nf4"``, ``"fp8_e4m3"``, ...) or as
+    ``CodecSpec``; ``None`` leaves a kind as it is. Where a group does not divide a row, the largest
+    power of two that does is taken instead.
+
+    Args:
+        norm: Inputs of normalization layers. Their outputs are rebuilt from them, also for the
+            weight gradients of the linear layers behind them, which save no input then.
+        activation: Inputs of activation functions and the two factors of a gated MLP. The products
+            are rebuilt for the down projection.
+        linear: Inputs of linear layers that neither a normalization nor an activation function
+            made. Careful: the attention's output projection shares its input with the attention,
+            which keeps it anyway; a code of it would only add memory.
+        attention: Queries, keys, values and the output of attention.
+        matmul: ``"native"``, or ``"float8"``: products of linear layers in FP8 with one scale per
+            tensor (COAT), E4M3 for activations and weights and E5M2 for gradients. Needs a GPU of
+            compute capability 8.9 or newer to be fast; a CPU computes the same slowly.
+        rules: Exceptions by module name; the last one that matches counts.
+
+    Raises:
+        ValueError: A value that is not listed above.
+    """
+
+    norm: CodecSpec | str | None = "int4_hadamard"
+    activation: CodecSpec | str | None = "int4"
+    linear: CodecSpec | str | None = None
+    attention: CodecSpec | str | None = None
+    matmul: Matmul = "native"
+    rules: tuple[ActivationRule, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for kind in get_args(SiteKind):
+            _codec("ActivationPolicy", kind, getattr(self, kind))
+        check_choice("ActivationPolicy", "matmul", self.matmul, get_args(Matmul))
+        object.__setattr__(self, "rules", tuple(self.rules))
+        for rule in self.rules:
+            if not isinstance(rule, ActivationRule):
+                raise ValueError(
+                    f"`ActivationPolicy(rules=[{rule!r}])`: give `ActivationRule` objects."
+                )
+
+    def _rule(self, name: str) -> ActivationRule | None:
+        matching = [rule for rule in self.rules if fnmatchcase(name, rule.module)]
+        return matching[-1] if matching else None
+
+    def codec(self, kind: SiteKind, name: str) -> CodecSpec | None:
+        """Return the codec of a module.
+
+        Args:
+            kind: What the module is.
+            name: Its name in the model.
+
+        Returns:
+            The codec before it is fitted to a row (``fit_codec``), or None.
+        """
+        rule = self._rule(name)
+        value = getattr(self, kind) if rule is None else rule.codec
+        return _codec("ActivationPolicy", kind, value)
+
+    def matmul_of(self, name: str) -> Matmul:
+        """Return the precision of a linear layer's products."""
+        rule = self._rule(name)
+        return self.matmul if rule is None or rule.matmul is None else rule.matmul
+
+
+def fit_codec(codec: CodecSpec, numel: int) -> CodecSpec:
+    """Return a codec whose groups, and transform, divide rows of ``numel`` values.
+
+    A tensor whose rows are whole groups is one message, without padding. Rows that no group from 16
+    on divides (ViT's 197 tokens are not rows; widths such as 100 are) stay messages of their own.
+    """
+    size = codec.group_size
+    if size == "row" or numel % size == 0:
+        return codec
+    while size > _MIN_GROUP and numel % size:
+        size //= 2
+    if numel % size:
+        return codec
+    hadamard = min(codec.hadamard_size, size)
+    return replace(codec, group_size=size, hadamard_size=hadamard)
+
+
+# The 4-bit codes are those with the smallest errors of gradients (benchmarks/research/
+# activation_error.py), not the FP4 of AGoQ: a transform spreads the outliers of the residual stream
+# that norms read, but behind an activation function it would spread the error of large gates to
+# small ones, where the gradient is.
+RECIPES: Mapping[str, ActivationPolicy] = {
+    "agoq": ActivationPolicy(norm="int4_hadamard", activation="int4"),
+    "coat": ActivationPolicy(norm="fp8_e4m3", activation="fp8_e4m3", matmul="float8"),
+    "fp8-4bit": ActivationPolicy(norm="int4_hadamard", activation="int4", matmul="float8"),
+}
+
+
+def resolve_policy(recipe: str | ActivationPolicy) -> ActivationPolicy:
+    """Return a policy from the name of a recipe or itself.
+
+    Args:
+        recipe: ``"agoq"``, ``"coat"``, ``"fp8-4bit"``, or a policy.
+
+    Raises:
+        ValueError: Anything else.
+    """
+    if isinstance(recipe, ActivationPolicy):
+        return recipe
+    check_choice("ActivationQuantization", "recipe", recipe, tuple(RECIPES), ActivationPolicy)
+    return RECIPES[recipe]

@@ -1,0 +1,208 @@
+"""What a module computes, found by running it: norms, activation functions, gated MLPs.
+
+Names of classes and attributes only say what to try. A module is taken for what it looks like if a
+copy with random weights, on the CPU, computes just that; a variant with one more operation is left
+alone instead of being computed wrongly.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .norm import NormLayer
+
+__all__ = ["Gated", "recognize_activation", "recognize_gated", "recognize_norm"]
+
+_EPS_NAMES = ("variance_epsilon", "eps", "norm_eps", "layer_norm_eps")
+_NORM_NAME = re.compile(r"norm", re.IGNORECASE)
+_ACTIVATION_NAME = re.compile(r"gelu|silu|swish|relu", re.IGNORECASE)
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+# Attributes of gate, up and down projection; one name for both of the first if it makes both.
+_GATED_NAMES = (
+    ("gate_proj", "up_proj", "down_proj"),  # Llama, Mistral, Qwen, Gemma and most others
+    ("gate_up_proj", "gate_up_proj", "down_proj"),  # Phi-3, GLM
+    ("fc_1", "fc_2", "proj"),  # litgpt
+    ("w1", "w3", "w2"),  # Meta's own Llama, torchtitan
+    ("fc1_g", "fc1_x", "fc2"),  # timm
+)
+# Fractions of the range of the values that count as equal; a different function differs by more.
+_TOLERANCE = 1e-5
+
+Gated = tuple[str, str, str, str]
+
+
+def _random(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
+
+
+def _run(
+    module: nn.Module,
+    x: Tensor,
+    parameters: dict[str, Any] | None = None,
+    children: Mapping[str, nn.Module] | None = None,
+) -> Tensor | None:
+    """Output of a module with other parameters or children; None if it takes or gives no tensor."""
+    probe = copy.copy(module)
+    probe.__dict__ = dict(module.__dict__)
+    probe.__dict__.pop("forward", None)
+    probe._parameters = parameters or {}
+    probe._modules = {**module._modules, **(children or {})}
+    try:
+        with torch.no_grad(), torch.device("cpu"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of mixed dtypes, which are part of the question
+            y = type(module).forward(probe, x)
+    except Exception:  # whatever code of others does with an input of ours: not what it looks like
+        return None
+    return y if isinstance(y, Tensor) and y.shape[:-1] == x.shape[:-1] else None
+
+
+def _equal(y: Tensor, expected: Tensor) -> bool:
+    if y.shape != expected.shape:
+        return False
+    return bool((y - expected).abs().max() <= _TOLERANCE * expected.abs().max())
+
+
+def _norm_reference(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float
+) -> Tensor:
+    wide = x.float()
+    if kind == "layer":
+        y = F.layer_norm(wide, wide.shape[-1:], eps=eps)
+    else:
+        y = F.rms_norm(wide, wide.shape[-1:], eps=eps)
+    if kind == "rms_cast":
+        y = y.to(x.dtype)
+    if weight is not None:
+        y = y.float() * (1.0 + weight if kind == "rms_offset" else weight)
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+def _eps_of(module: nn.Module) -> float | None:
+    for name in _EPS_NAMES:
+        value = getattr(module, name, None)
+        if isinstance(value, (float, int)):
+            return float(value)
+    return None
+
+
+def _norm_parameters(module: nn.Module) -> tuple[int, dict[str, Any]] | None:
+    """Length of a norm's rows, and random values for its weight and bias."""
+    values = {name: p for name, p in module._parameters.items() if p is not None}
+    if set(values) - {"weight", "bias"} or any(p.dim() != 1 for p in values.values()):
+        return None
+    shape = getattr(module, "normalized_shape", None)
+    sizes = {p.shape[0] for p in values.values()}
+    if shape is not None and len(shape) == 1:
+        sizes.add(shape[0])
+    if len(sizes) != 1:
+        return None
+    size = sizes.pop()
+    made = {
+        name: None if p is None else _random(size + index).narrow(0, 0, size)
+        for index, (name, p) in enumerate(module._parameters.items())
+    }
+    return size, made
+
+
+def recognize_norm(module: nn.Module) -> NormLayer | None:
+    """Return what a normalization layer over the last dimension computes; None if it is none.
+
+    Args:
+        module: Anything. A class whose name contains "norm" is tried out.
+    """
+    if not _NORM_NAME.search(type(module).__name__) or module._modules:
+        return None
+    eps, found = _eps_of(module), _norm_parameters(module)
+    if eps is None or found is None:
+        return None
+    size, values = found
+    weight, bias = values.get("weight"), values.get("bias")
+    x = _random(3, size) * 2 + 0.5
+    y = _run(module, x, values)
+    kinds = [
+        kind
+        for kind in ("layer", "rms", "rms_cast", "rms_offset")
+        if y is not None and _equal(y, _norm_reference(x, weight, bias, kind, eps))
+    ]
+    if not kinds:
+        return None
+    rough = x.bfloat16()
+    y = _run(module, rough, values)
+    if y is None:
+        return None
+    output = "input" if y.dtype == rough.dtype or weight is None else "promoted"
+
+    def distance(kind: str) -> float:
+        expected = _norm_reference(rough, weight, bias, kind, eps)
+        return float((y.to(expected.dtype).float() - expected.float()).abs().sum())
+
+    return NormLayer(kind=min(kinds, key=distance), eps=eps, output=output)
+
+
+def _activation_of(y: Tensor, expected: Callable[[Callable[[Tensor], Tensor]], Tensor]) -> str:
+    for name, function in _ACTIVATIONS.items():
+        if _equal(y, expected(function)):
+            return name
+    return ""
+
+
+def recognize_activation(module: nn.Module) -> str | None:
+    """Return the name of the function that a module without parameters computes, None if unknown.
+
+    Args:
+        module: Anything. A class whose name contains GELU, SiLU, Swish or ReLU is tried out.
+    """
+    if (
+        not _ACTIVATION_NAME.search(type(module).__name__)
+        or next(module.parameters(), None) is not None
+    ):
+        return None
+    x = torch.linspace(-6.0, 6.0, 48, device="cpu").view(3, 16)
+    y = _run(module, x.clone())
+    return None if y is None else _activation_of(y, lambda function: function(x)) or None
+
+
+def recognize_gated(module: nn.Module) -> Gated | None:
+    """Return the function, and the names of gate, up and down projection, of a gated MLP.
+
+    Args:
+        module: Anything. One with children of such names is tried out.
+
+    Returns:
+        ``(activation, gate, up, down)``, with ``gate == up`` if one projection makes both; None if
+        the module computes something else, dropout included.
+    """
+    for gate, up, down in _GATED_NAMES:
+        if not {gate, up, down} <= module._modules.keys():
+            continue
+        inner = 40 if gate == up else 20
+        children = {gate: nn.Linear(12, inner, device="cpu"), down: nn.Linear(20, 12, device="cpu")}
+        children.setdefault(up, nn.Linear(12, 20, device="cpu"))
+        for child in children.values():
+            child.float().requires_grad_(False)
+        x = _random(3, 12) * 2
+        y = _run(module, x, {}, children)
+        if y is None:
+            continue
+        first = children[gate](x)
+        halves = first.chunk(2, dim=-1) if gate == up else (first, children[up](x))
+        name = _activation_of(y, lambda act, h=halves, d=children[down]: d(act(h[0]) * h[1]))  # type: ignore[misc]
+        if name:
+            return name, gate, up, down
+    return None

@@ -1,0 +1,207 @@
+"""Sources: how a tensor that a linear layer takes can be rebuilt from codes in backward.
+
+A normalization layer or an activation function that keeps its input as a code attaches a source to
+its output. A linear layer that finds one saves the source's tensors, which the producer saves
+anyway, instead of its input. A source lives as long as the output that it is attached to, and holds
+codes only: it does not keep that output alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lq_lightning.kernels.activation import activation_dequantize
+from lq_lightning.kernels.dequantize import dequantize
+from lq_lightning.kernels.float8 import (
+    activation_dequantize_float8,
+    dequantize_float8,
+    norm_dequantize_float8,
+)
+from lq_lightning.kernels.message import parse_format
+from lq_lightning.kernels.message.matrix import matrix_shape
+from lq_lightning.kernels.norm import norm_dequantize
+
+__all__ = ["ActivationCodes", "Codes", "MatrixCodes", "NormCodes", "Shared", "attach", "source_of"]
+
+_ATTRIBUTE = "_lq_source"
+
+
+class Codes(Protocol):
+    """Constants of a source: with the tensors it saves they give the value back."""
+
+    def rebuild(self, tensors: tuple[Tensor | None, ...], dtype: torch.dtype) -> Tensor:
+        """Return the value, ``[T, N]`` of ``dtype``."""
+
+    def rebuild_float8(self, tensors: tuple[Tensor | None, ...], scale: Tensor) -> Tensor:
+        """Return the value divided by ``scale`` as E4M3, transposed and padded: ``[N, T16]``."""
+
+
+@dataclass(frozen=True)
+class NormCodes:
+    """Of a normalization layer's output; tensors: message, statistics, weight, bias.
+
+    Attributes:
+        numel: values in a row.
+        kind: arithmetic of the layer, as ``lq_lightning.kernels.norm`` names it.
+        format: of the message.
+        x_dtype: dtype of the layer's input.
+    """
+
+    numel: int
+    kind: str
+    format: str
+    x_dtype: torch.dtype
+
+    def rebuild(self, tensors: tuple[Tensor | None, ...], dtype: torch.dtype) -> Tensor:
+        """See ``Codes``."""
+        message, stats, weight, bias = tensors
+        y: Tensor = norm_dequantize(
+            message, stats, weight, bias, self.numel, self.kind, self.format, dtype, self.x_dtype
+        )
+        return y
+
+    def rebuild_float8(self, tensors: tuple[Tensor | None, ...], scale: Tensor) -> Tensor:
+        """See ``Codes``."""
+        message, stats, weight, bias = tensors
+        y: Tensor = norm_dequantize_float8(
+            message, stats, weight, bias, self.numel, self.kind, self.format, scale
+        )
+        return y
+
+
+@dataclass(frozen=True)
+class ActivationCodes:
+    """Of an activation function's output, times the other factor if gated.
+
+    Tensors: the message of the input, and that of the other factor (``[0, 0]`` if not gated).
+    """
+
+    rows: int
+    numel: int
+    activation: str
+    format: str
+
+    def rebuild(self, tensors: tuple[Tensor | None, ...], dtype: torch.dtype) -> Tensor:
+        """See ``Codes``."""
+        message, up = tensors
+        y: Tensor = activation_dequantize(
+            message, up, self.rows, self.numel, self.activation, self.format, dtype
+        )
+        return y
+
+    def rebuild_float8(self, tensors: tuple[Tensor | None, ...], scale: Tensor) -> Tensor:
+        """See ``Codes``."""
+        message, up = tensors
+        y: Tensor = activation_dequantize_float8(
+            message, up, self.rows, self.numel, self.activation, self.format, scale
+        )
+        return y
+
+
+@dataclass(frozen=True)
+class MatrixCodes:
+    """Of a tensor by itself; tensors: its message."""
+
+    rows: int
+    numel: int
+    format: str
+
+    def rebuild(self, tensors: tuple[Tensor | None, ...], dtype: torch.dtype) -> Tensor:
+        """See ``Codes``."""
+        (message,) = tensors
+        if message is None:
+            raise AssertionError("a matrix is rebuilt from its message")
+        _, numel = matrix_shape(parse_format(self.format), self.rows, self.numel)
+        y: Tensor = dequantize(message.unsqueeze(0), numel, self.format, 1.0, dtype)
+        return y.view(self.rows, self.numel)
+
+    def rebuild_float8(self, tensors: tuple[Tensor | None, ...], scale: Tensor) -> Tensor:
+        """See ``Codes``."""
+        (message,) = tensors
+        y: Tensor = dequantize_float8(message, self.rows, self.numel, self.format, scale)
+        return y
+
+
+class Shared:
+    """A rebuilt tensor that several linear layers read one after the other in one backward.
+
+    Held from the first of them to the last, which are the layers that found the same source. If one
+    of them takes no part in a backward, it is held until the graph is freed. Compiled graphs merge
+    equal calls by themselves.
+    """
+
+    __slots__ = ("_consumers", "_key", "_remaining", "_value")
+
+    def __init__(self) -> None:
+        self._consumers = 0
+        self._remaining = 0
+        self._key: Any = None
+        self._value: Tensor | None = None
+
+    def join(self) -> None:
+        """Count a layer that will read the tensor."""
+        self._consumers += 1
+
+    def get(self, key: Any, build: Callable[[], Tensor]) -> Tensor:
+        """Return the tensor, and drop it if this was the last reader of this backward.
+
+        Args:
+            key: what ``build`` depends on, but for the codes.
+            build: makes the tensor.
+        """
+        if self._value is None or self._key != key:
+            value = build()
+            if self._consumers < 2 or self._value is not None:
+                return value
+            self._key, self._value, self._remaining = key, value, self._consumers
+        else:
+            value = self._value
+        self._remaining -= 1
+        if self._remaining == 0:
+            self._value = None
+        return value
+
+
+@dataclass
+class Source:
+    """What is attached to a tensor.
+
+    Attributes:
+        codes: how to rebuild it.
+        tensors: what from; they have no gradients.
+        amax: fp32 ``[1]``, the largest magnitude of the tensor; ``[0]`` if it was not asked for.
+        version: of the tensor's contents, so that a later change in place is noticed.
+        shared: for the backward of eager code; None in a trace.
+        rows: the tensor as E4M3 and its scale, once a layer has made them; other layers of the same
+            forward take them.
+    """
+
+    codes: Codes
+    tensors: tuple[Tensor | None, ...]
+    amax: Tensor
+    version: int = 0
+    shared: Shared | None = None
+    rows: tuple[Tensor, Tensor] | None = None
+
+
+def attach(tensor: Tensor, codes: Codes, tensors: tuple[Tensor | None, ...], amax: Tensor) -> None:
+    """Attach a source to a tensor."""
+    source = Source(codes, tensors, amax)
+    if not torch.compiler.is_compiling():
+        source.version, source.shared = tensor._version, Shared()
+    setattr(tensor, _ATTRIBUTE, source)
+
+
+def source_of(tensor: Tensor) -> Source | None:
+    """Return the source of a tensor; None if it has none or was changed since."""
+    source: Source | None = getattr(tensor, _ATTRIBUTE, None)
+    if source is None:
+        return None
+    if not torch.compiler.is_compiling() and tensor._version != source.version:
+        return None
+    return source
