@@ -111,8 +111,19 @@ def main(args: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
     # Between Lightning 2.6 and torch 2.13; nothing that a user could act on.
     warnings.filterwarnings("ignore", message="`isinstance.treespec, LeafSpec.` is deprecated")
-    PretrainCLI(
-        CausalLM,
+    run(PretrainCLI, CausalLM, args)
+
+
+def run(cli: type[PretrainCLI], model: type[CausalLM], args: list[str] | None) -> None:
+    """Run the command line of a variant of this program.
+
+    Args:
+        cli: What reads the options.
+        model: What is trained.
+        args: The words of the command line.
+    """
+    cli(
+        model,
         TextDataModule,
         seed_everything_default=42,
         auto_configure_optimizers=False,

@@ -163,7 +163,8 @@ def build(
         block_size: Longest sequence of the data.
 
     Returns:
-        The model, in fp32.
+        The model; loaded weights are in fp32, random ones in the default dtype, which is bf16 with
+        ``bf16-true``.
 
     Raises:
         ModuleNotFoundError: transformers or peft is not installed.
@@ -177,7 +178,7 @@ def build(
             source.config, config=config, dtype=torch.float32, local_files_only=True
         )
     else:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype())
     model.train()  # `from_pretrained` returns models in evaluation mode
     return model if lora is None else _adapt(model, lora)
 

@@ -13,7 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from pretraining import hugging_face
+from pretraining import chunked_loss, hugging_face
+from pretraining.chunked_loss import LossName
 from pretraining.hugging_face import HuggingFaceConfig, LoRAConfig
 from pretraining.model import Decoder, DecoderConfig
 
@@ -84,6 +85,12 @@ class CausalLM(pl.LightningModule):
             (with LoRA: the adapters in peft format).
         lora: Train low-rank adapters instead of all weights (Hugging Face models, needs peft).
         optimizer: AdamW and its schedule.
+        loss: ``full`` makes the logits of all tokens at once; ``chunked`` of ``loss_chunk`` at a
+            time, for long sequences and large vocabularies; ``liger`` does so in Liger's kernel,
+            which needs a GPU.
+        loss_chunk: Tokens of a chunk.
+        compile_layers: ``torch.compile`` each layer. With ``quantized_fsdp``, use the strategy's
+            ``compile_units`` instead.
         max_new_tokens: Tokens that ``predict`` adds to each prompt.
         temperature: Sampling temperature of ``predict``; 0 always takes the likeliest token.
         vocab_size: Size of the vocabulary; filled in from the data.
@@ -99,6 +106,9 @@ class CausalLM(pl.LightningModule):
         hf_save_to: str | None = None,
         lora: LoRAConfig | None = None,
         optimizer: OptimizerConfig = OptimizerConfig(),
+        loss: LossName = "full",
+        loss_chunk: int = 2048,
+        compile_layers: bool = False,
         max_new_tokens: int = 128,
         temperature: float = 0.8,
         vocab_size: int = 264,
@@ -112,6 +122,10 @@ class CausalLM(pl.LightningModule):
             )
         if temperature < 0:
             raise ValueError(f"`--model.temperature={temperature}` must not be negative.")
+        chunked_loss.check_loss(loss, loss_chunk)
+        self.loss = loss
+        self.loss_chunk = loss_chunk
+        self.compile_layers = compile_layers
         self.decoder_config = decoder
         self.hugging_face = HuggingFaceConfig(
             config=hf_config,
@@ -137,6 +151,8 @@ class CausalLM(pl.LightningModule):
             self.model = hugging_face.build(
                 self.hugging_face, self.lora, self.vocab_size, self.block_size
             )
+        if self.compile_layers:
+            chunked_loss.compile_layers(self.model)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Return the ``[B, T, V]`` next-token logits of ``[B, T]`` int64 tokens."""
@@ -145,8 +161,15 @@ class CausalLM(pl.LightningModule):
         return hugging_face.logits_of(self.model(tokens_BT))
 
     def _loss(self, block_BL: Tensor) -> Tensor:
-        logits_BTV = self(block_BL[:, :-1])
-        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), block_BL[:, 1:].flatten())
+        tokens_BT, targets_BT = block_BL[:, :-1], block_BL[:, 1:]
+        if self.loss != "full" and self.model is not None:
+            backbone, head = chunked_loss.backbone_and_head(self.model)
+            x_BTD = backbone(tokens_BT)
+            if self.loss == "liger":
+                return chunked_loss.liger_cross_entropy(head, x_BTD, targets_BT)
+            return chunked_loss.chunked_cross_entropy(head, x_BTD, targets_BT, self.loss_chunk)
+        logits_BTV = self(tokens_BT)
+        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Return the loss in nats per token of ``[B, block_size + 1]`` tokens."""
@@ -207,12 +230,7 @@ class CausalLM(pl.LightningModule):
             {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
             {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-        )
+        optimizer = self.make_optimizer([group for group in groups if group["params"]])
         total_steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate_factor(step, config, total_steps)
@@ -221,6 +239,11 @@ class CausalLM(pl.LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"},
         }
+
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Return AdamW for groups of parameters; for subclasses to replace."""
+        config = self.optimizer_config
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
     def on_fit_end(self) -> None:
         """Save the trained model in Hugging Face format where that was asked for."""

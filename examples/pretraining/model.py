@@ -206,7 +206,11 @@ class Decoder(nn.Module):
         Returns:
             ``[B, T, V]`` logits in the dtype of the weights.
         """
+        return self.lm_head(self.hidden_states(tokens_BT))
+
+    def hidden_states(self, tokens_BT: Tensor) -> Tensor:
+        """Return the ``[B, T, D]`` normalised states that the head makes logits of."""
         x_BTD = self.embedding(tokens_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD)
-        return self.lm_head(self.norm(x_BTD))
+        return self.norm(x_BTD)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from pretraining.chunked_loss import compile_layers
 from pretraining.lightning_module import CausalLM, OptimizerConfig, learning_rate_factor
 from pretraining.model import Decoder, DecoderConfig, rotate
 
@@ -132,3 +134,67 @@ def test_generation_adds_tokens_and_repeats_with_its_seed() -> None:
     assert first[:3].tolist() == [1, 2, 3]
     assert len(first) == 15
     assert model.generate(prompt, 2, temperature=0.0).shape == (5,)
+
+
+def _hugging_face(**settings: object) -> torch.nn.Module:
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, use_cache=False
+    )
+    for name, value in (("num_attention_heads", 4), ("num_key_value_heads", 2), *settings.items()):
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("make", [_decoder, _hugging_face])
+def test_loss_in_chunks_is_the_loss(make: Callable[[], torch.nn.Module]) -> None:
+    block = torch.randint(0, 40, (3, 12))
+    results = []
+    for loss in ("full", "chunked"):
+        module = CausalLM(loss=loss, loss_chunk=7)  # 33 tokens: the last chunk is smaller
+        module.model = make()
+        value = module._loss(block)
+        value.backward()
+        results.append([value, *(p.grad for p in module.parameters())])
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_loss_in_chunks_never_makes_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = CausalLM(loss="chunked", loss_chunk=8)
+    module.model = _decoder()
+    rows: list[int] = []
+    module.model.lm_head.register_forward_hook(lambda m, args, out: rows.append(out.shape[0]))
+    module._loss(torch.randint(0, 40, (2, 17))).backward()
+    assert rows == [8] * 8  # 32 tokens, twice
+
+
+def test_loss_in_chunks_of_changed_logits_is_refused() -> None:
+    module = CausalLM(loss="chunked")
+    module.model = _hugging_face(final_logit_softcapping=30.0)
+    with pytest.raises(ValueError, match="`final_logit_softcapping`.*loss=full"):
+        module._loss(torch.randint(0, 40, (2, 17)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"loss": "half"}, "loss=half.*chunked"), ({"loss": "chunked", "loss_chunk": 0}, "chunk=0")],
+)
+def test_wrong_losses(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CausalLM(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [_decoder, _hugging_face])
+def test_all_layers_are_compiled_in_place(
+    make: Callable[[], torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self: compiled.append(type(self).__name__)
+    )
+    model = make()
+    names = list(model.state_dict())
+    assert compile_layers(model) == len(compiled) == 2
+    assert set(compiled) <= {"Block", "LlamaDecoderLayer"}
+    assert list(model.state_dict()) == names
