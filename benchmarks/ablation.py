@@ -24,21 +24,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from ablation_data import Data, batches, inputs_and_targets, learning_rate_factor, load, perturb
 from ablation_report import (
     BASELINE,
-    PERTURBED,
     Outcome,
     Outcomes,
     draw,
@@ -47,196 +44,17 @@ from ablation_report import (
     to_json,
     to_outcomes,
 )
+from ablation_variants import PRESETS, VARIANTS, Preset, Variant
 from common import write_report
-from corpus import read_tokens, standard_library, tokens_folder
+from corpus import tokens_folder
 from gpt import GPT, GPTConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lq_lightning.data_parallel import (
-    GradientQuantization,
-    QuantizedCommunication,
-    Topology,
-    WeightQuantization,
-    quantize_communication,
-)
-from lq_lightning.optim import OptimizerQuantization, quantize_optimizer
-from lq_lightning.optim.config import StateCode
+from lq_lightning.data_parallel import QuantizedCommunication, Topology, quantize_communication
+from lq_lightning.optim import quantize_optimizer
 
 CURVE_STEPS = 50  # the training loss is kept as means over this many steps
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Preset:
-    """Sizes of one ablation: the model, the batch of one rank, and the length of the run.
-
-    Attributes:
-        layers: Transformer blocks.
-        hidden: Width.
-        heads: Attention heads.
-        seq: Tokens that the model sees at once.
-        batch: Sequences of one rank in one step.
-        steps: Optimizer steps.
-        lr: Peak learning rate, after a tenth of the steps; a cosine then ends at a tenth of it.
-        val_blocks: Sequences to validate on.
-        compile: Whether blocks and loss are compiled where there are GPUs.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    seq: int
-    batch: int
-    steps: int
-    lr: float
-    val_blocks: int
-    compile: bool = False
-
-
-PRESETS = {
-    # Shows in seconds that every variant runs; its losses say nothing.
-    "smoke": Preset(
-        layers=1, hidden=32, heads=2, seq=32, batch=4, steps=50, lr=2e-3, val_blocks=64
-    ),
-    "tiny": Preset(
-        layers=2, hidden=128, heads=4, seq=128, batch=8, steps=300, lr=2e-3, val_blocks=64
-    ),
-    "small": Preset(
-        layers=6, hidden=384, heads=6, seq=256, batch=8, steps=800, lr=1e-3, val_blocks=512
-    ),
-    # The smallest model of SDP4Bit (tables 7 and 9) on shorter sequences: 131072 tokens a step on 4
-    # ranks, 301e6 in all.
-    "gpt_125m": Preset(
-        layers=12,
-        hidden=768,
-        heads=12,
-        seq=1024,
-        batch=32,
-        steps=2300,
-        lr=6e-4,
-        val_blocks=4096,
-        compile=True,
-    ),
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Variant:
-    """What one run quantizes; nothing by default.
-
-    Attributes:
-        weights: All-gathers of weights.
-        gradients: Reductions of gradients.
-        states: States of the optimizer, except those of embeddings.
-        perturbation: Relative deviation of normal noise on the weights that training starts from.
-    """
-
-    weights: WeightQuantization | None = None
-    gradients: GradientQuantization | None = None
-    states: OptimizerQuantization | None = None
-    perturbation: float = 0.0
-
-
-def _states(name: StateCode) -> OptimizerQuantization:
-    return OptimizerQuantization(first_moment=name, second_moment=name)
-
-
-STOCHASTIC = GradientQuantization(rounding="stochastic")
-FEEDBACK = GradientQuantization(error_feedback=True)
-
-VARIANTS = {
-    BASELINE: Variant(),
-    # How far two runs end apart that should end alike: the chance in every other difference.
-    PERTURBED: Variant(perturbation=1e-3),
-    "qW": Variant(weights=WeightQuantization(method="qW")),
-    "qWD": Variant(weights=WeightQuantization()),
-    "ULq": Variant(gradients=GradientQuantization(method="ULq")),
-    "TLq": Variant(gradients=GradientQuantization(method="TLq")),
-    "TLq-HS": Variant(gradients=GradientQuantization()),
-    "SDP4Bit": Variant(weights=WeightQuantization(), gradients=GradientQuantization()),
-    "qWD stochastic": Variant(weights=WeightQuantization(rounding="stochastic")),
-    "ULq stochastic": Variant(gradients=replace(STOCHASTIC, method="ULq")),
-    "TLq stochastic": Variant(gradients=replace(STOCHASTIC, method="TLq")),
-    "TLq-HS stochastic": Variant(gradients=STOCHASTIC),
-    "SDP4Bit stochastic": Variant(weights=WeightQuantization(), gradients=STOCHASTIC),
-    "TLq-HS feedback": Variant(gradients=FEEDBACK),
-    "SDP4Bit feedback": Variant(weights=WeightQuantization(), gradients=FEEDBACK),
-    **{
-        f"SDP4Bit {bits} bits": Variant(
-            weights=WeightQuantization(), gradients=GradientQuantization(inter_bits=bits)
-        )
-        for bits in (6, 3, 2)
-    },
-    # Embeddings and heads in 8 bits, all other gradients in fewer.
-    "SDP4Bit vocabulary 8": Variant(
-        weights=WeightQuantization(), gradients=GradientQuantization(vocabulary_bits=8)
-    ),
-    **{
-        f"SDP4Bit {bits} bits vocabulary 8": Variant(
-            weights=WeightQuantization(),
-            gradients=GradientQuantization(inter_bits=bits, vocabulary_bits=8),
-        )
-        for bits in (3, 2)
-    },
-    "AdamW expanded_fp8": Variant(states=_states("expanded_fp8")),
-    "AdamW dynamic8": Variant(states=_states("dynamic8")),
-    "AdamW fp8": Variant(states=_states("fp8")),
-    "AdamW int8": Variant(states=_states("int8")),
-    "SDP4Bit + AdamW expanded_fp8": Variant(
-        weights=WeightQuantization(),
-        gradients=GradientQuantization(),
-        states=_states("expanded_fp8"),
-    ),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """What all runs read, on the device of this rank.
-
-    Attributes:
-        train: ``[blocks, seq + 1]`` tokens, in the smallest integer type that holds them.
-        val: Likewise.
-        vocab: Size of the vocabulary.
-        num_tokens: Tokens per split.
-    """
-
-    train: Tensor
-    val: Tensor
-    vocab: int
-    num_tokens: dict[str, int]
-
-
-def load(args: argparse.Namespace, device: torch.device) -> Data:
-    """Read prepared tokens, or the standard library as bytes."""
-    if args.tokens:
-        corpus = read_tokens(args.tokens, args.sizes.seq)
-    else:
-        corpus = standard_library(args.sizes.seq, args.text)
-    dtype = np.int16 if corpus.vocab <= 2**15 else np.int32
-    train, val = (torch.from_numpy(b.astype(dtype)).to(device) for b in (corpus.train, corpus.val))
-    return Data(train, val, corpus.vocab, corpus.num_tokens)
-
-
-def batches(blocks: Tensor, preset: Preset, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's inputs and targets: a shuffled pass over all blocks, then another."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(seed)
-    if len(blocks) < world * preset.batch:
-        raise ValueError(
-            f"{len(blocks)} training blocks do not fill one batch on each of {world} ranks: "
-            "give more text or lower the preset's batch"
-        )
-    while True:
-        order = torch.randperm(len(blocks), generator=generator)[rank::world].to(blocks.device)
-        for rows in order.split(preset.batch):
-            if len(rows) == preset.batch:
-                yield _inputs_and_targets(blocks[rows])
-
-
-def _inputs_and_targets(rows: Tensor) -> tuple[Tensor, Tensor]:
-    rows = rows.long()
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
 def build(
@@ -280,13 +98,6 @@ def build(
     return model, communication
 
 
-@torch.no_grad()
-def perturb(model: nn.Module, deviation: float) -> None:
-    """Scale every weight by ``1 + deviation * normal``, alike on all ranks that have one seed."""
-    for weight in model.parameters():
-        weight.mul_(1 + deviation * torch.randn_like(weight))
-
-
 def train(
     variant: Variant,
     data: Data,
@@ -308,14 +119,9 @@ def train(
     if variant.states is not None:
         quantize_optimizer(optimizer, variant.states, module=model)
     communication.register_optimizer(optimizer)
-    warmup = max(1, preset.steps // 10)
-
-    def factor(step: int) -> float:
-        decay = 0.5 * (1 + math.cos(math.pi * min(1.0, step / preset.steps)))
-        return min(1.0, (step + 1) / warmup) * (0.1 + 0.9 * decay)
-
+    factor = learning_rate_factor(preset.steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    rows = batches(data.train, preset, seed)
+    rows = batches(data.train, preset.batch, seed, dist.get_rank(), dist.get_world_size())
     total, means = torch.zeros((), device=device), []
     for step in range(1, (args.stop_after or preset.steps) + 1):
         loss = model(*next(rows))
@@ -368,7 +174,7 @@ def validate(model: nn.Module, blocks: Tensor, preset: Preset) -> float:
         )
     total = torch.zeros((), device=blocks.device, dtype=torch.float64)
     for rows in blocks[rank:count:world].split(preset.batch):
-        total += model(*_inputs_and_targets(rows)).double() * len(rows)
+        total += model(*inputs_and_targets(rows)).double() * len(rows)
     dist.all_reduce(total)
     return float(total) / count
 
@@ -386,7 +192,7 @@ def run(args: argparse.Namespace) -> None:
     if args.compile is None:
         args.compile = cuda and args.sizes.compile
     dist.init_process_group("nccl" if cuda else "gloo")
-    data = load(args, device)
+    data = load(args.tokens, args.text, args.sizes.seq, device)
     first = dist.get_rank() == 0
     if first:
         print(f"data on the device after {time.perf_counter() - start:.1f} s", flush=True)

@@ -15,6 +15,8 @@ from common import table
 BASELINE = "full precision"
 PERTURBED = "full precision perturbed"
 
+_CURVES = ("curve", "grad_norms")
+
 # Scale of the figure: linear near zero, logarithmic beyond.
 _LINEAR_PERCENT = 0.2
 _TICKS = (-10, -5, -2, -1, -0.5, -0.2, -0.1, 0, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
@@ -29,12 +31,18 @@ class Outcome:
         val_loss: After the last step, in nats per token.
         train_s: Seconds of training, compilation included.
         curve: Pairs of a step and the mean training loss since the pair before, in nats per token.
+        grad_norms: Likewise, of the gradient before clipping.
+        tokens_per_s: Of training, without compilation; None where it was not measured.
+        peak_gib: Memory that tensors took on the GPU; None where it was not measured.
     """
 
     seed: int
     val_loss: float
     train_s: float
     curve: tuple[tuple[int, float], ...] = ()
+    grad_norms: tuple[tuple[int, float], ...] = ()
+    tokens_per_s: float | None = None
+    peak_gib: float | None = None
 
 
 Outcomes = dict[str, list[Outcome]]
@@ -46,7 +54,7 @@ def merged(paths: list[Path]) -> dict[str, Any]:
     Raises:
         ValueError: the reports are of different presets, worlds or texts.
     """
-    same = ("preset", "world_size", "node_size", "stop_after", "corpus_tokens")
+    same = ("preset", "world_size", "node_size", "stop_after", "corpus_tokens", "trunk_steps")
     joined: dict[str, Any] = {}
     variants: dict[str, dict[int, Any]] = {}
     for path in paths:
@@ -71,7 +79,7 @@ def to_outcomes(results: dict[str, Any], order: list[str]) -> Outcomes:
     names += [name for name in variants if name not in order]
     return {
         name: [
-            Outcome(**run | {"curve": tuple((step, loss) for step, loss in run.get("curve", ()))})
+            Outcome(**run | {key: tuple(map(tuple, run.get(key, ()))) for key in _CURVES})
             for run in variants[name]
         ]
         for name in names

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import activation_report
 from ablation_report import BASELINE, LOSS_HEADER, loss_rows, to_outcomes
 
 Report = dict[str, Any]
@@ -24,12 +25,15 @@ Row = dict[str, Any]
 
 # Where the rows of a report are, and what an entry of a mapping is called.
 ROWS = {
+    "activation_error": ("rows", ""),
+    "activations": ("rows", ""),
     "all_reduce": ("rows", ""),
     "checkpoints": ("rows", ""),
     "gradient_buffer": ("errors.gpt", "code"),
     "gradient_memory": ("windows", "gradients"),
     "kernels": ("cases", ""),
     "lightning_step": ("variants", "variant"),
+    "long_context": ("rows", ""),
     "memory": ("models", "model"),
     "optimizer": ("cases", ""),
     "optimizer_drift": ("cases", ""),
@@ -38,7 +42,7 @@ ROWS = {
     "trace": ("traces", "trace"),
     "update_error": ("schemes", "gradients"),
 }
-LOSSES = ("ablation", "sensitivity")
+LOSSES = ("ablation", "activation_ablation", "sensitivity")
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -122,6 +126,9 @@ def table_of_rows(report: Report, columns: Sequence[str]) -> str:
 
 def table_of_losses(report: Report) -> str:
     """Lay out the losses of an ablation."""
+    if report["benchmark"] == "activation_ablation":
+        outcomes = to_outcomes(report["results"], [BASELINE])
+        return markdown(activation_report.HEADER, activation_report.rows(outcomes))
     return markdown(LOSS_HEADER, loss_rows(to_outcomes(report["results"], [BASELINE])))
 
 

@@ -31,6 +31,12 @@ from benchmarks.kernels import (
     requantize_case,
 )
 from lq_lightning.codecs import CodecSpec
+from lq_lightning.kernels.activation import (
+    activation_backward,
+    activation_dequantize,
+    activation_quantize,
+)
+from lq_lightning.kernels.activation import launch as activation_launch
 from lq_lightning.kernels.dequantize import triton_kernels as dequantize_kernels
 from lq_lightning.kernels.feedback import triton_kernels as feedback_kernels
 from lq_lightning.kernels.message import launch
@@ -55,6 +61,36 @@ LARGE = [
 TILES_PER_PROGRAM = ((1,), (1, 2, 4), (1, 2, 4, 8, 16))
 
 
+def activation_case(operator: str, hadamard_size: int) -> Case:
+    """Return a gated activation function: quantize, dequantize or backward."""
+    fmt = f"int4/128/asymmetric/{hadamard_size}/nearest/bfloat16"
+
+    def buffers(rows: int, numel: int) -> dict[str, torch.Tensor]:
+        x, up = (torch.randn(rows, numel, device="cuda").bfloat16() for _ in range(2))
+        if operator == "quantize":
+            return {"x": x, "up": up}
+        _, message, up_message, _ = activation_quantize(x, up, "silu", fmt, False)
+        made = {"message": message, "up_message": up_message}
+        return made | ({"dy": x} if operator == "backward" else {"like": x[:0]})
+
+    def run(made: dict[str, torch.Tensor]) -> torch.Tensor:
+        if operator == "quantize":
+            results = activation_quantize(made["x"], made["up"], "silu", fmt, False)
+        else:
+            messages = made["message"], made["up_message"]
+            if operator == "backward":
+                results = activation_backward(*messages, made["dy"], "silu", fmt, False)
+            else:
+                numel = made["like"].shape[1]
+                arguments = (*messages, 1, numel, "silu", fmt, torch.bfloat16)
+                results = (activation_dequantize(*arguments),)
+        # kept, so that calls on other buffers write to other memory
+        made.update({f"result {index}": result for index, result in enumerate(results)})
+        return results[0]
+
+    return Case("", run, buffers, 2)
+
+
 def kinds() -> dict[str, Case]:
     """Return a representative operator for every key of the table."""
     chosen = {}
@@ -69,6 +105,9 @@ def kinds() -> dict[str, Case]:
         chosen[f"dequantize {bits} hadamard"] = decode_case("", gradient, dtype)
         chosen[f"reduce {bits}"] = reduce_case("", GRADIENT_8, 4, dtype)
         chosen[f"feedback {bits}"] = feedback_case("", GRADIENT_8, GRADIENT_4, dtype)
+    for operator in ("quantize", "dequantize", "backward"):
+        chosen[f"activation {operator}"] = activation_case(operator, 0)
+        chosen[f"activation {operator} hadamard"] = activation_case(operator, 128)
     chosen["requantize"] = requantize_case("", GRADIENT_8, GRADIENT_4, 4)
     chosen["requantize many"] = requantize_case("", GRADIENT_8, GRADIENT_4, 8)
     chosen["feedback sum"] = feedback_case("", GRADIENT_8, GRADIENT_4, torch.float32, 2)
@@ -80,12 +119,20 @@ def candidates(kind: str, size_class: int) -> list[Tile]:
     shapes = SMALL if size_class == 0 else LARGE
     if kind in ("quantize 16", "quantize 32", "difference 16", "difference 32"):
         shapes = [(2048, 8, 8), (2048, 16, 4), (2048, 16, 2), (2048, 32, 2), (2048, 32, 1)]
+    if kind.startswith("activation") and size_class > 0:
+        shapes = [*LARGE, (512, 16, 1), (512, 16, 2), (2048, 16, 4), (2048, 64, 1)]
     return [Tile(*shape, tiles) for shape in shapes for tiles in TILES_PER_PROGRAM[size_class]]
 
 
 def force(tile: Tile | None) -> None:
     """Make every launch use ``tile``; None for the choice of the table."""
-    for module in (quantize_kernels, dequantize_kernels, requantize_kernels, feedback_kernels):
+    for module in (
+        quantize_kernels,
+        dequantize_kernels,
+        requantize_kernels,
+        feedback_kernels,
+        activation_launch,
+    ):
         choose = launch.choose_tile if tile is None else lambda *_: tile
         module.choose_tile = choose  # type: ignore[attr-defined]
 

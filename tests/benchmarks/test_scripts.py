@@ -21,7 +21,15 @@ BENCHMARKS = ROOT / "benchmarks"
 TINY = ("--tiny", "--cpu")
 SHORT = ("--steps", "2", "--warmup", "1")
 SMALL = ("--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "32", "--batch", "2")
-NEEDS_GPU = ["gradient_memory", "kernels", "optimizer", "tune_kernels"]
+NEEDS_GPU = [
+    "activation_kernels",
+    "gradient_memory",
+    "kernels",
+    "optimizer",
+    "tune_float8",
+    "tune_kernels",
+    "tune_norm",
+]
 
 Run = Callable[..., str]
 Load = Callable[[str], ModuleType]
@@ -34,6 +42,12 @@ Load = Callable[[str], ModuleType]
         ("lightning_step.py", (*TINY, *SHORT, "--variants", "quantized"), "Trainer ms/step"),
         ("memory.py", TINY, "quantized, node"),
         ("all_reduce.py", ("--cpu", "--sizes", "64K", "--seconds", "0.01"), "0.0625 MiB"),
+        (
+            "activation_ablation.py",
+            ("--cpu", "--no-compile", "--preset", "smoke", "--steps", "20")
+            + ("--text", str(BENCHMARKS), "--runs", "full precision:0,agoq:0,uniform 4 bits:0"),
+            "uniform 4 bits",
+        ),
         (
             "ablation.py",
             ("--cpu", "--preset", "smoke", "--steps", "50", "--node-size", "1")
@@ -132,7 +146,9 @@ def _can_make_nodes() -> bool:
     return made and _shell("ip", "netns", "del", name).returncode == 0
 
 
-@pytest.mark.parametrize("script", ["nodes.sh", "run_all.sh", "run_gradients.sh"])
+@pytest.mark.parametrize(
+    "script", ["nodes.sh", "run_activations.sh", "run_all.sh", "run_gradients.sh"]
+)
 def test_shell_scripts_explain_themselves(script: str) -> None:
     shown = _shell("bash", str(BENCHMARKS / script), "-h")
     assert shown.returncode == 0
