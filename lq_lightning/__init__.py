@@ -13,7 +13,7 @@ from lq_lightning.activations import (
     QuantizedActivations,
     quantize_activations,
 )
-from lq_lightning.callbacks import QuantizationMonitor
+from lq_lightning.callbacks import ActivationQuantization, QuantizationMonitor
 from lq_lightning.data_parallel import (
     CommunicationPlan,
     GradientQuantization,
@@ -31,6 +31,7 @@ from lq_lightning.strategies import QuantizedFSDPStrategy
 
 __all__ = [
     "ActivationPolicy",
+    "ActivationQuantization",
     "ActivationRule",
     "CommunicationPlan",
     "FullyShardedPrecision",

@@ -28,6 +28,7 @@ __all__ = [
     "param_groups",
     "shard_group",
     "shard_identity",
+    "tensor_parallel_parameters",
     "uses_hsdp",
     "write_fingerprint",
 ]
@@ -96,6 +97,19 @@ def fsdp_units(root: nn.Module) -> Iterator[tuple[str, FSDPModule, Any]]:
 def uses_hsdp(group: Any) -> bool:
     """Whether the parameter group also replicates over a second mesh axis (HSDP)."""
     return bool(type(group.mesh_info).__name__ == "HSDPMeshInfo")
+
+
+def tensor_parallel_parameters(root: nn.Module) -> list[str]:
+    """Names of parameters that stay DTensors where FSDP2 gathers them, or that it does not have."""
+    plain: set[int] = set()
+    for module in root.modules():
+        for group in param_groups(module) if isinstance(module, FSDPModule) else ():
+            plain.update(id(p.sharded_param) for p in group.fsdp_params if not p.is_dtensor)
+    return [
+        name
+        for name, parameter in root.named_parameters()
+        if isinstance(parameter, DTensor) and id(parameter) not in plain
+    ]
 
 
 def offloads_to_cpu(root: nn.Module) -> bool:

@@ -20,6 +20,7 @@ __all__ = [
     "begin_root_forward",
     "discard_unreduced_gradients",
     "end_root_forward",
+    "has_forward_hooks",
     "has_unreduced_gradients",
     "initialize_root",
     "is_compiled_in_place",
@@ -101,6 +102,11 @@ def is_root_idle(module: FSDPModule) -> bool:
 def is_gathered(module: FSDPModule) -> bool:
     """Whether the module's own parameters are whole at the moment."""
     return any(group.is_unsharded for group in param_groups(module))
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether hooks run around the forward of the module or of one inside, as those of FSDP2."""
+    return any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:

@@ -1,11 +1,20 @@
 """Saved activations as codes: norms, activation functions and linear layers that keep few bits."""
 
+from .budget import ActivationPlan, MemoryBudget, choose_policy, plan_activations
+from .calibrate import calibrate_activations
+from .calibration import ActivationCalibration
 from .install import QuantizedActivations, quantize_activations
 from .policy import ActivationPolicy, ActivationRule
 
 __all__ = [
+    "ActivationCalibration",
+    "ActivationPlan",
     "ActivationPolicy",
     "ActivationRule",
+    "MemoryBudget",
     "QuantizedActivations",
+    "calibrate_activations",
+    "choose_policy",
+    "plan_activations",
     "quantize_activations",
 ]

@@ -11,7 +11,8 @@ from lq_lightning._compat.autograd import wanted_gradients
 from lq_lightning.kernels.activation import activation_backward, activation_quantize
 
 from .autograd import as_matrix, refuse_second_derivative
-from .sources import ActivationCodes, attach
+from .meter import note_code
+from .sources import ActivationCodes, Source, attach
 
 __all__ = ["quantized_activation"]
 
@@ -33,7 +34,7 @@ class _QuantizedActivation(torch.autograd.Function):
         ctx.x_shape = x.shape
         ctx.dtypes = (x.dtype, None if up is None else up.dtype)
         ctx.tensors = (True, up is not None)
-        return y.view(x.shape), message, up_message, largest
+        return y, message, up_message, largest
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -70,7 +71,11 @@ def quantized_activation(
         ``[..., N]`` of the dtype of ``x``, with a source.
     """
     y, message, up_message, largest = _QuantizedActivation.apply(x, up, activation, format, amax)  # type: ignore[no-untyped-call]
+    y = y.view(x.shape)  # here, so that it may be changed in place
+    note_code("activation", x, message, format)
+    if up is not None:
+        note_code("activation", up, up_message, format)
     rows = x.numel() // max(1, x.shape[-1])
     codes = ActivationCodes(rows, x.shape[-1], activation, format)
-    attach(y, codes, (message, up_message), largest)
+    attach(y, Source(codes, (message, up_message), largest))
     return y  # type: ignore[no-any-return]

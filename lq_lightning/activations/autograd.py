@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["as_matrix", "matmul_dtype", "refuse_second_derivative"]
+__all__ = ["as_matrix", "matmul_dtype", "refuse_second_derivative", "without_autocast"]
 
 
 def as_matrix(x: Tensor) -> Tensor:
@@ -19,9 +20,19 @@ def as_matrix(x: Tensor) -> Tensor:
 def matmul_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """Return the dtype in which a linear layer multiplies: autocast's, or that of its operands."""
     device = x.device.type
+    if device == "meta":  # knows no autocast
+        return torch.promote_types(x.dtype, weight.dtype)
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return torch.promote_types(x.dtype, weight.dtype)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[None]:
+    """Return a context in which operations on the device of ``x`` run as written."""
+    if x.device.type == "meta":
+        return nullcontext()
+    context: AbstractContextManager[None] = torch.autocast(x.device.type, enabled=False)
+    return context
 
 
 def refuse_second_derivative(ctx: Any, name: str) -> None:

@@ -11,7 +11,7 @@ from lq_lightning._compat.autograd import wanted_gradients
 from lq_lightning._compat.float8 import scaled_mm
 from lq_lightning.kernels.float8 import float8_amax, float8_cast
 
-from .autograd import as_matrix, matmul_dtype, refuse_second_derivative
+from .autograd import as_matrix, matmul_dtype, refuse_second_derivative, without_autocast
 from .sources import Codes, Shared, Source
 
 __all__ = ["float8_linear"]
@@ -55,7 +55,7 @@ class _Float8Linear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.tensors = (True, True, bias is not None)
         ctx.more = 5 + len(tensors)
-        return y.reshape(*x.shape[:-1], weight.shape[0])
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -125,9 +125,9 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, source: Source
         codes, tensors, shared = source.codes, source.tensors, source.shared
         if shared is not None:
             shared.join()
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         rows, scale = _rows_of(x, source)
         y: Tensor = _Float8Linear.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, rows, scale, codes, shared, dtype, *tensors
         )
-    return y
+    return y.view(*x.shape[:-1], weight.shape[0])

@@ -3,83 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
+from .find import Left, find_sites
+from .forwards import FORWARDS
+from .measure import SavedTensors
 from .policy import ActivationPolicy, resolve_policy
-from .recognize import recognize_activation, recognize_gated, recognize_norm
-from .sites import (
-    ActivationSite,
-    GatedSite,
-    LinearSite,
-    NormSite,
-    Site,
-    install_site,
-    remove_site,
-    site_of,
-)
+from .recompute import install_recomputation, remove_recomputation
+from .report import ActivationReport, make_report, without_sites
+from .sites import Site, install_site, policy_kind, remove_site, site_of
 
 __all__ = ["QuantizedActivations", "quantize_activations"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    module: nn.Module
-    site: Site
-
-
-def _is_linear(module: nn.Module) -> bool:
-    plain = type(module).forward is nn.Linear.forward
-    return plain or type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-def _sites(model: nn.Module, policy: ActivationPolicy) -> Iterator[_Found]:
-    inside_gated: set[int] = set()
-    for name, module in model.named_modules():
-        amax = policy.matmul_of(name) == "float8"
-        gated = recognize_gated(module)
-        if gated is not None:
-            function, gate, up, down = gated
-            projections = {id(module._modules[child]) for child in (gate, up, down)}
-            inside_gated.update(id(m) for m in module.modules() if id(m) not in projections)
-            codec = policy.codec("activation", name)
-            site: Site = GatedSite(
-                name=name,
-                codec=codec,
-                activation=function,
-                gate=gate,
-                up=up,
-                down=down,
-                amax=amax,
-            )
-            yield _Found(module, site)
-        elif (layer := recognize_norm(module)) is not None:
-            weight, bias = (
-                key if module._parameters.get(key) is not None else None
-                for key in ("weight", "bias")
-            )
-            codec = policy.codec("norm", name)
-            yield _Found(
-                module,
-                NormSite(name=name, codec=codec, layer=layer, weight=weight, bias=bias, amax=amax),
-            )
-        elif _is_linear(module):
-            site = LinearSite(
-                name=name,
-                codec=policy.codec("linear", name),
-                transposed=type(module).forward is not nn.Linear.forward,
-                matmul=policy.matmul_of(name),
-            )
-            yield _Found(module, site)
-        elif (
-            id(module) not in inside_gated
-            and (activation := recognize_activation(module)) is not None
-        ):
-            codec = policy.codec("activation", name)
-            yield _Found(
-                module, ActivationSite(name=name, codec=codec, activation=activation, amax=amax)
-            )
 
 
 class QuantizedActivations:
@@ -92,23 +28,81 @@ class QuantizedActivations:
 
     def __init__(self, model: nn.Module, policy: ActivationPolicy) -> None:
         self.policy = policy
-        self._found = list(_sites(model, policy))
+        self.model = model
+        self._found, self._left = find_sites(model, policy)
         taken = [found for found in self._found if site_of(found.module) is not None]
-        if taken:
-            install_site(taken[0].module, taken[0].site)  # raises
-        for found in self._found:
-            install_site(found.module, found.site)
+        for found in taken or self._found:  # the first that is taken raises
+            install_site(found.module, found.site, FORWARDS[type(found.site)])
+        self._recomputed = install_recomputation(model, policy)
+
+    def apply(self, policy: ActivationPolicy) -> None:
+        """Keep from the next forward pass on what another policy says.
+
+        Args:
+            policy: All fields but ``matmul`` may differ from the present one. What the present one
+                packs by saved-tensor hooks may get another codec or none; nothing else is packed.
+
+        Raises:
+            ValueError: Another ``matmul``.
+        """
+        if policy.matmul != self.policy.matmul:
+            raise ValueError(
+                f"`apply(ActivationPolicy(matmul={policy.matmul!r}))`: the products of this model "
+                f"are {self.policy.matmul!r}. Call `remove()`, then `quantize_activations`."
+            )
+        remove_recomputation(self._recomputed)
+        for site in self.sites:
+            if (kind := policy_kind(site)) is not None:
+                site.codec = policy.codec(kind, site.name)
+        self._recomputed = install_recomputation(self.model, policy)
+        self.policy = policy
 
     @property
     def sites(self) -> list[Site]:
         """All sites, in the order of the model's modules."""
         return [found.site for found in self._found]
 
+    @property
+    def left(self) -> list[Left]:
+        """What is not recognized."""
+        return list(self._left)
+
+    @contextmanager
+    def measure(self, *, original: bool = False) -> Iterator[SavedTensors]:
+        """Count what a forward inside of the ``with`` block saves for backward.
+
+        Args:
+            original: Let the model save what it would without quantization.
+
+        Yields:
+            The counts; keep the forward's output until the end of the block.
+        """
+        with ExitStack() as stack:
+            if original:
+                stack.enter_context(without_sites(self.sites))
+            yield stack.enter_context(SavedTensors(self.model))
+
+    def report(
+        self, *, before: SavedTensors | None = None, after: SavedTensors | None = None
+    ) -> ActivationReport:
+        """Say what is saved, per kind of module.
+
+        Args:
+            before: From ``measure(original=True)``.
+            after: From ``measure()``. Without both, bytes per token are derived from the modules
+                that say how wide their inputs are, each by itself; nothing is computed.
+
+        Returns:
+            A table, which ``str()`` lays out.
+        """
+        return make_report(self._found, self._left, before, after)
+
     def remove(self) -> None:
         """Give all modules their forwards back; idempotent."""
+        remove_recomputation(self._recomputed)
+        self._recomputed = []
         for found in self._found:
-            if site_of(found.module) is found.site:
-                remove_site(found.module)
+            remove_site(found.module, found.site)
 
 
 def quantize_activations(

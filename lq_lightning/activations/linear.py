@@ -13,7 +13,9 @@ from lq_lightning.kernels.message import parse_format
 from lq_lightning.kernels.message.matrix import matrix_shape
 from lq_lightning.kernels.quantize import quantize
 
-from .autograd import as_matrix, matmul_dtype, refuse_second_derivative
+from .autograd import as_matrix, matmul_dtype, refuse_second_derivative, without_autocast
+from .meter import note_code
+from .policy import SiteKind
 from .sources import Codes, MatrixCodes, Shared, Source
 
 __all__ = ["encode_source", "quantized_linear"]
@@ -33,10 +35,11 @@ class _QuantizedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight, *tensors)
         ctx.codes, ctx.shared, ctx.dtype = codes, shared, dtype
-        ctx.x_dtype = x.dtype
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.tensors = (True, True, bias is not None)
-        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        bias = None if bias is None else bias.to(dtype)
+        return F.linear(as_matrix(x).to(dtype), weight.to(dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -52,25 +55,27 @@ class _QuantizedLinear(torch.autograd.Function):
                 return value
 
             x = rebuild() if ctx.shared is None else ctx.shared.get(dtype, rebuild)
-            dweight = (as_matrix(dy).t() @ x).to(weight.dtype)
+            dweight = (dy.t() @ x).to(weight.dtype)
             del x
         if wanted_x:
-            dx = (dy @ weight.to(dtype)).to(ctx.x_dtype)
+            dx = (dy @ weight.to(dtype)).view(ctx.x_shape).to(ctx.x_dtype)
         if wanted_bias:
-            dbias = as_matrix(dy).sum(0).to(ctx.bias_dtype)
+            dbias = dy.sum(0).to(ctx.bias_dtype)
         return (dx, dweight, dbias, None, None, None, *(None for _ in tensors))
 
 
-def encode_source(x: Tensor, format: str) -> Source:
+def encode_source(x: Tensor, format: str, kind: SiteKind = "linear") -> Source:
     """Encode a tensor that has no source.
 
     Args:
         x: ``[..., N]`` fp32, bf16 or fp16.
         format: a ``MessageFormat`` as a string.
+        kind: of the site that keeps the code.
     """
     rows = as_matrix(x.detach())
     shape = matrix_shape(parse_format(format), *rows.shape)
     message = quantize(rows.reshape(shape), None, format, 0)
+    note_code(kind, x, message, format)
     codes = MatrixCodes(rows.shape[0], rows.shape[1], format)
     return Source(codes, (message,), message.new_empty(0, dtype=torch.float32))
 
@@ -90,8 +95,8 @@ def quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, source: Sou
     if source.shared is not None:
         source.shared.join()
     dtype = matmul_dtype(x, weight)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         y: Tensor = _QuantizedLinear.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, source.codes, source.shared, dtype, *source.tensors
         )
-    return y
+    return y.view(*x.shape[:-1], weight.shape[0])  # here, so that it may be changed in place

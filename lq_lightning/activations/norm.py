@@ -12,7 +12,8 @@ from lq_lightning._compat.autograd import wanted_gradients
 from lq_lightning.kernels.norm import norm_backward, norm_quantize
 
 from .autograd import as_matrix, refuse_second_derivative
-from .sources import NormCodes, attach
+from .meter import note_code
+from .sources import NormCodes, Source, attach
 
 __all__ = ["NormLayer", "quantized_norm"]
 
@@ -64,7 +65,7 @@ class _QuantizedNorm(torch.autograd.Function):
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.tensors = (True, weight is not None, bias is not None)
         ctx.dtypes = tuple(None if p is None else p.dtype for p in (weight, bias))
-        return y.view(x.shape), stats, message, largest
+        return y, stats, message, largest
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -115,7 +116,9 @@ def quantized_norm(
     y, stats, message, largest = _QuantizedNorm.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, layer.eps, layer.kind, format, dtype, amax
     )
+    y = y.view(x.shape)  # here, so that it may be changed in place
+    note_code("norm", x, message, format)
     codes = NormCodes(x.shape[-1], layer.kind, format, x.dtype)
     constants = (None if p is None else p.detach() for p in (weight, bias))
-    attach(y, codes, (message, stats, *constants), largest)
+    attach(y, Source(codes, (message, stats, *constants), largest))
     return y  # type: ignore[no-any-return]

@@ -22,7 +22,7 @@ __all__ = [
     "resolve_policy",
 ]
 
-SiteKind = Literal["norm", "activation", "linear", "attention"]
+SiteKind = Literal["norm", "activation", "linear", "attention", "checkpoint", "other"]
 Matmul = Literal["native", "float8"]
 
 
@@ -78,6 +78,9 @@ class ActivationRule:
         codec: Codec of what these modules keep: a name (``"int4"``, ``"int8"``, ``"nf4"``, ...), a
             ``CodecSpec``, or ``None`` for full precision: then they run as without this package.
         matmul: Precision of their matrix products; leave empty for that of the policy.
+        recompute: Keep only the inputs of these modules, such as attentions, MLPs or whole blocks,
+            and compute them again in backward. What is inside keeps full precision then, for as
+            long as its own backward takes.
 
     Raises:
         ValueError: A value that is not listed above.
@@ -86,12 +89,18 @@ class ActivationRule:
     module: str
     codec: CodecSpec | str | None = None
     matmul: Matmul | None = None
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         """Check the values."""
         if not self.module:
             raise ValueError("`ActivationRule(module='')` matches nothing: give a pattern.")
         _codec("ActivationRule", "codec", self.codec)
+        if self.recompute and self.codec is not None:
+            raise ValueError(
+                f"`ActivationRule(module={self.module!r}, codec={self.codec!r}, recompute=True)` "
+                "keeps nothing that could have a code: leave out one of both."
+            )
         check_choice("ActivationRule", "matmul", self.matmul, (*get_args(Matmul), None))
 
 
@@ -111,7 +120,15 @@ class ActivationPolicy:
         linear: Inputs of linear layers that neither a normalization nor an activation function
             made. Careful: the attention's output projection shares its input with the attention,
             which keeps it anyway; a code of it would only add memory.
-        attention: Queries, keys, values and the output of attention.
+        attention: Queries, keys, values and the output of attention. In compiled models such
+            modules run eagerly, a graph break (an error with ``fullgraph=True``).
+        checkpoint: Inputs of layers that are checkpointed (Hugging Face's
+            ``gradient_checkpointing_enable()``, torch's ``CheckpointWrapper``), which are still
+            recomputed.
+        other: What blocks save in which not all is recognized: floating-point tensors of 1024
+            values or more that are no weights, through saved-tensor hooks. In compiled models such
+            blocks run eagerly, a graph break (an error with ``fullgraph=True``). ``None`` leaves
+            them as they are.
         matmul: ``"native"``, or ``"float8"``: products of linear layers in FP8 with one scale per
             tensor (COAT), E4M3 for activations and weights and E5M2 for gradients. Needs a GPU of
             compute capability 8.9 or newer to be fast; a CPU computes the same slowly.
@@ -125,6 +142,8 @@ class ActivationPolicy:
     activation: CodecSpec | str | None = "int4"
     linear: CodecSpec | str | None = None
     attention: CodecSpec | str | None = None
+    checkpoint: CodecSpec | str | None = "int8"
+    other: CodecSpec | str | None = "int8"
     matmul: Matmul = "native"
     rules: tuple[ActivationRule, ...] = field(default=())
 
@@ -154,9 +173,18 @@ class ActivationPolicy:
         Returns:
             The codec before it is fitted to a row (``fit_codec``), or None.
         """
+        if self.is_recomputed(name):
+            return None
         rule = self._rule(name)
         value = getattr(self, kind) if rule is None else rule.codec
         return _codec("ActivationPolicy", kind, value)
+
+    def is_recomputed(self, name: str) -> bool:
+        """Return whether a rule recomputes a module, or one that it is part of."""
+        parts = name.split(".")
+        names = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        rules = (self._rule(each) for each in names if each)
+        return any(rule is not None and rule.recompute for rule in rules)
 
     def matmul_of(self, name: str) -> Matmul:
         """Return the precision of a linear layer's products."""

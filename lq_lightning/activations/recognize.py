@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import re
+import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,11 +20,20 @@ from torch import Tensor, nn
 
 from .norm import NormLayer
 
-__all__ = ["Gated", "recognize_activation", "recognize_gated", "recognize_norm"]
+__all__ = [
+    "MLP",
+    "is_linear",
+    "recognize_activation",
+    "recognize_function",
+    "recognize_mlp",
+    "recognize_norm",
+]
 
 _EPS_NAMES = ("variance_epsilon", "eps", "norm_eps", "layer_norm_eps")
 _NORM_NAME = re.compile(r"norm", re.IGNORECASE)
 _ACTIVATION_NAME = re.compile(r"gelu|silu|swish|relu", re.IGNORECASE)
+_FUNCTION_NAME = re.compile(r"act", re.IGNORECASE)
+_FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType)
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -43,7 +53,7 @@ _GATED_NAMES = (
 # Fractions of the range of the values that count as equal; a different function differs by more.
 _TOLERANCE = 1e-5
 
-Gated = tuple[str, str, str, str]
+MLP = tuple[str, str, "str | None", str]
 
 
 def _random(*shape: int) -> Tensor:
@@ -61,12 +71,16 @@ def _run(
     probe = copy.copy(module)
     probe.__dict__ = dict(module.__dict__)
     probe.__dict__.pop("forward", None)
-    probe._parameters = parameters or {}
-    probe._modules = {**module._modules, **(children or {})}
+    probe.__dict__["_parameters"] = parameters or {}
+    probe.__dict__["_modules"] = {**vars(module)["_modules"], **(children or {})}
+    return _call(lambda value: type(module).forward(probe, value), x)
+
+
+def _call(function: Callable[[Tensor], Any], x: Tensor) -> Tensor | None:
     try:
         with torch.no_grad(), torch.device("cpu"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of mixed dtypes, which are part of the question
-            y = type(module).forward(probe, x)
+            y = function(x)
     except Exception:  # whatever code of others does with an input of ours: not what it looks like
         return None
     return y if isinstance(y, Tensor) and y.shape[:-1] == x.shape[:-1] else None
@@ -103,7 +117,7 @@ def _eps_of(module: nn.Module) -> float | None:
 
 def _norm_parameters(module: nn.Module) -> tuple[int, dict[str, Any]] | None:
     """Length of a norm's rows, and random values for its weight and bias."""
-    values = {name: p for name, p in module._parameters.items() if p is not None}
+    values = {name: p for name, p in vars(module)["_parameters"].items() if p is not None}
     if set(values) - {"weight", "bias"} or any(p.dim() != 1 for p in values.values()):
         return None
     shape = getattr(module, "normalized_shape", None)
@@ -115,7 +129,7 @@ def _norm_parameters(module: nn.Module) -> tuple[int, dict[str, Any]] | None:
     size = sizes.pop()
     made = {
         name: None if p is None else _random(size + index).narrow(0, 0, size)
-        for index, (name, p) in enumerate(module._parameters.items())
+        for index, (name, p) in enumerate(vars(module)["_parameters"].items())
     }
     return size, made
 
@@ -126,7 +140,7 @@ def recognize_norm(module: nn.Module) -> NormLayer | None:
     Args:
         module: Anything. A class whose name contains "norm" is tried out.
     """
-    if not _NORM_NAME.search(type(module).__name__) or module._modules:
+    if not _NORM_NAME.search(type(module).__name__) or next(module.children(), None) is not None:
         return None
     eps, found = _eps_of(module), _norm_parameters(module)
     if eps is None or found is None:
@@ -166,11 +180,13 @@ def recognize_activation(module: nn.Module) -> str | None:
     """Return the name of the function that a module without parameters computes, None if unknown.
 
     Args:
-        module: Anything. A class whose name contains GELU, SiLU, Swish or ReLU is tried out.
+        module: Anything. A class whose name contains GELU, SiLU, Swish or ReLU is tried out, if it
+            does not work in place: its input, which others may keep, is to be changed.
     """
     if (
         not _ACTIVATION_NAME.search(type(module).__name__)
         or next(module.parameters(), None) is not None
+        or getattr(module, "inplace", False)
     ):
         return None
     x = torch.linspace(-6.0, 6.0, 48, device="cpu").view(3, 16)
@@ -178,22 +194,66 @@ def recognize_activation(module: nn.Module) -> str | None:
     return None if y is None else _activation_of(y, lambda function: function(x)) or None
 
 
-def recognize_gated(module: nn.Module) -> Gated | None:
-    """Return the function, and the names of gate, up and down projection, of a gated MLP.
+def recognize_function(module: nn.Module) -> tuple[str, str] | None:
+    """Return attribute and name of an activation function that a module has, and is no module.
 
     Args:
-        module: Anything. One with children of such names is tried out.
+        module: Anything. Attributes whose names contain "activation" or "act" are tried out, such
+            as ``activation`` of ``nn.TransformerEncoderLayer``.
+    """
+    for attribute, function in vars(module).items():
+        if _FUNCTION_NAME.search(attribute) and isinstance(function, _FUNCTION_TYPES):
+            x = torch.linspace(-6.0, 6.0, 48, device="cpu").view(3, 16)
+            y = _call(function, x.clone())
+            name = "" if y is None else _activation_of(y, lambda act, x=x: act(x))  # type: ignore[misc]
+            if name:
+                return attribute, name
+    return None
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module computes what ``nn.Linear`` does, also with a transposed weight."""
+    if type(module).forward is nn.Linear.forward:
+        return True
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _projects(module: nn.Module) -> bool:
+    """Whether a module looks like a projection, also one with adapters (LoRA)."""
+    return is_linear(module) or isinstance(getattr(module, "in_features", None), int)
+
+
+def _gated_children(module: nn.Module) -> Iterator[tuple[str, str | None, str]]:
+    names = vars(module)["_modules"].keys()
+    for gate, up, down in _GATED_NAMES:
+        if {gate, up, down} <= names:
+            yield gate, up, down
+    linear = [name for name, child in module.named_children() if _projects(child)]
+    functional = not any(recognize_activation(child) for child in module.children())
+    if len(linear) == 2 and functional:
+        yield linear[0], None, linear[1]
+
+
+def recognize_mlp(module: nn.Module) -> MLP | None:
+    """Return the function and the names of the projections of an MLP, gated or plain.
+
+    Args:
+        module: Anything. One with children of certain names, or with two linear layers and a
+            functional activation, is tried out.
 
     Returns:
-        ``(activation, gate, up, down)``, with ``gate == up`` if one projection makes both; None if
-        the module computes something else, dropout included.
+        ``(activation, gate, up, down)`` as ``MLPSite`` has them; None if the module computes
+        something else, dropout included, or if its activation function is a module of its own that
+        suffices.
     """
-    for gate, up, down in _GATED_NAMES:
-        if not {gate, up, down} <= module._modules.keys():
-            continue
+    for gate, up, down in _gated_children(module):
         inner = 40 if gate == up else 20
-        children = {gate: nn.Linear(12, inner, device="cpu"), down: nn.Linear(20, 12, device="cpu")}
-        children.setdefault(up, nn.Linear(12, 20, device="cpu"))
+        children: dict[str, nn.Module] = {
+            gate: nn.Linear(12, inner, device="cpu"),
+            down: nn.Linear(20, 12, device="cpu"),
+        }
+        if up is not None:
+            children.setdefault(up, nn.Linear(12, 20, device="cpu"))
         for child in children.values():
             child.float().requires_grad_(False)
         x = _random(3, 12) * 2
@@ -201,8 +261,11 @@ def recognize_gated(module: nn.Module) -> Gated | None:
         if y is None:
             continue
         first = children[gate](x)
-        halves = first.chunk(2, dim=-1) if gate == up else (first, children[up](x))
-        name = _activation_of(y, lambda act, h=halves, d=children[down]: d(act(h[0]) * h[1]))  # type: ignore[misc]
+        if up is None:
+            factors = (first, torch.ones_like(first))
+        else:
+            factors = first.chunk(2, dim=-1) if gate == up else (first, children[up](x))
+        name = _activation_of(y, lambda act, f=factors, d=children[down]: d(act(f[0]) * f[1]))  # type: ignore[misc]
         if name:
             return name, gate, up, down
     return None

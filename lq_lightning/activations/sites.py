@@ -1,6 +1,6 @@
-"""Sites: modules whose saved activations are codes, and the forward that each of them gets.
+"""Sites: modules whose saved activations are codes.
 
-A forward is bound to the module's instance as a method, and finds its site in the module's
+A site's forward is bound to the module's instance as a method, and finds the site in the module's
 dictionary: copies of the module (``copy.deepcopy``) get a site and a method of their own. Classes
 stay as they are.
 """
@@ -10,34 +10,36 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from lq_lightning.codecs import CodecSpec
 
-from .activation import quantized_activation
-from .float8_linear import float8_linear
-from .linear import encode_source, quantized_linear
-from .norm import NormLayer, quantized_norm
-from .policy import Matmul, fit_codec
-from .sources import source_of
+from .norm import NormLayer
+from .policy import Matmul, SiteKind, fit_codec
 
 __all__ = [
     "ActivationSite",
-    "GatedSite",
+    "DropoutSite",
+    "FunctionSite",
+    "HookSite",
     "LinearSite",
+    "MLPSite",
+    "MultiheadSite",
     "NormSite",
     "Site",
     "install_site",
+    "policy_kind",
     "remove_site",
     "site_of",
+    "sites_of",
 ]
 
 _SITE = "_lq_site"
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FUNCTION = "_lq_function"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,12 +52,16 @@ class Site:
             May be exchanged between steps.
         formats: of codes by the length of a row.
         previous: the forward that the instance had of its own, to be put back.
+        enabled: whether it does anything; if not, the module computes as without it.
+        removed: whether it never will again, but something may still call its forward.
     """
 
     name: str
     codec: CodecSpec | None
     formats: dict[tuple[CodecSpec, int], str] = field(default_factory=dict)
     previous: Callable[..., Any] | None = None
+    enabled: bool = True
+    removed: bool = False
 
     def format(self, numel: int) -> str:
         """Return the format of a code of rows of ``numel`` values."""
@@ -101,21 +107,32 @@ class ActivationSite(Site):
 
 
 @dataclass(kw_only=True, slots=True)
-class GatedSite(Site):
-    """A gated MLP: ``down(act(gate(x)) * up(x))``.
+class FunctionSite(ActivationSite):
+    """A module with an activation function as an attribute that is no module.
+
+    Attributes:
+        attribute: its name; ``previous`` is its value.
+    """
+
+    attribute: str
+
+
+@dataclass(kw_only=True, slots=True)
+class MLPSite(Site):
+    """An MLP: ``down(act(up(x)))``, or gated: ``down(act(gate(x)) * up(x))``.
 
     Attributes:
         activation: name of the function.
-        gate: names of the submodules that make the two factors; if equal, one makes both, as halves
-            of its last dimension, the gate first.
-        up: see ``gate``.
+        gate: name of the submodule whose output the function takes.
+        up: name of the submodule that makes the other factor, None if there is none; if it is
+            ``gate``, that one makes both, as halves of its last dimension, the gate first.
         down: name of the output projection.
         amax: whether FP8 products follow.
     """
 
     activation: str
     gate: str
-    up: str
+    up: str | None
     down: str
     amax: bool
 
@@ -133,112 +150,107 @@ class LinearSite(Site):
     matmul: Matmul
 
 
-def _is_plain(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype in _FLOATS and not isinstance(x, DTensor)
+@dataclass(kw_only=True, slots=True)
+class DropoutSite(Site):
+    """Dropout; behind it a tensor has no source, and nobody else keeps it."""
 
 
-def _parameter(module: nn.Module, name: str | None) -> Tensor | None:
-    value: Tensor | None = None if name is None else getattr(module, name)
-    return value
+@dataclass(kw_only=True, slots=True)
+class HookSite(Site):
+    """A module whose saved tensors are packed by hooks.
+
+    Attributes:
+        kind: ``"attention"``: without a codec, what it saves is shielded from the hooks of modules
+            around it; ``"checkpoint"``: its inputs, while it is checkpointed; ``"other"``: all.
+    """
+
+    kind: Literal["attention", "checkpoint", "other"]
 
 
-def _needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+@dataclass(kw_only=True, slots=True)
+class MultiheadSite(HookSite):
+    """``nn.MultiheadAttention``, whose projection of queries, keys and values is no module.
 
+    Attributes:
+        matmul: precision of the products of that projection.
+    """
 
-def _norm_forward(module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    site: NormSite = module.__dict__[_SITE]
-    weight, bias = _parameter(module, site.weight), _parameter(module, site.bias)
-    plain = site.codec is not None and _is_plain(x) and not isinstance(weight, DTensor)
-    if not plain or args or kwargs or not _needs_gradient(x, weight, bias):
-        result: Tensor = site.original(module, x, *args, **kwargs)
-        return result
-    return quantized_norm(x, weight, bias, site.layer, site.format(x.shape[-1]), amax=site.amax)
-
-
-def _activation_forward(module: nn.Module, x: Tensor) -> Tensor:
-    site: ActivationSite = module.__dict__[_SITE]
-    if site.codec is None or not _is_plain(x) or not _needs_gradient(x):
-        result: Tensor = site.original(module, x)
-        return result
-    return quantized_activation(x, None, site.activation, site.format(x.shape[-1]), amax=site.amax)
-
-
-def _gated_forward(module: nn.Module, x: Tensor) -> Tensor:
-    site: GatedSite = module.__dict__[_SITE]
-    if site.codec is None or not _is_plain(x) or not torch.is_grad_enabled():
-        result: Tensor = site.original(module, x)
-        return result
-    if site.gate == site.up:
-        gate, up = getattr(module, site.gate)(x).chunk(2, dim=-1)
-    else:
-        gate, up = getattr(module, site.gate)(x), getattr(module, site.up)(x)
-    product = quantized_activation(
-        gate, up, site.activation, site.format(gate.shape[-1]), amax=site.amax
-    )
-    projected: Tensor = getattr(module, site.down)(product)
-    return projected
-
-
-def _linear_forward(module: nn.Module, x: Tensor) -> Tensor:
-    site: LinearSite = module.__dict__[_SITE]
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    bias: Tensor | None = module.bias  # type: ignore[assignment]
-    plain = _is_plain(x) and not isinstance(weight, DTensor)
-    float8 = site.matmul == "float8" and (torch.is_grad_enabled() or module.training)
-    if not plain or not (float8 or _needs_gradient(weight)):
-        result: Tensor = site.original(module, x)
-        return result
-    if site.transposed:
-        weight = weight.t()
-    source = source_of(x)
-    if source is None and site.codec is not None and _needs_gradient(weight):
-        source = encode_source(x, site.format(x.shape[-1]))
-    if float8:
-        return float8_linear(x, weight, bias, source)
-    if source is None:
-        original: Tensor = site.original(module, x)
-        return original
-    return quantized_linear(x, weight, bias, source)
-
-
-_FORWARDS: dict[type[Site], Callable[..., Tensor]] = {
-    NormSite: _norm_forward,
-    ActivationSite: _activation_forward,
-    GatedSite: _gated_forward,
-    LinearSite: _linear_forward,
-}
+    matmul: Matmul
 
 
 def site_of(module: nn.Module) -> Site | None:
     """Return the site of a module, None if it has none."""
     site: Site | None = module.__dict__.get(_SITE)
+    if site is None or site.removed:
+        site = module.__dict__.get(_FUNCTION)
     return site
 
 
-def install_site(module: nn.Module, site: Site) -> None:
-    """Give a module the forward of a site.
+def sites_of(module: nn.Module) -> list[Site]:
+    """Return all sites of a module: its own, and that of a function that it has."""
+    found = (module.__dict__.get(key) for key in (_SITE, _FUNCTION))
+    return [site for site in found if site is not None]
+
+
+def policy_kind(site: Site) -> SiteKind | None:
+    """Return the field of a policy that a site's codec comes from, None if it never has one."""
+    if isinstance(site, HookSite):
+        return site.kind
+    if isinstance(site, NormSite):
+        return "norm"
+    if isinstance(site, (ActivationSite, MLPSite)):
+        return "activation"
+    return "linear" if isinstance(site, LinearSite) else None
+
+
+def install_site(module: nn.Module, site: Site, forward: Callable[..., Any]) -> None:
+    """Give a module a site.
+
+    Args:
+        module: The module.
+        site: The site.
+        forward: For a ``FunctionSite``: takes the site and the function's argument. Else: takes the
+            module and its arguments, and finds the site by ``module._lq_site``.
 
     Raises:
         RuntimeError: It has one already.
     """
-    if _SITE in module.__dict__:
+    key = _FUNCTION if isinstance(site, FunctionSite) else _SITE
+    earlier: Site | None = module.__dict__.get(key)
+    if earlier is not None and not earlier.removed:
         raise RuntimeError(
             f"The saved activations of `{site.name}` are quantized already. Call `remove()` of the "
             "handle that `quantize_activations` returned first, or use one "
             "`ActivationQuantization` per Trainer."
         )
-    site.previous = module.__dict__.get("forward")
-    module.__dict__[_SITE] = site
-    module.__dict__["forward"] = types.MethodType(_FORWARDS[type(site)], module)
+    module.__dict__[key] = site
+    if isinstance(site, FunctionSite):
+        site.previous = module.__dict__[site.attribute]
+        module.__dict__[site.attribute] = partial(forward, site)
+    elif earlier is not None and type(earlier) is type(site):
+        site.previous = earlier.previous  # its forward, inside of another, finds the new site
+    else:
+        own = module.__dict__.get("forward")
+        site.previous = own if earlier is None else earlier.previous
+        module.__dict__["forward"] = types.MethodType(forward, module)
 
 
-def remove_site(module: nn.Module) -> None:
-    """Give a module its forward back; does nothing if it has no site."""
-    site: Site | None = module.__dict__.pop(_SITE, None)
-    if site is None:
+def remove_site(module: nn.Module, site: Site) -> None:
+    """Take a site from a module, whose forward is put back; does nothing if it is another's.
+
+    What was put around the site's forward since, as ``module.forward =
+    torch.compile(module.forward)`` does, stays and finds the original behind it.
+    """
+    key = _FUNCTION if isinstance(site, FunctionSite) else _SITE
+    if module.__dict__.get(key) is not site or site.removed:
         return
-    if site.previous is None:
-        module.__dict__.pop("forward", None)
+    if isinstance(site, FunctionSite):
+        module.__dict__[site.attribute] = site.previous
+    elif not isinstance(module.__dict__.get("forward"), types.MethodType):
+        site.enabled, site.removed = False, True
+        return
+    elif site.previous is None:
+        del module.__dict__["forward"]
     else:
         module.__dict__["forward"] = site.previous
+    del module.__dict__[key]

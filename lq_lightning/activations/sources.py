@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lq_lightning._compat.saved_tensors import base_of, checkpointed_region, version_of
 from lq_lightning.kernels.activation import activation_dequantize
 from lq_lightning.kernels.dequantize import dequantize
 from lq_lightning.kernels.float8 import (
@@ -26,13 +27,29 @@ from lq_lightning.kernels.message import parse_format
 from lq_lightning.kernels.message.matrix import matrix_shape
 from lq_lightning.kernels.norm import norm_dequantize
 
-__all__ = ["ActivationCodes", "Codes", "MatrixCodes", "NormCodes", "Shared", "attach", "source_of"]
+__all__ = [
+    "ActivationCodes",
+    "Codes",
+    "MatrixCodes",
+    "NormCodes",
+    "Shared",
+    "Source",
+    "attach",
+    "format_alone",
+    "keep_alone",
+    "source_of",
+]
 
 _ATTRIBUTE = "_lq_source"
+_ALONE = "_lq_format"
 
 
 class Codes(Protocol):
     """Constants of a source: with the tensors it saves they give the value back."""
+
+    @property
+    def format(self) -> str:
+        """Of the messages among the tensors."""
 
     def rebuild(self, tensors: tuple[Tensor | None, ...], dtype: torch.dtype) -> Tensor:
         """Return the value, ``[T, N]`` of ``dtype``."""
@@ -175,7 +192,8 @@ class Source:
         codes: how to rebuild it.
         tensors: what from; they have no gradients.
         amax: fp32 ``[1]``, the largest magnitude of the tensor; ``[0]`` if it was not asked for.
-        version: of the tensor's contents, so that a later change in place is noticed.
+        version: of the tensor, so that a later change in place is noticed.
+        region: of ``torch.utils.checkpoint`` that the tensor was made in, None outside.
         shared: for the backward of eager code; None in a trace.
         rows: the tensor as E4M3 and its scale, once a layer has made them; other layers of the same
             forward take them.
@@ -185,23 +203,59 @@ class Source:
     tensors: tuple[Tensor | None, ...]
     amax: Tensor
     version: int = 0
+    region: object | None = None
     shared: Shared | None = None
     rows: tuple[Tensor, Tensor] | None = None
 
 
-def attach(tensor: Tensor, codes: Codes, tensors: tuple[Tensor | None, ...], amax: Tensor) -> None:
+def attach(tensor: Tensor, source: Source) -> None:
     """Attach a source to a tensor."""
-    source = Source(codes, tensors, amax)
-    if not torch.compiler.is_compiling():
-        source.version, source.shared = tensor._version, Shared()
+    source.version = version_of(tensor)
     setattr(tensor, _ATTRIBUTE, source)
+    if torch.compiler.is_compiling():
+        return
+    source.region, source.shared = checkpointed_region(), Shared()
+    base = base_of(tensor)
+    if base is not None and base.numel() == tensor.numel():
+        setattr(base, _ATTRIBUTE, source)
 
 
 def source_of(tensor: Tensor) -> Source | None:
-    """Return the source of a tensor; None if it has none or was changed since."""
+    """Return the source of a tensor; None if it has none or was changed since.
+
+    A view has that of its base, if its rows are all rows of that in their order: such as
+    ``x.flatten(0, 1)`` or ``x[:, slice(None)]``. Not in compiled code.
+    """
     source: Source | None = getattr(tensor, _ATTRIBUTE, None)
     if source is None:
+        if torch.compiler.is_compiling():
+            return None
+        base = base_of(tensor)
+        source = None if base is None else getattr(base, _ATTRIBUTE, None)
+        if base is None or source is None or not _has_same_rows(tensor, base):
+            return None
+    if not torch.compiler.is_compiling() and checkpointed_region() is not source.region:
+        # What enters a region has no source when that runs again; both runs must save the same.
         return None
-    if not torch.compiler.is_compiling() and tensor._version != source.version:
-        return None
-    return source
+    return source if version_of(tensor) == source.version else None
+
+
+def _has_same_rows(view: Tensor, base: Tensor) -> bool:
+    whole = view.numel() == base.numel() and view.shape[-1:] == base.shape[-1:]
+    return whole and view.is_contiguous() and base.is_contiguous() and view.dtype == base.dtype
+
+
+def keep_alone(tensor: Tensor, format: str) -> None:
+    """Mark a tensor that nobody else keeps, so that a code of it saves memory.
+
+    Args:
+        tensor: such as the output of dropout, which keeps its mask.
+        format: of the code, a ``MessageFormat`` as a string.
+    """
+    setattr(tensor, _ALONE, format)
+
+
+def format_alone(tensor: Tensor) -> str | None:
+    """Return the format that ``keep_alone`` gave a tensor."""
+    format: str | None = getattr(tensor, _ALONE, None)
+    return format

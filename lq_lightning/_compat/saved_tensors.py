@@ -1,0 +1,67 @@
+"""What torch says about saved tensors only in private: storages, bases, versions, outer hooks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "Hooks",
+    "base_of",
+    "checkpointed_region",
+    "outer_hooks",
+    "running_modules",
+    "storage_key",
+    "version_of",
+]
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identify a storage while it lives; also of tensors without memory (``FakeTensorMode``)."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that another is a view of, None if it is none."""
+    return tensor._base
+
+
+def version_of(tensor: Tensor) -> int:
+    """Count the changes of a tensor in place; also in a trace of ``torch.compile``."""
+    if torch.compiler.is_dynamo_compiling():
+        from lq_lightning._compat.tracing import traced_version
+
+        return traced_version(tensor)
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def outer_hooks() -> Hooks | None:
+    """Return the pack and unpack hooks of saved tensors that are in effect now."""
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def checkpointed_region() -> object | None:
+    """Identify the region of ``torch.utils.checkpoint`` whose forward runs now, or runs again."""
+    hooks = outer_hooks()
+    if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+        return None
+    return hooks[0]
+
+
+def running_modules() -> Iterator[nn.Module]:
+    """Modules whose forward runs now, from the innermost; found without hooks on them."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl":
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module):
+                yield module
+        frame = frame.f_back

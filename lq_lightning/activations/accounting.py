@@ -1,0 +1,288 @@
+"""Which tensors one forward pass saves, and for whose sake; and how long modules take.
+
+The forward pass is a real one, but what it would save is dropped at once: it needs the memory of a
+pass without gradients only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.hooks import RemovableHandle
+
+from .calibration import KeptTensors, Saver
+from .sites import ActivationSite, FunctionSite, LinearSite, MLPSite, NormSite, Site, site_of
+
+__all__ = [
+    "SavedByForward",
+    "SiteShape",
+    "account",
+    "forward_times",
+    "is_measured",
+    "mark_output",
+    "marked_site",
+    "measured_site",
+]
+
+_MARK = "_lq_calibrated_site"
+
+
+@dataclass(kw_only=True, slots=True)
+class SiteShape:
+    """What a site saw in one forward pass.
+
+    Attributes:
+        calls: of its module.
+        rows: of its input, all calls together.
+        numel: values of a row.
+        dtype: of its input.
+        device: of its input.
+        readers: linear layers that read its output and need a weight gradient.
+    """
+
+    calls: int = 0
+    rows: int = 0
+    numel: int = 0
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    readers: list[str] = field(default_factory=list)
+
+    def add(self, x: Tensor) -> None:
+        """Count one call."""
+        self.calls += 1
+        self.rows += x.numel() // max(1, x.shape[-1])
+        self.numel, self.dtype, self.device = x.shape[-1], x.dtype, x.device
+
+
+@dataclass(kw_only=True, slots=True)
+class SavedByForward:
+    """Result of ``account``.
+
+    Attributes:
+        tensors: all that was saved but parameters and buffers.
+        shapes: of the sites that took part, by name.
+        unit_calls: forward passes of each recomputable module.
+    """
+
+    tensors: tuple[KeptTensors, ...]
+    shapes: dict[str, SiteShape]
+    unit_calls: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes together."""
+        return sum(tensors.nbytes for tensors in self.tensors)
+
+
+def is_measured(site: Site | None) -> bool:
+    """Return whether a site is one that calibration knows: its input and output are a module's.
+
+    Functions that are attributes, dropout and what saved-tensor hooks pack stay as they are.
+    """
+    known = (NormSite, ActivationSite, MLPSite, LinearSite)
+    return isinstance(site, known) and not isinstance(site, FunctionSite)
+
+
+def measured_site(module: nn.Module) -> Site | None:
+    """Return the site of a module if calibration knows it."""
+    site = site_of(module)
+    return site if is_measured(site) else None
+
+
+def mark_output(output: Any, name: str) -> None:
+    """Remember which site made a tensor, just as sources are attached."""
+    if isinstance(output, Tensor):
+        setattr(output, _MARK, name)
+
+
+def marked_site(x: Any) -> str:
+    """Return the site that made a tensor, empty if none did or it was viewed since."""
+    return getattr(x, _MARK, "")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _reference(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+class _Account:
+    def __init__(self, model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+        self.units: list[str] = []  # that run now, outermost first
+        self.sites: list[str] = []  # that what is saved now belongs to, innermost last
+        self.sizes: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.savers: dict[int, dict[Saver, None]] = {}
+        self.constants: dict[int, StorageWeakRef] = {}
+        self.shapes: dict[str, SiteShape] = {}
+        self.unit_calls = dict.fromkeys(units, 0)
+        self.model = model
+        self.names = {id(module): name for name, module in units.items()}
+        self.down = {
+            id(getattr(module, site.down)): site.name
+            for module in model.modules()
+            if isinstance(site := site_of(module), MLPSite)
+        }
+
+    def constant(self, module: nn.Module) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            reference = _reference(_local(tensor).untyped_storage())
+            self.constants[reference.cdata] = reference
+
+    def save(self, tensor: Tensor, saver: Saver) -> None:
+        storage = _local(tensor).untyped_storage()
+        # A weak reference keeps the identity of a storage from being given to another one.
+        reference = _reference(storage)
+        if isinstance(tensor, nn.Parameter) or reference.cdata in self.constants:
+            return
+        self.sizes.setdefault(reference.cdata, (reference, storage.nbytes()))
+        self.savers.setdefault(reference.cdata, {})[saver] = None
+
+    def pack(self, tensor: Tensor) -> None:
+        inside = tuple(self.units)
+        # copies of weights that autocast makes too: a linear layer with a code saves none
+        self.save(tensor, Saver(self.sites[-1] if self.sites else "", inside))
+
+    def enter_unit(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        name = self.names[id(module)]
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                self.save(value, Saver("", tuple(self.units), name))
+        self.units.append(name)
+        self.unit_calls[name] += 1
+
+    def leave_unit(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.units.pop()
+
+    def enter_site(self, module: nn.Module, args: Any) -> None:
+        site = site_of(module)
+        if site is None:
+            raise AssertionError("hooks are on sites")
+        name, x = site.name, args[0] if args and isinstance(args[0], Tensor) else None
+        if x is not None and isinstance(site, LinearSite):
+            name = self.down.get(id(module)) or marked_site(x) or name
+            weight: Any = module.weight
+            if name != site.name and weight.requires_grad:
+                self.shape(name).readers.append(site.name)
+        if x is not None and not isinstance(site, MLPSite) and name == site.name:
+            self.shape(name).add(x)
+        if x is not None and id(module) in self.down:
+            self.shape(name).add(x)
+        self.sites.append(name)
+
+    def leave_site(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.sites.pop()
+        site = site_of(module)
+        if isinstance(site, (NormSite, ActivationSite)):
+            mark_output(output, site.name)
+
+    def shape(self, name: str) -> SiteShape:
+        return self.shapes.setdefault(name, SiteShape())
+
+    def result(self) -> SavedByForward:
+        sums: dict[tuple[Saver, ...], int] = {}
+        for key, (_, nbytes) in self.sizes.items():
+            savers = tuple(self.savers[key])
+            sums[savers] = sums.get(savers, 0) + nbytes
+        tensors = tuple(KeptTensors(nbytes=n, savers=savers) for savers, n in sums.items() if n)
+        return SavedByForward(tensors=tensors, shapes=self.shapes, unit_calls=self.unit_calls)
+
+
+def _sites(model: nn.Module) -> Iterator[tuple[nn.Module, Site]]:
+    for module in model.modules():
+        if (site := measured_site(module)) is not None:
+            yield module, site
+
+
+def account(
+    model: nn.Module, run: Callable[[], Tensor], units: Mapping[str, nn.Module]
+) -> SavedByForward:
+    """Run one forward pass and return what it saves.
+
+    Args:
+        model: with sites; each saves what its present codec says.
+        run: one forward pass with gradients; returns a loss.
+        units: modules that could be recomputed, by name. Inputs that they would keep are listed
+            under ``input_of``; empty to count what is saved as it is.
+    """
+    account = _Account(model, units)
+    handles: list[RemovableHandle] = []
+    for module in model.modules():
+        account.constant(module)
+        if any(
+            True for _ in module.parameters(recurse=False)
+        ):  # FSDP2 puts others in their place while a module runs
+            handles.append(module.register_forward_pre_hook(lambda m, _: account.constant(m)))
+    for unit in units.values():
+        handles.append(unit.register_forward_pre_hook(account.enter_unit, with_kwargs=True))
+        handles.append(unit.register_forward_hook(account.leave_unit))
+    for module, _ in _sites(model):
+        handles.append(module.register_forward_pre_hook(account.enter_site))
+        handles.append(module.register_forward_hook(account.leave_site))
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(account.pack, _refuse):
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return account.result()
+
+
+def _refuse(_: Any) -> Tensor:
+    raise RuntimeError(
+        "Calibration runs the forward pass without a backward pass, but something asked for its "
+        "saved tensors. Give `run` a function that returns the loss and calls no `backward()`."
+    )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def forward_times(
+    run: Callable[[], Tensor], units: Mapping[str, nn.Module], repeats: int = 2
+) -> tuple[dict[str, float], float]:
+    """Return the seconds of the forward pass of each module, and of all.
+
+    Args:
+        run: a forward pass; it was run before, so that nothing is compiled or tuned any more.
+        units: by name; each should run once.
+        repeats: passes, of which the fastest counts.
+    """
+    times = dict.fromkeys(units, float("inf"))
+    total, starts = float("inf"), dict.fromkeys(units, 0.0)
+    device = next(
+        (p.device for unit in units.values() for p in unit.parameters()), torch.device("cpu")
+    )
+
+    def hooks(name: str, unit: nn.Module) -> Iterator[RemovableHandle]:
+        def start(*_: Any) -> None:
+            starts[name] = _now(device)
+
+        def stop(*_: Any) -> None:
+            times[name] = min(times[name], _now(device) - starts[name])
+
+        yield unit.register_forward_pre_hook(start)
+        yield unit.register_forward_hook(stop)
+
+    handles = [handle for name, unit in units.items() for handle in hooks(name, unit)]
+    try:
+        for _ in range(repeats):
+            begin = _now(device)
+            with torch.no_grad():
+                run()
+            total = min(total, _now(device) - begin)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return times, total

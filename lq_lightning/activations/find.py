@@ -1,0 +1,265 @@
+"""Find the sites of a model, and what is not recognized in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from .policy import ActivationPolicy, SiteKind
+from .recognize import (
+    is_linear,
+    recognize_activation,
+    recognize_function,
+    recognize_mlp,
+    recognize_norm,
+)
+from .sites import (
+    ActivationSite,
+    DropoutSite,
+    FunctionSite,
+    HookSite,
+    LinearSite,
+    MLPSite,
+    MultiheadSite,
+    NormSite,
+    Site,
+)
+
+__all__ = ["Found", "Left", "find_sites"]
+
+_ATTENTION_NAME = re.compile(r"attention|attn", re.IGNORECASE)
+# Classes, by name, that compute their input again or keep it as a container or wrapper does.
+_CHECKPOINTED = {"GradientCheckpointingLayer", "CheckpointWrapper"}
+# Modules without a site that save little or nothing: lookups, and what backward needs no input of.
+_HARMLESS = (
+    nn.Embedding,
+    nn.Identity,
+    nn.Dropout,
+    nn.Flatten,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.ParameterList,
+    nn.ParameterDict,
+)
+_LOSS_NAME = re.compile(r"loss|rotary|position", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A module and its site."""
+
+    module: nn.Module
+    site: Site
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Left:
+    """Modules that save what they always did, or are packed by rule.
+
+    Attributes:
+        modules: names of their classes.
+        count: how many there are.
+        reason: why, and what is done instead.
+    """
+
+    modules: tuple[str, ...]
+    count: int
+    reason: str
+
+
+class _Finder:
+    def __init__(self, model: nn.Module, policy: ActivationPolicy) -> None:
+        self.policy = policy
+        self.model = model
+        self.found: dict[int, Found] = {}  # by module
+        self.functions: list[Found] = []
+        self.unknown: list[tuple[str, nn.Module]] = []
+
+    def add(self, module: nn.Module, site: Site) -> None:
+        self.found[id(module)] = Found(module, site)
+
+    def modules(self) -> None:
+        """Give sites to what can be recognized by itself."""
+        inside: set[int] = set()  # of MLPs, but not their projections
+        for name, module in self.model.named_modules():
+            if self._mlp(name, module, inside) or id(module) in inside:
+                continue
+            site = self._leaf(name, module)
+            if site is not None:
+                self.add(module, site)
+            elif self._is_unknown(module):
+                self.unknown.append((name, module))
+            self._function(name, module)
+
+    def _amax(self, name: str) -> bool:
+        return self.policy.matmul_of(name) == "float8"
+
+    def _mlp(self, name: str, module: nn.Module, inside: set[int]) -> bool:
+        mlp = recognize_mlp(module)
+        if mlp is None:
+            return False
+        function, gate, up, down = mlp
+        projections = {id(part) for key, part in module.named_children() if key in mlp[1:]}
+        kept = [
+            m for key, part in module.named_children() if key in mlp[1:] for m in part.modules()
+        ]
+        inside.update({id(m) for m in module.modules()} - {id(m) for m in kept} - projections)
+        codec = self.policy.codec("activation", name)
+        site = MLPSite(
+            name=name,
+            codec=codec,
+            activation=function,
+            gate=gate,
+            up=up,
+            down=down,
+            amax=self._amax(name),
+        )
+        self.add(module, site)
+        return True
+
+    def _leaf(self, name: str, module: nn.Module) -> Site | None:
+        policy, amax = self.policy, self._amax(name)
+        if (layer := recognize_norm(module)) is not None:
+            names = {key for key, _ in module.named_parameters(recurse=False)}
+            weight, bias = (key if key in names else None for key in ("weight", "bias"))
+            codec = policy.codec("norm", name)
+            return NormSite(
+                name=name, codec=codec, layer=layer, weight=weight, bias=bias, amax=amax
+            )
+        if is_linear(module):
+            transposed = type(module).forward is not nn.Linear.forward
+            codec, matmul = policy.codec("linear", name), policy.matmul_of(name)
+            return LinearSite(name=name, codec=codec, transposed=transposed, matmul=matmul)
+        if (activation := recognize_activation(module)) is not None:
+            codec = policy.codec("activation", name)
+            return ActivationSite(name=name, codec=codec, activation=activation, amax=amax)
+        if type(module) is nn.Dropout and module.p > 0 and not module.inplace:
+            return DropoutSite(name=name, codec=None)
+        return None
+
+    def _function(self, name: str, module: nn.Module) -> None:
+        function = recognize_function(module)
+        if function is None:
+            return
+        attribute, activation = function
+        site = FunctionSite(
+            name=name,
+            codec=self.policy.codec("activation", name),
+            activation=activation,
+            attribute=attribute,
+            amax=self._amax(name),
+        )
+        self.functions.append(Found(module, site))
+
+    def _is_unknown(self, module: nn.Module) -> bool:
+        if isinstance(module, _HARMLESS) or _LOSS_NAME.search(type(module).__name__):
+            return False
+        if isinstance(module, nn.MultiheadAttention):
+            return False
+        leaf = next(module.children(), None) is None
+        return leaf or next(module.parameters(recurse=False), None) is not None
+
+    def hooks(self) -> list[tuple[str, nn.Module]]:
+        """Give sites to attention, checkpointed layers and blocks in which not all is recognized.
+
+        Returns:
+            The blocks.
+        """
+        for name, module in self.model.named_modules():
+            if id(module) in self.found:
+                continue
+            if _CHECKPOINTED & {cls.__name__ for cls in type(module).__mro__}:
+                self._hook(name, module, "checkpoint")
+            elif isinstance(module, nn.MultiheadAttention):
+                codec = self.policy.codec("attention", name)
+                matmul = self.policy.matmul_of(name)
+                self.add(
+                    module, MultiheadSite(name=name, codec=codec, kind="attention", matmul=matmul)
+                )
+            elif _is_attention(module) and self._is_innermost(module):
+                self._hook(name, module, "attention")
+        blocks = [(n, m) for n, m in _blocks(self.model) if not self._is_recognized(m)]
+        for name, module in blocks:
+            if id(module) not in self.found:
+                self._hook(name, module, "other")
+        return blocks
+
+    def _is_innermost(self, module: nn.Module) -> bool:
+        return not any(_is_attention(m) for m in module.modules() if m is not module)
+
+    def _hook(self, name: str, module: nn.Module, kind: SiteKind) -> None:
+        codec = self.policy.codec(kind, name)
+        if codec is not None or kind == "attention" and self.policy.other is not None:
+            self.add(module, HookSite(name=name, codec=codec, kind=kind))  # type: ignore[arg-type]
+
+    def _is_recognized(self, block: nn.Module) -> bool:
+        modules = {id(m) for m in block.modules()}
+        if any(id(module) in modules for _, module in self.unknown):
+            return False
+        linear = sum(isinstance(self.site(m), LinearSite) for m in block.modules())
+        functions = (ActivationSite, MLPSite)
+        known = any(isinstance(self.site(m), functions) for m in block.modules())
+        known = known or any(id(found.module) in modules for found in self.functions)
+        return known or linear < 2  # a function that is called, not a module, is not seen
+
+    def site(self, module: nn.Module) -> Site | None:
+        found = self.found.get(id(module))
+        return None if found is None else found.site
+
+
+def _is_attention(module: nn.Module) -> bool:
+    named = _ATTENTION_NAME.search(type(module).__name__)
+    return bool(named) and any(is_linear(m) or hasattr(m, "in_features") for m in module.modules())
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The parts of a model that are run one after the other: elements of its outermost lists."""
+    lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, lists) and id(module) not in inside:
+            inside.update(id(m) for m in module.modules())
+            for key, block in module.named_children():
+                yield f"{name}.{key}".lstrip("."), block
+    holders = {id(m) for m in model.modules() if inside & {id(part) for part in m.modules()}}
+    for name, module in model.named_children():
+        if id(module) not in inside | holders:
+            yield name, module
+
+
+def _left(
+    finder: _Finder, blocks: list[tuple[str, nn.Module]], policy: ActivationPolicy
+) -> Iterator[Left]:
+    classes = tuple(sorted({type(module).__name__ for _, module in finder.unknown}))
+    hooked = [m for _, m in blocks if isinstance(finder.site(m), HookSite)]
+    if hooked:
+        names = tuple(sorted({type(m).__name__ for m in hooked}))
+        inside = f" ({', '.join(classes)} in them)" if classes else ""
+        reason = f"not all of it is recognized{inside}: packed by rule as {_name(policy.other)}"
+        yield Left(modules=names, count=len(hooked), reason=reason)
+    elif classes:
+        reason = "not recognized, and `other` is None: left as they are"
+        yield Left(modules=classes, count=len(finder.unknown), reason=reason)
+
+
+def _name(codec: object) -> str:
+    return codec if isinstance(codec, str) else str(codec)
+
+
+def find_sites(model: nn.Module, policy: ActivationPolicy) -> tuple[list[Found], list[Left]]:
+    """Find what can be quantized in a model.
+
+    Args:
+        model: Any module; it is not changed.
+        policy: The rules.
+
+    Returns:
+        Modules with the sites to install, and what is not recognized.
+    """
+    finder = _Finder(model, policy)
+    finder.modules()
+    blocks = finder.hooks()
+    return [*finder.found.values(), *finder.functions], list(_left(finder, blocks, policy))

@@ -1,0 +1,189 @@
+"""What the forward of each kind of site computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .activation import quantized_activation
+from .float8_linear import float8_linear
+from .hooks import pack_saved_tensors
+from .linear import encode_source, quantized_linear
+from .multihead import self_attention, takes_self_attention
+from .norm import quantized_norm
+from .policy import Matmul
+from .sites import (
+    ActivationSite,
+    DropoutSite,
+    FunctionSite,
+    HookSite,
+    LinearSite,
+    MLPSite,
+    MultiheadSite,
+    NormSite,
+    Site,
+)
+from .sources import Source, attach, format_alone, keep_alone, source_of
+
+__all__ = ["FORWARDS"]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype in _FLOATS and not isinstance(x, DTensor)
+
+
+def _parameter(module: nn.Module, name: str | None) -> Tensor | None:
+    value: Tensor | None = None if name is None else getattr(module, name)
+    return value
+
+
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _codes(site: Site, x: Tensor) -> bool:
+    return site.enabled and site.codec is not None and _is_plain(x)
+
+
+def _norm_forward(module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    site: NormSite = module.__dict__["_lq_site"]
+    weight, bias = _parameter(module, site.weight), _parameter(module, site.bias)
+    plain = _codes(site, x) and not isinstance(weight, DTensor)
+    if not plain or args or kwargs or not _needs_gradient(x, weight, bias):
+        result: Tensor = site.original(module, x, *args, **kwargs)
+        return result
+    return quantized_norm(x, weight, bias, site.layer, site.format(x.shape[-1]), amax=site.amax)
+
+
+def _activation_forward(module: nn.Module, x: Tensor) -> Tensor:
+    site: ActivationSite = module.__dict__["_lq_site"]
+    if not _codes(site, x) or not _needs_gradient(x):
+        result: Tensor = site.original(module, x)
+        return result
+    return quantized_activation(x, None, site.activation, site.format(x.shape[-1]), amax=site.amax)
+
+
+def _function_call(site: FunctionSite, x: Tensor) -> Tensor:
+    if not _codes(site, x) or not _needs_gradient(x):
+        if site.previous is None:
+            raise AssertionError("the function that a site took the place of")
+        result: Tensor = site.previous(x)
+        return result
+    return quantized_activation(x, None, site.activation, site.format(x.shape[-1]), amax=site.amax)
+
+
+def _mlp_forward(module: nn.Module, x: Tensor) -> Tensor:
+    site: MLPSite = module.__dict__["_lq_site"]
+    if not _codes(site, x) or not (_needs_gradient(x) or _needs_gradient(*module.parameters())):
+        result: Tensor = site.original(module, x)
+        return result
+    up: Tensor | None = None
+    gate = getattr(module, site.gate)(x)
+    if site.gate == site.up:
+        gate, up = gate.chunk(2, dim=-1)
+    elif site.up is not None:
+        up = getattr(module, site.up)(x)
+    inner = quantized_activation(
+        gate, up, site.activation, site.format(gate.shape[-1]), amax=site.amax
+    )
+    projected: Tensor = getattr(module, site.down)(inner)
+    return projected
+
+
+def _source(x: Tensor, site: Site) -> Source | None:
+    """Source of a linear layer's input, made now if a code of that alone saves memory."""
+    source = source_of(x)
+    if source is not None:
+        return source
+    format = format_alone(x)
+    if format is None and site.codec is not None:
+        format = site.format(x.shape[-1])
+    if format is None:
+        return None
+    source = encode_source(x, format)
+    attach(x, source)  # for the other layers that take it
+    return source
+
+
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, source: Source | None, matmul: Matmul
+) -> Tensor:
+    if matmul == "float8":
+        return float8_linear(x, weight, bias, source)
+    if source is None:
+        raise AssertionError("a linear layer without a source is left to torch")
+    return quantized_linear(x, weight, bias, source)
+
+
+def _linear_forward(module: nn.Module, x: Tensor) -> Tensor:
+    site: LinearSite = module.__dict__["_lq_site"]
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    bias: Tensor | None = module.bias  # type: ignore[assignment]
+    saves = _needs_gradient(weight)
+    float8 = site.matmul == "float8" and (torch.is_grad_enabled() or module.training)
+    plain = site.enabled and _is_plain(x) and not isinstance(weight, DTensor)
+    source = _source(x, site) if plain and saves else None
+    if not plain or (source is None and not float8):
+        result: Tensor = site.original(module, x)
+        return result
+    weight = weight.t() if site.transposed else weight
+    return _linear(x, weight, bias, source, site.matmul if float8 else "native")
+
+
+def _dropout_forward(module: nn.Module, x: Tensor) -> Tensor:
+    site: DropoutSite = module.__dict__["_lq_site"]
+    result: Tensor = site.original(module, x)
+    source = source_of(x) if site.enabled else None
+    if source is not None and result is not x:
+        keep_alone(result, source.codes.format)
+    return result
+
+
+@torch.compiler.disable(reason="saved-tensor hooks of quantized activations")  # type: ignore[untyped-decorator]
+def _hooked_forward(module: nn.Module, site: HookSite, *args: Any, **kwargs: Any) -> Any:
+    with pack_saved_tensors(module, site, args, kwargs):
+        return site.original(module, *args, **kwargs)
+
+
+def _hook_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    site: HookSite = module.__dict__["_lq_site"]
+    wanted = site.enabled and torch.is_grad_enabled()
+    if site.kind == "checkpoint":
+        wanted = wanted and module.training and getattr(module, "gradient_checkpointing", True)
+    if not wanted or (site.codec is None and torch.compiler.is_compiling()):
+        return site.original(module, *args, **kwargs)
+    return _hooked_forward(module, site, *args, **kwargs)
+
+
+def _multihead_forward(
+    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+) -> Any:
+    site: MultiheadSite = module.__dict__["_lq_site"]
+    weight = module.in_proj_weight
+    saves = site.enabled and query is key and key is value and _needs_gradient(weight)
+    source = source_of(query) if saves and _is_plain(query) else None
+    if source is None or isinstance(weight, DTensor) or not takes_self_attention(module, kwargs):
+        return _hook_forward(module, query, key, value, **kwargs)
+    projected = _linear(query, weight, module.in_proj_bias, source, site.matmul)
+    if site.codec is None:
+        return self_attention(module, projected, **kwargs), None
+    with pack_saved_tensors(module, site, (), {}):
+        return self_attention(module, projected, **kwargs), None
+
+
+FORWARDS: dict[type[Site], Callable[..., Any]] = {
+    NormSite: _norm_forward,
+    ActivationSite: _activation_forward,
+    FunctionSite: _function_call,
+    MLPSite: _mlp_forward,
+    LinearSite: _linear_forward,
+    DropoutSite: _dropout_forward,
+    HookSite: _hook_forward,
+    MultiheadSite: _multihead_forward,
+}

@@ -1,0 +1,392 @@
+"""Errors of gradients that codes of activations cause, measured while a backward pass runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lq_lightning.kernels.activation import (
+    activation_backward,
+    activation_dequantize,
+    activation_quantize,
+)
+from lq_lightning.kernels.norm import norm_backward, norm_dequantize, norm_quantize
+
+from .accounting import mark_output, marked_site, measured_site
+from .autograd import as_matrix
+from .linear import encode_source
+from .norm import NormLayer
+from .policy import CODECS, fit_codec
+from .recognize import _ACTIVATIONS as ACTIVATIONS
+from .sites import ActivationSite, LinearSite, MLPSite, NormSite, Site
+
+__all__ = ["gradient_errors", "run_backward"]
+
+Errors = dict[str, dict[str, float]]  # by codec, by gradient
+
+
+@dataclass(kw_only=True, slots=True)
+class _Record:
+    """What one call of a site leaves for its backward.
+
+    Attributes:
+        site: whose call it is.
+        codecs: to be measured.
+        wanted: the input, and the weight, have gradients.
+        tensors: sampled rows of ``x``, or ``gate`` and ``up``; weight and bias of a norm.
+        readers: by name of a linear layer, sampled rows of the gradient of its output.
+        heard: names of these layers, known since the forward pass.
+    """
+
+    site: Site
+    codecs: tuple[str, ...]
+    wanted: tuple[bool, bool] = (True, False)
+    tensors: dict[str, Tensor | None] = field(default_factory=dict)
+    readers: dict[str, Tensor] = field(default_factory=dict)
+    heard: set[str] = field(default_factory=set)
+
+    def get(self, name: str) -> Tensor:
+        tensor = self.tensors[name]
+        if tensor is None:
+            raise AssertionError(f"{self.site.name} recorded no {name}")
+        return tensor
+
+
+def _relative(difference: Tensor, exact: Tensor) -> float:
+    norm = float(exact.double().norm())
+    error = float(difference.double().norm())
+    return error / norm if norm else 0.0 if error == 0.0 else math.inf
+
+
+def _weight_errors(record: _Record, exact: Tensor, rebuilt: Tensor) -> Iterator[tuple[str, float]]:
+    """Errors of the weight gradients ``dy.T @ x`` of the linear layers that read the output.
+
+    The norm of a product ``A.T @ B`` is that of ``(A @ A.T) * (B @ B.T)``, summed: matrices of few
+    sampled rows instead of a gradient.
+    """
+    difference = rebuilt - exact
+    gram, gram_exact = difference @ difference.t(), exact @ exact.t()
+    for name, dy in record.readers.items():
+        outer = (dy @ dy.t()).double()
+        square = max(0.0, float((outer * gram.double()).sum()))
+        whole = max(0.0, float((outer * gram_exact.double()).sum()))
+        yield name, math.sqrt(square / whole) if whole else 0.0
+
+
+def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: NormLayer) -> Tensor:
+    if layer.kind == "layer":
+        return F.layer_norm(x, x.shape[-1:], weight, bias, layer.eps)
+    y = F.rms_norm(x, x.shape[-1:], None, layer.eps)
+    if weight is None:
+        return y
+    return y * (1.0 + weight if layer.kind == "rms_offset" else weight)
+
+
+def _norm_errors(record: _Record, dy: Tensor) -> Errors:
+    site = record.site
+    if not isinstance(site, NormSite):
+        raise AssertionError(f"{site.name} is no norm")
+    layer, x = site.layer, record.get("x")
+    weight, bias = record.tensors["weight"], record.tensors["bias"]
+    leaves = [x.requires_grad_()] + ([] if weight is None else [weight.requires_grad_()])
+    with torch.enable_grad():
+        y = _norm(x, weight, bias, layer)
+    gradients = torch.autograd.grad(y, leaves, dy)
+    x, weight, y = x.detach(), None if weight is None else weight.detach(), y.detach()
+    errors: Errors = {}
+    for codec in record.codecs:
+        format = str(fit_codec(CODECS[codec], x.shape[-1]).message_format)
+        _, stats, message, _ = norm_quantize(
+            x, weight, bias, layer.eps, layer.kind, format, torch.float32, False
+        )
+        dx, dweight, _ = norm_backward(
+            message, stats, dy, weight, layer.kind, format, torch.float32, weight is not None
+        )
+        found = errors[codec] = {}
+        if record.wanted[0]:
+            found["input"] = _relative(dx - gradients[0], gradients[0])
+        if weight is not None and record.wanted[1]:
+            found["weight"] = _relative(dweight - gradients[1], gradients[1])
+        rebuilt = norm_dequantize(
+            *(message, stats, weight, bias, x.shape[-1], layer.kind, format),
+            *(torch.float32, torch.float32),
+        )
+        found.update(_weight_errors(record, y, rebuilt))
+    return errors
+
+
+def _activation_errors(record: _Record, dy: Tensor) -> Errors:
+    site = record.site
+    if not isinstance(site, (ActivationSite, MLPSite)):
+        raise AssertionError(f"{site.name} is no activation function")
+    gated = isinstance(site, MLPSite) and site.up is not None
+    names = ("gate", "up") if gated else ("gate",) if isinstance(site, MLPSite) else ("x",)
+    inputs = [record.get(name).requires_grad_() for name in names]
+    with torch.enable_grad():
+        y = ACTIVATIONS[site.activation](inputs[0])
+        y = y * inputs[1] if gated else y
+    gradients = torch.autograd.grad(y, inputs, dy)
+    x, up = inputs[0].detach(), inputs[1].detach() if gated else None
+    errors: Errors = {}
+    for codec in record.codecs:
+        format = str(fit_codec(CODECS[codec], x.shape[-1]).message_format)
+        _, message, up_message, _ = activation_quantize(x, up, site.activation, format, False)
+        changed = activation_backward(message, up_message, dy, site.activation, format, False)
+        labels = names if gated else ("input",)
+        found = errors[codec] = {
+            label: _relative(made - exact, exact)
+            for label, made, exact in zip(labels, changed, gradients, strict=False)
+        }
+        rebuilt = activation_dequantize(
+            message, up_message, *x.shape, site.activation, format, torch.float32
+        )
+        found.update(_weight_errors(record, y.detach(), rebuilt))
+    return errors
+
+
+def _linear_errors(record: _Record, dy: Tensor) -> Errors:
+    x = record.get("x")
+    record.readers = {"weight": dy}
+    errors: Errors = {}
+    for codec in record.codecs:
+        source = encode_source(x, str(fit_codec(CODECS[codec], x.shape[-1]).message_format))
+        rebuilt = source.codes.rebuild(source.tensors, torch.float32)
+        errors[codec] = dict(_weight_errors(record, x, rebuilt))
+    return errors
+
+
+class _Recorder:
+    def __init__(
+        self, model: nn.Module, candidates: Mapping[str, tuple[str, ...]], max_rows: int
+    ) -> None:
+        self.candidates = candidates
+        self.max_rows = max_rows
+        self.records: dict[str, _Record] = {}
+        self.outputs: list[Tensor] = []
+        self.errors: dict[str, Errors] = {}
+        self.listening = True
+        self.parts: dict[int, tuple[str, str]] = {}  # of gated MLPs: site and role, by projection
+        for module in model.modules():
+            if isinstance(site := measured_site(module), MLPSite):
+                for role in ("gate", "up", "down"):
+                    child = getattr(module, getattr(site, role) or "", None)
+                    if child is not None:
+                        self.parts.setdefault(id(child), (site.name, role))
+
+    def sample(self, x: Tensor) -> Tensor:
+        rows = as_matrix(x.detach())
+        count = min(rows.shape[0], self.max_rows)
+        index = torch.arange(count, device=x.device) * rows.shape[0] // max(1, count)
+        return rows[index].float()
+
+    def record(self, site: Site) -> _Record | None:
+        if site.name not in self.candidates or site.name in self.records:
+            return None
+        record = _Record(site=site, codecs=self.candidates[site.name])
+        self.records[site.name] = record
+        return record
+
+    def watch(self, record: _Record, output: Tensor) -> None:
+        """Measure once the gradient of a site's output is there: those of its readers are then."""
+        if output.requires_grad:
+            output.register_hook(partial(self.measure, record))  # type: ignore[no-untyped-call]
+            self.outputs.append(output)
+
+    def measure(self, record: _Record, gradient: Tensor) -> None:
+        measures: dict[type[Site], Callable[[_Record, Tensor], Errors]] = {
+            NormSite: _norm_errors,
+            ActivationSite: _activation_errors,
+            MLPSite: _activation_errors,
+            LinearSite: _linear_errors,
+        }
+        with torch.autocast(gradient.device.type, enabled=False), torch.no_grad():
+            dy = self.sample(gradient)
+            self.errors[record.site.name] = measures[type(record.site)](record, dy)
+        record.tensors.clear()
+        record.readers.clear()
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        site = measured_site(module)
+        if not self.listening or site is None or not args:  # a recomputation is no new call
+            return
+        x: Tensor = args[0]
+        part = self.parts.get(id(module))
+        if part is not None and part[1] == "down":
+            if (record := self.records.get(part[0])) is not None and "y" not in record.tensors:
+                record.tensors["y"] = None
+                self.watch(record, x)
+        elif isinstance(site, MLPSite):
+            self.record(site)
+        elif isinstance(site, LinearSite):
+            if not marked_site(x) and (record := self.record(site)) is not None:
+                record.tensors["x"] = self.sample(x)
+        elif (record := self.record(site)) is not None:
+            record.tensors["x"] = self.sample(x)
+            weight = None
+            for name in ("weight", "bias") if isinstance(site, NormSite) else ():
+                key = getattr(site, name)
+                p = None if key is None else getattr(module, key)
+                weight = p if name == "weight" else weight
+                record.tensors[name] = None if p is None else p.detach().clone().float()
+            record.wanted = (x.requires_grad, weight is not None and weight.requires_grad)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        site = measured_site(module)
+        if not self.listening or site is None or not isinstance(output, Tensor):
+            return
+        if isinstance(site, (NormSite, ActivationSite)):
+            mark_output(output, site.name)
+        own = self.records.get(site.name)
+        if own is not None and not isinstance(site, MLPSite) and "y" not in own.tensors:
+            own.tensors["y"] = None
+            self.watch(own, output)
+        if isinstance(site, LinearSite):
+            self.leave_linear(module, site, args[0], output)
+
+    def leave_linear(self, module: nn.Module, site: LinearSite, x: Any, output: Tensor) -> None:
+        owner, role = self.parts.get(id(module), ("", ""))
+        record = self.records.get(owner)
+        if record is not None and role == "gate" and "gate" not in record.tensors:
+            made = self.sample(output)
+            if isinstance(record.site, MLPSite) and record.site.gate == record.site.up:
+                record.tensors["gate"], record.tensors["up"] = made.chunk(2, dim=-1)
+            else:
+                record.tensors["gate"] = made
+        elif record is not None and role == "up" and "up" not in record.tensors:
+            record.tensors["up"] = self.sample(output)
+        reader = self.records.get(owner if role == "down" else marked_site(x))
+        weight: Any = module.weight
+        wanted = output.requires_grad and weight.requires_grad
+        if reader is not None and wanted and site.name not in reader.heard:
+            reader.heard.add(site.name)
+
+            def read(gradient: Tensor) -> None:
+                reader.readers[site.name] = self.sample(gradient)
+
+            output.register_hook(read)  # type: ignore[no-untyped-call]
+
+
+def _roots(loss: Tensor, outputs: list[Tensor]) -> list[Tensor]:
+    """Outputs that depend on no other: a gradient for them runs all backwards in between."""
+    wanted = {output.grad_fn for output in outputs}
+    below: dict[Any, bool] = {}  # whether one of them is below a node
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack[-1]
+        if node is None or node in below:
+            stack.pop()
+            continue
+        children = [child for child, _ in node.next_functions if child is not None]
+        open_ = [child for child in children if child not in below]
+        if open_:
+            stack.extend(open_)
+            continue
+        below[node] = any(child in wanted or below[child] for child in children)
+        stack.pop()
+    return [output for output in outputs if below.get(output.grad_fn) is False]
+
+
+def _backward(loss: Tensor, outputs: list[Tensor]) -> None:
+    if not loss.requires_grad:
+        raise RuntimeError(
+            "The loss that `run` returned needs no gradient: return the loss of a training step, "
+            "not detached, with parameters that require gradients."
+        )
+    roots = _roots(loss, outputs)
+    if roots:
+        torch.autograd.grad(loss, roots, allow_unused=True)
+
+
+def run_backward(
+    model: nn.Module, run: Callable[[], Tensor], reached: Callable[[Tensor], None]
+) -> None:
+    """Run forward and backward once, down to the outputs of the first sites.
+
+    Args:
+        model: with sites.
+        run: returns a loss.
+        reached: called with the gradient of each site's output.
+
+    Raises:
+        RuntimeError: The loss needs no gradient.
+    """
+    outputs: list[Tensor] = []
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        forward = torch.is_grad_enabled() and listening
+        if forward and isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(reached)  # type: ignore[no-untyped-call]
+            outputs.append(output)
+
+    listening = True
+    sites = [module for module in model.modules() if measured_site(module) is not None]
+    handles = [module.register_forward_hook(leave) for module in sites]
+    try:
+        loss = run()
+        listening = False
+        _backward(loss, outputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _listening(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    handles: list[RemovableHandle] = []
+    try:
+        for module in model.modules():
+            if measured_site(module) is not None:
+                handles.append(module.register_forward_pre_hook(recorder.enter))
+                handles.append(module.register_forward_hook(recorder.leave))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def gradient_errors(
+    model: nn.Module,
+    run: Callable[[], Tensor],
+    candidates: Mapping[str, tuple[str, ...]],
+    max_rows: int,
+) -> dict[str, Errors]:
+    """Run forward and backward once and measure what codes would do to gradients.
+
+    Gradients flow to the outputs of the first sites and no further: parameters get none, and what
+    hooks into their accumulation notices nothing. All arithmetic behind the errors is fp32.
+
+    Args:
+        model: whose sites keep full precision now.
+        run: returns a loss.
+        candidates: codecs by name of the site.
+        max_rows: rows of a call that errors are measured on, evenly spaced.
+
+    Returns:
+        By site, by codec, by gradient the relative L2 error. Sites that the loss does not depend on
+        are missing.
+
+    Raises:
+        RuntimeError: A gradient is not finite, or the loss needs none.
+    """
+    recorder = _Recorder(model, candidates, max_rows)
+    with _listening(model, recorder):
+        loss = run()
+        recorder.listening = False
+        _backward(loss, recorder.outputs)
+    for name, errors in recorder.errors.items():
+        for codec, found in errors.items():
+            if not all(math.isfinite(error) for error in found.values()):
+                raise RuntimeError(
+                    f"The gradients of `{name}` with {codec} are not finite ({found}): calibrate "
+                    "with a batch whose loss and gradients are."
+                )
+    return recorder.errors

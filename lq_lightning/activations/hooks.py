@@ -1,0 +1,195 @@
+"""Saved-tensor hooks: what modules save that are not recognized, as codes.
+
+Only tensors that are worth it and may be changed a little are packed: floating point, 1024 values
+or more, with a last dimension of 16 or more (statistics have less), no weights, and nothing that
+the caller holds anyway (masks, rotary tables). A storage that is saved through several views is
+stored once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lq_lightning._compat.saved_tensors import (
+    Hooks,
+    checkpointed_region,
+    outer_hooks,
+    storage_key,
+    version_of,
+)
+
+from .linear import encode_source
+from .sites import HookSite
+from .sources import Codes
+from .weights import WeightStorages
+
+__all__ = ["pack_saved_tensors"]
+
+_MIN_NUMEL = 1024
+_MIN_WIDTH = 16
+_ROW = 128
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """A storage, or a part of one, as a code.
+
+    Attributes:
+        codes: how to decode it.
+        message: the code, as the hooks around ours packed it.
+        dtype: of the tensor.
+    """
+
+    codes: Codes
+    message: Any
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A saved tensor: a view of a decoded storage."""
+
+    code: _Code
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Packer:
+    """The hooks of one forward of one module."""
+
+    def __init__(self, module: nn.Module, site: HookSite, args: Any, outer: Hooks | None) -> None:
+        self._site = site
+        self._weights = WeightStorages(module)
+        tensors = list(_tensors(args))
+        self._held = {storage_key(t) for t in tensors if not t.requires_grad}
+        self._inputs = {storage_key(t) for t in tensors if t.requires_grad}
+        self._codes: dict[tuple[Any, ...], _Code] = {}
+        self._alive: list[Tensor] = []
+        self.outer = outer
+
+    def forget(self) -> None:
+        """The module has run: let go of the tensors."""
+        self._codes.clear()
+        self._alive.clear()
+
+    def pack(self, tensor: Tensor) -> Any:
+        key = (storage_key(tensor), version_of(tensor), tensor.dtype)
+        code = self._codes.get(key)
+        whole = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+        if code is None and not self._takes(tensor):
+            return tensor if self.outer is None else self.outer[0](tensor)
+        if code is None and not whole:
+            key = (*key, tensor.shape, tensor.stride(), tensor.storage_offset())
+            code = self._codes.get(key)
+        if code is None:
+            code = self._codes[key] = self._encode(tensor, whole=whole)
+            self._alive.append(tensor.detach())  # else a later storage could get its place
+        if len(key) == 3:
+            return _View(code, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _View(code, tensor.shape, _contiguous_strides(tensor.shape), 0)
+
+    def _takes(self, tensor: Tensor) -> bool:
+        if tensor.dtype not in _FLOATS or isinstance(tensor, DTensor):
+            return False
+        if tensor.numel() < _MIN_NUMEL or tensor.shape[-1] < _MIN_WIDTH:
+            return False
+        if self._site.kind == "attention" and tensor.dim() < 4:  # not the sums of exponentials
+            return False
+        storage = storage_key(tensor)
+        if self._site.kind == "checkpoint" and storage not in self._inputs:
+            return False
+        return storage not in self._held and not self._weights.holds(tensor)
+
+    def _encode(self, tensor: Tensor, *, whole: bool) -> _Code:
+        with torch.no_grad():
+            values = tensor.detach()
+            values = values.as_strided((values.numel(),), (1,), 0) if whole else values.reshape(-1)
+            width = _ROW if values.numel() % _ROW == 0 else tensor.shape[-1]
+            source = encode_source(
+                values.view(-1, width), self._site.format(width), self._site.kind
+            )
+        (message,) = source.tensors
+        if message is None:
+            raise AssertionError("a matrix is rebuilt from its message")
+        kept = message if self.outer is None else self.outer[0](message)
+        return _Code(source.codes, kept, tensor.dtype)
+
+    def unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, _View):
+            tensor: Tensor = packed if self.outer is None else self.outer[1](packed)
+            return tensor
+        code = packed.code
+        message = code.message if self.outer is None else self.outer[1](code.message)
+        values = code.codes.rebuild((message,), code.dtype).view(-1)
+        return values.as_strided(packed.shape, packed.stride, packed.offset)
+
+
+def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, DTensor):
+        return
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+@contextlib.contextmanager
+def _packing(packer: _Packer) -> Iterator[None]:
+    with torch.autograd.graph.saved_tensors_hooks(packer.pack, packer.unpack):
+        try:
+            yield
+        finally:
+            packer.forget()
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+def pack_saved_tensors(
+    module: nn.Module, site: HookSite, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AbstractContextManager[None]:
+    """Store what a module saves in its forward as codes, inside of a ``with`` block.
+
+    Hooks of others around the block (``save_on_cpu``) get the codes. Within a checkpointed region
+    nothing is done: what is saved there is dropped, and computed again.
+
+    Args:
+        module: The module; its weights are never packed.
+        site: What to pack, and how.
+        args: Of its forward.
+        kwargs: Of its forward.
+    """
+    if checkpointed_region() is not None:
+        return contextlib.nullcontext()
+    outer = outer_hooks()
+    ours = None if outer is None else getattr(outer[0], "__self__", None)
+    if site.codec is None:
+        if not isinstance(ours, _Packer):
+            return contextlib.nullcontext()
+        hooks = ours.outer or (_as_is, _as_is)
+        return torch.autograd.graph.saved_tensors_hooks(*hooks)
+    if isinstance(ours, _Packer):  # what this module packs is not packed again by those around it
+        outer = ours.outer
+    return _packing(_Packer(module, site, (args, kwargs), outer))

@@ -1,0 +1,142 @@
+"""Modules that keep their inputs only and run again in backward."""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from .policy import ActivationPolicy
+
+__all__ = [
+    "find_recompute_units",
+    "install_recomputation",
+    "is_recomputed",
+    "remove_recomputation",
+]
+
+_PREVIOUS = "_lq_before_recomputation"
+# Caches of keys and values would be filled a second time; Hugging Face's own checkpointing drops
+# them under the same names.
+_CACHES = ("past_key_value", "past_key_values", "layer_past")
+
+
+def _recompute_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    previous: Callable[..., Any] | None = module.__dict__[_PREVIOUS]
+    run = previous or types.MethodType(type(module).forward, module)
+    if not torch.is_grad_enabled():
+        return run(*args, **kwargs)
+    kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
+    names, count = tuple(kwargs), len(args)
+
+    def again(*values: Any) -> Any:
+        return run(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    # all by position, because a tensor that is an argument is saved through autograd only so
+    return checkpoint(again, *args, *kwargs.values(), use_reentrant=False)
+
+
+def install_recomputation(model: nn.Module, policy: ActivationPolicy) -> list[nn.Module]:
+    """Let the modules that the rules of a policy recompute keep their inputs only.
+
+    Non-reentrant ``torch.utils.checkpoint``: random numbers are the same in both runs. A cache of
+    keys and values is not handed on to such a module while it trains.
+
+    Args:
+        model: Quantized already: recomputation goes around the forwards of sites.
+        policy: The rules. Of modules inside one another the outermost counts.
+
+    Returns:
+        The modules, for ``remove_recomputation``.
+
+    Raises:
+        ValueError: A rule recomputes a container that has no forward.
+        RuntimeError: A module is recomputed already.
+    """
+    chosen: list[tuple[str, nn.Module]] = []
+    if any(rule.recompute for rule in policy.rules):
+        for name, module in model.named_modules():
+            outer = name.rpartition(".")[0]
+            if name and policy.is_recomputed(name) and not policy.is_recomputed(outer):
+                chosen.append((name, module))
+    for name, module in chosen:
+        if type(module).forward is nn.Module.forward:
+            raise ValueError(
+                f"`ActivationRule(recompute=True)` names `{name}`, a {type(module).__name__} that "
+                "has no forward to run again: name the modules in it, as with "
+                f"`module={name + '.*'!r}`."
+            )
+        if is_recomputed(module):
+            raise RuntimeError(
+                f"`{name}` is recomputed already: apply a policy without `recompute` rules first, "
+                "or call `remove()` of the handle."
+            )
+    for _, module in chosen:
+        module.__dict__[_PREVIOUS] = module.__dict__.get("forward")
+        module.__dict__["forward"] = types.MethodType(_recompute_forward, module)
+    return [module for _, module in chosen]
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """Return whether a module keeps its inputs only."""
+    return _PREVIOUS in module.__dict__
+
+
+def remove_recomputation(modules: list[nn.Module]) -> None:
+    """Give modules their forwards back; does nothing to those that have them."""
+    for module in modules:
+        if not is_recomputed(module):
+            continue
+        previous = module.__dict__.pop(_PREVIOUS)
+        if previous is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = previous
+
+
+def _is_composed(module: nn.Module) -> bool:
+    return (
+        type(module).forward is not nn.Module.forward
+        and next(module.children(), None) is not None
+        and next(module.parameters(), None) is not None
+    )
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
+    repeated: set[type[nn.Module]] = set()
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        classes = Counter(type(part) for part in module.children() if _is_composed(part))
+        repeated = {kind for kind, count in classes.items() if count > 1}
+    for child, part in module.named_children():
+        if type(part) in repeated:
+            yield prefix + child
+        else:
+            yield from _blocks(part, f"{prefix}{child}.")
+
+
+def find_recompute_units(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that are worth recomputing: repeated blocks and the halves of them.
+
+    A block is one of several modules of a class in a ``ModuleList``, ``ModuleDict`` or
+    ``Sequential``; its halves are its children that have submodules themselves, such as the
+    attention and the MLP.
+
+    Returns:
+        By name; a block comes before its halves.
+    """
+    modules = dict(model.named_modules())
+    units: dict[str, nn.Module] = {}
+    for block in _blocks(model, ""):
+        units[block] = modules[block]
+        halves = {
+            f"{block}.{child}": module
+            for child, module in modules[block].named_children()
+            if _is_composed(module)
+        }
+        units.update(halves)
+    return units

@@ -1,0 +1,308 @@
+"""What quantized activations save, per kind of module: before, after, in which format, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from lq_lightning._compat.modules import has_forward_hooks
+from lq_lightning.codecs import CodecSpec
+from lq_lightning.kernels.message.matrix import matrix_shape
+
+from .find import Found, Left
+from .measure import SavedTensors
+from .policy import fit_codec
+from .sites import (
+    ActivationSite,
+    HookSite,
+    LinearSite,
+    MLPSite,
+    NormSite,
+    Site,
+)
+from .sources import MatrixCodes, Source, attach
+
+__all__ = ["ActivationReport", "ReportRow", "make_report", "without_sites"]
+
+_TOKENS = 128
+_OUTSIDE = "outside"
+_NOTES = {
+    _OUTSIDE: "of the model, such as a loss",
+    "attention": "kept: `attention` of the policy is None",
+    "checkpoint": "while a layer is checkpointed",
+    "linear": "input rebuilt from the code of a norm or activation, else kept (an attention's "
+    "output projection shares the attention's output)",
+    "other": "not all recognized: packed by rule",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportRow:
+    """One kind of module.
+
+    Attributes:
+        kind: ``"norm"``, ``"MLP"``, ``"activation"``, ``"linear"``, ``"attention"``,
+            ``"checkpoint"``, ``"other"``, or the name of a class.
+        count: number of modules.
+        before: bytes that they saved: per token, or in all where it was measured. None if it cannot
+            be told without running the model.
+        after: bytes that they save now.
+        format: of their codes, ``"-"`` if they make none.
+        bits: per value of a code, with scales.
+        note: what is left as it is, and why.
+    """
+
+    kind: str
+    count: int
+    before: float | None
+    after: float | None
+    format: str
+    bits: float | None
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationReport:
+    """A table of saved activations; ``str()`` prints it.
+
+    Attributes:
+        rows: by kind of module.
+        left: what is not recognized.
+        measured: whether bytes were counted in a forward, not derived per token.
+    """
+
+    rows: tuple[ReportRow, ...]
+    left: tuple[Left, ...]
+    measured: bool
+
+    @property
+    def before(self) -> float:
+        """Sum of the rows whose bytes are known."""
+        return sum(row.before or 0.0 for row in self.rows)
+
+    @property
+    def after(self) -> float:
+        """Sum of the rows whose bytes are known."""
+        return sum(row.after or 0.0 for row in self.rows)
+
+    def __str__(self) -> str:
+        """Lay out as a table."""
+        unit = "MB" if self.measured else "bytes/token"
+        header = ("saved for backward", "modules", f"before, {unit}", "after", "format", "bits")
+        rows = [
+            (
+                row.kind,
+                str(row.count),
+                _bytes(row.before, measured=self.measured),
+                _bytes(row.after, measured=self.measured),
+                row.format,
+                "-" if row.bits is None else f"{row.bits:.2f}",
+                row.note,
+            )
+            for row in self.rows
+        ]
+        both = (_bytes(self.before, measured=self.measured),)
+        both += (_bytes(self.after, measured=self.measured),)
+        rows.append(("together", "", *both, "", "", ""))
+        lines = _aligned([(*header, "note"), *rows])
+        lines += [f"{part.count} x {', '.join(part.modules)}: {part.reason}" for part in self.left]
+        return "\n".join(lines)
+
+
+def _bytes(value: float | None, *, measured: bool) -> str:
+    if value is None:
+        return "-"
+    return f"{value / 1e6:.3f}" if measured else f"{value:.0f}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+@contextmanager
+def without_sites(sites: Iterable[Site]) -> Iterator[None]:
+    """Let all sites compute as if they were not there."""
+    enabled = {id(site): (site, site.enabled) for site in sites}
+    for site, _ in enabled.values():
+        site.enabled = False
+    try:
+        yield
+    finally:
+        for site, was in enabled.values():
+            site.enabled = was
+
+
+def _width(module: nn.Module, site: Site) -> int | None:
+    """Length of the rows that a module takes, where it says so itself."""
+    if isinstance(site, NormSite):
+        sizes = [p.shape[0] for p in module.parameters(recurse=False)]
+        return sizes[0] if sizes else module.normalized_shape[0]  # type: ignore[no-any-return,index,union-attr]
+    if isinstance(site, MLPSite):
+        gate = getattr(module, site.gate)
+        width = getattr(gate, "in_features", None) or getattr(gate, "nx", None)
+        return width if isinstance(width, int) else None
+    return None
+
+
+def _bytes_per_token(module: nn.Module, width: int) -> float:
+    """What a module saves for a token when it runs by itself; nothing is computed.
+
+    Its input is taken to have a source, as behind a norm.
+    """
+    values = {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta").requires_grad_(
+            value.requires_grad
+        )
+        for name, value in (*module.named_parameters(), *module.named_buffers())
+    }
+    dtype = next((v.dtype for v in values.values()), torch.get_default_dtype())
+    x = torch.empty(1, _TOKENS, width, dtype=dtype, device="meta", requires_grad=True)
+    nothing = MatrixCodes(_TOKENS, width, "")
+    attach(x, Source(nothing, (), x.new_empty(0)))  # counted where the input is made
+    with torch.enable_grad(), SavedTensors(module, extra=tuple(values.values())) as saved:
+        functional_call(module, values, (x,))
+    return saved.nbytes / _TOKENS
+
+
+def _format(codec: CodecSpec | None, width: int | None) -> tuple[str, float | None]:
+    if codec is None:
+        return "-", None
+    fitted = fit_codec(codec, width or 4096)
+    rows, row = matrix_shape(fitted.message_format, 4096, width or 4096)
+    bits = rows * fitted.message_format.layout(row).nbytes * 8 / (4096 * (width or 4096))
+    name = codec.code + (" hadamard" if codec.hadamard_size else "")
+    return f"{name}, groups of {fitted.group_size}", bits
+
+
+def _kind(site: Site) -> str | None:
+    if isinstance(site, HookSite):
+        return None if site.codec is None and site.kind != "attention" else site.kind
+    for cls, kind in (
+        (NormSite, "norm"),
+        (MLPSite, "MLP"),
+        (ActivationSite, "activation"),
+        (LinearSite, "linear"),
+    ):
+        if isinstance(site, cls):
+            return kind
+    return None
+
+
+def _kind_of(name: str | None, sites: dict[str, Site], classes: dict[str, str]) -> str:
+    """Kind of the module that saved a tensor: its own, or that of what it is part of."""
+    if name is None:
+        return _OUTSIDE
+    parts = name.split(".")
+    linear = False
+    for end in range(len(parts), -1, -1):
+        prefix = ".".join(parts[:end])
+        site = sites.get(prefix)
+        kind = None if site is None else _kind(site)
+        if kind == "linear":
+            linear = True
+        elif kind is not None and (kind != "checkpoint" or prefix == name):
+            return kind
+        if end and "attention" in classes.get(prefix, "").lower():
+            return "attention"
+    return "linear" if linear else classes[name]
+
+
+def _measured(saved: SavedTensors, found: Sequence[Found]) -> dict[str, float]:
+    sites = {part.site.name: part.site for part in found}
+    classes = {name: type(module).__name__ for name, module in saved.model.named_modules()}
+    totals: dict[str, float] = {}
+    for storage in saved.storages:
+        kind = _kind_of(storage.module, sites, classes)
+        totals[kind] = totals.get(kind, 0.0) + storage.nbytes
+    return totals
+
+
+@dataclass(slots=True)
+class _Group:
+    """Modules of one kind and format."""
+
+    count: int = 0
+    before: float | None = None
+    after: float | None = None
+
+
+def _static(found: Sequence[Found]) -> dict[tuple[str, str, float | None], _Group]:
+    groups: dict[tuple[str, str, float | None], _Group] = {}
+    known: dict[Any, tuple[float, float]] = {}
+    for part in found:
+        kind, width = _kind(part.site), _width(part.module, part.site)
+        if kind is None:
+            continue
+        group = groups.setdefault((kind, *_format(part.site.codec, width)), _Group())
+        group.count += 1
+        if width is None or has_forward_hooks(part.module):
+            continue  # they may gather or distribute weights
+        key = (type(part.module), repr(part.module), part.site.codec)
+        if key not in known:
+            inside = {id(m) for m in part.module.modules()}
+            with without_sites(f.site for f in found if id(f.module) in inside):
+                before = _bytes_per_token(part.module, width)
+            known[key] = before, _bytes_per_token(part.module, width)
+        before, after = known[key]
+        group.before = (group.before or 0.0) + before
+        group.after = (group.after or 0.0) + after
+    return groups
+
+
+def make_report(
+    found: Sequence[Found],
+    left: Sequence[Left],
+    before: SavedTensors | None,
+    after: SavedTensors | None,
+) -> ActivationReport:
+    """Report on sites.
+
+    Args:
+        found: Modules and sites.
+        left: What is not recognized.
+        before: What a forward saved without the sites; None to derive bytes per token.
+        after: What the same forward saved with them.
+    """
+    groups = _static(found)
+    measured = before is not None or after is not None
+    totals = [{} if saved is None else _measured(saved, found) for saved in (before, after)]
+    rows, seen = [], set()
+    for (kind, format, bits), group in groups.items():
+        values: tuple[float | None, ...] = (group.before, group.after)
+        if measured:  # of a kind, in its first row
+            values = tuple(t.get(kind, 0.0) if t and kind not in seen else None for t in totals)
+        seen.add(kind)
+        if kind == "attention" and bits is not None:
+            note = "queries, keys, values and output"
+        else:
+            note = _NOTES.get(kind, "")
+        rows.append(_row(kind, group.count, values, format, bits, note))
+    for kind in dict.fromkeys([*totals[0], *totals[1]]):
+        if kind not in seen:
+            values = tuple(t.get(kind, 0.0) if t else None for t in totals)
+            note = _NOTES.get(kind, "left as it is")
+            rows.append(_row(kind, 0, values, "-", None, note))
+    return ActivationReport(rows=tuple(rows), left=tuple(left), measured=measured)
+
+
+def _row(
+    kind: str,
+    count: int,
+    values: tuple[float | None, ...],
+    format: str,
+    bits: float | None,
+    note: str,
+) -> ReportRow:
+    before, after = values
+    return ReportRow(
+        kind=kind, count=count, before=before, after=after, format=format, bits=bits, note=note
+    )

@@ -1,0 +1,51 @@
+"""Which tensors that autograd saves are weights, or copies that stand for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lq_lightning._compat.saved_tensors import base_of, storage_key
+
+__all__ = ["WeightStorages"]
+
+# Copies of a weight in another dtype or layout, as autocast makes them before a matrix product.
+_COPIES = ("ToCopyBackward", "TBackward", "TransposeBackward", "ViewBackward", "PermuteBackward")
+
+
+class WeightStorages:
+    """Tells weights among saved tensors: they are held anyway, or must not be.
+
+    Args:
+        model: Whose parameters and buffers are weights.
+        extra: More weights.
+    """
+
+    def __init__(self, model: nn.Module, extra: tuple[Tensor, ...] = ()) -> None:
+        tensors = (*model.parameters(), *model.buffers(), *extra)
+        self._storages = {storage_key(t) for t in tensors if not isinstance(t, DTensor)}
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a weight, a view of one, or a cast of one.
+
+        FSDP2 hands modules parameters whose storage it frees after forward: those are parameters,
+        or views whose base is one, but at other addresses than before. Autocast's copies are new
+        tensors without a base: what made them shows.
+        """
+        if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
+            return True
+        if storage_key(tensor) in self._storages:
+            return True
+        return self._is_cast(tensor.grad_fn)
+
+    def _is_cast(self, node: Any) -> bool:
+        while node is not None:
+            name = type(node).__name__
+            if name == "AccumulateGrad":
+                return isinstance(node.variable, nn.Parameter)
+            if not name.startswith(_COPIES) or len(node.next_functions) != 1:
+                return False
+            node = node.next_functions[0][0]
+        return False

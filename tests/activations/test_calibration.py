@@ -1,0 +1,232 @@
+"""Calibration: gradient errors, bytes and times of each way of keeping an activation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from lq_testing.ranks import run_ranks
+from lq_testing.small_llama import SmallLlama, tokens
+from torch import Tensor, nn
+
+from lq_lightning.activations import (
+    ActivationCalibration,
+    ActivationPolicy,
+    ActivationRule,
+    calibrate_activations,
+    quantize_activations,
+)
+
+KEEP = ActivationPolicy(norm=None, activation=None, checkpoint=None, other=None)
+
+
+def build(dtype: torch.dtype = torch.float32, **options: float) -> tuple[SmallLlama, Callable]:
+    torch.manual_seed(0)
+    model = SmallLlama(**options).to(dtype)
+    return model, lambda: model(tokens())
+
+
+@pytest.fixture(scope="module")
+def calibrated() -> ActivationCalibration:
+    return calibrate_activations(*build(), ("int4", "int8"))
+
+
+def gradients(model: nn.Module, run: Callable[[], Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    run().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_more_bits_mean_smaller_errors_and_more_bytes(calibrated: ActivationCalibration) -> None:
+    names = [site.name for site in calibrated.sites if site.codecs]
+    for name in ("blocks.0.norm1", "blocks.0.norm2", "blocks.1.mlp", "norm"):
+        assert name in names
+    for site in calibrated.sites:
+        if site.codecs:
+            four, eight = site.measurement("int4"), site.measurement("int8")
+            assert four.nbytes < eight.nbytes < site.kept_nbytes
+            assert four.errors.keys() == eight.errors.keys()
+            for gradient, error in eight.errors.items():
+                assert 0.0 < error < 0.02
+                assert 5 * error < four.errors[gradient] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("site", "weights"),
+    [
+        ("norm", {"weight": "norm.weight", "head": "head.weight"}),
+        ("blocks.1.mlp", {"blocks.1.mlp.down_proj": "blocks.1.mlp.down_proj.weight"}),
+        (
+            "blocks.1.norm2",
+            {
+                "weight": "blocks.1.norm2.weight",
+                "blocks.1.mlp.up_proj": "blocks.1.mlp.up_proj.weight",
+            },
+        ),
+    ],
+)
+def test_errors_are_those_of_a_model_with_that_code(
+    calibrated: ActivationCalibration, site: str, weights: dict[str, str]
+) -> None:
+    model, run = build()
+    exact = gradients(model, run)
+    policy = ActivationPolicy(
+        **{"norm": None, "activation": None, "other": None},
+        rules=(ActivationRule(module=site, codec="int4"),),
+    )
+    handle = quantize_activations(model, policy)
+    coded = gradients(model, run)
+    handle.remove()
+    measured = next(s for s in calibrated.sites if s.name == site).measurement("int4").errors
+    for gradient, name in weights.items():
+        error = float((coded[name] - exact[name]).norm() / exact[name].norm())
+        assert measured[gradient] == pytest.approx(error, rel=1e-3)
+
+
+def test_errors_of_the_input_reach_the_weights_before_it(
+    calibrated: ActivationCalibration,
+) -> None:
+    model, run = build()
+    exact = gradients(model, run)["blocks.1.mlp.gate_proj.weight"]
+    rule = ActivationRule(module="blocks.1.mlp", codec="int4")
+    handle = quantize_activations(
+        model, ActivationPolicy(norm=None, activation=None, other=None, rules=(rule,))
+    )
+    coded = gradients(model, run)["blocks.1.mlp.gate_proj.weight"]
+    handle.remove()
+    error = float((coded - exact).norm() / exact.norm())
+    site = next(s for s in calibrated.sites if s.name == "blocks.1.mlp")
+    gate = site.measurement("int4").errors["gate"]
+    assert error / 2 < gate < error * 2
+
+
+def test_bf16_measures_the_code_and_not_the_rounding_of_bf16() -> None:
+    calibration = calibrate_activations(*build(torch.bfloat16), ("int8",))
+    for site in calibration.sites:
+        for measured in site.codecs:
+            assert max(measured.errors.values()) < 0.02
+
+
+def test_nothing_changes(recwarn: pytest.WarningsRecorder) -> None:
+    model, run = build(dropout=0.1)
+    run().backward()
+    before = {name: p.grad for name, p in model.named_parameters()}
+    values = {name: grad.clone() for name, grad in before.items()}
+    calls, random = model.calls.clone(), torch.get_rng_state()
+    calibrate_activations(model, run, ("int4",))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(model.calls, calls)
+    for name, p in model.named_parameters():
+        assert p.grad is before[name]
+        assert torch.equal(p.grad, values[name])
+    for module in model.modules():
+        assert "forward" not in module.__dict__
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_a_quantized_model_keeps_its_codecs() -> None:
+    model, run = build()
+    handle = quantize_activations(model, "agoq")
+    before = [site.codec for site in handle.sites]
+    quantized = calibrate_activations(model, run, ("int4",))
+    assert [site.codec for site in handle.sites] == before
+    handle.remove()
+    plain = calibrate_activations(model, run, ("int4",))
+    assert [s.codecs[0].errors for s in quantized.sites if s.codecs] == [
+        s.codecs[0].errors for s in plain.sites if s.codecs
+    ]
+    assert quantized.tensors == plain.tensors
+
+
+def test_frozen_weights_have_no_errors() -> None:
+    model, run = build()
+    for name, p in model.named_parameters():
+        p.requires_grad_("mlp" not in name and "norm" not in name)
+    sites = {site.name: site for site in calibrate_activations(model, run, ("int4",)).sites}
+    assert set(sites["blocks.1.mlp"].codecs[0].errors) == {"gate", "up"}
+    assert set(sites["blocks.1.norm2"].codecs[0].errors) == {"input"}
+    assert "weight" not in sites["blocks.1.norm1"].codecs[0].errors
+
+
+def test_calibration_is_data(calibrated: ActivationCalibration) -> None:
+    text = json.dumps(calibrated.to_dict())
+    assert ActivationCalibration.from_dict(json.loads(text)) == calibrated
+    table = calibrated.table()
+    assert "blocks.1.mlp" in table
+    assert "blocks.1.mlp.down_proj 0." in table
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    model, run = build()
+    with pytest.raises(ValueError, match="candidates='int9'"):
+        calibrate_activations(model, run, ("int9",))
+    with pytest.raises(ValueError, match="at least one"):
+        calibrate_activations(model, run, ())
+    with pytest.raises(RuntimeError, match="needs no gradient"):
+        calibrate_activations(model, lambda: run().detach(), ("int4",))
+
+    def nan() -> Tensor:
+        return run() * float("nan")
+
+    with pytest.raises(RuntimeError, match="not finite"):
+        calibrate_activations(model, nan, ("int4",))
+
+    def whole_step() -> Tensor:
+        loss = run()
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="calls no `backward"):
+        calibrate_activations(model, whole_step, ("int4",))
+    rule = ActivationRule(module="blocks.0", recompute=True)
+    handle = quantize_activations(model, ActivationPolicy(rules=(rule,)))
+    with pytest.raises(RuntimeError, match="`blocks.0` is recomputed"):
+        calibrate_activations(model, run, ("int4",))
+    handle.remove()
+
+
+def _calibrate_sharded(rank: int, world_size: int) -> tuple[dict, str, int, list[bool]]:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from lq_lightning.activations import MemoryBudget, plan_activations
+
+    model, _ = build()
+    handle = quantize_activations(model, "agoq")
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+
+    def run() -> Tensor:
+        return model(tokens(rank))
+
+    full = calibrate_activations(model, run, ("int4", "int8"))
+    half = full.saved_nbytes({})[0] // 2
+    budget = MemoryBudget(half, scope="activations", recompute=False)
+    plan = plan_activations(model, run, budget, ("int4", "int8"))
+    handle.apply(plan.policy)
+    run().backward()
+    finite = [bool(p.grad.to_local().isfinite().all()) for p in model.parameters()]
+    errors: list[dict] = [{} for _ in range(world_size)]
+    dist.all_gather_object(errors, full.to_dict()["sites"])
+    return full.to_dict(), repr(plan.policy), half - plan.measured_nbytes, finite
+
+
+def test_sharded_ranks_decide_the_same() -> None:
+    (first, policy, left, finite), (second, other, _, _) = run_ranks(_calibrate_sharded, 2)
+    assert first == second
+    assert policy == other
+    assert "int8" in policy
+    assert left >= 0
+    assert all(finite)
+    alone = calibrate_activations(*build(), ("int4", "int8"))
+    sites = {site["name"]: site for site in first["sites"]}
+    for site in alone.sites:
+        for measured, codec in zip(sites[site.name]["codecs"], site.codecs, strict=True):
+            for gradient, error in codec.errors.items():
+                assert measured["errors"][gradient] == pytest.approx(error, rel=0.5)
+                # an average over other tokens: close, but not the same
+                assert measured["errors"][gradient] != error

@@ -1,0 +1,81 @@
+"""Compiled blocks keep codes: the partitioner may save other tensors than eager code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lq_lightning.activations import ActivationPolicy, quantize_activations
+from lq_lightning.activations.measure import SavedTensors
+
+WIDTH = 128
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def _step(model: nn.Module, run: Any, x: Tensor) -> tuple[Tensor, SavedTensors]:
+    leaves = [x, *model.parameters()]
+    with SavedTensors(model) as saved:
+        output = run(x)
+    found = torch.autograd.grad(output.float().square().sum(), leaves)
+    return torch.cat([g.double().flatten() for g in found]), saved
+
+
+@pytest.mark.parametrize("recipe", ["agoq", "coat", "fp8-4bit"])
+def test_compiled_block_saves_codes(
+    architectures: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    block = architectures["example"].build(1).blocks[0].bfloat16()
+    x = torch.randn(1, 32, 512, dtype=torch.bfloat16, requires_grad=True)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    plain, full = _step(block, compiled, x)
+    handle = quantize_activations(block, recipe)
+    eager, codes = _step(block, block, x)
+    traced, kept = _step(block, compiled, x)
+    torch.testing.assert_close(traced, eager, rtol=0.01, atol=0.01)
+    assert kept.nbytes <= codes.nbytes + 4 * x.numel()
+    assert kept.nbytes < (0.55 if recipe == "coat" else 0.42) * full.nbytes
+    handle.remove()
+    again, restored = _step(block, compiled, x)
+    torch.testing.assert_close(again, plain, rtol=0, atol=0)
+    assert restored.nbytes == full.nbytes
+
+
+class Changed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y.mul_(2)
+        return self.out(y)
+
+
+def test_change_in_place_is_noticed_in_a_trace() -> None:
+    model, x = Changed(), torch.randn(8, WIDTH, requires_grad=True)
+    quantize_activations(model, ActivationPolicy(norm="int8"))
+    eager, _ = _step(model, model, x)
+    traced, _ = _step(model, torch.compile(model, fullgraph=True, backend="aot_eager"), x)
+    torch.testing.assert_close(traced, eager)
+
+
+def test_hooks_break_the_graph_by_name() -> None:
+    """Never silently other than in eager code: a break, or an error where none is allowed."""
+    model = nn.Sequential(nn.Conv1d(WIDTH, WIDTH, 3, padding=1))
+    quantize_activations(model)
+    x = torch.randn(2, WIDTH, 32, requires_grad=True)
+    eager, codes = _step(model, model, x)
+    traced, kept = _step(model, torch.compile(model, backend="aot_eager"), x)
+    torch.testing.assert_close(traced, eager)
+    assert kept.nbytes == codes.nbytes
+    with pytest.raises(Exception, match="saved-tensor hooks of quantized activations"):
+        torch.compile(model, fullgraph=True, backend="aot_eager")(x)

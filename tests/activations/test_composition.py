@@ -1,0 +1,325 @@
+"""Quantized activations among what else a training does with modules and graphs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lq_lightning.activations import (
+    ActivationPolicy,
+    ActivationRule,
+    QuantizedActivations,
+    quantize_activations,
+)
+from lq_lightning.activations.measure import SavedTensors
+
+WIDTH = 64
+EXACT = ActivationPolicy(norm="int8", activation="int8")
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.up_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down_proj = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.mlp = MLP()
+        self.second = nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mlp(self.norm(x))
+        return x + self.out(self.second(x))
+
+
+@pytest.fixture
+def block() -> Block:
+    return Block()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 16, WIDTH, requires_grad=True)
+
+
+def gradients(model: nn.Module, x: Tensor) -> Tensor:
+    """All gradients as one vector, of the input first."""
+    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
+    found = torch.autograd.grad(model(x).float().square().sum(), leaves)
+    return torch.cat([g.double().flatten() for g in found])
+
+
+def assert_close(coded: Tensor, exact: Tensor, bound: float = 0.01) -> None:
+    error = float((coded - exact).norm() / exact.norm())
+    assert 0 < error < bound, error
+
+
+def saved_nbytes(model: nn.Module, x: Tensor) -> int:
+    with SavedTensors(model) as saved:
+        output = model(x)
+    del output
+    return saved.nbytes
+
+
+@pytest.fixture
+def quantize() -> Iterator[Callable[..., QuantizedActivations]]:
+    handles = []
+
+    def quantize(
+        model: nn.Module, recipe: str | ActivationPolicy = EXACT
+    ) -> QuantizedActivations:
+        handles.append(quantize_activations(model, recipe))
+        return handles[-1]
+
+    yield quantize
+    for handle in handles:
+        handle.remove()
+
+
+Quantize = Callable[..., QuantizedActivations]
+
+
+def test_graph_is_kept_for_a_second_backward(block: Block, x: Tensor, quantize: Quantize) -> None:
+    quantize(block)
+    loss = block(x).square().sum()
+    first = torch.autograd.grad(loss, list(block.parameters()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(block.parameters()))
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["eval", "no_grad", "inference"])
+def test_without_gradients_nothing_changes_and_nothing_is_saved(
+    block: Block, x: Tensor, quantize: Quantize, mode: str
+) -> None:
+    expected = block(x)
+    quantize(block)
+    if mode == "eval":
+        block.eval().requires_grad_(False)
+        assert saved_nbytes(block, x.detach()) == 0
+        output = block(x.detach())
+    else:
+        with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
+            output = block(x)
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+
+
+def test_second_derivative_is_refused(block: Block, x: Tensor, quantize: Quantize) -> None:
+    handle = quantize(block)
+    with pytest.raises(RuntimeError, match="create_graph=True.*have no derivative"):
+        torch.autograd.grad(block(x).sum(), x, create_graph=True)
+    handle.remove()
+    torch.autograd.grad(block(x).square().sum(), x, create_graph=True)
+
+
+def test_double_installation_is_refused_and_changes_nothing(
+    block: Block, quantize: Quantize
+) -> None:
+    handle = quantize(block)
+    with pytest.raises(RuntimeError, match="`mlp` are quantized already"):
+        quantize(block)
+    handle.remove()
+    handle.remove()
+    assert not any("forward" in vars(module) for module in block.modules())
+
+
+def test_model_looks_as_before(block: Block, quantize: Quantize) -> None:
+    before = repr(block), list(block.state_dict()), [type(m) for m in block.modules()]
+    quantize(block)
+    assert (repr(block), list(block.state_dict()), [type(m) for m in block.modules()]) == before
+
+
+def test_copy_has_codes_of_its_own(block: Block, x: Tensor, quantize: Quantize) -> None:
+    """Such as the average of weights: it computes with its weights, also after a removal."""
+    exact = gradients(block, x)
+    handle = quantize(block)
+    copied = copy.deepcopy(block)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.zero_()
+    coded = gradients(copied, x)
+    assert_close(coded, exact)
+    handle.remove()
+    torch.testing.assert_close(gradients(copied, x), coded, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["norm", "mlp", "out"])
+def test_forward_of_an_instance_is_put_back(
+    block: Block, x: Tensor, quantize: Quantize, name: str
+) -> None:
+    """Liger's kernels are bound to instances. A norm is recognized by what its class computes."""
+    module = block.get_submodule(name)
+    own = module.forward
+    module.forward = own  # type: ignore[method-assign]
+    handle = quantize(block)
+    assert module.forward is not own
+    block(x)
+    handle.remove()
+    assert vars(module)["forward"] is own
+
+
+def test_hooks_of_modules_run(block: Block, x: Tensor, quantize: Quantize) -> None:
+    seen: list[str] = []
+    for name in ("norm", "mlp", "mlp.down_proj", "out"):
+        block.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    quantize(block)
+    block(x)
+    assert seen == ["norm", "mlp.down_proj", "mlp", "out"]
+
+
+class Several(nn.Module):
+    """A norm that is used twice, a tied weight, and an output that is changed in place."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.second.weight = self.first.weight
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        if self.change == "in place":
+            y.mul_(2)
+        elif self.change == "view":
+            y = y.flatten(0, 1).view_as(y)
+        elif self.change == "rows":
+            y = y.transpose(0, 1)[..., :]
+        z = self.norm(self.first(y))
+        return self.second(z) + self.first(y).mul_(3)
+
+
+@pytest.mark.parametrize(("change", "kept"), [("", 0), ("view", 0), ("in place", 1), ("rows", 2)])
+def test_source_follows_the_values(x: Tensor, quantize: Quantize, change: str, kept: int) -> None:
+    model = Several(change)
+    exact = gradients(model, x)
+    quantize(model)
+    assert_close(gradients(model, x), exact, 0.02)
+    with SavedTensors(model) as saved:
+        output = model(x)
+    del output
+    full = [s for s in saved.storages if s.nbytes == x.numel() * 4]
+    assert len(full) == kept
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_dropout_between_activation_and_projection(x: Tensor, quantize: Quantize, p: float) -> None:
+    """Behind dropout the projection's input is coded by itself: nobody else keeps it."""
+    layers = (nn.Linear(WIDTH, 256), nn.GELU(), nn.Dropout(p), nn.Linear(256, WIDTH))
+    model = nn.Sequential(nn.LayerNorm(WIDTH), *layers)
+
+    def run() -> Tensor:
+        torch.manual_seed(3)
+        return gradients(model, x)
+
+    exact = run()
+    quantize(model)
+    assert_close(run(), exact)
+    quantized = [s for s in _saved(model, x).storages if s.dtype == torch.uint8 and s.nbytes]
+    assert len(quantized) == (3 if p else 2)
+    assert len([s for s in _saved(model, x).storages if s.nbytes == 32 * 256 * 4]) == (p > 0)
+
+
+def _saved(model: nn.Module, x: Tensor) -> SavedTensors:
+    with SavedTensors(model) as saved:
+        output = model(x)
+    del output
+    return saved
+
+
+@pytest.mark.parametrize("recipe", [EXACT, "coat"])
+def test_autocast_holds_no_copies_of_weights(
+    block: Block, x: Tensor, quantize: Quantize, recipe: str | ActivationPolicy
+) -> None:
+    def run() -> tuple[Tensor, SavedTensors]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return gradients(block, x), _saved(block, x)
+
+    exact, before = run()
+    quantize(block, recipe)
+    coded, after = run()
+    assert_close(coded, exact, 0.02 if recipe is EXACT else 0.12)
+    assert after.nbytes < 0.5 * before.nbytes
+    weights = {p.numel() for p in block.parameters()} - {WIDTH}
+    assert not any(torch.Size(s.shape).numel() in weights for s in after.storages)
+
+
+def test_bf16_weights(block: Block, x: Tensor, quantize: Quantize) -> None:
+    model, value = block.bfloat16(), x.detach().bfloat16().requires_grad_()
+    exact = gradients(model, value)
+    quantize(model)
+    assert_close(gradients(model, value), exact, 0.02)
+
+
+def test_frozen_weights_save_what_backward_needs(
+    block: Block, x: Tensor, quantize: Quantize
+) -> None:
+    block.requires_grad_(False)
+    block.mlp.down_proj.requires_grad_(True)
+    exact = gradients(block, x)
+    quantize(block)
+    assert_close(gradients(block, x), exact)
+    block.mlp.down_proj.requires_grad_(False)
+    codes = [s for s in _saved(block, x).storages if s.dtype == torch.uint8]
+    assert len(codes) == 4, "two norms, gate and up: no linear layer"
+    assert not [s for s in _saved(block, x.detach()).storages if s.nbytes], "no gradient wanted"
+
+
+def test_nan_reaches_the_gradients(block: Block, x: Tensor, quantize: Quantize) -> None:
+    quantize(block)
+    with torch.no_grad():
+        x[0, 3, 5] = float("nan")
+    assert gradients(block, x).isnan().any()
+
+
+@pytest.mark.parametrize("recipe", ["agoq", "coat", "fp8-4bit"])
+def test_split_backward_computes_each_product_once(
+    x: Tensor, quantize: Quantize, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    """Zero-bubble schedules ask for gradients of inputs first, and of weights later."""
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
+    quantize(model, recipe)
+    norm, linear = model[0], model[1]
+    normed = norm(x)
+    loss = linear(normed).square().sum()
+    rebuilds: list[object] = []
+    for name in ("rebuild", "rebuild_float8"):
+        kind = type(normed._lq_source.codes)
+        function = getattr(kind, name)
+        monkeypatch.setattr(
+            kind, name, lambda *a, f=function: (rebuilds.append(1), f(*a))[1]
+        )
+    (dx,) = torch.autograd.grad(loss, normed, retain_graph=True)
+    assert not rebuilds, "the weight's gradient was not asked for"
+    (dweight,) = torch.autograd.grad(loss, linear.weight)
+    assert len(rebuilds) == 1
+    assert dx.isfinite().all()
+    assert dweight.norm() > 0
+
+
+def test_rule_leaves_a_module_as_it_is(block: Block, x: Tensor, quantize: Quantize) -> None:
+    before = _saved(block, x)
+    quantize(block, ActivationPolicy(rules=(ActivationRule(module="*"),)))
+    assert _saved(block, x).storages == before.storages
+
+
+def test_recipes_name_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="recipe='agog'.*agoq"):
+        quantize_activations(nn.Linear(4, 4), "agog")
+    with pytest.raises(ValueError, match="other='int9'"):
+        ActivationPolicy(other="int9")

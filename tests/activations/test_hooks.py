@@ -1,0 +1,251 @@
+"""Saved-tensor hooks: unknown modules, attention in 8 bits, and checkpointed layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lq_lightning.activations import ActivationPolicy, quantize_activations
+from lq_lightning.activations.measure import SavedTensors
+
+WIDTH, HEADS = 64, 2
+
+
+class Mixer(nn.Module):
+    """A block with a convolution and a function that nobody knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        y = torch.tanh(self.mix(x.transpose(1, 2)).transpose(1, 2))
+        if scale is not None:
+            y = y * scale
+        return x + self.out(y)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self, block: type[nn.Module], layers: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
+
+    def forward(self, x: Tensor, *args: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, *args)
+        return x
+
+
+class Checkpointed(nn.Module):
+    """As Hugging Face's layers are: the class decides what is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mixer()
+        self.gradient_checkpointing = True
+
+    def forward(self, x: Tensor, *args: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, *args, use_reentrant=False)
+
+
+Checkpointed.__name__ = "GradientCheckpointingLayer"
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 32, WIDTH, requires_grad=True)
+
+
+def run(model: nn.Module, x: Tensor, *args: Tensor) -> tuple[Tensor, SavedTensors]:
+    """All gradients as one vector, and what was saved."""
+    with SavedTensors(model) as saved:
+        output = model(x, *args)
+    leaves = [x, *model.parameters()]
+    found = torch.autograd.grad(output.float().square().sum(), leaves)
+    return torch.cat([g.double().flatten() for g in found]), saved
+
+
+def assert_close(coded: Tensor, exact: Tensor, bound: float = 0.01) -> None:
+    error = float((coded - exact).norm() / exact.norm())
+    assert 0 < error < bound, error
+
+
+def floats(saved: SavedTensors) -> list[int]:
+    return [s.nbytes for s in saved.storages if s.dtype.is_floating_point]
+
+
+def test_unknown_blocks_are_packed_by_rule(x: Tensor) -> None:
+    model = Model(Mixer)
+    exact, before = run(model, x)
+    handle = quantize_activations(model)
+    coded, after = run(model, x)
+    assert_close(coded, exact)
+    assert after.nbytes < 0.3 * before.nbytes
+    assert not floats(after)
+    (left,) = handle.left
+    assert (left.modules, left.count) == (("Mixer",), 2)
+    assert "Conv1d" in left.reason
+    assert "int8" in left.reason
+    handle.remove()
+    torch.testing.assert_close(run(model, x)[0], exact, rtol=0, atol=0)
+
+
+def test_unknown_blocks_can_be_left(x: Tensor) -> None:
+    model = Model(Mixer)
+    _, before = run(model, x)
+    handle = quantize_activations(model, ActivationPolicy(other=None))
+    assert run(model, x)[1].nbytes == before.nbytes
+    assert "left as they are" in handle.left[0].reason
+
+
+def test_what_the_caller_holds_is_not_packed(x: Tensor) -> None:
+    """Rotary tables and masks are kept for all layers at once: a code for each would add to it."""
+    model, table = Model(Mixer), torch.randn(2, 32, WIDTH)
+    exact, before = run(model, x, table)
+    quantize_activations(model)
+    coded, after = run(model, x, table)
+    assert_close(coded, exact)
+    assert floats(after) == [table.numel() * 4]
+    assert after.nbytes < before.nbytes
+
+
+def test_hooks_of_others_get_the_codes(x: Tensor) -> None:
+    model = Model(Mixer)
+    exact, _ = run(model, x)
+    quantize_activations(model)
+    with torch.autograd.graph.save_on_cpu():
+        output = model(x)
+    found = torch.autograd.grad(output.square().sum(), [x, *model.parameters()])
+    assert_close(torch.cat([g.double().flatten() for g in found]), exact)
+
+
+def test_checkpoints_of_users_keep_their_own_hooks(x: Tensor) -> None:
+    model = Mixer()
+    exact, _ = run(model, x)
+    quantize_activations(model)
+    ran = []
+    model.mix.register_forward_hook(lambda *_: ran.append(1))
+    with SavedTensors(model) as saved:
+        output = checkpoint(model, x, use_reentrant=False)
+    assert [s.nbytes for s in saved.storages] == [x.numel() * 4], "the input, once"
+    found = torch.autograd.grad(output.square().sum(), [x, *model.parameters()])
+    assert_close(torch.cat([g.double().flatten() for g in found]), exact)
+    assert len(ran) == 2
+
+
+class Wrapped(nn.Module):
+    """Attention between what is unknown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.mixer = Mixer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixer(x + self.attention(x))
+
+
+def test_attention_in_8_bits_stores_shared_storages_once(x: Tensor) -> None:
+    model = Model(Attention)
+    exact, before = run(model, x)
+    quantize_activations(model, ActivationPolicy(attention="int8"))
+    coded, after = run(model, x)
+    assert_close(coded, exact)
+    # two inputs of 8192 bytes in full, the sums of exponentials, codes of q, k, v and the output
+    codes = [s.nbytes for s in after.storages if s.dtype == torch.uint8]
+    assert len(codes) == 2 * 4
+    assert sum(floats(after)) <= 2 * (x.numel() * 4 + 2 * 32 * HEADS * 4) < sum(floats(before))
+
+
+def test_attention_is_shielded_from_the_hooks_around_it(x: Tensor) -> None:
+    """Left alone by the policy, it is left alone in unknown blocks too."""
+    model = Model(Wrapped, 1)
+    quantize_activations(model)
+    _, saved = run(model, x)
+    kept = [s for s in saved.storages if s.module == "blocks.0.attention"]
+    assert [s.dtype for s in kept] == [torch.float32] * len(kept)
+    assert kept
+    assert any(s.dtype == torch.uint8 for s in saved.storages)
+
+
+def test_weights_are_never_packed() -> None:
+    model = nn.Sequential(nn.Conv1d(WIDTH, WIDTH, 3), nn.Conv1d(WIDTH, WIDTH, 3)).bfloat16()
+    quantize_activations(model)
+    x = torch.randn(2, WIDTH, 32, dtype=torch.bfloat16)
+    packed = _packed_shapes(model, x)
+    assert packed == [(2, WIDTH, 30)], "the first's input is held by the caller"
+
+
+def test_casts_of_autocast_are_weights(x: Tensor) -> None:
+    model = Model(Mixer, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        quantize_activations(model)
+        shapes = _packed_shapes(model, x)
+    weights = {tuple(p.shape) for p in model.parameters()} | {(WIDTH, WIDTH)}
+    assert shapes
+    assert not weights & set(shapes)
+
+
+def _packed_shapes(model: nn.Module, x: Tensor) -> list[tuple[int, ...]]:
+    """Shapes of what hooks packed, from a graph."""
+    output = model(x)
+    return sorted(set(_walk(output.grad_fn, set())))
+
+
+def _walk(node: object, seen: set[object]) -> Iterator[tuple[int, ...]]:
+    if node is None or node in seen:
+        return
+    seen.add(node)
+    for name in dir(node):
+        if name.startswith("_raw_saved"):
+            raw = getattr(node, name)
+            for saved in raw if isinstance(raw, (list, tuple)) else [raw]:
+                shape = _shape(saved)
+                if shape is not None:
+                    yield shape
+    for after, _ in node.next_functions:  # type: ignore[attr-defined]
+        yield from _walk(after, seen)
+
+
+def _shape(saved: object) -> tuple[int, ...] | None:
+    data = getattr(saved, "data", None)
+    shape = getattr(data, "shape", None)
+    return None if isinstance(data, Tensor) or shape is None else tuple(shape)
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_checkpointed_layers_keep_codes_and_compute_again(x: Tensor, codec: str | None) -> None:
+    model, table = Model(Checkpointed), torch.randn(2, 32, WIDTH)
+    exact, before = run(model, x, table)
+    ran = []
+    model.blocks[0].inner.mix.register_forward_hook(lambda *_: ran.append(1))
+    quantize_activations(model, ActivationPolicy(checkpoint=codec, other=None))
+    coded, after = run(model, x, table)
+    assert len(ran) == 2
+    assert sum(floats(before)) == 3 * x.numel() * 4, "two inputs, and the table"
+    if codec is None:
+        torch.testing.assert_close(coded, exact, rtol=0, atol=0)
+        assert after.nbytes == before.nbytes
+    else:
+        assert_close(coded, exact)
+        assert floats(after) == [table.numel() * 4]

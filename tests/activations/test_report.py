@@ -1,0 +1,75 @@
+"""The report agrees with what is saved, and says what is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lq_lightning.activations import ActivationPolicy, quantize_activations
+
+WIDTH = 128
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(WIDTH, 256, bias=False)
+        self.up_proj = nn.Linear(WIDTH, 256, bias=False)
+        self.down_proj = nn.Linear(256, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def model() -> nn.Module:
+    block = nn.Sequential(nn.RMSNorm(WIDTH), MLP())
+    return nn.Sequential(block, nn.Linear(WIDTH, WIDTH)).bfloat16()
+
+
+def test_bytes_per_token_before_the_first_step() -> None:
+    """As by hand: an RMSNorm in bf16 on the CPU saves fp32 x, its root and the normed x."""
+    report = quantize_activations(model(), ActivationPolicy(norm="int4", activation="int8")).report()
+    rows = {row.kind: row for row in report.rows}
+    norm, mlp, linear = rows["norm"], rows["MLP"], rows["linear"]
+    assert (norm.count, mlp.count, linear.count) == (1, 1, 4)
+    assert norm.bits == 4.25
+    assert norm.after == pytest.approx(WIDTH * 4.25 / 8 + 4, abs=0.1)
+    assert mlp.bits == 8.125
+    assert mlp.after == pytest.approx(2 * 256 * 8.125 / 8, abs=0.1)
+    assert mlp.before == pytest.approx(2 * (WIDTH + 4 * 256), abs=0.1)
+    assert norm.before is not None
+    assert norm.before >= 2 * WIDTH
+    assert linear.before is None
+    assert "attention's output" in linear.note
+    text = str(report)
+    assert "bytes/token" in text
+    assert "int4, groups of 128" in text
+
+
+def test_measured_bytes_are_those_of_the_forward() -> None:
+    net = model()
+    handle = quantize_activations(net)
+    x = torch.randn(4, 16, WIDTH, dtype=torch.bfloat16)
+    with handle.measure(original=True) as before:
+        outputs = [net(x)]
+    with handle.measure() as after:
+        outputs.append(net(x))
+    report = handle.report(before=before, after=after)
+    assert report.measured
+    assert report.before == before.nbytes > 3 * after.nbytes
+    assert report.after == after.nbytes
+    static = {row.kind: row for row in handle.report().rows}
+    for row in report.rows:
+        if row.kind in ("norm", "MLP"):
+            assert row.after == pytest.approx(64 * (static[row.kind].after or 0), abs=1)
+    linear = next(row for row in report.rows if row.kind == "linear")
+    assert linear.after == 64 * WIDTH * 2, "the last layer's input, which no norm made"
+    assert outputs[0].shape == outputs[1].shape
+
+
+def test_what_is_left_is_named() -> None:
+    net = nn.Sequential(nn.GroupNorm(2, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    report = quantize_activations(net, ActivationPolicy(other=None)).report()
+    assert "1 x GroupNorm: not recognized, and `other` is None: left as they are" in str(report)
