@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -152,7 +153,8 @@ def _materialize(module: LightningModule, device: torch.device) -> None:
 def compile_units(module: nn.Module, plan: ShardingPlan) -> None:
     """``torch.compile`` the forward of every unit; idempotent."""
     for unit in map(module.get_submodule, plan.units):
-        if "forward" not in unit.__dict__:  # not in an earlier stage
+        own = unit.__dict__.get("forward")
+        if own is None or isinstance(own, types.MethodType):  # not compiled in an earlier stage
             unit.forward = torch.compile(unit.forward)
 
 

@@ -88,6 +88,7 @@ CONFIGS = (
     "gpt_125m",
     "llama_hf",
     "lora",
+    "everything",
 )
 
 
@@ -104,6 +105,27 @@ def test_configs_parse_and_take_overrides(name: str, examples: Path) -> None:
     assert strategy["init_args"]["gradients"] == "TLq"
     assert config["trainer"]["max_steps"] == 7
     assert config["seed_everything"] == 42
+
+
+def test_activations_of_one_device(
+    examples: Path,
+    options: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A policy with rules in the configuration file, and a recipe on the command line."""
+    config = f"--config={examples}/configs/activations.yaml"
+    callback = _printed_config("fit", config)["trainer"]["callbacks"][0]
+    policy = callback["init_args"]["recipe"]
+    assert [rule["codec"] for rule in policy["rules"]] == ["int8", None]
+    changed = _printed_config("fit", config, "--trainer.callbacks.recipe=fp8-4bit")
+    assert changed["trainer"]["callbacks"][0]["init_args"]["recipe"] == "fp8-4bit"
+    with caplog.at_level("INFO"):
+        pretrain.main(["fit", config, *options])
+    assert "ActivationQuantization" in caplog.text
+    result = report.read(tmp_path / "run" / "report.json")
+    assert result.steps == 6
+    assert all(loss < 6 for _, loss in result.validation)
 
 
 def test_the_compared_runs_differ_in_the_codecs_only(examples: Path) -> None:

@@ -44,15 +44,16 @@ def _run(stage: str, config: str, examples: Path, tmp_path: Path, *options: str)
 
 @pytest.mark.usefixtures("text_folder")
 def test_quantized_run(examples: Path, tmp_path: Path) -> None:
-    """Communication, optimizer states and gradient sums in few bits, seen in the report."""
+    """Communication, states, gradient sums and activations in few bits, seen in the report."""
     pytest.importorskip("matplotlib", reason="draws the plot")
     steps = ["--trainer.max_steps=4", "--trainer.val_check_interval=8"]
-    shown = _run("fit", "quantized_precision", examples, tmp_path, *steps)
+    shown = _run("fit", "everything", examples, tmp_path, *steps)
     assert "4-bit differences" in shown
     assert "are expanded_fp8/expanded_fp8 codes" in shown
     assert "are kept in 8 bits between micro-batches" in shown
+    assert "ActivationQuantization('agoq')" in shown
     assert "Generated text" in shown
-    root = tmp_path / "runs" / "quantized_precision"
+    root = tmp_path / "runs" / "everything"
     result = report.read(root / "report.json")
     assert result.world_size == 2
     assert [step for step, _ in result.validation] == [2, 4]

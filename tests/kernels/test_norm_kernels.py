@@ -55,10 +55,10 @@ CASES = [
 IDS = [f"{kind}-{rows}x{numel}-{str(fmt).replace('/', '.')}" for kind, rows, numel, fmt, _ in CASES]
 
 
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """One unit in the last place of 16 bits; fp32 has the rounding of sums over a row."""
+def assert_close(actual: Tensor, expected: Tensor, roundings: int = 1) -> None:
+    """A unit in the last place of 16 bits for every rounding; fp32 has that of sums over a row."""
     eps = torch.finfo(expected.dtype).eps
-    rtol = max(eps, 4e-6)
+    rtol = max(roundings * eps, 4e-6)
     torch.testing.assert_close(actual.cpu(), expected, rtol=rtol, atol=4e-6, equal_nan=True)
 
 
@@ -88,7 +88,7 @@ def check_forward(
         moved.copy_(x)
     launch_norm_quantize(moved, *others, EPS, kind, fmt, y, stats, message, amax)
     assert torch.equal(message.cpu(), expected[2])
-    assert_close(y, expected[0])
+    assert_close(y, expected[0], roundings=2 if kind == "rms_cast" else 1)
     assert_close(stats, expected[1])
     largest = y.abs().max().float().view(1) if y.numel() else torch.zeros(1)
     torch.testing.assert_close(amax.cpu(), largest.cpu(), rtol=0, atol=0, equal_nan=True)

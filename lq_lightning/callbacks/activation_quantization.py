@@ -1,0 +1,257 @@
+"""``Trainer(callbacks=[ActivationQuantization(...)])``: saved activations in few bits."""
+
+from __future__ import annotations
+
+import glob
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lq_lightning._compat.float8 import float8_matmul_available
+from lq_lightning._compat.fsdp2 import tensor_parallel_parameters
+from lq_lightning._compat.lightning import default_dtype
+from lq_lightning.activations import (
+    ActivationPolicy,
+    ActivationRule,
+    QuantizedActivations,
+    quantize_activations,
+)
+from lq_lightning.activations.meter import CodeMeter
+from lq_lightning.activations.policy import SiteKind, resolve_policy
+from lq_lightning.activations.report import ActivationReport
+from lq_lightning.activations.sites import LinearSite, Site
+from lq_lightning.foundation.reporting import QuantizationReport
+
+__all__ = ["ActivationQuantization"]
+
+_DEVICES = ("cpu", "cuda")
+
+
+class ActivationQuantization(Callback):
+    """Keeps what backward needs as codes of few bits while ``fit`` runs.
+
+    Normalization layers, activation functions and gated MLPs keep codes of their inputs, from which
+    backward rebuilds the rest; linear layers behind them keep no input at all. Modules keep their
+    classes, names and parameters, so that checkpoints are those of a run without this callback.
+    When ``fit`` ends, also by an exception, the modules are as they were.
+
+    Works with ``strategy="quantized_fsdp"``, ``"ddp"``, ``ModelParallelStrategy`` and on a single
+    device, with layers made in ``__init__``, ``setup`` or ``configure_model``, before or after
+    ``fully_shard``. Modules with tensor-parallel weights are left as they are.
+
+    Args:
+        recipe: ``"agoq"``: 4-bit codes. ``"coat"``: FP8 codes and FP8 matrix products.
+            ``"fp8-4bit"``: 4-bit codes and FP8 matrix products. Or an ``ActivationPolicy``, whose
+            rules name modules as ``LightningModule.named_modules()`` does.
+
+    Raises:
+        ValueError: ``recipe`` is something else; or, before training starts: strategy, device or
+            precision are not supported, there is a second one in the Trainer, or the model has
+            nothing to quantize.
+        RuntimeError: Before training starts: the model is quantized already, or a precision plugin
+            replaced the modules.
+    """
+
+    def __init__(
+        self, recipe: Literal["agoq", "coat", "fp8-4bit"] | ActivationPolicy = "agoq"
+    ) -> None:
+        super().__init__()
+        self._policy = resolve_policy(recipe)
+        self._recipe = recipe if isinstance(recipe, str) else type(recipe).__name__
+        self._handle: QuantizedActivations | None = None
+        self._configure: _AfterConfigureModel | None = None
+        self._report: ActivationReport | None = None
+        self._meter = CodeMeter()
+
+    @property
+    def handle(self) -> QuantizedActivations | None:
+        """What ``quantize_activations`` returned for the model; ``None`` outside of ``fit``."""
+        return self._handle
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check the run, and wait for the model to be complete.
+
+        Raises:
+            ValueError: Strategy, device or precision are not supported, or there are two of these.
+        """
+        self._remove()
+        if stage == "fit":
+            self._check(trainer)
+            self._configure = _AfterConfigureModel(pl_module, self._quantize)
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say what is quantized.
+
+        Raises:
+            RuntimeError: The strategy or its precision plugin replaced modules.
+        """
+        if self._handle is None:
+            raise AssertionError("Lightning calls `configure_model` before")
+        modules = pl_module.modules()
+        present = {id(v) for m in modules for v in vars(m).values() if isinstance(v, Site)}
+        lost = [site.name for site in self._handle.sites if id(site) not in present]
+        if lost:
+            raise RuntimeError(
+                f"`{type(self).__name__}` prepared `{lost[0]}`{_more(lost)}, which `"
+                f"{type(trainer.precision_plugin).__name__}` has replaced since. Use the precision "
+                "'32-true', 'bf16-true' or 'bf16-mixed', or remove one of the two."
+            )
+        self._meter = CodeMeter()
+        self._meter.start()
+        rank_zero_info(f"{type(self).__name__}({self._recipe!r})\n{self._report}")
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Give the modules back as they were."""
+        self._remove()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Give the modules back as they were: ``teardown`` is not called."""
+        self._remove()
+
+    def quantization_report(self) -> QuantizationReport | None:
+        """Bits of what eager code kept as codes, and what rounding lost; None outside of ``fit``.
+
+        ``bytes_saved`` are those of codes, per optimizer step; ``bits_per_saved_value`` includes
+        scales; ``saved_<kind>_error`` is of what the kind of the policy keeps.
+        """
+        if self._handle is None:
+            return None
+        meter = self._meter
+        return QuantizationReport(
+            counts={"bytes_saved": meter.nbytes} if meter.nbytes else {},
+            ratios={"bits_per_saved_value": (8.0 * meter.nbytes, meter.values)},
+            errors={f"saved_{kind}_error": meter.take_errors(kind) for kind in get_args(SiteKind)},
+        )
+
+    def measure_quantization_errors(self, measure: bool) -> None:
+        """Decode all codes again, of code that is not compiled, or no longer."""
+        self._meter.measure = measure
+
+    def _check(self, trainer: pl.Trainer) -> None:
+        name, strategy = type(self).__name__, trainer.strategy
+        if [type(c) for c in trainer.callbacks].count(type(self)) > 1:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"there are two `{name}` in the Trainer, but a model is quantized once: remove "
+                "one. `ActivationPolicy(rules=[...])` gives modules formats of their own."
+            )
+        known = (ModelParallelStrategy, DDPStrategy, SingleDeviceStrategy)
+        if not isinstance(strategy, known) or isinstance(strategy, DeepSpeedStrategy):
+            raise ValueError(
+                f"`{name}` does not work with `{type(strategy).__name__}`: use "
+                'strategy="quantized_fsdp", "ddp", `ModelParallelStrategy` or a single device.'
+            )
+        device = strategy.root_device
+        if device.type not in _DEVICES:
+            raise ValueError(
+                f"`{name}` does not work on the device '{device}': choose the accelerator 'cuda' "
+                "or 'cpu'."
+            )
+        rules = (rule.matmul for rule in self._policy.rules)
+        if "float8" in (self._policy.matmul, *rules):
+            reason = float8_matmul_available(device)
+            if reason is not None:
+                raise ValueError(
+                    f"`{name}(recipe={self._recipe!r})`: {reason} `recipe='agoq'` does without."
+                )
+        if trainer.precision == "64-true":
+            raise ValueError(
+                f"`{name}` does not encode fp64, so that precision='64-true' leaves nothing to it: "
+                "use '32-true', 'bf16-true' or 'bf16-mixed', or remove the callback."
+            )
+
+    def _quantize(self, module: pl.LightningModule) -> None:
+        parallel = tensor_parallel_parameters(module)
+        rules = [ActivationRule(module=name, matmul="native") for name in _owners(parallel)]
+        policy = replace(self._policy, rules=(*self._policy.rules, *rules))
+        # Modules are tried out in fp32, without touching the numbers that the user's code draws.
+        with default_dtype(torch.float32), torch.random.fork_rng([]):
+            self._handle = quantize_activations(module, policy)
+        if not any(map(_keeps_codes, self._handle.sites)):
+            raise ValueError(
+                f"`{type(self).__name__}(recipe={self._recipe!r})` finds nothing to quantize in "
+                f"`{type(module).__name__}`: no normalization layer, activation function or MLP "
+                "that it knows and that no rule excepts. Remove the callback, or give an "
+                "`ActivationPolicy(linear='int8')`, which encodes the inputs of linear layers."
+            )
+        self._report = self._handle.report()  # before the strategy shards modules
+        if parallel:
+            rank_zero_info(
+                f"{type(self).__name__}: `{parallel[0]}`{_more(parallel)} are tensor-parallel; "
+                "their modules are left as they are."
+            )
+
+    def _remove(self) -> None:
+        self._meter.stop()
+        if self._configure is not None:
+            self._configure.remove()
+            self._configure = None
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = self._report = None
+
+
+class _AfterConfigureModel:
+    """Calls a function once, behind the next ``configure_model`` of a module.
+
+    That is where a model is complete and, unless the user does it there, not sharded yet. Lightning
+    has no callback hook between the two.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, then: Callable[[pl.LightningModule], None]
+    ) -> None:
+        self._module = module
+        self._own = module.__dict__.get("configure_model")  # of a sharded module
+
+        def configure_model(module: pl.LightningModule) -> None:
+            self.remove()
+            module.configure_model()
+            then(module)
+
+        # Not `functools.wraps`: Lightning looks behind it and finds nothing overridden.
+        self._method: Any = types.MethodType(configure_model, module)
+        module.__dict__["configure_model"] = self._method
+
+    def remove(self) -> None:
+        """Restore the attribute; idempotent."""
+        attributes = self._module.__dict__
+        if attributes.get("configure_model") is not self._method:
+            return
+        if self._own is None:
+            del attributes["configure_model"]
+        else:
+            attributes["configure_model"] = self._own
+
+
+def _owners(parameters: list[str]) -> list[str]:
+    """Patterns of the modules that own parameters, and of what those are part of directly."""
+    owners = [name.rpartition(".")[0] for name in parameters]
+    parents = [name.rpartition(".")[0] for name in owners]
+    return [glob.escape(name) for name in dict.fromkeys((*owners, *parents)) if name]
+
+
+def _keeps_codes(site: Site) -> bool:
+    return site.codec is not None or isinstance(site, LinearSite) and site.matmul == "float8"
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
