@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
+from lq_lightning.kernels.message.calls import Launch, launch_nothing
 from lq_lightning.kernels.message.launch import (
     INT_TO_FLOAT,
     Tile,
     choose_tile,
-    on_device,
     row_grid,
     row_stride,
 )
@@ -34,6 +36,23 @@ def _tile(kind: str, fmt: MessageFormat, group_size: int, y: Tensor) -> Tile:
     return choose_tile(kind, group_size, y.numel(), y.device)
 
 
+def _constants(
+    tile: Tile, numel: int, activation: str, fmt: MessageFormat, flat: bool, gated: bool
+) -> dict[str, object]:
+    """Constants that all kernels of activations take."""
+    return {
+        "BLOCK": tile.block,
+        "ACTIVATION": activation,
+        "FORMAT": fmt,
+        "FLAT": flat,
+        "GATED": gated,
+        "RUN": tile.run,
+        "WHOLE": numel % tile.block == 0,
+        "num_warps": tile.warps,
+        "enable_fp_fusion": False,
+    }
+
+
 def launch_quantize(
     x: Tensor,
     up: Tensor | None,
@@ -45,43 +64,27 @@ def launch_quantize(
     amax: Tensor,
     *,
     tile: Tile | None = None,
-) -> None:
-    """Launch the kernel; arguments and results as for the operator.
+) -> Callable[..., None]:
+    """Launch the kernel; arguments and results as for the operator, ``amax`` zero or ``[0]``.
 
-    ``tile`` overrides the choice from the tables; it changes the speed, not the bits.
+    ``tile`` overrides the choice from the tables; it changes the speed, not the bits. Returns what
+    does the same with other tensors alike.
     """
     if x.numel() == 0:
-        return
+        return launch_nothing
     flat = is_flat(fmt, x.shape[1])
     other = x if up is None else up
     rows, numel = _encoded_rows(x, flat, other)
     tile = tile or _tile("quantize", fmt, fmt.block_multiple, x)
-    with on_device(x):
-        activation_quantize_kernel[row_grid(rows, numel, tile)](
-            x,
-            other,
-            y,
-            message,
-            up_message,
-            amax,
-            row_stride(x, 0),
-            row_stride(other, 0),
-            row_stride(message, 0),
-            row_stride(up_message, 0),
-            rows,
-            tile.tiles,
-            numel,
-            BLOCK=tile.block,
-            ACTIVATION=activation,
-            FORMAT=fmt,
-            FLAT=flat,
-            GATED=up is not None,
-            AMAX=amax.numel() > 0,
-            RUN=tile.run,
-            WHOLE=numel % tile.block == 0,
-            num_warps=tile.warps,
-            enable_fp_fusion=False,
-        )
+    strides = [row_stride(rows_of, 0) for rows_of in (x, other, message, up_message)]
+    launch = Launch(
+        activation_quantize_kernel,
+        row_grid(rows, numel, tile),
+        (*strides, rows, tile.tiles, numel),
+        _constants(tile, numel, activation, fmt, flat, up is not None) | {"AMAX": amax.numel() > 0},
+    )
+    launch(x, up, y, message, up_message, amax)
+    return launch
 
 
 def launch_dequantize(
@@ -92,35 +95,25 @@ def launch_dequantize(
     y: Tensor,
     *,
     tile: Tile | None = None,
-) -> None:
-    """Launch the kernel, which writes ``y``, ``[T, N]`` contiguous; otherwise as the operator."""
+) -> Callable[..., None]:
+    """Launch the kernel, which writes ``y``, ``[T, N]`` contiguous; otherwise as the operator.
+
+    Returns what does the same with other tensors alike.
+    """
     if y.numel() == 0:
-        return
+        return launch_nothing
     up = message if up_message is None else up_message
     flat = is_flat(fmt, y.shape[1])
     rows, numel = _encoded_rows(y, flat)
     tile = tile or _tile("dequantize", fmt, 1, y)
-    with on_device(y):
-        activation_dequantize_kernel[row_grid(rows, numel, tile)](
-            message,
-            up,
-            y,
-            row_stride(message, 0),
-            row_stride(up, 0),
-            rows,
-            tile.tiles,
-            numel,
-            INT_TO_FLOAT,
-            BLOCK=tile.block,
-            ACTIVATION=activation,
-            FORMAT=fmt,
-            FLAT=flat,
-            GATED=up_message is not None,
-            RUN=tile.run,
-            WHOLE=numel % tile.block == 0,
-            num_warps=tile.warps,
-            enable_fp_fusion=False,
-        )
+    launch = Launch(
+        activation_dequantize_kernel,
+        row_grid(rows, numel, tile),
+        (row_stride(message, 0), row_stride(up, 0), rows, tile.tiles, numel, INT_TO_FLOAT),
+        _constants(tile, numel, activation, fmt, flat, up_message is not None),
+    )
+    launch(message, up_message, y)
+    return launch
 
 
 def launch_backward(
@@ -134,37 +127,24 @@ def launch_backward(
     amax: Tensor,
     *,
     tile: Tile | None = None,
-) -> None:
-    """Launch the kernel, which writes what the operator returns; arguments as for the operator."""
+) -> Callable[..., None]:
+    """Launch the kernel, which writes what the operator returns; arguments as for the operator.
+
+    ``amax`` is zero or ``[0]``. Returns what does the same with other tensors alike.
+    """
     if dy.numel() == 0:
-        return
+        return launch_nothing
     up = message if up_message is None else up_message
     flat = is_flat(fmt, dy.shape[1])
     rows, numel = _encoded_rows(dy, flat)
     tile = tile or _tile("backward", fmt, 1, dy)
-    with on_device(dy):
-        activation_backward_kernel[row_grid(rows, numel, tile)](
-            message,
-            up,
-            dy,
-            dx,
-            dup,
-            amax,
-            row_stride(dy, 0),
-            row_stride(message, 0),
-            row_stride(up, 0),
-            rows,
-            tile.tiles,
-            numel,
-            INT_TO_FLOAT,
-            BLOCK=tile.block,
-            ACTIVATION=activation,
-            FORMAT=fmt,
-            FLAT=flat,
-            GATED=up_message is not None,
-            AMAX=amax.numel() > 0,
-            RUN=tile.run,
-            WHOLE=numel % tile.block == 0,
-            num_warps=tile.warps,
-            enable_fp_fusion=False,
-        )
+    strides = [row_stride(rows_of, 0) for rows_of in (dy, message, up)]
+    launch = Launch(
+        activation_backward_kernel,
+        row_grid(rows, numel, tile),
+        (*strides, rows, tile.tiles, numel, INT_TO_FLOAT),
+        _constants(tile, numel, activation, fmt, flat, up_message is not None)
+        | {"AMAX": amax.numel() > 0},
+    )
+    launch(message, up_message, dy, dx, dup, amax)
+    return launch

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
+from lq_lightning.kernels.message.calls import facts, find_call, keep_call
 from lq_lightning.kernels.message.checks import check_rows
 from lq_lightning.kernels.message.matrix import check_matrix, empty_message, parse_matrix_format
 from lq_lightning.kernels.message.operators import define_operator
@@ -80,6 +81,11 @@ def _quantize(
         ValueError: an argument is none of these.
         NotImplementedError: the format has one scale per row.
     """
+    key = ("activation_quantize", facts(x), facts(up), activation, format, amax)
+    call = find_call(key)
+    if call is not None:
+        y, message, up_message, largest = call.repeat(x, up)
+        return y, message, up_message, largest
     fmt = parse_matrix_format(format)
     check_activation(activation)
     _check_values("x", x)
@@ -95,7 +101,8 @@ def _quantize(
     from .launch import launch_quantize
 
     results = _fake_quantize(x, up, activation, format, amax)
-    launch_quantize(x, up, activation, fmt, *results)
+    launch = launch_quantize(x, up, activation, fmt, *results)
+    keep_call(key, results, launch, zeroed=3 if amax else None)
     return results
 
 
@@ -126,6 +133,11 @@ def _dequantize(
         ValueError: an argument is none of these.
         NotImplementedError: the format has one scale per row.
     """
+    messages = (message, up_message)
+    key = ("activation_dequantize", *map(facts, messages), rows, numel, activation, format, dtype)
+    call = find_call(key)
+    if call is not None:
+        return call.repeat(*messages)[0]
     fmt = parse_matrix_format(format)
     check_activation(activation)
     check_messages(message, up_message, rows, numel, fmt)
@@ -137,7 +149,7 @@ def _dequantize(
     from .launch import launch_dequantize
 
     y = _fake_dequantize(message, up_message, rows, numel, activation, format, dtype)
-    launch_dequantize(message, up, activation, fmt, y)
+    keep_call(key, [y], launch_dequantize(message, up, activation, fmt, y))
     return y
 
 
@@ -163,6 +175,12 @@ def _backward(
         ValueError: an argument is none of these.
         NotImplementedError: the format has one scale per row.
     """
+    tensors = (message, up_message, dy)
+    key = ("activation_backward", *map(facts, tensors), activation, format, amax)
+    call = find_call(key)
+    if call is not None:
+        dx, dup, largest = call.repeat(*tensors)
+        return dx, dup, largest
     fmt = parse_matrix_format(format)
     check_activation(activation)
     _check_values("dy", dy)
@@ -175,7 +193,8 @@ def _backward(
     from .launch import launch_backward
 
     results = _fake_backward(message, up_message, dy, activation, format, amax)
-    launch_backward(message, up, dy, activation, fmt, *results)
+    launch = launch_backward(message, up, dy, activation, fmt, *results)
+    keep_call(key, results, launch, zeroed=2 if amax else None)
     return results
 
 
@@ -187,7 +206,7 @@ def _fake_quantize(
     message = empty_message(fmt, x.shape[0], x.shape[1], x.device)
     nothing = torch.empty(0, 0, dtype=torch.uint8, device=x.device)
     up_message = nothing if up is None else torch.empty_like(message)
-    return y, message, up_message, torch.zeros(int(amax), device=x.device)
+    return y, message, up_message, torch.zeros(int(amax), dtype=torch.float32, device=x.device)
 
 
 def _fake_dequantize(
@@ -207,7 +226,7 @@ def _fake_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
     dup = dx.new_empty(0, 0) if gated(up_message) is None else torch.empty_like(dx)
-    return dx, dup, torch.zeros(2 * int(amax), device=dy.device)
+    return dx, dup, torch.zeros(2 * int(amax), dtype=torch.float32, device=dy.device)
 
 
 activation_quantize = define_operator(

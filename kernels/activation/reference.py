@@ -84,7 +84,7 @@ def value_and_derivative(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 def _amax(x: Tensor) -> Tensor:
     """Largest magnitude, NaN if there is one, as fp32 ``[1]``; 0 of nothing."""
-    return x.abs().amax().float().view(1) if x.numel() else torch.zeros(1)
+    return x.abs().amax().float().view(1) if x.numel() else torch.zeros(1, dtype=torch.float32)
 
 
 def quantize(
@@ -94,7 +94,12 @@ def quantize(
     value = value_and_derivative(x.float(), activation)[0]
     y = (value if up is None else value * up.float()).to(x.dtype)
     up_message = torch.empty(0, 0, dtype=torch.uint8) if up is None else encode_matrix(up, fmt)
-    return y, encode_matrix(x, fmt), up_message, _amax(y) if amax else torch.empty(0)
+    return (
+        y,
+        encode_matrix(x, fmt),
+        up_message,
+        _amax(y) if amax else torch.empty(0, dtype=torch.float32),
+    )
 
 
 def dequantize(
@@ -131,4 +136,8 @@ def backward(
         up = decode_matrix(up_message, rows, numel, fmt)
         dx = (dy.float() * up * derivative).to(dy.dtype)
         dup = (dy.float() * value).to(dy.dtype)
-    return dx, dup, torch.cat([_amax(dx), _amax(dup)]) if amax else torch.empty(0)
+    return (
+        dx,
+        dup,
+        torch.cat([_amax(dx), _amax(dup)]) if amax else torch.empty(0, dtype=torch.float32),
+    )

@@ -43,7 +43,7 @@ def feedback(
     total = round_up(padded, target.group_size)
     for row, row_end, column, column_end in row_chunks(rows, total, target.group_size):
         count, kept = min(column_end, padded) - column, residual[row:row_end]
-        block = torch.zeros(row_end - row, column_end - column)
+        block = torch.zeros(row_end - row, column_end - column, dtype=torch.float32)
         if x.dtype == torch.uint8:
             block[:, :count] = reduce_block(x[:, row:row_end], numel, column, count, stored)
         else:

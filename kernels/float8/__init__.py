@@ -5,6 +5,7 @@ from .op import (
     dequantize_float8,
     float8_amax,
     float8_cast,
+    float8_quantize,
     norm_dequantize_float8,
 )
 
@@ -13,5 +14,6 @@ __all__ = [
     "dequantize_float8",
     "float8_amax",
     "float8_cast",
+    "float8_quantize",
     "norm_dequantize_float8",
 ]

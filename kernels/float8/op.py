@@ -1,4 +1,4 @@
-"""The operators ``float8_amax``, ``float8_cast`` and ``*dequantize_float8``.
+"""The operators ``float8_amax``, ``_cast`` and ``_quantize``, and ``*dequantize_float8``.
 
 What FP8 matrix products need: a cast with one scale per tensor, of the rows and of the columns of a
 matrix in one pass over memory, and rebuilds of saved activations straight from their codes to the
@@ -20,44 +20,15 @@ from torch import Tensor
 
 from lq_lightning.kernels.activation.op import check_activation, check_messages, gated
 from lq_lightning.kernels.message import round_up
-from lq_lightning.kernels.message.checks import check_rows
+from lq_lightning.kernels.message.calls import facts, find_call, keep_call
 from lq_lightning.kernels.message.matrix import check_matrix, parse_matrix_format
 from lq_lightning.kernels.message.operators import define_operator
 from lq_lightning.kernels.norm.op import check_kind, check_parameter, check_statistics
 
 from . import reference as cpu
+from .checks import check_cast, check_number, check_sides, check_values
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _E4M3 = torch.float8_e4m3fn
-
-
-# Of a matrix on a GPU, so that offsets in a tile fit 32 bits, and tiles the grid.
-_MAX_SIDE = 1 << 22
-
-
-def _check_sides(rows: int, row_length: int) -> None:
-    if rows > _MAX_SIDE or row_length > _MAX_SIDE:
-        raise NotImplementedError(
-            f"a matrix of {rows} rows, {row_length} values apart, is too large for the kernels of "
-            f"FP8 operands; both must be at most {_MAX_SIDE}. Pass it in parts."
-        )
-
-
-def _check_values(x: Tensor) -> None:
-    if x.dim() != 2 or x.dtype not in _FLOATS:
-        raise ValueError(
-            f"x is {x.dtype} {tuple(x.shape)}; it must be a matrix of float32, bfloat16 or "
-            "float16. Flatten all but its last dimension."
-        )
-    check_rows("x", x)
-
-
-def _check_number(name: str, number: Tensor) -> None:
-    if number.dtype != torch.float32 or number.numel() != 1:
-        raise ValueError(
-            f"{name} is {number.dtype} {tuple(number.shape)}; it must be float32 of one element, "
-            "as float8_amax and float8_cast return it."
-        )
 
 
 def _float8_amax(x: Tensor) -> Tensor:
@@ -72,13 +43,17 @@ def _float8_amax(x: Tensor) -> Tensor:
     Raises:
         ValueError: another shape, dtype or stride.
     """
-    _check_values(x)
+    key = ("float8_amax", facts(x))
+    call = find_call(key)
+    if call is not None:
+        return call.repeat(x)[0]
+    check_values(x)
     if not x.is_cuda:
         return cpu.amax(x)
     from .triton_kernels import launch_amax
 
     out = torch.zeros(1, dtype=torch.float32, device=x.device)
-    launch_amax(x, out)
+    keep_call(key, [out], launch_amax(x, out), zeroed=0)
     return out
 
 
@@ -105,18 +80,18 @@ def _float8_cast(
         ValueError: another shape, dtype or stride.
         NotImplementedError: a side of more than ``2**22`` on a GPU.
     """
-    _check_values(x)
-    _check_number("amax", amax)
-    if dtype not in cpu.MAX_VALUES:
-        raise ValueError(
-            f"dtype={dtype} is not supported; allowed: {', '.join(map(str, cpu.MAX_VALUES))}."
-        )
+    key = ("float8_cast", facts(x), facts(amax), dtype, rows, columns)
+    call = find_call(key)
+    if call is not None:
+        q, q_t, scale = call.repeat(x, amax)
+        return q, q_t, scale
+    check_cast(x, dtype)
+    check_number("amax", amax)
     q, q_t, scale = _fake_float8_cast(x, amax, dtype, rows, columns)
     if x.is_cuda:
         from .triton_kernels import launch_cast
 
-        _check_sides(x.shape[0], max(x.shape[1], x.stride(0) if x.shape[0] > 1 else 0))
-        launch_cast(x, amax, q, q_t, scale)
+        keep_call(key, (q, q_t, scale), launch_cast(x, amax, q, q_t, scale))
         return q, q_t, scale
     scale = cpu.scale_of(amax.view(1), dtype)
     if rows or columns:
@@ -124,6 +99,42 @@ def _float8_cast(
         q = cpu.padded_rows(cast) if rows else q
         q_t = cpu.transposed(cast) if columns else q_t
     return q, q_t, scale
+
+
+def _float8_quantize(
+    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Find the largest magnitude of a matrix and cast it: ``float8_amax`` and ``float8_cast``.
+
+    Args:
+        x: as of ``float8_cast``.
+        dtype: as of ``float8_cast``.
+        rows: whether to return ``q``.
+        columns: whether to return ``q_t``.
+
+    Returns:
+        ``q``, ``q_t`` and the factor of decoding of ``float8_cast``; fp32 ``[1]`` of
+        ``float8_amax``.
+
+    Raises:
+        ValueError: another shape, dtype or stride.
+        NotImplementedError: a side of more than ``2**22`` on a GPU.
+    """
+    key = ("float8_quantize", facts(x), dtype, rows, columns)
+    call = find_call(key)
+    if call is not None:
+        q, q_t, scale, amax = call.repeat(x)
+        return q, q_t, scale, amax
+    check_cast(x, dtype)
+    if not x.is_cuda:
+        amax = cpu.amax(x)
+        return *_float8_cast(x, amax, dtype, rows, columns), amax
+    from .triton_kernels import launch_quantize
+
+    results = _fake_float8_quantize(x, dtype, rows, columns)
+    results[3].zero_()
+    keep_call(key, results, launch_quantize(x, *results), zeroed=3)
+    return results
 
 
 def _dequantize_float8(
@@ -145,15 +156,19 @@ def _dequantize_float8(
         ValueError: an argument has another shape, dtype, stride or value.
         NotImplementedError: a format with one scale per row; a side of more than ``2**22``.
     """
+    key = ("dequantize_float8", facts(message), rows, numel, format, facts(scale))
+    call = find_call(key)
+    if call is not None:
+        return call.repeat(message, scale)[0]
     fmt = parse_matrix_format(format)
     check_matrix("message", message, rows, numel, fmt)
-    _check_number("scale", scale)
+    check_number("scale", scale)
     if not message.is_cuda:
         return cpu.dequantize(message, rows, numel, fmt, scale)
     from .triton_rebuild import launch_dequantize
 
     out = _empty_transposed(message, rows, numel)
-    launch_dequantize(message, rows, fmt, scale, out)
+    keep_call(key, [out], launch_dequantize(message, rows, fmt, scale, out))
     return out
 
 
@@ -188,6 +203,11 @@ def _norm_dequantize_float8(
         ValueError: an argument has another shape, dtype, stride or value.
         NotImplementedError: a format with one scale per row; a side of more than ``2**22``.
     """
+    tensors = (message, stats, weight, bias, scale)
+    key = ("norm_dequantize_float8", *map(facts, tensors), numel, kind, format)
+    call = find_call(key)
+    if call is not None:
+        return call.repeat(*tensors)[0]
     fmt = parse_matrix_format(format)
     rows = stats.shape[0]
     check_kind(kind, bias)
@@ -195,13 +215,14 @@ def _norm_dequantize_float8(
     check_matrix("message", message, rows, numel, fmt)
     check_parameter("weight", weight, numel)
     check_parameter("bias", bias, numel)
-    _check_number("scale", scale)
+    check_number("scale", scale)
     if not message.is_cuda:
         return cpu.norm_dequantize(message, stats, weight, bias, numel, kind, fmt, scale)
     from .triton_rebuild import launch_norm_dequantize
 
     out = _empty_transposed(message, rows, numel)
-    launch_norm_dequantize(message, stats, weight, bias, kind, fmt, scale, out)
+    launch = launch_norm_dequantize(message, stats, weight, bias, kind, fmt, scale, out)
+    keep_call(key, [out], launch)
     return out
 
 
@@ -232,22 +253,28 @@ def _activation_dequantize_float8(
         ValueError: an argument has another shape, dtype, stride or value.
         NotImplementedError: a format with one scale per row; a side of more than ``2**22``.
     """
+    tensors = (message, up_message, scale)
+    key = ("activation_dequantize_float8", *map(facts, tensors), rows, numel, activation, format)
+    call = find_call(key)
+    if call is not None:
+        return call.repeat(*tensors)[0]
     fmt = parse_matrix_format(format)
     check_activation(activation)
     check_messages(message, up_message, rows, numel, fmt)
-    _check_number("scale", scale)
+    check_number("scale", scale)
     up = gated(up_message)
     if not message.is_cuda:
         return cpu.activation_dequantize(message, up, rows, numel, activation, fmt, scale)
     from .triton_rebuild import launch_activation_dequantize
 
     out = _empty_transposed(message, rows, numel)
-    launch_activation_dequantize(message, up, rows, activation, fmt, scale, out)
+    launch = launch_activation_dequantize(message, up, rows, activation, fmt, scale, out)
+    keep_call(key, [out], launch)
     return out
 
 
 def _empty_transposed(message: Tensor, rows: int, numel: int) -> Tensor:
-    _check_sides(rows, numel)
+    check_sides(rows, numel)
     return message.new_empty(numel, round_up(rows, cpu.ROW_MULTIPLE), dtype=_E4M3)
 
 
@@ -263,6 +290,13 @@ def _fake_float8_cast(
     q_t_shape = (N, round_up(R, cpu.ROW_MULTIPLE)) if columns else (0, 0)
     scale = x.new_empty(1, dtype=torch.float32)
     return x.new_empty(q_shape, dtype=dtype), x.new_empty(q_t_shape, dtype=dtype), scale
+
+
+def _fake_float8_quantize(
+    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    amax = _fake_float8_amax(x)
+    return *_fake_float8_cast(x, amax, dtype, rows, columns), amax
 
 
 def _fake_dequantize_float8(
@@ -302,6 +336,12 @@ float8_cast = define_operator(
     " -> (Tensor q, Tensor q_t, Tensor scale)",
     _float8_cast,
     _fake_float8_cast,
+)
+float8_quantize = define_operator(
+    "float8_quantize(Tensor x, ScalarType dtype, bool rows, bool columns)"
+    " -> (Tensor q, Tensor q_t, Tensor scale, Tensor amax)",
+    _float8_quantize,
+    _fake_float8_quantize,
 )
 dequantize_float8 = define_operator(
     "dequantize_float8(Tensor message, int rows, int numel, str format, Tensor scale) -> Tensor",

@@ -79,11 +79,11 @@ def decode(
     levels, integers whose sums are exact; scale and minimum follow.
     """
     if rows * numel == 0:
-        return torch.zeros(rows, numel)
+        return torch.zeros(rows, numel, dtype=torch.float32)
     count, length = matrix_shape(fmt, rows, numel)
     layout, size, group = fmt.layout(length), fmt.hadamard_size, fmt.group_size
     codes = blocks.load_codes(message, 0, layout.padded_numel, fmt, layout)
-    values = torch.zeros(count, layout.num_groups * group)
+    values = torch.zeros(count, layout.num_groups * group, dtype=torch.float32)
     values[:, : layout.padded_numel] = blocks.dequantize_codes(codes, fmt)
     if transforms_levels(fmt):
         values = blocks.hadamard_(values, size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,7 +19,8 @@ from lq_lightning.kernels.float8.triton_blocks import (
     transpose_bytes,
 )
 from lq_lightning.kernels.float8.triton_tiles import load_runs
-from lq_lightning.kernels.message.launch import MAX_GRID_Y, on_device, row_stride
+from lq_lightning.kernels.message.calls import Launch, launch_nothing
+from lq_lightning.kernels.message.launch import MAX_GRID_Y, row_stride
 from lq_lightning.kernels.message.triton_frame import program_row
 
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
@@ -49,10 +52,13 @@ def amax_kernel(x_ptr, out_ptr, stride, rows, numel, BLOCK: tl.constexpr, TILES:
             tl.atomic_max(target, largest, sem="relaxed")
 
 
-def launch_amax(x: Tensor, out: Tensor) -> None:
-    """Raise fp32 ``[1]`` ``out``, which holds 0, to the largest magnitude of ``[R, N]`` ``x``."""
+def launch_amax(x: Tensor, out: Tensor) -> Callable[..., None]:
+    """Raise fp32 ``[1]`` ``out``, which holds 0, to the largest magnitude of ``[R, N]`` ``x``.
+
+    Returns what does the same with other tensors alike.
+    """
     if x.numel() == 0:
-        return
+        return launch_nothing
     if x.is_contiguous():
         x = x.view(1, -1)
     rows, numel = x.shape
@@ -61,13 +67,11 @@ def launch_amax(x: Tensor, out: Tensor) -> None:
         min(rows, MAX_GRID_Y),
         triton.cdiv(rows, MAX_GRID_Y),
     )
-    with on_device(x):
-        amax_kernel[grid](
-            *(x, out, row_stride(x, 0), rows, numel),
-            BLOCK=_AMAX_BLOCK,
-            TILES=_AMAX_TILES,
-            num_warps=8,
-        )
+    sizes = (row_stride(x, 0), rows, numel)
+    tile = {"BLOCK": _AMAX_BLOCK, "TILES": _AMAX_TILES, "num_warps": 8}
+    launch = Launch(amax_kernel, grid, sizes, tile)
+    launch(x, out)
+    return launch
 
 
 @triton.jit
@@ -153,7 +157,7 @@ def launch_cast(
     scale: Tensor,
     *,
     tile: CastTile | None = None,
-) -> None:
+) -> Callable[..., None]:
     """Launch the kernel; arguments as the operator's, with its results.
 
     Args:
@@ -163,23 +167,44 @@ def launch_cast(
         q_t: ``[N, round16(R)]``, or ``[0, 0]`` for none.
         scale: fp32 ``[1]``.
         tile: overrides the choice from the table.
+
+    Returns:
+        What does the same with other tensors alike.
     """
     tile = tile or CAST_TILE
     rows, numel = x.shape
     grid = (1, 1)  # for the scale alone
     if q.numel() or q_t.numel():
         grid = (triton.cdiv(numel, tile.columns), triton.cdiv(rows, tile.rows))
-    with on_device(x):
-        cast_kernel[grid](
-            *(x, amax, q, q_t, scale, row_stride(x, 0), rows, numel),
-            q.shape[1] // ROW_MULTIPLE,
-            q_t.shape[1] // ROW_MULTIPLE,
-            LARGEST=MAX_VALUES[q.dtype],
-            ROWS=q.numel() > 0,
-            COLUMNS=q_t.numel() > 0,
-            EVEN=x.numel() > 0 and rows % tile.rows == 0 and numel % tile.columns == 0,
-            BLOCK_R=tile.rows,
-            BLOCK_N=tile.columns,
-            num_warps=tile.warps,
-            enable_fp_fusion=False,
-        )
+    strides = (row_stride(x, 0), q.shape[1] // ROW_MULTIPLE, q_t.shape[1] // ROW_MULTIPLE)
+    launch = Launch(
+        cast_kernel,
+        grid,
+        (strides[0], rows, numel, *strides[1:]),
+        {
+            "LARGEST": MAX_VALUES[q.dtype],
+            "ROWS": q.numel() > 0,
+            "COLUMNS": q_t.numel() > 0,
+            "EVEN": x.numel() > 0 and rows % tile.rows == 0 and numel % tile.columns == 0,
+            "BLOCK_R": tile.rows,
+            "BLOCK_N": tile.columns,
+            "num_warps": tile.warps,
+            "enable_fp_fusion": False,
+        },
+    )
+    launch(x, amax, q, q_t, scale)
+    return launch
+
+
+def launch_quantize(
+    x: Tensor, q: Tensor, q_t: Tensor, scale: Tensor, amax: Tensor
+) -> Callable[..., None]:
+    """Launch both kernels; arguments as of ``launch_cast``, ``amax`` zero before."""
+    find = launch_amax(x, amax)
+    cast = launch_cast(x, amax, q, q_t, scale)
+
+    def launch(x: Tensor, q: Tensor, q_t: Tensor, scale: Tensor, amax: Tensor) -> None:
+        find(x, amax)
+        cast(x, amax, q, q_t, scale)
+
+    return launch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,7 +21,8 @@ from lq_lightning.kernels.float8.triton_blocks import (
 )
 from lq_lightning.kernels.float8.triton_tiles import ROW_STEP, decode_tile
 from lq_lightning.kernels.message import MessageFormat
-from lq_lightning.kernels.message.launch import INT_TO_FLOAT, on_device
+from lq_lightning.kernels.message.calls import Launch, launch_nothing
+from lq_lightning.kernels.message.launch import INT_TO_FLOAT
 from lq_lightning.kernels.message.matrix import is_flat
 from lq_lightning.kernels.norm.triton_arithmetic import factor_of, load_statistics, standardize
 
@@ -138,23 +141,23 @@ def rebuild_kernel(
     )
 
 
-def _launch(
+def _prepare(
     message: Tensor,
-    up: Tensor | None,
-    stats: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rows: int,
     fmt: MessageFormat,
-    scale: Tensor,
+    rows: int,
     out: Tensor,
     tile: RebuildTile | None,
+    *,
     norm: str = "",
     activation: str = "",
-) -> None:
+    up: bool = False,
+    weight: bool = False,
+    bias: bool = False,
+) -> Callable[..., None]:
+    """Return a launch, given the pointers of the kernel; messages have to be contiguous."""
     numel = out.shape[0]
     if out.numel() == 0:
-        return
+        return launch_nothing
     if tile is None:
         source = "norm" if norm else "activation" if activation else "codes"
         tile = REBUILD_TILES[rebuild_kind(source, fmt)]
@@ -163,36 +166,31 @@ def _launch(
     codes_per_word = word_nbytes * 8 // fmt.planes[0]
     if flat:
         word_pitch, scale_pitch = numel // codes_per_word, numel // fmt.group_size
-    else:  # one pitch for both messages
-        message, up = message.contiguous(), None if up is None else up.contiguous()
-        word_pitch = message.stride(0) // word_nbytes
-        scale_pitch = message.stride(0) // fmt.scale_nbytes
+    else:
+        word_pitch, scale_pitch = (message.shape[1] // n for n in (word_nbytes, fmt.scale_nbytes))
     unit = 4 if word_pitch % 4 == 0 else 1  # so that the compiler knows of it
-    grid = (triton.cdiv(numel, tile.columns), triton.cdiv(rows, tile.rows))
-    with on_device(out):
-        rebuild_kernel[grid](
-            message,
-            message if up is None else up,
-            message if stats is None else stats,
-            message if weight is None else weight,
-            message if bias is None else bias,
-            *(scale, out, word_pitch // unit, scale_pitch, rows, numel),
-            *(out.shape[1] // ROW_MULTIPLE, INT_TO_FLOAT),
-            FORMAT=fmt,
-            FLAT=flat,
-            UNIT=unit,
-            NORM=norm,
-            ACTIVATION=activation,
-            UP=up is not None,
-            WEIGHT=weight is not None,
-            BIAS=bias is not None,
-            EVEN=rows % tile.rows == 0 and numel % tile.columns == 0,
-            P=tile.rows // 4,
-            BLOCK_N=tile.columns,
-            RUN=tile.run,
-            num_warps=tile.warps,
-            enable_fp_fusion=False,
-        )
+    sizes = (rows, numel, out.shape[1] // ROW_MULTIPLE)
+    return Launch(
+        rebuild_kernel,
+        (triton.cdiv(numel, tile.columns), triton.cdiv(rows, tile.rows)),
+        (word_pitch // unit, scale_pitch, *sizes, INT_TO_FLOAT),
+        {
+            "FORMAT": fmt,
+            "FLAT": flat,
+            "UNIT": unit,
+            "NORM": norm,
+            "ACTIVATION": activation,
+            "UP": up,
+            "WEIGHT": weight,
+            "BIAS": bias,
+            "EVEN": rows % tile.rows == 0 and numel % tile.columns == 0,
+            "P": tile.rows // 4,
+            "BLOCK_N": tile.columns,
+            "RUN": tile.run,
+            "num_warps": tile.warps,
+            "enable_fp_fusion": False,
+        },
+    )
 
 
 def launch_dequantize(
@@ -203,12 +201,19 @@ def launch_dequantize(
     out: Tensor,
     *,
     tile: RebuildTile | None = None,
-) -> None:
+) -> Callable[..., None]:
     """Launch the kernel; arguments as the operator's, ``out`` ``[N, round16(T)]`` its result.
 
-    ``tile`` overrides the choice from the table; it changes the speed, not the bits.
+    ``tile`` overrides the choice from the table; it changes the speed, not the bits. Returns what
+    does the same with other tensors alike.
     """
-    _launch(message, None, None, None, None, rows, fmt, scale, out, tile)
+    prepared = _prepare(message, fmt, rows, out, tile)
+
+    def launch(message: Tensor, scale: Tensor, out: Tensor) -> None:
+        prepared(message.contiguous(), None, None, None, None, scale, out)
+
+    launch(message, scale, out)
+    return launch
 
 
 def launch_norm_dequantize(
@@ -222,9 +227,27 @@ def launch_norm_dequantize(
     out: Tensor,
     *,
     tile: RebuildTile | None = None,
-) -> None:
-    """Launch the kernel; arguments as the operator's, ``out`` ``[N, round16(T)]`` its result."""
-    _launch(*(message, None, stats, weight, bias, stats.shape[0], fmt, scale, out, tile), norm=kind)
+) -> Callable[..., None]:
+    """Launch the kernel; arguments as the operator's, otherwise as ``launch_dequantize``."""
+    prepared = _prepare(
+        *(message, fmt, stats.shape[0], out, tile),
+        norm=kind,
+        weight=weight is not None,
+        bias=bias is not None,
+    )
+
+    def launch(
+        message: Tensor,
+        stats: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        scale: Tensor,
+        out: Tensor,
+    ) -> None:
+        prepared(message.contiguous(), None, stats, weight, bias, scale, out)
+
+    launch(message, stats, weight, bias, scale, out)
+    return launch
 
 
 def launch_activation_dequantize(
@@ -237,6 +260,14 @@ def launch_activation_dequantize(
     out: Tensor,
     *,
     tile: RebuildTile | None = None,
-) -> None:
-    """Launch the kernel; arguments as the operator's, ``out`` ``[N, round16(T)]`` its result."""
-    _launch(*(message, up, None, None, None, rows, fmt, scale, out, tile), activation=activation)
+) -> Callable[..., None]:
+    """Launch the kernel; arguments as the operator's, otherwise as ``launch_dequantize``."""
+    gated = up is not None
+    prepared = _prepare(message, fmt, rows, out, tile, activation=activation, up=gated)
+
+    def launch(message: Tensor, up: Tensor | None, scale: Tensor, out: Tensor) -> None:
+        up = None if up is None else up.contiguous()
+        prepared(message.contiguous(), up, None, None, None, scale, out)
+
+    launch(message, up, scale, out)
+    return launch

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lq_lightning.kernels.message.calls import facts, find_call, keep_call
 from lq_lightning.kernels.message.checks import check_rows
 from lq_lightning.kernels.message.matrix import check_matrix, empty_message, parse_matrix_format
 from lq_lightning.kernels.message.operators import define_operator
@@ -98,6 +99,12 @@ def _norm_quantize(
         ValueError: an argument has another shape, dtype, stride or value.
         NotImplementedError: a format with one scale per row; rows too long for the GPU kernels.
     """
+    tensors = (x, weight, bias)
+    key = ("norm_quantize", *map(facts, tensors), eps, kind, format, dtype, amax)
+    call = find_call(key)
+    if call is not None:
+        y, stats, message, largest = call.repeat(*tensors)
+        return y, stats, message, largest
     fmt = parse_matrix_format(format)
     check_kind(kind, bias)
     _check_matrix_of_floats("x", x)
@@ -107,10 +114,11 @@ def _norm_quantize(
         return cpu.norm_quantize(x, weight, bias, eps, kind, fmt, dtype, amax)
     from .triton_forward import launch_norm_quantize
 
-    y, stats, message, _ = _fake_norm_quantize(x, weight, bias, eps, kind, format, dtype, amax)
-    largest = torch.zeros(int(amax), dtype=torch.float32, device=x.device)
-    launch_norm_quantize(x, weight, bias, eps, kind, fmt, y, stats, message, largest)
-    return y, stats, message, largest
+    made = _fake_norm_quantize(*tensors, eps, kind, format, dtype, amax)
+    made[3].zero_()
+    launch = launch_norm_quantize(*tensors, eps, kind, fmt, *made)
+    keep_call(key, made, launch, zeroed=3 if amax else None)
+    return made
 
 
 def _fake_norm_quantize(
@@ -163,6 +171,11 @@ def _norm_dequantize(
     Raises:
         ValueError: an argument has another shape, dtype, stride or value.
     """
+    tensors = (message, stats, weight, bias)
+    key = ("norm_dequantize", *map(facts, tensors), numel, kind, format, dtype, x_dtype)
+    call = find_call(key)
+    if call is not None:
+        return call.repeat(*tensors)[0]
     fmt = parse_matrix_format(format)
     check_kind(kind, bias)
     check_statistics(stats, stats.shape[0], kind)
@@ -170,11 +183,11 @@ def _norm_dequantize(
     check_parameter("weight", weight, numel)
     check_parameter("bias", bias, numel)
     if not message.is_cuda:
-        return cpu.norm_dequantize(message, stats, weight, bias, numel, kind, fmt, dtype, x_dtype)
+        return cpu.norm_dequantize(*tensors, numel, kind, fmt, dtype, x_dtype)
     from .triton_forward import launch_norm_dequantize
 
     y = stats.new_empty(stats.shape[0], numel, dtype=dtype)
-    launch_norm_dequantize(message, stats, weight, bias, kind, fmt, x_dtype, y)
+    keep_call(key, [y], launch_norm_dequantize(*tensors, kind, fmt, x_dtype, y))
     return y
 
 
@@ -225,6 +238,12 @@ def _norm_backward(
         ValueError: an argument has another shape, dtype, stride or value.
         NotImplementedError: rows too long for the GPU kernels.
     """
+    tensors = (message, stats, dy, weight)
+    key = ("norm_backward", *map(facts, tensors), kind, format, dtype, parameters)
+    call = find_call(key)
+    if call is not None:
+        dx, dweight, dbias = call.repeat(*tensors)
+        return dx, dweight, dbias
     fmt = parse_matrix_format(format)
     check_kind(kind)
     _check_matrix_of_floats("dy", dy)
@@ -233,10 +252,12 @@ def _norm_backward(
     check_matrix("message", message, rows, numel, fmt)
     check_parameter("weight", weight, numel)
     if not dy.is_cuda:
-        return cpu.norm_backward(message, stats, dy, weight, kind, fmt, dtype, parameters)
+        return cpu.norm_backward(*tensors, kind, fmt, dtype, parameters)
     from .triton_backward import launch_norm_backward
 
-    return launch_norm_backward(message, stats, dy, weight, kind, fmt, dtype, parameters)
+    made = _fake_norm_backward(*tensors, kind, format, dtype, parameters)
+    keep_call(key, made, launch_norm_backward(*tensors, kind, fmt, *made))
+    return made
 
 
 def _fake_norm_backward(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
-from lq_lightning.kernels.message.launch import INT_TO_FLOAT, on_device, row_stride
+from lq_lightning.kernels.message.calls import Launch
+from lq_lightning.kernels.message.launch import INT_TO_FLOAT, row_stride
 from lq_lightning.kernels.message.triton_blocks import hadamard, load_run, round_output
 from lq_lightning.kernels.message.triton_matrix import encoded_columns
 from lq_lightning.kernels.message.triton_rows import decode_loaded, load_encoded
@@ -191,6 +193,12 @@ def sum_partial_kernel(
     tl.store(out_ptr + column, tl.sum(total, axis=0), column < numel)
 
 
+def _launch_on_no_rows(*tensors: Tensor | None) -> None:
+    for total in tensors[-2:]:
+        if total is not None:
+            total.zero_()
+
+
 def launch_norm_backward(
     message: Tensor,
     stats: Tensor,
@@ -198,49 +206,52 @@ def launch_norm_backward(
     weight: Tensor | None,
     kind: str,
     fmt: MessageFormat,
-    dtype: torch.dtype,
-    parameters: bool,
+    dx: Tensor,
+    dweight: Tensor,
+    dbias: Tensor,
     *,
     schedule: Schedule | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Callable[..., None]:
     """Launch the kernels; arguments and results as for ``op.norm_backward``.
 
-    ``schedule`` overrides the choice from the table.
+    ``dweight`` and ``dbias`` are ``[0]`` where not wanted. ``schedule`` overrides the choice from
+    the table. Returns what does the same with other tensors alike.
     """
     rows, numel = dy.shape
-    kinds = (1 + (kind == "layer")) if parameters else 0
-    dx = torch.empty(rows, numel, dtype=dtype, device=dy.device)
-    sums = [
-        torch.empty(numel if index < kinds else 0, dtype=torch.float32, device=dy.device)
-        for index in range(2)
-    ]
     if rows == 0:
-        return dx, sums[0].zero_(), sums[1].zero_()
+        _launch_on_no_rows(message, stats, dy, weight, dx, dweight, dbias)
+        return _launch_on_no_rows
+    kinds = (dweight.numel() + dbias.numel()) // numel
     tile = whole_rows(fmt, rows, numel, dy)
     chosen = schedule or choose_schedule("backward", tile.block, dy.device)
     programs = min(chosen.programs, triton.cdiv(rows, tile.rows))
-    partial = torch.empty(programs, kinds, numel, dtype=torch.float32, device=dy.device)
-    with on_device(dy):
-        norm_backward_kernel[(programs,)](
-            message,
-            stats,
-            dy,
-            dy if weight is None else weight,
-            dx,
-            partial,
-            row_stride(message, 0),
-            row_stride(dy, 0),
-            rows,
-            numel,
-            1.0 / numel,
-            INT_TO_FLOAT,
-            WEIGHT=weight is not None,
-            PARAMETERS=parameters,
-            **constants(tile, chosen, fmt, kind),
-        )
-        if parameters:
-            sum_partial_kernel[(triton.cdiv(numel, 32), kinds)](
-                *(partial, *sums, programs, numel),
-                **{"KINDS": kinds, "ROWS": 64, "COLUMNS": 32, "num_warps": 8},
-            )
-    return dx, sums[0], sums[1]
+    gradients = Launch(
+        norm_backward_kernel,
+        (programs,),
+        (row_stride(message, 0), row_stride(dy, 0), rows, numel, 1.0 / numel, INT_TO_FLOAT),
+        constants(tile, chosen, fmt, kind)
+        | {"WEIGHT": weight is not None, "PARAMETERS": kinds > 0},
+    )
+    sums = Launch(
+        sum_partial_kernel,
+        (triton.cdiv(numel, 32), kinds),
+        (programs, numel),
+        {"KINDS": kinds, "ROWS": 64, "COLUMNS": 32, "num_warps": 8},
+    )
+
+    def launch(
+        message: Tensor,
+        stats: Tensor,
+        dy: Tensor,
+        weight: Tensor | None,
+        dx: Tensor,
+        dweight: Tensor,
+        dbias: Tensor,
+    ) -> None:
+        partial = stats.new_empty(programs * kinds * numel)
+        gradients(message, stats, dy, weight, dx, partial)
+        if kinds:
+            sums(partial, dweight, dbias)
+
+    launch(message, stats, dy, weight, dx, dweight, dbias)
+    return launch

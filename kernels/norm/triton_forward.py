@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
-from lq_lightning.kernels.message.launch import INT_TO_FLOAT, on_device, row_stride
+from lq_lightning.kernels.message.calls import Launch, launch_nothing
+from lq_lightning.kernels.message.launch import INT_TO_FLOAT, row_stride
 from lq_lightning.kernels.message.triton_blocks import hadamard, load_run, round_output
 from lq_lightning.kernels.message.triton_matrix import encoded_columns
 from lq_lightning.kernels.message.triton_rounding import largest_magnitude
@@ -210,37 +213,26 @@ def launch_norm_quantize(
     amax: Tensor,
     *,
     schedule: Schedule | None = None,
-) -> None:
+) -> Callable[..., None]:
     """Launch the kernel; arguments and results as for ``op.norm_quantize``.
 
     ``amax`` is ``[0]`` or a zero. ``schedule`` overrides the choice from the table; it changes the
-    speed, not the bits.
+    speed, not the bits. Returns what does the same with other tensors alike.
     """
     rows, numel = x.shape
     if rows == 0:
-        return
+        return launch_nothing
     tile = whole_rows(fmt, rows, numel, x)
     chosen = schedule or choose_schedule("forward", tile.block, x.device)
-    with on_device(x):
-        norm_quantize_kernel[(min(chosen.programs, triton.cdiv(rows, tile.rows)),)](
-            x,
-            x if weight is None else weight,
-            x if bias is None else bias,
-            y,
-            stats,
-            message,
-            amax,
-            row_stride(x, 0),
-            row_stride(message, 0),
-            rows,
-            numel,
-            1.0 / numel,
-            eps,
-            WEIGHT=weight is not None,
-            BIAS=bias is not None,
-            AMAX=amax.numel() > 0,
-            **constants(tile, chosen, fmt, kind),
-        )
+    launch = Launch(
+        norm_quantize_kernel,
+        (min(chosen.programs, triton.cdiv(rows, tile.rows)),),
+        (row_stride(x, 0), row_stride(message, 0), rows, numel, 1.0 / numel, eps),
+        constants(tile, chosen, fmt, kind)
+        | {"WEIGHT": weight is not None, "BIAS": bias is not None, "AMAX": amax.numel() > 0},
+    )
+    launch(x, weight, bias, y, stats, message, amax)
+    return launch
 
 
 def launch_norm_dequantize(
@@ -254,28 +246,24 @@ def launch_norm_dequantize(
     y: Tensor,
     *,
     schedule: Schedule | None = None,
-) -> None:
-    """Launch the kernel; arguments as for ``op.norm_dequantize``, the result is ``y``."""
+) -> Callable[..., None]:
+    """Launch the kernel; arguments as for ``op.norm_dequantize``, the result is ``y``.
+
+    Returns what does the same with other tensors alike.
+    """
     rows, numel = y.shape
     if rows == 0:
-        return
+        return launch_nothing
     tile = parts_of_rows(fmt, rows, numel)
     chosen = schedule or choose_schedule("rebuild", tile.block, y.device)
     columns = triton.cdiv(numel, tile.block) if tile.rows == 1 else 1
     programs = min(triton.cdiv(chosen.programs, columns), triton.cdiv(rows, tile.rows), 65535)
-    with on_device(y):
-        norm_dequantize_kernel[(columns, programs)](
-            message,
-            stats,
-            y if weight is None else weight,
-            y if bias is None else bias,
-            y,
-            row_stride(message, 0),
-            rows,
-            numel,
-            INT_TO_FLOAT,
-            WEIGHT=weight is not None,
-            BIAS=bias is not None,
-            X_DTYPE=TRITON_DTYPES[x_dtype],
-            **constants(tile, chosen, fmt, kind),
-        )
+    used = {"WEIGHT": weight is not None, "BIAS": bias is not None}
+    launch = Launch(
+        norm_dequantize_kernel,
+        (columns, programs),
+        (row_stride(message, 0), rows, numel, INT_TO_FLOAT),
+        constants(tile, chosen, fmt, kind) | used | {"X_DTYPE": TRITON_DTYPES[x_dtype]},
+    )
+    launch(message, stats, weight, bias, y)
+    return launch

@@ -47,7 +47,8 @@ def requantize(
         if not same_domain and source.hadamard_size:
             values = blocks.hadamard_(values.contiguous(), source.hadamard_size)
             values.mul_(source.inverse_norm)
-        block = torch.zeros(row_end - row, min(column_end, target_total) - column)
+        width = min(column_end, target_total) - column
+        block = torch.zeros(row_end - row, width, dtype=torch.float32)
         keep = min(column_end, last, target_total) - column
         block[:, :keep] = values[:, :keep]
         if target.hadamard_size and not same_domain:

@@ -11,6 +11,7 @@ from lq_lightning.kernels.float8 import (
     dequantize_float8,
     float8_amax,
     float8_cast,
+    float8_quantize,
     norm_dequantize_float8,
 )
 from lq_lightning.kernels.float8.reference import MAX_VALUES, MIN_SCALE
@@ -73,6 +74,16 @@ def test_only_what_is_asked_for() -> None:
             for asked, part, whole in ((rows, q, both[0]), (columns, q_t, both[1])):
                 assert part.dtype == E4M3
                 assert torch.equal(bits(part), bits(whole)) if asked else part.shape == (0, 0)
+
+
+@pytest.mark.parametrize("asked", [(True, False), (False, True)])
+@pytest.mark.parametrize("device", DEVICES)
+def test_quantize_is_amax_and_cast(device: str, asked: tuple[bool, bool]) -> None:
+    for x in (torch.randn(5, 40, device=device), torch.full((3, 16), NAN, device=device)):
+        *cast, amax = float8_quantize(x, E5M2, *asked)
+        assert torch.equal(amax.nan_to_num(-1.0), float8_amax(x).nan_to_num(-1.0))
+        for actual, expected in zip(cast, float8_cast(x, amax, E5M2, *asked), strict=True):
+            assert torch.equal(bits(actual), bits(expected))
 
 
 def test_values_beyond_amax_are_clipped_and_those_that_are_not_finite_are_not() -> None:
@@ -179,6 +190,7 @@ def test_opcheck(device: str) -> None:
     torch.library.opcheck(float8_amax, (x,))
     for rows, columns in ((True, True), (False, True), (True, False), (False, False)):
         torch.library.opcheck(float8_cast, (x[:, :50], amax, E5M2, rows, columns))
+        torch.library.opcheck(float8_quantize, (x[:, :50], E5M2, rows, columns))
     _, stats, message, _ = norm_quantize(x, weight, None, 1e-5, "rms", FOUR, x.dtype, False)
     torch.library.opcheck(dequantize_float8, (message, 5, 64, FOUR, amax))
     norm = (message, stats, weight, None, 64, "rms", FOUR, amax)
@@ -197,6 +209,8 @@ def test_wrong_arguments_are_refused() -> None:
         float8_amax(x[:, 0])
     with pytest.raises(ValueError, match=r"x has stride 2 .*Pass x.contiguous"):
         float8_cast(x[:, ::2], one, E4M3, True, True)
+    with pytest.raises(ValueError, match=r"x has stride 2 .*Pass x.contiguous"):
+        float8_quantize(x[:, ::2], E4M3, True, True)
     with pytest.raises(ValueError, match="amax is torch.float64"):
         float8_cast(x, one.double(), E4M3, True, True)
     with pytest.raises(ValueError, match=r"scale is torch.float32 \(2,\)"):

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
+from lq_lightning.kernels.activation import activation_backward, activation_quantize
 from lq_lightning.kernels.dequantize import dequantize, dequantize_out
+from lq_lightning.kernels.float8 import float8_amax, float8_cast
 from lq_lightning.kernels.message import parse_format
+from lq_lightning.kernels.norm import norm_backward, norm_quantize
 from lq_lightning.kernels.quantize import quantize, quantize_out
 from lq_lightning.kernels.requantize import requantize, requantize_out
 
@@ -31,6 +36,37 @@ def test_opcheck(device: str, numel: int) -> None:
     torch.library.opcheck(requantize, (messages, numel, EIGHT, FOUR, 0))
     out = requantize(messages, numel, EIGHT, FOUR, 0)
     torch.library.opcheck(requantize_out, (messages, numel, EIGHT, FOUR, 0, out))
+
+
+def _results() -> list[Tensor]:
+    x = torch.arange(-256, 256, dtype=torch.float32).view(2, 256) * 1.01
+    weight = torch.ones(256, dtype=torch.float32)
+    flat = FOUR.replace("/32/", "/0/")
+    message = quantize(x, None, EIGHT, 7)
+    normed = norm_quantize(x, weight, None, 1e-6, "rms", flat, torch.float32, True)
+    acted = activation_quantize(x, x, "silu", flat, True)
+    return [
+        message,
+        requantize(message[:, None], 256, EIGHT, FOUR, 0),
+        dequantize(message[:, None], 256, EIGHT, 1.0, torch.float32),
+        *normed,
+        *norm_backward(normed[2], normed[1], x, weight, "rms", flat, torch.float32, True),
+        *acted,
+        *activation_backward(acted[1], acted[2], x, "silu", flat, True),
+        float8_amax(x),
+        *float8_cast(x, float8_amax(x), torch.float8_e4m3fn, True, True),
+    ]
+
+
+def test_default_dtype_has_no_effect() -> None:
+    """Lightning's bf16-true sets it while a model runs."""
+    expected = _results()
+    torch.set_default_dtype(torch.bfloat16)
+    for one, other in zip(_results(), expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    with FakeTensorMode():
+        assert [one.dtype for one in _results()] == [one.dtype for one in expected]
 
 
 def test_meta_shapes_match() -> None:

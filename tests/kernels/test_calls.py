@@ -1,0 +1,319 @@
+"""Launches that are repeated: what they may reuse, and operators called with unequal arguments."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lq_testing.interpreter import skip_old_interpreter
+from torch import Tensor
+
+from lq_lightning.kernels import activation, float8, norm
+from lq_lightning.kernels.message import calls
+
+FORMAT = "int4/128/asymmetric/0/nearest/bfloat16"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says it were on a GPU, for operators in Triton's interpreter."""
+
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    calls.forget_calls()
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    yield
+    calls.forget_calls()
+
+
+class FakeKernel:
+    """Stands for a function of ``triton.jit``: notes every launch and by which way it came."""
+
+    arg_names = ("first", "second", "size", "scale", "BLOCK", "FLAG")
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        def run(*args: Any, **constants: Any) -> object:
+            self.launches.append(("triton", grid, args, constants))
+            return FakeCompiled(self)
+
+        return run
+
+
+class FakeCompiled:
+    def __init__(self, kernel: FakeKernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args: self.kernel.launches.append(("direct", grid, args))
+
+
+def made_launch() -> tuple[calls.Launch, FakeKernel]:
+    kernel = FakeKernel()
+    return calls.Launch(
+        kernel, (3,), (64, 0.5), {"FLAG": True, "BLOCK": 128, "num_warps": 4}
+    ), kernel
+
+
+def test_second_launch_passes_addresses_and_all_arguments_in_order() -> None:
+    launch, kernel = made_launch()
+    first, second = torch.zeros(64), torch.zeros(64)
+    launch(first, second)
+    launch(second, first)
+    (_, grid, args, constants), direct = kernel.launches
+    assert (grid, args[2:]) == ((3,), (64, 0.5))
+    assert constants == {"FLAG": True, "BLOCK": 128, "num_warps": 4}
+    addresses = (second.data_ptr(), first.data_ptr())
+    assert direct == ("direct", (3, 1, 1), (*addresses, 64, 0.5, 128, True))
+
+
+def test_a_pointer_that_is_not_used_is_the_first_one_or_null() -> None:
+    launch, kernel = made_launch()
+    first = torch.zeros(64)
+    launch(first, None)
+    launch(first, None)
+    assert kernel.launches[0][2][1] is first
+    assert kernel.launches[1][2][:2] == (first.data_ptr(), 0)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_misaligned_pointers_go_through_triton_before_and_after(index: int) -> None:
+    launch, kernel = made_launch()
+    aligned = [torch.zeros(64), torch.zeros(64)]
+    misaligned = list(aligned)
+    misaligned[index] = torch.zeros(65)[1:]
+    for tensors in (misaligned, misaligned, aligned, aligned, misaligned, aligned):
+        launch(*tensors)
+    ways = [way for way, *_ in kernel.launches]
+    assert ways == ["triton", "triton", "triton", "direct", "triton", "direct"]
+
+
+def test_elsewhere_than_on_nvidia_every_launch_goes_through_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls, "_DIRECT", False)
+    launch, kernel = made_launch()
+    for _ in range(3):
+        launch(torch.zeros(64), torch.zeros(64))
+    assert [way for way, *_ in kernel.launches] == ["triton"] * 3
+
+
+def test_facts_tell_apart_what_checks_and_choices_depend_on() -> None:
+    base = torch.zeros(33, 48)
+    tensors = [
+        base[:32, :32],
+        base[:32, 1:33],
+        base[:32, :32].bfloat16(),
+        base[:32, :32].contiguous(),
+        base[:31, :32],
+        base[:32, :31],
+        base[:1, :32],
+        base[:32, :1],
+        base[:32, :32].t(),
+        base.to("meta")[:32, :32].half(),
+        None,
+    ]
+    assert len({calls.facts(tensor) for tensor in tensors}) == len(tensors)
+    assert calls.facts(base[:32, :32]) == calls.facts(torch.zeros(33, 48)[:32, :32])
+    if torch.cuda.is_available():
+        assert calls.facts(base) != calls.facts(base.cuda())
+
+
+def test_calls_that_never_come_again_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MAX_CALLS", 3)
+    for key in range(7):
+        calls.keep_call(key, [], calls.launch_nothing)
+    assert [key for key in range(7) if calls.find_call(key)] == [6]
+
+
+# A stand-in for the driver of a GPU: kernels are compiled, launches are printed.
+DRIVER = """
+import torch, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from lq_lightning.kernels.message import calls
+
+class Utils:
+    load_binary = lambda self, *_: (1, 1, 32, 0, 1024)
+    unload_module = lambda self, *_: None
+    get_device_properties = lambda self, _: {"max_shared_mem": 232448}
+
+class Launcher:
+    def __init__(self, source, metadata):
+        pass
+    def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *args):
+        launches.append(((x, y, z), args))
+
+class Driver:
+    utils, launcher_cls = Utils(), Launcher
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, _: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+@triton.jit(do_not_specialize=["scale"])
+def kernel(x_ptr, y_ptr, unused_ptr, size, one, scale, BLOCK: tl.constexpr, FLAG: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    if FLAG:
+        tl.store(y_ptr + at, tl.load(x_ptr + at, at < size) * scale + one)
+
+driver.set_active(Driver())
+launches, entered = [], []
+launch = calls.Launch(kernel, (5, 2), (16, 1, 0.5), {"FLAG": True, "BLOCK": 64, "num_warps": 1})
+x, y = torch.zeros(64), torch.zeros(64)
+launch(x, y, None)
+run, kernel.run = kernel.run, None
+triton.knobs.runtime.launch_enter_hook.add(entered.append)
+launch(y, x, None)
+kernel.run = run
+first, second = launches
+assert first == ((5, 2, 1), (x, y, x, 16, 1, 0.5, 64, True)), first
+assert second == ((5, 2, 1), (y.data_ptr(), x.data_ptr(), 0, 16, 1, 0.5, 64, True)), second
+"""
+
+
+def test_compiled_kernels_take_what_a_repeated_launch_gives_them(tmp_path: Path) -> None:
+    """If this fails, the installed Triton has changed what a repeated launch relies on."""
+    path = tmp_path / "program.py"  # Triton reads the source of kernels
+    path.write_text(DRIVER)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def of_rows(rows: int, numel: int, dtype: torch.dtype, offset: int, gap: int) -> Tensor:
+    """``[rows, numel]`` at an offset into memory, rows ``numel + gap`` apart."""
+    flat = torch.randn(offset + rows * (numel + gap)).to(dtype)
+    return flat[offset:].view(rows, numel + gap)[:, :numel]
+
+
+# Rows, columns, dtype, offset and gap in elements: aligned, misaligned, aligned again; one row;
+# strides of 16 bytes and others; odd sizes; one value; nothing; and the first ones once more.
+BFLOAT, FLOAT = torch.bfloat16, torch.float32
+ALIGNED, MISALIGNED = (32, 256, BFLOAT, 0, 0), (32, 256, BFLOAT, 1, 0)
+ODD = (5, 131, BFLOAT, 3, 2)
+VARIANTS = [
+    *(ALIGNED, MISALIGNED, ALIGNED),
+    *((1, 256, BFLOAT, 0, 0), (32, 256, BFLOAT, 0, 8), (32, 256, BFLOAT, 0, 3)),
+    *((17, 256, FLOAT, 0, 0), (5, 131, BFLOAT, 0, 0), ODD, (5, 128, FLOAT, 1, 0)),
+    *((1, 1, FLOAT, 0, 0), (3, 1, FLOAT, 1, 1), (0, 256, BFLOAT, 0, 0)),
+    *(MISALIGNED, ODD, ALIGNED),
+]
+Operations = Iterator[tuple[Any, tuple[Any, ...]]]
+
+
+def norms(x: Tensor, other: Tensor) -> Operations:
+    weight = torch.randn(x.shape[1])
+    for kind, amax in (("rms", True), ("layer", False)):
+        bias = weight if kind == "layer" else None
+        args = (1e-5, kind, FORMAT, x.dtype, amax)
+        _, stats, message, _ = norm.norm_quantize(x, weight, bias, *args)
+        yield norm.norm_quantize, (x, weight, bias, *args)
+        rebuilt = (x.shape[1], kind, FORMAT)
+        yield norm.norm_dequantize, (message, stats, weight, bias, *rebuilt, x.dtype, x.dtype)
+        yield norm.norm_backward, (message, stats, x, weight, kind, FORMAT, x.dtype, amax)
+        one = torch.ones(1)
+        yield float8.norm_dequantize_float8, (message, stats, None, bias, *rebuilt, one)
+
+
+def activations(x: Tensor, other: Tensor) -> Operations:
+    for up, amax in ((other, True), (None, False)):
+        _, *messages, _ = activation.activation_quantize(x, up, "relu2", FORMAT, amax)
+        yield activation.activation_quantize, (x, up, "relu2", FORMAT, amax)
+        rebuilt = (*messages, *x.shape, "relu2", FORMAT)
+        yield activation.activation_dequantize, (*rebuilt, x.dtype)
+        yield activation.activation_backward, (*messages, x, "relu2", FORMAT, amax)
+        yield float8.activation_dequantize_float8, (*rebuilt, torch.ones(1))
+
+
+def casts(x: Tensor, other: Tensor) -> Operations:
+    message = activation.activation_quantize(x, None, "relu", FORMAT, False)[1]
+    yield float8.float8_amax, (x,)
+    yield float8.float8_cast, (x, torch.ones(1), E4M3, True, False)
+    yield float8.float8_quantize, (x, E5M2, False, True)
+    yield float8.float8_quantize, (x, E4M3, True, True)
+    yield float8.dequantize_float8, (message, *x.shape, FORMAT, torch.ones(1))
+
+
+def on_gpu(value: Any, device: torch.device) -> Any:
+    """A tensor in memory of the device, with the strides and the alignment that it had."""
+    if not isinstance(value, Tensor):
+        return value
+    memory = value.as_strided((value.untyped_storage().nbytes() // value.itemsize,), (1,), 0)
+    moved = (
+        memory.clone().to(device).as_strided(value.shape, value.stride(), value.storage_offset())
+    )
+    return moved if moved.is_cuda else moved.as_subclass(OnGpu)
+
+
+def check_operators(
+    make: Callable[[Tensor, Tensor], Operations],
+    variants: list[tuple[Any, ...]],
+    device: torch.device,
+) -> None:
+    """Compare operators with the reference on one variant after the other, each twice."""
+    for rows, numel, dtype, offset, gap in variants:
+        x, other = (of_rows(rows, numel, dtype, start, gap) for start in (offset, 0))
+        for operator, args in make(x, other):
+            for _ in range(2):
+                x.copy_(-x.flip(0))  # the second time by a repeated launch, of other values
+                expected = operator(*args)
+                actual = operator(*[on_gpu(arg, device) for arg in args])
+                for got, want in zip(listed(actual), listed(expected), strict=True):
+                    check_equal(got.cpu().as_subclass(Tensor), want)
+    assert calls._CALLS
+
+
+def listed(results: Any) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else list(results)
+
+
+def check_equal(actual: Tensor, expected: Tensor) -> None:
+    """Bits of messages; one code of FP8; values up to the order of sums over rows, rounded."""
+    assert actual.dtype == expected.dtype
+    if expected.dtype == torch.uint8:
+        assert torch.equal(actual, expected)
+    elif expected.dtype in (E4M3, E5M2):
+        codes = [t.contiguous().view(torch.uint8).int() for t in (actual, expected)]
+        torch.testing.assert_close(*codes, rtol=0, atol=1)
+    else:
+        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+
+
+MAKERS = [norms, activations, casts]
+
+
+@skip_old_interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the next test does it on the GPU")
+@pytest.mark.parametrize("make", MAKERS)
+def test_repeated_calls_compute_what_the_reference_does(
+    make: Callable[[Tensor, Tensor], Operations], device: torch.device
+) -> None:
+    check_operators(make, [(4, 128, BFLOAT, 0, 0), (3, 37, BFLOAT, 3, 2)], device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", MAKERS)
+def test_calls_with_all_kinds_of_arguments_one_after_the_other(
+    make: Callable[[Tensor, Tensor], Operations], device: torch.device
+) -> None:
+    check_operators(make, VARIANTS, device)
