@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType
@@ -17,7 +19,7 @@ OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # free.
 OPERAND_MULTIPLE = 16
 # Before it, traces of `torch.compile` end at the public function.
-_PUBLIC_IS_TRACEABLE = TorchVersion(torch.__version__) >= (2, 13)
+_PUBLIC_IS_TRACEABLE = TorchVersion(torch.__version__) >= "2.13"
 # Ada. Hopper is 9.0.
 _MIN_CAPABILITY = (8, 9)
 
@@ -82,9 +84,7 @@ def scaled_mm(
     if not a_MK.is_cuda:
         return ((a_MK.float() @ b_NK.float().t()) * scale_a * scale_b).to(dtype)
     if not torch.compiler.is_compiling():  # what is compiled has been asked before
-        reason = float8_matmul_available(a_MK.device)
-        if reason is not None:
-            raise RuntimeError(reason)
+        _check_device(a_MK.device)
     if M == 0 or N == 0 or a_MK.shape[1] == 0:
         return torch.zeros(M, N, dtype=dtype, device=a_MK.device)
     a_MK = _padded(a_MK, 0, -a_MK.shape[1] % OPERAND_MULTIPLE)
@@ -92,6 +92,14 @@ def scaled_mm(
     b_NK = _padded(b_NK, missing, -b_NK.shape[1] % OPERAND_MULTIPLE)
     product = _product(a_MK, b_NK.t(), scale_a, scale_b, dtype, fast_accumulation)
     return pad_tensor(product, (0, -missing)) if missing else product
+
+
+@cache
+def _check_device(device: torch.device) -> None:
+    """Raise what forbids FP8 on a device; asked once, which takes as long as a small product."""
+    reason = float8_matmul_available(device)
+    if reason is not None:
+        raise RuntimeError(reason)
 
 
 def _product(

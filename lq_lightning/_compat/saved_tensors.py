@@ -12,7 +12,7 @@ from torch import Tensor, nn
 __all__ = [
     "Hooks",
     "base_of",
-    "checkpointed_region",
+    "checkpoint_region",
     "outer_hooks",
     "running_modules",
     "storage_key",
@@ -48,12 +48,14 @@ def outer_hooks() -> Hooks | None:
     return hooks
 
 
-def checkpointed_region() -> object | None:
-    """Identify the region of ``torch.utils.checkpoint`` whose forward runs now, or runs again."""
+def checkpoint_region() -> Callable[[Tensor], Any] | None:
+    """Return the pack hook of the checkpointed region that runs now, for the first or second time.
+
+    None outside of any, and where other hooks are in effect within one.
+    """
     hooks = outer_hooks()
-    if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
-        return None
-    return hooks[0]
+    inside = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return hooks[0] if hooks is not None and inside else None
 
 
 def running_modules() -> Iterator[nn.Module]:

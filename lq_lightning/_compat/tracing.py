@@ -1,4 +1,4 @@
-"""What a trace knows of a tensor while ``torch.compile`` makes it. Imported in traces only: slow."""
+"""What a trace of ``torch.compile`` knows of a tensor. Slow to import: only done in traces."""
 
 from __future__ import annotations
 

@@ -17,8 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
+from lq_lightning._compat.saved_tensors import base_of
+
 from .calibration import KeptTensors, Saver
 from .sites import ActivationSite, FunctionSite, LinearSite, MLPSite, NormSite, Site, site_of
+from .sources import has_same_rows
 
 __all__ = [
     "SavedByForward",
@@ -103,7 +106,12 @@ def mark_output(output: Any, name: str) -> None:
 
 
 def marked_site(x: Any) -> str:
-    """Return the site that made a tensor, empty if none did or it was viewed since."""
+    """Return the site that made a tensor, or what it is a view of by rows; empty if none did."""
+    if not isinstance(x, Tensor):
+        return ""
+    base = base_of(x)
+    if base is not None and not hasattr(x, _MARK) and has_same_rows(x, base):
+        x = base
     return getattr(x, _MARK, "")
 
 

@@ -59,10 +59,13 @@ def code_nbytes(site: Site, codec: CodecSpec, shape: SiteShape) -> int:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore random numbers and buffers afterwards, which a forward pass may change."""
+    """Restore random numbers and buffers afterwards; compiled modules run eagerly until then.
+
+    Compiled code neither runs hooks of modules nor shows what it saves where.
+    """
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         try:
             yield
         finally:
@@ -161,8 +164,8 @@ def calibrate_activations(
     rows that they are measured on, errors of inputs do not.
 
     Args:
-        model: Sharded (FSDP2) or not, quantized or not. Modules in eager mode: compiled blocks do
-            not run the hooks that measure.
+        model: Sharded (FSDP2) or not, quantized or not. Compiled modules run eagerly meanwhile:
+            what the compiler recomputes by itself is not known.
         run: Forward pass of one batch; returns the loss, with its graph. Called four times.
         candidates: Names of codecs.
         max_rows: Rows (tokens) of each module's input that errors are measured on.

@@ -215,19 +215,19 @@ def _is_attention(module: nn.Module) -> bool:
     return bool(named) and any(is_linear(m) or hasattr(m, "in_features") for m in module.modules())
 
 
-def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The parts of a model that are run one after the other: elements of its outermost lists."""
-    lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-    inside: set[int] = set()
-    for name, module in model.named_modules():
-        if isinstance(module, lists) and id(module) not in inside:
-            inside.update(id(m) for m in module.modules())
-            for key, block in module.named_children():
-                yield f"{name}.{key}".lstrip("."), block
-    holders = {id(m) for m in model.modules() if inside & {id(part) for part in m.modules()}}
-    for name, module in model.named_children():
-        if id(module) not in inside | holders:
-            yield name, module
+def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The parts of a model that are run one after the other: elements of its outermost lists.
+
+    And what stands beside the lists, such as an embedding of patches.
+    """
+    lists = (nn.ModuleList, nn.Sequential)
+    for key, part in module.named_children():
+        holds_lists = any(isinstance(m, lists) for m in part.modules())
+        runs = type(part).forward is not nn.Module.forward
+        if runs and (isinstance(module, lists) or not holds_lists):
+            yield prefix + key, part
+        else:
+            yield from _blocks(part, f"{prefix}{key}.")
 
 
 def _left(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lq_lightning._compat.autograd import wanted_gradients
 from lq_lightning._compat.float8 import scaled_mm
-from lq_lightning.kernels.float8 import float8_amax, float8_cast
+from lq_lightning.kernels.float8 import float8_cast, float8_quantize
 
 from .autograd import as_matrix, matmul_dtype, refuse_second_derivative, without_autocast
 from .sources import Codes, Shared, Source
@@ -17,6 +17,23 @@ from .sources import Codes, Shared, Source
 __all__ = ["float8_linear"]
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def _cast_weight(
+    weight: Tensor, amax: Tensor | None, *, transpose: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``[O, K]``, or with ``transpose`` ``[K, O]``, as E4M3, its scale, and its largest magnitude.
+
+    From the weight as it lies in memory: that of ``Conv1D`` comes as a transposed view.
+    """
+    is_view = weight.stride(-1) != 1
+    stored = weight.t() if is_view else weight
+    columns = transpose is not is_view
+    if amax is None:
+        rows_q, columns_q, scale, amax = float8_quantize(stored, _E4M3, not columns, columns)
+    else:
+        rows_q, columns_q, scale = float8_cast(stored, amax, _E4M3, not columns, columns)
+    return columns_q if columns else rows_q, scale, amax
 
 
 class _Float8Linear(torch.autograd.Function):
@@ -40,8 +57,7 @@ class _Float8Linear(torch.autograd.Function):
         dtype: torch.dtype,
         *tensors: Tensor | None,
     ) -> Tensor:
-        amax = float8_amax(weight)
-        weight_rows, _, weight_scale = float8_cast(weight, amax, _E4M3, True, False)
+        weight_rows, weight_scale, amax = _cast_weight(weight, None, transpose=False)
         y = scaled_mm(rows, weight_rows, scale, weight_scale, dtype, fast_accumulation=True)
         if bias is not None:
             y = y + bias.to(dtype)
@@ -64,8 +80,7 @@ class _Float8Linear(torch.autograd.Function):
         wanted_x, wanted_weight, wanted_bias = wanted_gradients(ctx, ctx.tensors)
         dy = as_matrix(dy)
         dx = dweight = dbias = None
-        largest = float8_amax(dy)
-        dy_rows, dy_columns, dy_scale = float8_cast(dy, largest, _E5M2, wanted_x, wanted_weight)
+        dy_rows, dy_columns, dy_scale, _ = float8_quantize(dy, _E5M2, wanted_x, wanted_weight)
         if wanted_weight:
 
             def rebuild() -> Tensor:
@@ -83,7 +98,7 @@ class _Float8Linear(torch.autograd.Function):
             dweight = dweight.to(weight.dtype)
             del columns
         if wanted_x:
-            _, weight_columns, weight_scale = float8_cast(weight, amax, _E4M3, False, True)
+            weight_columns, weight_scale, _ = _cast_weight(weight, amax, transpose=True)
             dx = scaled_mm(
                 dy_rows, weight_columns, dy_scale, weight_scale, ctx.dtype, fast_accumulation=False
             )
@@ -98,9 +113,10 @@ def _rows_of(x: Tensor, source: Source | None) -> tuple[Tensor, Tensor]:
     if source is not None and source.rows is not None:
         return source.rows
     matrix = as_matrix(x.detach())
-    known = source is not None and source.amax.numel() > 0
-    amax = source.amax if source is not None and known else float8_amax(matrix)
-    rows, _, scale = float8_cast(matrix, amax, _E4M3, True, False)
+    if source is not None and source.amax.numel() > 0:
+        rows, _, scale = float8_cast(matrix, source.amax, _E4M3, True, False)
+    else:
+        rows, _, scale, _ = float8_quantize(matrix, _E4M3, True, False)
     if source is not None:
         source.rows = (rows, scale)
     return rows, scale

@@ -145,7 +145,7 @@ def _dropout_forward(module: nn.Module, x: Tensor) -> Tensor:
     return result
 
 
-@torch.compiler.disable(reason="saved-tensor hooks of quantized activations")  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason="saved-tensor hooks of quantized activations")  # type: ignore[no-untyped-call, untyped-decorator]
 def _hooked_forward(module: nn.Module, site: HookSite, *args: Any, **kwargs: Any) -> Any:
     with pack_saved_tensors(module, site, args, kwargs):
         return site.original(module, *args, **kwargs)

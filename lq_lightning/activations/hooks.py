@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from lq_lightning._compat.saved_tensors import (
     Hooks,
-    checkpointed_region,
+    checkpoint_region,
     outer_hooks,
     storage_key,
     version_of,
@@ -83,20 +83,20 @@ class _Packer:
         self._alive.clear()
 
     def pack(self, tensor: Tensor) -> Any:
-        key = (storage_key(tensor), version_of(tensor), tensor.dtype)
-        code = self._codes.get(key)
-        whole = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
-        if code is None and not self._takes(tensor):
+        storage = (storage_key(tensor), version_of(tensor), tensor.dtype)
+        offset, shape, stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        if storage in self._codes:
+            return _View(self._codes[storage], shape, stride, offset)
+        if not self._takes(tensor):
             return tensor if self.outer is None else self.outer[0](tensor)
-        if code is None and not whole:
-            key = (*key, tensor.shape, tensor.stride(), tensor.storage_offset())
-            code = self._codes.get(key)
-        if code is None:
-            code = self._codes[key] = self._encode(tensor, whole=whole)
+        whole = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+        key = storage if whole else (*storage, shape, stride, offset)
+        if key not in self._codes:
+            self._codes[key] = self._encode(tensor, whole=whole)
             self._alive.append(tensor.detach())  # else a later storage could get its place
-        if len(key) == 3:
-            return _View(code, tensor.shape, tensor.stride(), tensor.storage_offset())
-        return _View(code, tensor.shape, _contiguous_strides(tensor.shape), 0)
+        if whole:
+            return _View(self._codes[key], shape, stride, offset)
+        return _View(self._codes[key], shape, _contiguous_strides(shape), 0)
 
     def _takes(self, tensor: Tensor) -> bool:
         if tensor.dtype not in _FLOATS or isinstance(tensor, DTensor):
@@ -181,10 +181,10 @@ def pack_saved_tensors(
         args: Of its forward.
         kwargs: Of its forward.
     """
-    if checkpointed_region() is not None:
-        return contextlib.nullcontext()
     outer = outer_hooks()
     ours = None if outer is None else getattr(outer[0], "__self__", None)
+    if checkpoint_region() is not None:
+        return contextlib.nullcontext()
     if site.codec is None:
         if not isinstance(ours, _Packer):
             return contextlib.nullcontext()

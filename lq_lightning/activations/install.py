@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from .find import Left, find_sites
@@ -114,7 +115,8 @@ def quantize_activations(
     it before the model is sharded, compiled or wrapped.
 
     Args:
-        model: Any module. What is not recognized is left as it is.
+        model: Any module. Blocks in which not all is recognized are packed by rule, with a
+            warning (``other`` of ``ActivationPolicy``).
         recipe: ``"agoq"``, ``"coat"``, ``"fp8-4bit"``, or a policy.
 
     Returns:
@@ -124,4 +126,10 @@ def quantize_activations(
         ValueError: An unknown recipe.
         RuntimeError: The model is quantized already.
     """
-    return QuantizedActivations(model, resolve_policy(recipe))
+    handle = QuantizedActivations(model, resolve_policy(recipe))
+    for part in handle.left:
+        rank_zero_warn(
+            f"Saved activations of {part.count} x {', '.join(part.modules)}: {part.reason}. Give "
+            "them a rule, or `other` of `ActivationPolicy` a codec or None, to have it otherwise."
+        )
+    return handle

@@ -1,4 +1,4 @@
-"""Count what autograd keeps from a forward: unique storages, by the module that saved them first."""
+"""Count what autograd keeps from a forward: unique storages, by the module that saved first."""
 
 from __future__ import annotations
 

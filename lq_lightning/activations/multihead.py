@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention`` of one tensor with itself, from its projected queries, keys and values."""
+"""``nn.MultiheadAttention`` of a tensor with itself, from projected queries, keys and values."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def self_attention(
     if batched and not module.batch_first:
         x = x.transpose(0, 1)
     batch, length = x.shape[:2]
-    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in x.chunk(3, dim=-1))
+    shape = (batch, length, heads, x.shape[-1] // (3 * heads))
+    q, k, v = (part.reshape(shape).transpose(1, 2) for part in x.chunk(3, dim=-1))
     if is_causal and key_padding_mask is None:
         mask = None
     else:

@@ -112,6 +112,8 @@ def _eps_of(module: nn.Module) -> float | None:
         value = getattr(module, name, None)
         if isinstance(value, (float, int)):
             return float(value)
+        if value is None and hasattr(module, name):  # torch's default, whatever the input's dtype
+            return torch.finfo(torch.float32).eps
     return None
 
 
@@ -148,15 +150,17 @@ def recognize_norm(module: nn.Module) -> NormLayer | None:
     size, values = found
     weight, bias = values.get("weight"), values.get("bias")
     x = _random(3, size) * 2 + 0.5
-    y = _run(module, x, values)
-    kinds = [
-        kind
-        for kind in ("layer", "rms", "rms_cast", "rms_offset")
-        if y is not None and _equal(y, _norm_reference(x, weight, bias, kind, eps))
-    ]
+    kinds = ["layer", "rms", "rms_cast", "rms_offset"]
+    for value in (x, x * eps**0.5):  # of the second `eps` is a large part
+        y = _run(module, value, values)
+        kinds = [
+            kind
+            for kind in kinds
+            if y is not None and _equal(y, _norm_reference(value, weight, bias, kind, eps))
+        ]
     if not kinds:
         return None
-    rough = x.bfloat16()
+    rough = (x * eps**0.5).bfloat16()
     y = _run(module, rough, values)
     if y is None:
         return None
@@ -189,7 +193,7 @@ def recognize_activation(module: nn.Module) -> str | None:
         or getattr(module, "inplace", False)
     ):
         return None
-    x = torch.linspace(-6.0, 6.0, 48, device="cpu").view(3, 16)
+    x = torch.linspace(-6.0, 6.0, 48, device="cpu", dtype=torch.float32).view(3, 16)
     y = _run(module, x.clone())
     return None if y is None else _activation_of(y, lambda function: function(x)) or None
 
@@ -203,7 +207,7 @@ def recognize_function(module: nn.Module) -> tuple[str, str] | None:
     """
     for attribute, function in vars(module).items():
         if _FUNCTION_NAME.search(attribute) and isinstance(function, _FUNCTION_TYPES):
-            x = torch.linspace(-6.0, 6.0, 48, device="cpu").view(3, 16)
+            x = torch.linspace(-6.0, 6.0, 48, device="cpu", dtype=torch.float32).view(3, 16)
             y = _call(function, x.clone())
             name = "" if y is None else _activation_of(y, lambda act, x=x: act(x))  # type: ignore[misc]
             if name:

@@ -26,16 +26,21 @@ _PREVIOUS = "_lq_before_recomputation"
 _CACHES = ("past_key_value", "past_key_values", "layer_past")
 
 
-def _recompute_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     previous: Callable[..., Any] | None = module.__dict__[_PREVIOUS]
-    run = previous or types.MethodType(type(module).forward, module)
+    if previous is not None:
+        return previous(*args, **kwargs)
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _recompute_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
-        return run(*args, **kwargs)
+        return _run(module, *args, **kwargs)
     kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
     names, count = tuple(kwargs), len(args)
 
     def again(*values: Any) -> Any:
-        return run(*values[:count], **dict(zip(names, values[count:], strict=True)))
+        return _run(module, *values[:count], **dict(zip(names, values[count:], strict=True)))
 
     # all by position, because a tensor that is an argument is saved through autograd only so
     return checkpoint(again, *args, *kwargs.values(), use_reentrant=False)

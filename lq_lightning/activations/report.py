@@ -107,9 +107,8 @@ class ActivationReport:
             )
             for row in self.rows
         ]
-        both = (_bytes(self.before, measured=self.measured),)
-        both += (_bytes(self.after, measured=self.measured),)
-        rows.append(("together", "", *both, "", "", ""))
+        before, after = (_bytes(v, measured=self.measured) for v in (self.before, self.after))
+        rows.append(("together", "", before, after, "", "", ""))
         lines = _aligned([(*header, "note"), *rows])
         lines += [f"{part.count} x {', '.join(part.modules)}: {part.reason}" for part in self.left]
         return "\n".join(lines)
@@ -144,8 +143,9 @@ def without_sites(sites: Iterable[Site]) -> Iterator[None]:
 def _width(module: nn.Module, site: Site) -> int | None:
     """Length of the rows that a module takes, where it says so itself."""
     if isinstance(site, NormSite):
-        sizes = [p.shape[0] for p in module.parameters(recurse=False)]
-        return sizes[0] if sizes else module.normalized_shape[0]  # type: ignore[no-any-return,index,union-attr]
+        parameter = next(module.parameters(recurse=False), None)
+        shape: Any = module.normalized_shape if parameter is None else parameter.shape
+        return int(shape[0])
     if isinstance(site, MLPSite):
         gate = getattr(module, site.gate)
         width = getattr(gate, "in_features", None) or getattr(gate, "nx", None)

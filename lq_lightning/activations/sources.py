@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from lq_lightning._compat.saved_tensors import base_of, checkpointed_region, version_of
+from lq_lightning._compat.saved_tensors import base_of, checkpoint_region, version_of
 from lq_lightning.kernels.activation import activation_dequantize
 from lq_lightning.kernels.dequantize import dequantize
 from lq_lightning.kernels.float8 import (
@@ -36,6 +37,7 @@ __all__ = [
     "Source",
     "attach",
     "format_alone",
+    "has_same_rows",
     "keep_alone",
     "source_of",
 ]
@@ -193,8 +195,8 @@ class Source:
         tensors: what from; they have no gradients.
         amax: fp32 ``[1]``, the largest magnitude of the tensor; ``[0]`` if it was not asked for.
         version: of the tensor, so that a later change in place is noticed.
-        region: of ``torch.utils.checkpoint`` that the tensor was made in, None outside.
         shared: for the backward of eager code; None in a trace.
+        region: the checkpointed region that it was made in, None outside of any.
         rows: the tensor as E4M3 and its scale, once a layer has made them; other layers of the same
             forward take them.
     """
@@ -203,8 +205,8 @@ class Source:
     tensors: tuple[Tensor | None, ...]
     amax: Tensor
     version: int = 0
-    region: object | None = None
     shared: Shared | None = None
+    region: ref[Callable[[Tensor], Any]] | None = None
     rows: tuple[Tensor, Tensor] | None = None
 
 
@@ -214,7 +216,9 @@ def attach(tensor: Tensor, source: Source) -> None:
     setattr(tensor, _ATTRIBUTE, source)
     if torch.compiler.is_compiling():
         return
-    source.region, source.shared = checkpointed_region(), Shared()
+    source.shared = Shared()
+    region = checkpoint_region()
+    source.region = None if region is None else ref(region)
     base = base_of(tensor)
     if base is not None and base.numel() == tensor.numel():
         setattr(base, _ATTRIBUTE, source)
@@ -232,15 +236,27 @@ def source_of(tensor: Tensor) -> Source | None:
             return None
         base = base_of(tensor)
         source = None if base is None else getattr(base, _ATTRIBUTE, None)
-        if base is None or source is None or not _has_same_rows(tensor, base):
+        if base is None or source is None or not has_same_rows(tensor, base):
             return None
-    if not torch.compiler.is_compiling() and checkpointed_region() is not source.region:
-        # What enters a region has no source when that runs again; both runs must save the same.
+    if version_of(tensor) != source.version or not _is_seen_twice(source):
         return None
-    return source if version_of(tensor) == source.version else None
+    return source
 
 
-def _has_same_rows(view: Tensor, base: Tensor) -> bool:
+def _is_seen_twice(source: Source) -> bool:
+    """Whether a checkpointed region, if one runs, finds the source in its second run too.
+
+    The arguments of the region come back without what is attached to them, and both runs have to
+    save alike.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    region = checkpoint_region()
+    return region is None or (source.region is not None and source.region() is region)
+
+
+def has_same_rows(view: Tensor, base: Tensor) -> bool:
+    """Return whether a view has all rows of its base, in their order."""
     whole = view.numel() == base.numel() and view.shape[-1:] == base.shape[-1:]
     return whole and view.is_contiguous() and base.is_contiguous() and view.dtype == base.dtype
 

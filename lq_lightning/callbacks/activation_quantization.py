@@ -22,7 +22,6 @@ from typing_extensions import override
 
 from lq_lightning._compat.float8 import float8_matmul_available
 from lq_lightning._compat.fsdp2 import tensor_parallel_parameters
-from lq_lightning._compat.lightning import default_dtype
 from lq_lightning.activations import (
     ActivationPolicy,
     ActivationRule,
@@ -182,8 +181,7 @@ class ActivationQuantization(Callback):
         parallel = tensor_parallel_parameters(module)
         rules = [ActivationRule(module=name, matmul="native") for name in _owners(parallel)]
         policy = replace(self._policy, rules=(*self._policy.rules, *rules))
-        # Modules are tried out in fp32, without touching the numbers that the user's code draws.
-        with default_dtype(torch.float32), torch.random.fork_rng([]):
+        with torch.random.fork_rng([]):  # modules are tried out on random numbers
             self._handle = quantize_activations(module, policy)
         if not any(map(_keeps_codes, self._handle.sites)):
             raise ValueError(

@@ -124,7 +124,7 @@ def site(name: str, kept: int, **codecs: tuple[int, float, float]) -> SiteCalibr
     )
 
 
-def blocks(count: int, seed: int) -> ActivationCalibration:
+def blocks(count: int, seed: int, unit: int = 1) -> ActivationCalibration:
     """Random costs of blocks of two sites and two halves."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -137,7 +137,7 @@ def blocks(count: int, seed: int) -> ActivationCalibration:
         units.append(UnitCalibration(name=block, time_s=uniform(1.0, 2.0)))
         for half in ("x", "y"):
             name = f"{block}.{half}"
-            nbytes = int(uniform(400, 2000))
+            nbytes = unit * int(uniform(400, 2000))
             four, eight = uniform(0.05, 0.2), uniform(0.002, 0.02)
             codecs = {
                 "int4": (nbytes // 4, four, uniform(-0.02, 0.2)),
@@ -188,6 +188,40 @@ def test_choices_are_nearly_the_best_there_are(seed: int) -> None:
         assert found is not None
         assert cost_of(calibration, found.codecs, found.recomputed, 0.1) <= best * 1.02 + 1e-12
         assert allocate(calibration, budget) == found
+
+
+def test_rounding_of_bytes_costs_a_thousandth_of_the_budget() -> None:
+    calibration = blocks(2, 1, unit=1001)
+    choices = every_choice(calibration, 2)
+    sizes = [sum(calibration.saved_nbytes(*choice)) for choice in choices]
+    costs = [cost_of(calibration, *choice, 0.1) for choice in choices]
+    for index in range(0, len(choices), 7):  # budgets that a choice fills to the last byte
+        less = sizes[index] * 0.999
+        if less < min(sizes):
+            continue
+        best = min(c for c, size in zip(costs, sizes, strict=True) if size <= less)
+        found = allocate(calibration, sizes[index])
+        assert found is not None
+        assert found.nbytes <= sizes[index]
+        assert cost_of(calibration, found.codecs, found.recomputed, 0.1) <= best + 1e-12
+
+
+def test_faster_codes_are_no_reason_to_lose_precision() -> None:
+    codecs = {"int4": (10, 0.1, -5.0)}
+    kept = KeptTensors(nbytes=100, savers=(Saver("a", ()),))
+    calibration = ActivationCalibration(
+        sites=(site("a", 100, **codecs),), units=(), tensors=(kept,), step_time_s=1.0
+    )
+    assert allocate(calibration, 100).codecs == {}
+    assert allocate(calibration, 99).codecs == {"a": "int4"}
+    assert allocate(calibration, 99).time_s == 0.0
+
+
+def test_codes_inside_of_recomputed_modules_do_not_count() -> None:
+    calibration = blocks(2, 0)
+    for inside in ("b0", "b0.x"):
+        coded = calibration.saved_nbytes({"b0.x.s": "int4"}, (inside,))
+        assert coded == calibration.saved_nbytes({}, (inside,))
 
 
 def test_time_decides_between_codes_and_recomputation() -> None:

@@ -141,6 +141,18 @@ def test_a_quantized_model_keeps_its_codecs() -> None:
     assert quantized.tensors == plain.tensors
 
 
+def test_compiled_blocks_are_measured_as_eager_ones() -> None:
+    model, run = build()
+    eager = calibrate_activations(model, run, ("int4",))
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    compiled = calibrate_activations(model, run, ("int4",))
+    assert compiled.tensors == eager.tensors
+    assert [s.codecs[0].errors for s in compiled.sites if s.codecs] == [
+        s.codecs[0].errors for s in eager.sites if s.codecs
+    ]
+
+
 def test_frozen_weights_have_no_errors() -> None:
     model, run = build()
     for name, p in model.named_parameters():

@@ -77,5 +77,6 @@ def test_hooks_break_the_graph_by_name() -> None:
     traced, kept = _step(model, torch.compile(model, backend="aot_eager"), x)
     torch.testing.assert_close(traced, eager)
     assert kept.nbytes == codes.nbytes
+    torch._dynamo.reset()
     with pytest.raises(Exception, match="saved-tensor hooks of quantized activations"):
         torch.compile(model, fullgraph=True, backend="aot_eager")(x)

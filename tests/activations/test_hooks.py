@@ -73,7 +73,7 @@ Checkpointed.__name__ = "GradientCheckpointingLayer"
 
 @pytest.fixture
 def x() -> Tensor:
-    return torch.randn(2, 32, WIDTH, requires_grad=True)
+    return torch.randn(2, 40, WIDTH, requires_grad=True)
 
 
 def run(model: nn.Module, x: Tensor, *args: Tensor) -> tuple[Tensor, SavedTensors]:
@@ -97,7 +97,8 @@ def floats(saved: SavedTensors) -> list[int]:
 def test_unknown_blocks_are_packed_by_rule(x: Tensor) -> None:
     model = Model(Mixer)
     exact, before = run(model, x)
-    handle = quantize_activations(model)
+    with pytest.warns(UserWarning, match=r"2 x Mixer: .*Conv1d in them.* packed by rule as int8"):
+        handle = quantize_activations(model)
     coded, after = run(model, x)
     assert_close(coded, exact)
     assert after.nbytes < 0.3 * before.nbytes
@@ -110,6 +111,13 @@ def test_unknown_blocks_are_packed_by_rule(x: Tensor) -> None:
     torch.testing.assert_close(run(model, x)[0], exact, rtol=0, atol=0)
 
 
+def test_unknown_modules_beside_the_blocks_are_packed() -> None:
+    body = nn.ModuleDict({"stem": nn.Conv1d(WIDTH, WIDTH, 1), "layers": nn.ModuleList([Mixer()])})
+    handle = quantize_activations(nn.ModuleDict({"body": body}))
+    packed = [site.name for site in handle.sites if site.codec is not None]
+    assert sorted(packed) == ["body.layers.0", "body.stem"]
+
+
 def test_unknown_blocks_can_be_left(x: Tensor) -> None:
     model = Model(Mixer)
     _, before = run(model, x)
@@ -120,7 +128,7 @@ def test_unknown_blocks_can_be_left(x: Tensor) -> None:
 
 def test_what_the_caller_holds_is_not_packed(x: Tensor) -> None:
     """Rotary tables and masks are kept for all layers at once: a code for each would add to it."""
-    model, table = Model(Mixer), torch.randn(2, 32, WIDTH)
+    model, table = Model(Mixer), torch.randn(2, 40, WIDTH)
     exact, before = run(model, x, table)
     quantize_activations(model)
     coded, after = run(model, x, table)
@@ -149,8 +157,26 @@ def test_checkpoints_of_users_keep_their_own_hooks(x: Tensor) -> None:
         output = checkpoint(model, x, use_reentrant=False)
     assert [s.nbytes for s in saved.storages] == [x.numel() * 4], "the input, once"
     found = torch.autograd.grad(output.square().sum(), [x, *model.parameters()])
-    assert_close(torch.cat([g.double().flatten() for g in found]), exact)
+    gradients = torch.cat([g.double().flatten() for g in found])
+    torch.testing.assert_close(gradients, exact, rtol=0, atol=0)
     assert len(ran) == 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_between_norm_and_linear(x: Tensor, reentrant: bool) -> None:
+    """The region's second run does not see the code of its input, so the first must not either."""
+    model = nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "out": nn.Linear(WIDTH, WIDTH)})
+
+    def run() -> Tensor:
+        output = checkpoint(model["out"], model["norm"](x), use_reentrant=reentrant)
+        model.zero_grad()
+        x.grad = None
+        output.square().sum().backward()
+        return torch.cat([g.grad.double().flatten() for g in (x, *model.parameters())])
+
+    exact = run()
+    quantize_activations(model)
+    assert_close(run(), exact, 0.1)
 
 
 class Wrapped(nn.Module):
@@ -174,7 +200,7 @@ def test_attention_in_8_bits_stores_shared_storages_once(x: Tensor) -> None:
     # two inputs of 8192 bytes in full, the sums of exponentials, codes of q, k, v and the output
     codes = [s.nbytes for s in after.storages if s.dtype == torch.uint8]
     assert len(codes) == 2 * 4
-    assert sum(floats(after)) <= 2 * (x.numel() * 4 + 2 * 32 * HEADS * 4) < sum(floats(before))
+    assert sum(floats(after)) <= 2 * (x.numel() * 4 + 2 * 40 * HEADS * 4) < sum(floats(before))
 
 
 def test_attention_is_shielded_from_the_hooks_around_it(x: Tensor) -> None:
@@ -235,7 +261,7 @@ def _shape(saved: object) -> tuple[int, ...] | None:
 
 @pytest.mark.parametrize("codec", [None, "int8"])
 def test_checkpointed_layers_keep_codes_and_compute_again(x: Tensor, codec: str | None) -> None:
-    model, table = Model(Checkpointed), torch.randn(2, 32, WIDTH)
+    model, table = Model(Checkpointed), torch.randn(2, 40, WIDTH)
     exact, before = run(model, x, table)
     ran = []
     model.blocks[0].inner.mix.register_forward_hook(lambda *_: ran.append(1))

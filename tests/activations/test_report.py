@@ -30,7 +30,9 @@ def model() -> nn.Module:
 
 def test_bytes_per_token_before_the_first_step() -> None:
     """As by hand: an RMSNorm in bf16 on the CPU saves fp32 x, its root and the normed x."""
-    report = quantize_activations(model(), ActivationPolicy(norm="int4", activation="int8")).report()
+    report = quantize_activations(
+        model(), ActivationPolicy(norm="int4", activation="int8")
+    ).report()
     rows = {row.kind: row for row in report.rows}
     norm, mlp, linear = rows["norm"], rows["MLP"], rows["linear"]
     assert (norm.count, mlp.count, linear.count) == (1, 1, 4)

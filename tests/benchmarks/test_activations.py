@@ -72,6 +72,17 @@ def test_offloading_leaves_weights_on_the_gpu(load: Load, monkeypatch: pytest.Mo
     assert not {p.data_ptr() for p in layer.parameters()} & set(offloaded)
 
 
+def test_inputs_are_independent_of_weights(load: Load) -> None:
+    layers, subject = load("llama_layer"), load("layer_subject")
+    _, shape = layers.parse_case("tiny:64x1")
+    torch.manual_seed(0)  # as the script does
+    x = subject.Data.make(shape, 1, torch.device("cpu")).x[0, 0].float()
+    layer = layers.make_layer(shape, torch.device("cpu"))
+    weight = layer.self_attn.q_proj.weight.detach().float()
+    correlation = torch.corrcoef(torch.stack([x.flatten(), weight.flatten()]))[0, 1]
+    assert abs(correlation) < 0.1  # of 4096 values: 1.6% by chance
+
+
 @pytest.mark.parametrize("case", ["llama3_8b", "llama4:8x1", "tiny:8", "tiny:8xb"])
 def test_wrong_cases(load: Load, case: str) -> None:
     with pytest.raises(ValueError, match="SHAPE:SEQxBATCH"):

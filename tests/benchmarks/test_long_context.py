@@ -42,7 +42,7 @@ def test_row_of_a_tiny_model(
     row = json.loads(row_path.read_text())
     assert "failed" not in row
     assert row["tokens_per_s"] * row["step_s"] == pytest.approx(2 * 32)  # of two micro-batches
-    assert row["first_loss"] == pytest.approx(6.25, abs=0.1)  # ln 512
+    assert row["first_loss"] == pytest.approx(6.25, abs=0.5)  # ln 512
     assert row["parameters"] > 2 * 512 * 64
 
 
@@ -73,3 +73,18 @@ def test_out_of_memory_is_a_result(
     args = argparse.Namespace(warmup=1, steps=1, config=CONFIG, work=tmp_path, seq=32)
     args.tiny, args.verbose, args.options = True, False, []
     assert bench.train("plain", args)["failed"] == "out of memory"
+
+
+def test_configuration_has_the_shape_of_llama_3_8b(load: Callable[[str], ModuleType]) -> None:
+    load("long_context")  # puts the examples on the path
+    from pretraining.hugging_face import HuggingFaceConfig, resolve_config
+
+    settings = yaml.safe_load(CONFIG.read_text())
+    source = HuggingFaceConfig(config="llama", overrides=settings["model"]["hf_overrides"])
+    c = resolve_config(source, 256, settings["data"]["block_size"])
+    attention = 2 * c.hidden_size * c.head_dim * (c.num_attention_heads + c.num_key_value_heads)
+    layer = attention + 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
+    rest = 2 * c.vocab_size * c.hidden_size + c.hidden_size
+    assert c.num_hidden_layers * layer + rest == 8_030_261_248  # as published
+    assert not c.tie_word_embeddings
+    assert c.max_position_embeddings == 32768

@@ -59,6 +59,11 @@ Load = Callable[[str], ModuleType]
             ("--data", "gaussian", "--numel", "4096", "--schemes", "int8-g32-half-steps"),
             "int8-g32-half-steps",
         ),
+        (
+            "activation_units.py",
+            ("--models", "hand-written", "--recipes", "agoq", "--seq", "16"),
+            "hand-written: layer",
+        ),
         ("research/optimizer_error.py", ("--steps", "2"), "E4M3+Expand"),
         ("research/update_error.py", ("--cpu", *SMALL, *SHORT), "nearest, error feedback"),
     ],

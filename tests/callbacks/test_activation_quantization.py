@@ -179,6 +179,31 @@ def test_recipes_train_in_all_precisions(recipe: str, precision: Any, tmp_path: 
     assert close(losses, expected, tolerance=0.05)
 
 
+class TanhGELU(nn.Module):
+    """Rounds differently than torch's own where it computes in bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = 2**0.5 / torch.pi**0.5 * (x + 0.044715 * x.pow(3.0))
+        return 0.5 * x * (1.0 + torch.tanh(inner))
+
+
+class ActivationBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(WIDTH, 64), TanhGELU(), nn.Linear(64, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+def test_recognizes_what_is_made_in_bf16(tmp_path: Path) -> None:
+    """Inside of `configure_model`, bf16 is torch's default dtype."""
+    inside = Inside()
+    module = Module("configure_model", ActivationBlock)
+    fit(module, tmp_path, INT8, precision="bf16-true", callbacks=[inside])
+    assert "net.blocks.0.act" in inside.names
+
+
 class Manual(Module):
     def __init__(self) -> None:
         super().__init__()

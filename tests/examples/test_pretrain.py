@@ -14,6 +14,8 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from pretraining import report
 
+from lq_lightning.callbacks import activation_quantization
+
 
 class StopAt(Callback):
     """Stops a run behind a step.
@@ -111,7 +113,7 @@ def test_activations_of_one_device(
     examples: Path,
     options: list[str],
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A policy with rules in the configuration file, and a recipe on the command line."""
     config = f"--config={examples}/configs/activations.yaml"
@@ -120,9 +122,12 @@ def test_activations_of_one_device(
     assert [rule["codec"] for rule in policy["rules"]] == ["int8", None]
     changed = _printed_config("fit", config, "--trainer.callbacks.recipe=fp8-4bit")
     assert changed["trainer"]["callbacks"][0]["init_args"]["recipe"] == "fp8-4bit"
-    with caplog.at_level("INFO"):
-        pretrain.main(["fit", config, *options])
-    assert "ActivationQuantization" in caplog.text
+    messages: list[str] = []
+    monkeypatch.setattr(activation_quantization, "rank_zero_info", messages.append)
+    pretrain.main(["fit", config, *options])
+    assert len(messages) == 1
+    assert messages[0].startswith("ActivationQuantization")
+    assert "MLP" in messages[0]
     result = report.read(tmp_path / "run" / "report.json")
     assert result.steps == 6
     assert all(loss < 6 for _, loss in result.validation)
