@@ -6,8 +6,10 @@ heads weighs as in the large model. Each is a function of its number of layers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +39,9 @@ class Architecture:
         torch.manual_seed(1)
         dtype = next(model.parameters()).dtype
         inputs = {
-            name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+            name: value.to(dtype)
+            if isinstance(value, Tensor) and value.is_floating_point()
+            else value
             for name, value in self.inputs(batch, length).items()
         }
         output = model(**inputs)
@@ -187,6 +191,9 @@ def _timm(layers: int) -> nn.Module:
 
 
 def _example(layers: int) -> nn.Module:
+    examples = str(Path(__file__).resolve().parents[1] / "examples")
+    if examples not in sys.path:
+        sys.path.insert(0, examples)
     from pretraining.model import Decoder, DecoderConfig
 
     config = DecoderConfig(num_layers=layers, hidden_size=HIDDEN, num_heads=4, num_kv_heads=2)
@@ -203,15 +210,17 @@ def _lora(layers: int) -> nn.Module:
     return adapted.train()
 
 
+_MHA = {"num_key_value_heads": 4, "intermediate_size": 2048}
+
 ARCHITECTURES: dict[str, Architecture] = {
     "llama-3-8b": _hugging_face("Llama", num_key_value_heads=1, intermediate_size=1792),
     "llama-2-7b": _hugging_face("Llama", num_key_value_heads=4, intermediate_size=1376),
-    "mistral": _hugging_face("Mistral", num_key_value_heads=4, intermediate_size=2048, head_dim=128),
-    "qwen2": _hugging_face("Qwen2", num_key_value_heads=4, intermediate_size=2048),
-    "qwen3": _hugging_face("Qwen3", num_key_value_heads=4, intermediate_size=2048, head_dim=128),
-    "gemma": _hugging_face("Gemma", num_key_value_heads=4, intermediate_size=2048, head_dim=128),
-    "phi": _hugging_face("Phi", num_key_value_heads=4, intermediate_size=2048),
-    "phi-3": _hugging_face("Phi3", num_key_value_heads=4, intermediate_size=2048),
+    "mistral": _hugging_face("Mistral", **_MHA, head_dim=128),
+    "qwen2": _hugging_face("Qwen2", **_MHA),
+    "qwen3": _hugging_face("Qwen3", **_MHA, head_dim=128),
+    "gemma": _hugging_face("Gemma", **_MHA, head_dim=128),
+    "phi": _hugging_face("Phi", **_MHA),
+    "phi-3": _hugging_face("Phi3", **_MHA),
     "gpt2": Architecture(build=_gpt2, inputs=_tokens, needs="transformers"),
     "vit-structure": _stack(lambda: VisionTransformerBlock(HIDDEN, 8)),
     "timm-vit": Architecture(
@@ -222,7 +231,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "encoder-relu": _encoder_layer(norm_first=True),
     "encoder-gelu": _encoder_layer(activation="gelu"),
     "litgpt-llama": _litgpt(
-        n_query_groups=1, intermediate_size=1792, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP",
+        n_query_groups=1, intermediate_size=1792,
+        norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP",
     ),
     "litgpt-neox": _litgpt(intermediate_size=2048, mlp_class_name="GptNeoxMLP", bias=True),
     "hand-written": _stack(lambda: HandWrittenBlock(HIDDEN, 8)),

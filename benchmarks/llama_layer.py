@@ -73,7 +73,12 @@ def parse_case(text: str) -> tuple[str, Shape]:
     return text, replace(SHAPES[name], seq=int(seq), batch=int(batch))
 
 
-def make_layer(shape: Shape, device: torch.device, seed: int = 0) -> nn.Module:
+# Not the seed of the inputs: equal streams would make inputs equal rows of the first weight, and
+# the attention's scores huge.
+WEIGHT_SEED = 20_261_122
+
+
+def make_layer(shape: Shape, device: torch.device, seed: int = WEIGHT_SEED) -> nn.Module:
     """Return a layer in bf16, with the same weights each time."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer

@@ -25,6 +25,7 @@ Row = dict[str, Any]
 
 # Where the rows of a report are, and what an entry of a mapping is called.
 ROWS = {
+    "activation_units": ("rows", ""),
     "activation_error": ("rows", ""),
     "activations": ("rows", ""),
     "all_reduce": ("rows", ""),

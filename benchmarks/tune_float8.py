@@ -38,6 +38,7 @@ from lq_lightning.kernels.float8.tiles import (
     rebuild_kind,
 )
 from lq_lightning.kernels.message import parse_format
+from lq_lightning.kernels.message.calls import forget_calls
 
 TABLE = REPOSITORY / "kernels" / "float8" / "tiles.py"
 SOURCES = {"codes": "codes", "norm": "norm", "activation": "swiglu"}
@@ -78,6 +79,7 @@ def candidates(kind: str) -> Iterator[Tile]:
 
 def force(kind: str, tile: Tile) -> None:
     """Make every launch of a kind of kernel use ``tile``."""
+    forget_calls()
     if isinstance(tile, CastTile):
         triton_kernels.CAST_TILE = tile
     else:

@@ -40,6 +40,7 @@ from lq_lightning.kernels.activation import launch as activation_launch
 from lq_lightning.kernels.dequantize import triton_kernels as dequantize_kernels
 from lq_lightning.kernels.feedback import triton_kernels as feedback_kernels
 from lq_lightning.kernels.message import launch
+from lq_lightning.kernels.message.calls import forget_calls
 from lq_lightning.kernels.message.launch import Tile
 from lq_lightning.kernels.message.tiles import TILES
 from lq_lightning.kernels.quantize import triton_kernels as quantize_kernels
@@ -126,6 +127,7 @@ def candidates(kind: str, size_class: int) -> list[Tile]:
 
 def force(tile: Tile | None) -> None:
     """Make every launch use ``tile``; None for the choice of the table."""
+    forget_calls()
     for module in (
         quantize_kernels,
         dequantize_kernels,

@@ -90,6 +90,7 @@ FEW = (
         "fp8_e4m3/16",
     ),
 )
+BY_LAYER = ("fp4_e2m1/128", "nf4/64", "int4 asym/128", "int4 asym/128 H128")
 SPECS = {
     name: _spec(name)
     for name in (
@@ -310,6 +311,15 @@ def show(rows: Sequence[Row]) -> str:
     return table(cells, keys)
 
 
+def rounded(value: Any) -> Any:
+    """Keep four digits of every number."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: rounded(entry) for key, entry in value.items()}
+    return [rounded(entry) for entry in value] if isinstance(value, list) else value
+
+
 def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Measure one model, print and return everything."""
     corpus = standard_library(SEQ, args.text)
@@ -323,7 +333,7 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     for how in ("rebuilt", *(name for name in ALTERNATIVES if gated or name not in GATED)):
         found = errors(captured, args.codes if how == "rebuilt" else few, how)
         if how == "rebuilt":
-            layers = {name: found[name] for name in few}
+            layers = {name: found[name] for name in args.codes if name in BY_LAYER}
         if found:
             rows += (made := rows_of(path.stem, how, found, numel))
             print(f"{path.stem}, {how}:\n{show(made)}\n", flush=True)
@@ -366,7 +376,7 @@ def main() -> int:
     for path in args.models:
         for key, found in measure(path, args).items():
             results[key] = results[key] + found if key in ("rows", "bias") else results[key] | found
-    write_report(args.out, "activation_error", results)
+    write_report(args.out, "activation_error", rounded(results))
     return 0
 
 

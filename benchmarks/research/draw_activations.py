@@ -59,31 +59,23 @@ def draw(cases: dict[str, list[Row]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.2 * len(cases), 5), layout="constrained", dpi=110)
+    figure = Figure(figsize=(8.6, 4.6 * len(cases)), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
-    for axes, (case, rows) in zip(
-        figure.subplots(1, len(cases), squeeze=False)[0], cases.items(), strict=True
-    ):
-        front = undominated(rows)
-        axes.plot(
-            [r["saved_units"] for r in front], [r["ms"] for r in front], color="#c5ccd6", zorder=1
-        )
+    panels = figure.subplots(len(cases), 1, squeeze=False)[:, 0]
+    for axes, (case, rows) in zip(panels, cases.items(), strict=True):
         # what is far slower than the rest, such as offloading, would squeeze all others together
-        limit = 2 * min(r["ms"] for r in rows)
-        left_out = [r for r in rows if r["ms"] > limit]
-        for row in rows:
-            if row in left_out:
-                continue
-            group = kind(row["variant"])
-            axes.scatter(row["saved_units"], row["ms"], color=COLORS[group], s=34, zorder=2)
-            axes.annotate(
-                row["variant"].removeprefix("bf16, ") if group == "bf16" else row["variant"],
-                (row["saved_units"], row["ms"]),
-                xytext=(4, 4),
-                textcoords="offset points",
-                fontsize=7,
-            )
-        note = "".join(f"\nnot shown: {r['variant']}, {r['ms']:.0f} ms" for r in left_out)
+        limit = 2.6 * min(r["ms"] for r in rows)
+        near = sorted((r for r in rows if r["ms"] <= limit), key=lambda r: r["ms"])
+        far = [r for r in rows if r["ms"] > limit]
+        front = undominated(near)
+        axes.plot([r["saved_units"] for r in front], [r["ms"] for r in front], "-", color="#c5ccd6")
+        for number, row in enumerate(near, 1):
+            point = (row["saved_units"], row["ms"])
+            label = f"{number}  {row['variant']}"
+            axes.scatter(*point, color=COLORS[kind(row["variant"])], s=30, zorder=2, label=label)
+            axes.annotate(str(number), point, xytext=(4, 3), textcoords="offset points", fontsize=8)
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
+        note = "".join(f"; not shown: {r['variant']}, {r['ms']:.0f} ms" for r in far)
         axes.set_title(case + note, fontsize=9, loc="left")
         axes.set_xlabel("saved for backward, in inputs of the layer (U)")
         axes.set_ylabel("forward + backward, ms")
