@@ -236,8 +236,8 @@ activation_quantize = define_operator(
     _fake_quantize,
 )
 activation_dequantize = define_operator(
-    "activation_dequantize(Tensor message, Tensor up_message, int rows, int numel, str activation,"
-    " str format, ScalarType dtype) -> Tensor",
+    "activation_dequantize(Tensor message, Tensor up_message, SymInt rows, int numel,"
+    " str activation, str format, ScalarType dtype) -> Tensor",
     _dequantize,
     _fake_dequantize,
 )

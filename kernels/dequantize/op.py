@@ -65,7 +65,7 @@ dequantize_out = define_operator(
     _fake_dequantize_out,
 )
 dequantize = define_operator(
-    "dequantize(Tensor message, int numel, str format, float scale, ScalarType dtype) -> Tensor",
+    "dequantize(Tensor message, SymInt numel, str format, float scale, ScalarType dtype) -> Tensor",
     _dequantize,
     _fake_dequantize,
 )

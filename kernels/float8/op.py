@@ -344,7 +344,7 @@ float8_quantize = define_operator(
     _fake_float8_quantize,
 )
 dequantize_float8 = define_operator(
-    "dequantize_float8(Tensor message, int rows, int numel, str format, Tensor scale) -> Tensor",
+    "dequantize_float8(Tensor message, SymInt rows, int numel, str format, Tensor scale) -> Tensor",
     _dequantize_float8,
     _fake_dequantize_float8,
 )
@@ -355,7 +355,7 @@ norm_dequantize_float8 = define_operator(
     _fake_norm_dequantize_float8,
 )
 activation_dequantize_float8 = define_operator(
-    "activation_dequantize_float8(Tensor message, Tensor up_message, int rows, int numel,"
+    "activation_dequantize_float8(Tensor message, Tensor up_message, SymInt rows, int numel,"
     " str activation, str format, Tensor scale) -> Tensor",
     _activation_dequantize_float8,
     _fake_activation_dequantize_float8,

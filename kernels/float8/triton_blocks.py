@@ -39,24 +39,34 @@ def _emulated_byte(y, E5M2: tl.constexpr):
 
 @triton.jit
 def float8_word(a, b, c, d, E5M2: tl.constexpr):
-    """int32 whose bytes are the FP8 codes of four fp32; what is infinite is clipped as well."""
+    """int32 whose bytes are the FP8 codes of four fp32; what is infinite is clipped as well.
+
+    Both halves are widened before they are joined: of ``{low, high}`` ptxas 12.8 leaves the upper
+    half undefined where both hold the same, as the zeros beyond the end of a matrix do.
+    """
     if _HAS_PTX:
         asm: tl.constexpr = (
             """
             {
             .reg .b16 low, high;
+            .reg .b32 first, second;
             cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
             cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
+            mov.b32 first, {low, 0};
+            mov.b32 second, {high, 0};
+            prmt.b32 $0, first, second, 0x5410;
             }
             """
             if E5M2
             else """
             {
             .reg .b16 low, high;
+            .reg .b32 first, second;
             cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
             cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
+            mov.b32 first, {low, 0};
+            mov.b32 second, {high, 0};
+            prmt.b32 $0, first, second, 0x5410;
             }
             """
         )

@@ -27,9 +27,11 @@ def has_float8_instructions(fmt: MessageFormat, rounds: bool) -> bool:
 def _encoding(fmt: MessageFormat) -> str:
     name = "e4m3x2" if fmt.mantissa_bits == 3 else "e5m2x2"
     return (
-        "{ .reg .b16 low, high; .reg .b32 word;"
+        "{ .reg .b16 low, high; .reg .b32 first, second;"
         f"cvt.rn.satfinite.{name}.f32 low, $2, $1; cvt.rn.satfinite.{name}.f32 high, $4, $3;"
-        "mov.b32 word, {low, high}; and.b32 $0, word, $5; }"
+        # not {low, high}: see `float8_word` in `kernels/float8/triton_blocks.py`
+        "mov.b32 first, {low, 0}; mov.b32 second, {high, 0};"
+        "prmt.b32 first, first, second, 0x5410; and.b32 $0, first, $5; }"
     )
 
 
