@@ -8,9 +8,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lq_lightning.__about__ import __version__
 from lq_lightning.activations import (
+    ActivationPlan,
     ActivationPolicy,
     ActivationRule,
+    MemoryBudget,
     QuantizedActivations,
+    plan_activations,
     quantize_activations,
 )
 from lq_lightning.callbacks import ActivationQuantization, QuantizationMonitor
@@ -30,12 +33,14 @@ from lq_lightning.plugins.grad_norm import grad_norm
 from lq_lightning.strategies import QuantizedFSDPStrategy
 
 __all__ = [
+    "ActivationPlan",
     "ActivationPolicy",
     "ActivationQuantization",
     "ActivationRule",
     "CommunicationPlan",
     "FullyShardedPrecision",
     "GradientQuantization",
+    "MemoryBudget",
     "QuantizationMonitor",
     "QuantizedActivations",
     "QuantizedAdam",
@@ -51,6 +56,7 @@ __all__ = [
     "WeightQuantization",
     "__version__",
     "grad_norm",
+    "plan_activations",
     "quantize_activations",
     "quantized_all_reduce_hook",
 ]

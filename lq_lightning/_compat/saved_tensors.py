@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 __all__ = [
     "Hooks",
     "base_of",
     "checkpoint_region",
+    "has_storage",
     "outer_hooks",
     "running_modules",
     "storage_key",
@@ -20,6 +22,12 @@ __all__ = [
 ]
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Return whether a tensor is one piece of memory: not sparse, nested or distributed."""
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return strided and not isinstance(tensor, DTensor)
 
 
 def storage_key(tensor: Tensor) -> int:

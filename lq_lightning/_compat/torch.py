@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ __all__ = [
     "group_timeout",
     "inherit_timeout",
     "note_optimizer_step",
+    "recompile_limit",
     "reduce_scatter_flat",
     "split_group",
 ]
@@ -145,3 +147,15 @@ def all_linked_by_nvlink(num_gpus: int) -> bool:
 
     matrix = c10d._detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix  # type: ignore[attr-defined]
     return all(n > 0 for i, row in enumerate(matrix) for j, n in enumerate(row) if i != j)
+
+
+def recompile_limit(at_least: int) -> AbstractContextManager[None]:
+    """Let ``torch.compile`` make so many variants of a function before it gives up on it.
+
+    Blocks of a class share one function, and with it the limit; past it they run eagerly.
+    """
+    import torch._dynamo.config as config
+
+    limit = max(at_least, config.recompile_limit)
+    patched: AbstractContextManager[None] = config.patch(recompile_limit=limit)
+    return patched

@@ -75,7 +75,6 @@ def quantized_activation(
     note_code("activation", x, message, format)
     if up is not None:
         note_code("activation", up, up_message, format)
-    rows = x.numel() // max(1, x.shape[-1])
-    codes = ActivationCodes(rows, x.shape[-1], activation, format)
+    codes = ActivationCodes(x.shape[-1], activation, format)
     attach(y, Source(codes, (message, up_message), largest))
     return y  # type: ignore[no-any-return]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
+from .float8_layers import Float8Layers
 from .policy import ActivationPolicy, SiteKind
 from .recognize import (
     is_linear,
@@ -74,6 +76,7 @@ class _Finder:
     def __init__(self, model: nn.Module, policy: ActivationPolicy) -> None:
         self.policy = policy
         self.model = model
+        self.float8 = Float8Layers(model, policy)
         self.found: dict[int, Found] = {}  # by module
         self.functions: list[Found] = []
         self.unknown: list[tuple[str, nn.Module]] = []
@@ -94,9 +97,6 @@ class _Finder:
                 self.unknown.append((name, module))
             self._function(name, module)
 
-    def _amax(self, name: str) -> bool:
-        return self.policy.matmul_of(name) == "float8"
-
     def _mlp(self, name: str, module: nn.Module, inside: set[int]) -> bool:
         mlp = recognize_mlp(module)
         if mlp is None:
@@ -115,13 +115,13 @@ class _Finder:
             gate=gate,
             up=up,
             down=down,
-            amax=self._amax(name),
+            amax=self.float8.follow(name, module),
         )
         self.add(module, site)
         return True
 
     def _leaf(self, name: str, module: nn.Module) -> Site | None:
-        policy, amax = self.policy, self._amax(name)
+        policy, amax = self.policy, self.float8.follow(name, module)
         if (layer := recognize_norm(module)) is not None:
             names = {key for key, _ in module.named_parameters(recurse=False)}
             weight, bias = (key if key in names else None for key in ("weight", "bias"))
@@ -131,8 +131,15 @@ class _Finder:
             )
         if is_linear(module):
             transposed = type(module).forward is not nn.Linear.forward
-            codec, matmul = policy.codec("linear", name), policy.matmul_of(name)
-            return LinearSite(name=name, codec=codec, transposed=transposed, matmul=matmul)
+            values: Any = module.weight
+            matmul, native = self.float8.matmul(name, module, values, transposed=transposed)
+            return LinearSite(
+                name=name,
+                codec=policy.codec("linear", name),
+                transposed=transposed,
+                matmul=matmul,
+                native=native,
+            )
         if (activation := recognize_activation(module)) is not None:
             codec = policy.codec("activation", name)
             return ActivationSite(name=name, codec=codec, activation=activation, amax=amax)
@@ -150,12 +157,14 @@ class _Finder:
             codec=self.policy.codec("activation", name),
             activation=activation,
             attribute=attribute,
-            amax=self._amax(name),
+            amax=self.float8.follow(name, module),
         )
         self.functions.append(Found(module, site))
 
     def _is_unknown(self, module: nn.Module) -> bool:
         if isinstance(module, _HARMLESS) or _LOSS_NAME.search(type(module).__name__):
+            return False
+        if any(cls.__name__ == "Metric" for cls in type(module).__mro__):  # of torchmetrics
             return False
         if isinstance(module, nn.MultiheadAttention):
             return False
@@ -175,7 +184,7 @@ class _Finder:
                 self._hook(name, module, "checkpoint")
             elif isinstance(module, nn.MultiheadAttention):
                 codec = self.policy.codec("attention", name)
-                matmul = self.policy.matmul_of(name)
+                matmul, _ = self.float8.matmul(name, module, module.in_proj_weight)
                 self.add(
                     module, MultiheadSite(name=name, codec=codec, kind="attention", matmul=matmul)
                 )
@@ -237,8 +246,11 @@ def _left(
     hooked = [m for _, m in blocks if isinstance(finder.site(m), HookSite)]
     if hooked:
         names = tuple(sorted({type(m).__name__ for m in hooked}))
-        inside = f" ({', '.join(classes)} in them)" if classes else ""
-        reason = f"not all of it is recognized{inside}: packed by rule as {_name(policy.other)}"
+        if classes:
+            why = f"{', '.join(classes)} in them"
+        else:
+            why = "linear layers, but no activation function that is seen"
+        reason = f"not all of it is recognized ({why}): packed by rule as {_name(policy.other)}"
         yield Left(modules=names, count=len(hooked), reason=reason)
     elif classes:
         reason = "not recognized, and `other` is None: left as they are"

@@ -88,7 +88,7 @@ class _Float8Linear(torch.autograd.Function):
                     x = as_matrix(kept[0])
                     columns: Tensor = float8_cast(x, scale * 448.0, _E4M3, False, True)[1]
                 else:
-                    columns = ctx.codes.rebuild_float8(tuple(kept), scale)
+                    columns = ctx.codes.rebuild_float8(tuple(kept), dy.shape[0], scale)
                 return columns
 
             columns = rebuild() if ctx.shared is None else ctx.shared.get(_E4M3, rebuild)

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lq_lightning._compat.saved_tensors import has_storage
+
 from .activation import quantized_activation
 from .float8_linear import float8_linear
 from .hooks import pack_saved_tensors
 from .linear import encode_source, quantized_linear
 from .multihead import self_attention, takes_self_attention
 from .norm import quantized_norm
-from .policy import Matmul
+from .policy import Matmul, is_worth_a_code
 from .sites import (
     ActivationSite,
     DropoutSite,
@@ -35,7 +37,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _is_plain(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype in _FLOATS and not isinstance(x, DTensor)
+    return isinstance(x, Tensor) and x.dtype in _FLOATS and has_storage(x)
 
 
 def _parameter(module: nn.Module, name: str | None) -> Tensor | None:
@@ -47,41 +49,56 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _codes(site: Site, x: Tensor) -> bool:
+def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument of a call that has one, also by name; None if it has more."""
+    values = (*args, *kwargs.values())
+    return values[0] if len(values) == 1 else None
+
+
+def _is_wanted(site: Site, x: Any) -> bool:
     return site.enabled and site.codec is not None and _is_plain(x)
 
 
-def _norm_forward(module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _codes(site: Site, x: Any) -> bool:
+    return _is_wanted(site, x) and x.dim() > 0 and is_worth_a_code(x.shape[-1])
+
+
+def _norm_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     site: NormSite = module.__dict__["_lq_site"]
+    x = _only(args, kwargs)
     weight, bias = _parameter(module, site.weight), _parameter(module, site.bias)
     plain = _codes(site, x) and not isinstance(weight, DTensor)
-    if not plain or args or kwargs or not _needs_gradient(x, weight, bias):
-        result: Tensor = site.original(module, x, *args, **kwargs)
+    if not plain or not _needs_gradient(x, weight, bias):
+        result: Tensor = site.original(module, *args, **kwargs)
         return result
     return quantized_norm(x, weight, bias, site.layer, site.format(x.shape[-1]), amax=site.amax)
 
 
-def _activation_forward(module: nn.Module, x: Tensor) -> Tensor:
+def _activation_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     site: ActivationSite = module.__dict__["_lq_site"]
+    x = _only(args, kwargs)
     if not _codes(site, x) or not _needs_gradient(x):
-        result: Tensor = site.original(module, x)
+        result: Tensor = site.original(module, *args, **kwargs)
         return result
     return quantized_activation(x, None, site.activation, site.format(x.shape[-1]), amax=site.amax)
 
 
-def _function_call(site: FunctionSite, x: Tensor) -> Tensor:
+def _function_call(site: FunctionSite, *args: Any, **kwargs: Any) -> Tensor:
+    x = _only(args, kwargs)
     if not _codes(site, x) or not _needs_gradient(x):
         if site.previous is None:
             raise AssertionError("the function that a site took the place of")
-        result: Tensor = site.previous(x)
+        result: Tensor = site.previous(*args, **kwargs)
         return result
     return quantized_activation(x, None, site.activation, site.format(x.shape[-1]), amax=site.amax)
 
 
-def _mlp_forward(module: nn.Module, x: Tensor) -> Tensor:
+def _mlp_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     site: MLPSite = module.__dict__["_lq_site"]
-    if not _codes(site, x) or not (_needs_gradient(x) or _needs_gradient(*module.parameters())):
-        result: Tensor = site.original(module, x)
+    x = _only(args, kwargs)
+    wanted = _is_wanted(site, x)  # its codes are of wider tensors
+    if not wanted or not (_needs_gradient(x) or _needs_gradient(*module.parameters())):
+        result: Tensor = site.original(module, *args, **kwargs)
         return result
     up: Tensor | None = None
     gate = getattr(module, site.gate)(x)
@@ -89,6 +106,10 @@ def _mlp_forward(module: nn.Module, x: Tensor) -> Tensor:
         gate, up = gate.chunk(2, dim=-1)
     elif site.up is not None:
         up = getattr(module, site.up)(x)
+        if (up.dtype, up.shape) != (gate.dtype, gate.shape):  # hooks and adapters may do that
+            dtype = torch.promote_types(gate.dtype, up.dtype)
+            shape = torch.broadcast_shapes(gate.shape, up.shape)  # type: ignore[no-untyped-call]
+            gate, up = gate.to(dtype).expand(shape), up.to(dtype).expand(shape)
     inner = quantized_activation(
         gate, up, site.activation, site.format(gate.shape[-1]), amax=site.amax
     )
@@ -121,8 +142,9 @@ def _linear(
     return quantized_linear(x, weight, bias, source)
 
 
-def _linear_forward(module: nn.Module, x: Tensor) -> Tensor:
+def _linear_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     site: LinearSite = module.__dict__["_lq_site"]
+    x = _only(args, kwargs)
     weight: Tensor = module.weight  # type: ignore[assignment]
     bias: Tensor | None = module.bias  # type: ignore[assignment]
     saves = _needs_gradient(weight)
@@ -130,16 +152,17 @@ def _linear_forward(module: nn.Module, x: Tensor) -> Tensor:
     plain = site.enabled and _is_plain(x) and not isinstance(weight, DTensor)
     source = _source(x, site) if plain and saves else None
     if not plain or (source is None and not float8):
-        result: Tensor = site.original(module, x)
+        result: Tensor = site.original(module, *args, **kwargs)
         return result
     weight = weight.t() if site.transposed else weight
     return _linear(x, weight, bias, source, site.matmul if float8 else "native")
 
 
-def _dropout_forward(module: nn.Module, x: Tensor) -> Tensor:
+def _dropout_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     site: DropoutSite = module.__dict__["_lq_site"]
-    result: Tensor = site.original(module, x)
-    source = source_of(x) if site.enabled else None
+    result: Tensor = site.original(module, *args, **kwargs)
+    x = _only(args, kwargs)
+    source = source_of(x) if site.enabled and _is_plain(x) else None
     if source is not None and result is not x:
         keep_alone(result, source.codes.format)
     return result
@@ -162,14 +185,20 @@ def _hook_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _multihead_forward(
-    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     site: MultiheadSite = module.__dict__["_lq_site"]
     weight = module.in_proj_weight
-    saves = site.enabled and query is key and key is value and _needs_gradient(weight)
+    itself = query is key and key is value and not args
+    saves = site.enabled and itself and _needs_gradient(weight)
     source = source_of(query) if saves and _is_plain(query) else None
     if source is None or isinstance(weight, DTensor) or not takes_self_attention(module, kwargs):
-        return _hook_forward(module, query, key, value, **kwargs)
+        return _hook_forward(module, query, key, value, *args, **kwargs)
     projected = _linear(query, weight, module.in_proj_bias, source, site.matmul)
     if site.codec is None:
         return self_attention(module, projected, **kwargs), None

@@ -159,7 +159,7 @@ def _linear_errors(record: _Record, dy: Tensor) -> Errors:
     errors: Errors = {}
     for codec in record.codecs:
         source = encode_source(x, str(fit_codec(CODECS[codec], x.shape[-1]).message_format))
-        rebuilt = source.codes.rebuild(source.tensors, torch.float32)
+        rebuilt = source.codes.rebuild(source.tensors, x.shape[0], torch.float32)
         errors[codec] = dict(_weight_errors(record, x, rebuilt))
     return errors
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lq_lightning._compat.saved_tensors import (
     Hooks,
     checkpoint_region,
+    has_storage,
     outer_hooks,
     storage_key,
     version_of,
@@ -45,11 +45,13 @@ class _Code:
 
     Attributes:
         codes: how to decode it.
+        rows: of the matrix that was encoded.
         message: the code, as the hooks around ours packed it.
         dtype: of the tensor.
     """
 
     codes: Codes
+    rows: int
     message: Any
     dtype: torch.dtype
 
@@ -83,6 +85,8 @@ class _Packer:
         self._alive.clear()
 
     def pack(self, tensor: Tensor) -> Any:
+        if not has_storage(tensor):
+            return tensor if self.outer is None else self.outer[0](tensor)
         storage = (storage_key(tensor), version_of(tensor), tensor.dtype)
         offset, shape, stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
         if storage in self._codes:
@@ -99,7 +103,7 @@ class _Packer:
         return _View(self._codes[key], shape, _contiguous_strides(shape), 0)
 
     def _takes(self, tensor: Tensor) -> bool:
-        if tensor.dtype not in _FLOATS or isinstance(tensor, DTensor):
+        if tensor.dtype not in _FLOATS:
             return False
         if tensor.numel() < _MIN_NUMEL or tensor.shape[-1] < _MIN_WIDTH:
             return False
@@ -122,7 +126,7 @@ class _Packer:
         if message is None:
             raise AssertionError("a matrix is rebuilt from its message")
         kept = message if self.outer is None else self.outer[0](message)
-        return _Code(source.codes, kept, tensor.dtype)
+        return _Code(source.codes, values.numel() // width, kept, tensor.dtype)
 
     def unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, _View):
@@ -130,7 +134,7 @@ class _Packer:
             return tensor
         code = packed.code
         message = code.message if self.outer is None else self.outer[1](code.message)
-        values = code.codes.rebuild((message,), code.dtype).view(-1)
+        values = code.codes.rebuild((message,), code.rows, code.dtype).view(-1)
         return values.as_strided(packed.shape, packed.stride, packed.offset)
 
 
@@ -143,10 +147,9 @@ def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, DTensor):
-        return
     if isinstance(value, Tensor):
-        yield value
+        if has_storage(value):
+            yield value
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
     elif isinstance(value, (list, tuple)):

@@ -14,6 +14,7 @@ from .measure import SavedTensors
 from .policy import ActivationPolicy, resolve_policy
 from .recompute import install_recomputation, remove_recomputation
 from .report import ActivationReport, make_report, without_sites
+from .rules import check_rules
 from .sites import Site, install_site, policy_kind, remove_site, site_of
 
 __all__ = ["QuantizedActivations", "quantize_activations"]
@@ -31,6 +32,7 @@ class QuantizedActivations:
         self.policy = policy
         self.model = model
         self._found, self._left = find_sites(model, policy)
+        check_rules(model, ((found.module, found.site) for found in self._found), policy)
         taken = [found for found in self._found if site_of(found.module) is not None]
         for found in taken or self._found:  # the first that is taken raises
             install_site(found.module, found.site, FORWARDS[type(found.site)])
@@ -123,7 +125,8 @@ def quantize_activations(
         A handle; ``remove()`` undoes everything.
 
     Raises:
-        ValueError: An unknown recipe.
+        ValueError: An unknown recipe, or a rule without effect: it matches no module, or none that
+            keeps anything by itself.
         RuntimeError: The model is quantized already.
     """
     handle = QuantizedActivations(model, resolve_policy(recipe))

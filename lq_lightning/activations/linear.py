@@ -51,7 +51,7 @@ class _QuantizedLinear(torch.autograd.Function):
         if wanted_weight:
 
             def rebuild() -> Tensor:
-                value: Tensor = ctx.codes.rebuild(tuple(tensors), dtype)
+                value: Tensor = ctx.codes.rebuild(tuple(tensors), dy.shape[0], dtype)
                 return value
 
             x = rebuild() if ctx.shared is None else ctx.shared.get(dtype, rebuild)
@@ -76,7 +76,7 @@ def encode_source(x: Tensor, format: str, kind: SiteKind = "linear") -> Source:
     shape = matrix_shape(parse_format(format), *rows.shape)
     message = quantize(rows.reshape(shape), None, format, 0)
     note_code(kind, x, message, format)
-    codes = MatrixCodes(rows.shape[0], rows.shape[1], format)
+    codes = MatrixCodes(rows.shape[1], format)
     return Source(codes, (message,), message.new_empty(0, dtype=torch.float32))
 
 

@@ -55,8 +55,8 @@ class CodeMeter:
         self.values += x.numel()
         if self.measure:
             exact = x.detach().reshape(-1, x.shape[-1]).float()
-            codes = MatrixCodes(exact.shape[0], exact.shape[1], format)
-            error = codes.rebuild((message,), torch.float32) - exact
+            codes = MatrixCodes(exact.shape[1], format)
+            error = codes.rebuild((message,), exact.shape[0], torch.float32) - exact
             sums = self._sums.setdefault(kind, _Sums())
             sums.error = sums.error + error.square().sum(dtype=torch.float64)
             sums.norm = sums.norm + exact.square().sum(dtype=torch.float64)

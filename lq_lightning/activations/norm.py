@@ -15,7 +15,7 @@ from .autograd import as_matrix, refuse_second_derivative
 from .meter import note_code
 from .sources import NormCodes, Source, attach
 
-__all__ = ["NormLayer", "quantized_norm"]
+__all__ = ["NormLayer", "output_dtype", "quantized_norm"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,11 +28,14 @@ class NormLayer:
         eps: term under the root.
         output: ``"input"``: the output has the input's dtype; ``"promoted"``: that of input and
             weight together.
+        functional: it calls ``torch.nn.functional``, which CUDA's autocast runs in fp32, with an
+            fp32 result.
     """
 
     kind: str
     eps: float
     output: str
+    functional: bool
 
 
 class _QuantizedNorm(torch.autograd.Function):
@@ -88,6 +91,24 @@ class _QuantizedNorm(torch.autograd.Function):
         )
 
 
+def output_dtype(
+    layer: NormLayer, dtype: torch.dtype, weight: Tensor | None, device_type: str
+) -> torch.dtype:
+    """Return the dtype of a layer's output.
+
+    Args:
+        layer: the layer.
+        dtype: of its input.
+        weight: of the layer, or None.
+        device_type: where it runs.
+    """
+    if layer.functional and device_type == "cuda" and torch.is_autocast_enabled("cuda"):
+        return torch.float32
+    if layer.output == "promoted" and weight is not None:
+        return torch.promote_types(dtype, weight.dtype)
+    return dtype
+
+
 def quantized_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -110,15 +131,18 @@ def quantized_norm(
     Returns:
         ``[..., N]``, with a source.
     """
-    dtype = x.dtype
-    if layer.output == "promoted" and weight is not None:
-        dtype = torch.promote_types(dtype, weight.dtype)
+    dtype = output_dtype(layer, x.dtype, weight, x.device.type)
     y, stats, message, largest = _QuantizedNorm.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, layer.eps, layer.kind, format, dtype, amax
     )
     y = y.view(x.shape)  # here, so that it may be changed in place
     note_code("norm", x, message, format)
     codes = NormCodes(x.shape[-1], layer.kind, format, x.dtype)
-    constants = (None if p is None else p.detach() for p in (weight, bias))
+    # FSDP2 frees parameters of a norm before the backward of a linear layer that is no part of the
+    # same unit.
+    copied = torch.distributed.is_available() and torch.distributed.is_initialized()
+    constants = [None if p is None else p.detach() for p in (weight, bias)]
+    if copied:
+        constants = [None if p is None else p.clone() for p in constants]
     attach(y, Source(codes, (message, stats, *constants), largest))
     return y  # type: ignore[no-any-return]

@@ -19,6 +19,7 @@ __all__ = [
     "Matmul",
     "SiteKind",
     "fit_codec",
+    "is_worth_a_code",
     "resolve_policy",
 ]
 
@@ -46,6 +47,9 @@ def _named_codecs() -> dict[str, CodecSpec]:
 # value with scales: int4, int4_hadamard and nf4 4.25, fp4_e2m1 4.125, int8 8.125, fp8 9.
 CODECS: dict[str, CodecSpec] = _named_codecs()
 _MIN_GROUP = 16
+# Sections of a message take 16 bytes or more each: codes of shorter rows that are messages of their
+# own would be larger than bf16.
+_MIN_PADDED = 24
 
 
 def _codec(owner: str, name: str, value: CodecSpec | str | None) -> CodecSpec | None:
@@ -73,11 +77,13 @@ class ActivationRule:
     """An exception from a policy, for modules by name.
 
     Args:
-        module: Pattern of module names as in ``model.named_modules()``, with ``*``, ``?`` and
-            ``[...]``.
+        module: Pattern of module names as in ``model.named_modules()``, with ``*`` (any characters,
+            dots included), ``?`` and ``[...]``. It is compared with whole names: ``"layers.0.*"``
+            is all that is in ``layers.0``. A pattern that matches nothing is refused.
         codec: Codec of what these modules keep: a name (``"int4"``, ``"int8"``, ``"nf4"``, ...), a
             ``CodecSpec``, or ``None`` for full precision: then they run as without this package.
-        matmul: Precision of their matrix products; leave empty for that of the policy.
+        matmul: Precision of their matrix products, whatever these modules are; leave empty for that
+            of the policy, which leaves out some.
         recompute: Keep only the inputs of these modules, such as attentions, MLPs or whole blocks,
             and compute them again in backward. What is inside keeps full precision then, for as
             long as its own backward takes.
@@ -131,7 +137,10 @@ class ActivationPolicy:
             them as they are.
         matmul: ``"native"``, or ``"float8"``: products of linear layers in FP8 with one scale per
             tensor (COAT), E4M3 for activations and weights and E5M2 for gradients. Needs a GPU of
-            compute capability 8.9 or newer to be fast; a CPU computes the same slowly.
+            compute capability 8.9 or newer to be fast; a CPU computes the same slowly. Layers
+            outside of the repeated blocks, such as the output head, what else has an embedding's
+            weight or as many rows, and layers whose dimensions are no multiples of 16 stay native,
+            unless a rule names them with ``matmul="float8"``.
         rules: Exceptions by module name; the last one that matches counts.
 
     Raises:
@@ -152,11 +161,16 @@ class ActivationPolicy:
         for kind in get_args(SiteKind):
             _codec("ActivationPolicy", kind, getattr(self, kind))
         check_choice("ActivationPolicy", "matmul", self.matmul, get_args(Matmul))
+        if not isinstance(self.rules, (list, tuple)):
+            raise ValueError(
+                f"`ActivationPolicy(rules={self.rules!r})` is not supported: give a list of rules."
+            )
         object.__setattr__(self, "rules", tuple(self.rules))
         for rule in self.rules:
             if not isinstance(rule, ActivationRule):
                 raise ValueError(
-                    f"`ActivationPolicy(rules=[{rule!r}])`: give `ActivationRule` objects."
+                    f"`ActivationPolicy(rules=[{rule!r}])` is not supported: give "
+                    "`ActivationRule(module=..., codec=...)` objects."
                 )
 
     def _rule(self, name: str) -> ActivationRule | None:
@@ -186,24 +200,35 @@ class ActivationPolicy:
         rules = (self._rule(each) for each in names if each)
         return any(rule is not None and rule.recompute for rule in rules)
 
-    def matmul_of(self, name: str) -> Matmul:
-        """Return the precision of a linear layer's products."""
+    def matmul_rule(self, name: str) -> Matmul | None:
+        """Return what a rule says of a linear layer's products, None if none says anything."""
         rule = self._rule(name)
-        return self.matmul if rule is None or rule.matmul is None else rule.matmul
+        return None if rule is None else rule.matmul
+
+    def matmul_of(self, name: str) -> Matmul:
+        """Return the precision of products that the policy asks for; see ``Float8Layers``."""
+        return self.matmul_rule(name) or self.matmul
+
+
+def is_worth_a_code(numel: int) -> bool:
+    """Return whether a code of rows of ``numel`` values is smaller than they are."""
+    return numel >= _MIN_PADDED or numel == _MIN_GROUP
 
 
 def fit_codec(codec: CodecSpec, numel: int) -> CodecSpec:
     """Return a codec whose groups, and transform, divide rows of ``numel`` values.
 
     A tensor whose rows are whole groups is one message, without padding. Rows that no group from 16
-    on divides (ViT's 197 tokens are not rows; widths such as 100 are) stay messages of their own.
+    on divides (ViT's 197 tokens are not rows; widths such as 100 are) stay messages of their own,
+    in the smallest groups if they are shorter than one.
     """
     size = codec.group_size
     if size == "row" or numel % size == 0:
         return codec
+    max_size = size
     while size > _MIN_GROUP and numel % size:
         size //= 2
-    if numel % size:
+    if numel % size and numel > max_size:
         return codec
     hadamard = min(codec.hadamard_size, size)
     return replace(codec, group_size=size, hadamard_size=hadamard)

@@ -8,6 +8,7 @@ alone instead of being computed wrongly.
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import types
 import warnings
@@ -17,8 +18,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .norm import NormLayer
+from .sites import FunctionSite, sites_of
 
 __all__ = [
     "MLP",
@@ -42,6 +45,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
+_TORCH_NORMS = (F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm)
 # Attributes of gate, up and down projection; one name for both of the first if it makes both.
 _GATED_NAMES = (
     ("gate_proj", "up_proj", "down_proj"),  # Llama, Mistral, Qwen, Gemma and most others
@@ -52,6 +56,7 @@ _GATED_NAMES = (
 )
 # Fractions of the range of the values that count as equal; a different function differs by more.
 _TOLERANCE = 1e-5
+_ROUGH_TOLERANCE = 0.02  # of bf16, on average; a value is rounded by 0.004 at most
 
 MLP = tuple[str, str, "str | None", str]
 
@@ -67,13 +72,47 @@ def _run(
     parameters: dict[str, Any] | None = None,
     children: Mapping[str, nn.Module] | None = None,
 ) -> Tensor | None:
-    """Output of a module with other parameters or children; None if it takes or gives no tensor."""
-    probe = copy.copy(module)
-    probe.__dict__ = dict(module.__dict__)
+    """Output of a module with other parameters or children; None if it takes or gives no tensor.
+
+    As in training, whatever mode the module is in now: dropout that rests shall not be overlooked.
+    """
+    probe = _training_copy(module)
     probe.__dict__.pop("forward", None)
     probe.__dict__["_parameters"] = parameters or {}
-    probe.__dict__["_modules"] = {**vars(module)["_modules"], **(children or {})}
-    return _call(lambda value: type(module).forward(probe, value), x)
+    probe.__dict__["_modules"].update(children or {})
+    own = _own_forward(module)
+    if own is None:
+        return _call(lambda value: type(module).forward(probe, value), x)
+    if getattr(own, "__self__", None) is not module:
+        return None  # around the real parameters; what it adds is not to be lost
+    return _call(lambda value: own.__func__(probe, value), x)
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """The forward that an instance had before it got a site; None if it is that of its class.
+
+    Liger's, whose kernels run on GPUs only and cannot be tried out, count as that of the class.
+    """
+    own = vars(module).get("forward")
+    for site in sites_of(module):
+        own = own if isinstance(site, FunctionSite) else site.previous
+    if own is None or getattr(own, "__self__", None) is not module:
+        return own
+    function: Any = getattr(own, "__func__", None)
+    name = getattr(function, "__module__", None) or ""
+    same = function is type(module).forward or name.startswith("liger_kernel.")
+    return None if same else own
+
+
+def _training_copy(module: nn.Module) -> nn.Module:
+    """A copy in training mode, with copies of its submodules, that shares their tensors."""
+    probe = copy.copy(module)
+    probe.__dict__ = {**module.__dict__, "training": True}
+    probe.__dict__["_modules"] = {
+        name: None if part is None else _training_copy(part)
+        for name, part in vars(module)["_modules"].items()
+    }
+    return probe
 
 
 def _call(function: Callable[[Tensor], Any], x: Tensor) -> Tensor | None:
@@ -136,6 +175,18 @@ def _norm_parameters(module: nn.Module) -> tuple[int, dict[str, Any]] | None:
     return size, made
 
 
+class _FunctionalNorms(TorchFunctionMode):
+    """Notice calls of torch's own norms."""
+
+    seen = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen |= func in _TORCH_NORMS
+        return func(*args, **(kwargs or {}))
+
+
 def recognize_norm(module: nn.Module) -> NormLayer | None:
     """Return what a normalization layer over the last dimension computes; None if it is none.
 
@@ -161,7 +212,8 @@ def recognize_norm(module: nn.Module) -> NormLayer | None:
     if not kinds:
         return None
     rough = (x * eps**0.5).bfloat16()
-    y = _run(module, rough, values)
+    with _FunctionalNorms() as calls:
+        y = _run(module, rough, values)
     if y is None:
         return None
     output = "input" if y.dtype == rough.dtype or weight is None else "promoted"
@@ -170,7 +222,10 @@ def recognize_norm(module: nn.Module) -> NormLayer | None:
         expected = _norm_reference(rough, weight, bias, kind, eps)
         return float((y.to(expected.dtype).float() - expected.float()).abs().sum())
 
-    return NormLayer(kind=min(kinds, key=distance), eps=eps, output=output)
+    kind = min(kinds, key=distance)
+    if not distance(kind) <= _ROUGH_TOLERANCE * float(y.float().abs().sum()):
+        return None  # such as an `eps` that depends on the dtype
+    return NormLayer(kind=kind, eps=eps, output=output, functional=calls.seen)
 
 
 def _activation_of(y: Tensor, expected: Callable[[Callable[[Tensor], Tensor]], Tensor]) -> str:
@@ -217,6 +272,8 @@ def recognize_function(module: nn.Module) -> tuple[str, str] | None:
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module computes what ``nn.Linear`` does, also with a transposed weight."""
+    if _own_forward(module) is not None:
+        return False
     if type(module).forward is nn.Linear.forward:
         return True
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
@@ -233,17 +290,32 @@ def _gated_children(module: nn.Module) -> Iterator[tuple[str, str | None, str]]:
         if {gate, up, down} <= names:
             yield gate, up, down
     linear = [name for name, child in module.named_children() if _projects(child)]
+    if len(linear) == 3:  # hand-written: any names, in any order
+        yield from itertools.permutations(linear)
     functional = not any(recognize_activation(child) for child in module.children())
-    if len(linear) == 2 and functional:
-        yield linear[0], None, linear[1]
+    if len(linear) == 2:
+        yield linear[0], linear[0], linear[1]
+        if functional:
+            yield linear[0], None, linear[1]
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether dropout is in a module; one in evaluation mode does not show it when it runs."""
+    rates = (
+        getattr(part, name, None)
+        for part in module.modules()
+        if "drop" in type(part).__name__.lower()
+        for name in ("p", "drop_prob")
+    )
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def recognize_mlp(module: nn.Module) -> MLP | None:
     """Return the function and the names of the projections of an MLP, gated or plain.
 
     Args:
-        module: Anything. One with children of certain names, or with two linear layers and a
-            functional activation, is tried out.
+        module: Anything. One with children of certain names, or with two or three linear layers, is
+            tried out.
 
     Returns:
         ``(activation, gate, up, down)`` as ``MLPSite`` has them; None if the module computes
@@ -251,6 +323,9 @@ def recognize_mlp(module: nn.Module) -> MLP | None:
         suffices.
     """
     for gate, up, down in _gated_children(module):
+        beside = (child for name, child in module.named_children() if name not in (gate, up, down))
+        if any(map(_drops, beside)):
+            continue
         inner = 40 if gate == up else 20
         children: dict[str, nn.Module] = {
             gate: nn.Linear(12, inner, device="cpu"),

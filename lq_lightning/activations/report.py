@@ -32,12 +32,12 @@ __all__ = ["ActivationReport", "ReportRow", "make_report", "without_sites"]
 
 _TOKENS = 128
 _OUTSIDE = "outside"
+_LISTED = 3  # names of layers in a line
 _NOTES = {
     _OUTSIDE: "of the model, such as a loss",
     "attention": "kept: `attention` of the policy is None",
-    "checkpoint": "while a layer is checkpointed",
-    "linear": "input rebuilt from the code of a norm or activation, else kept (an attention's "
-    "output projection shares the attention's output)",
+    "checkpoint": "inputs of checkpointed layers; the rest only while one is computed again",
+    "linear": "inputs rebuilt from codes of norms and activations, others kept",
     "other": "not all recognized: packed by rule",
 }
 
@@ -73,7 +73,7 @@ class ActivationReport:
 
     Attributes:
         rows: by kind of module.
-        left: what is not recognized.
+        left: what is not recognized, and linear layers, by name, that FP8 products leave out.
         measured: whether bytes were counted in a forward, not derived per token.
     """
 
@@ -108,7 +108,8 @@ class ActivationReport:
             for row in self.rows
         ]
         before, after = (_bytes(v, measured=self.measured) for v in (self.before, self.after))
-        rows.append(("together", "", before, after, "", "", ""))
+        some = any(row.before is None for row in self.rows) and not self.measured
+        rows.append(("together" + ", where known" * some, "", before, after, "", "", ""))
         lines = _aligned([(*header, "note"), *rows])
         lines += [f"{part.count} x {', '.join(part.modules)}: {part.reason}" for part in self.left]
         return "\n".join(lines)
@@ -153,6 +154,17 @@ def _width(module: nn.Module, site: Site) -> int | None:
     return None
 
 
+def _code_width(module: nn.Module, site: Site) -> int | None:
+    """Length of the rows that a module encodes: an MLP those between its projections."""
+    if not isinstance(site, MLPSite):
+        return _width(module, site)
+    gate = getattr(module, site.gate)
+    width = getattr(gate, "out_features", None) or getattr(gate, "nf", None)
+    if not isinstance(width, int):
+        return None
+    return width // 2 if site.gate == site.up else width
+
+
 def _bytes_per_token(module: nn.Module, width: int) -> float:
     """What a module saves for a token when it runs by itself; nothing is computed.
 
@@ -166,7 +178,7 @@ def _bytes_per_token(module: nn.Module, width: int) -> float:
     }
     dtype = next((v.dtype for v in values.values()), torch.get_default_dtype())
     x = torch.empty(1, _TOKENS, width, dtype=dtype, device="meta", requires_grad=True)
-    nothing = MatrixCodes(_TOKENS, width, "")
+    nothing = MatrixCodes(width, "")
     attach(x, Source(nothing, (), x.new_empty(0)))  # counted where the input is made
     with torch.enable_grad(), SavedTensors(module, extra=tuple(values.values())) as saved:
         functional_call(module, values, (x,))
@@ -235,14 +247,21 @@ class _Group:
     after: float | None = None
 
 
+def _is_used(part: Found) -> bool:
+    """Whether a layer that could be checkpointed is."""
+    is_layer = isinstance(part.site, HookSite) and part.site.kind == "checkpoint"
+    return not is_layer or bool(getattr(part.module, "gradient_checkpointing", True))
+
+
 def _static(found: Sequence[Found]) -> dict[tuple[str, str, float | None], _Group]:
     groups: dict[tuple[str, str, float | None], _Group] = {}
     known: dict[Any, tuple[float, float]] = {}
     for part in found:
         kind, width = _kind(part.site), _width(part.module, part.site)
-        if kind is None:
+        if kind is None or not _is_used(part):
             continue
-        group = groups.setdefault((kind, *_format(part.site.codec, width)), _Group())
+        format, bits = _format(part.site.codec, _code_width(part.module, part.site))
+        group = groups.setdefault((kind, format, bits), _Group())
         group.count += 1
         if width is None or has_forward_hooks(part.module):
             continue  # they may gather or distribute weights
@@ -283,6 +302,8 @@ def make_report(
         seen.add(kind)
         if kind == "attention" and bits is not None:
             note = "queries, keys, values and output"
+        elif kind in ("norm", "MLP", "activation") and bits is None:
+            note = "as they are, or inside of what is recomputed"
         else:
             note = _NOTES.get(kind, "")
         rows.append(_row(kind, group.count, values, format, bits, note))
@@ -291,7 +312,19 @@ def make_report(
             values = tuple(t.get(kind, 0.0) if t else None for t in totals)
             note = _NOTES.get(kind, "left as it is")
             rows.append(_row(kind, 0, values, "-", None, note))
-    return ActivationReport(rows=tuple(rows), left=tuple(left), measured=measured)
+    return ActivationReport(rows=tuple(rows), left=(*left, *_native(found)), measured=measured)
+
+
+def _native(found: Sequence[Found]) -> Iterator[Left]:
+    """Linear layers whose products are not in FP8, though the policy's are."""
+    names: dict[str, list[str]] = {}
+    for part in found:
+        if isinstance(part.site, LinearSite) and part.site.native:
+            names.setdefault(part.site.native, []).append(part.site.name)
+    for why, layers in names.items():
+        listed = (*layers[:_LISTED], *(["..."] if len(layers) > _LISTED else []))
+        reason = f"products stay native: {why}; a rule with matmul='float8' has it otherwise"
+        yield Left(modules=listed, count=len(layers), reason=reason)
 
 
 def _row(

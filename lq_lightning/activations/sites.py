@@ -144,10 +144,12 @@ class LinearSite(Site):
     Attributes:
         transposed: its weight is ``[K, O]`` (``Conv1D`` of GPT-2).
         matmul: precision of its products.
+        native: why they are not in FP8 where the policy says so; empty if they are.
     """
 
     transposed: bool
     matmul: Matmul
+    native: str
 
 
 @dataclass(kw_only=True, slots=True)

@@ -47,16 +47,21 @@ _ALONE = "_lq_format"
 
 
 class Codes(Protocol):
-    """Constants of a source: with the tensors it saves they give the value back."""
+    """Constants of a source: with the tensors it saves they give the value back.
+
+    The number of rows is none of them: a graph that is compiled for any batch does not know it.
+    """
 
     @property
     def format(self) -> str:
         """Of the messages among the tensors."""
 
-    def rebuild(self, tensors: tuple[Tensor | None, ...], dtype: torch.dtype) -> Tensor:
-        """Return the value, ``[T, N]`` of ``dtype``."""
+    def rebuild(self, tensors: tuple[Tensor | None, ...], rows: int, dtype: torch.dtype) -> Tensor:
+        """Return the value, ``[rows, N]`` of ``dtype``."""
 
-    def rebuild_float8(self, tensors: tuple[Tensor | None, ...], scale: Tensor) -> Tensor:
+    def rebuild_float8(
+        self, tensors: tuple[Tensor | None, ...], rows: int, scale: Tensor
+    ) -> Tensor:
         """Return the value divided by ``scale`` as E4M3, transposed and padded: ``[N, T16]``."""
 
 
@@ -76,7 +81,7 @@ class NormCodes:
     format: str
     x_dtype: torch.dtype
 
-    def rebuild(self, tensors: tuple[Tensor | None, ...], dtype: torch.dtype) -> Tensor:
+    def rebuild(self, tensors: tuple[Tensor | None, ...], rows: int, dtype: torch.dtype) -> Tensor:
         """See ``Codes``."""
         message, stats, weight, bias = tensors
         y: Tensor = norm_dequantize(
@@ -84,7 +89,9 @@ class NormCodes:
         )
         return y
 
-    def rebuild_float8(self, tensors: tuple[Tensor | None, ...], scale: Tensor) -> Tensor:
+    def rebuild_float8(
+        self, tensors: tuple[Tensor | None, ...], rows: int, scale: Tensor
+    ) -> Tensor:
         """See ``Codes``."""
         message, stats, weight, bias = tensors
         y: Tensor = norm_dequantize_float8(
@@ -100,24 +107,25 @@ class ActivationCodes:
     Tensors: the message of the input, and that of the other factor (``[0, 0]`` if not gated).
     """
 
-    rows: int
     numel: int
     activation: str
     format: str
 
-    def rebuild(self, tensors: tuple[Tensor | None, ...], dtype: torch.dtype) -> Tensor:
+    def rebuild(self, tensors: tuple[Tensor | None, ...], rows: int, dtype: torch.dtype) -> Tensor:
         """See ``Codes``."""
         message, up = tensors
         y: Tensor = activation_dequantize(
-            message, up, self.rows, self.numel, self.activation, self.format, dtype
+            message, up, rows, self.numel, self.activation, self.format, dtype
         )
         return y
 
-    def rebuild_float8(self, tensors: tuple[Tensor | None, ...], scale: Tensor) -> Tensor:
+    def rebuild_float8(
+        self, tensors: tuple[Tensor | None, ...], rows: int, scale: Tensor
+    ) -> Tensor:
         """See ``Codes``."""
         message, up = tensors
         y: Tensor = activation_dequantize_float8(
-            message, up, self.rows, self.numel, self.activation, self.format, scale
+            message, up, rows, self.numel, self.activation, self.format, scale
         )
         return y
 
@@ -126,23 +134,24 @@ class ActivationCodes:
 class MatrixCodes:
     """Of a tensor by itself; tensors: its message."""
 
-    rows: int
     numel: int
     format: str
 
-    def rebuild(self, tensors: tuple[Tensor | None, ...], dtype: torch.dtype) -> Tensor:
+    def rebuild(self, tensors: tuple[Tensor | None, ...], rows: int, dtype: torch.dtype) -> Tensor:
         """See ``Codes``."""
         (message,) = tensors
         if message is None:
             raise AssertionError("a matrix is rebuilt from its message")
-        _, numel = matrix_shape(parse_format(self.format), self.rows, self.numel)
+        _, numel = matrix_shape(parse_format(self.format), rows, self.numel)
         y: Tensor = dequantize(message.unsqueeze(0), numel, self.format, 1.0, dtype)
-        return y.view(self.rows, self.numel)
+        return y.view(rows, self.numel)
 
-    def rebuild_float8(self, tensors: tuple[Tensor | None, ...], scale: Tensor) -> Tensor:
+    def rebuild_float8(
+        self, tensors: tuple[Tensor | None, ...], rows: int, scale: Tensor
+    ) -> Tensor:
         """See ``Codes``."""
         (message,) = tensors
-        y: Tensor = dequantize_float8(message, self.rows, self.numel, self.format, scale)
+        y: Tensor = dequantize_float8(message, rows, self.numel, self.format, scale)
         return y
 
 

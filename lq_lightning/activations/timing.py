@@ -84,7 +84,8 @@ class SiteTimer:
         if isinstance(site, (ActivationSite, MLPSite)):
             return _activation_run(site, x, format, read)
         if isinstance(site, LinearSite) and format:
-            return lambda: (s := encode_source(x, format)).codes.rebuild(s.tensors, x.dtype)
+            rows = x.numel() // x.shape[-1]
+            return lambda: (s := encode_source(x, format)).codes.rebuild(s.tensors, rows, x.dtype)
         return None
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from lq_lightning._compat.saved_tensors import base_of, storage_key
+from lq_lightning._compat.saved_tensors import base_of, has_storage, storage_key
 
 __all__ = ["WeightStorages"]
 
@@ -25,7 +24,7 @@ class WeightStorages:
 
     def __init__(self, model: nn.Module, extra: tuple[Tensor, ...] = ()) -> None:
         tensors = (*model.parameters(), *model.buffers(), *extra)
-        self._storages = {storage_key(t) for t in tensors if not isinstance(t, DTensor)}
+        self._storages = {storage_key(t) for t in tensors if has_storage(t)}
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a weight, a view of one, or a cast of one.

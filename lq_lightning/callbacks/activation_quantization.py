@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import glob
 import types
+import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -22,21 +24,30 @@ from typing_extensions import override
 
 from lq_lightning._compat.float8 import float8_matmul_available
 from lq_lightning._compat.fsdp2 import tensor_parallel_parameters
+from lq_lightning._compat.torch import recompile_limit
 from lq_lightning.activations import (
+    ActivationPlan,
     ActivationPolicy,
     ActivationRule,
+    MemoryBudget,
     QuantizedActivations,
+    plan_activations,
     quantize_activations,
 )
+from lq_lightning.activations.accounting import is_measured
+from lq_lightning.activations.calibrate import FULL_PRECISION
 from lq_lightning.activations.meter import CodeMeter
 from lq_lightning.activations.policy import SiteKind, resolve_policy
 from lq_lightning.activations.report import ActivationReport
 from lq_lightning.activations.sites import LinearSite, Site
 from lq_lightning.foundation.reporting import QuantizationReport
 
+from .training_loss import check_training_step, count_values, training_loss, untouched
+
 __all__ = ["ActivationQuantization"]
 
 _DEVICES = ("cpu", "cuda")
+_COMPILED_BEFORE = 16  # variants for evaluation, other shapes, and before the choice
 
 
 class ActivationQuantization(Callback):
@@ -55,21 +66,44 @@ class ActivationQuantization(Callback):
         recipe: ``"agoq"``: 4-bit codes. ``"coat"``: FP8 codes and FP8 matrix products.
             ``"fp8-4bit"``: 4-bit codes and FP8 matrix products. Or an ``ActivationPolicy``, whose
             rules name modules as ``LightningModule.named_modules()`` does.
+        budget: Memory per device to fit into: ``"60GiB"``, a number as ``MemoryBudget`` takes it,
+            or a ``MemoryBudget``. At the first training batch of each fit the model is measured on
+            that batch (``plan_activations``), all ranks together, and for each tensor it is chosen
+            whether it is kept, recomputed, or a code of 4 to 8 bits. ``recipe``, a name, says only
+            how matrix products are computed then. Batches with more tokens than the first need
+            more memory, with a warning.
 
     Raises:
-        ValueError: ``recipe`` is something else; or, before training starts: strategy, device or
-            precision are not supported, there is a second one in the Trainer, or the model has
-            nothing to quantize.
+        ValueError: ``recipe`` or ``budget`` is something else; or, before training starts:
+            strategy, device or precision are not supported, there is a second one in the Trainer,
+            or the model has nothing to quantize; with a budget: manual optimization,
+            ``training_step(self, dataloader_iter)``, or tensor-parallel weights.
         RuntimeError: Before training starts: the model is quantized already, or a precision plugin
-            replaced the modules.
+            replaced the modules. At the first batch: the budget cannot be met, with what would do.
     """
 
     def __init__(
-        self, recipe: Literal["agoq", "coat", "fp8-4bit"] | ActivationPolicy = "agoq"
+        self,
+        recipe: Literal["agoq", "coat", "fp8-4bit"] | ActivationPolicy = "agoq",
+        budget: MemoryBudget | int | float | str | None = None,
     ) -> None:
         super().__init__()
         self._policy = resolve_policy(recipe)
         self._recipe = recipe if isinstance(recipe, str) else type(recipe).__name__
+        if budget is not None:
+            if isinstance(recipe, ActivationPolicy):
+                raise ValueError(
+                    f"`{type(self).__name__}(recipe=ActivationPolicy(...), budget={budget!r})`: a "
+                    "policy says what the budget is to choose. Leave out one of both; with a "
+                    "budget, `recipe='coat'` or 'fp8-4bit' asks for FP8 matrix products."
+                )
+            if not isinstance(budget, MemoryBudget):
+                budget = MemoryBudget(budget)
+            self._policy = replace(FULL_PRECISION, matmul=self._policy.matmul)
+        self._budget = budget
+        self._plan: ActivationPlan | None = None
+        self._planned_values = 0  # of the batch that the plan was made on
+        self._limit = ExitStack()
         self._handle: QuantizedActivations | None = None
         self._configure: _AfterConfigureModel | None = None
         self._report: ActivationReport | None = None
@@ -80,16 +114,24 @@ class ActivationQuantization(Callback):
         """What ``quantize_activations`` returned for the model; ``None`` outside of ``fit``."""
         return self._handle
 
+    @property
+    def plan(self) -> ActivationPlan | None:
+        """The choice for ``budget``; ``None`` without one, before the first batch, and after."""
+        return self._plan
+
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check the run, and wait for the model to be complete.
 
         Raises:
             ValueError: Strategy, device or precision are not supported, or there are two of these.
+                With a budget: ``training_step`` cannot be run for its loss alone.
         """
         self._remove()
         if stage == "fit":
             self._check(trainer)
+            if self._budget is not None:
+                check_training_step(f"{type(self).__name__}(budget=...)", pl_module)
             self._configure = _AfterConfigureModel(pl_module, self._quantize)
 
     @override
@@ -112,7 +154,58 @@ class ActivationQuantization(Callback):
             )
         self._meter = CodeMeter()
         self._meter.start()
-        rank_zero_info(f"{type(self).__name__}({self._recipe!r})\n{self._report}")
+        if self._budget is None:
+            rank_zero_info(f"{type(self).__name__}({self._recipe!r})\n{self._report}")
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """With a budget: choose how activations are kept, at the first batch.
+
+        Raises:
+            RuntimeError: The budget cannot be met.
+        """
+        if self._budget is None:
+            return
+        values = count_values(batch)
+        if self._plan is None:
+            self._planned_values = values
+            self._choose(trainer, pl_module, batch, batch_idx, self._budget)
+        elif values > self._planned_values > 0:
+            warnings.warn(
+                f"`{type(self).__name__}(budget={self._budget.size!r})` was met on a batch of "
+                f"{self._planned_values} values, but batch {batch_idx} has {values}: it needs more "
+                "memory. Let the largest batch be the first, or cut batches to one size.",
+                stacklevel=1,
+            )
+            self._planned_values = 0  # once
+
+    def _choose(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        budget: MemoryBudget,
+    ) -> None:
+        if self._handle is None:
+            raise AssertionError("Lightning calls `configure_model` before")
+        self._meter.stop()
+        with untouched(trainer, module):
+            self._plan = plan_activations(
+                module,
+                training_loss(trainer, module, batch, batch_idx),
+                budget,
+                optimizers=trainer.optimizers,
+                accumulates=_accumulates(trainer),
+                matmul=self._policy.matmul,
+            )
+        self._handle.apply(self._plan.policy)
+        units = len(self._plan.calibration.units)  # compiled ones may all differ from each other
+        self._limit.enter_context(recompile_limit(at_least=_COMPILED_BEFORE + units))
+        self._meter.start()
+        rank_zero_info(f"{type(self).__name__}(budget={budget.size!r})\n{self._plan.summary()}")
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -181,9 +274,16 @@ class ActivationQuantization(Callback):
         parallel = tensor_parallel_parameters(module)
         rules = [ActivationRule(module=name, matmul="native") for name in _owners(parallel)]
         policy = replace(self._policy, rules=(*self._policy.rules, *rules))
+        if parallel and self._budget is not None:
+            raise ValueError(
+                f"`{type(self).__name__}(budget={self._budget.size!r})` cannot measure modules "
+                f"with tensor-parallel weights, such as `{parallel[0]}`: use a recipe or policy "
+                "alone."
+            )
         with torch.random.fork_rng([]):  # modules are tried out on random numbers
             self._handle = quantize_activations(module, policy)
-        if not any(map(_keeps_codes, self._handle.sites)):
+        wanted = _keeps_codes if self._budget is None else is_measured
+        if not any(map(wanted, self._handle.sites)):
             raise ValueError(
                 f"`{type(self).__name__}(recipe={self._recipe!r})` finds nothing to quantize in "
                 f"`{type(module).__name__}`: no normalization layer, activation function or MLP "
@@ -199,12 +299,13 @@ class ActivationQuantization(Callback):
 
     def _remove(self) -> None:
         self._meter.stop()
+        self._limit.close()
         if self._configure is not None:
             self._configure.remove()
             self._configure = None
         if self._handle is not None:
             self._handle.remove()
-            self._handle = self._report = None
+            self._handle = self._report = self._plan = None
 
 
 class _AfterConfigureModel:
@@ -249,6 +350,18 @@ def _owners(parameters: list[str]) -> list[str]:
 
 def _keeps_codes(site: Site) -> bool:
     return site.codec is not None or isinstance(site, LinearSite) and site.matmul == "float8"
+
+
+def _accumulates(trainer: pl.Trainer) -> bool:
+    """Whether gradients of other batches are there during a step, in this epoch or a later one."""
+    schedulers = [
+        callback
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler)
+    ]
+    return trainer.accumulate_grad_batches > 1 or any(
+        each.going_to_accumulate_grad_batches() for each in schedulers
+    )
 
 
 def _more(names: list[str]) -> str:

@@ -24,7 +24,10 @@ def check_choice(
     mistaken = isinstance(value, bool) and bool not in map(type, allowed)
     if value not in allowed or mistaken:
         names = ", ".join(repr(item) for item in allowed)
-        instead = f", or give a `{config.__name__}`" if config else ""
+        instead = ""
+        if config is not None:
+            article = "an" if config.__name__[0] in "AEIOU" else "a"
+            instead = f", or give {article} `{config.__name__}`"
         raise ValueError(
             f"`{owner}({field}={value!r})` is not supported: choose one of {names}{instead}."
         )

@@ -1,14 +1,23 @@
-"""The models whose saved activations are counted, shared with the benchmarks."""
+"""The models whose saved activations are counted, and a block with a function to quantize it."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lq_testing.small_block import EXACT, WIDTH, Block, Quantize
+from torch import Tensor, nn
+
+from lq_lightning.activations import (
+    ActivationPolicy,
+    QuantizedActivations,
+    quantize_activations,
+)
 
 _PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "activation_models.py"
 
@@ -24,3 +33,26 @@ def architectures() -> Mapping[str, Any]:
     spec.loader.exec_module(module)
     known: Mapping[str, Any] = module.ARCHITECTURES
     return known
+
+
+@pytest.fixture
+def block() -> Block:
+    return Block()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 16, WIDTH, requires_grad=True)
+
+
+@pytest.fixture
+def quantize() -> Iterator[Quantize]:
+    handles = []
+
+    def quantize(model: nn.Module, recipe: str | ActivationPolicy = EXACT) -> QuantizedActivations:
+        handles.append(quantize_activations(model, recipe))
+        return handles[-1]
+
+    yield quantize
+    for handle in handles:
+        handle.remove()

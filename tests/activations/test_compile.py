@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from lq_testing.small_llama import SmallLlama, tokens
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from lq_lightning.activations import ActivationPolicy, quantize_activations
+from lq_lightning.activations import ActivationPolicy, ActivationRule, quantize_activations
+from lq_lightning.activations.calibrate import FULL_PRECISION
 from lq_lightning.activations.measure import SavedTensors
 
 WIDTH = 128
@@ -48,6 +52,36 @@ def test_compiled_block_saves_codes(
     assert restored.nbytes == full.nbytes
 
 
+def test_compiled_blocks_follow_apply() -> None:
+    """Codecs, and what is recomputed, are part of what a trace depends on."""
+    torch.manual_seed(0)
+    model, other = SmallLlama(2), SmallLlama(2)
+    other.load_state_dict(model.state_dict())
+    handle, expected = (quantize_activations(m, FULL_PRECISION) for m in (model, other))
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend="aot_eager")
+    run = tokens()
+    rules: tuple[ActivationRule, ...]
+    for rules in (
+        (),
+        (ActivationRule(module="blocks.*", codec="int4"),),
+        (
+            ActivationRule(module="blocks.0.mlp", recompute=True),
+            ActivationRule(module="blocks.1", recompute=True),
+        ),
+        (),
+    ):
+        found = []
+        for applied, net in ((handle, model), (expected, other)):
+            applied.apply(replace(FULL_PRECISION, rules=rules))
+            with SavedTensors(net) as saved:
+                loss = net(run)
+            gradients = torch.autograd.grad(loss, list(net.parameters()))
+            found.append((saved.nbytes, torch.cat([g.flatten() for g in gradients])))
+        torch.testing.assert_close(found[0][1], found[1][1])
+        assert found[0][0] <= found[1][0]
+
+
 class Changed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -80,3 +114,30 @@ def test_hooks_break_the_graph_by_name() -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match="saved-tensor hooks of quantized activations"):
         torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+
+
+class Both(nn.Module):
+    """An input that is encoded by itself, and one that an activation function makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.middle, self.act, self.last = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.GELU(),
+            nn.Linear(WIDTH, WIDTH),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.middle(self.norm(self.first(x)))))
+
+
+@pytest.mark.parametrize("matmul", ["native", "float8"])
+def test_batches_of_any_size_are_one_graph(matmul: Any) -> None:
+    model = Both()
+    quantize_activations(model, ActivationPolicy(linear="int8", matmul=matmul))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for length in (16, 33, 50, 128):
+        _step(model, compiled, torch.randn(1, length, WIDTH, requires_grad=True))
+    assert counter.frame_count == 2, "of the first size, and of any"

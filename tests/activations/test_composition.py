@@ -3,92 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import types
 
 import pytest
 import torch
-import torch.nn.functional as F
+from lq_testing.small_block import (
+    EXACT,
+    WIDTH,
+    Block,
+    Quantize,
+    assert_close,
+    gradients,
+    saved_nbytes,
+)
 from torch import Tensor, nn
 
 from lq_lightning.activations import (
     ActivationPolicy,
     ActivationRule,
-    QuantizedActivations,
     quantize_activations,
 )
 from lq_lightning.activations.measure import SavedTensors
-
-WIDTH = 64
-EXACT = ActivationPolicy(norm="int8", activation="int8")
-
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.up_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.down_proj = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
-        self.mlp = MLP()
-        self.second = nn.LayerNorm(WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.mlp(self.norm(x))
-        return x + self.out(self.second(x))
-
-
-@pytest.fixture
-def block() -> Block:
-    return Block()
-
-
-@pytest.fixture
-def x() -> Tensor:
-    return torch.randn(2, 16, WIDTH, requires_grad=True)
-
-
-def gradients(model: nn.Module, x: Tensor) -> Tensor:
-    """All gradients as one vector, of the input first."""
-    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
-    found = torch.autograd.grad(model(x).float().square().sum(), leaves)
-    return torch.cat([g.double().flatten() for g in found])
-
-
-def assert_close(coded: Tensor, exact: Tensor, bound: float = 0.01) -> None:
-    error = float((coded - exact).norm() / exact.norm())
-    assert 0 < error < bound, error
-
-
-def saved_nbytes(model: nn.Module, x: Tensor) -> int:
-    with SavedTensors(model) as saved:
-        output = model(x)
-    del output
-    return saved.nbytes
-
-
-@pytest.fixture
-def quantize() -> Iterator[Callable[..., QuantizedActivations]]:
-    handles = []
-
-    def quantize(model: nn.Module, recipe: str | ActivationPolicy = EXACT) -> QuantizedActivations:
-        handles.append(quantize_activations(model, recipe))
-        return handles[-1]
-
-    yield quantize
-    for handle in handles:
-        handle.remove()
-
-
-Quantize = Callable[..., QuantizedActivations]
 
 
 def test_graph_is_kept_for_a_second_backward(block: Block, x: Tensor, quantize: Quantize) -> None:
@@ -168,6 +103,20 @@ def test_forward_of_an_instance_is_put_back(
     block(x)
     handle.remove()
     assert vars(module)["forward"] is own
+
+
+@pytest.mark.parametrize("name", ["norm", "mlp", "mlp.up_proj", "out"])
+@pytest.mark.parametrize("bound", [True, False])
+def test_other_forward_of_an_instance_is_not_lost(
+    block: Block, x: Tensor, quantize: Quantize, name: str, bound: bool
+) -> None:
+    module = block.get_submodule(name)
+    own = module.forward
+    twice = lambda *args: 2 * own(args[-1])  # noqa: E731
+    module.forward = types.MethodType(twice, module) if bound else twice  # type: ignore[method-assign]
+    exact = gradients(block, x)
+    quantize(block)
+    assert_close(gradients(block, x), exact)
 
 
 def test_hooks_of_modules_run(block: Block, x: Tensor, quantize: Quantize) -> None:
@@ -308,33 +257,43 @@ def test_split_backward_computes_each_product_once(
     assert dweight.norm() > 0
 
 
-class Conv1D(nn.Module):
-    """GPT-2's linear layer: the weight lies transposed in memory."""
-
-    def __init__(self, inner: int, outer: int) -> None:
-        super().__init__()
-        self.nf = outer
-        self.weight = nn.Parameter(torch.randn(inner, outer) / 8)
-        self.bias = nn.Parameter(torch.zeros(outer))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
-@pytest.mark.parametrize(("recipe", "bound"), [(EXACT, 0.01), ("coat", 0.1), ("fp8-4bit", 0.2)])
-def test_transposed_weights(
-    x: Tensor, quantize: Quantize, recipe: str | ActivationPolicy, bound: float
-) -> None:
-    model = nn.Sequential(nn.LayerNorm(WIDTH), Conv1D(WIDTH, 100), nn.GELU(), Conv1D(100, WIDTH))
-    exact = gradients(model, x)
-    quantize(model, recipe)
-    assert_close(gradients(model, x), exact, bound)
-
-
 def test_rule_leaves_a_module_as_it_is(block: Block, x: Tensor, quantize: Quantize) -> None:
     before = _saved(block, x)
     quantize(block, ActivationPolicy(rules=(ActivationRule(module="*"),)))
     assert _saved(block, x).storages == before.storages
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (ActivationRule(module="mlpp", codec="int8"), "matches no module of `Block`.*`mlp`"),
+        (ActivationRule(module="norms.*", recompute=True), "matches no module of `Block`"),
+        (ActivationRule(module="0", matmul="float8"), "no module.*such as `norm`"),
+        (ActivationRule(module="act"), "no effect: `act` .Sequential.* remove the rule"),
+        (
+            ActivationRule(module="a*t"),
+            r"no effect: `act` .*name what is in it .`act.0`.*'a\*t.\*'",
+        ),
+    ],
+)
+def test_rules_without_effect_are_refused(block: Block, rule: ActivationRule, message: str) -> None:
+    block.act = nn.Sequential(nn.SiLU() if rule.module == "a*t" else nn.Identity())
+    policy = ActivationPolicy(rules=[ActivationRule(module="*", codec="int8"), rule])
+    with pytest.raises(ValueError, match=message):
+        quantize_activations(block, policy)
+    assert not any("forward" in vars(module) for module in block.modules())
+
+
+def test_rules_of_layers_that_are_checkpointed_need_checkpointing() -> None:
+    class GradientCheckpointingLayer(Block):
+        gradient_checkpointing = False
+
+    model = nn.Sequential(GradientCheckpointingLayer())
+    policy = ActivationPolicy(rules=[ActivationRule(module="0", codec="int4")])
+    with pytest.raises(ValueError, match=r"name what is in it .`0.norm`"):
+        quantize_activations(model, policy)
+    model[0].gradient_checkpointing = True
+    quantize_activations(model, policy).remove()
 
 
 def test_recipes_name_what_is_wrong() -> None:
@@ -342,3 +301,8 @@ def test_recipes_name_what_is_wrong() -> None:
         quantize_activations(nn.Linear(4, 4), "agog")
     with pytest.raises(ValueError, match="other='int9'"):
         ActivationPolicy(other="int9")
+    rule = ActivationRule(module="*")
+    with pytest.raises(ValueError, match="give a list of rules"):
+        ActivationPolicy(rules=rule)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"give `ActivationRule\(module=..., codec=...\)`"):
+        ActivationPolicy(rules=[{"module": "*"}])  # type: ignore[list-item]

@@ -275,3 +275,24 @@ def test_checkpointed_layers_keep_codes_and_compute_again(x: Tensor, codec: str 
     else:
         assert_close(coded, exact)
         assert floats(after) == [table.numel() * 4]
+
+
+class Graph(nn.Module):
+    """A layer of a graph network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(64))
+        self.register_buffer("own", torch.eye(64).to_sparse())
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return torch.sparse.mm(edges, torch.sparse.mm(self.own, x @ self.weight)).sin()
+
+
+def test_sparse_tensors_are_left_alone() -> None:
+    layers, x = nn.ModuleList([Graph()]), torch.randn(64, 64, requires_grad=True)
+    handle = quantize_activations(layers)
+    assert handle.left
+    layers[0](x, torch.eye(64).to_sparse()).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, x.detach().cos(), atol=0.02, rtol=0.02)

@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lq_lightning.activations import ActivationPolicy, quantize_activations
+from lq_lightning.activations import ActivationPolicy, ActivationRule, quantize_activations
 
 WIDTH = 128
 
 
 class MLP(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, inner: int = 256) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(WIDTH, 256, bias=False)
-        self.up_proj = nn.Linear(WIDTH, 256, bias=False)
-        self.down_proj = nn.Linear(256, WIDTH, bias=False)
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -44,10 +44,12 @@ def test_bytes_per_token_before_the_first_step() -> None:
     assert norm.before is not None
     assert norm.before >= 2 * WIDTH
     assert linear.before is None
-    assert "attention's output" in linear.note
+    assert "others kept" in linear.note
     text = str(report)
     assert "bytes/token" in text
     assert "int4, groups of 128" in text
+    assert "as they are" not in text
+    assert "together, where known" in text
 
 
 def test_measured_bytes_are_those_of_the_forward() -> None:
@@ -62,6 +64,7 @@ def test_measured_bytes_are_those_of_the_forward() -> None:
     assert report.measured
     assert report.before == before.nbytes > 3 * after.nbytes
     assert report.after == after.nbytes
+    assert "where known" not in str(report)
     static = {row.kind: row for row in handle.report().rows}
     for row in report.rows:
         if row.kind in ("norm", "MLP"):
@@ -75,3 +78,25 @@ def test_what_is_left_is_named() -> None:
     net = nn.Sequential(nn.GroupNorm(2, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     report = quantize_activations(net, ActivationPolicy(other=None)).report()
     assert "1 x GroupNorm: not recognized, and `other` is None: left as they are" in str(report)
+
+
+def test_layers_that_could_be_checkpointed_are_shown_once_they_are() -> None:
+    class GradientCheckpointingLayer(nn.Sequential):
+        gradient_checkpointing = False
+
+    handle = quantize_activations(nn.Sequential(GradientCheckpointingLayer(*model())))
+    assert "checkpoint" not in {row.kind for row in handle.report().rows}
+    handle.model[0].gradient_checkpointing = True  # type: ignore[index, union-attr]
+    assert "checkpoint" in {row.kind for row in handle.report().rows}
+
+
+def test_bits_are_those_of_the_rows_that_are_encoded() -> None:
+    """400 features are groups of 16 codes of 4 bits, with 2 bytes each of scale and offset."""
+    policy = ActivationPolicy(rules=[ActivationRule(module="0")])
+    model = nn.Sequential(nn.LayerNorm(100), MLP(100, 400))
+    report = quantize_activations(model, policy).report()
+    rows = {row.kind: row for row in report.rows}
+    assert rows["MLP"].bits == pytest.approx(6.0, abs=0.01)
+    assert rows["MLP"].after == pytest.approx(2 * 400 * 6 / 8, abs=0.1)
+    assert rows["MLP"].format == "int4, groups of 16"
+    assert rows["norm"].note == "as they are, or inside of what is recomputed"

@@ -21,13 +21,18 @@ def _on_path(folder: Path) -> Iterator[None]:
     """Let scripts of a folder import each other, and forget them afterwards."""
     modules, paths = dict(sys.modules), list(sys.path)
     sys.path.insert(0, str(folder))
+    _forget_scripts()  # transformers may have found a folder of the same name, `kernels`
     try:
         yield
     finally:
         sys.path[:] = paths
-        for path in FOLDER.rglob("*.py"):
-            sys.modules.pop(path.stem, None)
+        _forget_scripts()
         sys.modules.update(modules)
+
+
+def _forget_scripts() -> None:
+    for path in FOLDER.rglob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 @contextmanager

@@ -11,10 +11,12 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lq_testing import run_ranks
 from lq_testing.activation_models import INT8, Inside, Module, backward, close, codes, fit, snapshot
 from lq_testing.lightning_models import loader
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lq_lightning import QuantizationMonitor, QuantizedFSDPStrategy, QuantizedPrecision
+from lq_lightning.activations import quantize_activations
 
 PLAIN = {"weights": "none", "gradients": "none"}
 
@@ -102,3 +104,24 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_two_ranks_compiled_and_tensor_parallel(tmp_path: Path) -> None:
     run_ranks(_more_on_two_ranks, 2, str(tmp_path), backend=None, torchrun=True, timeout=120)
+
+
+def _units_of_their_own(rank: int, world: int) -> None:
+    def gradients(quantized: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+        if quantized:
+            quantize_activations(model, INT8)
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        model(torch.randn(16, 64)).square().sum().backward()
+        return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
+
+    mesh = dist.init_device_mesh("cpu", (world,))
+    exact, coded = gradients(False), gradients(True)
+    assert 0 < float((coded - exact).norm() / exact.norm()) < 0.02
+
+
+def test_norm_and_linear_layer_in_different_units() -> None:
+    """The parameters of the norm are freed when the backward of the linear layer needs them."""
+    run_ranks(_units_of_their_own, 1)

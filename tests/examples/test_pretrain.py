@@ -119,7 +119,7 @@ def test_activations_of_one_device(
     config = f"--config={examples}/configs/activations.yaml"
     callback = _printed_config("fit", config)["trainer"]["callbacks"][0]
     policy = callback["init_args"]["recipe"]
-    assert [rule["codec"] for rule in policy["rules"]] == ["int8", None]
+    assert [rule["codec"] for rule in policy["rules"]] == ["int8", "int8", None]
     changed = _printed_config("fit", config, "--trainer.callbacks.recipe=fp8-4bit")
     assert changed["trainer"]["callbacks"][0]["init_args"]["recipe"] == "fp8-4bit"
     messages: list[str] = []

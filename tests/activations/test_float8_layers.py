@@ -1,0 +1,92 @@
+"""FP8 products are for the layers of blocks; heads and odd shapes are left, with a reason."""
+
+from __future__ import annotations
+
+import torch
+from lq_testing.small_llama import SmallLlama, tokens
+from torch import Tensor, nn
+
+from lq_lightning.activations import ActivationPolicy, ActivationRule, quantize_activations
+from lq_lightning.activations.sites import LinearSite, MultiheadSite, NormSite
+
+COAT = ActivationPolicy(norm="fp8_e4m3", activation="fp8_e4m3", matmul="float8")
+
+
+def native(model: nn.Module, policy: ActivationPolicy = COAT) -> dict[str, str]:
+    """Reasons by name of the layers whose products are not in FP8."""
+    handle = quantize_activations(model, policy)
+    handle.remove()
+    sites = [s for s in handle.sites if isinstance(s, (LinearSite, MultiheadSite))]
+    left = {s.name: s for s in sites if s.matmul == "native"}
+    return {n: s.native if isinstance(s, LinearSite) else "" for n, s in left.items()}
+
+
+def test_blocks_but_not_what_is_outside() -> None:
+    model, seen = SmallLlama(3), dict[str, Tensor]()
+
+    def look(head: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        seen["in"], seen["out"] = inputs[0].detach(), output.detach()
+
+    model.head.register_forward_hook(look)  # type: ignore[arg-type]
+    handle = quantize_activations(model, "coat")
+    model(tokens()).backward()
+    exact = nn.functional.linear(seen["in"], model.head.weight)
+    torch.testing.assert_close(seen["out"], exact, rtol=0, atol=0)
+    linear = [s for s in handle.sites if isinstance(s, LinearSite)]
+    assert [s.name for s in linear if s.matmul == "native"] == ["head"]
+    assert "1 x head: products stay native: outside of the repeated" in str(handle.report())
+    norms = {s.name: s.amax for s in handle.sites if isinstance(s, NormSite)}
+    assert [name for name, amax in norms.items() if not amax] == ["norm"]
+    handle.remove()
+    rule = ActivationRule(module="head", matmul="float8")
+    handle = quantize_activations(model, ActivationPolicy(matmul="float8", rules=(rule,)))
+    model(tokens()).backward()
+    error = (seen["out"] - nn.functional.linear(seen["in"], model.head.weight)).norm()
+    assert 0.01 < error / seen["out"].norm() < 0.1
+    assert "products stay native" not in str(handle.report())
+    handle.remove()
+    assert native(model, ActivationPolicy(matmul="float8", rules=(rule,))) == {}
+    other = ActivationRule(module="blocks.0.*", matmul="native")
+    left = native(model, ActivationPolicy(matmul="float8", rules=(other,)))
+    assert {name.split(".")[1] for name in left if name != "head"} == {"0"}
+
+
+class Conv1D(nn.Module):
+    """As GPT-2's: the weight is ``[K, O]``."""
+
+    def __init__(self, nx: int, nf: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+
+
+def test_heads_and_odd_shapes_of_a_model_without_blocks() -> None:
+    parts = {
+        "table": nn.Embedding(64, 32),
+        "same": nn.Linear(32, 32),
+        "narrow": nn.Linear(32, 40),
+        "rows": nn.Linear(40, 32),
+        "wide": Conv1D(32, 64),
+        "down": Conv1D(64, 32),
+        "odd": nn.MultiheadAttention(24, 2),
+        "tied": nn.Linear(32, 64, bias=False),
+        "score": nn.Linear(64, 16),
+        "head": nn.Linear(32, 64),
+    }
+    model = nn.ModuleDict(parts)  # nothing is repeated
+    model["tied"].weight = model["table"].weight
+    odd, token = "dimensions are no multiples of 16", "predicts tokens"
+    assert native(model) == {
+        "narrow": odd,
+        "rows": odd,
+        "wide": token,
+        "tied": token,
+        "head": token,
+        "odd": "",
+        "odd.out_proj": odd,
+    }
+    assert native(model, ActivationPolicy()).keys() > native(model).keys()
+    assert set(native(model, ActivationPolicy()).values()) == {""}

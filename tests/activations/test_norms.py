@@ -1,0 +1,83 @@
+"""Norms: an `eps` that is not given, and dtypes under autocast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from lq_lightning.activations import ActivationPolicy, quantize_activations
+from lq_lightning.activations.norm import output_dtype
+from lq_lightning.activations.recognize import recognize_norm
+from lq_lightning.activations.sites import NormSite, site_of
+
+WIDTH = 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rms_norm_without_eps(dtype: torch.dtype) -> None:
+    """Of an input this small `eps` is most of what the root is taken of."""
+    norm = nn.RMSNorm(WIDTH).to(dtype)
+    nn.init.normal_(norm.weight)
+    x = (torch.randn(16, WIDTH) * 1e-4).to(dtype).requires_grad_()
+    dy = torch.randn(16, WIDTH).to(dtype)
+    leaves = [x, norm.weight]
+    y = norm(x)
+    expected = torch.autograd.grad(y, leaves, dy)
+    handle = quantize_activations(norm, ActivationPolicy(norm="int8"))
+    assert isinstance(site_of(norm), NormSite)
+    found_y = norm(x)
+    found = torch.autograd.grad(found_y, leaves, dy)
+    handle.remove()
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found_y, y, rtol=8 * eps, atol=8 * eps)
+    for gradient, reference in zip(found, expected, strict=True):
+        error = (gradient.float() - reference.float()).norm() / reference.float().norm()
+        assert error < 0.02
+
+
+def test_an_eps_that_depends_on_the_dtype_is_not_taken_for_torchs() -> None:
+    class RMSNorm(nn.RMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            eps = torch.finfo(x.dtype).eps
+            return nn.functional.rms_norm(x, self.normalized_shape, self.weight, eps)
+
+    assert recognize_norm(nn.RMSNorm(WIDTH)) is not None
+    assert recognize_norm(RMSNorm(WIDTH)) is None
+
+
+class HandMade(nn.Module):
+    """What Hugging Face's Llama computes, without a function of torch that autocast knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(WIDTH)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class HandMadeNorm(HandMade):
+    """With a name that is tried out."""
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dtype_under_autocast_of_a_gpu(autocast: bool) -> None:
+    """Functions of torch return fp32 there, so does a norm that keeps codes."""
+    before = torch.is_autocast_enabled("cuda")
+    layer, other = recognize_norm(nn.LayerNorm(WIDTH)), recognize_norm(HandMadeNorm())
+    assert layer is not None
+    assert other is not None
+    with FakeTensorMode(), torch.no_grad():
+        x = torch.empty(4, WIDTH, device="cuda", dtype=torch.bfloat16)
+        weight = torch.empty(WIDTH, device="cuda", dtype=torch.bfloat16)
+        try:
+            torch.set_autocast_enabled("cuda", autocast)
+            expected = nn.functional.layer_norm(x, (WIDTH,), weight, weight).dtype
+            assert output_dtype(layer, x.dtype, weight, "cuda") == expected
+            assert output_dtype(other, x.dtype, weight, "cuda") == x.dtype
+        finally:
+            torch.set_autocast_enabled("cuda", before)
