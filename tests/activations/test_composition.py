@@ -24,6 +24,7 @@ from lq_lightning.activations import (
     quantize_activations,
 )
 from lq_lightning.activations.measure import SavedTensors
+from lq_lightning.activations.sources import source_of
 
 
 def test_graph_is_kept_for_a_second_backward(block: Block, x: Tensor, quantize: Quantize) -> None:
@@ -225,6 +226,22 @@ def test_frozen_weights_save_what_backward_needs(
     codes = [s for s in _saved(block, x).storages if s.dtype == torch.uint8]
     assert len(codes) == 4, "two norms, gate and up: no linear layer"
     assert not [s for s in _saved(block, x.detach()).storages if s.nbytes], "no gradient wanted"
+
+
+@pytest.mark.parametrize("recipe", ["agoq", "coat"])
+def test_nothing_rebuilt_is_held_for_frozen_weights(
+    x: Tensor, quantize: Quantize, recipe: str
+) -> None:
+    """As long as the graph lives; a frozen layer reads nothing of what others rebuild."""
+    norm, layers = nn.LayerNorm(WIDTH), [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    layers[0].requires_grad_(False)
+    quantize(nn.ModuleList([norm, *layers]), recipe)
+    normed = norm(x)
+    source = source_of(normed)
+    sum(layer(normed) for layer in layers).sum().backward(retain_graph=True)
+    assert source is not None
+    assert source.shared is not None
+    assert source.shared._value is None
 
 
 def test_nan_reaches_the_gradients(block: Block, x: Tensor, quantize: Quantize) -> None:
