@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -43,6 +42,7 @@ from ablation_report import (
     summary,
     to_json,
     to_outcomes,
+    write_merged,
 )
 from ablation_variants import PRESETS, VARIANTS, Preset, Variant
 from common import write_report
@@ -265,12 +265,7 @@ def show_merged(args: argparse.Namespace) -> None:
     results["variants"] = to_json(outcomes)
     print(summary(outcomes))
     if args.json:
-        environments = []
-        for path in args.merge:
-            report = json.loads(path.read_text())
-            environments += report.get("environments") or [report["environment"]]
-        joined = {"benchmark": "ablation", "environments": environments, "results": results}
-        args.json.write_text(json.dumps(joined, indent=2) + "\n")
+        write_merged(args.merge, "ablation", results, args.json)
     if args.figure:
         draw(outcomes, args.figure)
 

@@ -72,6 +72,14 @@ def merged(paths: list[Path]) -> dict[str, Any]:
     return joined | {"variants": runs_by_seed}
 
 
+def write_merged(paths: list[Path], benchmark: str, results: dict[str, Any], out: Path) -> None:
+    """Write the results of several reports as one, with the environments of all."""
+    reports = [json.loads(path.read_text()) for path in paths]
+    environments = [e for r in reports for e in r.get("environments") or [r["environment"]]]
+    joined = {"benchmark": benchmark, "environments": environments, "results": results}
+    out.write_text(json.dumps(joined, indent=2) + "\n")
+
+
 def to_outcomes(results: dict[str, Any], order: list[str]) -> Outcomes:
     """Read the outcomes of a report, variants in the given order, others after them."""
     variants = results["variants"]

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -30,7 +29,16 @@ from pathlib import Path
 import torch
 import transformers
 from ablation_data import Data, batches, inputs_and_targets, learning_rate_factor, load
-from ablation_report import BASELINE, PERTURBED, Outcome, Outcomes, merged, to_json, to_outcomes
+from ablation_report import (
+    BASELINE,
+    PERTURBED,
+    Outcome,
+    Outcomes,
+    merged,
+    to_json,
+    to_outcomes,
+    write_merged,
+)
 from activation_report import summary
 from coded_attention import coded_attention
 from common import write_report
@@ -302,10 +310,7 @@ def show_merged(args: argparse.Namespace) -> None:
     results["variants"] = to_json(outcomes)
     print(summary(outcomes))
     if args.json:
-        reports = [json.loads(path.read_text()) for path in args.merge]
-        environments = [e for r in reports for e in r.get("environments") or [r["environment"]]]
-        joined = {"benchmark": "activation_ablation", "environments": environments}
-        args.json.write_text(json.dumps(joined | {"results": results}, indent=2) + "\n")
+        write_merged(args.merge, "activation_ablation", results, args.json)
 
 
 def parse_arguments() -> argparse.Namespace:
