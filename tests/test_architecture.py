@@ -1,7 +1,7 @@
 """The import rules of the package, read from its syntax trees.
 
 Imports go strictly down: strategies, plugins, callbacks -> checkpoint -> data_parallel, optim,
-activations -> codecs -> foundation -> kernels, and folders of one level never import each other.
+activations, pipeline -> codecs -> foundation -> kernels, and folders of one level never import each other.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ LEVELS = {
     "data_parallel": 3,
     "optim": 3,
     "activations": 3,
+    "pipeline": 3,
     "codecs": 2,
     "foundation": 1,
     "kernels": 0,
