@@ -1,7 +1,9 @@
 """The operators ``activation_quantize``, ``activation_dequantize`` and ``activation_backward``.
 
 Shape legend: T rows, N columns, R encoded rows of a message (see ``message.matrix``). A gated
-function is ``act(x) * up``, a plain one ``act(x)``. Codes are those of ``quantize``, bit for bit.
+function is ``act(x) * up``, a plain one ``act(x)``. Codes are those of ``quantize``, bit for bit:
+of ``x`` and ``up``, but of ``max(x, 0)`` for ``relu`` and ``relu2`` in formats without a transform,
+and for ``relu`` such that its derivative is exact (``reference.encoded_input``).
 Values are computed in fp32 and rounded once. Of ``relu`` and ``relu2`` they are the same on every
 device; of the others the GPU's differ from the reference by the errors of its exponential, at most
 one unit in the last place of bf16 and fp16, but for results that the function itself cancels to
@@ -73,9 +75,9 @@ def _quantize(
         amax: whether to find the largest magnitude of ``y``.
 
     Returns:
-        ``y``, ``[T, N]`` contiguous, of the dtype of ``x``; ``[R, nbytes]`` messages of ``x`` and
-        of ``up`` (``[0, 0]`` without); fp32 ``[1]``, ``max(abs(y))`` of the rounded ``y``, NaN if
-        one is, or ``[0]`` if not asked.
+        ``y``, ``[T, N]`` contiguous, of the dtype of ``x``; ``[R, nbytes]`` messages of ``x``, or
+        of what matters of it, and of ``up`` (``[0, 0]`` without); fp32 ``[1]``, ``max(abs(y))`` of
+        the rounded ``y``, NaN if one is, or ``[0]`` if not asked.
 
     Raises:
         ValueError: an argument is none of these.

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
@@ -19,6 +20,9 @@ QUICK_GELU = 1.702
 # gelu_tanh(x) = x * sigmoid(x * (TANH + TANH_CUBIC * x**2)), since 1 + tanh(z) = 2 sigmoid(2 z).
 TANH = 2.0 * math.sqrt(2.0 / math.pi)
 TANH_CUBIC = 0.044715 * TANH
+# By how much of half a level a value has to be above zero, so that it does not become code 0
+# whatever the scale and the minimum of its group are rounded by: 2**-7 each.
+MORE_THAN_ROUNDED = 2.0**-5
 
 
 def _silu(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,6 +69,8 @@ _FUNCTIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "quick_gelu": _quick_gelu,
 }
 ACTIVATIONS: tuple[str, ...] = tuple(_FUNCTIONS)
+# Those that only depend on max(x, 0), and so do their derivatives.
+OF_POSITIVE_PART = ("relu", "relu2")
 
 
 def value_and_derivative(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -82,6 +88,44 @@ def value_and_derivative(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     return _FUNCTIONS[activation](x)
 
 
+def encoded_input(x: Tensor, activation: str, fmt: MessageFormat) -> Tensor:
+    """Return what the first message is made of: for ``relu`` so that codes keep the sign.
+
+    Of ``OF_POSITIVE_PART`` that is ``max(x, 0)``, but not in a format with a transform, which would
+    spread what it mixes to the zeros.
+
+    The derivative of ``relu`` is the sign of its input, which rounding to nearest loses around
+    zero. In an asymmetric format what is not positive becomes minus half a level, so that it alone
+    has code 0 and what is positive is decoded to half a level at least. In a symmetric one, where
+    zero is a level, what is positive is raised to the smallest level above. So the sign is exact
+    unless a group is too small for its scale dtype to tell it from zero. ``relu2``
+    is rounded as it is: its derivative is small around zero.
+
+    Args:
+        x: ``[T, N]`` fp32.
+        activation: one of ``ACTIVATIONS``.
+        fmt: that of the message.
+
+    Returns:
+        ``[T, N]`` fp32.
+    """
+    if activation not in OF_POSITIVE_PART or fmt.hadamard_size:
+        return x
+    positive = torch.where(x <= 0.0, 0.0, x)  # NaN stays, and no zero is negative
+    if activation == "relu2" or not x.numel():
+        return positive
+    rows, numel = x.shape
+    groups = F.pad(positive, (0, -numel % fmt.group_size)).view(rows, -1, fmt.group_size)
+    largest = groups.amax(-1, keepdim=True)
+    if fmt.symmetric:
+        least, otherwise = largest * (fmt.smallest_level / fmt.max_level), groups
+    else:
+        half = largest * (1.0 / (2.0 * fmt.max_level - 1.0))  # of a level, from -half to largest
+        least, otherwise = half * MORE_THAN_ROUNDED, torch.where(groups == 0.0, -half, groups)
+    kept = torch.where(groups > 0.0, torch.maximum(groups, least), otherwise)
+    return kept.view(rows, -1)[:, :numel]
+
+
 def _amax(x: Tensor) -> Tensor:
     """Largest magnitude, NaN if there is one, as fp32 ``[1]``; 0 of nothing."""
     return x.abs().amax().float().view(1) if x.numel() else torch.zeros(1, dtype=torch.float32)
@@ -96,7 +140,7 @@ def quantize(
     up_message = torch.empty(0, 0, dtype=torch.uint8) if up is None else encode_matrix(up, fmt)
     return (
         y,
-        encode_matrix(x, fmt),
+        encode_matrix(encoded_input(x.float(), activation, fmt), fmt),
         up_message,
         _amax(y) if amax else torch.empty(0, dtype=torch.float32),
     )

@@ -17,6 +17,7 @@ from lq_lightning.kernels.activation import reference
 _QUICK_GELU = tl.constexpr(reference.QUICK_GELU)
 _TANH = tl.constexpr(reference.TANH)
 _TANH_CUBIC = tl.constexpr(reference.TANH_CUBIC)
+_MORE_THAN_ROUNDED = tl.constexpr(reference.MORE_THAN_ROUNDED)
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _SQRT_HALF = tl.constexpr(math.sqrt(0.5))
 _DENSITY = tl.constexpr(1.0 / math.sqrt(2.0 * math.pi))
@@ -91,3 +92,37 @@ def activate(x, ACTIVATION: tl.constexpr):
     """Value of the function at fp32 ``x``."""
     value, _ = value_and_derivative(x, ACTIVATION)
     return value
+
+
+@triton.jit
+def encoded_input(
+    x,
+    count,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """What codes of fp32 ``x`` are made of, ``[BLOCK]``; ``reference.encoded_input``.
+
+    Zero from element ``count`` on unless ``FULL``, as ``x`` is.
+    """
+    if (ACTIVATION == "relu" or ACTIVATION == "relu2") and FORMAT.hadamard_size == 0:
+        x = tl.where(x <= 0.0, 0.0, x)  # NaN stays
+    if ACTIVATION == "relu" and FORMAT.hadamard_size == 0:
+        groups = tl.reshape(x, (BLOCK // FORMAT.group_size, FORMAT.group_size))
+        largest = tl.max(groups, 1)[:, None]  # that of a group with NaN, all lost, does not matter
+        if FORMAT.symmetric:
+            SMALLEST: tl.constexpr = FORMAT.smallest_level / FORMAT.max_level
+            least = largest * SMALLEST
+            otherwise = groups
+        else:
+            HALF: tl.constexpr = 1.0 / (2.0 * FORMAT.max_level - 1.0)
+            half = largest * HALF
+            least = half * _MORE_THAN_ROUNDED
+            otherwise = tl.where(groups == 0.0, -half, groups)
+        groups = tl.where(groups > 0.0, tl.maximum(groups, least), otherwise)
+        x = tl.reshape(groups, (BLOCK,))
+        if not FULL:
+            x = tl.where(tl.arange(0, BLOCK) < count, x, 0.0)
+    return x

@@ -5,7 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lq_lightning.kernels.activation.triton_arithmetic import activate, value_and_derivative
+from lq_lightning.kernels.activation.triton_arithmetic import (
+    activate,
+    encoded_input,
+    value_and_derivative,
+)
 from lq_lightning.kernels.message.triton_blocks import hadamard, load_run, round_output
 from lq_lightning.kernels.message.triton_frame import for_each_tile
 from lq_lightning.kernels.message.triton_matrix import encoded_columns
@@ -144,7 +148,8 @@ def _quantize_tile(
         y = y * up.to(tl.float32)
     _store(y_ptr + row * numel + start, y, count, amax_ptr, BLOCK, RUN, AMAX, FULL)
     _encode(
-        *(x, message_ptr, message_stride, row, start, rows, numel),
+        encoded_input(x, count, BLOCK, ACTIVATION, FORMAT, FULL),
+        *(message_ptr, message_stride, row, start, rows, numel),
         *(BLOCK, RUN, FORMAT, FLAT, FULL),
     )
     if GATED:

@@ -3,7 +3,6 @@
 from .op import (
     activation_dequantize_float8,
     dequantize_float8,
-    float8_amax,
     float8_cast,
     float8_quantize,
     norm_dequantize_float8,
@@ -12,7 +11,6 @@ from .op import (
 __all__ = [
     "activation_dequantize_float8",
     "dequantize_float8",
-    "float8_amax",
     "float8_cast",
     "float8_quantize",
     "norm_dequantize_float8",

@@ -50,5 +50,5 @@ def check_number(name: str, number: Tensor) -> None:
     if number.dtype != torch.float32 or number.numel() != 1:
         raise ValueError(
             f"{name} is {number.dtype} {tuple(number.shape)}; it must be float32 of one element, "
-            "as float8_amax and float8_cast return it."
+            "as float8_quantize returns it."
         )

@@ -1,4 +1,4 @@
-"""The operators ``float8_amax``, ``_cast`` and ``_quantize``, and ``*dequantize_float8``.
+"""The operators ``float8_cast`` and ``float8_quantize``, and ``*dequantize_float8``.
 
 What FP8 matrix products need: a cast with one scale per tensor, of the rows and of the columns of a
 matrix in one pass over memory, and rebuilds of saved activations straight from their codes to the
@@ -26,35 +26,9 @@ from lq_lightning.kernels.message.operators import define_operator
 from lq_lightning.kernels.norm.op import check_kind, check_parameter, check_statistics
 
 from . import reference as cpu
-from .checks import check_cast, check_number, check_sides, check_values
+from .checks import check_cast, check_number, check_sides
 
 _E4M3 = torch.float8_e4m3fn
-
-
-def _float8_amax(x: Tensor) -> Tensor:
-    """Largest magnitude of a matrix.
-
-    Args:
-        x: ``[R, N]`` fp32, bf16 or fp16, last dimension contiguous.
-
-    Returns:
-        fp32 ``[1]``: NaN if a value is, 0 without values.
-
-    Raises:
-        ValueError: another shape, dtype or stride.
-    """
-    key = ("float8_amax", facts(x))
-    call = find_call(key)
-    if call is not None:
-        return call.repeat(x)[0]
-    check_values(x)
-    if not x.is_cuda:
-        return cpu.amax(x)
-    from .triton_kernels import launch_amax
-
-    out = torch.zeros(1, dtype=torch.float32, device=x.device)
-    keep_call(key, [out], launch_amax(x, out), zeroed=0)
-    return out
 
 
 def _float8_cast(
@@ -104,7 +78,7 @@ def _float8_cast(
 def _float8_quantize(
     x: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Find the largest magnitude of a matrix and cast it: ``float8_amax`` and ``float8_cast``.
+    """Find the largest magnitude of a matrix and cast it as ``float8_cast`` does.
 
     Args:
         x: as of ``float8_cast``.
@@ -113,8 +87,8 @@ def _float8_quantize(
         columns: whether to return ``q_t``.
 
     Returns:
-        ``q``, ``q_t`` and the factor of decoding of ``float8_cast``; fp32 ``[1]`` of
-        ``float8_amax``.
+        ``q``, ``q_t`` and the factor of decoding of ``float8_cast``; fp32 ``[1]``, the largest
+        magnitude: NaN if a value is, 0 without values.
 
     Raises:
         ValueError: another shape, dtype or stride.
@@ -278,10 +252,6 @@ def _empty_transposed(message: Tensor, rows: int, numel: int) -> Tensor:
     return message.new_empty(numel, round_up(rows, cpu.ROW_MULTIPLE), dtype=_E4M3)
 
 
-def _fake_float8_amax(x: Tensor) -> Tensor:
-    return x.new_empty(1, dtype=torch.float32)
-
-
 def _fake_float8_cast(
     x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -295,7 +265,7 @@ def _fake_float8_cast(
 def _fake_float8_quantize(
     x: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    amax = _fake_float8_amax(x)
+    amax = x.new_empty(1, dtype=torch.float32)
     return *_fake_float8_cast(x, amax, dtype, rows, columns), amax
 
 
@@ -330,7 +300,6 @@ def _fake_activation_dequantize_float8(
     return _empty_transposed(message, rows, numel)
 
 
-float8_amax = define_operator("float8_amax(Tensor x) -> Tensor", _float8_amax, _fake_float8_amax)
 float8_cast = define_operator(
     "float8_cast(Tensor x, Tensor amax, ScalarType dtype, bool rows, bool columns)"
     " -> (Tensor q, Tensor q_t, Tensor scale)",

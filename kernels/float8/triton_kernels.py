@@ -1,4 +1,4 @@
-"""Triton kernels of ``float8_amax`` and ``float8_cast``."""
+"""Triton kernels of ``float8_cast`` and ``float8_quantize``."""
 
 from __future__ import annotations
 

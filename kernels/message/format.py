@@ -30,7 +30,7 @@ from .codes import CODES, Code, FloatCode, IntegerCode, TableCode
 ALIGNMENT_NBYTES = 16
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
 
-_PLANES: dict[int, tuple[int, ...]] = {
+PLANES: dict[int, tuple[int, ...]] = {
     2: (2,),
     3: (2, 1),
     4: (4,),
@@ -137,7 +137,7 @@ class MessageFormat:
     @property
     def planes(self) -> tuple[int, ...]:
         """Widths of the code planes in bits, low bits first."""
-        return _PLANES[self.bits]
+        return PLANES[self.bits]
 
     @property
     def mantissa_bits(self) -> int:
@@ -176,6 +176,14 @@ class MessageFormat:
         if isinstance(code, TableCode):
             return code.levels[-1]
         return float(2 ** (self.bits - 1) - 1 if self.symmetric else 2**self.bits - 1)
+
+    @property
+    def smallest_level(self) -> float:
+        """Value of the smallest code above zero, in units of the scale."""
+        code = self.parameters
+        if isinstance(code, FloatCode):
+            return 2.0 ** (code.min_exponent - code.mantissa_bits)
+        return min((level for level in self.levels if level > 0.0), default=1.0)
 
     @property
     def min_level(self) -> float:

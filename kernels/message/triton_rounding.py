@@ -88,7 +88,7 @@ def round_minimum_down(minimum, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _ordered(bits):
+def ordered(bits):
     """Map fp32 bits to int32 of the same order (and back); NaN of either sign is extreme."""
     return bits ^ ((bits >> 31) & _MAGNITUDE_BITS)
 
@@ -134,12 +134,36 @@ def group_range(x, valid, FORMAT: tl.constexpr, FULL: tl.constexpr):
             low_values = tl.where(column < valid, x, float("inf"))
             high_values = tl.where(column < valid, x, float("-inf"))
         if _INTERPRETED:  # as integers, where NaN beats everything that a float minimum drops
-            low = tl.min(_ordered(low_values.to(tl.int32, bitcast=True)), axis=1)
-            high = tl.max(_ordered(high_values.to(tl.int32, bitcast=True)), axis=1)
+            low = tl.min(ordered(low_values.to(tl.int32, bitcast=True)), axis=1)
+            high = tl.max(ordered(high_values.to(tl.int32, bitcast=True)), axis=1)
         else:
-            low = _ordered(tl.reduce(low_values, 1, _minimum_or_nan).to(tl.int32, bitcast=True))
-            high = _ordered(tl.reduce(high_values, 1, _maximum_or_nan).to(tl.int32, bitcast=True))
+            low = ordered(tl.reduce(low_values, 1, _minimum_or_nan).to(tl.int32, bitcast=True))
+            high = ordered(tl.reduce(high_values, 1, _maximum_or_nan).to(tl.int32, bitcast=True))
     return low, high
+
+
+@triton.jit
+def asymmetric_scaling(low, high, max_level, max_width, FORMAT: tl.constexpr, NORM: tl.constexpr):
+    """``scaling_of`` for asymmetric formats, whose largest level and width may differ by group."""
+    low = ordered(low).to(tl.float32, bitcast=True) * NORM
+    high = ordered(high).to(tl.float32, bitcast=True) * NORM
+    minimum = round_minimum_down(low, FORMAT)
+    width = (high - minimum) * _WIDER
+    fits = (width <= max_width) & (width + minimum <= _FP32_MAX)
+    largest = tl.maximum(
+        low.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS,
+        high.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS,
+    )
+    exponent = (254 + FORMAT.shrunk_exponent) - (largest >> 23)
+    shrink = tl.where(fits, 1.0, (exponent << 23).to(tl.float32, bitcast=True))
+    minimum = round_minimum_down(low * shrink, FORMAT)
+    raw = tl.div_rn(high * shrink - minimum, max_level)
+    finite = raw <= _FP32_MAX
+    scale = tl.where(raw < _MIN_SCALE, 0.0, round_scale_up(raw, FORMAT))
+    scale = tl.where(finite, scale, float("nan"))
+    minimum = tl.where(finite, minimum, 0.0)
+    inverse = tl.where(scale > 0.0, tl.div_rn(1.0, scale), 0.0)
+    return scale, minimum, shrink * NORM, inverse
 
 
 @triton.jit
@@ -157,25 +181,9 @@ def scaling_of(low, high, FORMAT: tl.constexpr, NORM: tl.constexpr):
         scale = tl.where(raw <= _FP32_MAX, scale, float("nan"))
         inverse = tl.where(scale > 0.0, tl.div_rn(1.0, tl.maximum(scale, raw)), 0.0) * NORM
     else:
-        low = _ordered(low).to(tl.float32, bitcast=True) * NORM
-        high = _ordered(high).to(tl.float32, bitcast=True) * NORM
-        minimum = round_minimum_down(low, FORMAT)
-        width = (high - minimum) * _WIDER
-        fits = (width <= FORMAT.max_width) & (width + minimum <= _FP32_MAX)
-        largest = tl.maximum(
-            low.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS,
-            high.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS,
+        scale, minimum, norm, inverse = asymmetric_scaling(
+            low, high, FORMAT.max_level, FORMAT.max_width, FORMAT, NORM
         )
-        exponent = (254 + FORMAT.shrunk_exponent) - (largest >> 23)
-        shrink = tl.where(fits, 1.0, (exponent << 23).to(tl.float32, bitcast=True))
-        minimum = round_minimum_down(low * shrink, FORMAT)
-        raw = tl.div_rn(high * shrink - minimum, FORMAT.max_level)
-        finite = raw <= _FP32_MAX
-        scale = tl.where(raw < _MIN_SCALE, 0.0, round_scale_up(raw, FORMAT))
-        scale = tl.where(finite, scale, float("nan"))
-        minimum = tl.where(finite, minimum, 0.0)
-        norm = shrink * NORM
-        inverse = tl.where(scale > 0.0, tl.div_rn(1.0, scale), 0.0)
     return scale, minimum, norm, inverse
 
 

@@ -29,6 +29,8 @@ EIGHT = "int8/64/symmetric/32/nearest/float32"
 NORMAL = "nf4/64/symmetric/0/nearest/bfloat16"
 FLOAT_FOUR = "fp4_e2m1/32/symmetric/0/nearest/float16"
 FLOAT_EIGHT = "fp8_e4m3/16/symmetric/0/nearest/bfloat16"
+PLAIN_EIGHT = "int8/128/symmetric/0/nearest/bfloat16"
+FIVE = "int5/64/asymmetric/0/nearest/float32"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -144,6 +146,39 @@ def test_codes_are_those_of_quantize(numel: int) -> None:
     assert shape[0] == (1 if numel == 256 else 5)
     for made, values in ((message, x), (up_message, up)):
         assert torch.equal(made, quantize(values.reshape(shape), None, FOUR, 0))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [PLAIN_FOUR, NORMAL, FLOAT_FOUR.replace("float16", "float32"), FLOAT_EIGHT, PLAIN_EIGHT, FIVE],
+)
+@pytest.mark.parametrize("numel", [256, 250])
+def test_derivative_of_relu_is_exact(text: str, numel: int) -> None:
+    """Also of values that are nothing beside the largest of their group, and of negative groups."""
+    fmt, x = parse_format(text), torch.randn(16, numel) * torch.randn(numel).exp()
+    x[:4] *= 1e-20
+    x[4, :128], x[5, :128], x[6, :128] = -1.0, 0.0, 1.0
+    x[7, 1], x[8, 1], x[9, 0] = 1e-6, -0.0, 1e20
+    up, dy = torch.randn(16, numel), torch.randn(16, numel)
+    for other in (None, up):
+        _, message, up_message, _ = activation_quantize(x, other, "relu", text, False)
+        dx, _, _ = activation_backward(message, up_message, dy, "relu", text, False)
+        known = 1.0 if other is None else decode_matrix(up_message, 16, numel, fmt)
+        assert torch.equal(dx, torch.where(x > 0.0, dy * known, 0.0))
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("scales", ["bfloat16", "float16", "float32"])
+def test_codes_of_relu_are_of_the_positive_part(activation: str, scales: str) -> None:
+    """All levels are for what is positive: half a level is lost at most, up to rounded scales."""
+    x = torch.randn(64, 512)
+    text = f"int4/128/asymmetric/0/nearest/{scales}"
+    y, message, nothing, _ = activation_quantize(x, None, activation, text, False)
+    rebuilt = activation_dequantize(message, nothing, 64, 512, activation, text, torch.float32)
+    if activation == "relu2":
+        y, rebuilt = y.sqrt(), rebuilt.sqrt()
+    level = y.view(-1, 128).amax(-1, keepdim=True) / 14.5
+    assert ((rebuilt - y).view(-1, 128).abs() <= 0.52 * level).all()
 
 
 def test_rounded_once() -> None:
@@ -265,6 +300,18 @@ class TestTriton:
         text = (FOUR, EIGHT, NORMAL, FLOAT_EIGHT)[index % 4]
         x, up, dy = (torch.randn(5, 256).mul_(4).to(dtype) for _ in range(3))
         check_triton(x, up if gated else None, dy, activation, text, device)
+
+    @pytest.mark.parametrize("activation", ["relu", "relu2"])
+    @pytest.mark.parametrize(
+        ("text", "numel"), [(PLAIN_FOUR, 1152), (FIVE, 1033), (PLAIN_EIGHT, 1033), (FLOAT_FOUR, 64)]
+    )
+    def test_positive_parts(
+        self, activation: str, text: str, numel: int, device: torch.device
+    ) -> None:
+        """Of what is rounded to even too; beyond a row nothing is encoded."""
+        x = torch.randn(3, numel).mul_(4).round_().div_(4)
+        x[0, :128], x[1, :128] = -1.0, 0.0
+        check_triton(x, None, torch.randn(3, numel), activation, text, device)
 
     @pytest.mark.parametrize(
         ("text", "numel"),

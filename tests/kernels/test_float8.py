@@ -9,7 +9,6 @@ from lq_lightning.kernels.activation import activation_dequantize, activation_qu
 from lq_lightning.kernels.float8 import (
     activation_dequantize_float8,
     dequantize_float8,
-    float8_amax,
     float8_cast,
     float8_quantize,
     norm_dequantize_float8,
@@ -48,8 +47,7 @@ def check_padding(q: torch.Tensor, columns: int) -> torch.Tensor:
 @pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16, torch.float16])
 def test_cast(shape: tuple[int, int], dtype: torch.dtype, wide: torch.dtype) -> None:
     x = (3 * torch.randn(shape)).to(wide)
-    amax = float8_amax(x)
-    q, q_t, scale = float8_cast(x, amax, dtype, True, True)
+    q, q_t, scale, amax = float8_quantize(x, dtype, True, True)
     assert (q.dtype, q_t.dtype, scale.dtype) == (dtype, dtype, torch.float32)
     inside = check_padding(q, shape[1])
     assert torch.equal(bits(check_padding(q_t, shape[0])), bits(inside).t())
@@ -78,10 +76,10 @@ def test_only_what_is_asked_for() -> None:
 
 @pytest.mark.parametrize("asked", [(True, False), (False, True)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_quantize_is_amax_and_cast(device: str, asked: tuple[bool, bool]) -> None:
+def test_quantize_is_a_cast_by_the_largest_magnitude(device: str, asked: tuple[bool, bool]) -> None:
     for x in (torch.randn(5, 40, device=device), torch.full((3, 16), NAN, device=device)):
         *cast, amax = float8_quantize(x, E5M2, *asked)
-        assert torch.equal(amax.nan_to_num(-1.0), float8_amax(x).nan_to_num(-1.0))
+        assert torch.equal(amax.nan_to_num(-1.0), x.abs().amax().view(1).nan_to_num(-1.0))
         for actual, expected in zip(cast, float8_cast(x, amax, E5M2, *asked), strict=True):
             assert torch.equal(bits(actual), bits(expected))
 
@@ -100,9 +98,8 @@ def test_values_beyond_amax_are_clipped_and_those_that_are_not_finite_are_not() 
 def test_amax_that_is_not_finite(value: float, dtype: torch.dtype) -> None:
     x = torch.randn(3, 20)
     x[2, 19] = value
-    amax = float8_amax(x)
+    q, _, scale, amax = float8_quantize(x, dtype, True, False)
     assert torch.equal(amax, torch.tensor([abs(value)])) or (value != value and amax.isnan())
-    q, _, scale = float8_cast(x, amax, dtype, True, False)
     assert (q[:, :20].float() * scale).isnan().all()
 
 
@@ -112,7 +109,7 @@ def test_zeros_and_tiny_values() -> None:
     assert scale.item() == MIN_SCALE
     for largest in (448 * MIN_SCALE, 2.0**-149):
         x = torch.full((1, 16), largest)
-        q, _, scale = float8_cast(x, float8_amax(x), E4M3, True, False)
+        q, _, scale, _ = float8_quantize(x, E4M3, True, False)
         assert scale.item() == MIN_SCALE
         assert q.float().eq(448.0 if largest > 1e-30 else 0.0).all()
 
@@ -121,7 +118,7 @@ def test_rows_of_a_larger_matrix() -> None:
     wide = torch.randn(6, 50)
     x = wide[:, 3:40]
     x[0, 0], wide[0, 49] = 9.0, 100.0
-    assert float8_amax(x).item() == 9.0
+    assert float8_quantize(x, E4M3, False, False)[3].item() == 9.0
     for ours, theirs in zip(
         float8_cast(x, torch.ones(1), E5M2, True, True),
         float8_cast(x.contiguous(), torch.ones(1), E5M2, True, True),
@@ -144,7 +141,7 @@ def test_rebuild_of_codes(shape: tuple[int, int], format: str) -> None:
     fmt = parse_format(format)
     message = encode_matrix(torch.randn(shape), fmt)
     y = decode_matrix(message, *shape, fmt)
-    _, _, scale = float8_cast(y, float8_amax(y), E4M3, False, False)
+    scale = float8_quantize(y, E4M3, False, False)[2]
     check_rebuild(dequantize_float8(message, *shape, format, scale), y, scale)
 
 
@@ -186,8 +183,7 @@ def test_codes_of_groups_that_are_not_finite_are_nan() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     x = torch.randn(5, 64, device=device)
-    amax, weight = float8_amax(x), torch.ones(64, device=device)
-    torch.library.opcheck(float8_amax, (x,))
+    amax, weight = x.abs().amax().view(1), torch.ones(64, device=device)
     for rows, columns in ((True, True), (False, True), (True, False), (False, False)):
         torch.library.opcheck(float8_cast, (x[:, :50], amax, E5M2, rows, columns))
         torch.library.opcheck(float8_quantize, (x[:, :50], E5M2, rows, columns))
@@ -206,7 +202,7 @@ def test_wrong_arguments_are_refused() -> None:
     x, one = torch.randn(4, 64), torch.ones(1)
     message = encode_matrix(x, parse_format(FOUR))
     with pytest.raises(ValueError, match=r"x is torch.float32 \(4,\); it must be a matrix"):
-        float8_amax(x[:, 0])
+        float8_quantize(x[:, 0], E4M3, True, True)
     with pytest.raises(ValueError, match=r"x has stride 2 .*Pass x.contiguous"):
         float8_cast(x[:, ::2], one, E4M3, True, True)
     with pytest.raises(ValueError, match=r"x has stride 2 .*Pass x.contiguous"):

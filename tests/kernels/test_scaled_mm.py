@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 from lq_lightning._compat import float8
 from lq_lightning._compat.float8 import float8_matmul_available, scaled_mm
-from lq_lightning.kernels.float8 import float8_amax, float8_cast
+from lq_lightning.kernels.float8 import float8_quantize
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [(32, 64, 16), (33, 50, 7), (1, 1, 1), (48, 15, 100)]
@@ -21,7 +21,7 @@ def operand(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Values, their cast without padding, and its scale."""
     x = torch.randn(rows, columns, device=device)
-    q, _, scale = float8_cast(x, float8_amax(x), dtype, True, False)
+    q, _, scale, _ = float8_quantize(x, dtype, True, False)
     return x, q[:, :columns].contiguous(), scale
 
 
@@ -55,8 +55,8 @@ def test_products_are_close_to_full_precision() -> None:
 
 def test_padding_of_casts_changes_nothing() -> None:
     x, w = torch.randn(21, 37), torch.randn(19, 37)
-    q, _, scale = float8_cast(x, float8_amax(x), E4M3, True, False)
-    b, _, scale_b = float8_cast(w, float8_amax(w), E4M3, True, False)
+    q, _, scale, _ = float8_quantize(x, E4M3, True, False)
+    b, _, scale_b, _ = float8_quantize(w, E4M3, True, False)
     assert q.shape == (21, 48)
     padded = scaled_mm(q, b, scale, scale_b, torch.float32, fast_accumulation=False)
     cut = [part[:, :37].contiguous() for part in (q, b)]
@@ -68,7 +68,7 @@ def test_padding_of_casts_changes_nothing() -> None:
 def test_scales_that_are_not_finite_reach_every_product(value: float) -> None:
     x = torch.zeros(3, 16)
     x[1, 2] = value
-    q, _, scale = float8_cast(x, float8_amax(x), E4M3, True, False)
+    q, _, scale, _ = float8_quantize(x, E4M3, True, False)
     _, b, scale_b = operand(4, 16, E4M3)
     assert scaled_mm(q, b, scale, scale_b, torch.float32, fast_accumulation=False).isnan().all()
 
@@ -123,10 +123,9 @@ def test_a_linear_is_one_graph() -> None:
     """Forward and both gradients of ``x @ w.T``, from casts to products, without a break."""
 
     def linear(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
-        amax = [float8_amax(part) for part in (x, w, dy)]
-        x_rows, x_columns, x_scale = float8_cast(x, amax[0], E4M3, True, True)
-        w_rows, w_columns, w_scale = float8_cast(w, amax[1], E4M3, True, True)
-        dy_rows, dy_columns, dy_scale = float8_cast(dy, amax[2], E5M2, True, True)
+        x_rows, x_columns, x_scale, _ = float8_quantize(x, E4M3, True, True)
+        w_rows, w_columns, w_scale, _ = float8_quantize(w, E4M3, True, True)
+        dy_rows, dy_columns, dy_scale, _ = float8_quantize(dy, E5M2, True, True)
         products = (
             (x_rows, w_rows, x_scale, w_scale),
             (dy_rows, w_columns, dy_scale, w_scale),
