@@ -1,0 +1,239 @@
+"""TAH-Quant in plain torch: the truth that the Triton kernels must match, and fast on a CPU.
+
+Values are read twice: once for entropies and outliers, and, once it is known which units are INT3,
+in the order of the message. Work is done in parts that stay in a core's cache.
+
+Shape legend: B sequences, S tokens, N channels, T tiles, G values of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lq_lightning.kernels.message import MessageFormat
+from lq_lightning.kernels.message import reference as blocks
+
+from .format import TAHFormat, TAHLayout
+from .statistics import Statistics, lowest, measure
+
+# Values that are worked on at once.
+_PART_NUMEL = 1 << 18
+
+
+def quantize(x: Tensor, fmt: TAHFormat, out: Tensor) -> None:
+    """Encode values.
+
+    Args:
+        x: ``[B, S, N]`` floating point, contiguous.
+        fmt: the format.
+        out: ``[nbytes]`` uint8.
+    """
+    layout = fmt.layout(*x.shape)
+    out.zero_()
+    if x.numel() == 0:
+        return
+    found = statistics_of(x, fmt)
+    low = lowest(found.entropies.view(x.shape[0], -1), layout.low_per_sequence).view(-1)
+    if layout.adaptive:
+        store_plane(low.logical_not().to(torch.uint8), out, 0, 1)
+    encode_units(x, low, found.outliers, found.pivots, fmt, out)
+
+
+def statistics_of(x: Tensor, fmt: TAHFormat) -> Statistics:
+    """Return the statistics of ``[B, S, N]`` values, contiguous."""
+    rows = x.view(-1, x.shape[-1])
+    step = min(rows.shape[0], max(1, _PART_NUMEL // rows.shape[1]))
+    ranked = fmt.layout(*x.shape).adaptive
+    size = 2, step * rows.shape[1]
+    scratch = torch.empty(size, dtype=torch.float32).unbind()
+    parts = [measure(part, fmt, ranked, scratch) for part in torch.split(rows, step)]
+    return Statistics(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
+
+
+def encode_units(
+    x: Tensor, low: Tensor, outliers: Tensor, pivots: Tensor, fmt: TAHFormat, out: Tensor
+) -> None:
+    """Write all sections but the first.
+
+    Args:
+        x: ``[B, S, N]`` floating point, contiguous.
+        low: ``[units]`` bool, which are INT3.
+        outliers: ``[T]`` bool.
+        pivots: ``[T]`` uint8.
+        fmt: the format.
+        out: ``[nbytes]`` uint8, zeros where nothing is written.
+    """
+    layout = fmt.layout(*x.shape)
+    units = x.view(layout.units, layout.unit_numel)
+    per_unit = layout.unit_numel // fmt.tile
+    scales = torch.empty(layout.units, per_unit, dtype=torch.float32)
+    minima = torch.empty_like(scales)
+    marked, places = outliers.view_as(scales), pivots.view_as(scales)
+    # New memory for every part would cost more than the arithmetic.
+    part_numel = min(x.numel(), max(_PART_NUMEL, layout.unit_numel))
+    scratch = torch.empty(part_numel, dtype=torch.float32)
+    for codes_format, planes, index, first in _parts(low, layout, fmt):
+        tiles = _take(units, index, scratch).view(-1, fmt.tile)
+        if fmt.hadamard:
+            transform_(tiles, marked[index].reshape(-1), places[index].reshape(-1), fmt)
+        groups = tiles.unsqueeze(0)
+        extremes = blocks.group_range(groups, tiles.numel(), codes_format)
+        scaling = blocks.scaling_of(extremes, 1.0, codes_format)
+        if scaling.minimum is None:
+            raise AssertionError(f"{codes_format} has no minimum")
+        scales[index] = scaling.scale.view(-1, per_unit)
+        minima[index] = scaling.minimum.view(-1, per_unit)
+        codes = blocks.quantize_groups(groups, scaling, None, codes_format).view(-1)
+        _store_fields(codes, out, first * layout.unit_numel, codes_format.planes, planes)
+    rows, codes_format = out.unsqueeze(0), fmt.codes(fmt.bits)
+    blocks.store_scales(scales.view(1, -1), rows, layout.scale_offset, codes_format)
+    blocks.store_scales(minima.view(1, -1), rows, layout.minimum_offset, codes_format)
+    if fmt.hadamard:
+        store_plane(outliers.to(torch.uint8), out, layout.outlier_offset, 1)
+    _store_fields(pivots, out, 0, fmt.pivot_widths, layout.pivot_planes)
+
+
+def transform_(tiles: Tensor, outliers: Tensor, pivots: Tensor, fmt: TAHFormat) -> None:
+    """Swap the outlier of marked tiles with their first value, and transform them.
+
+    Args:
+        tiles: ``[T, G]`` fp32. Overwritten.
+        outliers: ``[T]`` bool.
+        pivots: ``[T]`` uint8.
+        fmt: the format.
+    """
+    index = outliers.nonzero().view(-1)
+    if index.numel():
+        chosen = tiles[index]
+        if fmt.swap:
+            _swap_(chosen, pivots[index])
+        tiles[index] = blocks.hadamard_(chosen, fmt.tile).mul_(fmt.forward_norm)
+
+
+def restore_(tiles: Tensor, outliers: Tensor, pivots: Tensor, fmt: TAHFormat) -> None:
+    """Undo ``transform_``; arguments as there."""
+    index = outliers.nonzero().view(-1)
+    if index.numel():
+        chosen = blocks.hadamard_(tiles[index], fmt.tile).mul_(fmt.inverse_norm)
+        if fmt.swap:
+            _swap_(chosen, pivots[index])
+        tiles[index] = chosen
+
+
+def _swap_(tiles: Tensor, pivots: Tensor) -> None:
+    place = pivots.to(torch.int64).unsqueeze(1)
+    at_pivot = tiles.gather(1, place)
+    tiles.scatter_(1, place, tiles[:, :1].clone())
+    tiles[:, :1] = at_pivot
+
+
+def dequantize(message: Tensor, fmt: TAHFormat, out: Tensor) -> None:
+    """Decode values.
+
+    Args:
+        message: ``[nbytes]`` uint8.
+        fmt: the format.
+        out: ``[B, S, N]`` floating point, contiguous.
+    """
+    layout = fmt.layout(*out.shape)
+    if out.numel() == 0:
+        return
+    units = out.view(layout.units, layout.unit_numel)
+    per_unit = layout.unit_numel // fmt.tile
+    low = torch.zeros(layout.units, dtype=torch.bool)
+    if layout.adaptive:
+        low = load_plane(message, layout.units, 0, 1) == 0
+    rows, codes_format = message.unsqueeze(0), fmt.codes(fmt.bits)
+    scales = blocks.load_scales(rows, layout.scale_offset, layout.tiles, codes_format)
+    minima = blocks.load_scales(rows, layout.minimum_offset, layout.tiles, codes_format)
+    scales, minima = scales.view(-1, per_unit), minima.view(-1, per_unit)
+    outliers, pivots = load_outliers(message, layout, fmt)
+    marked, places = outliers.view_as(scales), pivots.view_as(scales)
+    for codes_format, planes, index, first in _parts(low, layout, fmt):
+        scale = scales[index].reshape(-1, 1)
+        start, count = first * layout.unit_numel, scale.numel() * fmt.tile
+        codes = _load_fields(message, start, count, codes_format.planes, planes)
+        tiles = codes.to(torch.float32).view(-1, fmt.tile)
+        tiles.mul_(scale).add_(minima[index].reshape(-1, 1))
+        if fmt.hadamard:
+            restore_(tiles, marked[index].reshape(-1), places[index].reshape(-1), fmt)
+        units[index] = tiles.view(-1, layout.unit_numel).to(out.dtype)
+
+
+def load_outliers(message: Tensor, layout: TAHLayout, fmt: TAHFormat) -> tuple[Tensor, Tensor]:
+    """Read which tiles were transformed and their pivots: ``[T]`` bool and ``[T]`` uint8."""
+    pivots = _load_fields(message, 0, layout.tiles, fmt.pivot_widths, layout.pivot_planes)
+    if not fmt.hadamard:
+        return torch.zeros(layout.tiles, dtype=torch.bool), pivots
+    return load_plane(message, layout.tiles, layout.outlier_offset, 1) != 0, pivots
+
+
+def _parts(
+    low: Tensor, layout: TAHLayout, fmt: TAHFormat
+) -> Iterator[tuple[MessageFormat, tuple[int, ...], Tensor | slice, int]]:
+    """Yield the format of codes, their planes, an index of units, and how many come before."""
+    step = max(1, _PART_NUMEL // layout.unit_numel)
+    for bits, planes, members, count in (
+        (3, layout.low_planes, low, layout.low_units),
+        (fmt.bits, layout.high_planes, ~low, layout.high_units),
+    ):
+        chosen = members.nonzero().view(-1) if layout.adaptive else None
+        for first in range(0, count, step):
+            end = min(first + step, count)
+            index = slice(first, end) if chosen is None else chosen[first:end]
+            yield fmt.codes(bits), planes, index, first
+
+
+def _take(units: Tensor, index: Tensor | slice, scratch: Tensor) -> Tensor:
+    """Copy units to scratch memory, as fp32."""
+    if isinstance(index, slice):
+        chosen = units[index]
+    elif units.dtype == torch.float32:
+        taken = scratch[: index.numel() * units.shape[1]].view(-1, units.shape[1])
+        return torch.index_select(units, 0, index, out=taken)
+    else:
+        chosen = units.index_select(0, index)
+    return scratch[: chosen.numel()].view(chosen.shape).copy_(chosen)
+
+
+def _store_fields(
+    values: Tensor, out: Tensor, start: int, widths: tuple[int, ...], planes: tuple[int, ...]
+) -> None:
+    """Write uint8 values to planes, from their field ``start`` on, a multiple of 8."""
+    shift = 0
+    for width, offset in zip(widths, planes, strict=True):
+        part = values
+        if len(widths) > 1:
+            part = (values >> shift).bitwise_and_((1 << width) - 1)
+        store_plane(part, out, offset + start * width // 8, width)
+        shift += width
+
+
+def _load_fields(
+    message: Tensor, start: int, count: int, widths: tuple[int, ...], planes: tuple[int, ...]
+) -> Tensor:
+    """Undo ``_store_fields``; zeros without planes."""
+    values: Tensor | None = None
+    shift = 0
+    for width, offset in zip(widths, planes, strict=True):
+        part = load_plane(message, count, offset + start * width // 8, width)
+        values = part if values is None else values | part << shift
+        shift += width
+    return torch.zeros(count, dtype=torch.uint8) if values is None else values
+
+
+def store_plane(codes: Tensor, out: Tensor, offset: int, width: int) -> None:
+    """Write ``[count]`` uint8 codes below ``2**width`` from byte ``offset`` on."""
+    if codes.numel() % 8:
+        codes = torch.nn.functional.pad(codes, (0, -codes.numel() % 8))
+    packed = blocks.pack_plane(codes.contiguous(), width)
+    out[offset : offset + packed.numel()] = packed
+
+
+def load_plane(message: Tensor, count: int, offset: int, width: int) -> Tensor:
+    """Undo ``store_plane``."""
+    packed = message[offset : offset + -(-count // 8) * width].contiguous()
+    return blocks.unpack_plane(packed, width)[:count]

@@ -1,0 +1,382 @@
+"""Triton kernels that encode and decode tiles, bit-identical to ``reference.py``.
+
+A program works on ``BLOCK`` values, whole tiles in the order of memory. ``sections`` are offsets in
+bytes, see ``launch.section_offsets``. Where all tiles have the same bits, the planes of codes are
+those of an encoded row. Compile with ``enable_fp_fusion=False``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lq_lightning.kernels.message.triton_blocks import hadamard, load_run, round_output
+from lq_lightning.kernels.message.triton_levels import levels_of_words, load_codes
+from lq_lightning.kernels.message.triton_planes import (
+    pair_up,
+    pairs_of_word,
+    plane_of_pairs,
+    same_in_groups,
+    store_codes,
+)
+from lq_lightning.kernels.message.triton_rounding import (
+    asymmetric_scaling,
+    fixed_point,
+    group_range,
+    ordered,
+    scaled,
+    scaling_of,
+)
+from lq_lightning.kernels.message.triton_rows import (
+    code_span,
+    load_scales,
+    row_sections,
+    store_scales,
+)
+
+from .triton_ranks import pack_bits
+
+_FP32_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
+_RATIO = tl.constexpr(2.0)  # `format.OUTLIER_RATIO`
+
+
+@triton.jit
+def _aligned(nbytes):
+    return (nbytes + 15) // 16 * 16
+
+
+@triton.jit
+def _end_section(message_ptr, end):
+    """Write the zeros between the end of a section and the next."""
+    byte = end + tl.arange(0, 16)
+    zeros = tl.zeros((16,), tl.int8)
+    target = message_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
+    tl.store(target + byte, zeros, byte < _aligned(end))
+
+
+@triton.jit
+def _stands_out(first, second, TILE: tl.constexpr):
+    """``statistics._stands_out`` of bits of magnitudes; False for NaN."""
+    largest = first.to(tl.float32, bitcast=True)
+    outlier = largest > second.to(tl.float32, bitcast=True) * _RATIO
+    return outlier & (largest <= _FP32_MAX / TILE)
+
+
+@triton.jit
+def _range_and_candidates(values, GROUPS: tl.constexpr, FORMAT: tl.constexpr, HIGH: tl.constexpr):
+    """Ranges of ``[GROUPS, TILE]`` tiles as keys, and which tiles may have an outlier.
+
+    The extremes of halves, which are needed anyway, tell that there is none in nearly all tiles.
+    """
+    TILE: tl.constexpr = FORMAT.tile
+    halves = tl.reshape(values, (GROUPS * 2, TILE // 2))
+    low, high = group_range(halves, GROUPS * TILE, HIGH, True)
+    largest = tl.maximum(ordered(low) & 0x7FFFFFFF, ordered(high) & 0x7FFFFFFF)
+    a, b = tl.split(tl.reshape(largest, (GROUPS, 2)))
+    candidates = _stands_out(tl.maximum(a, b), tl.minimum(a, b), TILE)
+    a, b = tl.split(tl.reshape(low, (GROUPS, 2)))
+    c, d = tl.split(tl.reshape(high, (GROUPS, 2)))
+    return tl.minimum(a, b), tl.maximum(c, d), candidates
+
+
+@triton.jit
+def _find_outliers(values, TILE: tl.constexpr):
+    """Which of ``[GROUPS, TILE]`` tiles have an outlier, and where; ``find_outliers``."""
+    column = tl.arange(0, TILE)[None, :]
+    # as integers, where NaN is larger than all, also for the interpreter
+    keys = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    first = tl.max(keys, axis=1)
+    pivot = tl.min(tl.where(keys == first[:, None], column, TILE), axis=1)
+    second = tl.max(tl.where(column == pivot[:, None], 0, keys), axis=1)
+    return _stands_out(first, second, TILE), pivot
+
+
+@triton.jit
+def _swap(values, pivot, TILE: tl.constexpr):
+    """Exchange the first value of each tile with that at its pivot."""
+    column = tl.arange(0, TILE)[None, :]
+    at_pivot = column == pivot[:, None]
+    bits = values.to(tl.int32, bitcast=True)
+    # sums of one number and zeros
+    first = tl.sum(tl.where(column == 0, bits, 0), axis=1)
+    other = tl.sum(tl.where(at_pivot, bits, 0), axis=1)
+    bits = tl.where(at_pivot, first[:, None], bits)
+    return tl.where(column == 0, other[:, None], bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _any(flags):
+    return tl.max(flags.to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+def _transform(
+    values,
+    outlier,
+    pivot,
+    GROUPS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    TILE: tl.constexpr = FORMAT.tile
+    changed = values
+    if FORMAT.swap:
+        changed = _swap(values, pivot, TILE)
+    flat = hadamard(tl.reshape(changed, (GROUPS * TILE,)), GROUPS * TILE, TILE, RUN)
+    changed = tl.reshape(flat * FORMAT.forward_norm, (GROUPS, TILE))
+    return tl.where(outlier[:, None], changed, values)
+
+
+@triton.jit
+def _restore(
+    values,
+    outlier,
+    pivot,
+    GROUPS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    TILE: tl.constexpr = FORMAT.tile
+    flat = hadamard(tl.reshape(values, (GROUPS * TILE,)), GROUPS * TILE, TILE, RUN)
+    changed = tl.reshape(flat * FORMAT.inverse_norm, (GROUPS, TILE))
+    if FORMAT.swap:
+        changed = _swap(changed, pivot, TILE)
+    return tl.where(outlier[:, None], changed, values)
+
+
+@triton.jit
+def _places(place_ptr, tile, tiles, unit_numel, TILE: tl.constexpr):
+    """Which of ``[GROUPS]`` tiles are INT3, and the first word of eight codes of each."""
+    per_unit = unit_numel // TILE
+    unit = tile // per_unit
+    place = tl.load(place_ptr + unit, tile < tiles, 0)
+    low = place < 0
+    index = tl.where(low, -1 - place, place)
+    return low, (index * per_unit + (tile - unit * per_unit)) * (TILE // 8)
+
+
+@triton.jit
+def _word_places(low, first, inside, GROUPS: tl.constexpr, TILE: tl.constexpr):
+    """The same for words: whether a word is of INT3, of INT4, and its place."""
+    BLOCK: tl.constexpr = GROUPS * TILE
+    # -1 beyond the last tile
+    kind = tl.where(inside, low.to(tl.int32), -1)
+    kinds = same_in_groups(kind, BLOCK, TILE)
+    place = same_in_groups(first, BLOCK, TILE) + tl.arange(0, BLOCK // 8) % (TILE // 8)
+    # Told that neighbours stay neighbours, the compiler lets every thread load and store its own.
+    WORDS: tl.constexpr = TILE // 8
+    place = tl.max_contiguous(tl.multiple_of(place, [WORDS]), [WORDS])
+    kinds = tl.max_constancy(kinds, [WORDS])
+    return kinds == 1, kinds == 0, place
+
+
+@triton.jit
+def _store_mixed(
+    pairs,
+    message_ptr,
+    places,
+    inside,
+    units,
+    unit_numel,
+    low_units,
+    sections,
+    GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write INT3 and INT4 codes to the places that ``_places`` returned."""
+    a, b, c, d = pairs
+    is_low, is_high, place = _word_places(places[0], places[1], inside, GROUPS, TILE)
+    target = (message_ptr + sections[2]).to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.store(target + place, plane_of_pairs(a, b, c, d, 0, 4), is_high)
+    target = (message_ptr + sections[0]).to(tl.pointer_type(tl.int16), bitcast=True)
+    tl.store(target + place, plane_of_pairs(a, b, c, d, 0, 2), is_low)
+    target = (message_ptr + sections[1]).to(tl.pointer_type(tl.int8), bitcast=True)
+    tl.store(target + place, plane_of_pairs(a, b, c, d, 2, 1), is_low)
+    if tl.program_id(0) == 0:
+        low_words = tl.cast(low_units, tl.int64) * (unit_numel // 8)
+        high_words = tl.cast(units - low_units, tl.int64) * (unit_numel // 8)
+        _end_section(message_ptr, sections[0] + low_words * 2)
+        _end_section(message_ptr, sections[1] + low_words)
+        _end_section(message_ptr, sections[2] + high_words * 4)
+
+
+@triton.jit
+def _load_mixed(message_ptr, places, inside, sections, GROUPS: tl.constexpr, TILE: tl.constexpr):
+    """Words of eight codes of 4 bits, whatever they were stored as."""
+    is_low, is_high, place = _word_places(places[0], places[1], inside, GROUPS, TILE)
+    source = (message_ptr + sections[2]).to(tl.pointer_type(tl.int32), bitcast=True)
+    words = tl.load(source + place, is_high, 0)
+    source = (message_ptr + sections[0]).to(tl.pointer_type(tl.int16), bitcast=True)
+    a, b, c, d = pairs_of_word(tl.load(source + place, is_low, 0), 2)
+    source = (message_ptr + sections[1]).to(tl.pointer_type(tl.int8), bitcast=True)
+    e, f, g, h = pairs_of_word(tl.load(source + place, is_low, 0), 1)
+    # zeros where the words above are, and the other way round
+    return words | plane_of_pairs(a | (e << 2), b | (f << 2), c | (g << 2), d | (h << 2), 0, 4)
+
+
+@triton.jit(do_not_specialize=["low_units"])
+def tah_quantize_kernel(
+    x_ptr,
+    place_ptr,
+    message_ptr,
+    tiles,
+    units,
+    unit_numel,
+    low_units,
+    sections,
+    GROUPS: tl.constexpr,
+    RUN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    ADAPTIVE: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Outlier test -> swap -> Hadamard -> scale -> round -> pack."""
+    TILE: tl.constexpr = FORMAT.tile
+    BLOCK: tl.constexpr = GROUPS * TILE
+    VECTOR: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    first_tile = tl.program_id(0) * GROUPS
+    tile = first_tile + tl.arange(0, GROUPS)
+    start = tl.cast(first_tile, tl.int64) * TILE
+    count = (tiles - first_tile) * TILE
+    x = load_run(x_ptr + start, count, BLOCK, VECTOR, RUN, FULL).to(tl.float32)
+    values = tl.reshape(x, (GROUPS, TILE))
+    _, _, _, scales, minima, outliers, pivots = sections
+    smallest, largest, candidate = _range_and_candidates(values, GROUPS, FORMAT, HIGH)
+    if FORMAT.hadamard:
+        outlier = tl.zeros((GROUPS,), tl.int1)
+        pivot = tl.zeros((GROUPS,), tl.int32)
+        if _any(candidate):
+            outlier, pivot = _find_outliers(values, TILE)
+            values = _transform(values, outlier, pivot, GROUPS, FORMAT, RUN)
+            smallest, largest = group_range(values, count, HIGH, True)
+        _store_fields(message_ptr + outliers, outlier.to(tl.int32), first_tile, tiles, GROUPS, 1)
+        if FORMAT.swap:
+            pivot = tl.where(outlier, pivot, 0)
+            _store_pivots(message_ptr, pivot, pivots, first_tile, tiles, GROUPS, FORMAT)
+    if ADAPTIVE:
+        places = _places(place_ptr, tile, tiles, unit_numel, TILE)
+        max_level = tl.where(places[0], LOW.max_level, HIGH.max_level)
+        max_width = tl.where(places[0], LOW.max_width, HIGH.max_width)
+        scaling = asymmetric_scaling(smallest, largest, max_level, max_width, HIGH, 1.0)
+    else:
+        scaling = scaling_of(smallest, largest, HIGH, 1.0)
+    scale, minimum, _, _ = scaling
+    fixed = fixed_point(scaled(values, scaling, HIGH, True), HIGH)
+    a, b, c, d = pair_up(tl.reshape(fixed, (BLOCK,)), BLOCK)
+    keep = same_in_groups(tl.where(scale == scale, -1, 0), BLOCK, TILE)
+    if ADAPTIVE:
+        pairs = (a & keep, b & keep, c & keep, d & keep)
+        mixed = (units, unit_numel, low_units, sections)
+        _store_mixed(pairs, message_ptr, places, tile < tiles, *mixed, GROUPS, TILE)
+    else:
+        numel = tl.cast(tiles, tl.int64) * TILE
+        row = row_sections(numel, HIGH)
+        span = code_span(numel, numel, row)
+        store_codes(a, b, c, d, keep, message_ptr, start, span, row, BLOCK, HIGH, FULL)
+    groups = (first_tile, tl.minimum(first_tile + GROUPS, tiles))
+    store_scales(scale, message_ptr, scales, groups, tiles, GROUPS, HIGH)
+    store_scales(minimum, message_ptr, minima, groups, tiles, GROUPS, HIGH)
+
+
+@triton.jit
+def _store_pivots(
+    message_ptr, pivot, offsets, first, tiles, GROUPS: tl.constexpr, FORMAT: tl.constexpr
+):
+    """Write the pivots of ``[GROUPS]`` tiles."""
+    WIDTHS: tl.constexpr = FORMAT.pivot_widths
+    for index in tl.static_range(len(WIDTHS)):
+        fields = pivot & ((1 << WIDTHS[index]) - 1)
+        _store_fields(message_ptr + offsets[index], fields, first, tiles, GROUPS, WIDTHS[index])
+        pivot = pivot >> WIDTHS[index]
+
+
+@triton.jit
+def _load_pivots(message_ptr, offsets, tile, tiles, FORMAT: tl.constexpr):
+    """Undo ``_store_pivots``."""
+    WIDTHS: tl.constexpr = FORMAT.pivot_widths
+    pivot = tile * 0
+    shift = 0
+    for index in tl.static_range(len(WIDTHS)):
+        fields = _load_fields(message_ptr + offsets[index], tile, tiles, WIDTHS[index])
+        pivot |= fields << shift
+        shift += WIDTHS[index]
+    return pivot
+
+
+@triton.jit
+def _store_fields(section_ptr, fields, first, tiles, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    packed = pack_bits(fields, GROUPS, WIDTH)
+    COUNT: tl.constexpr = GROUPS * WIDTH // 8
+    byte = first // 8 * WIDTH + tl.arange(0, COUNT)
+    used = (tiles + 7) // 8 * WIDTH
+    target = section_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
+    tl.store(target + byte, packed, byte < used)
+    if first + GROUPS >= tiles:
+        _end_section(section_ptr, used)
+
+
+@triton.jit
+def _load_fields(section_ptr, tile, tiles, WIDTH: tl.constexpr):
+    bit = tile * WIDTH
+    source = section_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
+    bits = tl.load(source + bit // 8, tile < tiles, 0).to(tl.int32)
+    return (bits >> (bit % 8)) & ((1 << WIDTH) - 1)
+
+
+@triton.jit(do_not_specialize=["int_to_float"])
+def tah_dequantize_kernel(
+    message_ptr,
+    place_ptr,
+    out_ptr,
+    tiles,
+    unit_numel,
+    int_to_float,
+    sections,
+    GROUPS: tl.constexpr,
+    RUN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HIGH: tl.constexpr,
+    ADAPTIVE: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Unpack -> scale -> inverse Hadamard -> swap."""
+    TILE: tl.constexpr = FORMAT.tile
+    BLOCK: tl.constexpr = GROUPS * TILE
+    first_tile = tl.program_id(0) * GROUPS
+    tile = first_tile + tl.arange(0, GROUPS)
+    _, _, _, scales, minima, outliers, pivots = sections
+    if ADAPTIVE:
+        places = _places(place_ptr, tile, tiles, unit_numel, TILE)
+        words = _load_mixed(message_ptr, places, tile < tiles, sections, GROUPS, TILE)
+        second = words
+        third = words
+    else:
+        numel = tl.cast(tiles, tl.int64) * TILE
+        row = row_sections(numel, HIGH)
+        span = code_span(numel, numel, row)
+        start = tl.cast(first_tile, tl.int64) * TILE
+        words, second, third = load_codes(message_ptr, start, span, row, BLOCK, RUN, HIGH, FULL)
+    first_group = tl.cast(first_tile, tl.int64)
+    scale = load_scales(message_ptr, scales, first_group, tiles, GROUPS, HIGH)
+    minimum = load_scales(message_ptr, minima, first_group, tiles, GROUPS, HIGH)
+    levels = levels_of_words(words, second, third, int_to_float, BLOCK, HIGH)
+    levels = tl.reshape(levels, (GROUPS, TILE))
+    # rounded once either way: products of codes and 8 or 11 bits are exact
+    factor = tl.broadcast_to(scale[:, None], levels.shape)
+    values = tl.fma(levels, factor, tl.broadcast_to(minimum[:, None], levels.shape))
+    if FORMAT.hadamard:
+        outlier = _load_fields(message_ptr + outliers, tile, tiles, 1) > 0
+        if _any(outlier):
+            pivot = tile * 0
+            if FORMAT.swap:
+                pivot = _load_pivots(message_ptr, pivots, tile, tiles, FORMAT)
+            values = _restore(values, outlier, pivot, GROUPS, FORMAT, RUN)
+    result = round_output(tl.reshape(values, (BLOCK,)), out_ptr.dtype.element_ty)
+    offsets = tl.arange(0, BLOCK)
+    target = out_ptr + first_group * TILE + offsets
+    if FULL:
+        tl.store(target, result)
+    else:
+        tl.store(target, result, offsets < (tiles - first_tile) * TILE)
