@@ -12,6 +12,11 @@ import torch
 import torch.distributed as dist
 from lq_testing import poison_uninitialized_memory
 
+# Triton decides when it is first imported whether kernels run in its interpreter. Files of folders
+# below, whose `conftest.py` imports it, may be named on the command line.
+if torch.cuda.device_count() == 0:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # The same examples on every run, and no limit on one example's time: machines are busy.
 hypothesis.settings.register_profile("lq", deadline=None, derandomize=True, database=None)
 
@@ -19,9 +24,6 @@ hypothesis.settings.register_profile("lq", deadline=None, derandomize=True, data
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("lq")
     torch.set_num_threads(1)
-    if torch.cuda.device_count() == 0:
-        # Triton decides when it is first imported whether kernels run in its interpreter.
-        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "data_was_assigned",
     "fsdp_units",
     "groups_of_state",
+    "is_sharded",
     "offloads_to_cpu",
     "pack_shards",
     "param_groups",
@@ -110,6 +111,11 @@ def tensor_parallel_parameters(root: nn.Module) -> list[str]:
         for name, parameter in root.named_parameters()
         if isinstance(parameter, DTensor) and id(parameter) not in plain
     ]
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers and frees the module's own parameters, as a part of some unit."""
+    return getattr(module, "_is_fsdp_managed_module", False) is True
 
 
 def offloads_to_cpu(root: nn.Module) -> bool:

@@ -29,6 +29,7 @@ __all__ = [
     "is_root_idle",
     "prepare_fsdp_class",
     "propagate_requires_grad",
+    "reduce_gradients",
     "reset_iteration",
 ]
 
@@ -197,6 +198,22 @@ def has_unreduced_gradients(module: FSDPModule) -> bool:
         if group.reduce_grads
         for p in group.fsdp_params
     )
+
+
+def reduce_gradients(root: FSDPModule) -> None:
+    """Reduce what several backward passes without synchronisation have left, and free the weights.
+
+    For a root whose last backward pass cannot be known beforehand, as under a pipeline schedule.
+    """
+    root.set_is_last_backward(True)
+    root.set_reshard_after_backward(True)
+    root.set_requires_gradient_sync(True)
+    state = root._get_fsdp_state()
+    for inner in state._state_ctx.all_states:
+        for group in groups_of_state(inner):
+            group.post_backward()
+    # Waits for the reductions, and ends the iteration as after a backward.
+    state._root_post_backward_final_callback()
 
 
 def discard_unreduced_gradients(root: nn.Module) -> None:

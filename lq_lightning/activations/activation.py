@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from lq_lightning._compat.autograd import wanted_gradients
-from lq_lightning.kernels.activation import activation_backward, activation_quantize
+from lq_lightning.kernels.activation import (
+    OF_POSITIVE_PART,
+    activation_backward,
+    activation_quantize,
+)
 
 from .autograd import as_matrix, refuse_second_derivative
 from .meter import note_code
@@ -72,7 +76,7 @@ def quantized_activation(
     """
     y, message, up_message, largest = _QuantizedActivation.apply(x, up, activation, format, amax)  # type: ignore[no-untyped-call]
     y = y.view(x.shape)  # here, so that it may be changed in place
-    note_code("activation", x, message, format)
+    note_code("activation", x, message, format, positive=activation in OF_POSITIVE_PART)
     if up is not None:
         note_code("activation", up, up_message, format)
     codes = ActivationCodes(x.shape[-1], activation, format)

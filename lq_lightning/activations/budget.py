@@ -47,6 +47,9 @@ class MemoryBudget:
     What the model needs besides saved activations (weights, gradients, states of optimizers, the
     loss) is measured and taken off; activations may have the rest.
 
+    Codes are chosen for norms, activation functions, MLPs and linear layers. What attention and
+    blocks save in which not all is recognized is kept in full precision or recomputed.
+
     Args:
         size: Per device: ``"60GiB"`` (2**30 bytes each), ``"60 GB"`` (10**9), bytes as an ``int``,
             or a share of the device's memory as a ``float`` up to 1.0. What counts is allocated

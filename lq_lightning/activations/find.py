@@ -102,37 +102,40 @@ class _Finder:
         if mlp is None:
             return False
         function, gate, up, down = mlp
-        projections = {id(part) for key, part in module.named_children() if key in mlp[1:]}
-        kept = [
-            m for key, part in module.named_children() if key in mlp[1:] for m in part.modules()
-        ]
-        inside.update({id(m) for m in module.modules()} - {id(m) for m in kept} - projections)
-        codec = self.policy.codec("activation", name)
+        projections = [part for key, part in module.named_children() if key in mlp[1:]]
+        inside.update({id(m) for m in module.modules()})
+        inside.difference_update(id(m) for part in projections for m in part.modules())
         site = MLPSite(
             name=name,
-            codec=codec,
+            codec=self.policy.codec("activation", name),
             activation=function,
             gate=gate,
             up=up,
             down=down,
-            amax=self.float8.follow(name, module),
+            amax=self.float8.follow("activation", name, module),
         )
         self.add(module, site)
         return True
 
     def _leaf(self, name: str, module: nn.Module) -> Site | None:
-        policy, amax = self.policy, self.float8.follow(name, module)
+        policy, follow = self.policy, self.float8.follow
         if (layer := recognize_norm(module)) is not None:
             names = {key for key, _ in module.named_parameters(recurse=False)}
             weight, bias = (key if key in names else None for key in ("weight", "bias"))
-            codec = policy.codec("norm", name)
             return NormSite(
-                name=name, codec=codec, layer=layer, weight=weight, bias=bias, amax=amax
+                name=name,
+                codec=policy.codec("norm", name),
+                layer=layer,
+                weight=weight,
+                bias=bias,
+                amax=follow("norm", name, module),
             )
         if is_linear(module):
             transposed = type(module).forward is not nn.Linear.forward
             values: Any = module.weight
-            matmul, native = self.float8.matmul(name, module, values, transposed=transposed)
+            matmul, native = self.float8.matmul(
+                "linear", name, module, values, transposed=transposed
+            )
             return LinearSite(
                 name=name,
                 codec=policy.codec("linear", name),
@@ -141,7 +144,7 @@ class _Finder:
                 native=native,
             )
         if (activation := recognize_activation(module)) is not None:
-            codec = policy.codec("activation", name)
+            codec, amax = policy.codec("activation", name), follow("activation", name, module)
             return ActivationSite(name=name, codec=codec, activation=activation, amax=amax)
         if type(module) is nn.Dropout and module.p > 0 and not module.inplace:
             return DropoutSite(name=name, codec=None)
@@ -157,7 +160,7 @@ class _Finder:
             codec=self.policy.codec("activation", name),
             activation=activation,
             attribute=attribute,
-            amax=self.float8.follow(name, module),
+            amax=self.float8.follow("activation", name, module),
         )
         self.functions.append(Found(module, site))
 
@@ -184,7 +187,8 @@ class _Finder:
                 self._hook(name, module, "checkpoint")
             elif isinstance(module, nn.MultiheadAttention):
                 codec = self.policy.codec("attention", name)
-                matmul, _ = self.float8.matmul(name, module, module.in_proj_weight)
+                weight = module.in_proj_weight
+                matmul, _ = self.float8.matmul("attention", name, module, weight)
                 self.add(
                     module, MultiheadSite(name=name, codec=codec, kind="attention", matmul=matmul)
                 )
@@ -242,17 +246,19 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
 def _left(
     finder: _Finder, blocks: list[tuple[str, nn.Module]], policy: ActivationPolicy
 ) -> Iterator[Left]:
-    classes = tuple(sorted({type(module).__name__ for _, module in finder.unknown}))
     hooked = [m for _, m in blocks if isinstance(finder.site(m), HookSite)]
     if hooked:
         names = tuple(sorted({type(m).__name__ for m in hooked}))
-        if classes:
-            why = f"{', '.join(classes)} in them"
+        inside = {id(m) for block in hooked for m in block.modules()}
+        unknown = {type(m).__name__ for _, m in finder.unknown if id(m) in inside}
+        if unknown:
+            why = f"{', '.join(sorted(unknown))} in them"
         else:
             why = "linear layers, but no activation function that is seen"
         reason = f"not all of it is recognized ({why}): packed by rule as {_name(policy.other)}"
         yield Left(modules=names, count=len(hooked), reason=reason)
-    elif classes:
+    elif finder.unknown:
+        classes = tuple(sorted({type(module).__name__ for _, module in finder.unknown}))
         reason = "not recognized, and `other` is None: left as they are"
         yield Left(modules=classes, count=len(finder.unknown), reason=reason)
 

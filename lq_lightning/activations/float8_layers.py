@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lq_lightning.foundation.parameters import embeddings
 
-from .policy import ActivationPolicy, Matmul
+from .policy import ActivationPolicy, Matmul, SiteKind
 from .recompute import find_recompute_units
 
 __all__ = ["Float8Layers"]
@@ -36,11 +36,18 @@ class Float8Layers:
         self._tokens = max((table.num_embeddings for table in tables), default=0)
 
     def matmul(
-        self, name: str, module: nn.Module, weight: Tensor | None, *, transposed: bool = False
+        self,
+        kind: SiteKind,
+        name: str,
+        module: nn.Module,
+        weight: Tensor | None,
+        *,
+        transposed: bool = False,
     ) -> tuple[Matmul, str]:
         """Return the precision of a layer's products, and why it is not what the policy says.
 
         Args:
+            kind: ``"linear"``, or ``"attention"`` of one that has the projections itself.
             name: Of the layer in the model.
             module: The layer.
             weight: ``[O, K]``; None if it has none of its own.
@@ -49,9 +56,9 @@ class Float8Layers:
         Returns:
             The precision, and a reason, which is empty if the policy is followed.
         """
-        named = self._policy.matmul_rule(name)
+        named = self._policy.matmul_rule(kind, name)
         if named is not None or self._policy.matmul == "native" or weight is None:
-            return self._policy.matmul_of(name), ""
+            return self._policy.matmul_of(kind, name), ""
         rows, columns = weight.shape[:: -1 if transposed else 1]
         if id(weight) in self._tables or rows == self._tokens > columns:
             return "native", "predicts tokens"
@@ -61,11 +68,11 @@ class Float8Layers:
             return "native", f"dimensions are no multiples of {_MULTIPLE}"
         return "float8", ""
 
-    def follow(self, name: str, module: nn.Module) -> bool:
+    def follow(self, kind: SiteKind, name: str, module: nn.Module) -> bool:
         """Return whether FP8 products are expected behind a norm, activation function or MLP."""
-        if self._policy.matmul_of(name) == "native":
+        if self._policy.matmul_of(kind, name) == "native":
             return False
-        return self._policy.matmul_rule(name) is not None or self._is_inside(module)
+        return self._policy.matmul_rule(kind, name) is not None or self._is_inside(module)
 
     def _is_inside(self, module: nn.Module) -> bool:
         """Whether a module is in a block; all are, if nothing in the model is repeated."""

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lq_lightning._compat.fsdp2 import is_sharded
 from lq_lightning._compat.saved_tensors import has_storage
 
 from .activation import quantized_activation
+from .checkpointed import pack_around_checkpoint
 from .float8_linear import float8_linear
 from .hooks import pack_saved_tensors
 from .linear import encode_source, quantized_linear
@@ -28,6 +30,7 @@ from .sites import (
     MultiheadSite,
     NormSite,
     Site,
+    is_checkpointed,
 )
 from .sources import Source, attach, format_alone, keep_alone, source_of
 
@@ -71,7 +74,11 @@ def _norm_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     if not plain or not _needs_gradient(x, weight, bias):
         result: Tensor = site.original(module, *args, **kwargs)
         return result
-    return quantized_norm(x, weight, bias, site.layer, site.format(x.shape[-1]), amax=site.amax)
+    format = site.format(x.shape[-1])
+    # FSDP2 frees the parameters of a norm before the backward of a linear layer that is no part of
+    # the same unit.
+    copies = is_sharded(module)
+    return quantized_norm(x, weight, bias, site.layer, format, amax=site.amax, copies=copies)
 
 
 def _activation_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -178,7 +185,9 @@ def _hook_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     site: HookSite = module.__dict__["_lq_site"]
     wanted = site.enabled and torch.is_grad_enabled()
     if site.kind == "checkpoint":
-        wanted = wanted and module.training and getattr(module, "gradient_checkpointing", True)
+        wanted = wanted and module.training and is_checkpointed(module)
+        if wanted:  # if checkpointing was switched on late, from the next call on
+            pack_around_checkpoint(module, site)
     if not wanted or (site.codec is None and torch.compiler.is_compiling()):
         return site.original(module, *args, **kwargs)
     return _hooked_forward(module, site, *args, **kwargs)

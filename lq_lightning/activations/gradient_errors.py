@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lq_lightning.kernels.activation import (
@@ -23,13 +24,14 @@ from lq_lightning.kernels.norm import norm_backward, norm_dequantize, norm_quant
 
 from .accounting import mark_output, marked_site, measured_site
 from .autograd import as_matrix
+from .backward import backward_to
 from .linear import encode_source
 from .norm import NormLayer
 from .policy import CODECS, fit_codec
-from .recognize import _ACTIVATIONS as ACTIVATIONS
+from .recognize import ACTIVATIONS
 from .sites import ActivationSite, LinearSite, MLPSite, NormSite, Site
 
-__all__ = ["gradient_errors", "run_backward"]
+__all__ = ["gradient_errors"]
 
 Errors = dict[str, dict[str, float]]  # by codec, by gradient
 
@@ -171,7 +173,7 @@ class _Recorder:
         self.candidates = candidates
         self.max_rows = max_rows
         self.records: dict[str, _Record] = {}
-        self.outputs: list[Tensor] = []
+        self.outputs: list[GradientEdge] = []
         self.errors: dict[str, Errors] = {}
         self.listening = True
         self.parts: dict[int, tuple[str, str]] = {}  # of gated MLPs: site and role, by projection
@@ -199,7 +201,7 @@ class _Recorder:
         """Measure once the gradient of a site's output is there: those of its readers are then."""
         if output.requires_grad:
             output.register_hook(partial(self.measure, record))  # type: ignore[no-untyped-call]
-            self.outputs.append(output)
+            self.outputs.append(get_gradient_edge(output))
 
     def measure(self, record: _Record, gradient: Tensor) -> None:
         measures: dict[type[Site], Callable[[_Record, Tensor], Errors]] = {
@@ -275,70 +277,6 @@ class _Recorder:
             output.register_hook(read)  # type: ignore[no-untyped-call]
 
 
-def _roots(loss: Tensor, outputs: list[Tensor]) -> list[Tensor]:
-    """Outputs that depend on no other: a gradient for them runs all backwards in between."""
-    wanted = {output.grad_fn for output in outputs}
-    below: dict[Any, bool] = {}  # whether one of them is below a node
-    stack = [loss.grad_fn]
-    while stack:
-        node = stack[-1]
-        if node is None or node in below:
-            stack.pop()
-            continue
-        children = [child for child, _ in node.next_functions if child is not None]
-        open_ = [child for child in children if child not in below]
-        if open_:
-            stack.extend(open_)
-            continue
-        below[node] = any(child in wanted or below[child] for child in children)
-        stack.pop()
-    return [output for output in outputs if below.get(output.grad_fn) is False]
-
-
-def _backward(loss: Tensor, outputs: list[Tensor]) -> None:
-    if not loss.requires_grad:
-        raise RuntimeError(
-            "The loss that `run` returned needs no gradient: return the loss of a training step, "
-            "not detached, with parameters that require gradients."
-        )
-    roots = _roots(loss, outputs)
-    if roots:
-        torch.autograd.grad(loss, roots, allow_unused=True)
-
-
-def run_backward(
-    model: nn.Module, run: Callable[[], Tensor], reached: Callable[[Tensor], None]
-) -> None:
-    """Run forward and backward once, down to the outputs of the first sites.
-
-    Args:
-        model: with sites.
-        run: returns a loss.
-        reached: called with the gradient of each site's output.
-
-    Raises:
-        RuntimeError: The loss needs no gradient.
-    """
-    outputs: list[Tensor] = []
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        forward = torch.is_grad_enabled() and listening
-        if forward and isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(reached)  # type: ignore[no-untyped-call]
-            outputs.append(output)
-
-    listening = True
-    sites = [module for module in model.modules() if measured_site(module) is not None]
-    handles = [module.register_forward_hook(leave) for module in sites]
-    try:
-        loss = run()
-        listening = False
-        _backward(loss, outputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 @contextmanager
 def _listening(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     handles: list[RemovableHandle] = []
@@ -378,10 +316,13 @@ def gradient_errors(
         RuntimeError: A gradient is not finite, or the loss needs none.
     """
     recorder = _Recorder(model, candidates, max_rows)
-    with _listening(model, recorder):
-        loss = run()
-        recorder.listening = False
-        _backward(loss, recorder.outputs)
+    try:
+        with _listening(model, recorder):
+            loss = run()
+            recorder.listening = False
+            backward_to(loss, recorder.outputs)
+    finally:
+        recorder.outputs.clear()  # the graph has hooks that refer to the recorder
     for name, errors in recorder.errors.items():
         for codec, found in errors.items():
             if not all(math.isfinite(error) for error in found.values()):

@@ -25,6 +25,7 @@ from lq_lightning._compat.saved_tensors import (
     storage_key,
     version_of,
 )
+from lq_lightning.foundation.nested import tensors_in
 
 from .linear import encode_source
 from .sites import HookSite
@@ -41,26 +42,36 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class _Code:
-    """A storage, or a part of one, as a code.
+    """How a storage, or a part of one, was encoded.
 
     Attributes:
         codes: how to decode it.
         rows: of the matrix that was encoded.
-        message: the code, as the hooks around ours packed it.
         dtype: of the tensor.
     """
 
     codes: Codes
     rows: int
-    message: Any
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A saved tensor: a view of a decoded storage."""
+    """A saved tensor: a view of a decoded storage.
+
+    The message is given to the hooks around ours once for each saved tensor, as without ours: those
+    of a split backward pass let go of what its node will not read again, and other nodes may.
+
+    Attributes:
+        code: of the storage.
+        message: the code itself, as the hooks around ours packed it.
+        shape: of the tensor.
+        stride: of the tensor.
+        offset: of the tensor in the storage.
+    """
 
     code: _Code
+    message: Any
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -72,10 +83,10 @@ class _Packer:
     def __init__(self, module: nn.Module, site: HookSite, args: Any, outer: Hooks | None) -> None:
         self._site = site
         self._weights = WeightStorages(module)
-        tensors = list(_tensors(args))
+        tensors = [tensor for tensor in tensors_in(args) if has_storage(tensor)]
         self._held = {storage_key(t) for t in tensors if not t.requires_grad}
         self._inputs = {storage_key(t) for t in tensors if t.requires_grad}
-        self._codes: dict[tuple[Any, ...], _Code] = {}
+        self._codes: dict[tuple[Any, ...], tuple[_Code, Tensor]] = {}
         self._alive: list[Tensor] = []
         self.outer = outer
 
@@ -90,7 +101,7 @@ class _Packer:
         storage = (storage_key(tensor), version_of(tensor), tensor.dtype)
         offset, shape, stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
         if storage in self._codes:
-            return _View(self._codes[storage], shape, stride, offset)
+            return self._view(storage, shape, stride, offset)
         if not self._takes(tensor):
             return tensor if self.outer is None else self.outer[0](tensor)
         whole = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
@@ -99,8 +110,15 @@ class _Packer:
             self._codes[key] = self._encode(tensor, whole=whole)
             self._alive.append(tensor.detach())  # else a later storage could get its place
         if whole:
-            return _View(self._codes[key], shape, stride, offset)
-        return _View(self._codes[key], shape, _contiguous_strides(shape), 0)
+            return self._view(key, shape, stride, offset)
+        return self._view(key, shape, _contiguous_strides(shape), 0)
+
+    def _view(
+        self, key: tuple[Any, ...], shape: torch.Size, stride: tuple[int, ...], offset: int
+    ) -> _View:
+        code, message = self._codes[key]
+        kept = message if self.outer is None else self.outer[0](message)
+        return _View(code, kept, shape, stride, offset)
 
     def _takes(self, tensor: Tensor) -> bool:
         if tensor.dtype not in _FLOATS:
@@ -114,7 +132,7 @@ class _Packer:
             return False
         return storage not in self._held and not self._weights.holds(tensor)
 
-    def _encode(self, tensor: Tensor, *, whole: bool) -> _Code:
+    def _encode(self, tensor: Tensor, *, whole: bool) -> tuple[_Code, Tensor]:
         with torch.no_grad():
             values = tensor.detach()
             values = values.as_strided((values.numel(),), (1,), 0) if whole else values.reshape(-1)
@@ -125,15 +143,14 @@ class _Packer:
         (message,) = source.tensors
         if message is None:
             raise AssertionError("a matrix is rebuilt from its message")
-        kept = message if self.outer is None else self.outer[0](message)
-        return _Code(source.codes, values.numel() // width, kept, tensor.dtype)
+        return _Code(source.codes, values.numel() // width, tensor.dtype), message
 
     def unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, _View):
             tensor: Tensor = packed if self.outer is None else self.outer[1](packed)
             return tensor
         code = packed.code
-        message = code.message if self.outer is None else self.outer[1](code.message)
+        message = packed.message if self.outer is None else self.outer[1](packed.message)
         values = code.codes.rebuild((message,), code.rows, code.dtype).view(-1)
         return values.as_strided(packed.shape, packed.stride, packed.offset)
 
@@ -144,17 +161,6 @@ def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
         strides.append(step)
         step *= max(1, size)
     return tuple(reversed(strides))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if has_storage(value):
-            yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
+from .checkpointed import pack_around_checkpoint, unpack_around_checkpoint
 from .find import Left, find_sites
 from .forwards import FORWARDS
 from .measure import SavedTensors
@@ -15,7 +16,7 @@ from .policy import ActivationPolicy, resolve_policy
 from .recompute import install_recomputation, remove_recomputation
 from .report import ActivationReport, make_report, without_sites
 from .rules import check_rules
-from .sites import Site, install_site, policy_kind, remove_site, site_of
+from .sites import HookSite, Site, install_site, policy_kind, quantizes, remove_site, site_of
 
 __all__ = ["QuantizedActivations", "quantize_activations"]
 
@@ -36,6 +37,8 @@ class QuantizedActivations:
         taken = [found for found in self._found if site_of(found.module) is not None]
         for found in taken or self._found:  # the first that is taken raises
             install_site(found.module, found.site, FORWARDS[type(found.site)])
+            if isinstance(found.site, HookSite) and found.site.kind == "checkpoint":
+                pack_around_checkpoint(found.module, found.site)
         self._recomputed = install_recomputation(model, policy)
 
     def apply(self, policy: ActivationPolicy) -> None:
@@ -64,6 +67,11 @@ class QuantizedActivations:
     def sites(self) -> list[Site]:
         """All sites, in the order of the model's modules."""
         return [found.site for found in self._found]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the model keeps and computes what it would without."""
+        return not self._recomputed and not any(map(quantizes, self.sites))
 
     @property
     def left(self) -> list[Left]:
@@ -100,11 +108,17 @@ class QuantizedActivations:
         """
         return make_report(self._found, self._left, before, after)
 
+    def forget_absent(self) -> None:
+        """Let go of modules that have left the model since, such as layers of other stages."""
+        present = {id(module) for module in self.model.modules()}
+        self._found = [found for found in self._found if id(found.module) in present]
+
     def remove(self) -> None:
         """Give all modules their forwards back; idempotent."""
         remove_recomputation(self._recomputed)
         self._recomputed = []
         for found in self._found:
+            unpack_around_checkpoint(found.module)
             remove_site(found.module, found.site)
 
 
@@ -122,7 +136,8 @@ def quantize_activations(
         recipe: ``"agoq"``, ``"coat"``, ``"fp8-4bit"``, or a policy.
 
     Returns:
-        A handle; ``remove()`` undoes everything.
+        A handle; ``remove()`` undoes everything. If there is nothing to quantize, a warning says
+        so.
 
     Raises:
         ValueError: An unknown recipe, or a rule without effect: it matches no module, or none that
@@ -130,6 +145,13 @@ def quantize_activations(
         RuntimeError: The model is quantized already.
     """
     handle = QuantizedActivations(model, resolve_policy(recipe))
+    if handle.is_idle and handle.policy.quantizes:
+        rank_zero_warn(
+            f"`quantize_activations` finds nothing to quantize in `{type(model).__name__}`: no "
+            "normalization layer, activation function or MLP that it knows and that no rule "
+            "excepts. The model computes and keeps what it did. "
+            "`ActivationPolicy(linear='int8')` encodes the inputs of linear layers."
+        )
     for part in handle.left:
         rank_zero_warn(
             f"Saved activations of {part.count} x {', '.join(part.modules)}: {part.reason}. Give "

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lq_lightning.foundation.nested import tensors_in
+
+from .backward import run_backward
 from .calibration import ActivationCalibration
-from .gradient_errors import run_backward
 from .policy import ActivationPolicy, ActivationRule
 from .recompute import install_recomputation, remove_recomputation
 
@@ -43,19 +45,8 @@ def _local_nbytes(tensor: Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-
-
 def _stored_nbytes(state: Any) -> int:
-    return sum(_local_nbytes(t) for t in _tensors(state))
+    return sum(_local_nbytes(t) for t in tensors_in(state))
 
 
 def _expected(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> float:

@@ -49,14 +49,19 @@ class CodeMeter:
         if _active is self:
             _active = None
 
-    def note(self, kind: SiteKind, x: Tensor, message: Tensor, format: str) -> None:
-        """Count one code, and its error if errors are measured."""
+    def note(
+        self, kind: SiteKind, x: Tensor, message: Tensor, format: str, *, positive: bool
+    ) -> None:
+        """Count one code, and its error if errors are measured; see ``note_code``."""
         self.nbytes += message.numel()
         self.values += x.numel()
         if self.measure:
             exact = x.detach().reshape(-1, x.shape[-1]).float()
             codes = MatrixCodes(exact.shape[1], format)
-            error = codes.rebuild((message,), exact.shape[0], torch.float32) - exact
+            decoded = codes.rebuild((message,), exact.shape[0], torch.float32)
+            if positive:
+                exact, decoded = exact.relu(), decoded.relu()
+            error = decoded - exact
             sums = self._sums.setdefault(kind, _Sums())
             sums.error = sums.error + error.square().sum(dtype=torch.float64)
             sums.norm = sums.norm + exact.square().sum(dtype=torch.float64)
@@ -70,7 +75,9 @@ class CodeMeter:
 _active: CodeMeter | None = None
 
 
-def note_code(kind: SiteKind, x: Tensor, message: Tensor, format: str) -> None:
+def note_code(
+    kind: SiteKind, x: Tensor, message: Tensor, format: str, *, positive: bool = False
+) -> None:
     """Tell the meter that counts, if there is one, of a code.
 
     Args:
@@ -78,7 +85,8 @@ def note_code(kind: SiteKind, x: Tensor, message: Tensor, format: str) -> None:
         x: ``[..., N]``, what was encoded.
         message: Its codes.
         format: Of the message, a ``MessageFormat`` as a string.
+        positive: Only positive values matter.
     """
     if not torch.compiler.is_compiling() and _active is not None:
         with torch.no_grad():
-            _active.note(kind, x, message, format)
+            _active.note(kind, x, message, format, positive=positive)

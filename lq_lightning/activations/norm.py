@@ -117,6 +117,7 @@ def quantized_norm(
     format: str,
     *,
     amax: bool,
+    copies: bool,
 ) -> Tensor:
     """Normalize the last dimension, keeping a code of the input for backward.
 
@@ -127,6 +128,8 @@ def quantized_norm(
         layer: what to compute.
         format: of the code, a ``MessageFormat`` as a string.
         amax: find the largest magnitude of the output, for FP8 products.
+        copies: let the source hold copies of weight and bias, whose memory may be freed before the
+            backward of a layer that reads the output.
 
     Returns:
         ``[..., N]``, with a source.
@@ -138,11 +141,8 @@ def quantized_norm(
     y = y.view(x.shape)  # here, so that it may be changed in place
     note_code("norm", x, message, format)
     codes = NormCodes(x.shape[-1], layer.kind, format, x.dtype)
-    # FSDP2 frees parameters of a norm before the backward of a linear layer that is no part of the
-    # same unit.
-    copied = torch.distributed.is_available() and torch.distributed.is_initialized()
     constants = [None if p is None else p.detach() for p in (weight, bias)]
-    if copied:
+    if copies:
         constants = [None if p is None else p.clone() for p in constants]
     attach(y, Source(codes, (message, stats, *constants), largest))
     return y  # type: ignore[no-any-return]

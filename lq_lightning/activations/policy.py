@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.codecs.spec import Code
@@ -80,6 +80,10 @@ class ActivationRule:
         module: Pattern of module names as in ``model.named_modules()``, with ``*`` (any characters,
             dots included), ``?`` and ``[...]``. It is compared with whole names: ``"layers.0.*"``
             is all that is in ``layers.0``. A pattern that matches nothing is refused.
+        kind: Only modules of this kind, one of the fields of ``ActivationPolicy`` that take codecs:
+            ``"norm"``, ``"activation"`` (MLPs too), ``"linear"``, ``"attention"``,
+            ``"checkpoint"`` or ``"other"``. Leave empty for all kinds, those that the policy leaves
+            in full precision as well.
         codec: Codec of what these modules keep: a name (``"int4"``, ``"int8"``, ``"nf4"``, ...), a
             ``CodecSpec``, or ``None`` for full precision: then they run as without this package.
         matmul: Precision of their matrix products, whatever these modules are; leave empty for that
@@ -93,6 +97,7 @@ class ActivationRule:
     """
 
     module: str
+    kind: SiteKind | None = None
     codec: CodecSpec | str | None = None
     matmul: Matmul | None = None
     recompute: bool = False
@@ -101,7 +106,13 @@ class ActivationRule:
         """Check the values."""
         if not self.module:
             raise ValueError("`ActivationRule(module='')` matches nothing: give a pattern.")
+        check_choice("ActivationRule", "kind", self.kind, (*get_args(SiteKind), None))
         _codec("ActivationRule", "codec", self.codec)
+        if self.recompute and self.kind is not None:
+            raise ValueError(
+                f"`ActivationRule(module={self.module!r}, kind={self.kind!r}, recompute=True)`: "
+                "modules are recomputed whatever they are; leave out `kind`."
+            )
         if self.recompute and self.codec is not None:
             raise ValueError(
                 f"`ActivationRule(module={self.module!r}, codec={self.codec!r}, recompute=True)` "
@@ -173,8 +184,50 @@ class ActivationPolicy:
                     "`ActivationRule(module=..., codec=...)` objects."
                 )
 
-    def _rule(self, name: str) -> ActivationRule | None:
-        matching = [rule for rule in self.rules if fnmatchcase(name, rule.module)]
+    def with_bits(self, at_most: int, bits: int) -> ActivationPolicy:
+        """Return this policy with other widths of its integer codes.
+
+        Args:
+            at_most: Codes of so many bits or fewer get others; wider ones keep theirs if those are
+                more than ``bits``.
+            bits: The new width.
+
+        Raises:
+            ValueError: A code is no integer, or there is none.
+        """
+
+        def changed(owner: str, value: CodecSpec | str | None) -> CodecSpec | None:
+            codec = _codec("ActivationPolicy", owner, value)
+            if codec is None:
+                return None
+            if not codec.code.startswith("int"):
+                raise ValueError(
+                    f"`ActivationPolicy({owner}={codec.code!r})` is no integer code, which alone "
+                    "come in 2 to 8 bits. Use the recipe 'agoq', or integer codes everywhere."
+                )
+            width = int(codec.code.removeprefix("int"))
+            width = bits if width <= at_most else max(width, bits)
+            return replace(codec, code=cast(Code, f"int{width}"))
+
+        kinds = {kind: changed(kind, getattr(self, kind)) for kind in get_args(SiteKind)}
+        rules = tuple(replace(rule, codec=changed("rules", rule.codec)) for rule in self.rules)
+        if not any((*kinds.values(), *(rule.codec for rule in rules))):
+            raise ValueError(
+                "`ActivationPolicy` keeps nothing as codes that could have other bits: give some "
+                "kind an integer code."
+            )
+        return replace(self, rules=rules, **cast(dict[str, Any], kinds))
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether anything is to be quantized without a rule for it."""
+        codecs = [getattr(self, kind) for kind in get_args(SiteKind)]
+        return self.matmul == "float8" or any(codec is not None for codec in codecs)
+
+    def _rule(self, name: str, kind: SiteKind | None) -> ActivationRule | None:
+        """The rule that counts for a module; of no kind: the one that is for all kinds."""
+        matching = [rule for rule in self.rules if rule.kind in (None, kind)]
+        matching = [rule for rule in matching if fnmatchcase(name, rule.module)]
         return matching[-1] if matching else None
 
     def codec(self, kind: SiteKind, name: str) -> CodecSpec | None:
@@ -189,7 +242,7 @@ class ActivationPolicy:
         """
         if self.is_recomputed(name):
             return None
-        rule = self._rule(name)
+        rule = self._rule(name, kind)
         value = getattr(self, kind) if rule is None else rule.codec
         return _codec("ActivationPolicy", kind, value)
 
@@ -197,17 +250,17 @@ class ActivationPolicy:
         """Return whether a rule recomputes a module, or one that it is part of."""
         parts = name.split(".")
         names = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-        rules = (self._rule(each) for each in names if each)
+        rules = (self._rule(each, None) for each in names if each)
         return any(rule is not None and rule.recompute for rule in rules)
 
-    def matmul_rule(self, name: str) -> Matmul | None:
-        """Return what a rule says of a linear layer's products, None if none says anything."""
-        rule = self._rule(name)
+    def matmul_rule(self, kind: SiteKind, name: str) -> Matmul | None:
+        """Return what a rule says of a module's products, None if none says anything."""
+        rule = self._rule(name, kind)
         return None if rule is None else rule.matmul
 
-    def matmul_of(self, name: str) -> Matmul:
+    def matmul_of(self, kind: SiteKind, name: str) -> Matmul:
         """Return the precision of products that the policy asks for; see ``Float8Layers``."""
-        return self.matmul_rule(name) or self.matmul
+        return self.matmul_rule(kind, name) or self.matmul
 
 
 def is_worth_a_code(numel: int) -> bool:

@@ -24,6 +24,7 @@ from .norm import NormLayer
 from .sites import FunctionSite, sites_of
 
 __all__ = [
+    "ACTIVATIONS",
     "MLP",
     "is_linear",
     "recognize_activation",
@@ -37,7 +38,7 @@ _NORM_NAME = re.compile(r"norm", re.IGNORECASE)
 _ACTIVATION_NAME = re.compile(r"gelu|silu|swish|relu", re.IGNORECASE)
 _FUNCTION_NAME = re.compile(r"act", re.IGNORECASE)
 _FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType)
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -229,7 +230,7 @@ def recognize_norm(module: nn.Module) -> NormLayer | None:
 
 
 def _activation_of(y: Tensor, expected: Callable[[Callable[[Tensor], Tensor]], Tensor]) -> str:
-    for name, function in _ACTIVATIONS.items():
+    for name, function in ACTIVATIONS.items():
         if _equal(y, expected(function)):
             return name
     return ""

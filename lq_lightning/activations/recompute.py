@@ -5,12 +5,14 @@ from __future__ import annotations
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .attached import Attached
 from .policy import ActivationPolicy
 
 __all__ = [
@@ -20,16 +22,23 @@ __all__ = [
     "remove_recomputation",
 ]
 
-_PREVIOUS = "_lq_before_recomputation"
+_KEY = "_lq_recomputation"
 # Caches of keys and values would be filled a second time; Hugging Face's own checkpointing drops
 # them under the same names.
 _CACHES = ("past_key_value", "past_key_values", "layer_past")
 
 
+@dataclass(slots=True)
+class _Recomputation(Attached):
+    """Of a module, with the forward that the instance had of its own, to be put back."""
+
+    previous: Callable[..., Any] | None
+
+
 def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    previous: Callable[..., Any] | None = module.__dict__[_PREVIOUS]
-    if previous is not None:
-        return previous(*args, **kwargs)
+    recomputation: _Recomputation = module.__dict__[_KEY]
+    if recomputation.previous is not None:
+        return recomputation.previous(*args, **kwargs)
     return type(module).forward(module, *args, **kwargs)
 
 
@@ -82,14 +91,14 @@ def install_recomputation(model: nn.Module, policy: ActivationPolicy) -> list[nn
                 "or call `remove()` of the handle."
             )
     for _, module in chosen:
-        module.__dict__[_PREVIOUS] = module.__dict__.get("forward")
+        module.__dict__[_KEY] = _Recomputation(module.__dict__.get("forward"))
         module.__dict__["forward"] = types.MethodType(_recompute_forward, module)
     return [module for _, module in chosen]
 
 
 def is_recomputed(module: nn.Module) -> bool:
     """Return whether a module keeps its inputs only."""
-    return _PREVIOUS in module.__dict__
+    return _KEY in module.__dict__
 
 
 def remove_recomputation(modules: list[nn.Module]) -> None:
@@ -97,7 +106,7 @@ def remove_recomputation(modules: list[nn.Module]) -> None:
     for module in modules:
         if not is_recomputed(module):
             continue
-        previous = module.__dict__.pop(_PREVIOUS)
+        previous = module.__dict__.pop(_KEY).previous
         if previous is None:
             module.__dict__.pop("forward", None)
         else:

@@ -25,6 +25,8 @@ from .sites import (
     MLPSite,
     NormSite,
     Site,
+    is_checkpointed,
+    policy_kind,
 )
 from .sources import MatrixCodes, Source, attach
 
@@ -249,8 +251,7 @@ class _Group:
 
 def _is_used(part: Found) -> bool:
     """Whether a layer that could be checkpointed is."""
-    is_layer = isinstance(part.site, HookSite) and part.site.kind == "checkpoint"
-    return not is_layer or bool(getattr(part.module, "gradient_checkpointing", True))
+    return policy_kind(part.site) != "checkpoint" or is_checkpointed(part.module)
 
 
 def _static(found: Sequence[Found]) -> dict[tuple[str, str, float | None], _Group]:

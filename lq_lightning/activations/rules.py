@@ -8,17 +8,18 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from .policy import ActivationPolicy, ActivationRule
-from .sites import HookSite, Site, policy_kind
+from .policy import ActivationPolicy, ActivationRule, SiteKind
+from .sites import Site, is_checkpointed, policy_kind
 
 __all__ = ["check_rules"]
 
 
-def _keeps(module: nn.Module, site: Site) -> bool:
-    """Whether a site takes a codec now; layers that could be checkpointed only while they are."""
-    if isinstance(site, HookSite) and site.kind == "checkpoint":
-        return bool(getattr(module, "gradient_checkpointing", True))
-    return policy_kind(site) is not None
+def _kind(module: nn.Module, site: Site) -> SiteKind | None:
+    """What a site that takes a codec now is; layers that could be checkpointed while they are."""
+    kind = policy_kind(site)
+    if kind == "checkpoint" and not is_checkpointed(module):
+        return None
+    return kind
 
 
 def _quoted(names: Iterable[str]) -> str:
@@ -37,18 +38,23 @@ def check_rules(
 
     Raises:
         ValueError: A rule matches no module, or only modules that keep nothing by themselves, such
-            as a block whose norms and projections have the names that count.
+            as a block whose norms and projections have the names that count, or only modules of
+            other kinds.
     """
     if not policy.rules:
         return
     modules = {name: module for name, module in model.named_modules() if name}
-    kept = [site.name for module, site in sites if _keeps(module, site)]
+    kinds = [(site.name, _kind(module, site)) for module, site in sites]
     for rule in policy.rules:
         matching = [name for name in modules if fnmatchcase(name, rule.module)]
+        kept = [name for name, kind in kinds if kind and rule.kind in (None, kind)]
         if not matching:
             raise _no_module(rule, model, list(modules), kept)
         found = any(fnmatchcase(name, rule.module) for name in kept)
         if not found and not rule.recompute and rule.matmul is None:
+            others = [each for each in kinds if each[0] in matching and each[1]]
+            if others:
+                raise _other_kind(rule, *others[0])
             raise _no_site(rule, matching, modules[matching[0]], kept)
 
 
@@ -61,6 +67,13 @@ def _no_module(
         "Patterns are compared with whole names as in `named_modules()`"
         + (f", such as {_quoted(near)}" if near else "")
         + "; `*` stands for any characters, dots included."
+    )
+
+
+def _other_kind(rule: ActivationRule, name: str, kind: SiteKind | None) -> ValueError:
+    return ValueError(
+        f"`ActivationRule(module={rule.module!r}, kind={rule.kind!r})` has no effect: nothing that "
+        f"it names is of this kind; `{name}` is of kind={kind!r}."
     )
 
 

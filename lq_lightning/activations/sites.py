@@ -18,6 +18,7 @@ from torch import nn
 
 from lq_lightning.codecs import CodecSpec
 
+from .attached import Attached
 from .norm import NormLayer
 from .policy import Matmul, SiteKind, fit_codec
 
@@ -32,7 +33,9 @@ __all__ = [
     "NormSite",
     "Site",
     "install_site",
+    "is_checkpointed",
     "policy_kind",
+    "quantizes",
     "remove_site",
     "site_of",
     "sites_of",
@@ -43,7 +46,7 @@ _FUNCTION = "_lq_function"
 
 
 @dataclass(kw_only=True, slots=True)
-class Site:
+class Site(Attached):
     """A module and what it keeps.
 
     Attributes:
@@ -203,6 +206,16 @@ def policy_kind(site: Site) -> SiteKind | None:
     if isinstance(site, (ActivationSite, MLPSite)):
         return "activation"
     return "linear" if isinstance(site, LinearSite) else None
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Return whether a layer that may be checkpointed is: some say so, wrappers always are."""
+    return bool(getattr(module, "gradient_checkpointing", True))
+
+
+def quantizes(site: Site) -> bool:
+    """Return whether a site keeps codes, or has FP8 products."""
+    return site.codec is not None or isinstance(site, LinearSite) and site.matmul == "float8"
 
 
 def install_site(module: nn.Module, site: Site, forward: Callable[..., Any]) -> None:

@@ -20,7 +20,7 @@ from lq_lightning.kernels.norm import norm_backward, norm_dequantize, norm_quant
 from .accounting import SiteShape
 from .linear import encode_source
 from .policy import CODECS, fit_codec
-from .recognize import _ACTIVATIONS as ACTIVATIONS
+from .recognize import ACTIVATIONS
 from .sites import ActivationSite, LinearSite, MLPSite, NormSite, Site
 
 __all__ = ["SiteTimer"]

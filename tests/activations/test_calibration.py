@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -18,6 +20,7 @@ from lq_lightning.activations import (
     calibrate_activations,
     quantize_activations,
 )
+from lq_lightning.activations.backward import run_backward
 
 KEEP = ActivationPolicy(norm=None, activation=None, checkpoint=None, other=None)
 
@@ -125,6 +128,32 @@ def test_nothing_changes(recwarn: pytest.WarningsRecorder) -> None:
         assert "forward" not in module.__dict__
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
+
+
+def test_only_what_blocks_keep_is_held_meanwhile() -> None:
+    model, forward = build()
+    inside = [m for block in model.blocks for m in block.modules() if m is not block]
+    made: list[weakref.ref] = []
+    alive = []
+
+    def run() -> Tensor:
+        made.clear()
+        loss = forward()
+        if torch.is_grad_enabled():
+            alive.append(sum(ref() is not None for ref in made))
+        return loss
+
+    for module in inside:
+        module.register_forward_hook(lambda _, __, output: made.append(weakref.ref(output)))
+    gc.collect()
+    gc.disable()  # cycles would keep what is freed late as well
+    try:
+        calibrate_activations(model, run, ("int4",))
+        assert alive[-1] == 0, "blocks are recomputed"
+        run_backward(model, run, lambda _: None)
+        assert not any(ref() is not None for ref in made)
+    finally:
+        gc.enable()
 
 
 def test_a_quantized_model_keeps_its_codecs() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,12 +20,9 @@ from lq_testing.small_block import (
 )
 from torch import Tensor, nn
 
-from lq_lightning.activations import (
-    ActivationPolicy,
-    ActivationRule,
-    quantize_activations,
-)
+from lq_lightning.activations import ActivationPolicy, ActivationRule
 from lq_lightning.activations.measure import SavedTensors
+from lq_lightning.activations.sites import sites_of
 from lq_lightning.activations.sources import source_of
 
 
@@ -89,6 +88,45 @@ def test_copy_has_codes_of_its_own(block: Block, x: Tensor, quantize: Quantize) 
     assert_close(coded, exact)
     handle.remove()
     torch.testing.assert_close(gradients(copied, x), coded, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [(), (ActivationRule(module="mlp", recompute=True),)],
+    ids=["codes", "recomputation"],
+)
+def test_copy_of_a_recomputed_or_coded_model_computes_alone(
+    block: Block, x: Tensor, quantize: Quantize, rules: tuple[ActivationRule, ...]
+) -> None:
+    exact = gradients(block, x)
+    quantize(block, replace(EXACT, rules=rules))
+    copied = copy.deepcopy(block)
+    sites = [site for module in copied.modules() for site in sites_of(module)]
+    own = {id(site) for module in block.modules() for site in sites_of(module)}
+    assert sites
+    assert not own & {id(site) for site in sites}
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.zero_()
+    assert_close(gradients(copied, x), exact)
+
+
+def test_pickling_is_refused_while_quantized(block: Block, x: Tensor, quantize: Quantize) -> None:
+    """A file would name forwards that no class has: it could be written, but not loaded."""
+    function = nn.TransformerEncoderLayer(WIDTH, 2, 32)  # its activation is no module
+    recomputed = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh())])
+    rule = ActivationRule(module="0", recompute=True)
+    models = (block, EXACT), (function, EXACT), (recomputed, ActivationPolicy(rules=(rule,)))
+    for model, policy in models:
+        handle = quantize(model, policy)
+        with pytest.raises(RuntimeError, match=r"Call `remove\(\)`.*or save `model.state_dict"):
+            torch.save(model, io.BytesIO())
+        handle.remove()
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert loaded.state_dict().keys() == model.state_dict().keys()
 
 
 @pytest.mark.parametrize("name", ["norm", "mlp", "out"])
@@ -272,54 +310,3 @@ def test_split_backward_computes_each_product_once(
     assert len(rebuilds) == 1
     assert dx.isfinite().all()
     assert dweight.norm() > 0
-
-
-def test_rule_leaves_a_module_as_it_is(block: Block, x: Tensor, quantize: Quantize) -> None:
-    before = _saved(block, x)
-    quantize(block, ActivationPolicy(rules=(ActivationRule(module="*"),)))
-    assert _saved(block, x).storages == before.storages
-
-
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        (ActivationRule(module="mlpp", codec="int8"), "matches no module of `Block`.*`mlp`"),
-        (ActivationRule(module="norms.*", recompute=True), "matches no module of `Block`"),
-        (ActivationRule(module="0", matmul="float8"), "no module.*such as `norm`"),
-        (ActivationRule(module="act"), "no effect: `act` .Sequential.* remove the rule"),
-        (
-            ActivationRule(module="a*t"),
-            r"no effect: `act` .*name what is in it .`act.0`.*'a\*t.\*'",
-        ),
-    ],
-)
-def test_rules_without_effect_are_refused(block: Block, rule: ActivationRule, message: str) -> None:
-    block.act = nn.Sequential(nn.SiLU() if rule.module == "a*t" else nn.Identity())
-    policy = ActivationPolicy(rules=[ActivationRule(module="*", codec="int8"), rule])
-    with pytest.raises(ValueError, match=message):
-        quantize_activations(block, policy)
-    assert not any("forward" in vars(module) for module in block.modules())
-
-
-def test_rules_of_layers_that_are_checkpointed_need_checkpointing() -> None:
-    class GradientCheckpointingLayer(Block):
-        gradient_checkpointing = False
-
-    model = nn.Sequential(GradientCheckpointingLayer())
-    policy = ActivationPolicy(rules=[ActivationRule(module="0", codec="int4")])
-    with pytest.raises(ValueError, match=r"name what is in it .`0.norm`"):
-        quantize_activations(model, policy)
-    model[0].gradient_checkpointing = True
-    quantize_activations(model, policy).remove()
-
-
-def test_recipes_name_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match="recipe='agog'.*agoq"):
-        quantize_activations(nn.Linear(4, 4), "agog")
-    with pytest.raises(ValueError, match="other='int9'"):
-        ActivationPolicy(other="int9")
-    rule = ActivationRule(module="*")
-    with pytest.raises(ValueError, match="give a list of rules"):
-        ActivationPolicy(rules=rule)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"give `ActivationRule\(module=..., codec=...\)`"):
-        ActivationPolicy(rules=[{"module": "*"}])  # type: ignore[list-item]

@@ -49,6 +49,10 @@ def test_blocks_but_not_what_is_outside() -> None:
     other = ActivationRule(module="blocks.0.*", matmul="native")
     left = native(model, ActivationPolicy(matmul="float8", rules=(other,)))
     assert {name.split(".")[1] for name in left if name != "head"} == {"0"}
+    for kind, native_too in (("linear", {"0"}), ("norm", set[str]())):
+        other = ActivationRule(module="blocks.0.*", kind=kind, matmul="native")  # type: ignore[arg-type]
+        left = native(model, ActivationPolicy(matmul="float8", rules=(other,)))
+        assert {name.split(".")[1] for name in left if name != "head"} == native_too
 
 
 class Conv1D(nn.Module):

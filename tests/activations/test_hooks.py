@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -68,7 +69,23 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, *args, use_reentrant=False)
 
 
-Checkpointed.__name__ = "GradientCheckpointingLayer"
+class CheckpointedCall(nn.Module):
+    """As Hugging Face's layers of transformers 5.17 are: around the call, hooks and all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mixer()
+        self.gradient_checkpointing = True
+        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+    def __call__(self, x: Tensor, *args: Tensor) -> Tensor:
+        return self._gradient_checkpointing_func(partial(super().__call__), x, *args)
+
+    def forward(self, x: Tensor, *args: Tensor) -> Tensor:
+        return self.inner(x, *args)
+
+
+Checkpointed.__name__ = CheckpointedCall.__name__ = "GradientCheckpointingLayer"
 
 
 @pytest.fixture
@@ -91,7 +108,7 @@ def assert_close(coded: Tensor, exact: Tensor, bound: float = 0.01) -> None:
 
 
 def floats(saved: SavedTensors) -> list[int]:
-    return [s.nbytes for s in saved.storages if s.dtype.is_floating_point]
+    return [s.nbytes for s in saved.storages if s.dtype.is_floating_point and s.nbytes]
 
 
 def test_unknown_blocks_are_packed_by_rule(x: Tensor) -> None:
@@ -155,7 +172,8 @@ def test_checkpoints_of_users_keep_their_own_hooks(x: Tensor) -> None:
     model.mix.register_forward_hook(lambda *_: ran.append(1))
     with SavedTensors(model) as saved:
         output = checkpoint(model, x, use_reentrant=False)
-    assert [s.nbytes for s in saved.storages] == [x.numel() * 4], "the input, once"
+    assert floats(saved) == [x.numel() * 4], "the input, once"
+    assert saved.nbytes == x.numel() * 4
     found = torch.autograd.grad(output.square().sum(), [x, *model.parameters()])
     gradients = torch.cat([g.double().flatten() for g in found])
     torch.testing.assert_close(gradients, exact, rtol=0, atol=0)
@@ -260,8 +278,11 @@ def _shape(saved: object) -> tuple[int, ...] | None:
 
 
 @pytest.mark.parametrize("codec", [None, "int8"])
-def test_checkpointed_layers_keep_codes_and_compute_again(x: Tensor, codec: str | None) -> None:
-    model, table = Model(Checkpointed), torch.randn(2, 40, WIDTH)
+@pytest.mark.parametrize("layer", [Checkpointed, CheckpointedCall])
+def test_checkpointed_layers_keep_codes_and_compute_again(
+    x: Tensor, codec: str | None, layer: type[nn.Module]
+) -> None:
+    model, table = Model(layer), torch.randn(2, 40, WIDTH)
     exact, before = run(model, x, table)
     ran = []
     model.blocks[0].inner.mix.register_forward_hook(lambda *_: ran.append(1))
@@ -275,6 +296,19 @@ def test_checkpointed_layers_keep_codes_and_compute_again(x: Tensor, codec: str 
     else:
         assert_close(coded, exact)
         assert floats(after) == [table.numel() * 4]
+
+
+def test_checkpointing_may_be_switched_on_late(x: Tensor) -> None:
+    model = Model(CheckpointedCall, 1)
+    (layer,) = model.blocks
+    handle = quantize_activations(model, ActivationPolicy(checkpoint="int8", other=None))
+    layer._gradient_checkpointing_func = function = partial(checkpoint, use_reentrant=False)
+    _, first = run(model, x)
+    _, second = run(model, x)
+    assert floats(first) == [x.numel() * 4]
+    assert floats(second) == []
+    handle.remove()
+    assert layer._gradient_checkpointing_func is function
 
 
 class Graph(nn.Module):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lq_lightning.activations import (
     ActivationPolicy,
 )
+from lq_lightning.activations.meter import CodeMeter
 
 
 class Conv1D(nn.Module):
@@ -45,6 +46,27 @@ def test_transposed_weights(
     exact = gradients(model, x)
     quantize(model, recipe)
     assert_close(gradients(model, x), exact, bound)
+
+
+@pytest.mark.parametrize("codec", ["int4", "int8", "nf4"])
+def test_what_relu_passes_back_is_exact(x: Tensor, quantize: Quantize, codec: str) -> None:
+    """Only the weight that reads its output sees the code, and the meter that part alone."""
+    model = nn.Sequential(nn.Linear(WIDTH, 256), nn.ReLU(), nn.Linear(256, WIDTH))
+    exact = gradients(model, x)
+    quantize(model, ActivationPolicy(activation=codec))
+    meter = CodeMeter(measure=True)
+    meter.start()
+    made = gradients(model, x)
+    meter.stop()
+    sizes = [x.numel(), *(p.numel() for p in model.parameters())]
+    errors = [
+        float((a - b).norm() / b.norm())
+        for a, b in zip(made.split(sizes), exact.split(sizes), strict=True)
+    ]
+    assert 1e-4 < errors.pop(3) < 0.12
+    assert max(errors) < 1e-6
+    error, norm = meter.take_errors("activation")
+    assert 0.0 < error / norm < 0.12**2
 
 
 class HandWritten(nn.Module):

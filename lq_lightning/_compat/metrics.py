@@ -1,0 +1,24 @@
+"""What torchmetrics keeps between a step and its logging."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+__all__ = ["set_step_value", "step_value"]
+
+
+def step_value(metric: Metric) -> Tensor | None:
+    """What the last ``metric(...)`` returned, if that was a single number."""
+    value: Any = metric._forward_cache
+    return value if isinstance(value, Tensor) and value.numel() == 1 else None
+
+
+def set_step_value(metric: Any, value: Tensor | None) -> None:
+    """Let a ``Metric`` look as if ``metric(...)`` had returned ``value``; its states stay."""
+    metric._forward_cache = value
+    metric._update_count = max(metric._update_count, 1)  # otherwise `compute` warns

@@ -1,0 +1,26 @@
+"""Tensors in nested collections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["tensors_in"]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in mappings, lists and tuples of any depth, in their order.
+
+    Args:
+        value: What to look into; what is neither of these nor a tensor is passed over.
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
