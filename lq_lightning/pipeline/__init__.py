@@ -1,1 +1,1 @@
-"""Pipeline parallelism on ``torch.distributed.pipelining`` with coded stage boundaries."""
+"""Pipeline parallelism by torch's schedules, with coded stage boundaries."""

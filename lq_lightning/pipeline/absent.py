@@ -1,0 +1,239 @@
+"""Stand-ins for modules that another stage of a pipeline holds. They have no parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from lq_lightning.foundation.blocks import has_parameters
+
+from .calls import LayerCalls, hidden_name
+
+__all__ = ["AbsentAfter", "AbsentLayer", "AbsentModule", "check_replaceable", "stand_ins"]
+
+
+class _Settings:
+    """Settings of a module inside of an absent layer: models read them from their first layer."""
+
+    def __init__(self, values: dict[str, Any], name: str) -> None:
+        self.__dict__ |= values | {"absent_name": name}
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(_missing(self.__dict__.get("absent_name", "?"), name))
+
+
+def _settings(module: nn.Module, name: str) -> dict[str, Any]:
+    children = module.named_children()
+    inner = {key: (child, f"{name}.{key}") for key, child in children}
+    plain = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str))}
+    return plain | {key: _Settings(_settings(*child), child[1]) for key, child in inner.items()}
+
+
+def _missing(absent: str, name: str) -> str:
+    return (
+        f"`{absent}.{name}`: `{absent}` is on another stage of the pipeline, so that here it can "
+        "only be called in a step. A head that reads the weight of an embedding can be a module of "
+        "its own that shares it: `self.head.weight = self.embedding.weight`."
+    )
+
+
+class AbsentModule(nn.Module):
+    """Base of the stand-ins.
+
+    Args:
+        name: Of the module in the whole model.
+        calls: Of the model.
+    """
+
+    def __init__(self, name: str, calls: LayerCalls) -> None:
+        super().__init__()
+        self.absent_name = name
+        # In a list, so that it is neither copied with nor seen as part of the module.
+        self._calls = [calls]
+
+    @property
+    def calls(self) -> LayerCalls:
+        """The calls of the model's layers."""
+        return self._calls[0]
+
+    def extra_repr(self) -> str:
+        """Say what is missing."""
+        return self.absent_name
+
+    def __getattr__(self, name: str) -> Any:
+        """Explain what is not there.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(_missing(self.__dict__.get("absent_name", "?"), name))
+
+    def _check_before(self) -> None:
+        if self.calls.passed_layers():
+            raise RuntimeError(
+                f"`{self.absent_name}` is used behind the layers, but was taken for a part in "
+                "front of them, which only the first stage holds. Register it behind the layers."
+            )
+
+
+class AbsentLayer(AbsentModule):
+    """In place of a layer: passes its input on, in the form in which layers return it.
+
+    Args:
+        name: Of the layer.
+        calls: Of the model.
+        index: Of the layer.
+        layer: What it replaces; settings such as ``attention_type``, also those of modules inside
+            of it, are kept.
+    """
+
+    def __init__(self, name: str, calls: LayerCalls, index: int, layer: nn.Module) -> None:
+        super().__init__(name, calls)
+        self._index, self._argument = index, hidden_name(layer)
+        self.__dict__ |= _settings(layer, name) | self.__dict__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden state that came in."""
+        return self.calls.call_layer(self._index, self._argument, None, args, kwargs)
+
+
+class AbsentAfter(AbsentModule):
+    """In place of what runs behind the layers, which a step does not reach here."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse the call.
+
+        Raises:
+            RuntimeError: always.
+        """
+        if self.calls.passed_layers():
+            raise RuntimeError(
+                f"`{self.absent_name}` is used before all layers have run: in a pipeline, every "
+                "step runs all layers (no early exit)."
+            )
+        raise RuntimeError(
+            f"`{self.absent_name}` is used in front of the layers, but was taken for a part behind "
+            "them, which only the last stage holds. Register it in front of the layers."
+        )
+
+
+class AbsentLookup(AbsentModule):
+    """In place of an embedding: NaN of shape ``[*input.shape, size]``.
+
+    Args:
+        name: Of the embedding.
+        calls: Of the model.
+        shape: ``(entries, size)``.
+    """
+
+    def __init__(self, name: str, calls: LayerCalls, shape: tuple[int, int]) -> None:
+        super().__init__(name, calls)
+        self._shape = shape
+
+    @property
+    def weight(self) -> Tensor:
+        """NaN of the table's shape: models ask it for dtype and device."""
+        device = self.calls.device()
+        if device is None or self.calls.passed_layers():
+            raise AttributeError  # which `__getattr__` explains
+        return _nan((1, 1), device, self.calls).expand(self._shape)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return NaN for each index."""
+        self._check_before()
+        indices = next(_tensors(args, kwargs))
+        return _nan((*indices.shape, self._shape[1]), indices.device, self.calls)
+
+
+class AbsentLinear(AbsentModule):
+    """In place of a projection: NaN of shape ``[*input.shape[:-1], size]``.
+
+    Args:
+        name: Of the projection.
+        calls: Of the model.
+        size: Features of its output.
+    """
+
+    def __init__(self, name: str, calls: LayerCalls, size: int) -> None:
+        super().__init__(name, calls)
+        self._size = size
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return NaN for each row."""
+        self._check_before()
+        x = next(_tensors(args, kwargs))
+        return _nan((*x.shape[:-1], self._size), x.device, self.calls)
+
+
+class AbsentNorm(AbsentModule):
+    """In place of a norm: its input."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the input."""
+        self._check_before()
+        return next(_tensors(args, kwargs))
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    return (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+
+
+def _nan(shape: tuple[int, ...], device: torch.device, calls: LayerCalls) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=calls.embedded_dtype(), device=device)
+
+
+# --- which stand-in for which module ----------------------------------------------------------
+
+
+def stand_ins(module: nn.Module, name: str, calls: LayerCalls) -> dict[str, nn.Module]:
+    """Return what must replace modules so that ``module`` has no parameters, by their names.
+
+    Modules whose parameters all lie in submodules keep their own code.
+
+    Args:
+        module: Runs in front of the layers.
+        name: Of it in the whole model.
+        calls: Of the model.
+
+    Raises:
+        NotImplementedError: there is no stand-in for a module.
+    """
+    if not has_parameters(module):
+        return {}
+    if isinstance(module, nn.Embedding):
+        return {name: AbsentLookup(name, calls, (module.num_embeddings, module.embedding_dim))}
+    if isinstance(module, nn.Linear):
+        return {name: AbsentLinear(name, calls, module.out_features)}
+    base = getattr(module, "base_layer", None)  # of an adapter (peft)
+    if isinstance(base, nn.Module):
+        return {name: next(iter(stand_ins(base, name, calls).values()))}
+    own = dict(module.named_parameters(recurse=False))
+    is_leaf = not any(has_parameters(child) for child in module.children())
+    if (
+        is_leaf
+        and "norm" in type(module).__name__.lower()
+        and all(p.ndim < 2 for p in own.values())
+    ):
+        return {name: AbsentNorm(name, calls)}
+    if own:
+        raise NotImplementedError(
+            f"`{name}` ({type(module).__name__}) runs in front of the layers and has parameters of "
+            f"its own ({', '.join(own)}), so that other stages have nothing to put in its place. "
+            "Build it of `nn.Embedding`, `nn.Linear` and norms, or use `quantized_fsdp`."
+        )
+    replaced: dict[str, nn.Module] = {}
+    for key, child in module.named_children():
+        replaced |= stand_ins(child, f"{name}.{key}", calls)
+    return replaced
+
+
+def check_replaceable(root: nn.Module, name: str) -> None:
+    """Refuse a module in front of the layers that no stand-in can replace.
+
+    Raises:
+        NotImplementedError: there is no stand-in for it or for a module inside of it.
+    """
+    stand_ins(root.get_submodule(name), name, LayerCalls(()))

@@ -1,0 +1,280 @@
+"""AQ-SGD: what has changed in the hidden states of a sample since it was last seen.
+
+The first time a sample is seen it travels in full precision, and both ends keep it as m. From then
+on the sender encodes the difference to m, and both ends add what it decodes to: m is what the
+receiver goes on with, and the next difference carries the error of this one (Wang et al., 2022,
+section 3). Evaluation travels in full precision and changes nothing.
+
+Shape legend: B samples, S tokens, N channels.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lq_lightning.codecs import CodecSpec, decode, encode
+from lq_lightning.foundation.checks import check_choice
+from lq_lightning.kernels.message import SCALE_DTYPES
+
+from .message import (
+    GROUP_TILES,
+    BoundaryCodec,
+    Message,
+    check_channels,
+    check_floats,
+    check_payload,
+)
+from .sample_cache import SampleCache, Visit
+
+DifferenceCode = Literal["int2", "int3", "int4", "int5", "int6", "int7", "int8"]
+CacheDtype = Literal["bfloat16", "float16", "float32"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AQSGDQuantization:
+    """Quantized differences of hidden states to those that the sample had when last seen.
+
+    Needs samples that come again: more than one epoch, and what a sample is made of must not
+    change. Every sample of every boundary takes S * N values on both ends.
+
+    Attributes:
+        code: of the differences, which are asymmetric with a bf16 scale and minimum per tile.
+        tile_size: channels of a tile, a power of two from 16 to 4096.
+        cache_dtype: that samples are kept in.
+        cache_nbytes: kept at most, of one boundary on one end. Then the least recently used sample
+            makes room: it is in full precision when it comes again.
+        memory_nbytes: of those in memory; the rest is in a file.
+        folder: of the file, which is deleted as soon as it is open; None for that of the system.
+
+    Raises:
+        ValueError: a value that is not listed above.
+    """
+
+    code: DifferenceCode = "int4"
+    tile_size: int = 64
+    cache_dtype: CacheDtype = "bfloat16"
+    cache_nbytes: int = 64 << 30
+    memory_nbytes: int = 2 << 30
+    folder: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        owner = type(self).__name__
+        check_choice(owner, "code", self.code, get_args(DifferenceCode))
+        check_choice(owner, "tile_size", self.tile_size, GROUP_TILES)
+        check_choice(owner, "cache_dtype", self.cache_dtype, get_args(CacheDtype))
+        for field, least in (("cache_nbytes", 1), ("memory_nbytes", 0)):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"`{owner}({field}={value!r})` is not supported: choose a number of bytes, at "
+                    f"least {least}."
+                )
+        if self.folder is not None and not Path(self.folder).is_dir():
+            raise ValueError(
+                f"`{owner}(folder={str(self.folder)!r})` is no folder here. Create it on every "
+                "machine, or use folder=None."
+            )
+
+    @property
+    def spec(self) -> CodecSpec:
+        """How differences become bytes."""
+        return CodecSpec(
+            code=self.code,
+            group_size=self.tile_size,
+            symmetric=False,
+            scale_dtype="bfloat16",
+        )
+
+
+class AQSGDCodec(BoundaryCodec):
+    """The codec of ``AQSGDQuantization``, for hidden states.
+
+    A payload is ``[samples in full precision | differences]``, both from a multiple of 16 bytes.
+    A sample that a message has twice counts as unseen twice, or is added to twice the same m; the
+    last is kept.
+
+    Args:
+        name: of the codec.
+        config: what is kept and how differences are encoded.
+    """
+
+    def __init__(self, name: str, config: AQSGDQuantization) -> None:
+        self.name = name
+        self.config = config
+        self._spec = config.spec
+        self._caches: dict[int, SampleCache] = {}
+        # Announced and not yet encoded or decoded, by boundary and micro-batch.
+        self._visits: OrderedDict[tuple[int, int], Visit] = OrderedDict()
+
+    @property
+    def options(self) -> str:
+        """The configuration, but for what concerns one end only."""
+        return repr(replace(self.config, memory_nbytes=0, folder=None))
+
+    def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Refuse tiles that would cross tokens, and a cache that does not hold one sample."""
+        check_floats(self.name, dtype)
+        check_channels(self.name, shape, self.config.tile_size, GROUP_TILES)
+        needed = math.prod(shape[1:]) * SCALE_DTYPES[self.config.cache_dtype].itemsize
+        if needed > self.config.cache_nbytes:
+            raise ValueError(
+                f"The codec {self.name!r} needs {needed} bytes for a sample of {tuple(shape[1:])} "
+                f"values, but cache_nbytes={self.config.cache_nbytes}. Raise it to hold the "
+                "samples of an epoch."
+            )
+
+    def bits_per_value(self, shape: Sequence[int], dtype: torch.dtype) -> float:
+        """Return the bits per value of a message whose samples have all been seen."""
+        return self._spec.bits_per_element(math.prod(shape))
+
+    def nbytes(self, shape: Sequence[int], dtype: torch.dtype, message: Message) -> int:
+        """Announce a message and return its size; see the base class."""
+        if not message.training:
+            return math.prod(shape) * dtype.itemsize
+        return self._sections(self._announced(shape, message), shape, dtype)[1]
+
+    def encode(self, x: Tensor, message: Message) -> Tensor:
+        """Return full precision and differences; see the base class."""
+        self.check(x.shape, x.dtype)
+        x = x.detach()
+        if not message.training:
+            return x.contiguous().clone().view(-1).view(torch.uint8)
+        visit, cache = self._arrived(x.shape, message)
+        rows = x.reshape(x.shape[0], -1)
+        start, nbytes = self._sections(visit, x.shape, x.dtype)
+        payload = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
+        new, known = visit.new_at, visit.known_at
+        references = self._references(cache, visit, x.device)
+        if new:
+            payload[:start] = rows[new].view(-1).view(torch.uint8)
+        if references is not None:
+            section, reference = payload[start:].view(1, -1), references.view(1, -1)
+            encode(self._spec, rows[known].view(1, -1), reference=reference, out=section)
+            decode(self._spec, section, reference.numel(), out=reference, add=True)
+        self._keep(cache, visit, rows[new], references)
+        return payload
+
+    def decode(
+        self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
+    ) -> Tensor:
+        """Return full precision and sums; see the base class."""
+        if not message.training:
+            check_payload(self.name, payload, self.nbytes(shape, dtype, message))
+            return payload.clone().view(dtype).view(tuple(shape))
+        visit, cache = self._arrived(shape, message)
+        start, nbytes = self._sections(visit, shape, dtype)
+        check_payload(self.name, payload, nbytes)
+        rows = torch.empty(shape[0], cache.numel, dtype=dtype, device=payload.device)
+        received = payload[:start].view(dtype).view(-1, cache.numel)
+        references = self._references(cache, visit, payload.device)
+        if visit.new_at:
+            rows[visit.new_at] = received
+        if references is not None:
+            section, reference = payload[start:].view(1, -1), references.view(1, -1)
+            decode(self._spec, section, reference.numel(), out=reference, add=True)
+            rows[visit.known_at] = references.to(dtype)
+        self._keep(cache, visit, received, references)
+        return rows.view(tuple(shape))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Forget all samples: checkpoints hold none, so both ends begin anew when one is loaded."""
+        super().load_state_dict(state)
+        self.close()
+
+    def close(self) -> None:
+        """Release memory and files."""
+        self._caches.clear()
+        self._visits.clear()
+
+    def _sections(self, visit: Visit, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
+        """Return where the differences begin and where they end."""
+        numel = math.prod(shape[1:])
+        # a multiple of 16, since tiles are
+        start = len(visit.new_at) * numel * dtype.itemsize
+        if not visit.known_at:
+            return start, start
+        return start, start + self._spec.nbytes(len(visit.known_at) * numel)
+
+    def _references(self, cache: SampleCache, visit: Visit, device: torch.device) -> Tensor | None:
+        """Return what is kept of the samples that are, before anything is written."""
+        slots = [visit.slots[index] for index in visit.known_at]
+        return cache.load(slots, device) if slots else None
+
+    def _keep(
+        self, cache: SampleCache, visit: Visit, new: Tensor, references: Tensor | None
+    ) -> None:
+        # A slot may be that of a known sample that made room for a new one: that one comes later.
+        if references is not None:
+            cache.store([visit.slots[index] for index in visit.known_at], references)
+        if visit.new_at:
+            cache.store([visit.slots[index] for index in visit.new_at], new)
+
+    def _announced(self, shape: Sequence[int], message: Message) -> Visit:
+        """Return what a message does, deciding it the first time."""
+        key = message.boundary, message.microbatch
+        samples = _identities(self.name, shape, message)
+        visit = self._visits.get(key)
+        if visit is None:
+            visit = self._cache(shape, message).visit(samples)
+            self._visits[key] = visit
+        elif visit.samples != samples:
+            raise RuntimeError(
+                f"Boundary {key[0]}, micro-batch {key[1]} was announced with the samples "
+                f"{visit.samples} and now has {samples}: a message was announced and never came, "
+                "so both ends may hold different samples. Start again from a checkpoint."
+            )
+        return visit
+
+    def _arrived(self, shape: Sequence[int], message: Message) -> tuple[Visit, SampleCache]:
+        """Return what a message does and the cache, and forget the announcement."""
+        visit = self._announced(shape, message)
+        first = next(key for key in self._visits if key[0] == message.boundary)
+        if first != (message.boundary, message.microbatch):
+            raise RuntimeError(
+                f"Micro-batch {message.microbatch} overtook micro-batch {first[1]} at boundary "
+                f"{first[0]}. Encode and decode the messages of a boundary in the order of nbytes."
+            )
+        del self._visits[first]
+        return visit, self._caches[message.boundary]
+
+    def _cache(self, shape: Sequence[int], message: Message) -> SampleCache:
+        numel = math.prod(shape[1:])
+        cache = self._caches.get(message.boundary)
+        if cache is None:
+            config = self.config
+            cache = SampleCache(
+                numel,
+                SCALE_DTYPES[config.cache_dtype],
+                config.cache_nbytes,
+                config.memory_nbytes,
+                Path(config.folder or tempfile.gettempdir()),
+            )
+            self._caches[message.boundary] = cache
+        if cache.numel != numel:
+            raise ValueError(
+                f"The codec {self.name!r} keeps samples of {cache.numel} values and was given one "
+                f"of {tuple(shape[1:])}. Pad all samples to one length, or choose the codec 'tah'."
+            )
+        return cache
+
+
+def _identities(name: str, shape: Sequence[int], message: Message) -> tuple[int, ...]:
+    samples = message.samples
+    if samples is None or tuple(samples.shape) != (shape[0],):
+        found = "none" if samples is None else f"shape {tuple(samples.shape)}"
+        raise ValueError(
+            f"The codec {name!r} needs an identity of each of the {shape[0]} samples of a training "
+            f"message and got {found}. Give batches whose samples can be told apart, or choose the "
+            "codec 'tah'."
+        )
+    return tuple(samples.tolist())

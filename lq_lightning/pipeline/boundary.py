@@ -1,0 +1,81 @@
+"""Codecs of stage boundaries by name or by specification."""
+
+from __future__ import annotations
+
+from typing import cast, get_args
+
+import torch
+
+from lq_lightning.codecs import CodecSpec
+from lq_lightning.codecs.spec import Code
+from lq_lightning.foundation.checks import check_choice
+
+from .aq_sgd import AQSGDCodec, AQSGDQuantization
+from .message import BoundaryCodec, Message
+from .plain_codecs import CastCodec, GroupCodec
+from .tah import TAHCodec, TAHQuantization
+
+__all__ = [
+    "CODEC_NAMES",
+    "AQSGDQuantization",
+    "BoundaryCodec",
+    "Message",
+    "TAHQuantization",
+    "make_boundary_codec",
+]
+
+_INTEGERS = tuple(f"int{bits}" for bits in range(2, 9))
+CODEC_NAMES = ("none", "bf16", "fp8", *_INTEGERS, "tah", "tah5", "aq_sgd")
+# Channels that share a scale, forward and backward; those of the paper of TAH-Quant. "tah5", which
+# is not of the paper, has the former in both directions.
+_FORWARD_TILE = 64
+_BACKWARD_TILE = 32
+
+
+def make_boundary_codec(
+    codec: str | CodecSpec | TAHQuantization | AQSGDQuantization, backward: bool = False
+) -> BoundaryCodec:
+    """Return a new codec for one end of stage boundaries.
+
+    Names: ``"none"`` sends values as they are, ``"bf16"`` rounded; ``"fp8"`` sends E4M3 with a
+    bf16 scale per tile; ``"int2"`` to ``"int8"`` are asymmetric, with a bf16 scale and minimum per
+    tile; ``"tah"`` is ``TAHQuantization``, ``"tah5"`` the same with ``bits=5``, and ``"aq_sgd"``,
+    which is not for gradients, ``AQSGDQuantization``. Tiles are 64 channels forward and 32
+    backward, but for ``"tah5"``, whose are 64.
+
+    Args:
+        codec: a name, or a specification.
+        backward: the codec is for gradients.
+
+    Raises:
+        ValueError: another name or type, or a specification that does not suit boundaries.
+    """
+    if isinstance(codec, CodecSpec):
+        return GroupCodec(codec.code, codec)
+    if isinstance(codec, TAHQuantization):
+        return TAHCodec("tah", codec)
+    if codec == "aq_sgd" or isinstance(codec, AQSGDQuantization):
+        if backward:
+            raise ValueError(
+                f"make_boundary_codec(codec={codec!r}, backward=True) is not supported: a gradient "
+                "is not close to the one of the last epoch. Choose 'int8', 'int6' or 'tah5'."
+            )
+        return AQSGDCodec("aq_sgd", AQSGDQuantization() if isinstance(codec, str) else codec)
+    check_choice("make_boundary_codec", "codec", codec, CODEC_NAMES, CodecSpec)
+    if codec in ("none", "bf16"):
+        return CastCodec(codec, torch.bfloat16 if codec == "bf16" else None)
+    tile = _BACKWARD_TILE if backward else _FORWARD_TILE
+    if codec == "tah":
+        return TAHCodec(codec, TAHQuantization(tile_size=tile))
+    if codec == "tah5":
+        return TAHCodec(codec, TAHQuantization(tile_size=_FORWARD_TILE, bits=5))
+    name = "fp8_e4m3" if codec == "fp8" else codec
+    if name not in get_args(Code):
+        raise AssertionError(f"{name} is no entry of the table of codes")
+    spec = CodecSpec(
+        code=cast(Code, name),
+        group_size=tile,
+        symmetric=codec == "fp8",
+        scale_dtype="bfloat16",
+    )
+    return GroupCodec(codec, spec)

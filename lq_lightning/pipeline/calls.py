@@ -1,0 +1,361 @@
+"""Follow a step of the user through the layers of a model, of which a stage has only some.
+
+[Note: a step in parts]
+The user's whole step runs on every stage. Modules in front of the layers that a stage does not hold
+are replaced by stand-ins, which give NaN in the right shape. Layers of earlier stages pass their
+input on, and the last of them gives the received hidden state. Where the layer behind the last one
+of the stage is called, :class:`StageEnd` leaves the user's code with the hidden state for the next
+stage. So masks and positions are computed by the user's own code on every stage, and any loss
+works. NaN makes visible whatever else of the skipped modules is used.
+
+All this happens around ``layer(...)``, outside of every hook of the layer. The layers of the stage
+run as ever: their hooks (as those of FSDP2) have run when the step is left, and checkpointing, in
+or around them, computes again from the hidden state of its own micro-batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lq_lightning.foundation.nested import tensors_in
+
+__all__ = ["BoundaryMeta", "LayerCalls", "StageEnd", "as_called_layer", "hidden_name"]
+
+# What transformers collects from every layer by hooks, as arguments that it hands on to the layers.
+_COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoundaryMeta:
+    """What crosses the boundaries of stages, for micro-batches of one shape. Plain data.
+
+    Attributes:
+        shape: Of the hidden state.
+        dtype: Of the hidden state behind a layer.
+        embedded_dtype: Of the hidden state in front of the first layer.
+        extras: Of what a layer returns as a tuple behind the hidden state, which entries are
+            tensors; None if it returns the hidden state itself.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    embedded_dtype: torch.dtype
+    extras: tuple[bool, ...] | None
+
+
+class StageEnd(BaseException):
+    """Leaves the user's step where the next stage goes on. No error.
+
+    A ``BaseException``, so that ``except Exception`` in the user's code lets it pass.
+    """
+
+    def __init__(self, hidden: Any) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class LayerCalls:
+    """The calls of a model's layers in the step that runs now. See [Note: a step in parts].
+
+    One object is shared by the layers, the stand-ins and the stages of a model on a rank.
+
+    Args:
+        layers: Names of all layers of the model, in the order of their calls.
+    """
+
+    def __init__(self, layers: tuple[str, ...]) -> None:
+        self._layers = layers
+        self.boundary: BoundaryMeta | None = None
+        self._first = self._last = self._next = 0
+        self._received: Tensor | None = None
+        self._embedded_dtype = torch.float32
+        self._extras: tuple[bool, ...] | None = None
+        self._running = self._left = self._probing = False
+        self._inspecting = self._needs_gradient = False
+
+    # --- a part ---------------------------------------------------------------------------------
+
+    def run(
+        self,
+        step: Callable[[], Any],
+        span: tuple[int, int],
+        received: Tensor | None,
+        *,
+        inspecting: bool = False,
+    ) -> Any:
+        """Run the part of ``step`` that has the layers ``span[0]`` to ``span[1]``.
+
+        Args:
+            step: The user's step.
+            span: Indices of the first and the last layer of the stage.
+            received: Hidden state for the first of them; None on the first stage.
+            inspecting: Check that the layers get nothing else that was computed from modules in
+                front of them. This waits for the device.
+
+        Returns:
+            The hidden state behind the last layer of the stage, or on the last stage what ``step``
+            returns.
+
+        Raises:
+            RuntimeError: the step calls the layers not at all, twice, or in another order.
+            NotImplementedError: layers that pass on more than one hidden state.
+        """
+        self._first, self._last, self._next = *span, 0
+        self._received, self._inspecting = received, inspecting
+        self._needs_gradient = received is not None and received.requires_grad
+        self._running, self._left = True, False
+        try:
+            result = step()
+        except StageEnd as end:
+            result = end.hidden
+        else:
+            self._check_completed()
+        finally:
+            self._received, self._running = None, False
+        return result
+
+    def probe(self, step: Callable[[], Any]) -> BoundaryMeta:
+        """Run ``step`` through its first layer and describe what lies behind that.
+
+        Raises:
+            RuntimeError: as :meth:`run`.
+            NotImplementedError: as :meth:`run`.
+        """
+        self._probing = True
+        try:
+            boundary: BoundaryMeta = self.run(step, (0, 0), None)
+        finally:
+            self._probing = False
+        return boundary
+
+    def _check_completed(self) -> None:
+        name = self._layers[min(self._next, len(self._layers) - 1)]
+        if self._left:
+            raise RuntimeError(
+                f"the step went on at `{name}`, where this stage ends: it must not catch "
+                "`BaseException`."
+            )
+        if self._next < len(self._layers):
+            raise RuntimeError(
+                f"the step ended without calling `{name}`: in a pipeline, every step runs all "
+                f"{len(self._layers)} layers once."
+            )
+
+    # --- calls of layers ------------------------------------------------------------------------
+
+    def call_layer(
+        self,
+        index: int,
+        argument: str,
+        forward: Callable[..., Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Do what a part does at a layer.
+
+        Args:
+            index: Of the layer in the model.
+            argument: Name of the argument that is the hidden state where none is positional.
+            forward: Calls the layer; None if this rank does not hold it.
+            args: Of the call.
+            kwargs: Of the call.
+        """
+        name = self._layers[index]
+        if not self._running and forward is not None:
+            return forward(*args, **kwargs)  # computed again for backward by checkpointing
+        self._check_call(index, kwargs)
+        hidden = args[0] if args else kwargs.get(argument)
+        if not isinstance(hidden, Tensor):
+            raise NotImplementedError(
+                f"`{name}` is called with {_kind(hidden)} as its first argument: the layers of a "
+                "pipeline take one hidden state there, as a tensor."
+            )
+        self._next += 1
+        if index < self._first:
+            return self._before_part(index, hidden)
+        if index > self._last:
+            self._left = True
+            raise StageEnd(self._end(index, hidden))
+        if index == self._first:
+            self._check_entry(name, hidden, argument, args, kwargs)
+        if forward is None:
+            raise AssertionError(f"{name} is on another stage")
+        output = forward(*args, **kwargs)
+        if self._probing:
+            self._embedded_dtype, self._extras = hidden.dtype, _extras(name, output)
+        return output
+
+    def passed_layers(self) -> bool:
+        """Whether the step that runs now has called layers already."""
+        return self._running and self._next > 0
+
+    def embedded_dtype(self) -> torch.dtype:
+        """The dtype of the hidden state in front of the first layer."""
+        return self._boundary().embedded_dtype
+
+    def device(self) -> torch.device | None:
+        """Where the hidden state is that the part gets; None outside of such a part."""
+        return None if self._received is None else self._received.device
+
+    def _boundary(self) -> BoundaryMeta:
+        if self.boundary is None:
+            raise RuntimeError("`set_boundary` must be called before a stage runs.")
+        return self.boundary
+
+    def _check_call(self, index: int, kwargs: Mapping[str, Any]) -> None:
+        name = self._layers[index]
+        if not self._running:
+            raise RuntimeError(
+                f"`{name}` is called outside of a training, validation, test or predict step. This "
+                "rank has only some of the layers: run the model inside of a step."
+            )
+        for flag in _COLLECTING:
+            if kwargs.get(flag):
+                raise NotImplementedError(
+                    f"`{flag}={kwargs[flag]!r}` collects something from every layer, but a stage "
+                    "has only its own: leave it out, or use `quantized_fsdp`."
+                )
+        if self._next == len(self._layers):
+            raise RuntimeError(
+                f"`{name}` is called a second time in one step. In a pipeline, a step runs the "
+                "layers once; join several inputs into one batch."
+            )
+        if index != self._next:
+            raise RuntimeError(
+                f"`{name}` is called where `{self._layers[self._next]}` was expected. In a "
+                "pipeline, every step runs all layers once and in order (no layer drop, no early "
+                "exit)."
+            )
+
+    def _before_part(self, index: int, hidden: Tensor) -> Any:
+        """What a layer of an earlier stage returns: behind the last of them, what was received.
+
+        So the first layer of the stage gets it as its argument, which checkpointing of that call
+        keeps.
+        """
+        if index == self._first - 1:
+            received = self._received
+            if received is None or received.shape != hidden.shape:
+                raise RuntimeError(
+                    f"the stage of `{self._layers[self._first]}` received a hidden state of shape "
+                    f"{tuple(() if received is None else received.shape)} for a micro-batch whose "
+                    f"hidden state is {tuple(hidden.shape)}: the ranks have different batches."
+                )
+            hidden = received
+        extras = self._boundary().extras
+        if extras is None:
+            return hidden
+        # Attention weights and the like are not there: who uses them gets NaN.
+        return (hidden, *(hidden.new_full((), math.nan) if extra else None for extra in extras))
+
+    def _check_entry(
+        self,
+        name: str,
+        hidden: Tensor,
+        argument: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        if self._needs_gradient and not hidden.requires_grad:
+            raise NotImplementedError(
+                f"`{name}` gets a hidden state without gradient: reentrant checkpointing around "
+                "calls of layers cannot be cut into stages. Use "
+                "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."
+            )
+        if self._inspecting:
+            named = {key: value for key, value in kwargs.items() if args or key != argument}
+            _check_clean(name, args[1:], named)
+
+    def _end(self, index: int, hidden: Tensor) -> Any:
+        if self._probing:
+            return BoundaryMeta(
+                shape=tuple(hidden.shape),
+                dtype=hidden.dtype,
+                embedded_dtype=self._embedded_dtype,
+                extras=self._extras,
+            )
+        boundary = self._boundary()
+        if (tuple(hidden.shape), hidden.dtype) != (boundary.shape, boundary.dtype):
+            raise NotImplementedError(
+                f"the hidden state in front of `{self._layers[index]}` has shape "
+                f"{tuple(hidden.shape)} and {hidden.dtype}, but behind the first layer it has "
+                f"{boundary.shape} and {boundary.dtype}: it must keep both through all layers of a "
+                "pipeline."
+            )
+        return hidden
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"a `{type(value).__name__}`"
+
+
+def _extras(name: str, output: Any) -> tuple[bool, ...] | None:
+    if isinstance(output, Tensor):
+        return None
+    if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
+        return tuple(isinstance(extra, Tensor) for extra in output[1:])
+    raise NotImplementedError(
+        f"`{name}` returns {_kind(output)}: the layers of a pipeline return a hidden state as a "
+        "tensor, or a tuple that starts with it. Use `quantized_fsdp`."
+    )
+
+
+def _check_clean(name: str, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Refuse arguments with NaN, which only the stand-ins of skipped modules put there."""
+    places = {f"argument {place + 2}": value for place, value in enumerate(positional)}
+    for place, value in {**places, **{f"`{key}`": value for key, value in named.items()}}.items():
+        for tensor in tensors_in(value):
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                raise NotImplementedError(
+                    f"`{name}` takes {place} besides the hidden state, which is computed from "
+                    "modules of earlier stages (embeddings, layers). A pipeline passes one hidden "
+                    "state on: use `quantized_fsdp`."
+                )
+
+
+# --- layers -----------------------------------------------------------------------------------
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def as_called_layer(layer: nn.Module, calls: LayerCalls, index: int) -> None:
+    """Let every call of the layer go through ``calls``; the module, its name and class name stay.
+
+    The class changes, as ``fully_shard`` does it, because ``layer(...)`` looks up ``__call__``
+    there: nothing on the instance comes before compiled calls, hooks and checkpointing.
+    """
+    cls = type(layer)
+    if cls not in _CLASSES:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        # One base only: the layout of instances must not change.
+        _CLASSES[cls] = type(cls.__name__, (cls,), {**names, "__call__": _calling(cls)})
+    layer.__dict__["_lq_layer"] = (calls, index, hidden_name(layer))
+    layer.__class__ = _CLASSES[cls]
+
+
+def _calling(cls: type[nn.Module]) -> Callable[..., Any]:
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls, index, argument = self.__dict__["_lq_layer"]
+        forward = partial(cls.__call__, self)
+        return calls.call_layer(index, argument, forward, args, kwargs)
+
+    return __call__
+
+
+def hidden_name(layer: nn.Module) -> str:
+    """Name of the first argument of the layer's forward."""
+    names = [
+        name
+        for name, parameter in inspect.signature(layer.forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return names[0] if names else "hidden_states"

@@ -1,0 +1,292 @@
+"""The pipeline of one rank: its stages, and its links to the stages of other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .agreement import Agreement, batch_digest, batch_signature
+from .boundary import BoundaryCodec
+from .execution import Endpoint, Execution
+from .links import Links, Outbox, ProcessGroupLinks
+from .schedules import (
+    Program,
+    check_schedule,
+    evaluation_program,
+    rank_of_stage,
+    stages_of_rank,
+    training_program,
+)
+from .stage import Boundary, Stage
+from .traffic import BoundaryTraffic
+
+__all__ = ["PipelineEngine"]
+
+T = TypeVar("T")
+
+_DIGESTED_FIRST = 3  # steps whose batches are compared by content,
+_DIGESTED_EVERY = 100  # and then one of so many
+
+
+class PipelineEngine:
+    """The stages of one rank, run by a schedule, with coded boundaries.
+
+    From torch's pipeline schedules it takes what they compute and in which order, and runs it so
+    that only who needs a payload waits for it: payloads are sent as soon as they are made, while
+    the next micro-batch computes; receives are posted ahead, in the order in which the peer sends;
+    and the two ways between two ranks do not wait for each other. (torch's runtimes wait for sends
+    in 1F1B, post receives behind computations, keep receive buffers in full precision for all
+    micro-batches, and share one NCCL stream between both ways.)
+
+    Gradients are added to ``.grad`` of the parameters; nothing is scaled.
+
+    Args:
+        stages: modules of this rank's stages, by index; see ``Stage``.
+        num_stages: stages of the pipeline.
+        group: ranks of the pipeline, in the order of their first stages; None with ``links``.
+        control_group: the same ranks over gloo, for what they agree on; None if they need not.
+        device: where hidden states are.
+        schedule: one of ``SCHEDULES``.
+        num_microbatches: micro-batches of a training step.
+        forward_codec: of hidden states, an instance of this rank's own.
+        backward_codec: of gradients, an instance of this rank's own.
+        links: how payloads travel; by default over ``group``.
+
+    Raises:
+        ValueError: as ``check_schedule``; or ``stages`` are not those of this rank.
+        RuntimeError: ranks were given different options.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        num_stages: int,
+        group: dist.ProcessGroup | None,
+        control_group: dist.ProcessGroup | None,
+        device: torch.device,
+        schedule: str,
+        num_microbatches: int,
+        forward_codec: BoundaryCodec,
+        backward_codec: BoundaryCodec,
+        links: Links | None = None,
+    ) -> None:
+        size = links.size if links is not None else dist.get_world_size(group)
+        rank = links.rank if links is not None else dist.get_rank(group)
+        if num_stages % size:
+            raise ValueError(
+                f"{num_stages} stages cannot be shared equally by {size} ranks: use a multiple."
+            )
+        self._shape = (schedule, size, num_stages // size)
+        self._num_stages = num_stages
+        self._num_microbatches = num_microbatches
+        check_schedule(schedule, size, num_microbatches, num_stages // size)
+        mine = stages_of_rank(schedule, rank, num_stages, size)
+        if tuple(sorted(stages)) != mine:
+            raise ValueError(f"rank {rank} has the stages {mine}, but was given {sorted(stages)}.")
+        self._agreement = None if control_group is None else Agreement(control_group)
+        if self._agreement is not None:
+            facts = {
+                "schedule": schedule,
+                "num_stages": str(num_stages),
+                "num_microbatches": str(num_microbatches),
+                "forward_codec": forward_codec.name,
+                "backward_codec": backward_codec.name,
+                "options of forward_codec": forward_codec.options,
+                "options of backward_codec": backward_codec.options,
+            }
+            self._agreement.check(facts, "Give all ranks the same options.")
+        if links is None:
+            links = ProcessGroupLinks(_given(group), device, self._ways())
+        self._stages = {index: Stage(stages[index], index, num_stages) for index in mine}
+        self._traffic = BoundaryTraffic()
+        self._endpoint = Endpoint(
+            links=links,
+            outbox=Outbox(links),
+            forward_codec=forward_codec,
+            backward_codec=backward_codec,
+            traffic=self._traffic,
+            device=device,
+        )
+        self._agreed = 0
+        self._failed: BaseException | None = None
+
+    @property
+    def traffic(self) -> BoundaryTraffic:
+        """What this rank has sent to neighbouring stages since the start."""
+        return self._traffic
+
+    def agree(
+        self,
+        batch: object,
+        training: bool,
+        num_microbatches: int | None = None,
+        samples: Tensor | None = None,
+    ) -> None:
+        """Compare with the other ranks what is about to be done; every rank must call it.
+
+        Shapes, dtypes and ``samples`` are compared in each step, contents of the batch in the first
+        steps and then now and then.
+
+        Args:
+            batch: that of this rank, before it is split.
+            training: whether ``step`` follows, not ``evaluate``.
+            num_microbatches: as for ``step``.
+            samples: as for ``step``.
+
+        Raises:
+            RuntimeError: on every rank if any two differ, with the values.
+        """
+        if self._agreement is None:
+            return
+        facts = {
+            "the step": "training" if training else "evaluation",
+            "the number of micro-batches": str(num_microbatches or self._num_microbatches),
+            "the batch": batch_signature(batch),
+        }
+        if samples is not None:
+            facts["the digest of the samples' identities"] = batch_digest(samples)
+        if self._agreed < _DIGESTED_FIRST or self._agreed % _DIGESTED_EVERY == 0:
+            facts["the digest of the batch"] = batch_digest(batch)
+        self._agreed += 1
+        self._agreement.check(
+            facts,
+            "All stages of a pipeline need the same batch: let the sampler tell ranks apart by "
+            "their data-parallel rank only, and shuffle with the same seed.",
+        )
+
+    def share(self, value: T | None) -> T:
+        """Return the value of the rank with stage 0 on all ranks, every one of which must call it.
+
+        Args:
+            value: any object that can be pickled; ignored on the other ranks.
+        """
+        if self._agreement is None:
+            if value is None:
+                raise ValueError("without a control group there is nothing to share over.")
+            return value
+        return self._agreement.share(value, rank_of_stage(self._shape[0], 0, *self._sizes()))
+
+    def step(
+        self,
+        boundary: Boundary,
+        samples: Tensor | None = None,
+        num_microbatches: int | None = None,
+    ) -> list[Tensor]:
+        """Run forward and backward passes of all micro-batches.
+
+        Args:
+            boundary: shape and dtype of hidden states between stages; the same on all ranks.
+            samples: int64 identities of the samples of the batch, in order, for codecs that
+                remember them. The same on all ranks.
+            num_microbatches: of this step, if not as usual; the same on all ranks.
+
+        Returns:
+            On the rank of the last stage the losses by micro-batch, without graphs; else nothing.
+
+        Raises:
+            ValueError: as ``check_schedule``; or a codec cannot encode such hidden states.
+            RuntimeError: a stage returned something else than a hidden state or a loss; or a step
+                before this one failed.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("`step` needs gradients, which are switched off: call `evaluate`.")
+        count = num_microbatches or self._num_microbatches
+        return self._run(_training(*self._shape, count), boundary, samples, training=True)
+
+    def evaluate(
+        self,
+        boundary: Boundary,
+        samples: Tensor | None = None,
+        num_microbatches: int | None = None,
+    ) -> list[Any]:
+        """Run forward passes of all micro-batches.
+
+        Args:
+            boundary: as for ``step``.
+            samples: as for ``step``.
+            num_microbatches: as for ``step``; any number will do for any schedule.
+
+        Returns:
+            On the rank of the last stage what it returned, by micro-batch; else nothing.
+        """
+        count = num_microbatches or self._num_microbatches
+        with torch.no_grad():
+            return self._run(_evaluation(*self._shape, count), boundary, samples, training=False)
+
+    def close(self) -> None:
+        """Wait for what is on its way, and release what the codecs hold."""
+        if self._failed is None:
+            self._endpoint.outbox.finish()
+        self._endpoint.forward_codec.close()
+        self._endpoint.backward_codec.close()
+
+    def _run(
+        self, program: Program, boundary: Boundary, samples: Tensor | None, training: bool
+    ) -> list[Any]:
+        if self._failed is not None:
+            raise RuntimeError(
+                "an earlier step of this pipeline failed, and messages may be missing on any rank: "
+                "start again from a checkpoint."
+            ) from self._failed
+        if self._shape[1] > 1:  # on all ranks, before anything is sent
+            self._endpoint.forward_codec.check(boundary.shape, boundary.dtype)
+            self._endpoint.backward_codec.check(boundary.shape, boundary.dtype)
+        execution = Execution(
+            program=program,
+            stages=self._stages,
+            endpoint=self._endpoint,
+            boundary=boundary,
+            samples=_split(samples, program.num_microbatches),
+            training=training,
+        )
+        try:
+            # Payloads of the step before may still be on their way, behind the optimizer's step;
+            # no more than one step's are ever kept.
+            self._endpoint.outbox.finish()
+            return execution.run()
+        except BaseException as error:
+            # Transfers under way are left alone: their peers will not come, so that waiting for
+            # them would keep this rank from raising.
+            self._failed = error
+            for stage in self._stages.values():
+                stage.clear()
+            raise
+
+    def _sizes(self) -> tuple[int, int]:
+        return self._num_stages, self._shape[1]
+
+    def _ways(self) -> list[tuple[int, int]]:
+        """Return the pairs of ranks that send to each other, in one order for all ranks."""
+        name, size, _ = self._shape
+        ranks = [rank_of_stage(name, s, self._num_stages, size) for s in range(self._num_stages)]
+        pairs = set(zip(ranks, ranks[1:], strict=False))
+        return sorted({way for a, b in pairs if a != b for way in ((a, b), (b, a))})
+
+
+@lru_cache(maxsize=8)
+def _training(schedule: str, size: int, stages_per_rank: int, count: int) -> Program:
+    return training_program(schedule, size, count, stages_per_rank)
+
+
+@lru_cache(maxsize=8)
+def _evaluation(schedule: str, size: int, stages_per_rank: int, count: int) -> Program:
+    return evaluation_program(schedule, size, count, stages_per_rank)
+
+
+def _split(samples: Tensor | None, count: int) -> tuple[Tensor | None, ...]:
+    if samples is None:
+        return (None,) * count
+    if samples.numel() % count:
+        raise ValueError(f"{samples.numel()} samples cannot be split into {count} micro-batches.")
+    return tuple(samples.cpu().view(count, -1))
+
+
+def _given(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is None:
+        raise ValueError("`group=None` needs `links`.")
+    return group

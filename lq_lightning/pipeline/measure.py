@@ -1,0 +1,79 @@
+"""Measure what the modules of a model take, to balance stages by time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from lq_lightning.foundation.streams import has_streams
+
+from .trunk import find_trunk
+
+__all__ = ["measure_times"]
+
+
+def measure_times(
+    module: nn.Module, run: Callable[[], Any], *, trunk: str | None = None, repeats: int = 3
+) -> dict[str, float]:
+    """Run the whole model a few times and return the seconds that each of its parts takes.
+
+    The result is a ``split`` of :func:`plan_stages`. It is the time of forward passes: backward
+    takes about twice as long in every layer. Ranks must not measure for themselves, or their plans
+    may differ: measure on one and broadcast.
+
+    Args:
+        module: The whole model, with its weights, on one device.
+        run: Runs it on a micro-batch of the real size.
+        trunk: As in :func:`plan_stages`.
+        repeats: The median of so many runs counts; one more comes before them to warm up.
+
+    Raises:
+        RuntimeError: ``run`` does not call the layers.
+        ValueError, NotImplementedError: as :func:`plan_stages` for models that cannot be cut.
+    """
+    found = find_trunk(module, trunk)
+    names = (*found.before, *found.layers, *found.after)
+    started: dict[str, float] = {}
+    seconds: dict[str, list[float]] = defaultdict(list)
+
+    def start(name: str) -> Callable[..., None]:
+        def hook(*args: Any) -> None:
+            started[name] = _now(module)
+
+        return hook
+
+    def stop(name: str) -> Callable[..., None]:
+        def hook(*args: Any) -> None:
+            seconds[name].append(_now(module) - started[name])
+
+        return hook
+
+    with ExitStack() as hooks, torch.no_grad():
+        for name in names:
+            part = module.get_submodule(name)
+            hooks.callback(part.register_forward_pre_hook(start(name)).remove)
+            hooks.callback(part.register_forward_hook(stop(name)).remove)
+        for _ in range(repeats + 1):
+            run()
+    missing = [name for name in found.layers if name not in seconds]
+    if missing:
+        raise RuntimeError(f"`run` did not call `{missing[0]}`: it must run the whole model.")
+    calls = {name: len(values) // (repeats + 1) for name, values in seconds.items()}
+    return {
+        name: statistics.median(values[calls[name] :]) * calls[name]
+        for name, values in seconds.items()
+    }
+
+
+def _now(module: nn.Module) -> float:
+    device = next(module.parameters()).device
+    if has_streams(device):
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,288 @@
+"""Which stage of a pipeline holds which modules of a model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from torch import nn
+
+from lq_lightning._compat.modules import is_compiled_in_place, is_compiled_wrapper
+
+from .absent import check_replaceable
+from .balance import balance
+from .trunk import Trunk, find_trunk
+
+__all__ = ["PipelinePlan", "SharedParameter", "Split", "plan_stages"]
+
+Split = Literal["parameters"] | Sequence[int] | Mapping[str, float]
+"""How layers are dealt out: by parameters, given per stage, or by given costs of modules."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedParameter:
+    """One parameter that several stages hold, so that they must add up its gradients.
+
+    Attributes:
+        names: Its names in the whole model; the first is that of ``named_parameters()``.
+        stages: The stages that hold it, ascending, two or more.
+    """
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelinePlan:
+    """Which stage holds which modules. All names are those in the whole model.
+
+    Attributes:
+        num_stages: Stages of the pipeline, over all ranks.
+        layers: The repeated blocks, in the order of their calls.
+        stages: The layers of each stage.
+        before: Other modules with parameters, which the first stage holds (embeddings).
+        after: Other modules with parameters, which the last stage holds (last norm, head).
+        everywhere: Parameters of the modules around the layers, which every stage holds.
+        aliases: Other names of modules that have several -> the first.
+        shared: Parameters that several stages hold.
+        costs: Share of the whole cost that each stage has, by what balanced the stages.
+    """
+
+    num_stages: int
+    layers: tuple[str, ...]
+    stages: tuple[tuple[str, ...], ...]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    everywhere: tuple[str, ...]
+    aliases: Mapping[str, str]
+    shared: tuple[SharedParameter, ...]
+    costs: tuple[float, ...]
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """The stages that hold the parameter or buffer (or module) of this name, ascending.
+
+        A tied parameter has several names, each in its own stage: see ``shared``. What is neither
+        in a layer nor in another module with parameters is on every stage.
+        """
+        for stage, names in enumerate(self.stages):
+            if _is_inside(name, names):
+                return (stage,)
+        if _is_inside(name, self.before):
+            return (0,)
+        if _is_inside(name, self.after):
+            return (self.num_stages - 1,)
+        for alias, first in self.aliases.items():
+            if _is_inside(name, (alias,)):
+                return self.stages_of(first + name.removeprefix(alias))
+        return tuple(range(self.num_stages))
+
+    def modules_of(self, stage: int) -> tuple[str, ...]:
+        """Names of the modules that one stage holds alone, in the order of their calls."""
+        before = self.before if stage == 0 else ()
+        after = self.after if stage == self.num_stages - 1 else ()
+        return (*before, *self.stages[stage], *after)
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        lines = [f"{len(self.layers)} layers in {self.num_stages} stages:"]
+        for stage, cost in enumerate(self.costs):
+            names = self.stages[stage]
+            around = [*(self.before if stage == 0 else ())]
+            span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            around += [f"{span} ({len(names)})"]
+            around += [*(self.after if stage == self.num_stages - 1 else ())]
+            lines.append(f"  {stage}: {', '.join(around)}: {cost:.0%}")
+        for shared in self.shared:
+            stages = ", ".join(map(str, shared.stages))
+            lines.append(
+                f"`{shared.names[0]}` is on the stages {stages}, which add up its gradients"
+                + (f"; also called {', '.join(shared.names[1:])}" if shared.names[1:] else "")
+            )
+        return "\n".join(lines)
+
+
+def plan_stages(
+    module: nn.Module,
+    num_stages: int,
+    split: Split = "parameters",
+    *,
+    trunk: str | None = None,
+) -> PipelinePlan:
+    """Cut a model into the stages of a pipeline; the model is left as it is.
+
+    The repeated blocks are cut into consecutive groups. What runs before them is on the first
+    stage, what runs after them on the last. A parameter that a module around the blocks holds
+    itself (as ``self.positions = nn.Parameter(...)``) is on every stage.
+
+    Args:
+        module: The whole model, on any device (also meta).
+        num_stages: Stages over all ranks: pipeline size times stages per rank.
+        split: ``"parameters"`` makes the largest number of parameters of a stage as small as
+            possible; a list gives the layers of each stage; a mapping from names of layers and
+            other modules to costs (as :func:`measure_times` returns) replaces the numbers of
+            parameters.
+        trunk: Name of the container of the blocks, for a model with several lists of them.
+
+    Raises:
+        ValueError: no blocks, fewer layers than stages, a stage without layers, a bad ``split``.
+        NotImplementedError: a model that cannot be cut: encoder-decoder, several lists of blocks,
+            a layer that occurs twice, whole-model compilation, a module before the layers that no
+            stand-in can replace.
+    """
+    if num_stages < 1:
+        raise ValueError(f"`num_stages={num_stages}` must be at least 1.")
+    found = find_trunk(module, trunk)
+    if len(found.layers) < num_stages:
+        raise ValueError(
+            f"`{type(module).__name__}` has {len(found.layers)} layers, fewer than the "
+            f"{num_stages} stages of the pipeline. Use a smaller `pipeline_size` or "
+            "`stages_per_rank`, or a deeper model."
+        )
+    counts, costs = _counts(module, found, num_stages, split)
+    ends = [0, *accumulate(counts)]
+    stages = tuple(found.layers[begin:end] for begin, end in pairwise(ends))
+    plan = PipelinePlan(
+        num_stages=num_stages,
+        layers=found.layers,
+        stages=stages,
+        before=found.before,
+        after=found.after,
+        everywhere=found.direct,
+        aliases=_aliases(module),
+        shared=(),
+        costs=(),
+    )
+    if num_stages > 1:
+        _check(module, plan)
+    per_stage = [sum(costs[name] for name in plan.modules_of(s)) for s in range(num_stages)]
+    total = sum(per_stage) or 1.0
+    return replace(
+        plan,
+        shared=tuple(_shared(module, plan)),
+        costs=tuple(cost / total for cost in per_stage),
+    )
+
+
+def _is_inside(name: str, modules: Sequence[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+# --- how many layers each stage gets ----------------------------------------------------------
+
+
+def _counts(
+    module: nn.Module, trunk: Trunk, num_stages: int, split: Split
+) -> tuple[tuple[int, ...], dict[str, float]]:
+    """Layers of each stage, and the cost of every module."""
+    names = (*trunk.before, *trunk.layers, *trunk.after)
+    if isinstance(split, Mapping):
+        costs = _given_costs(split, trunk, names)
+    else:
+        # An embedding that is also the head counts where it is used: both stages hold it.
+        sizes = {name: module.get_submodule(name).parameters() for name in names}
+        costs = {name: float(sum(p.numel() for p in ps)) for name, ps in sizes.items()}
+    if not isinstance(split, (str, Mapping)):
+        return _given_counts(split, trunk, num_stages), costs
+    if isinstance(split, str) and split != "parameters":
+        raise ValueError(
+            f"`split={split!r}` is not supported: choose 'parameters', give the number of layers "
+            "of each stage, or a mapping from names of modules to costs, as `measure_times` does."
+        )
+    counts = balance(
+        [costs[name] for name in trunk.layers],
+        num_stages,
+        first=sum(costs[name] for name in trunk.before),
+        last=sum(costs[name] for name in trunk.after),
+    )
+    return counts, costs
+
+
+def _given_counts(split: Sequence[int], trunk: Trunk, num_stages: int) -> tuple[int, ...]:
+    counts = tuple(split)
+    if any(isinstance(n, bool) or not isinstance(n, int) for n in counts):
+        raise ValueError(f"`split={list(counts)}` must hold whole numbers of layers.")
+    for stage, count in enumerate(counts):
+        if count < 1:
+            raise ValueError(
+                f"`split={list(counts)}` leaves stage {stage} without layers: every stage needs "
+                "one or more."
+            )
+    if len(counts) != num_stages or sum(counts) != len(trunk.layers):
+        raise ValueError(
+            f"`split={list(counts)}` gives {sum(counts)} layers to {len(counts)} stages, but the "
+            f"pipeline has {num_stages} stages and the model {len(trunk.layers)} layers. Give one "
+            f"number for each stage, {len(trunk.layers)} in all."
+        )
+    return counts
+
+
+def _given_costs(
+    split: Mapping[str, float], trunk: Trunk, names: tuple[str, ...]
+) -> dict[str, float]:
+    unknown = [name for name in split if name not in names]
+    missing = [name for name in trunk.layers if name not in split]
+    if unknown or missing:
+        others = ", ".join((*trunk.before, *trunk.after)) or "nothing else"
+        wrong = f"has no module {unknown[:3]}" if unknown else f"needs costs of {missing[:3]}"
+        raise ValueError(
+            f"`split`: the model {wrong}. Give a cost to every layer ({trunk.layers[0]}, ...), "
+            f"and, where they matter, to {others}."
+        )
+    bad = {name: cost for name, cost in split.items() if not 0 <= cost < float("inf")}
+    if bad:
+        raise ValueError(f"`split={bad}`: costs must be finite and not negative.")
+    return {name: float(split.get(name, 0.0)) for name in names}
+
+
+# --- what can be cut --------------------------------------------------------------------------
+
+
+def _check(module: nn.Module, plan: PipelinePlan) -> None:
+    for name in plan.before:
+        check_replaceable(module, name)
+    for name in _around(plan.layers[0]):
+        outer = module.get_submodule(name)
+        if is_compiled_in_place(outer) or is_compiled_wrapper(outer):
+            raise NotImplementedError(
+                f"`{name or type(module).__name__}` is compiled as a whole, so that it cannot be "
+                "left after the layers of a stage. Compile each layer instead "
+                "(`layer.compile()`, or the strategy's `compile_units`)."
+            )
+        config = getattr(outer, "config", None)
+        for flag in ("output_hidden_states", "output_attentions", "output_router_logits"):
+            if getattr(config, flag, False) is True:
+                raise NotImplementedError(
+                    f"`config.{flag}=True` of `{name or type(module).__name__}` collects something "
+                    "from every layer, but a stage has only its own: set it to False, or use "
+                    "`quantized_fsdp`."
+                )
+    for name in plan.layers:
+        if is_compiled_wrapper(module.get_submodule(name)):
+            raise NotImplementedError(
+                f"`{name}` is wrapped by `torch.compile(layer)`, which changes its name: call "
+                "`layer.compile()` instead, or use the strategy's `compile_units`."
+            )
+
+
+def _around(layer: str) -> list[str]:
+    parts = layer.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts))]
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    names = ((name, id(part)) for name, part in module.named_modules(remove_duplicate=False))
+    return {name: first[part] for name, part in names if first.setdefault(part, name) != name}
+
+
+def _shared(module: nn.Module, plan: PipelinePlan) -> Iterator[SharedParameter]:
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    for group in names.values():
+        stages = sorted({stage for name in group for stage in plan.stages_of(name)})
+        if len(stages) > 1:
+            yield SharedParameter(names=tuple(group), stages=tuple(stages))

@@ -1,0 +1,348 @@
+"""Schedules: what each rank of a pipeline computes in a step, and in which order.
+
+Everything here is pure. Every rank derives the orders of all ranks, and from them in which order
+messages reach it, so that nothing has to be said about messages before they are sent.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast, get_args
+
+from lq_lightning._compat.pipelining import TorchSchedule, schedule_actions
+from lq_lightning.foundation.checks import check_choice
+
+__all__ = [
+    "SCHEDULES",
+    "SPLIT_SCHEDULES",
+    "Action",
+    "Key",
+    "Program",
+    "Schedule",
+    "check_schedule",
+    "evaluation_program",
+    "rank_of_stage",
+    "stages_of_rank",
+    "training_program",
+]
+
+Schedule = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+SPLIT_SCHEDULES = ("zero_bubble", "zbv")  # whose backward passes have two halves
+
+_ONE_STAGE = ("gpipe", "1f1b", "eager_1f1b")
+
+
+class Action(NamedTuple):
+    """One computation of one stage.
+
+    Attributes:
+        kind: ``"F"`` forward, ``"B"`` backward, ``"I"`` backward for the input only, ``"W"`` what
+            is left of it, for the weights.
+        stage: index of the stage.
+        microbatch: index of the micro-batch.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+Orders = Sequence[Sequence[Action]]
+
+
+class Key(NamedTuple):
+    """Which message of a step.
+
+    Attributes:
+        boundary: index of the stage before it.
+        backward: a gradient goes back, rather than a hidden state forward.
+        microbatch: index of the micro-batch.
+    """
+
+    boundary: int
+    backward: bool
+    microbatch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """The orders of all ranks for one step.
+
+    Attributes:
+        schedule: name of the schedule.
+        num_stages: stages of the pipeline.
+        num_microbatches: micro-batches of the step.
+        orders: computations by rank.
+        needs: by rank, for each of its computations, how many computations of each rank must have
+            been made before it can be.
+        turns: by rank, for each of its computations, its place in one order of all computations of
+            all ranks, in which each comes after what it needs.
+    """
+
+    schedule: str
+    num_stages: int
+    num_microbatches: int
+    orders: tuple[tuple[Action, ...], ...]
+    needs: tuple[tuple[tuple[int, ...], ...], ...]
+    turns: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, schedule: str, num_stages: int, num_microbatches: int, orders: Orders) -> Program:
+        """Make a program; the orders are checked."""
+        needs, slots = _needs(orders, num_stages)
+        return cls(
+            schedule=schedule,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            orders=tuple(tuple(order) for order in orders),
+            needs=needs,
+            turns=_turns(orders, slots),
+        )
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank of a stage."""
+        return rank_of_stage(self.schedule, stage, self.num_stages, len(self.orders))
+
+    def messages(self, source: int, target: int, in_turn: bool) -> Iterator[tuple[Key, int]]:
+        """Yield the messages of one rank to another, in the order in which they are sent.
+
+        With each goes the number of computations of ``target`` before it should wait for it.
+
+        Args:
+            source: the rank that sends.
+            target: the rank that receives.
+            in_turn: wait before the first computation that comes after that of the message in the
+                order of all. If every rank waits for all its transfers before each computation,
+                then each waits only for what comes before, and all end. Else wait as soon as
+                nothing that ``target`` still has to send is needed for the message, which is
+                earlier; but two ranks that did nothing before would wait for each other for ever.
+        """
+        if source == target:
+            return
+        for index, action in enumerate(self.orders[source]):
+            key = self._sent_after(action)
+            if key is None or self.rank_of(key.boundary + (not key.backward)) != target:
+                continue
+            if in_turn:
+                yield key, bisect_left(self.turns[target], self.turns[source][index])
+            else:
+                yield key, self.needs[source][index][target]
+
+    def _sent_after(self, action: Action) -> Key | None:
+        if action.kind == "F" and action.stage < self.num_stages - 1:
+            return Key(action.stage, False, action.microbatch)
+        if action.kind in "BI" and action.stage > 0:
+            return Key(action.stage - 1, True, action.microbatch)
+        return None
+
+
+def rank_of_stage(schedule: str, stage: int, num_stages: int, pipeline_size: int) -> int:
+    """Return the rank of a stage: round the ranks, or for ``"zbv"`` there and back."""
+    turn, place = divmod(stage, pipeline_size)
+    return pipeline_size - 1 - place if schedule == "zbv" and turn % 2 else place
+
+
+def stages_of_rank(
+    schedule: str, rank: int, num_stages: int, pipeline_size: int
+) -> tuple[int, ...]:
+    """Return the stages of a rank, in order."""
+    return tuple(
+        stage
+        for stage in range(num_stages)
+        if rank_of_stage(schedule, stage, num_stages, pipeline_size) == rank
+    )
+
+
+def check_schedule(
+    schedule: str, pipeline_size: int, num_microbatches: int, stages_per_rank: int = 1
+) -> None:
+    """Check that a schedule can be made.
+
+    Raises:
+        ValueError: an unknown name, a number of stages per rank that it does not have, or too few
+            micro-batches.
+    """
+    check_choice("quantized_pipeline", "schedule", schedule, SCHEDULES)
+    if pipeline_size < 1 or stages_per_rank < 1 or num_microbatches < 1:
+        raise ValueError(
+            f"`pipeline_size={pipeline_size}`, `stages_per_rank={stages_per_rank}` and "
+            f"`num_microbatches={num_microbatches}` have to be 1 or more."
+        )
+    if schedule in _ONE_STAGE and stages_per_rank != 1:
+        raise ValueError(
+            f"`stages_per_rank={stages_per_rank}` with `schedule={schedule!r}`: it has one stage "
+            "on each rank. Use 'interleaved_1f1b' or 'zero_bubble' for several."
+        )
+    if schedule == "zbv" and stages_per_rank != 2:
+        raise ValueError(
+            f"`stages_per_rank={stages_per_rank}` with `schedule='zbv'`: it has two stages on each "
+            "rank. Set `stages_per_rank=2`, or use 'zero_bubble'."
+        )
+    if schedule != "gpipe" and num_microbatches < pipeline_size:
+        raise ValueError(
+            f"`num_microbatches={num_microbatches}` is too few for `schedule={schedule!r}` with "
+            f"`pipeline_size={pipeline_size}`: it needs at least as many micro-batches as ranks. "
+            f"Set `num_microbatches={pipeline_size}` or more, or use 'gpipe'."
+        )
+    if schedule in ("interleaved_1f1b", "zero_bubble"):
+        rounds = num_microbatches // pipeline_size
+        if num_microbatches % rounds:
+            allowed = num_microbatches - num_microbatches % pipeline_size
+            raise ValueError(
+                f"`num_microbatches={num_microbatches}` with `schedule={schedule!r}` and "
+                f"`pipeline_size={pipeline_size}` cannot be cut into {rounds} equal rounds: use a "
+                f"multiple of the ranks, {allowed} or {allowed + pipeline_size}."
+            )
+
+
+def training_program(
+    schedule: str, pipeline_size: int, num_microbatches: int, stages_per_rank: int = 1
+) -> Program:
+    """Return the orders of a training step.
+
+    ``"gpipe"``: all forward passes, then all backward passes. ``"1f1b"``: stage ``s`` of ``n``
+    starts with ``n - s`` forward passes, then backward and forward take turns. ``"eager_1f1b"``
+    starts with ``3 (n - s) - 2``, for slow links: until the first gradient comes back, a hidden
+    state travels, the next stage computes and a gradient travels, each of which takes one period of
+    the steady state at most. 1F1B would wait for transfers. ``"interleaved_1f1b"``,
+    ``"zero_bubble"`` (interleaved, ZB1P) and ``"zbv"`` are torch's.
+
+    Raises:
+        ValueError: as ``check_schedule``.
+    """
+    check_schedule(schedule, pipeline_size, num_microbatches, stages_per_rank)
+    if schedule in _ONE_STAGE:
+        starts = {
+            "gpipe": [num_microbatches] * pipeline_size,
+            "1f1b": list(range(pipeline_size, 0, -1)),
+            "eager_1f1b": list(range(3 * pipeline_size - 2, 0, -3)),
+        }[schedule]
+        lists = [
+            _one_forward_one_backward(rank, min(start, num_microbatches), num_microbatches)
+            for rank, start in enumerate(starts)
+        ]
+    else:
+        lists = [
+            _merged([Action(*each) for each in order])
+            for order in schedule_actions(
+                cast(TorchSchedule, schedule), pipeline_size, num_microbatches, stages_per_rank
+            )
+        ]
+    return Program.of(schedule, pipeline_size * stages_per_rank, num_microbatches, lists)
+
+
+def evaluation_program(
+    schedule: str, pipeline_size: int, num_microbatches: int, stages_per_rank: int = 1
+) -> Program:
+    """Return the orders of an evaluation step: forward passes of any number of micro-batches.
+
+    Rounds of as many micro-batches as ranks, within a round stage by stage. All ranks follow one
+    total order in which every stage comes after the one before it, so none waits for ever.
+    """
+    num_stages = pipeline_size * stages_per_rank
+    orders = []
+    for rank in range(pipeline_size):
+        mine = stages_of_rank(schedule, rank, num_stages, pipeline_size)
+        actions = (Action("F", s, m) for s in mine for m in range(num_microbatches))
+        orders.append(
+            sorted(actions, key=lambda a: (a.microbatch // pipeline_size, a.stage, a.microbatch))
+        )
+    return Program.of(schedule, num_stages, num_microbatches, orders)
+
+
+def _one_forward_one_backward(stage: int, start: int, num_microbatches: int) -> list[Action]:
+    order = [Action("F", stage, m) for m in range(start)]
+    for m in range(num_microbatches):
+        order.append(Action("B", stage, m))
+        if m + start < num_microbatches:
+            order.append(Action("F", stage, m + start))
+    return order
+
+
+def _merged(order: list[Action]) -> list[Action]:
+    """Make one backward pass of two halves that follow each other, which costs less.
+
+    On stage 0 there is no input to go first: its first half is the whole, so that nothing is kept
+    for the second.
+    """
+    merged: list[Action] = []
+    for action in order:
+        if action.kind == "I" and action.stage == 0:
+            merged.append(action._replace(kind="B"))
+        elif action.kind == "W" and action.stage == 0:
+            continue
+        elif action.kind == "W" and merged[-1] == action._replace(kind="I"):
+            merged[-1] = action._replace(kind="B")
+        else:
+            merged.append(action)
+    return merged
+
+
+def _needs(
+    orders: Orders, num_stages: int
+) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], dict[Action, int]]:
+    """Count for each computation how many of each rank come before it, directly or not.
+
+    Returns:
+        The counts, and the time of each computation if all took one unit and transfers none.
+
+    Raises:
+        AssertionError: ranks would wait for each other for ever.
+    """
+    counts: dict[Action, tuple[int, ...]] = {}
+    needs: list[list[tuple[int, ...]]] = [[] for _ in orders]
+    before = [(0,) * len(orders) for _ in orders]
+    slots: dict[Action, int] = {}
+    free = [0] * len(orders)
+    progress = True
+    while progress:
+        progress = False
+        for rank, order in enumerate(orders):
+            for action in order[len(needs[rank]) :]:
+                inputs = _inputs(action, num_stages)
+                made = [action for each in inputs for action in each if action in counts]
+                if len(made) < len(inputs):
+                    break
+                needed = tuple(map(max, before[rank], *(counts[a] for a in made), before[rank]))
+                slots[action] = max([free[rank], *(slots[a] + 1 for a in made)])
+                free[rank] = slots[action] + 1
+                needs[rank].append(needed)
+                done = tuple(n + (r == rank) for r, n in enumerate(needed))
+                counts[action] = before[rank] = done
+                progress = True
+    if any(len(each) < len(order) for each, order in zip(needs, orders, strict=True)):
+        raise AssertionError("ranks wait for each other")
+    return tuple(tuple(each) for each in needs), slots
+
+
+def _turns(orders: Orders, slots: Mapping[Action, int]) -> tuple[tuple[int, ...], ...]:
+    """Return the place of each computation in one order of all.
+
+    Within a unit of time backward passes go first, late stages before early ones, then forward
+    passes, early stages first: so that most receives come a computation before they are needed.
+    """
+
+    def place(action: Action) -> tuple[int, ...]:
+        forward = action.kind == "F"
+        return slots[action], forward, action.stage if forward else -action.stage
+
+    every = sorted((action for order in orders for action in order), key=place)
+    turns = {action: turn for turn, action in enumerate(every)}
+    return tuple(tuple(turns[action] for action in order) for order in orders)
+
+
+def _inputs(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
+    """Return what a computation takes in, each with the actions that may have made it."""
+    kind, stage, _ = action
+    if kind == "F":
+        return [(action._replace(stage=stage - 1),)] if stage > 0 else []
+    if kind == "W":
+        return [(action._replace(kind="I"),)]
+    inputs: list[tuple[Action, ...]] = [(action._replace(kind="F"),)]
+    if stage < num_stages - 1:
+        after = action._replace(stage=stage + 1)
+        inputs.append((after._replace(kind="B"), after._replace(kind="I")))
+    return inputs

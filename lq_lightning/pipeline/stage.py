@@ -1,0 +1,167 @@
+"""One stage of a pipeline: its forward and backward passes, and what it keeps between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from .saved_tensors import SavedTensors
+from .split_backward import SplitBackward
+
+__all__ = ["Boundary", "Stage"]
+
+
+class Boundary(Protocol):
+    """The hidden state of a micro-batch between any two stages.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: of the tensor, and of its gradient.
+    """
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Sizes of the tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the tensor."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a stage keeps of a micro-batch from its forward pass on.
+
+    Attributes:
+        hidden: input of the stage, a leaf; None on stage 0.
+        output: where backward starts; None if nothing in the stage needs a gradient. An edge, not
+            the output: that is freed as soon as it is sent, unless the graph itself keeps it.
+        saved: what nodes have saved, if the backward pass is split.
+    """
+
+    hidden: Tensor | None
+    output: GradientEdge | None
+    saved: SavedTensors | None
+
+
+class Stage:
+    """Runs the module of a stage on one micro-batch at a time.
+
+    Args:
+        module: its ``forward(hidden=None)`` returns the hidden state, and on the last stage a
+            scalar loss in training, anything in evaluation. ``module.index`` is set to the
+            micro-batch before. Its ``parameters()`` are those of this stage.
+        index: of the stage.
+        num_stages: stages of the pipeline.
+    """
+
+    def __init__(self, module: nn.Module, index: int, num_stages: int) -> None:
+        self.module = module
+        self.index = index
+        self.is_first = index == 0
+        self.is_last = index == num_stages - 1
+        self._kept: dict[int, _Kept] = {}
+        self._halves: dict[int, SplitBackward] = {}
+
+    def evaluate(self, microbatch: int, hidden: Tensor | None, boundary: Boundary) -> Any:
+        """Return the output of a micro-batch."""
+        self.module.index = microbatch  # type: ignore[assignment]
+        output = self.module() if hidden is None else self.module(hidden)
+        if not self.is_last:
+            self._check_hidden(output, boundary)
+        return output
+
+    def forward(
+        self, microbatch: int, hidden: Tensor | None, boundary: Boundary, split: bool = False
+    ) -> Tensor:
+        """Return the hidden state behind this stage, or on the last stage the loss; no graph.
+
+        Args:
+            microbatch: index of the micro-batch.
+            hidden: the hidden state before this stage, without a graph; None on stage 0.
+            boundary: what hidden states are.
+            split: ``backward_input`` and ``backward_weight`` follow, not ``backward``.
+
+        Raises:
+            RuntimeError: the module returns something else.
+        """
+        if hidden is not None:
+            # A leaf of its own for each micro-batch: gradients must not add up in one, and a tensor
+            # from a neighbour on this rank must not get a gradient there.
+            hidden = hidden.detach().requires_grad_()
+        self.module.index = microbatch  # type: ignore[assignment]
+        saved = SavedTensors() if split else None
+        with nullcontext() if saved is None else saved.recorded():
+            output = self.module() if hidden is None else self.module(hidden)
+        if self.is_last:
+            self._check_loss(output)
+            output = output.reshape(())
+        else:
+            self._check_hidden(output, boundary)
+        edge = get_gradient_edge(output) if output.requires_grad else None
+        self._kept[microbatch] = _Kept(hidden, edge, saved)
+        result: Tensor = output.detach()
+        return result
+
+    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """Add to the gradients of the parameters; return that of the input.
+
+        Args:
+            microbatch: index of the micro-batch.
+            gradient: of the output; None on the last stage.
+        """
+        kept = self._kept.pop(microbatch)
+        if kept.output is not None:
+            torch.autograd.backward((kept.output,), (gradient,))
+        return self._input_gradient(kept)
+
+    def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """Return the gradient of the input; keep what those of the parameters need."""
+        kept = self._kept.pop(microbatch)
+        if kept.output is not None and kept.hidden is not None:
+            weights = self.module.parameters()
+            half = SplitBackward(kept.output, kept.hidden, weights, kept.saved)
+            kept.hidden.grad = half.backward_input(gradient)
+            self._halves[microbatch] = half
+        return self._input_gradient(kept)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Add to the gradients of the parameters what ``backward_input`` has left."""
+        half = self._halves.pop(microbatch, None)
+        if half is not None:
+            half.backward_weight()
+
+    def clear(self) -> None:
+        """Let go of all micro-batches, after an error."""
+        self._kept.clear()
+        self._halves.clear()
+
+    def _input_gradient(self, kept: _Kept) -> Tensor | None:
+        if kept.hidden is None:
+            return None
+        if kept.hidden.grad is None:  # the stage does not use its input
+            return torch.zeros_like(kept.hidden, requires_grad=False)
+        return kept.hidden.grad
+
+    def _check_loss(self, loss: object) -> None:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise RuntimeError(
+                f"the last stage has to return its loss as a tensor of one value, not {found}."
+            )
+
+    def _check_hidden(self, hidden: object, boundary: Boundary) -> None:
+        wanted = (tuple(boundary.shape), boundary.dtype)
+        found = (tuple(hidden.shape), hidden.dtype) if isinstance(hidden, Tensor) else None
+        if found != wanted:
+            raise RuntimeError(
+                f"stage {self.index} returned {found or type(hidden).__name__}, but hidden states "
+                f"between stages are {wanted}: every stage has to return the same shape and dtype, "
+                "that of the first boundary."
+            )

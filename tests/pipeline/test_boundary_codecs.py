@@ -1,0 +1,260 @@
+"""Codecs of stage boundaries: names, sizes, round trips and errors that come before training."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lq_lightning.codecs import CodecSpec
+from lq_lightning.pipeline.boundary import (
+    CODEC_NAMES,
+    AQSGDQuantization,
+    BoundaryCodec,
+    Message,
+    TAHQuantization,
+    make_boundary_codec,
+)
+
+FORWARD = Message(boundary=0, backward=False, microbatch=0, training=False)
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+# Relative error of normal values, at most.
+ERRORS = {
+    "none": 0.0,
+    "bf16": 0.002,
+    "fp8": 0.026,
+    "int2": 0.46,
+    "int3": 0.2,
+    "int4": 0.092,
+    "int5": 0.045,
+    "int6": 0.022,
+    "int7": 0.011,
+    "int8": 0.006,
+    "tah": 0.12,
+    "tah5": 0.045,
+    "aq_sgd": 0.0,  # in evaluation
+}
+
+
+def round_trip(codec: BoundaryCodec, x: Tensor, message: Message = FORWARD) -> Tensor:
+    codec.check(x.shape, x.dtype)
+    payload = codec.encode(x, message)
+    assert payload.dtype == torch.uint8
+    assert payload.shape == (codec.nbytes(x.shape, x.dtype, message),)
+    assert payload.is_contiguous()
+    decoded = codec.decode(payload, x.shape, x.dtype, message)
+    assert decoded.shape == x.shape
+    assert decoded.dtype == x.dtype
+    kept = decoded.clone()
+    payload.fill_(0xFF)
+    assert torch.equal(decoded.isnan(), kept.isnan())  # not a view of the payload
+    return decoded
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_round_trip(name: str, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 20, 192).to(dtype)
+    decoded = round_trip(make_boundary_codec(name), x)
+    error = float((decoded.float() - x.float()).norm() / x.float().norm())
+    assert error <= ERRORS[name] + 0.001
+    assert error >= ERRORS[name] / 2 or name == "bf16"
+    # neither the input nor its strides matter
+    before = x.clone()
+    for view in (x.mT.contiguous().mT, x.expand(2, 20, 192)[:, :, :], x.clone().requires_grad_()):
+        again = round_trip(make_boundary_codec(name), view)
+        assert torch.equal(again, decoded)
+        assert not again.requires_grad
+    assert torch.equal(x, before)
+
+
+@given(
+    st.sampled_from(CODEC_NAMES),
+    st.booleans(),
+    st.integers(0, 3),
+    st.integers(0, 9),
+    st.integers(1, 4),
+    st.sampled_from(FLOATS),
+)
+def test_sizes(
+    name: str, backward: bool, batch: int, tokens: int, tiles: int, dtype: torch.dtype
+) -> None:
+    codec = make_boundary_codec(name, backward=backward and name != "aq_sgd")
+    x = torch.randn(batch, tokens, 64 * tiles).to(dtype)
+    decoded = round_trip(codec, x)
+    if name == "none":
+        assert torch.equal(decoded, x)
+    bits = codec.bits_per_value(x.shape, dtype) if x.numel() else 0
+    if x.numel() and name != "aq_sgd":
+        assert bits == 8 * codec.nbytes(x.shape, dtype, FORWARD) / x.numel()
+
+
+@pytest.mark.parametrize(
+    ("name", "backward", "bits"),
+    [
+        ("none", False, 32.0),
+        ("bf16", False, 16.0),
+        ("fp8", False, 8.25),
+        ("int4", False, 4.5),
+        ("int6", True, 7.0),  # of the paper: tiles of 32
+        ("int5", False, 5.5),
+        ("tah", False, 4.41078125),
+        ("tah5", False, 5.609375),
+        ("tah5", True, 5.609375),
+        ("aq_sgd", False, 4.5),
+    ],
+)
+def test_bits_with_1600_channels(name: str, backward: bool, bits: float) -> None:
+    codec = make_boundary_codec(name, backward)
+    assert codec.bits_per_value((1, 1024, 1600), torch.float32) == bits
+
+
+@pytest.mark.parametrize("name", [name for name in CODEC_NAMES if name not in ("none", "aq_sgd")])
+def test_gradients_far_below_half_precision(name: str) -> None:
+    x = torch.randn(1, 10, 64) * 1e-12
+    decoded = round_trip(make_boundary_codec(name, backward=True), x)
+    assert float((decoded - x).norm() / x.norm()) < ERRORS[name] + 0.01
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_what_is_not_finite_survives(name: str) -> None:
+    x = torch.randn(1, 10, 192)
+    x[0, 3, 70] = float("nan")
+    x[0, 5, 0] = float("inf")
+    decoded = round_trip(make_boundary_codec(name), x)
+    assert not decoded[0, 3, 64:128].isfinite().all()
+    assert not decoded[0, 5, :64].isfinite().all()
+    others = torch.ones(10, 3, dtype=torch.bool)
+    others[3, 1] = others[5, 0] = False
+    assert decoded.view(10, 3, 64)[others].isfinite().all()
+
+
+def test_specifications() -> None:
+    x = torch.randn(1, 10, 64)
+    spec = CodecSpec(code="int4", group_size=16, hadamard_size=16)
+    codec = make_boundary_codec(spec)
+    assert codec.name == "int4"
+    assert codec.nbytes(x.shape, x.dtype, FORWARD) == spec.nbytes(640)
+    config = TAHQuantization(tile_size=16, int4_share=1.0)
+    bits = make_boundary_codec(config).bits_per_value(x.shape, x.dtype)
+    assert bits == 8 * (320 + 80 + 80 + 16 + 32) / 640
+    assert not torch.equal(round_trip(codec, x), round_trip(make_boundary_codec(config), x))
+    small = make_boundary_codec("tah", backward=True).bits_per_value((1, 1024, 1600), x.dtype)
+    assert small == pytest.approx(4.989, abs=1e-3)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.7, 0.9, 1 / 3])
+def test_shares_are_exact(share: float) -> None:
+    """1 - 0.8 is 0.19999999999999996 in floats, and 10 tokens would have one INT3 token."""
+    fraction = TAHQuantization(int4_share=share).kernel_format.int3_share
+    assert abs(float(fraction) - (1 - share)) < 1e-12
+    low = TAHQuantization(int4_share=share).kernel_format.layout(1, 10, 64).low_units
+    assert low == {0.8: 2, 0.7: 3, 0.9: 1, 1 / 3: 6}[share]
+
+
+def test_uniform_bits_of_tah() -> None:
+    x = torch.randn(1, 10, 192)
+    for bits, share in ((3, 0), (4, 1), (4, 1.0)):
+        uniform = TAHQuantization(bits=bits).kernel_format
+        assert TAHQuantization(int4_share=share).kernel_format == uniform
+    assert TAHQuantization().kernel_format == TAHQuantization(int4_share=0.8).kernel_format
+    named = round_trip(make_boundary_codec("tah5", backward=True), x)
+    assert torch.equal(named, round_trip(make_boundary_codec(TAHQuantization(bits=5)), x))
+    # nothing is ranked, so nothing needs tokens
+    flat = round_trip(make_boundary_codec("tah5"), x[0, 3])
+    assert torch.equal(flat, named[0, 3])
+    with pytest.raises(ValueError, match=r"bits=5, int4_share=0.8.*mix INT3 and INT4.*bits=None"):
+        TAHQuantization(bits=5, int4_share=0.8)
+    with pytest.raises(ValueError, match=r"bits=5, int4_share=None, allocation='tile'"):
+        TAHQuantization(bits=5, allocation="tile")
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4", "tah", "tah5", "aq_sgd"])
+def test_checks_before_training(name: str) -> None:
+    codec = make_boundary_codec(name)
+    smallest = "8 or 16" if name.startswith("tah") else "16"
+    message = rf"tiles of 64 channels.*\(1, 4, 96\) have 96.*a tile of {smallest} or 32\."
+    with pytest.raises(ValueError, match=message):
+        codec.check((1, 4, 96), torch.float32)
+    with pytest.raises(ValueError, match=r"97, which is not divisible. Choose the codec 'bf16'"):
+        codec.check((1, 4, 97), torch.float32)
+    with pytest.raises(ValueError, match=r"cannot encode torch.float64; allowed: float32"):
+        codec.check((1, 4, 64), torch.float64)
+    with pytest.raises(ValueError, match=r"cannot encode torch.int64"):
+        codec.encode(torch.zeros(1, 4, 64, dtype=torch.int64), FORWARD)
+
+
+def test_other_checks() -> None:
+    with pytest.raises(ValueError, match=r"'bf16' rounds floating-point numbers.*int64"):
+        make_boundary_codec("bf16").check((3,), torch.int64)
+    make_boundary_codec("none").check((3,), torch.int64)
+    assert round_trip(make_boundary_codec("none"), torch.arange(3)).tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"ranks the tokens of a sequence.*\(64,\)"):
+        make_boundary_codec("tah").check((64,), torch.float32)
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_payloads_of_another_size_are_refused(name: str) -> None:
+    codec = make_boundary_codec(name)
+    payload = codec.encode(torch.randn(1, 10, 64), FORWARD)
+    with pytest.raises(ValueError, match=r"was given a payload of torch.uint8 \(\d+,\); expected"):
+        codec.decode(payload, (1, 11, 64), torch.float32, FORWARD)
+    with pytest.raises(ValueError, match=r"was given a payload of torch.int8"):
+        codec.decode(payload.view(torch.int8), (1, 10, 64), torch.float32, FORWARD)
+
+
+@pytest.mark.parametrize("codec", ["int9", "TAH", 4, None, CodecSpec, True])
+def test_unknown_codecs(codec: Any) -> None:
+    with pytest.raises(ValueError, match=r"make_boundary_codec\(codec=.*'tah'"):
+        make_boundary_codec(codec)
+
+
+def test_codecs_that_do_not_suit_boundaries() -> None:
+    with pytest.raises(ValueError, match="needs scales of its own"):
+        make_boundary_codec(CodecSpec(code="int4", group_size="row"))
+    with pytest.raises(ValueError, match="rounding='stochastic'"):
+        make_boundary_codec(CodecSpec(code="int4", group_size=64, rounding="stochastic"))
+    for codec in ("aq_sgd", AQSGDQuantization()):
+        with pytest.raises(ValueError, match="backward=True.*'int8', 'int6' or 'tah5'"):
+            make_boundary_codec(codec, backward=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tile_size": 48},
+        {"tile_size": 4},
+        {"bits": 1},
+        {"bits": 9},
+        {"bits": True},
+        {"int4_share": 1.5},
+        {"int4_share": float("nan")},
+        {"int4_share": True},
+        {"allocation": "row"},
+        {"hadamard": 1},
+        {"hadamard": False},  # with the swap
+        {"scale_dtype": "float32"},
+    ],
+)
+def test_bad_options_of_tah(options: dict[str, Any]) -> None:
+    field = next(iter(options))
+    with pytest.raises(ValueError, match=rf"TAHQuantization\({field}="):
+        TAHQuantization(**options)
+
+
+def test_configurations_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TAHQuantization().tile_size = 32  # type: ignore[misc]
+
+
+def test_state_of_another_codec_is_refused() -> None:
+    codec = make_boundary_codec("tah")
+    codec.load_state_dict(codec.state_dict())
+    with pytest.raises(ValueError, match=r"'tah' has no state.*\['samples'\]"):
+        codec.load_state_dict({"samples": 1})
+    codec.close()
