@@ -1,6 +1,7 @@
 """Train with fewer bits on the wire and in memory, through stock PyTorch Lightning.
 
-Importing this package registers ``Trainer(strategy="quantized_fsdp")``. It works with
+Importing this package registers ``Trainer(strategy="quantized_fsdp")`` and
+``Trainer(strategy="quantized_pipeline")``. It works with
 ``lightning.pytorch``, not with the separate package ``pytorch_lightning``.
 """
 
@@ -16,7 +17,11 @@ from lq_lightning.activations import (
     plan_activations,
     quantize_activations,
 )
-from lq_lightning.callbacks import ActivationQuantization, QuantizationMonitor
+from lq_lightning.callbacks import (
+    ActivationQuantization,
+    QuantizationMonitor,
+    StageBitCompensation,
+)
 from lq_lightning.data_parallel import (
     CommunicationPlan,
     GradientQuantization,
@@ -28,11 +33,14 @@ from lq_lightning.data_parallel import (
     quantized_all_reduce_hook,
 )
 from lq_lightning.optim import QuantizedAdam, QuantizedAdamW, QuantizedLion, QuantizedSGD
+from lq_lightning.pipeline.aq_sgd import AQSGDQuantization
+from lq_lightning.pipeline.tah import TAHQuantization
 from lq_lightning.plugins import FullyShardedPrecision, QuantizedPrecision
 from lq_lightning.plugins.grad_norm import grad_norm
-from lq_lightning.strategies import QuantizedFSDPStrategy
+from lq_lightning.strategies import QuantizedFSDPStrategy, QuantizedPipelineStrategy
 
 __all__ = [
+    "AQSGDQuantization",
     "ActivationPlan",
     "ActivationPolicy",
     "ActivationQuantization",
@@ -50,8 +58,11 @@ __all__ = [
     "QuantizedFSDPStrategy",
     "QuantizedGradientBuffer",
     "QuantizedLion",
+    "QuantizedPipelineStrategy",
     "QuantizedPrecision",
     "QuantizedSGD",
+    "StageBitCompensation",
+    "TAHQuantization",
     "Topology",
     "WeightQuantization",
     "__version__",
@@ -61,9 +72,15 @@ __all__ = [
     "quantized_all_reduce_hook",
 ]
 
-if QuantizedFSDPStrategy.strategy_name not in StrategyRegistry:
-    StrategyRegistry.register(
-        QuantizedFSDPStrategy.strategy_name,
+for _strategy, _description in (
+    (
         QuantizedFSDPStrategy,
-        description="FSDP2 with 4-bit weight differences and two-level 8/4-bit gradients (SDP4Bit)",
-    )
+        "FSDP2 with 4-bit weight differences and two-level 8/4-bit gradients (SDP4Bit)",
+    ),
+    (
+        QuantizedPipelineStrategy,
+        "Pipeline parallelism with few bits between stages (TAH-Quant), FSDP2 inside of them",
+    ),
+):
+    if _strategy.strategy_name not in StrategyRegistry:
+        StrategyRegistry.register(_strategy.strategy_name, _strategy, description=_description)

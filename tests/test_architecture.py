@@ -1,7 +1,8 @@
 """The import rules of the package, read from its syntax trees.
 
 Imports go strictly down: strategies, plugins, callbacks -> checkpoint -> data_parallel, optim,
-activations, pipeline -> codecs -> foundation -> kernels, and folders of one level never import each other.
+activations, pipeline -> codecs -> foundation -> kernels, and folders of one level never import each
+other.
 """
 
 from __future__ import annotations

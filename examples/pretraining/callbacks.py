@@ -28,6 +28,12 @@ def traffic_of(trainer: pl.Trainer) -> Any | None:
     return None if communication is None else communication.traffic().snapshot()
 
 
+def replicas_of(trainer: pl.Trainer) -> int:
+    """Return how many batches are trained on at a time; all stages of a pipeline share one."""
+    shares = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return int(shares.get("num_replicas", trainer.world_size))
+
+
 class RunReport(pl.Callback):
     """Measures a run, shows it in the progress bar and logs, and writes a report with a plot.
 
@@ -78,8 +84,9 @@ class RunReport(pl.Callback):
         self.report.validation = state["validation"]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count the weights once they exist."""
-        self.report.parameters = sum(parameter.numel() for parameter in pl_module.parameters())
+        """Count the weights once they exist, those of all stages if there is a pipeline."""
+        own = sum(parameter.numel() for parameter in pl_module.parameters())
+        self.report.parameters = getattr(trainer.strategy, "num_parameters", None) or own
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Tensor, batch_idx: int
@@ -103,7 +110,7 @@ class RunReport(pl.Callback):
         self.report.train_s += seconds
         if self._batches <= _WARMUP_BATCHES:
             return
-        self._counted_tokens += batch[:, 1:].numel() * trainer.world_size
+        self._counted_tokens += batch[:, 1:].numel() * replicas_of(trainer)
         self._counted_s += seconds
         self.report.tokens_per_s = self._counted_tokens / self._counted_s
         self._count_traffic(trainer)

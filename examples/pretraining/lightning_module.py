@@ -250,7 +250,11 @@ class CausalLM(pl.LightningModule):
         if self.hugging_face.save_to is None or self.model is None:
             return
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(self.model, options=options)
+        if getattr(self.trainer.strategy, "pipeline", None) is None:
+            state = get_model_state_dict(self.model, options=options)
+        else:  # other ranks have other layers
+            whole = self.trainer.strategy.whole_state_dict()
+            state = {name.removeprefix("model."): value for name, value in whole.items()}
         if self.trainer.is_global_zero:
             shape = (self.vocab_size, self.block_size)
             folder = hugging_face.save(state, self.hugging_face, self.lora, *shape)

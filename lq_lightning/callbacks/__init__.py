@@ -2,5 +2,11 @@
 
 from lq_lightning.callbacks.activation_quantization import ActivationQuantization
 from lq_lightning.callbacks.quantization_monitor import QuantizationMonitor, RelativeError
+from lq_lightning.callbacks.stage_bit_compensation import StageBitCompensation
 
-__all__ = ["ActivationQuantization", "QuantizationMonitor", "RelativeError"]
+__all__ = [
+    "ActivationQuantization",
+    "QuantizationMonitor",
+    "RelativeError",
+    "StageBitCompensation",
+]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import glob
-import types
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -20,6 +18,7 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
 )
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
 from typing_extensions import override
 
 from lq_lightning._compat.float8 import float8_matmul_available
@@ -39,9 +38,11 @@ from lq_lightning.activations.calibrate import FULL_PRECISION
 from lq_lightning.activations.meter import CodeMeter
 from lq_lightning.activations.policy import SiteKind, resolve_policy
 from lq_lightning.activations.report import ActivationReport
-from lq_lightning.activations.sites import LinearSite, Site
+from lq_lightning.activations.sites import Site, quantizes, sites_of
 from lq_lightning.foundation.reporting import QuantizationReport
+from lq_lightning.pipeline.partition import kept_stages
 
+from .after_configure_model import AfterConfigureModel
 from .training_loss import check_training_step, count_values, training_loss, untouched
 
 __all__ = ["ActivationQuantization"]
@@ -76,8 +77,9 @@ class ActivationQuantization(Callback):
     Raises:
         ValueError: ``recipe`` or ``budget`` is something else; or, before training starts:
             strategy, device or precision are not supported, there is a second one in the Trainer,
-            or the model has nothing to quantize; with a budget: manual optimization,
-            ``training_step(self, dataloader_iter)``, or tensor-parallel weights.
+            the model has nothing to quantize, or its hyperparameters hold modules; with a budget:
+            manual optimization, ``training_step(self, dataloader_iter)``, or tensor-parallel
+            weights.
         RuntimeError: Before training starts: the model is quantized already, or a precision plugin
             replaced the modules. At the first batch: the budget cannot be met, with what would do.
     """
@@ -101,11 +103,12 @@ class ActivationQuantization(Callback):
                 budget = MemoryBudget(budget)
             self._policy = replace(FULL_PRECISION, matmul=self._policy.matmul)
         self._budget = budget
+        self._bits: tuple[int, int] | None = None
         self._plan: ActivationPlan | None = None
         self._planned_values = 0  # of the batch that the plan was made on
         self._limit = ExitStack()
         self._handle: QuantizedActivations | None = None
-        self._configure: _AfterConfigureModel | None = None
+        self._configure: AfterConfigureModel | None = None
         self._report: ActivationReport | None = None
         self._meter = CodeMeter()
 
@@ -118,6 +121,26 @@ class ActivationQuantization(Callback):
     def plan(self) -> ActivationPlan | None:
         """The choice for ``budget``; ``None`` without one, before the first batch, and after."""
         return self._plan
+
+    def compensate(self, at_most: int, bits: int) -> None:
+        """Use other widths of integer codes in the next ``fit``; see ``StageBitCompensation``.
+
+        To be called while callbacks are set up, in any order.
+
+        Args:
+            at_most: Codes of so many bits or fewer are changed.
+            bits: What they get.
+
+        Raises:
+            ValueError: There is a budget, which chooses widths itself, or a code is no integer.
+        """
+        if self._budget is not None:
+            raise ValueError(
+                f"`{type(self).__name__}(budget={self._budget.size!r})` chooses the bits of each "
+                "rank by its memory: remove `StageBitCompensation`, or the budget."
+            )
+        self._policy.with_bits(at_most, bits)
+        self._bits = (at_most, bits)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -132,7 +155,7 @@ class ActivationQuantization(Callback):
             self._check(trainer)
             if self._budget is not None:
                 check_training_step(f"{type(self).__name__}(budget=...)", pl_module)
-            self._configure = _AfterConfigureModel(pl_module, self._quantize)
+            self._configure = AfterConfigureModel(pl_module, self._quantize)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -143,6 +166,9 @@ class ActivationQuantization(Callback):
         """
         if self._handle is None:
             raise AssertionError("Lightning calls `configure_model` before")
+        if in_stages := kept_stages(pl_module) is not None:
+            self._handle.forget_absent()  # layers of other stages
+            self._report = self._handle.report()
         modules = pl_module.modules()
         present = {id(v) for m in modules for v in vars(m).values() if isinstance(v, Site)}
         lost = [site.name for site in self._handle.sites if id(site) not in present]
@@ -155,7 +181,8 @@ class ActivationQuantization(Callback):
         self._meter = CodeMeter()
         self._meter.start()
         if self._budget is None:
-            rank_zero_info(f"{type(self).__name__}({self._recipe!r})\n{self._report}")
+            where = " in the stages of this rank" * in_stages
+            rank_zero_info(f"{type(self).__name__}({self._recipe!r}){where}\n{self._report}")
 
     @override
     def on_train_batch_start(
@@ -251,6 +278,11 @@ class ActivationQuantization(Callback):
                 f"`{name}` does not work with `{type(strategy).__name__}`: use "
                 'strategy="quantized_fsdp", "ddp", `ModelParallelStrategy` or a single device.'
             )
+        if self._budget is not None and getattr(strategy, "pipeline", None) is not None:
+            raise ValueError(
+                f"`{name}(budget={self._budget.size!r})` measures whole models, not the stages of "
+                "a pipeline: remove the budget, and let `StageBitCompensation` choose bits."
+            )
         device = strategy.root_device
         if device.type not in _DEVICES:
             raise ValueError(
@@ -273,7 +305,8 @@ class ActivationQuantization(Callback):
     def _quantize(self, module: pl.LightningModule) -> None:
         parallel = tensor_parallel_parameters(module)
         rules = [ActivationRule(module=name, matmul="native") for name in _owners(parallel)]
-        policy = replace(self._policy, rules=(*self._policy.rules, *rules))
+        policy = self._policy if self._bits is None else self._policy.with_bits(*self._bits)
+        policy = replace(policy, rules=(*policy.rules, *rules))
         if parallel and self._budget is not None:
             raise ValueError(
                 f"`{type(self).__name__}(budget={self._budget.size!r})` cannot measure modules "
@@ -282,8 +315,8 @@ class ActivationQuantization(Callback):
             )
         with torch.random.fork_rng([]):  # modules are tried out on random numbers
             self._handle = quantize_activations(module, policy)
-        wanted = _keeps_codes if self._budget is None else is_measured
-        if not any(map(wanted, self._handle.sites)):
+        _check_hyperparameters(module)
+        if not any(map(quantizes if self._budget is None else is_measured, self._handle.sites)):
             raise ValueError(
                 f"`{type(self).__name__}(recipe={self._recipe!r})` finds nothing to quantize in "
                 f"`{type(module).__name__}`: no normalization layer, activation function or MLP "
@@ -306,39 +339,7 @@ class ActivationQuantization(Callback):
         if self._handle is not None:
             self._handle.remove()
             self._handle = self._report = self._plan = None
-
-
-class _AfterConfigureModel:
-    """Calls a function once, behind the next ``configure_model`` of a module.
-
-    That is where a model is complete and, unless the user does it there, not sharded yet. Lightning
-    has no callback hook between the two.
-    """
-
-    def __init__(
-        self, module: pl.LightningModule, then: Callable[[pl.LightningModule], None]
-    ) -> None:
-        self._module = module
-        self._own = module.__dict__.get("configure_model")  # of a sharded module
-
-        def configure_model(module: pl.LightningModule) -> None:
-            self.remove()
-            module.configure_model()
-            then(module)
-
-        # Not `functools.wraps`: Lightning looks behind it and finds nothing overridden.
-        self._method: Any = types.MethodType(configure_model, module)
-        module.__dict__["configure_model"] = self._method
-
-    def remove(self) -> None:
-        """Restore the attribute; idempotent."""
-        attributes = self._module.__dict__
-        if attributes.get("configure_model") is not self._method:
-            return
-        if self._own is None:
-            del attributes["configure_model"]
-        else:
-            attributes["configure_model"] = self._own
+            self._bits = None
 
 
 def _owners(parameters: list[str]) -> list[str]:
@@ -348,8 +349,16 @@ def _owners(parameters: list[str]) -> list[str]:
     return [glob.escape(name) for name in dict.fromkeys((*owners, *parents)) if name]
 
 
-def _keeps_codes(site: Site) -> bool:
-    return site.codec is not None or isinstance(site, LinearSite) and site.matmul == "float8"
+def _check_hyperparameters(module: pl.LightningModule) -> None:
+    """Refuse modules among what every checkpoint holds pickled."""
+    for name, value in module.hparams.items():
+        if isinstance(value, nn.Module) and any(sites_of(part) for part in value.modules()):
+            raise ValueError(
+                f"`{type(module).__name__}.hparams` holds the module `{name}`, which cannot be "
+                "pickled into a checkpoint while its saved activations are quantized. Call "
+                f"`self.save_hyperparameters(ignore=[{name!r}])`: its weights are in the state "
+                "dict anyway."
+            )
 
 
 def _accumulates(trainer: pl.Trainer) -> bool:

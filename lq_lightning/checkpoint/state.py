@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lq_lightning._compat.checkpoint import unflatten_checkpoint
 from lq_lightning._compat.tensors import empty_like_sharded, local_shard
 from lq_lightning.checkpoint.folder import ShardedCheckpoint
-from lq_lightning.checkpoint.ranks import RankGroup
+from lq_lightning.checkpoint.ranks import ALONE, RankGroup
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.optim import QuantizedOptimizer, refuse_codes
 
@@ -32,8 +32,12 @@ __all__ = [
 ]
 
 
-def _names(module: nn.Module) -> dict[int, str]:
-    return {id(p): clean_name(n) for n, p in module.named_parameters()}
+_NO_ALIASES: Mapping[str, str] = {}
+
+
+def _names(module: nn.Module, aliases: Mapping[str, str] = _NO_ALIASES) -> dict[int, str]:
+    names = {id(p): clean_name(n) for n, p in module.named_parameters()}
+    return {key: aliases.get(name, name) for key, name in names.items()}
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -99,30 +103,52 @@ def _shard_like(value: Any, like: Any) -> Any:
     return value
 
 
-def load_model(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+def load_model(
+    module: nn.Module, state: Mapping[str, Any], strict: bool, ranks: RankGroup = ALONE
+) -> None:
     """Load a full state dict; every rank reads its shards from the whole tensors.
 
+    Args:
+        module: This rank's part of the model, or all of it.
+        state: Of the whole model.
+        strict: Whether all names have to fit.
+        ranks: Those that hold the whole model together; all of them must call this.
+
     Raises:
-        RuntimeError: Names or shapes do not fit (names only if ``strict``).
+        RuntimeError: Names or shapes do not fit on some rank (names only if ``strict``).
     """
     current = module.state_dict()
     by_clean_name = {clean_name(key): key for key in current}
+    elsewhere = set().union(*ranks.all_gather(set(by_clean_name))) - by_clean_name.keys()
     converted = {}
     for key, value in state.items():
+        if clean_name(key) in elsewhere:
+            continue
         name = key if key in current else by_clean_name.get(clean_name(key), key)
         converted[name] = _shard_like(value, current.get(name))
-    module.load_state_dict(converted, strict=strict)
+    ranks.together(lambda: module.load_state_dict(converted, strict=strict))
 
 
-def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_optimizer(
+    module: nn.Module,
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    aliases: Mapping[str, str] = _NO_ALIASES,
+) -> None:
     """Load a full optimizer state, keyed by position as torch does, or by parameter name.
+
+    Args:
+        module: Has the optimizer's parameters.
+        optimizer: To be loaded.
+        state: Of the optimizer, or by name of one that has more parameters.
+        aliases: Name of a parameter in ``module`` -> its name in ``state``, where they differ.
 
     Raises:
         ValueError: The parameter groups do not fit.
     """
     if not optimizer.state_dict():  # Lightning's stand-in for a module without optimizer
         return
-    names = _names(module)
+    names = _names(module, aliases)
     by_key: dict[Any, Tensor] = {}
     groups = state["param_groups"]
     for group, saved in zip(optimizer.param_groups, groups, strict=False):
@@ -181,12 +207,17 @@ def _positions(optimizer: Optimizer) -> dict[int, int]:
     return {id(p): i for i, p in enumerate(parameters)}
 
 
-def optimizer_state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with parameter names instead of positions, nothing gathered."""
+def optimizer_state_by_name(
+    module: nn.Module, optimizer: Optimizer, aliases: Mapping[str, str] = _NO_ALIASES
+) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with parameter names instead of positions, nothing gathered.
+
+    ``aliases`` are names to be used instead of those in ``module``.
+    """
     state = optimizer.state_dict()
     if not state:  # Lightning's stand-in for a module without optimizer
         return {}
-    names = _names(module)
+    names = _names(module, aliases)
     name_at = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     groups = [
         {**group, "params": [name_at[position] for position in group["params"]]}
@@ -296,10 +327,12 @@ def load_sharded_optimizer(
     checkpoint: ShardedCheckpoint,
     index: int,
     strict: bool,
+    aliases: Mapping[str, str] = _NO_ALIASES,
 ) -> None:
     """Load an optimizer's state by parameter name from a checkpoint of any world size.
 
-    Parameters without stored state keep none, as those that never had a gradient.
+    ``aliases`` are names in the checkpoint, by those in ``module``. Parameters without stored state
+    keep none, as those that never had a gradient.
 
     Raises:
         ValueError: The checkpoint has no such optimizer, or (if ``strict``) lacks a parameter.
@@ -313,7 +346,7 @@ def load_sharded_optimizer(
             "optimizers or with `save_weights_only=True`. Load it without `ckpt_path`, for example "
             "with `load_state_dict` after consolidating it."
         )
-    names = _names(module)
+    names = _names(module, aliases)
     like = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     paths = {
         key: path for key, path in keys.items() if path[0] != "state" or clean_name(path[1]) in like

@@ -60,9 +60,35 @@ class CheckpointingStrategy(ModelParallelStrategy):
         """The ranks that share the tensors of this rank's module, at most all that write.
 
         Others hold other parts of the model under other names, and are saved into the same
-        directory; single files need all in one group.
+        directory.
         """
         return self.checkpoint_ranks
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Name of a tied parameter in this rank's part of the model -> its first in the whole one.
+
+        Optimizer states are saved under the latter, as without parts.
+        """
+        return {}
+
+    def join_parts(self, part: dict[str, Any]) -> dict[str, Any]:
+        """Whole tensors of all parts of the model on the first rank, any dictionary elsewhere.
+
+        All ranks call it; ``part`` counts on the first of :attr:`shard_ranks`. Values are tensors
+        or dictionaries of them, by parameter name.
+        """
+        return part
+
+    def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state as one process has it, on the first rank; all ranks call it."""
+        keep = self.checkpoint_ranks.is_first
+        whole: dict[str, Any] = state.gather_tensors(optimizer.state_dict(), keep=keep)
+        return whole if keep else {}
+
+    def load_whole_optimizer_state(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
+        """Load what one process or :meth:`whole_optimizer_state` saved; all ranks call it."""
+        state.load_optimizer(self._require_module(), optimizer, whole)
 
     def on_weights_loaded(self) -> None:
         """Called after the weights were replaced by those of a checkpoint."""
@@ -135,6 +161,11 @@ class CheckpointingStrategy(ModelParallelStrategy):
     def _is_sharded(self) -> bool:
         return isinstance(self.lightning_module, FSDPModule)
 
+    @property
+    def _holds_part(self) -> bool:
+        """Whether this rank has only a part of the model or of its tensors."""
+        return self._is_sharded
+
     def _show_shards(self) -> None:
         """Register the sharded parameters again if the last forward left gathered ones in place."""
         if isinstance(self.lightning_module, nn.Module):
@@ -145,28 +176,34 @@ class CheckpointingStrategy(ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state: shards, or whole tensors on rank 0 and nothing elsewhere."""
         module = self._require_module()
-        if not self._is_sharded:
+        if not self._holds_part:
             return module.state_dict()
         self._show_shards()
         if self.world_size > 1:
             broadcast_module_states(module, parameters=False, group=self.shard_ranks.group)
         if self.saves_sharded:
             return module.state_dict()
-        return state.full_state(module, keep=self.checkpoint_ranks.is_first)
+        return self.whole_state_dict()
+
+    def whole_state_dict(self) -> dict[str, Any]:
+        """The state of the whole model on the first rank, nothing elsewhere; all ranks call it."""
+        module = self._require_module()
+        if not self._holds_part:
+            return module.state_dict()
+        self._show_shards()
+        return self.join_parts(state.full_state(module, keep=self.shard_ranks.is_first))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state: shards by parameter name, or whole tensors by position."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if not self._is_sharded:
+        if not self._holds_part:
             return Strategy.optimizer_state(self, optimizer)
         self._show_shards()
-        if self.saves_sharded:
-            own = state.optimizer_state_by_name(self._require_module(), optimizer)
-            return state.merge_parameter_groups(own, self.checkpoint_ranks)
-        keep = self.checkpoint_ranks.is_first
-        whole = state.gather_tensors(optimizer.state_dict(), keep=keep)
-        return whole if keep else {}
+        if not self.saves_sharded:
+            return self.whole_optimizer_state(optimizer)
+        own = state.optimizer_state_by_name(self._require_module(), optimizer, self.aliases)
+        return state.merge_parameter_groups(own, self.checkpoint_ranks)
 
     # --- saving -------------------------------------------------------------------------------
 
@@ -205,7 +242,9 @@ class CheckpointingStrategy(ModelParallelStrategy):
         if values or tensors:
             checkpoint[EXTRA] = {
                 **values,
-                "tensors": state.gather_tensors(tensors, ranks.is_first),
+                "tensors": self.join_parts(
+                    state.gather_tensors(tensors, self.shard_ranks.is_first)
+                ),
             }
 
         def write() -> None:
@@ -281,7 +320,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         if source is not None:
             state.load_sharded_model(module, source, strict)
         else:
-            state.load_model(module, checkpoint["state_dict"], strict)
+            state.load_model(module, checkpoint["state_dict"], strict, self.checkpoint_ranks)
         self.on_weights_loaded()
 
     def run_deferred_load(self) -> None:
@@ -301,10 +340,11 @@ class CheckpointingStrategy(ModelParallelStrategy):
         for index, optimizer in enumerate(self.optimizers):
             if source is not None:
                 state.load_sharded_optimizer(
-                    module, optimizer, source, index, module.strict_loading
+                    module, optimizer, source, index, module.strict_loading, self.aliases
                 )
             else:
-                state.load_optimizer(module, optimizer, checkpoint["optimizer_states"][index])
+                saved = checkpoint["optimizer_states"][index]
+                self.load_whole_optimizer_state(optimizer, saved)
         if not self._is_sharded:
             tensors = {}
         elif source is not None:

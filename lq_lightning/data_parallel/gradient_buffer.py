@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units
 from lq_lightning._compat.gradients import keep_unreduced_gradients
 from lq_lightning._compat.tensors import empty_like_sharded, local_tensor
-from lq_lightning._compat.torch import after_backward
+from lq_lightning._compat.torch import after_backward, backward_id
 from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode
 from lq_lightning.data_parallel.unit import full_precision_reason
 from lq_lightning.kernels.accumulate import accumulate_, buffer_layout, read_accumulated_
@@ -297,6 +297,15 @@ class QuantizedGradientBuffer:
                 parameter.grad = _zeros_like(parameter)
             self._add_to(parameter.grad, kept)
 
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Within ``accumulating``: store gradients that were assigned, which calls no hook.
+
+        Schedules that compute gradients of weights apart (zero bubble) do so.
+        """
+        for parameter in self._sums if self._accumulating else ():
+            self.after_accumulation(parameter)
+
     def reads_gradient(self, parameter: nn.Parameter) -> bool:
         """Whether the gradient of ``parameter`` is read as soon as it is computed and reduced.
 
@@ -324,7 +333,9 @@ class QuantizedGradientBuffer:
             return
         if not kept.empty:
             self._add_to(gradient, kept)
-        if not self._flush_queued and any(not s.empty for s in self._sums.values()):
+        # Outside of a backward pass, where nothing can be queued, whoever reduces flushes.
+        waiting = backward_id() >= 0 and any(not s.empty for s in self._sums.values())
+        if waiting and not self._flush_queued:
             self._flush_queued = True
             after_backward(self.flush)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ def quantize_communication(
     topology: Topology,
     min_quantized_numel: int = 4096,
     seed: int = 0,
+    vocabulary: Sequence[nn.Parameter] | None = None,
 ) -> QuantizedCommunication:
     """Replace the collectives of every FSDP2 unit in ``module`` by quantized ones.
 
@@ -68,6 +70,7 @@ def quantize_communication(
         min_quantized_numel: Parameters with fewer elements travel in full precision, as do 1-D
             ones.
         seed: Base of the stochastic-rounding seeds; the same on every rank.
+        vocabulary: Embeddings and heads; None finds them, which needs an embedding in ``module``.
 
     Raises:
         ValueError: ``module`` has no FSDP2 unit, its units or ``topology`` have other ranks, or a
@@ -82,12 +85,12 @@ def quantize_communication(
     found = list(fsdp_units(module))
     _check_meshes(module, found)
     names_of = {id(p): clean_name(n) for n, p in module.named_parameters(remove_duplicate=False)}
-    vocabulary = frozenset(names_of[id(p)] for p in vocabulary_weights(module))
+    words = vocabulary_weights(module) if vocabulary is None else vocabulary
     device = next(module.parameters()).device
     groups = RankGroups.of(topology, shard_group(found[0][2]), device)
     differences = weights is not None and weights.method == "qWD"
     votes = _make_votes(module, groups.every, device) if differences else None
-    context = _make_context(topology, groups, seed, vocabulary)
+    context = _make_context(topology, groups, seed, frozenset(names_of[id(p)] for p in words))
     units, tensors = [], []
     for index, (name, unit_module, group) in enumerate(found):
         params = GroupParams(group)

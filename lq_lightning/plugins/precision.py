@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import (
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
 
 from lq_lightning._compat.lightning import call_hooks, convert_floating, default_dtype
 from lq_lightning.plugins.grad_norm import PlainNorms
@@ -53,6 +54,8 @@ class FullyShardedPrecision(Precision):
     """
 
     precision: PrecisionName = "32-true"
+    # set by a strategy whose ranks have gradients of different parameters
+    clip_norm: Callable[[list[nn.Parameter], float], None] | None = None
 
     def __init__(self, precision: PrecisionName = "32-true") -> None:
         """Check and keep the name."""
@@ -121,6 +124,26 @@ class FullyShardedPrecision(Precision):
         """Call the ``on_after_backward`` hooks; norms of sharded gradients are plain there."""
         with PlainNorms():
             return super().post_backward(tensor, module)
+
+    @contextmanager
+    def adding_up(self, model: LightningModule) -> Generator[None, None, None]:
+        """Around the backward passes of one batch, of whose gradients only the sum is wanted."""
+        yield
+
+    def collect(self) -> None:
+        """Between two of these passes: take gradients that were written past autograd's hooks."""
+
+    @contextmanager
+    def handing_out(self, model: LightningModule) -> Generator[None, None, None]:
+        """Around the reduction of that sum; behind it the gradients are complete."""
+        yield
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the norm of all gradients of the model, wherever they are."""
+        if self.clip_norm is None:
+            super().clip_grad_by_norm(optimizer, clip_val)
+        else:
+            self.clip_norm(list(self.main_params(optimizer)), float(clip_val))
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         trainer = model.trainer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningModule
@@ -11,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lq_lightning._compat.lightning import accumulation_window, ddp_hook_of
+from lq_lightning._compat.lightning import Window, accumulation_window, ddp_hook_of
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import QuantizedGradientBuffer, quantized_all_reduce_hook
 from lq_lightning.foundation.checks import check_choice
@@ -147,7 +149,9 @@ class QuantizedPrecision(FullyShardedPrecision):
     ) -> None:
         if isinstance(optimizer, QuantizedOptimizer):
             return  # the module made it so
-        twin = quantize_optimizer(optimizer, config, module=module)
+        kept = getattr(module.trainer.strategy, "full_precision_states", None)
+        exact = [] if kept is None else kept(config.quantize_embeddings)  # known to a pipeline
+        twin = quantize_optimizer(optimizer, config, module=module, full_precision=exact)
         plan = twin.quantization_plan()
         kept = [entry for entry in plan if entry.reason]
         nbytes = sum(entry.nbytes for entry in plan)
@@ -169,7 +173,10 @@ class QuantizedPrecision(FullyShardedPrecision):
         trainer = module.trainer
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
-        return module.automatic_optimization and (scheduled or trainer.accumulate_grad_batches > 1)
+        passes = (
+            getattr(trainer.strategy, "backwards_per_batch", 1) * trainer.accumulate_grad_batches
+        )
+        return module.automatic_optimization and (scheduled or passes > 1)
 
     def _make_buffer(self, module: LightningModule) -> None:
         if self._buffer_code == "none":
@@ -204,12 +211,45 @@ class QuantizedPrecision(FullyShardedPrecision):
         if self._buffer is None:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
-        window = accumulation_window(model.trainer)
-        if window.first:
-            self._buffer.discard()  # of a window that was not completed
-            self._buffer.window = model.trainer.global_step  # the same after a resume
+        window = self._start_batch(self._buffer, model)
         with self._buffer.accumulating(not window.last):
             super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    @staticmethod
+    def _start_batch(buffer: QuantizedGradientBuffer, model: LightningModule) -> Window:
+        window = accumulation_window(model.trainer)
+        if window.first:
+            buffer.discard()  # of a window that was not completed
+            buffer.window = model.trainer.global_step  # the same after a resume
+        return window
+
+    @contextmanager
+    def adding_up(self, model: LightningModule) -> Generator[None, None, None]:
+        """Gradients of all backward passes of the batch go to the buffer."""
+        if self._buffer is None:
+            yield
+            return
+        self._start_batch(self._buffer, model)
+        with self._buffer.accumulating():
+            yield
+            self._buffer.collect()
+
+    def collect(self) -> None:
+        """Move gradients that no hook has seen into the buffer."""
+        if self._buffer is not None:
+            self._buffer.collect()
+
+    @contextmanager
+    def handing_out(self, model: LightningModule) -> Generator[None, None, None]:
+        """The last batch of a window gets the sums of all of them."""
+        if self._buffer is None:
+            yield
+            return
+        last = accumulation_window(model.trainer).last
+        with self._buffer.accumulating(not last):
+            yield
+        if last:
+            self._buffer.flush()
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         if self._buffer is not None:

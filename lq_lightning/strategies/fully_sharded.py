@@ -47,7 +47,14 @@ from lq_lightning.strategies.options import (
     check_timeout,
 )
 from lq_lightning.strategies.root_forward import register_step_methods
-from lq_lightning.strategies.sharding import Sharding, compile_units, remember, shard, sharded
+from lq_lightning.strategies.sharding import (
+    Sharding,
+    check_settings,
+    compile_units,
+    remember,
+    shard,
+    sharded,
+)
 from lq_lightning.strategies.steps import SteppingStrategy
 from lq_lightning.strategies.stop_signal import StopSignal
 from lq_lightning.strategies.units import ShardingPlan, UnitSelector, check_selector, find_units
@@ -142,6 +149,19 @@ class FullyShardedStrategy(SteppingStrategy):
     def on_sharded(self, module: LightningModule) -> Any:
         """Called once per module after it was sharded; the result is kept with the module."""
         return None
+
+    def unit_selector(self) -> UnitSelector:
+        """Which modules are gathered as one piece."""
+        return self._units
+
+    def place_module(self, module: LightningModule) -> None:
+        """Bring the module into the form and to the device that this rank trains it in.
+
+        Called whenever a Trainer method sets up, also for a module that was placed before.
+        """
+        self._shard_once(module)
+        initialize_root(cast(FSDPModule, module))
+        register_step_methods(module)
 
     # --- environment ----------------------------------------------------------------------------
 
@@ -248,10 +268,8 @@ class FullyShardedStrategy(SteppingStrategy):
         self.accelerator.setup(trainer)
         check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         with explain_lost_rank(self.global_rank, self.world_size):
-            self._shard_once(module)
+            self.place_module(module)
             self.run_deferred_load()
-        initialize_root(cast(FSDPModule, module))
-        register_step_methods(module)
         for submodule in module.modules():
             if isinstance(submodule, Metric):
                 submodule.to(self.root_device)
@@ -259,8 +277,9 @@ class FullyShardedStrategy(SteppingStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
-            for optimizer in self.optimizers:
-                check_optimizer(optimizer)
+            if self._is_sharded:
+                for optimizer in self.optimizers:
+                    check_optimizer(optimizer)
             move_optimizers_to_device(self.optimizers, self.root_device)
 
     def _setup_single(self, trainer: Trainer, module: LightningModule) -> None:
@@ -280,7 +299,7 @@ class FullyShardedStrategy(SteppingStrategy):
         known = sharded(module)
         if known is None:
             sharding = Sharding(
-                units=self._units,
+                units=self.unit_selector(),
                 reshard_after_forward=self._reshard_after_forward,
                 compile_units=self._compile_units,
                 precision=self._fsdp_precision,
@@ -292,14 +311,8 @@ class FullyShardedStrategy(SteppingStrategy):
             known.extra = self.on_sharded(module)
             remember(module, known)
             rank_zero_info(known.plan.summary())
-        elif known.settings != self.settings():
-            changed = {k: v for k, v in self.settings().items() if known.settings.get(k) != v}
-            name, value = next(iter(changed.items()))
-            raise ValueError(
-                f"this `{type(module).__name__}` was already sharded with "
-                f"`{name}={known.settings.get(name)!r}` and cannot change to `{name}={value!r}`. "
-                "Use the same options, or make a new module and load a checkpoint."
-            )
+        else:
+            check_settings(module, known.settings, self.settings())
 
     @property
     def sharding_plan(self) -> ShardingPlan | None:

@@ -214,6 +214,10 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         if self.communication is not None:
             self.communication.measure_quantization_errors(measure)
 
+    def vocabulary(self, module: LightningModule) -> list[nn.Parameter] | None:
+        """Embeddings and heads of the module; None where they can be told from it."""
+        return None
+
     def setup_environment(self) -> None:
         """Check the topology, then start the process group."""
         if self.world_size > 1:
@@ -256,6 +260,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             topology=topology,
             min_quantized_numel=self._min_quantized_numel,
             seed=self._seed,
+            vocabulary=self.vocabulary(module),
         )
         if gradients is not None:
             _warn_of_options_without_effect(gradients, communication)

@@ -29,6 +29,8 @@ from lq_lightning.strategies.units import ShardingPlan, UnitSelector, find_units
 __all__ = [
     "ShardedModule",
     "Sharding",
+    "already_configured",
+    "check_settings",
     "compile_units",
     "remember",
     "shard",
@@ -56,7 +58,7 @@ class Sharding:
         reshard_after_forward: Free a unit's weights between forward and backward.
         compile_units: ``torch.compile`` the forward of each unit.
         precision: Gives dtypes and the mixed-precision policy.
-        mesh: 1-D, over all ranks.
+        mesh: 1-D, over the ranks that share the module.
         device: Where this rank computes.
         layer_sync: Replaces layers by synchronized ones (batch norm), if there is one.
     """
@@ -98,7 +100,7 @@ def sharded(module: nn.Module | None) -> ShardedModule | None:
 def shard(
     module: LightningModule, sharding: Sharding, settings: Mapping[str, object]
 ) -> ShardedModule:
-    """Shard a module in place, with the values of rank 0.
+    """Shard a module in place, with the values of the mesh's first rank.
 
     Args:
         module: Not sharded, or by the user in ``configure_model``.
@@ -113,19 +115,20 @@ def shard(
     if sharding.layer_sync is not None and several:
         sharding.layer_sync.apply(module)
     sharding.precision.convert_module(module)
+    ranks = sharding.mesh.get_group()
     if several:
-        broadcast_module_states(module, parameters=True)
+        broadcast_module_states(module, parameters=True, group=ranks)
     plan = find_units(module, sharding.units)
     shard_module(module, plan, sharding.mesh, sharding.precision, sharding.reshard_after_forward)
     for _, _, group in fsdp_units(module):
         gather_normal_tensors(group)
     _materialize(module, sharding.device)
     if several:
-        broadcast_module_states(module, parameters=False)
+        broadcast_module_states(module, parameters=False, group=ranks)
     if not offloads_to_cpu(module):
         module.to(sharding.device)
     check_fully_sharded(module)
-    module.configure_model = _already_configured  # type: ignore[method-assign]
+    module.configure_model = already_configured  # type: ignore[method-assign]
     if sharding.compile_units:
         compile_units(module, plan)
     SubmoduleCalls(module, sharding.precision.forward_context)
@@ -138,7 +141,25 @@ def remember(module: LightningModule, record: ShardedModule) -> None:
     module.__dict__[_RECORD] = record
 
 
-def _already_configured() -> None:
+def check_settings(
+    module: LightningModule, known: Mapping[str, object], wanted: Mapping[str, object]
+) -> None:
+    """Refuse other options than those that are baked into a module.
+
+    Raises:
+        ValueError: One of them differs.
+    """
+    changed = {key: value for key, value in wanted.items() if known.get(key) != value}
+    if changed:
+        name, value = next(iter(changed.items()))
+        raise ValueError(
+            f"this `{type(module).__name__}` was already sharded with `{name}="
+            f"{known.get(name)!r}` and cannot change to `{name}={value!r}`. Use the same options, "
+            "or make a new module and load a checkpoint."
+        )
+
+
+def already_configured() -> None:
     """Stand in for ``configure_model`` of a sharded module, which must not be built again."""
 
 
@@ -170,7 +191,7 @@ def shard_module(
     Args:
         root: The LightningModule.
         plan: From :func:`find_units`.
-        mesh: 1-D, over all ranks.
+        mesh: 1-D, over the ranks that share the module.
         precision: Gives the mixed-precision policy of units that are not sharded yet.
         reshard_after_forward: Free a unit's weights between forward and backward. The root keeps
             its own (they are needed first in backward).

@@ -202,7 +202,8 @@ class SteppingStrategy(CheckpointingStrategy):
 
     def _share_buffers(self) -> None:
         if self._is_sharded and self.world_size > 1:
-            broadcast_module_states(self._require_module(), parameters=False)
+            module, group = self._require_module(), self.shard_ranks.group
+            broadcast_module_states(module, parameters=False, group=group)
 
     def on_validation_start(self) -> None:
         """Evaluate with the same buffers (such as running statistics) on all ranks."""

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lq_lightning.foundation.blocks import has_parameters, is_block, is_silent_container
+
 __all__ = ["ShardingPlan", "UnitSelector", "check_selector", "find_units"]
 
 UnitSelector = Sequence[str] | Callable[[nn.Module], bool] | None
@@ -70,7 +72,8 @@ def find_units(root: nn.Module, units: UnitSelector = None) -> ShardingPlan:
     if existing or isinstance(root, FSDPModule):
         return ShardingPlan(_innermost_first(existing), "`configure_model`")
     if units is not None:
-        chosen, source = _select(root, named, units), "the `units` option"
+        chosen = _select(root, named, units)
+        source = getattr(units, "source", "the `units` option")
     elif classes := _no_split_classes(root):
         chosen = _outermost([n for n, m in named.items() if type(m).__name__ in classes])
         source = f"`_no_split_modules` ({', '.join(sorted(classes))})"
@@ -79,7 +82,7 @@ def find_units(root: nn.Module, units: UnitSelector = None) -> ShardingPlan:
     else:
         chosen, source = list(_repeated_blocks(root, "")), "repeated blocks"
     kept = _sharing(root, chosen)
-    chosen = [name for name in chosen if name not in kept and _has_parameters(named[name])]
+    chosen = [name for name in chosen if name not in kept and has_parameters(named[name])]
     candidates = () if chosen else _candidates(root, named)
     return ShardingPlan(_innermost_first(chosen), source, tuple(kept.items()), candidates)
 
@@ -94,7 +97,7 @@ def _candidates(root: nn.Module, named: dict[str, nn.Module]) -> tuple[str, ...]
     sizes: dict[str, int] = {}
     for module in named.values():
         numel = sum(p.numel() for p in module.parameters())
-        if 0 < numel <= half and not _is_silent_container(module):
+        if 0 < numel <= half and not is_silent_container(module):
             name = type(module).__name__
             sizes[name] = max(sizes.get(name, 0), numel)
     return tuple(sorted(sizes, key=lambda name: -sizes[name]))
@@ -102,17 +105,6 @@ def _candidates(root: nn.Module, named: dict[str, nn.Module]) -> tuple[str, ...]
 
 def _innermost_first(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: -name.count(".")))
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
-def _is_silent_container(module: nn.Module) -> bool:
-    return (
-        isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        and type(module).forward is nn.Module.forward
-    )
 
 
 def check_selector(units: UnitSelector) -> None:
@@ -137,7 +129,7 @@ def _select(
     units: Sequence[str] | Callable[[nn.Module], bool],
 ) -> list[str]:
     check_selector(units)
-    present = Counter(type(m).__name__ for m in named.values() if _has_parameters(m))
+    present = Counter(type(m).__name__ for m in named.values() if has_parameters(m))
     known = ", ".join(sorted(present))
     if callable(units):
         chosen = [name for name, module in named.items() if units(module)]
@@ -155,7 +147,7 @@ def _select(
             )
         chosen = [name for name, module in named.items() if type(module).__name__ in units]
     for name in chosen:
-        if _is_silent_container(named[name]):
+        if is_silent_container(named[name]):
             raise ValueError(
                 f"`units` selects `{name}`, a {type(named[name]).__name__} without `forward`, "
                 "which cannot be a unit because nothing calls it. Select its children."
@@ -178,7 +170,7 @@ def _repeated_blocks(module: nn.Module, name: str) -> Iterator[str]:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         by_class: dict[type, list[str]] = defaultdict(list)
         for key, child in children.items():
-            if _is_block(child):
+            if is_block(child):
                 by_class[type(child)].append(key)
         for keys in by_class.values():
             if len(keys) > 1:
@@ -189,10 +181,6 @@ def _repeated_blocks(module: nn.Module, name: str) -> Iterator[str]:
             yield full
         else:
             yield from _repeated_blocks(child, full)
-
-
-def _is_block(module: nn.Module) -> bool:
-    return not _is_silent_container(module) and any(_has_parameters(c) for c in module.children())
 
 
 def _sharing(root: nn.Module, chosen: Sequence[str]) -> dict[str, str]:

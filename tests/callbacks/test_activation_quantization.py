@@ -5,20 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import (
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    SingleDeviceStrategy,
-)
 from lightning.pytorch.tuner import Tuner
 from lq_testing.activation_models import (
     INT8,
@@ -30,20 +22,18 @@ from lq_testing.activation_models import (
     fit,
     snapshot,
 )
-from lq_testing.lightning_models import Losses, TinyModule, loader, quiet, trainer
+from lq_testing.lightning_models import Losses, loader, trainer
 from lq_testing.models import WIDTH
 from torch import Tensor, nn
 
 from lq_lightning import (
     ActivationPolicy,
     ActivationQuantization,
-    ActivationRule,
     QuantizationMonitor,
     QuantizedFSDPStrategy,
     QuantizedPrecision,
-    quantize_activations,
 )
-from lq_lightning.callbacks import activation_quantization
+from lq_lightning.callbacks.after_configure_model import AfterConfigureModel
 
 # --- one device ---------------------------------------------------------------------------------
 
@@ -246,106 +236,16 @@ def test_compiled_units_are_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert copied(torch.ones(2, WIDTH)).shape == (2, WIDTH)
 
 
-# --- refusals -----------------------------------------------------------------------------------
-
-
-class Linears(TinyModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Embedding(31, 8), nn.Linear(8, 8))  # type: ignore[assignment]
-
-
-class Replacing(Precision):
-    def convert_module(self, module: Any) -> nn.Module:
-        for block in module.net.blocks:
-            block.norm = nn.RMSNorm(WIDTH, eps=1e-5)
-        return module
-
-
-def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="recipe='fp4'.*'agoq', 'coat', 'fp8-4bit'"):
-        ActivationQuantization("fp4")  # type: ignore[arg-type]
-    two = [ActivationQuantization(), ActivationQuantization("coat")]
-    with pytest.raises(ValueError, match="two `ActivationQuantization`"):
-        fit(Module(), tmp_path, callbacks=two)
-    with pytest.raises(ValueError, match="64-true"):
-        fit(Module(), tmp_path, "agoq", precision="64-true")
-    for module, policy in (
-        (Linears(), "agoq"),
-        (Module(), ActivationPolicy(rules=[ActivationRule(module="*")])),
-    ):
-        before = snapshot(module)
-        with pytest.raises(ValueError, match="finds nothing to quantize"):
-            fit(module, tmp_path, policy)
-        assert snapshot(module) == before
-    module = Module()
-    with pytest.raises(RuntimeError, match=r"`net.blocks.0.norm` and 1 more.*`Replacing`"):
-        fit(module, tmp_path, "agoq", plugins=[Replacing()])
-    handle = quantize_activations(module)
-    with pytest.raises(RuntimeError, match="quantized already"):
-        fit(module, tmp_path, "agoq")
-    handle.remove()
-
-    def start(quantization: ActivationQuantization, strategy: Any) -> None:
-        run = SimpleNamespace(callbacks=[quantization], strategy=strategy, precision="32-true")
-        quantization.setup(run, Module(), "fit")  # type: ignore[arg-type]
-
-    for strategy in (FSDPStrategy(), object.__new__(DeepSpeedStrategy)):
-        with pytest.raises(ValueError, match=f"does not work with `{type(strategy).__name__}`"):
-            start(ActivationQuantization(), strategy)
-    with pytest.raises(ValueError, match="device 'mps'"):
-        start(ActivationQuantization(), SingleDeviceStrategy("mps"))
-    old = "float8_matmul_available", lambda device: "This GPU is too old."
-    monkeypatch.setattr(activation_quantization, *old)
-    mixed = ActivationPolicy(rules=[ActivationRule(module="*", codec="int8", matmul="float8")])
-    for recipe in ("coat", mixed):
-        with pytest.raises(ValueError, match="This GPU is too old"):
-            start(ActivationQuantization(recipe), SingleDeviceStrategy("cpu"))
-    start(ActivationQuantization("agoq"), SingleDeviceStrategy("cpu"))
-
-
-# --- command line -------------------------------------------------------------------------------
-
-
-def _callback(*arguments: str) -> Any:
-    quiet()
-    defaults = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
-    cli = LightningCLI(
-        TinyModule, run=False, args=[*defaults, *arguments], save_config_callback=None
-    )
-    found = [c for c in cli.trainer.callbacks if isinstance(c, ActivationQuantization)]
-    return found[0]._policy
-
-
-POLICY = """
-trainer:
-  callbacks:
-    - class_path: lq_lightning.ActivationQuantization
-      init_args:
-        recipe:
-          norm: int8
-          activation: {code: int4, group_size: 64}
-          matmul: float8
-          rules:
-            - {module: "net.blocks.0.*"}
-            - {module: "*.mlp", codec: fp8_e4m3, matmul: native}
-"""
-
-
-def test_command_line_and_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = "--trainer.callbacks=lq_lightning.ActivationQuantization"
-    assert _callback(name).matmul == "native"
-    assert _callback(name, "--trainer.callbacks.recipe=coat").norm == "fp8_e4m3"
-    (tmp_path / "a.yaml").write_text(POLICY)
-    policy = _callback(f"--config={tmp_path}/a.yaml")
-    assert (policy.norm, policy.matmul) == ("int8", "float8")
-    assert policy.activation.group_size == 64
-    assert policy.codec("norm", "net.blocks.0.norm") is None
-    assert policy.codec("activation", "net.blocks.1.mlp").code == "fp8_e4m3"
-    for wrong in ("fp4", "{norms: int8}", "{norm: int99}", "{matmul: fp8}"):
-        with pytest.raises((SystemExit, ValueError)) as error:
-            _callback(name, f"--trainer.callbacks.recipe={wrong}")
-        assert "recipe" in capsys.readouterr().err + str(error.value)
+def test_copy_of_a_module_that_waits_for_its_layers_is_left_alone() -> None:
+    """Such as that of a callback which averages weights, in its ``setup``."""
+    module, seen = Module("configure_model"), list[pl.LightningModule]()
+    AfterConfigureModel(module, seen.append)
+    copied = copy.deepcopy(module)
+    copied.configure_model()
+    assert "configure_model" not in vars(copied)
+    assert not seen
+    module.configure_model()
+    assert seen == [module]
 
 
 # --- Hugging Face -------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lq_lightning import QuantizationMonitor, QuantizedFSDPStrategy, QuantizedPrecision
 from lq_lightning.activations import quantize_activations
+from lq_lightning.activations.sources import source_of
 
 PLAIN = {"weights": "none", "gradients": "none"}
 
@@ -117,6 +118,12 @@ def _units_of_their_own(rank: int, world: int) -> None:
         model(torch.randn(16, 64)).square().sum().backward()
         return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
 
+    norm = nn.LayerNorm(64)
+    quantize_activations(norm, INT8)
+    source = source_of(norm(torch.randn(2, 64)))
+    assert source is not None
+    kept = [t.data_ptr() for t in source.tensors[2:]]  # type: ignore[union-attr]
+    assert kept == [norm.weight.data_ptr(), norm.bias.data_ptr()], "nobody frees them"
     mesh = dist.init_device_mesh("cpu", (world,))
     exact, coded = gradients(False), gradients(True)
     assert 0 < float((coded - exact).norm() / exact.norm()) < 0.02

@@ -91,6 +91,7 @@ CONFIGS = (
     "llama_hf",
     "lora",
     "everything",
+    "pipeline",
 )
 
 
@@ -103,7 +104,8 @@ def test_configs_parse_and_take_overrides(name: str, examples: Path) -> None:
         "--trainer.max_steps=7",
     )
     strategy = config["trainer"]["strategy"]
-    assert strategy["class_path"] == "lq_lightning.strategies.QuantizedFSDPStrategy"
+    kind = "Pipeline" if name == "pipeline" else "FSDP"
+    assert strategy["class_path"] == f"lq_lightning.strategies.Quantized{kind}Strategy"
     assert strategy["init_args"]["gradients"] == "TLq"
     assert config["trainer"]["max_steps"] == 7
     assert config["seed_everything"] == 42

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,10 +69,25 @@ def test_quantized_run(examples: Path, tmp_path: Path) -> None:
     assert 4 < wire.bits_per_gradient < 8
     lines = [line for line in shown.splitlines() if "val_loss" in line]
     assert [line.split()[0] for line in lines] == ["2/4", "4/4"]
-    assert f"tokens/s {result.tokens_per_s:.0f}" in lines[-1]
+    (rate,) = re.findall(r"tokens/s ([\d.]+)", lines[-1])
+    assert float(rate) == pytest.approx(result.tokens_per_s, rel=1e-3)
     assert f"MB/step {wire.sent / wire.steps / 1e6:#.4g}" in lines[-1]
     assert (root / "report.png").is_file()
     assert (root / "checkpoints" / "last.ckpt").is_dir()
+
+
+@pytest.mark.usefixtures("text_folder")
+def test_pipeline(examples: Path, tmp_path: Path) -> None:
+    """Two stages; the report counts all weights once, and tokens of the one batch."""
+    options = ["--trainer.max_steps=4", "--trainer.val_check_interval=2", "--report.plot=false"]
+    options += ["--model.decoder.num_layers=2", "--data.batch_size=4", "--sample.max_new_tokens=0"]
+    shown = _run("fit", "pipeline", examples, tmp_path, *options)
+    assert "2 layers in 2 stages" in shown
+    assert "forward as tah (4." in shown
+    result = report.read(tmp_path / "runs" / "pipeline" / "report.json")
+    assert [step for step, _ in result.validation] == [2, 4]
+    assert result.parameters == 123712
+    assert (tmp_path / "runs" / "pipeline" / "checkpoints" / "last.ckpt").is_dir()
 
 
 @pytest.mark.slow

@@ -1,0 +1,158 @@
+"""``Trainer(callbacks=[StageBitCompensation(), ActivationQuantization()])``: bits by stage."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lq_lightning.pipeline.in_flight import InFlight, compensated_bits, in_flight
+
+from .activation_quantization import ActivationQuantization
+
+__all__ = ["PipelineFacts", "StageBitCompensation"]
+
+_MEASURED_AFTER = 3  # batches: the first ones allocate, compile and tune
+_GIB = 2**30
+
+
+@runtime_checkable
+class PipelineFacts(Protocol):
+    """What ``Trainer.strategy.pipeline`` says of the pipeline of this process.
+
+    Attributes:
+        schedule: name of the schedule.
+        pipeline_size: ranks of the pipeline.
+        num_microbatches: micro-batches of a training step.
+        stages_per_rank: stages on each rank.
+        rank: number of this process's rank in its pipeline.
+    """
+
+    schedule: str
+    pipeline_size: int
+    num_microbatches: int
+    stages_per_rank: int
+    rank: int
+
+
+class StageBitCompensation(Callback):
+    """Gives saved activations more bits on pipeline ranks that keep fewer micro-batches.
+
+    The first ranks of a pipeline keep the most micro-batches between their forward and backward
+    passes. What is counted from the schedule that runs, and each rank's integer codes of
+    ``ActivationQuantization`` get ``bits * N_1 / N_i`` bits: codes of ``bits`` bits or fewer; wider
+    ones stay as they are if they are wider still. Transforms and groups stay as they are.
+    (DBCA-PP; AGoQ, section 4.2.)
+
+    Args:
+        bits: Of the rank that keeps the most.
+        rounding: ``"floor"``, with which no rank's peak grows, or ``"nearest"``, as in the paper.
+        cap: Most bits.
+        linear_share: For schedules that split the backward pass: the share of linear layers'
+            inputs, which are kept longer, in what a micro-batch saves, from 0 to 1. None: whatever
+            it is, no peak grows, which for zero bubble leaves nothing to give.
+
+    Raises:
+        ValueError: A value that is not listed above; or, before training starts: the strategy has
+            no pipeline, the Trainer has no ``ActivationQuantization``, or that has a budget or
+            codes that are no integers.
+    """
+
+    def __init__(
+        self,
+        bits: int = 4,
+        rounding: Literal["floor", "nearest"] = "floor",
+        cap: int = 8,
+        linear_share: float | None = None,
+    ) -> None:
+        super().__init__()
+        compensated_bits((1,), bits, rounding, cap, linear_share)  # checks them
+        self._options = (bits, rounding, cap, linear_share)
+        self._counts: tuple[InFlight, ...] = ()
+        self._bits: tuple[int, ...] = ()
+        self._steps = 0
+
+    @property
+    def counts(self) -> tuple[InFlight, ...]:
+        """What each rank of the pipeline keeps at most; empty before ``fit``."""
+        return self._counts
+
+    @property
+    def stage_bits(self) -> tuple[int, ...]:
+        """Bits of each rank of the pipeline; empty before ``fit``."""
+        return self._bits
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Count, and tell ``ActivationQuantization`` before it quantizes the model.
+
+        Raises:
+            ValueError: There is no pipeline, no ``ActivationQuantization``, or nothing that could
+                have other bits.
+        """
+        if stage != "fit":
+            return
+        name = type(self).__name__
+        facts = getattr(trainer.strategy, "pipeline", None)
+        if not isinstance(facts, PipelineFacts):
+            raise ValueError(
+                f"`{name}` needs a pipeline, which `{type(trainer.strategy).__name__}` does not "
+                'have: use strategy="quantized_pipeline" with more than one rank along the '
+                "pipeline, or remove the callback."
+            )
+        found = [
+            callback
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            if isinstance(callback, ActivationQuantization)
+        ]
+        if not found:
+            raise ValueError(
+                f"`{name}` says in how many bits `ActivationQuantization` keeps activations, but "
+                "there is none in the Trainer: add it to the callbacks."
+            )
+        self._counts = in_flight(
+            facts.schedule, facts.pipeline_size, facts.num_microbatches, facts.stages_per_rank
+        )
+        self._bits = compensated_bits(self._counts, *self._options)
+        self._steps = 0
+        found[0].compensate(self._options[0], self._bits[facts.rank])
+        rank_zero_info(f"{name}: {facts.schedule}\n{self.summary()}")
+
+    def summary(self) -> str:
+        """Return a table of ranks, micro-batches kept, bits, and their product, the peak."""
+        share = 1.0 if self._options[3] is None else self._options[3]
+        products = [
+            bits * count.peak(share) for bits, count in zip(self._bits, self._counts, strict=True)
+        ]
+        lines = ["rank  micro-batches kept  bits  predicted peak"]
+        rows = zip(self._counts, self._bits, products, strict=True)
+        for rank, (count, bits, product) in enumerate(rows):
+            part = f"{product:g} ({product / max(products):.0%})"
+            lines.append(f"{rank:>4}  {count!s:>18}  {bits:>4}  {part:>14}")
+        return "\n".join(lines)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, idx: int
+    ) -> None:
+        """On GPUs, say once how much memory each rank needed."""
+        if trainer.strategy.root_device.type != "cuda":
+            return
+        self._steps += 1
+        if self._steps != _MEASURED_AFTER:
+            return
+        facts: PipelineFacts = trainer.strategy.pipeline  # type: ignore[attr-defined]
+        peak = torch.tensor(
+            [float(facts.rank), torch.cuda.max_memory_allocated() / _GIB], device=pl_module.device
+        )
+        peaks: dict[int, float] = {}
+        for rank, size in pl_module.all_gather(peak).view(-1, 2).tolist():  # type: ignore[union-attr]
+            peaks[int(rank)] = max(size, peaks.get(int(rank), 0.0))
+        measured = ", ".join(f"{peaks[rank]:.2f}" for rank in sorted(peaks))
+        rank_zero_info(
+            f"{type(self).__name__}: measured peak of all memory by rank, GiB: {measured}"
+        )

@@ -1,0 +1,231 @@
+"""The half of ``quantized_pipeline`` that runs a module whose layers lie on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lq_lightning._compat.lightning import accumulation_window
+from lq_lightning.checkpoint import state
+from lq_lightning.checkpoint.ranks import RankGroup
+from lq_lightning.foundation.parameters import clean_name
+from lq_lightning.strategies.pipeline_checkpoints import (
+    by_name,
+    gather_parts,
+    whole_groups,
+    whole_state,
+)
+from lq_lightning.strategies.pipeline_data import draw_alike
+from lq_lightning.strategies.pipeline_gradients import PipelineGradients, SharedTensor
+from lq_lightning.strategies.pipeline_options import check_stage_optimizer
+from lq_lightning.strategies.pipeline_ranks import PipelineRanks
+from lq_lightning.strategies.pipeline_run import PipelineRun
+from lq_lightning.strategies.pipeline_stages import CutModule, cut_of
+from lq_lightning.strategies.quantized_fsdp import QuantizedFSDPStrategy
+
+__all__ = ["PipelinedStrategy"]
+
+
+class PipelinedStrategy(QuantizedFSDPStrategy):
+    """The half of :class:`QuantizedPipelineStrategy` that runs; the other sets what it declares.
+
+    Without ``_ranks`` there is no pipeline, and everything is as in the parent class.
+    """
+
+    _ranks: PipelineRanks | None = None
+    _run: PipelineRun | None = None
+    _shared: tuple[SharedTensor, ...] = ()
+    _gradients_of_stage: PipelineGradients | None = None
+
+    @property
+    def _cut(self) -> CutModule | None:
+        return cut_of(self._attached_module)
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    @property
+    def shard_ranks(self) -> RankGroup:
+        """The ranks of this rank's stage."""
+        return RankGroup(group=None if self._ranks is None else self._ranks.stage_group)
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Names of tied parameters here -> their first names in the whole model."""
+        return {} if self._cut is None else self._cut.aliases
+
+    @property
+    def _holds_part(self) -> bool:
+        return self._is_sharded or self._cut is not None
+
+    def join_parts(self, part: dict[str, Any]) -> dict[str, Any]:
+        """Collect all stages on the first rank, in the order of the whole model."""
+        if self._ranks is None or self._cut is None:
+            return part
+        if not self.shard_ranks.is_first:
+            return {}
+        joined = gather_parts(part, self._ranks.control_group)
+        for name, first in self._cut.ties.items():
+            if name in joined and first in joined:
+                joined[name] = joined[first]  # one tensor, in the file too
+        order = self._cut.order
+        names = sorted(joined, key=lambda name: order.get(clean_name(name), len(order)))
+        return {name: joined[name] for name in names}
+
+    def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Collect the states of all stages on the first rank, keyed as in one process."""
+        if self._ranks is None or self._cut is None:
+            return super().whole_optimizer_state(optimizer)
+        own = state.optimizer_state_by_name(self._require_module(), optimizer, self.aliases)
+        if not own:
+            return {}
+        groups = whole_groups(own, self.checkpoint_ranks, self._cut.order)
+        keep = self.shard_ranks.is_first
+        states = state.gather_tensors(own["state"], keep)
+        if not keep:
+            return {}
+        states = gather_parts(states, self._ranks.control_group)
+        return whole_state(states, groups) if self.checkpoint_ranks.is_first else {}
+
+    def load_whole_optimizer_state(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
+        """Load this stage's part of what one process or all stages saved."""
+        module = self._require_module()
+        own = state.optimizer_state_by_name(module, optimizer, self.aliases)
+        if self._cut is None or not own:
+            super().load_whole_optimizer_state(optimizer, whole)
+            return
+        named = (isinstance(key, str) for group in whole["param_groups"] for key in group["params"])
+        if not any(named):
+            groups = whole_groups(own, self.checkpoint_ranks, self._cut.order)
+            whole = by_name(whole, groups, optimizer)
+        state.load_optimizer(module, optimizer, whole, self.aliases)
+
+    def on_weights_loaded(self) -> None:
+        """Nothing that was sent before is referred to."""
+        super().on_weights_loaded()
+        if self._run is not None:
+            self._run.forget()
+
+    def teardown(self) -> None:
+        """Free what codecs keep of samples, too."""
+        if self._run is not None:
+            self._run.forget()
+        super().teardown()
+
+    # --- data -------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let the ranks of a pipeline draw the same batches."""
+        dataloader = super().process_dataloader(dataloader)
+        if self._ranks is not None:
+            draw_alike(dataloader, self._ranks)
+        return dataloader
+
+    def vocabulary(self, module: LightningModule) -> list[nn.Parameter] | None:
+        """Embeddings and heads of the whole model that this rank has a part of."""
+        if self._cut is None:
+            return super().vocabulary(module)
+        return self._cut.parameters_of(module, self._cut.vocabulary)
+
+    def full_precision_states(self, quantize_embeddings: bool) -> list[nn.Parameter]:
+        """Parameters whose optimizer states must not be rounded.
+
+        Those that other stages hold, too, have to be updated alike there; and what is an embedding
+        in the whole model may be a mere matrix in this part of it.
+        """
+        if self._cut is None:
+            return []
+        names = frozenset(name for shared in self._cut.plan.shared for name in shared.names)
+        if not quantize_embeddings:
+            names |= self._cut.embeddings
+        return self._cut.parameters_of(self._require_module(), names)
+
+    # --- gradients --------------------------------------------------------------------------------
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimizer of this rank's stages.
+
+        Raises:
+            NotImplementedError: It cannot run in parts.
+        """
+        super().setup_optimizers(trainer)
+        self._fsdp_precision.clip_norm = self._gradients_of_stage = None
+        if self._ranks is None:
+            return
+        self._deferred = None  # a schedule always defers
+        for optimizer in self.optimizers:
+            check_stage_optimizer(type(self).__name__, optimizer)
+        if self.optimizers:
+            module, shared = self._require_module(), self._shared
+            self._gradients_of_stage = PipelineGradients(module, self.optimizers[0], shared)
+            self._fsdp_precision.clip_norm = self._gradients_of_stage.clip
+
+    def gradient_norm(self) -> Tensor:
+        """The L2 norm of all gradients of the model, tied ones counted once.
+
+        For hooks between backward and the optimizer step, on all ranks of the run together.
+
+        Returns:
+            A float32 scalar, the same on every rank.
+
+        Raises:
+            RuntimeError: There is no pipeline, or no optimizer.
+        """
+        if self._gradients_of_stage is None:
+            raise RuntimeError(
+                "`gradient_norm` is for the hooks of `fit` with several pipeline stages. Elsewhere "
+                "use `lq_lightning.grad_norm(module)`."
+            )
+        return self._gradients_of_stage.total_norm()
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Hand out the gradients, which the schedule computed within ``training_step``."""
+        gradients, module = self._gradients_of_stage, self._require_module()
+        if gradients is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        precision = self._fsdp_precision
+        last = accumulation_window(module.trainer).last
+        self.pre_backward(closure_loss)
+        loss = precision.pre_backward(closure_loss, module)
+        with self._guard():
+            with precision.handing_out(module):
+                gradients.give_back(reduce=last or self._reduce_every_microbatch)
+            if last:
+                gradients.sum_shared()
+        loss = precision.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward and backward passes of all micro-batches; return their mean loss."""
+        gradients, run = self._gradients_of_stage, self._run
+        if gradients is None or run is None:
+            return super().training_step(*args, **kwargs)
+        module = self._require_module()
+        trainer = module.trainer
+        with self._guard():
+            count = run.prepare("training_step", args, training=True)
+            gradients.start(accumulation_window(trainer).first)
+            scale = 1.0 / (count * trainer.accumulate_grad_batches)
+            with self._fsdp_precision.adding_up(module):
+                result = run.train(scale)
+            gradients.hold()
+        return result
+
+    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        if run is None:
+            return super()._evaluate(step, *args, **kwargs)
+        with self._guard():
+            run.prepare(step.__name__, args, training=False)
+            result = run.evaluate(everywhere=step.__name__ == "predict_step")
+        if self._is_sharded:
+            self._show_shards()
+        return result

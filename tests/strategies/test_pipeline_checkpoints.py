@@ -1,0 +1,163 @@
+"""Checkpoints of pipelines: any number of stages, other strategies, plain Lightning."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lq_testing import run_ranks
+from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lq_lightning import QuantizedFSDPStrategy, QuantizedPipelineStrategy
+from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
+
+EXACT = {"forward_codec": "none", "backward_codec": "none", "weights": "none", "gradients": "none"}
+PLAIN = {"weights": "none", "gradients": "none"}
+run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
+
+
+class Grouped(TinyModule):
+    """Two parameter groups, as most training code has them, and tied weights."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        super().__init__(layers=4, tied=True, **options)
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.ndim > 1]
+        others = [p for p in self.parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+class StateByName(pl.Callback):
+    """Weights and moments that a run starts with, by the name of the parameter."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.values = state_by_name(trainer, module)
+
+
+def state_by_name(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
+    values = {}
+    (optimizer,) = trainer.optimizers
+    for name, parameter in module.named_parameters():
+        values[name] = _whole(parameter)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            values[f"{name} {key}"] = _whole(torch.as_tensor(value))
+    return values
+
+
+def _fit(root: str, strategy: Any, devices: int, epochs: int, path: Any = None) -> Any:
+    losses, start = Losses(), StateByName()
+    run = trainer(
+        strategy,
+        root,
+        devices=devices,
+        callbacks=[losses, start],
+        use_distributed_sampler=False,
+        max_epochs=epochs,
+    )
+    module = Grouped()
+    run.fit(module, loader(24, batch_size=8), ckpt_path=path)
+    return run, module, losses.values, start.values
+
+
+def _save(rank: int, world_size: int, root: str) -> Any:
+    """Two stages; a run that is resumed goes on as the one that was not interrupted."""
+    for full in (False, True):
+        strategy = QuantizedPipelineStrategy(**EXACT, save_distributed_checkpoint=not full)
+        run, module, _, _ = _fit(root, strategy, world_size, 1)
+        run.save_checkpoint(f"{root}/full{full}.ckpt")
+        state = state_by_name(run, module)
+        whole = _fit(root, QuantizedPipelineStrategy(**EXACT), world_size, 2)[2]
+        again = QuantizedPipelineStrategy(**EXACT, save_distributed_checkpoint=not full)
+        _, _, losses, start = _fit(root, again, world_size, 2, f"{root}/full{full}.ckpt")
+        assert losses == whole[3:]
+        assert state.keys() == start.keys()
+        assert all(torch.equal(state[name], start[name]) for name in state)
+    return whole, state
+
+
+def _start(rank: int, world_size: int, root: str, loads: list[tuple[str, str]]) -> Any:
+    """Losses of the second epoch, and what it starts with, by strategy and checkpoint."""
+    make = {
+        "alone": lambda: QuantizedPipelineStrategy(),
+        "lightning": lambda: "auto",
+        "fsdp": lambda: QuantizedFSDPStrategy(**PLAIN),
+        "interleaved": lambda: QuantizedPipelineStrategy(
+            schedule="interleaved_1f1b", stages_per_rank=2, **EXACT
+        ),
+        "four": lambda: QuantizedPipelineStrategy(**EXACT),  # the outer two hold the tied weights
+        "replicas": lambda: QuantizedPipelineStrategy(pipeline_size=2, **EXACT),
+    }
+    found = []
+    for kind, name in loads:
+        _, _, losses, start = _fit(root, make[kind](), world_size, 2, f"{root}/{name}.ckpt")
+        found.append((losses, start))
+    return found
+
+
+def _compare(start: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in start.items():
+        if name.startswith("net.head"):
+            name = name.replace("net.head", "net.embed")
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
+def test_checkpoints_of_two_stages(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    (losses, first), (others, last) = run_trainer(_save, 2, root)
+    assert losses == others
+    state = {**last, **first}
+    consolidate_checkpoint(f"{root}/fullFalse.ckpt", f"{root}/joined.ckpt")
+    saved = torch.load(f"{root}/fullTrue.ckpt", weights_only=True)
+    assert list(saved["state_dict"]) == list(Grouped().state_dict())
+    loads = {
+        1: [("alone", "fullFalse"), ("lightning", "fullTrue"), ("lightning", "joined")],
+        2: [("fsdp", "fullFalse"), ("interleaved", "fullTrue")],
+        4: [("replicas", "fullFalse"), ("four", "fullTrue")],
+    }
+    for world_size, wanted in loads.items():
+        ranks = run_trainer(_start, world_size, root, wanted)
+        for found in ranks:
+            for own_losses, start in found:
+                torch.testing.assert_close(own_losses, losses[3:], rtol=1e-5, atol=1e-6)
+                _compare(start, state)
+        assert {n for _, start in ranks[0] for n in start} >= first.keys()
+
+
+def _save_replicas(rank: int, world_size: int, root: str) -> Any:
+    """Two stages of two ranks; the replica that weight differences refer to is saved, too."""
+    options = {**EXACT, "pipeline_size": 2, "weights": "qWD", "min_quantized_numel": 64}
+    for full in (False, True):
+        strategy = QuantizedPipelineStrategy(**options, save_distributed_checkpoint=not full)
+        run, module, _, _ = _fit(root, strategy, world_size, 1)
+        run.save_checkpoint(f"{root}/full{full}.ckpt")
+        state = state_by_name(run, module)
+        whole = _fit(root, QuantizedPipelineStrategy(**options), world_size, 2)[2]
+        losses = _fit(
+            root, QuantizedPipelineStrategy(**options), world_size, 2, f"{root}/full{full}.ckpt"
+        )[2]
+        assert losses == whole[3:]
+    return state
+
+
+def test_checkpoints_of_replicas(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    states = run_trainer(_save_replicas, 4, root)
+    state = {**states[3], **states[0]}
+    for found in run_trainer(_start, 2, root, [("fsdp", "fullTrue"), ("interleaved", "fullFalse")]):
+        for _, start in found:
+            _compare(start, state)

@@ -1,0 +1,103 @@
+"""Pipelines on GPUs with NCCL: the same promises as on CPU ranks."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lq_testing import run_ranks
+from lq_testing.lightning_models import Losses, Tokens, trainer
+from lq_testing.small_llama import SmallLlama
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lq_lightning import (
+    ActivationQuantization,
+    QuantizedPipelineStrategy,
+    QuantizedPrecision,
+    StageBitCompensation,
+)
+
+run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=300.0)
+EXACT = {"forward_codec": "none", "backward_codec": "none", "weights": "none", "gradients": "none"}
+SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble", "zbv")
+
+
+class Llama(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = SmallLlama(layers=4, width=128)
+        self.net.embedding.weight.data.mul_(0.02)
+        self.net.head.weight = self.net.embedding.weight
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(tokens)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, tokens: Tensor, batch_idx: int) -> None:
+        self.log("val", self.net(tokens), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def _fit(root: str, world: int, strategy: Any, epochs: int = 2, **options: Any) -> Any:
+    losses, path = Losses(), options.pop("ckpt_path", None)
+    data = {"use_distributed_sampler": False, "num_sanity_val_steps": 1, "gradient_clip_val": 1.0}
+    callbacks = [losses, *options.pop("callbacks", [])]
+    options |= {"accelerator": "gpu", "max_epochs": epochs, "callbacks": callbacks}
+    run = trainer(strategy, root, devices=world, **{**data, **options})
+    loaders = [DataLoader(Tokens(64), batch_size=16) for _ in range(2)]
+    run.fit(Llama(), *loaders, ckpt_path=path)
+    return run, losses.values
+
+
+def _alone(rank: int, world: int, root: str) -> list[float]:
+    losses: list[float] = _fit(root, 1, "auto")[1]
+    return losses
+
+
+def _together(rank: int, world: int, root: str, size: int) -> dict[str, list[float]]:
+    found = {}
+    for schedule in SCHEDULES:
+        several = 2 if schedule in ("interleaved_1f1b", "zbv") else 1
+        options = {"schedule": schedule, "stages_per_rank": several, "pipeline_size": size}
+        found[schedule] = _fit(root, world, QuantizedPipelineStrategy(**options, **EXACT))[1]
+        coded = QuantizedPipelineStrategy(**options, min_quantized_numel=64)
+        callbacks = [ActivationQuantization(), StageBitCompensation(linear_share=0.5)]
+        precision = QuantizedPrecision("bf16-mixed")
+        _, losses = _fit(root, world, coded, 8, callbacks=callbacks, plugins=[precision])
+        assert sum(losses[-4:]) < 0.9 * sum(losses[:4]), (schedule, losses)
+    for full in (False, True):
+        make = functools.partial(
+            QuantizedPipelineStrategy, pipeline_size=size, save_distributed_checkpoint=not full
+        )
+        whole = _fit(root, world, make())[1]
+        run, first = _fit(root, world, make(), 1)
+        run.save_checkpoint(f"{root}/{full}.ckpt")
+        resumed = _fit(root, world, make(), 2, ckpt_path=f"{root}/{full}.ckpt")[1]
+        assert first + resumed == whole, (first, resumed, whole)
+    return found
+
+
+@pytest.mark.gpu(2)
+def test_two_gpus_in_two_stages(tmp_path: Path) -> None:
+    _check(tmp_path, 2, 2)
+
+
+@pytest.mark.gpu(4)
+def test_two_by_two_gpus(tmp_path: Path) -> None:
+    _check(tmp_path, 4, 2)
+
+
+def _check(tmp_path: Path, world: int, size: int) -> None:
+    (expected,) = run_trainer(_alone, 1, str(tmp_path))
+    for found in run_trainer(_together, world, str(tmp_path), size):
+        for schedule, losses in found.items():
+            torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-3, msg=schedule)

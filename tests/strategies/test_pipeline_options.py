@@ -1,0 +1,223 @@
+"""Options of pipelines, and what is refused before the first step."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+from lq_testing import run_ranks
+from lq_testing.lightning_models import TinyModule, loader, trainer
+from lq_testing.ranks import RankError
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
+
+from lq_lightning import QuantizedPipelineStrategy
+from lq_lightning.strategies.pipeline_options import PipelineOptions
+from lq_lightning.strategies.pipeline_ranks import stage_topology
+
+run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=60.0)
+NONE = {"forward_codec": "none", "backward_codec": "none"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "2f2b"}, "schedule='2f2b'"),
+        ({"pipeline_size": 0}, "pipeline_size=0"),
+        ({"pipeline_size": 4, "num_microbatches": 3}, "num_microbatches=3.* is too few"),
+        ({"pipeline_size": 2, "stages_per_rank": 2}, "stages_per_rank=2.* with `schedule='1f1b'`"),
+        ({"split": "time"}, "split='time'"),
+        ({"forward_codec": "int9"}, "int9"),
+        ({"backward_codec": "aq_sgd"}, "aq_sgd"),
+        ({"reshard_after_forward": True}, "reshard_after_forward=True"),
+        ({"num_microbatches": True}, "num_microbatches=True"),
+    ],
+)
+def test_values_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QuantizedPipelineStrategy(**options)
+
+
+def test_unknown_options_are_named() -> None:
+    with pytest.raises(TypeError, match="has no option `stages=3`.*pipeline_size"):
+        QuantizedPipelineStrategy(stages=3)  # type: ignore[call-arg]
+
+
+def test_registered() -> None:
+    assert StrategyRegistry["quantized_pipeline"]["strategy"] is QuantizedPipelineStrategy
+
+
+def test_pipeline_has_to_divide_the_world() -> None:
+    run = trainer(QuantizedPipelineStrategy(pipeline_size=2), ".", devices=1)
+    with pytest.raises(ValueError, match=r"pipeline_size=2.* does not divide the 1 ranks"):
+        run.fit(TinyModule(), loader())
+
+
+def test_one_rank_is_a_plain_run(tmp_path: Any) -> None:
+    run = trainer(QuantizedPipelineStrategy(), str(tmp_path), devices=1)
+    run.fit(TinyModule(), loader())
+    assert run.strategy.pipeline is None
+    assert run.strategy.quantization_report() is None
+
+
+def _options(**given: Any) -> PipelineOptions:
+    defaults = {"pipeline_size": None, "schedule": "1f1b", "num_microbatches": None}
+    defaults |= {"stages_per_rank": 1, "split": "parameters", "trunk": None, **NONE}
+    defaults["tied_gradients"] = "auto"
+    return PipelineOptions(**{**defaults, **given})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "size", "batch", "count"),
+    [
+        ("1f1b", 2, 16, 8),
+        ("1f1b", 2, 7, 7),
+        ("1f1b", 4, 20, 10),
+        ("1f1b", 2, 22, 2),
+        ("gpipe", 4, 3, 3),
+        ("interleaved_1f1b", 4, 24, 12),
+        ("interleaved_1f1b", 4, 10, 10),
+    ],
+)
+def test_number_of_microbatches(schedule: str, size: int, batch: int, count: int) -> None:
+    several = 2 if schedule.startswith("inter") else 1
+    options = _options(schedule=schedule, stages_per_rank=several)
+    assert options.microbatches_of(batch, size, training=True) == count
+
+
+def test_batches_that_cannot_be_cut() -> None:
+    with pytest.raises(ValueError, match=r"6 samples cannot .* `num_microbatches=4`.*\[1, 2, 3\]"):
+        _options(num_microbatches=4).microbatches_of(6, 2, training=True)
+    assert _options(num_microbatches=4).microbatches_of(6, 2, training=False) == 3
+    with pytest.raises(ValueError, match=r"a batch of 3 samples cannot .* multiple of 4"):
+        _options().microbatches_of(3, 4, training=True)
+    with pytest.raises(ValueError, match="without samples"):
+        _options().microbatches_of(0, 2, training=False)
+
+
+@pytest.mark.parametrize(
+    ("world", "pipeline", "per_node", "node_size"),
+    [(16, 2, 8, 8), (16, 4, 8, 4), (32, 2, 8, 8), (24, 2, 8, 4), (6, 2, 8, 1), (8, 2, 2, 2)],
+)
+def test_nodes_of_a_stage(world: int, pipeline: int, per_node: int, node_size: int) -> None:
+    topology = stage_topology(world, world - 1, pipeline, per_node)
+    assert topology.node_size == node_size
+    assert (topology.world_size, topology.rank) == (world // pipeline, world // pipeline - 1)
+
+
+def test_unknown_codecs_name_the_option() -> None:
+    with pytest.raises(ValueError, match=r"Strategy\(backward_codec='int9'\).*'int8'.*CodecSpec"):
+        QuantizedPipelineStrategy(backward_codec="int9")  # type: ignore[arg-type]
+
+
+# --- refused on two ranks -----------------------------------------------------------------------
+
+
+class Manual(TinyModule):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+
+class OwnBackward(TinyModule):
+    def backward(self, loss: Tensor, *args: Any) -> None:
+        loss.backward()
+
+
+class Iterates(TinyModule):
+    def training_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+        pass
+
+
+class Lbfgs(TinyModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class NoLoss(TinyModule):
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Any:
+        self.net(tokens)
+
+
+class Raises(TinyModule):
+    """In front of the layers, where the first stage looks for the hidden state's shape."""
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Any:
+        raise ValueError("no such tokens")
+
+
+class RaisesAnything(TinyModule):
+    """As a lack of memory would."""
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Any:
+        raise IndexError("past the end")
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (Manual, {}, "manual optimization"),
+    (OwnBackward, {}, "`OwnBackward.backward` is overridden"),
+    (Iterates, {}, "dataloader_iter"),
+    (Lbfgs, {}, "LBFGS"),
+    (TinyModule, {"layers": 1}, "1 layers, fewer than the 2 stages"),
+    (TinyModule, {"split": [2, 0]}, "leaves stage 1 without layers"),
+    (TinyModule, {"forward_codec": "tah"}, "tiles of 64 channels.*24"),
+    (TinyModule, {"num_microbatches": 3}, "batch of 8 samples cannot be cut"),
+    (NoLoss, {}, "returning None in distributed training"),
+    (Raises, {}, "^no such tokens$"),
+    (
+        RaisesAnything,
+        {},
+        "^past the end$|`training_step` failed on the first stage: IndexError: past",
+    ),
+]
+
+
+def _refuse(rank: int, world_size: int, root: str) -> list[str]:
+    messages = []
+    for module, options, _ in REFUSED:
+        torch.manual_seed(0)
+        model = module(layers=options.get("layers", 2))
+        given = {key: value for key, value in options.items() if key != "layers"}
+        run = trainer(QuantizedPipelineStrategy(**{**NONE, **given}), root, devices=world_size)
+        with pytest.raises((NotImplementedError, ValueError, RuntimeError, IndexError)) as raised:
+            run.fit(model, loader(16, batch_size=8))
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_refused_on_every_rank(tmp_path: Any) -> None:
+    for messages in run_trainer(_refuse, 2, str(tmp_path)):
+        for (_, _, pattern), message in zip(REFUSED, messages, strict=True):
+            assert re.search(pattern, message), (pattern, message)
+
+
+class Draws(TinyModule):
+    """Uses random numbers of its own on the first stage only."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.trainer.global_rank == 0:
+            torch.rand(3)
+
+
+def _shuffle(rank: int, world_size: int, root: str, alike: bool) -> None:
+    sampler = None if alike else RandomSampler(range(32), generator=torch.Generator())
+    if sampler is not None:
+        sampler.generator.manual_seed(rank)
+    data = DataLoader(loader(32).dataset, batch_size=8, shuffle=alike or None, sampler=sampler)
+    options = {"use_distributed_sampler": False, "max_epochs": 3}
+    run = trainer(QuantizedPipelineStrategy(**NONE), root, devices=world_size, **options)
+    run.fit(Draws(layers=2), data)
+
+
+def test_ranks_of_a_pipeline_shuffle_alike(tmp_path: Any) -> None:
+    run_trainer(_shuffle, 2, str(tmp_path), True)
+
+
+def test_other_data_is_noticed(tmp_path: Any) -> None:
+    with pytest.raises(RankError, match="digest of the batch") as raised:
+        run_trainer(_shuffle, 2, str(tmp_path), False)
+    assert len(raised.value.failures) == 2
