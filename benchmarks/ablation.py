@@ -43,9 +43,9 @@ from ablation_report import (
     to_json,
     to_outcomes,
     write_merged,
+    write_outcomes,
 )
 from ablation_variants import PRESETS, VARIANTS, Preset, Variant
-from common import write_report
 from corpus import tokens_folder
 from gpt import GPT, GPTConfig
 from torch import Tensor, nn
@@ -233,29 +233,18 @@ def device_memory(device: torch.device) -> str:
 
 
 def report(args: argparse.Namespace, outcomes: Outcomes, data: Data) -> None:
-    """Write the report with everything needed to repeat it; a file that exists is replaced."""
-    if not args.json:
-        return
+    """Write the report of the runs so far."""
     preset: Preset = args.sizes
     world = dist.get_world_size()
     tokens = (args.stop_after or preset.steps) * preset.batch * preset.seq * world
-    results = {
-        "preset": asdict(preset),
+    settings = {
         "beta2": args.beta2,
         "stop_after": args.stop_after,
         "compiled": args.compile,
         "world_size": world,
         "node_size": args.node_size,
-        "vocab": data.vocab,
-        "corpus_tokens": data.num_tokens,
-        "train_tokens": tokens,
-        "train_passes": round(tokens / (data.train.shape[0] * preset.seq), 3),
-        "val_tokens": min(preset.val_blocks, len(data.val)) * preset.seq,
-        "variants": to_json(outcomes),
     }
-    scratch = args.json.with_suffix(".part")
-    write_report(scratch, "ablation", results)
-    scratch.replace(args.json)
+    write_outcomes(args.json, "ablation", preset, data, tokens, outcomes, settings)
 
 
 def show_merged(args: argparse.Namespace) -> None:

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common import table
+from ablation_data import Data
+from common import table, write_report
 
 BASELINE = "full precision"
 PERTURBED = "full precision perturbed"
@@ -34,6 +35,9 @@ class Outcome:
         grad_norms: Likewise, of the gradient before clipping.
         tokens_per_s: Of training, without compilation; None where it was not measured.
         peak_gib: Memory that tensors took on the GPU; None where it was not measured.
+        exact_val_loss: As ``val_loss``, with nothing quantized; None where it was not measured.
+        forward_bits: Sent per value of hidden states in training; None without stage boundaries.
+        backward_bits: Likewise, of gradients.
     """
 
     seed: int
@@ -43,9 +47,49 @@ class Outcome:
     grad_norms: tuple[tuple[int, float], ...] = ()
     tokens_per_s: float | None = None
     peak_gib: float | None = None
+    exact_val_loss: float | None = None
+    forward_bits: float | None = None
+    backward_bits: float | None = None
 
 
 Outcomes = dict[str, list[Outcome]]
+
+
+def write_outcomes(
+    path: Path | None,
+    benchmark: str,
+    preset: Any,
+    data: Data,
+    train_tokens: int,
+    outcomes: Outcomes,
+    settings: dict[str, Any],
+) -> None:
+    """Write a report with everything needed to repeat it; a file that exists is replaced.
+
+    Args:
+        path: Of the report; None to write none.
+        benchmark: Its name.
+        preset: Sizes of the runs, a dataclass.
+        data: That they read.
+        train_tokens: That each of them saw.
+        outcomes: So far.
+        settings: What else the runs depended on.
+    """
+    if path is None:
+        return
+    results = {
+        "preset": asdict(preset),
+        **settings,
+        "vocab": data.vocab,
+        "corpus_tokens": data.num_tokens,
+        "train_tokens": train_tokens,
+        "train_passes": round(train_tokens / (data.train.shape[0] * preset.seq), 3),
+        "val_tokens": min(preset.val_blocks, len(data.val)) * preset.seq,
+        "variants": to_json(outcomes),
+    }
+    scratch = path.with_suffix(".part")
+    write_report(scratch, benchmark, results)
+    scratch.replace(path)
 
 
 def merged(paths: list[Path]) -> dict[str, Any]:
@@ -54,7 +98,10 @@ def merged(paths: list[Path]) -> dict[str, Any]:
     Raises:
         ValueError: the reports are of different presets, worlds or texts.
     """
-    same = ("preset", "world_size", "node_size", "stop_after", "corpus_tokens", "trunk_steps")
+    same = (
+        *("preset", "world_size", "node_size", "stop_after", "corpus_tokens", "trunk_steps"),
+        *("tuning", "stages"),
+    )
     joined: dict[str, Any] = {}
     variants: dict[str, dict[int, Any]] = {}
     for path in paths:

@@ -33,7 +33,6 @@ from lq_lightning.kernels.activation import (
 from lq_lightning.kernels.float8 import (
     activation_dequantize_float8,
     dequantize_float8,
-    float8_amax,
     float8_cast,
     norm_dequantize_float8,
 )
@@ -190,16 +189,6 @@ def activation_cases() -> list[Case]:
 # --- FP8 operands of matrix products --------------------------------------------------------------
 
 
-def amax_case() -> Case:
-    """Return the case of the largest magnitude, COAT's Group Scaling of one tensor."""
-    return Case(
-        "float8 amax",
-        lambda rows, columns: {"x": values(rows, columns)},
-        lambda made: (float8_amax(made["x"]),),
-        shapes=((8192, 4096), (8192, 14336), (16384, 11008)),
-    )
-
-
 def cast_case(dtype: torch.dtype, rows: bool, columns: bool) -> Case:
     """Return a case of the cast: of rows, of columns, or of both."""
 
@@ -250,7 +239,7 @@ def float8_cases() -> list[Case]:
     """Return largest magnitudes, casts and rebuilds."""
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     both = [cast_case(dtype, True, True) for dtype in (e4m3, e5m2)]
-    chosen = [amax_case(), cast_case(e4m3, True, False), cast_case(e4m3, False, True), *both]
+    chosen = [cast_case(e4m3, True, False), cast_case(e4m3, False, True), *both]
     for source in ("codes", "norm", "swiglu"):
         chosen += [rebuild_case(source, label) for label in FORMATS]
     return chosen

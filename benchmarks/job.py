@@ -230,6 +230,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch", type=int, help="sequences per rank and step")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can run")
     parser.add_argument("--node-size", type=int, help="ranks per node (default: all on one node)")
+    add_group_arguments(parser)
+
+
+def add_group_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``process_group``."""
     parser.add_argument("--cpu", action="store_true", help="gloo on the CPU even if there are GPUs")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one collective")
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Llama for benchmarks: sizes, loss, compilation, fp32 copies of bf16 weights."""
+"""Hugging Face's Llama for benchmarks: sizes, loss, compilation, fp32 copies of rounded weights."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Preset:
         steps: Optimizer steps.
         lr: Peak learning rate, after a tenth of the steps; a cosine then ends at a tenth of it.
         val_blocks: Sequences to validate on.
+        dtype: Of the weights that the model computes with, the name of a ``torch.dtype``.
     """
 
     layers: int
@@ -37,12 +38,13 @@ class Preset:
     steps: int
     lr: float
     val_blocks: int
+    dtype: str = "bfloat16"
 
 
 PRESETS = {
     # Shows in seconds that every variant runs; its losses say nothing.
     "smoke": Preset(
-        layers=1,
+        layers=2,
         hidden=64,
         intermediate=128,
         heads=2,
@@ -52,6 +54,20 @@ PRESETS = {
         steps=50,
         lr=2e-3,
         val_blocks=64,
+    ),
+    # 1.4e6 parameters, for CPUs: eight stages of a layer.
+    "llama_1m": Preset(
+        layers=8,
+        hidden=128,
+        intermediate=256,
+        heads=4,
+        seq=128,
+        batch=8,
+        micro_batch=4,
+        steps=200,
+        lr=2e-3,
+        val_blocks=128,
+        dtype="float32",
     ),
     # With 16384 tokens of vocabulary 110e6 parameters; 131072 tokens a step, 301e6 in all.
     "llama_125m": Preset(
@@ -126,17 +142,18 @@ class LanguageModel(nn.Module):
 
 
 class MasterWeights:
-    """fp32 copies of a model's parameters, which become bf16.
+    """fp32 copies of a model's parameters, which are rounded.
 
     Args:
         model: In fp32.
+        dtype: That its parameters become.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
         self._weights = list(model.parameters())
         self.masters = [nn.Parameter(weight.detach().clone()) for weight in self._weights]
         for weight in self._weights:
-            weight.data = weight.data.bfloat16()
+            weight.data = weight.data.to(dtype)
 
     def collect(self, scale: float) -> None:
         """Add the gradients of a micro-batch, times a scale, to those of the copies."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 UNLIMITED = "none"
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def interface() -> str | None:
@@ -20,8 +22,11 @@ def interface() -> str | None:
 
 
 def sent_bytes() -> float:
-    """Bytes that this node's interface has sent so far; NaN outside `nodes.sh`."""
-    name = interface()
+    """Bytes that this node's interface has sent so far.
+
+    Outside `nodes.sh` those of the interface that gloo was told to use; NaN if it was not.
+    """
+    name = interface() or os.environ.get("GLOO_SOCKET_IFNAME")
     path = Path(f"/sys/class/net/{name}/statistics/tx_bytes")
     return float(path.read_text()) if name and path.exists() else float("nan")
 
@@ -29,6 +34,20 @@ def sent_bytes() -> float:
 def file_label(rate: str) -> str:
     """Name of a rate in the name of a file."""
     return "unlimited" if rate == UNLIMITED else rate
+
+
+def bits_per_s(rate: str) -> float:
+    """Read a rate such as ``100mbit``; infinite if there is no limit.
+
+    Raises:
+        ValueError: Not a number of bit, kbit, mbit, gbit or tbit.
+    """
+    if rate == UNLIMITED:
+        return float("inf")
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)bit", rate.lower())
+    if found is None or float(found[1]) == 0:
+        raise ValueError(f"rate {rate!r}: give a number of kbit, mbit or gbit, or {UNLIMITED}")
+    return float(found[1]) * _UNITS[found[2]]
 
 
 def set_rate(rate: str) -> None:
@@ -49,7 +68,8 @@ def set_rate(rate: str) -> None:
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         limited = "tbf" in _tc("show", name)
         if rate != UNLIMITED:  # the same bucket as in nodes.sh
-            bucket = ["rate", rate, "burst", "4mb", "latency", "100ms"]
+            burst = os.environ.get("LQ_NODE_BURST", "4mb")
+            bucket = ["rate", rate, "burst", burst, "latency", "100ms"]
             _tc("replace", name, "root", "tbf", *bucket)
         elif limited:
             _tc("del", name, "root")
@@ -80,7 +100,7 @@ def link_gbit_per_s(group: dist.ProcessGroup, device: torch.device, nbytes: int)
         group: Of :func:`peers`.
         device: Of this rank.
         nbytes: Bytes that each rank sends to each peer in one of three exchanges; more than the
-            4 MB that the bucket lets through at once, which the first exchange uses up.
+            bytes that the bucket lets through at once, which the first exchange uses up.
     """
     sent = torch.zeros(group.size() * nbytes, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)

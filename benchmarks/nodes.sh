@@ -9,6 +9,8 @@ usage: nodes.sh [-r RATE] [-n NODES] [-g RANKS] [-p PYTHON] SCRIPT [ARGS...]
 
   -r RATE    network rate of each node, in tc's units (10gbit, 25gbit, 500mbit), or none
              (default: none, which is the speed of the virtual network itself)
+  -b BURST   what a node may send at once after a pause, in tc's units (default: 4mb, which is half a
+             second at 64 Mb/s: give 128kb up to 1 Gb/s)
   -n NODES   number of emulated nodes (default: 2)
   -g RANKS   ranks, and so GPUs if there are any, per node (default: 2)
   -p PYTHON  interpreter (default: $PYTHON, else python3)
@@ -31,10 +33,11 @@ the end, also after a failure or Ctrl-C. The exit status is that of the first no
 TEXT
 }
 
-rate=none nodes=2 ranks=2 python=${PYTHON:-python3}
-while getopts "r:n:g:p:h" option; do
+rate=none burst=4mb nodes=2 ranks=2 python=${PYTHON:-python3}
+while getopts "r:b:n:g:p:h" option; do
     case $option in
         r) rate=$OPTARG ;;
+        b) burst=$OPTARG ;;
         n) nodes=$OPTARG ;;
         g) ranks=$OPTARG ;;
         p) python=$OPTARG ;;
@@ -95,8 +98,8 @@ make_node() {
     ip -n "$name" addr add "$subnet.$((node + 1))/24" dev "$inner"
     ip -n "$name" link set "$inner" mtu 9000 up
     if [ "$rate" != none ]; then
-        tc -n "$name" qdisc add dev "$inner" root tbf rate "$rate" burst 4mb latency 100ms ||
-            fail "tc refused -r $rate"
+        tc -n "$name" qdisc add dev "$inner" root tbf rate "$rate" burst "$burst" latency 100ms ||
+            fail "tc refused -r $rate -b $burst"
     fi
 }
 
@@ -111,7 +114,7 @@ start_node() {
         NCCL_HOSTID="lq$id-$node" NCCL_SOCKET_IFNAME="$inner" GLOO_SOCKET_IFNAME="$inner" \
         NCCL_IB_DISABLE=1 NCCL_SOCKET_NTHREADS="${NCCL_SOCKET_NTHREADS:-4}" \
         NCCL_NSOCKS_PERTHREAD="${NCCL_NSOCKS_PERTHREAD:-4}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}" \
-        LQ_EMULATED_RATE="$rate" LQ_NODE_INTERFACE="$inner" \
+        LQ_EMULATED_RATE="$rate" LQ_NODE_BURST="$burst" LQ_NODE_INTERFACE="$inner" \
         "$python" -m torch.distributed.run --nnodes "$nodes" --node-rank "$node" \
         --nproc-per-node "$ranks" --master-addr "$subnet.1" --master-port "$port" \
         "${arguments[@]}" &

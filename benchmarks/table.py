@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import activation_report
+import pipeline_report
 from ablation_report import BASELINE, LOSS_HEADER, loss_rows, to_outcomes
 
 Report = dict[str, Any]
@@ -25,10 +26,12 @@ Row = dict[str, Any]
 
 # Where the rows of a report are, and what an entry of a mapping is called.
 ROWS = {
+    "activation_kernels": ("cases", ""),
     "activation_units": ("rows", ""),
     "activation_error": ("rows", ""),
     "activations": ("rows", ""),
     "all_reduce": ("rows", ""),
+    "boundary_error": ("rows", ""),
     "checkpoints": ("rows", ""),
     "gradient_buffer": ("errors.gpt", "code"),
     "gradient_memory": ("windows", "gradients"),
@@ -39,11 +42,13 @@ ROWS = {
     "optimizer": ("cases", ""),
     "optimizer_drift": ("cases", ""),
     "optimizer_error": ("library", ""),
+    "slow_network": ("rows", ""),
     "step_time": ("variants", "variant"),
     "trace": ("traces", "trace"),
     "update_error": ("schemes", "gradients"),
+    "zero_bubble": ("rows", ""),
 }
-LOSSES = ("ablation", "activation_ablation", "sensitivity")
+LOSSES = ("ablation", "activation_ablation", "pipeline_ablation", "sensitivity")
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -130,6 +135,9 @@ def table_of_losses(report: Report) -> str:
     if report["benchmark"] == "activation_ablation":
         outcomes = to_outcomes(report["results"], [BASELINE])
         return markdown(activation_report.HEADER, activation_report.rows(outcomes))
+    if report["benchmark"] == "pipeline_ablation":
+        outcomes = to_outcomes(report["results"], [BASELINE])
+        return markdown(pipeline_report.HEADER, pipeline_report.rows(outcomes))
     return markdown(LOSS_HEADER, loss_rows(to_outcomes(report["results"], [BASELINE])))
 
 

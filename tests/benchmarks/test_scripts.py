@@ -152,7 +152,8 @@ def _can_make_nodes() -> bool:
 
 
 @pytest.mark.parametrize(
-    "script", ["nodes.sh", "run_activations.sh", "run_all.sh", "run_gradients.sh"]
+    "script",
+    ["nodes.sh", "run_activations.sh", "run_all.sh", "run_gradients.sh", "run_slow_network.sh"],
 )
 def test_shell_scripts_explain_themselves(script: str) -> None:
     shown = _shell("bash", str(BENCHMARKS / script), "-h")

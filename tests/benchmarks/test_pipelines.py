@@ -1,0 +1,99 @@
+"""Benchmarks of pipelines run on two ranks, and count and compare what they say they do."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from lq_testing import run_ranks
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+Load = Callable[[str], ModuleType]
+
+
+def _script(rank: int, size: int, name: str, *options: str) -> None:
+    sys.path.insert(0, str(FOLDER))
+    sys.argv = [name, *options]
+    runpy.run_path(str(FOLDER / name), run_name="__main__")
+
+
+def _report(tmp_path: Path, name: str, *options: str, size: int = 2) -> dict[str, Any]:
+    path = tmp_path / f"{name}{size}.json"
+    named = (*options, "--cpu", "--json", str(path))
+    run_ranks(_script, size, name, *named, backend=None, torchrun=True)
+    results: dict[str, Any] = json.loads(path.read_text())["results"]
+    return results
+
+
+def test_slow_network_counts_bytes_and_compares_losses(tmp_path: Path) -> None:
+    options = ["slow_network.py", "--tiny", "--text", str(FOLDER), "--seq", "16"]
+    options += ["--microbatches", "4", "--micro-batch", "2", "--steps", "2", "--rate", "1mbit"]
+    training = ["--train-steps", "4", "--train-batches", "2"]
+    two = _report(tmp_path, *options, *training, "--codecs", "fp32,aq_sgd,tah,tah-int5")
+    (alone,) = _report(tmp_path, *options, "--codecs", "fp32", size=1)["rows"]
+    values = 4 * 2 * 16 * 64
+    rows = {row["codec"]: row for row in two["rows"]}
+    exact = rows["fp32"]
+    assert exact["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+    assert alone["payload_bytes"] == [0]
+    assert exact["payload_bytes"] == [4 * values, 4 * values]
+    assert exact["link_ms"] == pytest.approx(8e3 * 4 * values / 1e6)
+    assert exact["reached"] == pytest.approx(exact["link_ms"] / exact["step_ms"])
+    assert exact["tokens_per_s"] == pytest.approx(4 * 2 * 16 / exact["step_ms"] * 1e3)
+    # Differences in 4 bits, with scale and minimum per tile: all samples were seen in the warm-up.
+    assert rows["aq_sgd"]["forward_bits"] == pytest.approx(4.5, abs=0.01)
+    assert [rows[n]["backward_bits"] for n in ("tah", "tah-int5")] == pytest.approx([7, 5.5])
+    assert 4 < rows["tah"]["forward_bits"] < 5
+    sent = rows["tah"]["payload_bytes"]
+    bits = [rows["tah"][f"{way}_bits"] for way in ("forward", "backward")]
+    assert sent == [round(values * each / 8) for each in bits]
+    assert rows["tah"]["coding_share"] > 0
+    codecs = two["training"]["1mbit"]["codecs"]
+    first = {round(of["points"][0][1], 1) for of in codecs.values()}
+    assert len(first) == 1, "all start from the same weights on the same batch"
+    assert all(len(of["points"]) == 4 for of in codecs.values())
+    assert codecs["fp32"]["points"][-1][1] < codecs["fp32"]["points"][0][1]
+
+
+def test_curves_are_compared_at_the_loss_that_all_reach(load: Load) -> None:
+    quick = [(1.0, 4.0), (2.0, 2.0), (3.0, 2.0), (4.0, 1.0)]
+    slow = [(10.0, 4.0), (20.0, 3.0), (30.0, 2.0), (40.0, 2.0)]
+    found = load("slow_network_report").compare({"quick": quick, "slow": slow}, window=2)
+    assert found["target_loss"] == 2.0
+    assert {name: of["seconds"] for name, of in found["codecs"].items()} == {
+        "quick": 3.0,
+        "slow": 40.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rate", "bits"), [("100mbit", 1e8), ("1gbit", 1e9), ("2.5Mbit", 2.5e6), ("none", float("inf"))]
+)
+def test_rates_are_read(load: Load, rate: str, bits: float) -> None:
+    assert load("network").bits_per_s(rate) == bits
+
+
+@pytest.mark.parametrize("rate", ["fast", "100", "0mbit", "100mb"])
+def test_other_rates_are_refused(load: Load, rate: str) -> None:
+    with pytest.raises(ValueError, match=f"rate '{rate}': give a number of kbit, mbit or gbit"):
+        load("network").bits_per_s(rate)
+
+
+def test_zero_bubble_compares_schedules(tmp_path: Path) -> None:
+    options = ["--shape", "tiny", "--layers", "2", "--seq", "8", "--vocab", "32"]
+    options += ["--microbatches", "4", "--steps", "1", "--warmup", "0", "--linear-share", "0.4"]
+    rows = _report(tmp_path, "zero_bubble.py", *options)["rows"]
+    assert [row["schedule"] for row in rows] == ["1f1b", "zero_bubble", "zero_bubble"]
+    recomputed, split, coded = rows
+    assert recomputed["loss"] == split["loss"], "the same weights, data and arithmetic"
+    assert coded["loss"] == pytest.approx(split["loss"], rel=0.05)
+    assert coded["bits"] == [4, 5]
+    assert split["bits"] == [None, None]
+    assert split["kept"] == ["2", "1 (2 of linear inputs)"]
