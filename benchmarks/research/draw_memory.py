@@ -60,20 +60,23 @@ VARIANTS = (
         embedding_states=4.0,
     ),
     Variant(
-        name="8-bit AdamW (bitsandbytes),\nfull checkpointing",
-        layer="bf16, full checkpointing",
-        run="bitsandbytes",
+        name="8-bit AdamW (bitsandbytes),\nfull checkpointing, compiled",
+        layer="bf16, compiled, full checkpointing",
+        run="bitsandbytes, compiled",
         sums=2.0,
         states=2 * (1 + 4 / 256),
         embedding_states=2 * (1 + 4 / 256),
     ),
-    Variant(
-        name="QuantizedPrecision,\nActivationQuantization",
-        layer="agoq, compiled",
-        run="ours",
-        sums=1.13,
-        states=2.05,
-        embedding_states=8.0,
+    *(
+        Variant(
+            name=f"QuantizedPrecision,\nActivationQuantization({recipe})",
+            layer=f"{recipe}, compiled",
+            run=run,
+            sums=1.13,
+            states=2.05,
+            embedding_states=8.0,
+        )
+        for recipe, run in (("agoq", "ours"), ("fp8-4bit", "ours fp8-4bit"))
     ),
 )
 
@@ -89,7 +92,7 @@ def parts_of(variant: Variant) -> tuple[dict[str, float], dict[str, Any] | None]
     saved = {
         r["variant"]: r["saved_mb"] for r in _rows("activations_table.json") if r["case"] == CASE
     }
-    runs = {row["variant"]: row for row in _rows("long_context.json")}
+    runs = {row["variant"]: row for row in _rows("long_context.json") if row["seq"] == TOKENS}
     matrices = PARAMETERS - EMBEDDING
     nbytes = {
         "weights": 2.0 * PARAMETERS,
@@ -116,7 +119,7 @@ def draw(path: Path) -> None:
     from matplotlib.figure import Figure
 
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "memory", "font.size": 10})
-    figure = Figure(figsize=(8.6, 3.2), layout="constrained")
+    figure = Figure(figsize=(8.6, 3.8), layout="constrained")
     axes = figure.subplots()
     for row, variant in enumerate(VARIANTS):
         parts, run = parts_of(variant)
