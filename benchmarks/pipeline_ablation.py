@@ -104,6 +104,7 @@ VARIANTS = {
     "nf4 tile 64": hidden(groups("nf4", 64)),
     "nf4 tile 128 hadamard 128": hidden(groups("nf4", 128, 128)),
     # Fewer bits than tah and the paper's gradients have together, the same in both directions.
+    "tah5 / tah5": Variant(forward="tah5", backward="tah5"),
     "int5 tile 64 / int5 tile 64": Variant(forward=groups("int5", 64), backward=groups("int5", 64)),
     "nf4 tile 64 / nf4 tile 64": Variant(forward=groups("nf4", 64), backward=groups("nf4", 64)),
 }

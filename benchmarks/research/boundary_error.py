@@ -51,6 +51,8 @@ CODECS: dict[str, Codec] = {
     "tah tile 32": TAHQuantization(tile_size=32),
     "tah tile 128": TAHQuantization(tile_size=128),
     "tah tile 128 all int4": TAHQuantization(tile_size=128, int4_share=1.0),
+    "tah5": TAHQuantization(bits=5),
+    "tah5 tile 128": TAHQuantization(bits=5, tile_size=128),
     "int3 tile 64": groups("int3", 64),
     "int4 tile 32": groups("int4", 32),
     "int4 tile 64": groups("int4", 64),
