@@ -113,11 +113,13 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
             stage. A mapping from names of modules to costs balances by these
             (``lq_lightning.pipeline.measure.measure_times``).
         trunk: Name of the list of layers to cut, for a model that has several.
-        forward_codec: What hidden states travel as: ``"tah"`` (3 and 4 bits), ``"tah5"`` (5
-            bits), ``"aq_sgd"`` (differences to the same sample an epoch ago), ``"int2"`` to
-            ``"int8"``, ``"fp8"``, ``"bf16"`` or ``"none"``. Or a ``TAHQuantization``, an
-            ``AQSGDQuantization`` or a ``CodecSpec``. Their tiles have to divide the hidden size.
-        backward_codec: What their gradients travel as; any of these but ``"aq_sgd"``.
+        forward_codec: What hidden states travel as: ``"tah5"`` (5 bits), ``"tah"`` (3 and 4
+            bits, the paper's), ``"aq_sgd"`` (differences to the same sample an epoch ago),
+            ``"int2"`` to ``"int8"``, ``"fp8"``, ``"bf16"`` or ``"none"``. Or a
+            ``TAHQuantization``, an ``AQSGDQuantization`` or a ``CodecSpec``. Their tiles have to
+            divide the hidden size.
+        backward_codec: What their gradients travel as; any of these but ``"aq_sgd"``. The
+            paper's is ``"int6"``.
         tied_gradients: What gradients of weights that the first and the last stage hold (an
             embedding that is also the head) travel as between them, once per optimizer step:
             ``"int8"``, ``"int4"`` or ``"none"``. ``"auto"`` is ``"none"`` where ``backward_codec``
@@ -164,8 +166,8 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
         | Literal["aq_sgd"]
         | TAHQuantization
         | AQSGDQuantization
-        | CodecSpec = "tah",
-        backward_codec: CodecName | TAHQuantization | CodecSpec = "int6",
+        | CodecSpec = "tah5",
+        backward_codec: CodecName | TAHQuantization | CodecSpec = "tah5",
         tied_gradients: Literal["auto", "int8", "int4", "none"] = "auto",
         weights: Literal["auto", "qWD", "qW", "none"] | WeightQuantization = "auto",
         gradients: Literal["auto", "TLq-HS", "TLq", "ULq", "QuanGrad", "none"]
