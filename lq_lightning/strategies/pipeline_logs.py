@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
@@ -173,7 +174,12 @@ class LogRecorder:
         return Logged(calls=tuple(calls), values=torch.cat(values))
 
 
-def replay(module: LightningModule, calls: Sequence[LogCall], values: Tensor) -> None:
+def replay(
+    module: LightningModule,
+    calls: Sequence[LogCall],
+    values: Tensor,
+    replicas: dist.ProcessGroup | None = None,
+) -> None:
     """Log what was recorded, in the hook that runs now; on every rank of a pipeline.
 
     A metric is logged as the object of that attribute. Ranks whose stage did not update it
@@ -183,10 +189,13 @@ def replay(module: LightningModule, calls: Sequence[LogCall], values: Tensor) ->
         module: Of this rank.
         calls: As :meth:`LogRecorder.take` returned them on the last stage.
         values: Those that belong to them.
+        replicas: Ranks with other data, over which ``sync_dist=True`` reduces: the stages of a
+            pipeline log the same values, which a sum must not count again.
     """
     for call, value in zip(calls, values.unbind(), strict=True):
         arguments = dict(call.arguments)
         if call.metric is None:
+            arguments["sync_dist_group"] = replicas
             module.log(call.name, value.float(), **arguments)
             continue
         metric = module.get_submodule(call.metric)

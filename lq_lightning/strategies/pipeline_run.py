@@ -228,7 +228,7 @@ class PipelineRun:
     def _share(self, step: str, losses: list[Tensor | None]) -> Tensor | None:
         """Log on all ranks what the last stage would have logged, and return the mean loss."""
         outcome = self._outcome.share(step, losses, self._micro.logs.take())
-        replay(self.module, outcome.calls, outcome.values)
+        replay(self.module, outcome.calls, outcome.values, self._ranks.stage_group)
         return outcome.loss
 
     def report(self) -> QuantizationReport:

@@ -26,7 +26,7 @@ class Module(TinyModule):
         self.dictionary = False
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Any:
-        self.log("tokens", float(tokens.numel()), reduce_fx="sum")
+        self.log("tokens", float(tokens.numel()), reduce_fx="sum", sync_dist=True)
         loss = self.net(tokens)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return {"loss": loss, "rows": tokens[:, 0]} if self.dictionary else loss
