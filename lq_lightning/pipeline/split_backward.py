@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -53,11 +54,13 @@ class _Meeting:
     Attributes:
         weights: parameters that reach the same nodes.
         nodes: where the second half starts.
+        owners: what keeps the nodes alive.
         gradients: what arrived at each node in the first half.
     """
 
     weights: list[Tensor] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
+    owners: list[Node] = field(default_factory=list)
     gradients: dict[Node, Sequence[Tensor | None]] = field(default_factory=dict)
 
 
@@ -82,7 +85,7 @@ class SplitBackward:
         self._hidden: Tensor | None = hidden
         self._saved = saved
         self._meetings = _meetings(
-            output.node, get_gradient_edge(hidden).node, [w for w in weights if w.requires_grad]
+            output, get_gradient_edge(hidden).node, [w for w in weights if w.requires_grad]
         )
 
     def backward_input(self, gradient: Tensor | None) -> Tensor | None:
@@ -133,8 +136,9 @@ class SplitBackward:
             self._saved.keep(False)
 
 
-def _meetings(root: Node, leaf: Node, weights: Sequence[Tensor]) -> list[_Meeting]:
-    """Find where weights meet the way from ``root`` to ``leaf``; what shares nodes is one."""
+def _meetings(output: GradientEdge, leaf: Node, weights: Sequence[Tensor]) -> list[_Meeting]:
+    """Find where weights meet the way from ``output`` to ``leaf``; what shares nodes is one."""
+    root = output.node
     wanted = {get_gradient_edge(weight).node: weight for weight in weights}
     order = _children_first(root)
     way: set[Node] = {root}  # without a way to the input, all is left to the second half
@@ -158,7 +162,27 @@ def _meetings(root: Node, leaf: Node, weights: Sequence[Tensor]) -> list[_Meetin
                 nodes = each[0].nodes + nodes
                 behind |= each[1]
             meetings.append((_Meeting([wanted[w] for w in behind], nodes), behind))
+    owners = _owners(output, order)
+    for meeting, _ in meetings:
+        meeting.owners = [owners[node] for node in meeting.nodes]
     return [meeting for meeting, _ in meetings]
+
+
+def _owners(output: GradientEdge, order: Sequence[Node]) -> dict[Node, Node]:
+    """Return what to hold so that each node stays: itself, or the nearest that leads to it.
+
+    Python's objects for the nodes of a ``torch.autograd.Function`` do not own them in torch 2.11:
+    they are freed with the last node of C++ that leads to them. Those for nodes of C++ do.
+
+    Args:
+        output: owns the first node if that is of a function.
+        order: all nodes, each behind what it leads to.
+    """
+    owners = {output.node: output.ownership_token or output.node}
+    for node in reversed(order):
+        for child in _children(node):  # the last node that leads to it is the nearest, and stays
+            owners[child] = owners[node] if isinstance(child, BackwardCFunction) else child
+    return owners
 
 
 def _whole(output: GradientEdge, meetings: Sequence[_Meeting], gradient: Tensor | None) -> _Meeting:
@@ -166,7 +190,8 @@ def _whole(output: GradientEdge, meetings: Sequence[_Meeting], gradient: Tensor 
     weights = [weight for meeting in meetings for weight in meeting.weights]
     arrived: list[Tensor | None] = [None] * output.output_nr
     arrived.append(torch.ones(()) if gradient is None else gradient)
-    return _Meeting(weights, [output.node], {output.node: arrived})
+    owner = output.ownership_token or output.node
+    return _Meeting(weights, [output.node], [owner], {output.node: arrived})
 
 
 def _children(node: Node) -> list[Node]:
@@ -176,7 +201,7 @@ def _children(node: Node) -> list[Node]:
 def _children_first(root: Node) -> list[Node]:
     """Return all nodes of a graph, each behind what it leads to.
 
-    The list keeps them alive: Python's objects for nodes are made anew once they are let go.
+    The list keeps Python's objects for them, which are made anew once they are let go.
     """
     order: list[Node] = []
     seen = {root}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lq_testing.small_llama import Attention
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from lq_lightning.activations import ActivationPolicy, quantize_activations
@@ -121,6 +122,57 @@ def test_each_product_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert products == ["x"] * 3
     split.backward_weight()
     assert sorted(products) == ["w"] * 3 + ["x"] * 3
+
+
+class Scale(torch.autograd.Function):
+    """A product with a weight, which tells when what it saved is freed."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, x: Tensor, w: Tensor, alive: list[weakref.ref[Tensor]]
+    ) -> Tensor:
+        x = x.clone()
+        alive.append(weakref.ref(x.untyped_storage()))
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g: Tensor):  # type: ignore[no-untyped-def]
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).sum(0), None
+
+
+@pytest.mark.parametrize("form", ["ends in one", "ends in C++", "in a row", "without"])
+def test_nodes_of_functions_stay_until_their_half_is_done(form: str) -> None:
+    weights = [torch.full((4,), 1.0 + i, requires_grad=True) for i in range(3)]
+    x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+    alive: list[weakref.ref[Tensor]] = []
+    left: list[int] = []
+
+    def run() -> Tensor:
+        y = torch.ones(2, 4) if form == "without" else x * 1.0
+        for w in weights:
+            y = Scale.apply(y if form == "in a row" else torch.tanh(y), w, alive)
+        return y.sin() if form == "ends in C++" else y
+
+    wanted = torch.autograd.grad(run().sum(), weights)
+    alive.clear()
+    for w in weights:
+        w.register_post_accumulate_grad_hook(
+            lambda _: left.append(sum(ref() is not None for ref in alive))
+        )
+    split = SplitBackward(get_gradient_edge(run()), x, weights)
+    # Python's objects for nodes of functions own them in some versions of torch only.
+    split.backward_input(torch.ones(2, 4))
+    owners = [owner for meeting in split._meetings for owner in meeting.owners]
+    assert len(owners) == (1 if form == "without" else 3)
+    assert not any(isinstance(owner, BackwardCFunction) for owner in owners)
+    owners.clear()
+    split.backward_weight()
+    torch.testing.assert_close([w.grad for w in weights], list(wanted))
+    if form.startswith("ends"):  # nothing is held by what comes before it
+        assert left == [3, 2, 1]
+    assert all(ref() is None for ref in alive)
 
 
 def test_hooks_behind_the_accumulation_see_gradients() -> None:
