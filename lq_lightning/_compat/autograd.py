@@ -1,12 +1,23 @@
-"""Autograd of torch: which gradients the backward that runs now is for."""
+"""Autograd of torch: which gradients the backward that runs now is for, and who owns nodes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
-__all__ = ["wanted_gradients"]
+__all__ = ["is_owned_by_graph", "wanted_gradients"]
+
+
+def is_owned_by_graph(node: Any) -> bool:
+    """Whether a node can be gone while Python still holds an object for it.
+
+    In torch 2.11 the objects for nodes of a ``torch.autograd.Function`` do not own them: they are
+    freed with the last node of C++ that leads to them, and cannot be run then. Objects for nodes of
+    C++ own these.
+    """
+    return isinstance(node, BackwardCFunction)
 
 
 def wanted_gradients(ctx: Any, tensors: tuple[bool, ...]) -> tuple[bool, ...]:

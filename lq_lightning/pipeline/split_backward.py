@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from lq_lightning._compat.autograd import is_owned_by_graph
 from lq_lightning._compat.modules import is_compiled_in_place, is_compiled_wrapper
 
 from .saved_tensors import SavedTensors
@@ -171,17 +171,14 @@ def _meetings(output: GradientEdge, leaf: Node, weights: Sequence[Tensor]) -> li
 def _owners(output: GradientEdge, order: Sequence[Node]) -> dict[Node, Node]:
     """Return what to hold so that each node stays: itself, or the nearest that leads to it.
 
-    Python's objects for the nodes of a ``torch.autograd.Function`` do not own them in torch 2.11:
-    they are freed with the last node of C++ that leads to them. Those for nodes of C++ do.
-
     Args:
-        output: owns the first node if that is of a function.
+        output: where the graph starts; its token owns a first node that only the graph owns.
         order: all nodes, each behind what it leads to.
     """
     owners = {output.node: output.ownership_token or output.node}
     for node in reversed(order):
         for child in _children(node):  # the last node that leads to it is the nearest, and stays
-            owners[child] = owners[node] if isinstance(child, BackwardCFunction) else child
+            owners[child] = owners[node] if is_owned_by_graph(child) else child
     return owners
 
 
