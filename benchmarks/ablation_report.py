@@ -93,7 +93,7 @@ def write_outcomes(
 
 
 def merged(paths: list[Path]) -> dict[str, Any]:
-    """Join the results of several reports; a run that two of them hold is taken from the later.
+    """Join the results of several reports; runs of one seed that were repeated all count.
 
     Raises:
         ValueError: the reports are of different presets, worlds or texts.
@@ -103,7 +103,7 @@ def merged(paths: list[Path]) -> dict[str, Any]:
         *("tuning", "stages"),
     )
     joined: dict[str, Any] = {}
-    variants: dict[str, dict[int, Any]] = {}
+    variants: dict[str, list[Any]] = {}
     for path in paths:
         results = json.loads(path.read_text())["results"]
         joined = joined or results
@@ -114,9 +114,10 @@ def merged(paths: list[Path]) -> dict[str, Any]:
                     "only reports of equal runs can be joined"
                 )
         for name, runs in results["variants"].items():
-            variants.setdefault(name, {}).update({run["seed"]: run for run in runs})
-    runs_by_seed = {name: [runs[s] for s in sorted(runs)] for name, runs in variants.items()}
-    return joined | {"variants": runs_by_seed}
+            known = variants.setdefault(name, [])
+            known += [run for run in runs if run not in known]
+    by_seed = {n: sorted(runs, key=lambda run: run["seed"]) for n, runs in variants.items()}
+    return joined | {"variants": by_seed}
 
 
 def write_merged(paths: list[Path], benchmark: str, results: dict[str, Any], out: Path) -> None:
@@ -152,10 +153,12 @@ def counterparts(outcomes: Outcomes, name: str) -> dict[int, list[Outcome]]:
     With those from perturbed weights, where there are any: a single run has luck of its own, which
     all differences to it share. Full precision itself, of both kinds, is compared with the others.
     """
-    by_seed: dict[int, list[Outcome]] = {o.seed: [o] for o in outcomes.get(BASELINE, [])}
+    exact = [*outcomes.get(BASELINE, [])]
     if name not in (BASELINE, PERTURBED):
-        for outcome in outcomes.get(PERTURBED, []):
-            by_seed.setdefault(outcome.seed, []).append(outcome)
+        exact += outcomes.get(PERTURBED, [])
+    by_seed: dict[int, list[Outcome]] = {}
+    for outcome in exact:
+        by_seed.setdefault(outcome.seed, []).append(outcome)
     return by_seed
 
 
