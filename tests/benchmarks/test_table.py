@@ -85,3 +85,22 @@ def test_picture_is_drawn_from_the_reports(
     drawn, kept = ((tmp_path / "new.svg"), ROOT / "docs/images/step_time.svg")
     texts = [[line for line in p.read_text().splitlines() if " ms" in line] for p in (drawn, kept)]
     assert texts[0] == texts[1], "run python benchmarks/picture.py docs/images/step_time.svg"
+
+
+def test_joined_reports_keep_all_runs_of_a_seed_once(
+    load: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    """A run repeated on another machine counts too; the mean is what others are compared with."""
+    report = load("ablation_report")
+
+    def write(name: str, **losses: float) -> Path:
+        runs = {v: [{"seed": 0, "val_loss": x, "train_s": x}] for v, x in losses.items()}
+        path = tmp_path / name
+        path.write_text(json.dumps({"results": {"variants": runs}}))
+        return path
+
+    base = report.BASELINE
+    one, two = write("one", **{base: 1.0}), write("two", **{base: 3.0, "coded": 2.2})
+    outcomes = report.to_outcomes(report.merged([one, two, one]), [base])
+    assert [o.val_loss for o in outcomes[base]] == [1.0, 3.0]
+    assert report.changes(outcomes, "coded") == pytest.approx([10.0])
