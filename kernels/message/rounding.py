@@ -134,6 +134,21 @@ def scaling_of(extremes: GroupRange, norm: float, fmt: MessageFormat) -> Scaling
         # Below `raw` only where it was limited: the group shrinks.
         inverse = torch.where(scale > 0, 1.0 / torch.maximum(scale, raw), 0.0)
         return Scaling(scale, None, None, inverse.mul_(norm))
+    return asymmetric_scaling(low, high, norm, fmt.max_level, fmt)
+
+
+def asymmetric_scaling(
+    low: Tensor, high: Tensor, norm: float, max_level: float | Tensor, fmt: MessageFormat
+) -> Scaling:
+    """``scaling_of`` for asymmetric formats, whose largest level may differ by group.
+
+    Args:
+        low: ``[R, G]`` fp32, the smallest values.
+        high: ``[R, G]`` fp32, the largest values.
+        norm: as for ``scaling_of``.
+        max_level: of all groups, or of each.
+        fmt: the format; its code does not matter but for limits of fp16 scales.
+    """
     low, high = low * norm, high * norm
     # With room for the scale to be rounded up. Groups that do not fit shrink by a power of two.
     minimum = round_minimum_down(low, fmt.scale_dtype)
@@ -143,7 +158,7 @@ def scaling_of(extremes: GroupRange, norm: float, fmt: MessageFormat) -> Scaling
     exponent = (254 + fmt.shrunk_exponent) - (largest >> 23)
     shrink = torch.where(fits, 1.0, (exponent << 23).view(torch.float32))
     minimum = round_minimum_down(low.mul_(shrink), fmt.scale_dtype)
-    raw = high.mul_(shrink).sub_(minimum).div_(fmt.max_level)
+    raw = high.mul_(shrink).sub_(minimum).div_(max_level)
     finite = raw <= FP32_MAX
     scale = torch.where(raw < MIN_SCALE, 0.0, round_scale_up(raw, fmt.scale_dtype))
     scale = torch.where(finite, scale, float("nan"))

@@ -8,16 +8,21 @@ from .functional import (
     encode_with_residual,
     flatten_rows,
 )
+from .mixed import WidthTable, decode_mixed, encode_mixed, round_trip_mixed
 from .seeds import derive_seed
 from .spec import CodecSpec
 
 __all__ = [
     "CodecSpec",
+    "WidthTable",
     "decode",
+    "decode_mixed",
     "decode_reduce",
     "decode_reduce_encode",
     "derive_seed",
     "encode",
+    "encode_mixed",
     "encode_with_residual",
     "flatten_rows",
+    "round_trip_mixed",
 ]

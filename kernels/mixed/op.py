@@ -1,0 +1,179 @@
+"""The operators ``mixed_quantize``, ``mixed_dequantize`` and ``mixed_round_trip``.
+
+Shape legend: T tokens, N lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lq_lightning.kernels.message.checks import check_message
+from lq_lightning.kernels.message.operators import define_operator
+
+from . import reference as cpu
+from .format import FIRST_PLANE_ROW, MAX_WIDTH, PLANES, mixed_layout
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_ROWS = FIRST_PLANE_ROW + len(PLANES)
+# Kernels count words and lines in 32 bits.
+_MAX_NUMEL = 1 << 31
+
+
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in _FLOATS:
+        raise ValueError(
+            f"{name} has dtype {dtype}; allowed: float32, bfloat16, float16. Convert it, e.g. "
+            f"{name}.float()."
+        )
+
+
+def _check_values(x: Tensor, rows: Tensor) -> None:
+    _check_dtype("x", x.dtype)
+    if x.dim() != 2 or x.shape[1] != rows.shape[-1]:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}, rows {tuple(rows.shape)}; expected [T, N] and "
+            f"[{_ROWS}, N]. Pass x.view(-1, N) and width_rows(widths) of N widths."
+        )
+    _check_rows(rows, x.shape[0], x.device)
+
+
+def _check_rows(rows: Tensor, tokens: int, device: torch.device) -> None:
+    if rows.dim() != 2 or rows.shape[0] != _ROWS or rows.device != device:
+        raise ValueError(
+            f"rows has shape {tuple(rows.shape)} on {rows.device}; expected [{_ROWS}, N] on "
+            f"{device}. Pass width_rows(widths) and move it there."
+        )
+    if tokens * rows.shape[1] >= _MAX_NUMEL:
+        raise ValueError(
+            f"{tokens} tokens of {rows.shape[1]} lines are too many for one message; allowed: less "
+            f"than {_MAX_NUMEL} values. Split the tokens."
+        )
+
+
+def _check_counts(rows: Tensor, counts: Sequence[int]) -> None:
+    if len(counts) != MAX_WIDTH or sum(counts) != rows.shape[1]:
+        raise ValueError(
+            f"counts={list(counts)} does not count {rows.shape[1]} lines by widths from 1 to "
+            f"{MAX_WIDTH}. Pass width_counts(widths)."
+        )
+
+
+def _quantize(x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool = False) -> Tensor:
+    """Encode values. CPU and CUDA write the same bits.
+
+    Args:
+        x: ``[T, N]`` fp32, bf16 or fp16, any strides.
+        rows: ``[8, N]`` int32 of ``width_rows`` on the device of ``x``, contiguous.
+        counts: those of ``width_counts`` for the same widths.
+        fitted: whether ranges are those with the least error for normal values, ``HALF_RANGES``,
+            and not those of the values.
+
+    Returns:
+        ``[nbytes]`` uint8.
+
+    Raises:
+        ValueError: a shape, dtype or device other than above.
+    """
+    _check_values(x, rows)
+    _check_counts(rows, counts)
+    out = _fake_quantize(x, rows, counts, fitted)
+    if x.is_cuda:
+        from .launch import launch_mixed_quantize
+
+        launch_mixed_quantize(x, rows, counts, fitted, out)
+    else:
+        cpu.quantize(x, rows, counts, fitted, out)
+    return out
+
+
+def _dequantize(
+    message: Tensor, rows: Tensor, counts: Sequence[int], tokens: int, dtype: torch.dtype
+) -> Tensor:
+    """Decode values. CPU and CUDA return the same bits.
+
+    Args:
+        message: ``[nbytes]`` uint8.
+        rows: as for ``mixed_quantize``.
+        counts: as for ``mixed_quantize``.
+        tokens: T.
+        dtype: of the result.
+
+    Returns:
+        ``[T, N]``, contiguous.
+
+    Raises:
+        ValueError: a shape, dtype or device other than above, or a message of another size.
+    """
+    _check_dtype("dtype", dtype)
+    _check_rows(rows, tokens, message.device)
+    _check_counts(rows, counts)
+    check_message("message", message, mixed_layout(counts, tokens).nbytes)
+    out = _fake_dequantize(message, rows, counts, tokens, dtype)
+    if message.is_cuda:
+        from .launch import launch_mixed_dequantize
+
+        launch_mixed_dequantize(message, rows, counts, out)
+    else:
+        cpu.dequantize(message, rows, counts, out)
+    return out
+
+
+def _round_trip(x: Tensor, rows: Tensor, fitted: bool = False) -> Tensor:
+    """Return what decoding the message of ``x`` gives, to the bit, without packing.
+
+    Args:
+        x: ``[T, N]`` fp32, bf16 or fp16, any strides.
+        rows: as for ``mixed_quantize``.
+        fitted: as for ``mixed_quantize``.
+
+    Returns:
+        ``[T, N]`` of the dtype of ``x``, contiguous.
+
+    Raises:
+        ValueError: a shape, dtype or device other than above.
+    """
+    _check_values(x, rows)
+    out = _fake_round_trip(x, rows, fitted)
+    if x.is_cuda:
+        from .launch import launch_mixed_round_trip
+
+        launch_mixed_round_trip(x, rows, fitted, out)
+    else:
+        cpu.round_trip(x, rows, fitted, out)
+    return out
+
+
+def _fake_quantize(x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool = False) -> Tensor:
+    nbytes = mixed_layout(counts, x.shape[0]).nbytes
+    return torch.empty(nbytes, dtype=torch.uint8, device=x.device)
+
+
+def _fake_dequantize(
+    message: Tensor, rows: Tensor, counts: Sequence[int], tokens: int, dtype: torch.dtype
+) -> Tensor:
+    return torch.empty(tokens, rows.shape[1], dtype=dtype, device=message.device)
+
+
+def _fake_round_trip(x: Tensor, rows: Tensor, fitted: bool = False) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+mixed_quantize = define_operator(
+    "mixed_quantize(Tensor x, Tensor rows, int[] counts, bool fitted=False) -> Tensor",
+    _quantize,
+    _fake_quantize,
+)
+mixed_dequantize = define_operator(
+    "mixed_dequantize(Tensor message, Tensor rows, int[] counts, SymInt tokens, ScalarType dtype)"
+    " -> Tensor",
+    _dequantize,
+    _fake_dequantize,
+)
+mixed_round_trip = define_operator(
+    "mixed_round_trip(Tensor x, Tensor rows, bool fitted=False) -> Tensor",
+    _round_trip,
+    _fake_round_trip,
+)

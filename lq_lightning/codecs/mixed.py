@@ -1,0 +1,296 @@
+"""Messages whose lines have widths of their own: AMAQ on the wire.
+
+A line is what shares a width, a scale and a minimum: a channel over all tokens, or, with ``x.t()``,
+a token position. Lines of 1 to 8 bits are integers from one end of a range to the other (a width of
+1 has these two levels alone); wider ones travel as bf16. The range is the sender's choice: that of
+the values, or one that leaves out the few that are farthest off.
+
+Reference: AMAQ (arXiv 2510.05468); the paper gives no layout, see ``kernels/mixed/format.py``.
+Shape legend: T tokens, N lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lq_lightning.foundation.transfer import send_to
+from lq_lightning.kernels.message import ALIGNMENT_NBYTES
+from lq_lightning.kernels.mixed import (
+    MAX_CODE_WIDTH,
+    MAX_WIDTH,
+    mixed_dequantize,
+    mixed_layout,
+    mixed_quantize,
+    mixed_round_trip,
+    width_counts,
+    width_rows,
+)
+
+# Ranges of lines: of all values, or of the mean and the deviation.
+Ranges = Literal["full", "fitted"]
+RANGES = ("full", "fitted")
+
+
+class WidthTable:
+    """The width of every line of a message, which both ends know. Immutable.
+
+    Args:
+        widths: ``[N]`` integers from 1 to 16, at least one of them.
+
+    Raises:
+        ValueError: anything else.
+    """
+
+    __slots__ = ("_content", "_counts", "_rows", "_wide", "_widths")
+
+    def __init__(self, widths: Tensor | Sequence[int]) -> None:
+        given = widths if isinstance(widths, Tensor) else torch.tensor(widths)
+        given = given.detach().cpu()
+        integers = not (given.is_floating_point() or given.is_complex())
+        if given.dim() != 1 or not given.numel() or not integers or given.dtype == torch.bool:
+            raise ValueError(
+                f"WidthTable was given {given.dtype} {tuple(given.shape)}; expected at least one "
+                f"integer in one dimension, 1 to {MAX_WIDTH} bits per line. Round bits first."
+            )
+        wrong = ((given < 1) | (given > MAX_WIDTH)).nonzero().view(-1)
+        if wrong.numel():
+            line = int(wrong[0])
+            raise ValueError(
+                f"WidthTable: line {line} has {int(given[line])} bits; allowed: 1 to {MAX_WIDTH}. "
+                "Clamp the widths."
+            )
+        self._widths = given.to(torch.int64, copy=True)
+        self._content = bytes(self._widths.tolist())
+        self._counts = tuple(width_counts(self._widths))
+        self._rows: dict[torch.device, Tensor] = {}
+        self._wide: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def widths(self) -> Tensor:
+        """``[N]`` int64 on the CPU, a copy."""
+        return self._widths.clone()
+
+    @property
+    def channels(self) -> int:
+        """N, the number of lines."""
+        return len(self._content)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Lines of each width: 16 numbers, the first for a width of 1."""
+        return self._counts
+
+    @property
+    def order(self) -> Tensor:
+        """``[N]`` int64 on the CPU: the lines sorted by width, equal ones by index."""
+        return torch.sort(self._widths, stable=True).indices
+
+    @property
+    def mean(self) -> float:
+        """Mean width; above 8 bits a line travels in 16, which ``effective_bits`` counts."""
+        return sum(self._content) / self.channels
+
+    def nbytes(self, tokens: int) -> int:
+        """Return the bytes of a message of ``[tokens, N]`` values, scales and minima counted.
+
+        Args:
+            tokens: T.
+
+        Returns:
+            A multiple of 16; 0 for no tokens. The table itself is not counted.
+
+        Raises:
+            ValueError: ``tokens`` is negative.
+        """
+        if tokens < 0:
+            raise ValueError(f"tokens={tokens} must be at least 0. Pass the rows of the values.")
+        return mixed_layout(self._counts, tokens).nbytes
+
+    def effective_bits(self, tokens: int, table_messages: int = 1) -> float:
+        """Return the bits on the wire per value, with all metadata.
+
+        Args:
+            tokens: T of a message.
+            table_messages: messages that share one transmission of the table.
+
+        Raises:
+            ValueError: an argument is not positive.
+        """
+        if tokens < 1 or table_messages < 1:
+            raise ValueError(
+                f"tokens={tokens} and table_messages={table_messages} must be at least 1. Pass the "
+                "rows of a message and the messages of an optimizer step."
+            )
+        table_nbytes = (self.channels + 1) // 2 / table_messages
+        return 8 * (self.nbytes(tokens) + table_nbytes) / (tokens * self.channels)
+
+    def pack(self) -> Tensor:
+        """Return the table as ``[ceil(N / 2)]`` uint8 on the CPU.
+
+        4 bits per line, the width less one; of two lines in a byte the first has the low bits. The
+        last 4 bits are 0 where N is odd.
+        """
+        less_one = torch.nn.functional.pad(self._widths - 1, (0, self.channels % 2))
+        return (less_one[0::2] | less_one[1::2] << 4).to(torch.uint8)
+
+    @classmethod
+    def unpack(cls, packed: Tensor, channels: int) -> WidthTable:
+        """Undo ``pack`` for what a peer has sent.
+
+        Args:
+            packed: ``[ceil(channels / 2)]`` uint8.
+            channels: N.
+
+        Raises:
+            ValueError: another dtype or size, or bits beyond the last line that are not 0.
+        """
+        expected = ((channels + 1) // 2,)
+        if channels < 1 or packed.dtype != torch.uint8 or tuple(packed.shape) != expected:
+            raise ValueError(
+                f"A table of {channels} widths is uint8 {expected}, at least one byte; got "
+                f"{packed.dtype} {tuple(packed.shape)}. Both ends need the same boundary."
+            )
+        packed = packed.cpu()
+        less_one = torch.stack((packed & 15, packed >> 4), dim=1).view(-1)
+        if less_one[channels:].any():
+            raise ValueError(
+                f"A table of {channels} widths ends with {int(packed[-1]):#04x}; its high 4 bits "
+                "must be 0. It was damaged, or is one of another size."
+            )
+        return cls(less_one[:channels].to(torch.int64) + 1)
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether all widths are the same."""
+        return isinstance(other, WidthTable) and torch.equal(self._widths, other.widths)
+
+    def __hash__(self) -> int:
+        """Hash the widths."""
+        return hash(self._content)
+
+    def __repr__(self) -> str:
+        """Return how many lines have which width."""
+        counts = {width: count for width, count in enumerate(self._counts, 1) if count}
+        return f"WidthTable(channels={self.channels}, mean={self.mean:.3f}, counts={counts})"
+
+    def rows(self, device: torch.device) -> Tensor:
+        """Return what kernels need to know about every line.
+
+        Made once for each device, for the stream on which the table is used.
+        """
+        found = self._rows.get(device)
+        if found is None:
+            found = self._rows[device] = send_to(width_rows(self._widths), device)
+        return found
+
+    def wide_lines(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the lines of more than 8 bits, which travel as bf16.
+
+        Made once for each device, for the stream on which the table is used.
+
+        Returns:
+            ``[n]`` int64, ascending, and ``[n]`` float32, the largest codes of such widths.
+        """
+        found = self._wide.get(device)
+        if found is None:
+            lines = (self._widths > MAX_CODE_WIDTH).nonzero().flatten()
+            largest = torch.exp2(self._widths[lines].float()) - 1.0
+            found = self._wide[device] = send_to(lines, device), send_to(largest, device)
+        return found
+
+
+def _check_values(x_TN: Tensor, table: WidthTable) -> None:
+    if x_TN.dim() != 2 or x_TN.shape[1] != table.channels:
+        raise ValueError(
+            f"x_TN has shape {tuple(x_TN.shape)}; expected [T, {table.channels}] for this table. "
+            f"Use x.view(-1, {table.channels}), or .t() if lines are rows."
+        )
+
+
+def _is_fitted(ranges: Ranges) -> bool:
+    if ranges not in RANGES:
+        raise ValueError(f"ranges={ranges!r} is not known; allowed: 'full' and 'fitted'.")
+    return ranges == "fitted"
+
+
+def encode_mixed(x_TN: Tensor, table: WidthTable, ranges: Ranges = "full") -> Tensor:
+    """Encode values, each line in the bits of the table.
+
+    Args:
+        x_TN: ``[T, N]`` fp32, bf16 or fp16, any strides, on a CPU or a CUDA device.
+        table: of N widths.
+        ranges: of lines of up to 8 bits. ``"full"``: from the minimum to the maximum. ``"fitted"``:
+            as many deviations around the mean as have the least mean square error for normal values
+            in so many bits (Max, 1960; .80, 1.49, 2.05, 2.51 ... 3.92), within the full range.
+            Values outside become the nearest end. The other end need not know.
+
+    Returns:
+        ``[table.nbytes(T)]`` uint8, contiguous.
+
+    Raises:
+        ValueError: a shape, dtype or ``ranges`` other than above.
+
+    Determinism: bit-identical for equal input; same bits on CPU and CUDA.
+    Error: half a step within the range for widths up to 8, where a step is the range by
+    (2**width - 1), its minimum rounded down and then the step rounded up to bf16, each by less than
+    1%. A line of up to 8 bits with a NaN or an infinity decodes to NaN; a wider one keeps each
+    value.
+    """
+    _check_values(x_TN, table)
+    encoded: Tensor = mixed_quantize(
+        x_TN.detach(), table.rows(x_TN.device), table.counts, _is_fitted(ranges)
+    )
+    return encoded
+
+
+def decode_mixed(payload: Tensor, table: WidthTable, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Undo ``encode_mixed``.
+
+    Args:
+        payload: ``[table.nbytes(tokens)]`` uint8.
+        table: that of the sender.
+        tokens: T.
+        dtype: of the result: float32, bfloat16 or float16.
+
+    Returns:
+        ``[T, N]``, new and contiguous, on the device of the payload.
+
+    Raises:
+        ValueError: a payload of another size or dtype, or another ``dtype``.
+    """
+    nbytes = table.nbytes(tokens)
+    if payload.dtype != torch.uint8 or tuple(payload.shape) != (nbytes,):
+        raise ValueError(
+            f"A payload of {payload.dtype} {tuple(payload.shape)}; {tokens} tokens in this table "
+            f"are uint8 ({nbytes},). Decode with the table and the tokens of the sender."
+        )
+    # Kernels read words; what a peer has sent may lie anywhere in a buffer.
+    if payload.data_ptr() % ALIGNMENT_NBYTES or not payload.is_contiguous():
+        payload = payload.clone(memory_format=torch.contiguous_format)
+    rows = table.rows(payload.device)
+    decoded: Tensor = mixed_dequantize(payload, rows, table.counts, tokens, dtype)
+    return decoded
+
+
+def round_trip_mixed(x_TN: Tensor, table: WidthTable, ranges: Ranges = "full") -> Tensor:
+    """Return exactly what the other end decodes from ``encode_mixed``, in the dtype of ``x_TN``.
+
+    Nothing is packed, and nothing is differentiated.
+
+    Args:
+        x_TN: ``[T, N]`` fp32, bf16 or fp16, any strides, on a CPU or a CUDA device.
+        table: of N widths.
+        ranges: as for ``encode_mixed``.
+
+    Returns:
+        ``[T, N]`` of the dtype of ``x_TN``, new and contiguous.
+
+    Raises:
+        ValueError: a shape, dtype or ``ranges`` other than above.
+    """
+    _check_values(x_TN, table)
+    rounded: Tensor = mixed_round_trip(x_TN.detach(), table.rows(x_TN.device), _is_fitted(ranges))
+    return rounded
