@@ -1,8 +1,8 @@
 """The import rules of the package, read from its syntax trees.
 
 Imports go strictly down: strategies, plugins, callbacks -> checkpoint -> data_parallel, optim,
-activations, pipeline -> codecs -> foundation -> kernels, and folders of one level never import each
-other.
+activations, pipeline, adaptive -> codecs -> foundation -> kernels, and folders of one level never
+import each other.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ LEVELS = {
     "optim": 3,
     "activations": 3,
     "pipeline": 3,
+    "adaptive": 3,
     "codecs": 2,
     "foundation": 1,
     "kernels": 0,

@@ -24,7 +24,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 from lq_testing.lightning_models import quiet
 
-from lq_lightning import QuantizedFSDPStrategy, QuantizedPipelineStrategy
+from lq_lightning import AdaptiveBits, QuantizedFSDPStrategy, QuantizedPipelineStrategy
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -214,6 +214,16 @@ def test_every_option_is_explained() -> None:
             if shown.startswith("`"):
                 assert ast.literal_eval(shown.strip("`")) == known[name], name
         inherited |= set(rows)
+
+
+def test_every_option_of_trained_bit_widths_is_explained() -> None:
+    page = (ROOT / "docs" / "options.md").read_text()
+    section = page.partition("## AdaptiveBits\n")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", section, re.MULTILINE))
+    known = inspect.signature(AdaptiveBits).parameters
+    assert list(rows) == list(known)
+    for name, shown in rows.items():
+        assert ast.literal_eval(shown) == known[name].default, name
 
 
 def _messages() -> list[str]:

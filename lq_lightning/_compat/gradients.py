@@ -1,16 +1,19 @@
-"""Gradients that FSDP2 keeps unreduced between backward passes."""
+"""Gradients that FSDP2 keeps unreduced between backward passes, and norms of all gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad
 
 __all__ = [
     "GradientKeeper",
     "keep_unreduced_gradients",
+    "refuse_norm_clipping",
 ]
 
 
@@ -76,3 +79,22 @@ def _set_unreduced_gradient(fsdp_param: Any, gradient: Tensor | None) -> None:
     if gradient is not None and gradient.dtype != gathered.dtype:
         gathered.grad_dtype = None  # any
     gathered.grad = gradient
+
+
+@contextmanager
+def refuse_norm_clipping(message: str) -> Iterator[None]:
+    """Let ``torch.nn.utils.clip_grad_norm_`` raise inside, however it was imported.
+
+    Raises:
+        NotImplementedError: With the message, where it is called.
+    """
+
+    def refuse(*args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError(message)
+
+    original = clip_grad._get_total_norm
+    clip_grad._get_total_norm = refuse
+    try:
+        yield
+    finally:
+        clip_grad._get_total_norm = original

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils import checkpoint as checkpointing
 
 __all__ = [
     "Hooks",
+    "around_checkpoints",
     "base_of",
     "checkpoint_region",
     "has_storage",
@@ -64,6 +69,48 @@ def checkpoint_region() -> Callable[[Tensor], Any] | None:
     hooks = outer_hooks()
     inside = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
     return hooks[0] if hooks is not None and inside else None
+
+
+class _Wrap(threading.local):
+    """What ``around_checkpoints`` applies in each thread."""
+
+    hooks: Callable[[Hooks], Hooks] | None = None
+
+
+_wrap = _Wrap()
+
+
+class _WrappedHooks(checkpointing._checkpoint_hook):
+    """The hooks in effect while a checkpointed region runs for the first time."""
+
+    def __init__(self, frame: Any) -> None:
+        super().__init__(frame)
+        if _wrap.hooks is not None:
+            pack, unpack = _wrap.hooks((self.pack_hook, self.unpack_hook))
+
+            @wraps(self.pack_hook)  # it is known by its module, and has marks
+            def wrapped(tensor: Tensor) -> Any:
+                return pack(tensor)
+
+            self.pack_hook, self.unpack_hook = wrapped, unpack
+
+
+@contextmanager
+def around_checkpoints(wrap: Callable[[Hooks], Hooks]) -> Iterator[None]:
+    """Replace the hooks of non-reentrant checkpointing in regions that begin inside.
+
+    Regions within a region that is computed again have not begun inside.
+
+    Args:
+        wrap: Given the pack and unpack hooks of a region, returns those to use.
+    """
+    # For good: other threads may be inside, and without `wrap` it does what the original does.
+    checkpointing._checkpoint_hook = _WrappedHooks  # type: ignore[misc]
+    previous, _wrap.hooks = _wrap.hooks, wrap
+    try:
+        yield
+    finally:
+        _wrap.hooks = previous
 
 
 def running_modules() -> Iterator[nn.Module]:

@@ -60,7 +60,8 @@ class QuantizationMonitor(Callback):
     ``quant/weights_error`` and ``quant/gradients_error``, relative L2 errors over all ranks. With
     error feedback the latter also counts what earlier steps left out, although it is no loss.
     ``quantized_pipeline`` adds ``quant/bytes_boundary_{forward,backward}`` (sent to neighbouring
-    stages), ``quant/bits_per_hidden_{value,gradient}`` and ``quant/bytes_tied_gradients``.
+    stages), ``quant/bits_per_hidden_{value,gradient}`` and ``quant/bytes_tied_gradients``; with
+    learned widths ``quant/bytes_boundary_tables``, which the bits include.
 
     Args:
         every_n_steps: Optimizer steps between two entries; the Trainer's ``log_every_n_steps`` by

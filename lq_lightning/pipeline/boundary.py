@@ -12,6 +12,7 @@ from lq_lightning.foundation.checks import check_choice
 
 from .aq_sgd import AQSGDCodec, AQSGDQuantization
 from .message import BoundaryCodec, Message
+from .mixed import MixedCodec
 from .plain_codecs import CastCodec, GroupCodec
 from .tah import TAHCodec, TAHQuantization
 
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 _INTEGERS = tuple(f"int{bits}" for bits in range(2, 9))
-CODEC_NAMES = ("none", "bf16", "fp8", *_INTEGERS, "tah", "tah5", "aq_sgd")
+CODEC_NAMES = ("none", "bf16", "fp8", *_INTEGERS, "tah", "tah5", "aq_sgd", "amaq")
 # Channels that share a scale, forward and backward; those of the paper of TAH-Quant. "tah5", which
 # is not of the paper, has the former in both directions.
 _FORWARD_TILE = 64
@@ -39,9 +40,9 @@ def make_boundary_codec(
 
     Names: ``"none"`` sends values as they are, ``"bf16"`` rounded; ``"fp8"`` sends E4M3 with a
     bf16 scale per tile; ``"int2"`` to ``"int8"`` are asymmetric, with a bf16 scale and minimum per
-    tile; ``"tah"`` is ``TAHQuantization``, ``"tah5"`` the same with ``bits=5``, and ``"aq_sgd"``,
-    which is not for gradients, ``AQSGDQuantization``. Tiles are 64 channels forward and 32
-    backward, but for ``"tah5"``, whose are 64.
+    tile; ``"tah"`` is ``TAHQuantization``, ``"tah5"`` the same with ``bits=5``; ``"aq_sgd"``, which
+    is not for gradients, ``AQSGDQuantization``; and ``"amaq"`` has learned widths. Tiles are
+    64 channels forward and 32 backward, but for ``"tah5"``, whose are 64.
 
     Args:
         codec: a name, or a specification.
@@ -62,6 +63,8 @@ def make_boundary_codec(
             )
         return AQSGDCodec("aq_sgd", AQSGDQuantization() if isinstance(codec, str) else codec)
     check_choice("make_boundary_codec", "codec", codec, CODEC_NAMES, CodecSpec)
+    if codec == "amaq":
+        return MixedCodec()
     if codec in ("none", "bf16"):
         return CastCodec(codec, torch.bfloat16 if codec == "bf16" else None)
     tile = _BACKWARD_TILE if backward else _FORWARD_TILE

@@ -30,6 +30,10 @@ from lq_lightning.foundation.nested import tensors_in
 __all__ = ["BoundaryMeta", "LayerCalls", "StageEnd", "as_called_layer", "hidden_name"]
 
 # What transformers collects from every layer by hooks, as arguments that it hands on to the layers.
+_KEEP = (
+    "layers of a pipeline must keep its shape, and from the first on its dtype. Let stages end "
+    "elsewhere (`split`), or use `quantized_fsdp`."
+)
 _COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
@@ -80,6 +84,8 @@ class LayerCalls:
         self._extras: tuple[bool, ...] | None = None
         self._running = self._left = self._probing = False
         self._inspecting = self._needs_gradient = False
+        self._embedded_shape: tuple[int, ...] = ()
+        self._changed: int | None = None  # the first layer with another hidden state in front
 
     # --- a part ---------------------------------------------------------------------------------
 
@@ -109,7 +115,7 @@ class LayerCalls:
             NotImplementedError: layers that pass on more than one hidden state.
         """
         self._first, self._last, self._next = *span, 0
-        self._received, self._inspecting = received, inspecting
+        self._received, self._inspecting, self._changed = received, inspecting, None
         self._needs_gradient = received is not None and received.requires_grad
         self._running, self._left = True, False
         try:
@@ -186,11 +192,14 @@ class LayerCalls:
             raise StageEnd(self._end(index, hidden))
         if index == self._first:
             self._check_entry(name, hidden, argument, args, kwargs)
+        elif self._changed is None and not self._fits(hidden):
+            self._changed = index
         if forward is None:
             raise AssertionError(f"{name} is on another stage")
         output = forward(*args, **kwargs)
         if self._probing:
-            self._embedded_dtype, self._extras = hidden.dtype, _extras(name, output)
+            self._embedded_shape, self._embedded_dtype = tuple(hidden.shape), hidden.dtype
+            self._extras = _extras(name, output)
         return output
 
     def passed_layers(self) -> bool:
@@ -246,8 +255,10 @@ class LayerCalls:
             if received is None or received.shape != hidden.shape:
                 raise RuntimeError(
                     f"the stage of `{self._layers[self._first]}` received a hidden state of shape "
-                    f"{tuple(() if received is None else received.shape)} for a micro-batch whose "
-                    f"hidden state is {tuple(hidden.shape)}: the ranks have different batches."
+                    f"{tuple(() if received is None else received.shape)}, but from the same batch "
+                    "the code in front of the layers, with stand-ins for the modules that this "
+                    f"rank lacks, gives one of {tuple(hidden.shape)}. Its shape must depend on "
+                    "those of the batch only: use `quantized_fsdp`."
                 )
             hidden = received
         extras = self._boundary().extras
@@ -274,21 +285,30 @@ class LayerCalls:
             named = {key: value for key, value in kwargs.items() if args or key != argument}
             _check_clean(name, args[1:], named)
 
+    def _fits(self, hidden: Tensor) -> bool:
+        boundary = self._boundary()
+        return (tuple(hidden.shape), hidden.dtype) == (boundary.shape, boundary.dtype)
+
     def _end(self, index: int, hidden: Tensor) -> Any:
         if self._probing:
+            if tuple(hidden.shape) != self._embedded_shape:  # before anything is sent
+                raise NotImplementedError(
+                    f"behind `{self._layers[0]}` the hidden state has shape {tuple(hidden.shape)}, "
+                    f"but in front of it {self._embedded_shape}: {_KEEP}"
+                )
             return BoundaryMeta(
                 shape=tuple(hidden.shape),
                 dtype=hidden.dtype,
                 embedded_dtype=self._embedded_dtype,
                 extras=self._extras,
             )
-        boundary = self._boundary()
-        if (tuple(hidden.shape), hidden.dtype) != (boundary.shape, boundary.dtype):
+        if not self._fits(hidden):
+            boundary, last = self._boundary(), (self._changed or index) - 1
             raise NotImplementedError(
-                f"the hidden state in front of `{self._layers[index]}` has shape "
-                f"{tuple(hidden.shape)} and {hidden.dtype}, but behind the first layer it has "
-                f"{boundary.shape} and {boundary.dtype}: it must keep both through all layers of a "
-                "pipeline."
+                f"behind `{self._layers[last]}` the hidden state changes: in front of "
+                f"`{self._layers[index]}`, where a stage ends, it has shape {tuple(hidden.shape)} "
+                f"and {hidden.dtype}, but behind the first layer it has {boundary.shape} and "
+                f"{boundary.dtype}: {_KEEP}"
             )
         return hidden
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .agreement import Agreement, batch_digest, batch_signature
 from .boundary import BoundaryCodec
-from .execution import Endpoint, Execution
+from .execution import Endpoint, Execution, Listener
 from .links import Links, Outbox, ProcessGroupLinks
 from .schedules import (
     Program,
@@ -56,6 +56,9 @@ class PipelineEngine:
         forward_codec: of hidden states, an instance of this rank's own.
         backward_codec: of gradients, an instance of this rank's own.
         links: how payloads travel; by default over ``group``.
+
+    Attributes:
+        listener: hears of hidden states and gradients in training; None if nobody does.
 
     Raises:
         ValueError: as ``check_schedule``; or ``stages`` are not those of this rank.
@@ -112,8 +115,9 @@ class PipelineEngine:
             traffic=self._traffic,
             device=device,
         )
+        self.listener: Listener | None = None
         self._agreed = 0
-        self._failed: BaseException | None = None
+        self._failed: str | None = None
 
     @property
     def traffic(self) -> BoundaryTraffic:
@@ -230,12 +234,15 @@ class PipelineEngine:
     ) -> list[Any]:
         if self._failed is not None:
             raise RuntimeError(
-                "an earlier step of this pipeline failed, and messages may be missing on any rank: "
-                "start again from a checkpoint."
-            ) from self._failed
+                f"an earlier step of this pipeline failed ({self._failed}), and messages may be "
+                "missing on any rank: start again from a checkpoint."
+            )
         if self._shape[1] > 1:  # on all ranks, before anything is sent
             self._endpoint.forward_codec.check(boundary.shape, boundary.dtype)
             self._endpoint.backward_codec.check(boundary.shape, boundary.dtype)
+        listener = self.listener if training else None
+        if listener is not None:
+            listener.starts(boundary)
         execution = Execution(
             program=program,
             stages=self._stages,
@@ -243,6 +250,7 @@ class PipelineEngine:
             boundary=boundary,
             samples=_split(samples, program.num_microbatches),
             training=training,
+            listener=listener,
         )
         try:
             # Payloads of the step before may still be on their way, behind the optimizer's step;
@@ -252,7 +260,7 @@ class PipelineEngine:
         except BaseException as error:
             # Transfers under way are left alone: their peers will not come, so that waiting for
             # them would keep this rank from raising.
-            self._failed = error
+            self._failed = f"{type(error).__name__}: {error}"  # its frames hold graphs
             for stage in self._stages.values():
                 stage.clear()
             raise

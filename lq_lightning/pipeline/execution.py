@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,25 @@ from .schedules import Action, Key, Program
 from .stage import Boundary, Stage
 from .traffic import BoundaryTraffic
 
-__all__ = ["Endpoint", "Execution"]
+__all__ = ["Endpoint", "Execution", "Listener"]
+
+
+class Listener(Protocol):
+    """Hears of the hidden states that this rank sends in training, and of their gradients."""
+
+    def starts(self, boundary: Boundary) -> None:
+        """A step begins, on all ranks of the pipeline; before anything is sent."""
+
+    def sends(self, message: Message, hidden: Tensor) -> None:
+        """A hidden state is about to be encoded. It stays as it is as long as it is kept."""
+
+    def returned(self, message: Message, gradient: Tensor) -> None:
+        """The gradient of what the other rank decoded is there; once for each hidden state.
+
+        Args:
+            message: That of the gradient.
+            gradient: Not to be changed.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +72,7 @@ class Execution:
         boundary: what hidden states are.
         samples: identities of samples, by micro-batch.
         training: whether graphs are kept for backward passes.
+        listener: hears of what is sent to other ranks; None in evaluation.
     """
 
     program: Program
@@ -62,6 +81,7 @@ class Execution:
     boundary: Boundary
     samples: tuple[Tensor | None, ...]
     training: bool
+    listener: Listener | None = None
     _inbox: Inbox = field(init=False)
     _split: set[Action] = field(init=False)
     _local: dict[Key, Tensor] = field(init=False, default_factory=dict)
@@ -126,6 +146,8 @@ class Execution:
             self._local[key] = tensor
             return
         message = self._message(key)
+        if self.listener is not None and not key.backward:
+            self.listener.sends(message, tensor)
         with torch.no_grad():
             payload = self.endpoint.codec(key).encode(tensor, message)
         # On CUDA the current stream makes the payload, and the transfer is behind it.
@@ -138,10 +160,14 @@ class Execution:
         if peer is None:
             return self._local.pop(key)
         payload = self._inbox.take(key, peer)
+        message = self._message(key)
         with torch.no_grad():
-            return self.endpoint.codec(key).decode(
-                payload, self.boundary.shape, self.boundary.dtype, self._message(key)
+            tensor = self.endpoint.codec(key).decode(
+                payload, self.boundary.shape, self.boundary.dtype, message
             )
+        if self.listener is not None and key.backward:
+            self.listener.returned(message, tensor)
+        return tensor
 
     def _other_side(self, stage: int) -> int | None:
         """Return the rank of a stage, None if it is on this rank: nothing is coded then."""

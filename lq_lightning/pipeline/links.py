@@ -15,7 +15,7 @@ from lq_lightning._compat.torch import split_group
 
 from .schedules import Key
 
-__all__ = ["Inbox", "Links", "Outbox", "ProcessGroupLinks", "Work"]
+__all__ = ["Inbox", "Links", "Outbox", "ProcessGroupLinks", "Work", "started"]
 
 # Receives that are posted before they are needed, for each rank that sends, at most. Transfers go
 # on while this rank computes only into receives that are posted. More would only take memory for
@@ -103,7 +103,7 @@ class ProcessGroupLinks:
         On CUDA the transfer begins when the current stream has made the payload.
         """
         group = self._groups[self.rank, peer]
-        return _started(dist.isend(payload, group=group, dst=self._ranks[peer]))
+        return started(dist.isend(payload, group=group, dst=self._ranks[peer]))
 
     def receive(self, payload: Tensor, peer: int) -> Work:
         """Start to receive into ``payload`` from a rank of the pipeline.
@@ -112,7 +112,7 @@ class ProcessGroupLinks:
         this call, and so with what used the payload's memory last.
         """
         group = self._groups[peer, self.rank]
-        return _started(dist.irecv(payload, group=group, src=self._ranks[peer]))
+        return started(dist.irecv(payload, group=group, src=self._ranks[peer]))
 
 
 class Outbox:
@@ -216,7 +216,8 @@ def _own_groups(
     return groups
 
 
-def _started(work: dist.Work | None) -> Work:
+def started(work: dist.Work | None) -> Work:
+    """Return a transfer of a group that this rank is in."""
     if work is None:
         raise AssertionError("this rank is in the group")
     return work

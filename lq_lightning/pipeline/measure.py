@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from lq_lightning.foundation.streams import has_streams
-
-from .trunk import find_trunk
+from lq_lightning.foundation.trunk import find_trunk
 
 __all__ = ["measure_times"]
 

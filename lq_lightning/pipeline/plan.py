@@ -11,10 +11,10 @@ from typing import Literal
 from torch import nn
 
 from lq_lightning._compat.modules import is_compiled_in_place, is_compiled_wrapper
+from lq_lightning.foundation.trunk import Trunk, find_trunk
 
 from .absent import check_replaceable
 from .balance import balance
-from .trunk import Trunk, find_trunk
 
 __all__ = ["PipelinePlan", "SharedParameter", "Split", "plan_stages"]
 

@@ -8,6 +8,7 @@ from there, so that nothing is computed twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lq_lightning._compat.autograd import is_owned_by_graph
 from lq_lightning._compat.modules import is_compiled_in_place, is_compiled_wrapper
 
+from .received import Received
 from .saved_tensors import SavedTensors
 from .schedules import SPLIT_SCHEDULES
 
@@ -69,32 +71,35 @@ class SplitBackward:
 
     Args:
         output: where it starts.
-        hidden: the input of the stage, a leaf that requires a gradient.
+        received: the input of the stage, where its gradient is to arrive.
         weights: parameters of the stage; those that need no gradient or take no part are left out.
         saved: what the forward pass saved, to be let go after the first half where it can.
+
+    Raises:
+        NotImplementedError: a part of the stage is checkpointed in the reentrant way.
     """
 
     def __init__(
         self,
         output: GradientEdge,
-        hidden: Tensor,
+        received: Received,
         weights: Iterable[Tensor],
         saved: SavedTensors | None = None,
     ) -> None:
         self._output: GradientEdge | None = output
-        self._hidden: Tensor | None = hidden
+        self._received = received
         self._saved = saved
         self._meetings = _meetings(
-            output, get_gradient_edge(hidden).node, [w for w in weights if w.requires_grad]
+            output, received.edge.node, [w for w in weights if w.requires_grad]
         )
 
-    def backward_input(self, gradient: Tensor | None) -> Tensor | None:
-        """Return the gradient of the input, None if the output does not depend on it.
+    def backward_input(self, gradient: Tensor | None) -> None:
+        """Compute the gradient of the input; none arrives if the output does not depend on it.
 
         Args:
             gradient: of the output; None for a scalar.
         """
-        if self._output is None or self._hidden is None:
+        if self._output is None:
             raise AssertionError("called twice")
         handles: list[RemovableHandle] = []
         for meeting in self._meetings:
@@ -102,26 +107,31 @@ class SplitBackward:
                 handles.append(node.register_prehook(self._note(meeting, node)))
                 handles.append(node.register_hook(self._left))
         try:
-            found: tuple[Tensor | None, ...] = torch.autograd.grad(
-                (self._output,), (self._hidden,), (gradient,), retain_graph=True, allow_unused=True
-            )
+            with self._first_half():
+                found: tuple[Tensor | None, ...] = torch.autograd.grad(
+                    (self._output,), (self._received.edge,), (gradient,),
+                    retain_graph=True, allow_unused=True,
+                )  # fmt: skip
         finally:
             for handle in handles:
                 handle.remove()
         (result,) = found
-        if result is None:  # the input takes no part: nothing was run yet
-            if self._meetings:
-                self._meetings[:] = [_whole(self._output, self._meetings, gradient)]
-        elif self._saved is not None and all(len(each.nodes) == 1 for each in self._meetings):
-            self._saved.release()  # else the second half runs what lies between two nodes again
+        if result is None and self._meetings:  # the input takes no part: nothing was run yet
+            self._meetings[:] = [_whole(self._output, self._meetings, gradient)]
+        self._received.arrive(result)
         # The way of the output to the first of the nodes is not needed again.
-        self._output = self._hidden = self._saved = None
-        return result
+        self._output = self._saved = None
 
     def backward_weight(self) -> None:
         """Add to the gradients of the weights; nothing is kept after."""
         while self._meetings:
             _add_gradients(self._meetings.pop())
+
+    def _first_half(self) -> AbstractContextManager[None]:
+        if self._saved is None:
+            return nullcontext()
+        # Else the second half runs what lies between two nodes again.
+        return self._saved.first_half(all(len(each.nodes) == 1 for each in self._meetings))
 
     def _note(self, meeting: _Meeting, node: Node) -> Callable[[Any], None]:
         def hook(gradients: Sequence[Tensor | None]) -> None:
@@ -141,6 +151,14 @@ def _meetings(output: GradientEdge, leaf: Node, weights: Sequence[Tensor]) -> li
     root = output.node
     wanted = {get_gradient_edge(weight).node: weight for weight in weights}
     order = _children_first(root)
+    if any(node.name() == "CheckpointFunctionBackward" for node in order):
+        raise NotImplementedError(
+            "schedules that split backward passes do not support reentrant checkpointing, which "
+            "computes the gradients of weights together with those of inputs: call `torch.utils."
+            "checkpoint.checkpoint(..., use_reentrant=False)`, for Hugging Face's models "
+            "`gradient_checkpointing_enable({'use_reentrant': False})`, or use '1f1b' or "
+            "'interleaved_1f1b'."
+        )
     way: set[Node] = {root}  # without a way to the input, all is left to the second half
     below: dict[Node, frozenset[Node]] = {}  # weights behind what is not on the way
     for node in order:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from .received import Received, receive
 from .saved_tensors import SavedTensors
 from .split_backward import SplitBackward
 
@@ -39,13 +40,13 @@ class _Kept:
     """What a stage keeps of a micro-batch from its forward pass on.
 
     Attributes:
-        hidden: input of the stage, a leaf; None on stage 0.
+        received: where the gradient of the input arrives; None on stage 0.
         output: where backward starts; None if nothing in the stage needs a gradient. An edge, not
             the output: that is freed as soon as it is sent, unless the graph itself keeps it.
         saved: what nodes have saved, if the backward pass is split.
     """
 
-    hidden: Tensor | None
+    received: Received | None
     output: GradientEdge | None
     saved: SavedTensors | None
 
@@ -91,10 +92,9 @@ class Stage:
         Raises:
             RuntimeError: the module returns something else.
         """
+        received = None
         if hidden is not None:
-            # A leaf of its own for each micro-batch: gradients must not add up in one, and a tensor
-            # from a neighbour on this rank must not get a gradient there.
-            hidden = hidden.detach().requires_grad_()
+            hidden, received = receive(hidden)
         self.module.index = microbatch  # type: ignore[assignment]
         saved = SavedTensors() if split else None
         with nullcontext() if saved is None else saved.recorded():
@@ -105,7 +105,7 @@ class Stage:
         else:
             self._check_hidden(output, boundary)
         edge = get_gradient_edge(output) if output.requires_grad else None
-        self._kept[microbatch] = _Kept(hidden, edge, saved)
+        self._kept[microbatch] = _Kept(received, edge, saved)
         result: Tensor = output.detach()
         return result
 
@@ -119,17 +119,19 @@ class Stage:
         kept = self._kept.pop(microbatch)
         if kept.output is not None:
             torch.autograd.backward((kept.output,), (gradient,))
-        return self._input_gradient(kept)
+        return None if kept.received is None else kept.received.take_gradient()
 
     def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Return the gradient of the input; keep what those of the parameters need."""
         kept = self._kept.pop(microbatch)
-        if kept.output is not None and kept.hidden is not None:
+        if kept.received is None:
+            return None
+        if kept.output is not None:
             weights = self.module.parameters()
-            half = SplitBackward(kept.output, kept.hidden, weights, kept.saved)
-            kept.hidden.grad = half.backward_input(gradient)
+            half = SplitBackward(kept.output, kept.received, weights, kept.saved)
+            half.backward_input(gradient)
             self._halves[microbatch] = half
-        return self._input_gradient(kept)
+        return kept.received.take_gradient()
 
     def backward_weight(self, microbatch: int) -> None:
         """Add to the gradients of the parameters what ``backward_input`` has left."""
@@ -141,13 +143,6 @@ class Stage:
         """Let go of all micro-batches, after an error."""
         self._kept.clear()
         self._halves.clear()
-
-    def _input_gradient(self, kept: _Kept) -> Tensor | None:
-        if kept.hidden is None:
-            return None
-        if kept.hidden.grad is None:  # the stage does not use its input
-            return torch.zeros_like(kept.hidden, requires_grad=False)
-        return kept.hidden.grad
 
     def _check_loss(self, loss: object) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -20,6 +20,7 @@ class BoundaryTraffic:
         backward_values: Values in them.
         evaluation_bytes: Bytes of payloads sent in evaluation, which are not counted above.
         evaluation_values: Values in them.
+        table_bytes: Bytes of width tables, which are not counted above.
     """
 
     forward_bytes: int = 0
@@ -28,6 +29,7 @@ class BoundaryTraffic:
     backward_values: int = 0
     evaluation_bytes: int = 0
     evaluation_values: int = 0
+    table_bytes: int = 0
 
     def count(self, message: Message, nbytes: int, values: int) -> None:
         """Add one payload of ``nbytes`` that carries ``values``."""
@@ -44,7 +46,8 @@ class BoundaryTraffic:
     @property
     def sent(self) -> int:
         """All bytes sent by this rank."""
-        return self.forward_bytes + self.backward_bytes + self.evaluation_bytes
+        payloads = self.forward_bytes + self.backward_bytes + self.evaluation_bytes
+        return payloads + self.table_bytes
 
     def snapshot(self) -> BoundaryTraffic:
         """A copy that does not go on counting."""

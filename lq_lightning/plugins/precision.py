@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
+from lq_lightning._compat.gradients import refuse_norm_clipping
 from lq_lightning._compat.lightning import call_hooks, convert_floating, default_dtype
 from lq_lightning.plugins.grad_norm import PlainNorms
 
@@ -27,6 +28,13 @@ PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed"]
 
 
 _NAMES = get_args(PrecisionName)
+_PART = (
+    "a hook calls `torch.nn.utils.clip_grad_norm_`, but this rank has the gradients of its own "
+    "stages only, so that each would be clipped by another norm. In `configure_gradient_clipping` "
+    "call `self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm')`, "
+    "or give the Trainer `gradient_clip_val`. `trainer.strategy.gradient_norm()` is the norm over "
+    "all stages."
+)
 
 
 def _unsupported(given: str) -> ValueError:
@@ -147,14 +155,16 @@ class FullyShardedPrecision(Precision):
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         trainer = model.trainer
-        with PlainNorms():
-            call_hooks(trainer, "on_before_optimizer_step", optimizer)
-        self._clip_gradients(
-            model,
-            optimizer,
-            trainer.gradient_clip_val,
-            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-        )
+        whole = self.clip_norm is None
+        with nullcontext() if whole else refuse_norm_clipping(_PART):
+            with PlainNorms():
+                call_hooks(trainer, "on_before_optimizer_step", optimizer)
+            self._clip_gradients(
+                model,
+                optimizer,
+                trainer.gradient_clip_val,
+                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+            )
 
     def run_closure(
         self, model: LightningModule, optimizer: Any, closure: Callable[[], Any]

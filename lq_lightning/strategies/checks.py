@@ -101,9 +101,10 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
         name = type(callback).__name__
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             raise NotImplementedError(
-                f"the callback `{name}` copies the whole module, which a sharded module does not "
-                "allow. Allowed: one rank, or a callback that averages the shards "
-                "(`module.parameters()`) after each step."
+                f"the callback `{name}` copies the whole module, and saves its copy as if it were "
+                "whole, which a module that is sharded or cut into stages does not allow. Allowed: "
+                "one rank, or a callback that averages what this rank has (`module.parameters()`) "
+                "after each step."
             )
         if isinstance(callback, ModelPruning):
             raise NotImplementedError(

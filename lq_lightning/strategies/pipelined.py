@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -13,18 +14,18 @@ from lq_lightning._compat.lightning import accumulation_window
 from lq_lightning.checkpoint import state
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.foundation.parameters import clean_name
-from lq_lightning.strategies.pipeline_checkpoints import (
+from lq_lightning.strategies.pipelines.checkpoints import (
     by_name,
     gather_parts,
     whole_groups,
     whole_state,
 )
-from lq_lightning.strategies.pipeline_data import draw_alike
-from lq_lightning.strategies.pipeline_gradients import PipelineGradients, SharedTensor
-from lq_lightning.strategies.pipeline_options import check_stage_optimizer
-from lq_lightning.strategies.pipeline_ranks import PipelineRanks
-from lq_lightning.strategies.pipeline_run import PipelineRun
-from lq_lightning.strategies.pipeline_stages import CutModule, cut_of
+from lq_lightning.strategies.pipelines.data import draw_alike
+from lq_lightning.strategies.pipelines.gradients import PipelineGradients, SharedTensor
+from lq_lightning.strategies.pipelines.options import check_stage_optimizer
+from lq_lightning.strategies.pipelines.ranks import PipelineRanks
+from lq_lightning.strategies.pipelines.run import PipelineRun
+from lq_lightning.strategies.pipelines.stages import CutModule, cut_of
 from lq_lightning.strategies.quantized_fsdp import QuantizedFSDPStrategy
 
 __all__ = ["PipelinedStrategy"]
@@ -108,6 +109,16 @@ class PipelinedStrategy(QuantizedFSDPStrategy):
         super().on_weights_loaded()
         if self._run is not None:
             self._run.forget()
+
+    def load_extra_state(self, values: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+        """Continue with what is saved; samples that codecs remember are not."""
+        super().load_extra_state(values, tensors)
+        if self._run is not None and self._run.remembers:
+            rank_zero_warn(
+                "Checkpoints do not hold the hidden states that the codec 'aq_sgd' keeps of "
+                "samples: each sample travels in full precision once again, so that the first "
+                "epoch is slower, and the run does not continue bit for bit."
+            )
 
     def teardown(self) -> None:
         """Free what codecs keep of samples, too."""

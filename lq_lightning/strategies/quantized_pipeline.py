@@ -19,14 +19,17 @@ from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQuantization
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.aq_sgd import AQSGDQuantization
+from lq_lightning.pipeline.plan import PipelinePlan
 from lq_lightning.pipeline.schedules import stages_of_rank
 from lq_lightning.pipeline.tah import TAHQuantization
 from lq_lightning.strategies.failures import explain_lost_rank
 from lq_lightning.strategies.fully_sharded import DEFAULT_TIMEOUT
-from lq_lightning.strategies.pipeline_options import PipelineOptions, check_module
-from lq_lightning.strategies.pipeline_ranks import PipelineRanks, stage_topology
-from lq_lightning.strategies.pipeline_run import PipelineRun
-from lq_lightning.strategies.pipeline_stages import (
+from lq_lightning.strategies.pipelined import PipelinedStrategy
+from lq_lightning.strategies.pipelines.adaptive import check_learner, connect_learner
+from lq_lightning.strategies.pipelines.options import PipelineOptions, check_module
+from lq_lightning.strategies.pipelines.ranks import PipelineRanks, stage_topology
+from lq_lightning.strategies.pipelines.run import PipelineRun
+from lq_lightning.strategies.pipelines.stages import (
     CutModule,
     cut,
     cut_of,
@@ -34,7 +37,6 @@ from lq_lightning.strategies.pipeline_stages import (
     remember_cut,
     shared_tensors,
 )
-from lq_lightning.strategies.pipelined import PipelinedStrategy
 from lq_lightning.strategies.sharding import check_settings, compile_units
 from lq_lightning.strategies.units import UnitSelector, find_units
 
@@ -42,9 +44,8 @@ __all__ = ["PipelineLayout", "QuantizedPipelineStrategy"]
 
 ScheduleName = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 Split = Literal["parameters"] | list[int] | dict[str, float]
-CodecName = Literal[
-    "tah", "tah5", "none", "bf16", "fp8", "int2", "int3", "int4", "int5", "int6", "int7", "int8"
-]
+IntegerName = Literal["int2", "int3", "int4", "int5", "int6", "int7", "int8"]
+CodecName = Literal["tah", "tah5", "amaq", "none", "bf16", "fp8"] | IntegerName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,11 +116,13 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
         trunk: Name of the list of layers to cut, for a model that has several.
         forward_codec: What hidden states travel as: ``"tah5"`` (5 bits), ``"tah"`` (3 and 4
             bits, the paper's), ``"aq_sgd"`` (differences to the same sample an epoch ago),
+            ``"amaq"`` (as many bits per channel as the callback ``AdaptiveBits`` learns),
             ``"int2"`` to ``"int8"``, ``"fp8"``, ``"bf16"`` or ``"none"``. Or a
             ``TAHQuantization``, an ``AQSGDQuantization`` or a ``CodecSpec``. Their tiles have to
             divide the hidden size.
-        backward_codec: What their gradients travel as; any of these but ``"aq_sgd"``. The
-            paper's is ``"int6"``.
+        backward_codec: What their gradients travel as; any of these but ``"aq_sgd"``;
+            ``"amaq"``, with the widths of hidden states, only where ``forward_codec`` is. The paper
+            of TAH-Quant has ``"int6"``.
         tied_gradients: What gradients of weights that the first and the last stage hold (an
             embedding that is also the head) travel as between them, once per optimizer step:
             ``"int8"``, ``"int4"`` or ``"none"``. ``"auto"`` is ``"none"`` where ``backward_codec``
@@ -278,6 +281,9 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
         """
         size = self.pipeline_size
         self._options.check_schedule(size)
+        if size > 1:
+            callbacks = self._require_module().trainer.callbacks  # type: ignore[attr-defined]
+            check_learner(type(self).__name__, self._options, callbacks)
         super().setup_environment()
         if size == 1:
             return
@@ -338,7 +344,7 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
         if known is None:
             for shared in self._shared:
                 shared.share_value()
-        self._make_run(module, record, ranks)
+        self._connect_learner(self._make_run(module, record, ranks), ranks, record.plan)
 
     def _cut_now(self, module: LightningModule, ranks: PipelineRanks) -> CutModule:
         check_module(type(self).__name__, module)
@@ -351,13 +357,21 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
         )
         return record
 
-    def _make_run(self, module: LightningModule, record: CutModule, ranks: PipelineRanks) -> None:
+    def _make_run(
+        self, module: LightningModule, record: CutModule, ranks: PipelineRanks
+    ) -> PipelineRun:
         if self._run is not None and self._run.module is module:
-            return
+            return self._run
         if self._run is not None:
             self._run.engine.close()
         with explain_lost_rank(self.global_rank, self.world_size):
             self._run = PipelineRun(module, self._fsdp_precision, self._options, ranks, record)
+        return self._run
+
+    def _connect_learner(self, run: PipelineRun, ranks: PipelineRanks, plan: PipelinePlan) -> None:
+        callbacks = run.module.trainer.callbacks  # type: ignore[attr-defined]
+        with explain_lost_rank(self.global_rank, self.world_size):
+            connect_learner(callbacks, run, self._options, ranks, plan)
 
     def quantization_report(self) -> QuantizationReport | None:
         """What crosses boundaries, and what is reduced and gathered within stages."""

@@ -14,7 +14,7 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from pretraining import report
 
-from lq_lightning.callbacks import activation_quantization
+from lq_lightning.callbacks import activation_quantization, adaptive_bits
 
 
 class StopAt(Callback):
@@ -130,6 +130,33 @@ def test_activations_of_one_device(
     assert len(messages) == 1
     assert messages[0].startswith("ActivationQuantization")
     assert "MLP" in messages[0]
+    result = report.read(tmp_path / "run" / "report.json")
+    assert result.steps == 6
+    assert all(loss < 6 for _, loss in result.validation)
+
+
+def test_trained_bit_widths(
+    examples: Path,
+    options: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Options on the command line keep the rest of the configuration file."""
+    config = f"--config={examples}/configs/adaptive_bits.yaml"
+    changed = _printed_config("fit", config, "--trainer.callbacks.target=3")
+    callback = changed["trainer"]["callbacks"][0]
+    assert callback["class_path"] == "lq_lightning.AdaptiveBits"
+    assert (callback["init_args"]["target"], callback["init_args"]["beta"]) == (3.0, 0.02)
+    listed = _printed_config("fit", config, "--trainer.callbacks.sites=[layers,boundaries]")
+    assert listed["trainer"]["callbacks"][0]["init_args"]["sites"] == ["layers", "boundaries"]
+    messages: list[str] = []
+    monkeypatch.setattr(adaptive_bits, "rank_zero_info", messages.append)
+    fast = ["--trainer.callbacks.start_bits=4.1", "--trainer.callbacks.learning_rate=0.1"]
+    pretrain.main(["fit", config, *options, *fast, "--trainer.callbacks.histogram_every_n_steps=0"])
+    assert messages == [
+        "AdaptiveBits: 2 sites, bits per channel from 1 to 16, mean 4.10 to 4: "
+        "`model.blocks.0:input`, `model.lm_head:input`"
+    ]
     result = report.read(tmp_path / "run" / "report.json")
     assert result.steps == 6
     assert all(loss < 6 for _, loss in result.validation)

@@ -22,6 +22,7 @@ from lq_lightning.pipeline.boundary import (
 )
 
 FORWARD = Message(boundary=0, backward=False, microbatch=0, training=False)
+NAMES = [name for name in CODEC_NAMES if name != "amaq"]  # which has widths: test_mixed.py
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 # Relative error of normal values, at most.
 ERRORS = {
@@ -56,7 +57,7 @@ def round_trip(codec: BoundaryCodec, x: Tensor, message: Message = FORWARD) -> T
     return decoded
 
 
-@pytest.mark.parametrize("name", CODEC_NAMES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_round_trip(name: str, dtype: torch.dtype) -> None:
     x = torch.randn(2, 20, 192).to(dtype)
@@ -74,7 +75,7 @@ def test_round_trip(name: str, dtype: torch.dtype) -> None:
 
 
 @given(
-    st.sampled_from(CODEC_NAMES),
+    st.sampled_from(NAMES),
     st.booleans(),
     st.integers(0, 3),
     st.integers(0, 9),
@@ -114,14 +115,14 @@ def test_bits_with_1600_channels(name: str, backward: bool, bits: float) -> None
     assert codec.bits_per_value((1, 1024, 1600), torch.float32) == bits
 
 
-@pytest.mark.parametrize("name", [name for name in CODEC_NAMES if name not in ("none", "aq_sgd")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("none", "aq_sgd")])
 def test_gradients_far_below_half_precision(name: str) -> None:
     x = torch.randn(1, 10, 64) * 1e-12
     decoded = round_trip(make_boundary_codec(name, backward=True), x)
     assert float((decoded - x).norm() / x.norm()) < ERRORS[name] + 0.01
 
 
-@pytest.mark.parametrize("name", CODEC_NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_not_finite_survives(name: str) -> None:
     x = torch.randn(1, 10, 192)
     x[0, 3, 70] = float("nan")
@@ -198,7 +199,7 @@ def test_other_checks() -> None:
         make_boundary_codec("tah").check((64,), torch.float32)
 
 
-@pytest.mark.parametrize("name", CODEC_NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_payloads_of_another_size_are_refused(name: str) -> None:
     codec = make_boundary_codec(name)
     payload = codec.encode(torch.randn(1, 10, 64), FORWARD)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +14,7 @@ from lq_testing.pipeline_toys import (
     BATCH,
     WIDTH,
     Boundary,
+    Layer,
     ThreadLinks,
     ThreadWork,
     Toy,
@@ -20,6 +24,7 @@ from lq_testing.pipeline_toys import (
     make_toy,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lq_lightning.pipeline.boundary import BoundaryCodec, Message, make_boundary_codec
 from lq_lightning.pipeline.engine import PipelineEngine
@@ -345,7 +350,45 @@ def test_an_error_in_a_stage_is_raised_and_ends_the_pipeline() -> None:
     assert isinstance(raised[0], KeyError)
     assert isinstance(raised[1], RuntimeError)
     assert "earlier step" in str(raised[1])
-    assert raised[1].__cause__ is raised[0]
+    assert "KeyError: 'mask'" in str(raised[1])
+    toy.close()
+
+
+class FailsOnce(nn.Module):
+    """Raises in the second micro-batch, in one of the directions; remembers what it saved."""
+
+    def __init__(self, backward: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.backward = backward
+        self.saved: list[weakref.ref[Any]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.exp(x)
+        self.saved.append(weakref.ref(y.untyped_storage()))
+        out = y * self.weight
+        if len(self.saved) == 2:
+            self.fail() if not self.backward else out.register_hook(self.fail)
+        return out
+
+    def fail(self, *_: Tensor) -> None:
+        raise MemoryError("enough")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
+def test_a_step_that_failed_keeps_nothing(schedule: str, backward: bool) -> None:
+    layer = FailsOnce(backward)
+    layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), layer])
+    toy = make_toy(schedule, 1, 3, 2, layers=layers)
+    (engine,) = toy.engines
+    with contextlib.suppress(MemoryError):
+        engine.step(Boundary())
+    assert len(layer.saved) >= 2
+    gc.collect()
+    assert all(ref() is None for ref in layer.saved)
+    with pytest.raises(RuntimeError, match="MemoryError: enough"):
+        engine.step(Boundary())
     toy.close()
 
 
@@ -390,6 +433,29 @@ def test_a_stage_without_gradients_takes_part() -> None:
             assert (mine.grad is None) == (index < 2)
             if mine.grad is not None:
                 torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+    toy.close()
+
+
+@pytest.mark.parametrize("case", [("zero_bubble", 2, 4, 1), ("zbv", 2, 4, 2)], ids=str)
+def test_checkpointed_layers_run_twice(case: tuple[str, int, int, int]) -> None:
+    class Again(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(self.counted, x, use_reentrant=False)
+            return y
+
+        def counted(self, x: Tensor) -> Tensor:
+            runs.append(self)
+            return super().forward(x)
+
+    _, size, count, per_rank = case
+    runs: list[nn.Module] = []
+    torch.manual_seed(0)
+    toy = make_toy(*case, layers=nn.ModuleList(Again() for _ in range(2 * size * per_rank)))
+    toy.run(lambda engine: engine.step(Boundary()))
+    expected, _ = _single(2 * size * per_rank, count)
+    for mine, theirs in zip(toy.layers.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+    assert [runs.count(layer) for layer in toy.layers] == [2 * count] * len(toy.layers)
     toy.close()
 
 

@@ -402,7 +402,7 @@ def test_steps_around_the_layers_that_cannot_run_in_parts() -> None:
     ranks = cut(TinyLM(layers=2), whole, BATCHES, 2)
     with pytest.raises(RuntimeError, match="`blocks.1` is called outside of a training"):
         ranks.modules[0](BATCHES[0])
-    with pytest.raises(RuntimeError, match="shape .4, 8, 24. for a micro-batch whose .* .2, 8, 24"):
+    with pytest.raises(RuntimeError, match="shape .4, 8, 24., but .* one of .2, 8, 24"):
         ranks.stages[1](torch.zeros(4, 8, WIDTH))
     with pytest.raises(RuntimeError, match="only the first stage"):
         ranks.stages[1].probe(0)
@@ -412,8 +412,9 @@ def test_steps_around_the_layers_that_cannot_run_in_parts() -> None:
     ("odd", "result", "message"),
     [
         (0, lambda x: {"x": x}, "`blocks.0` returns a `dict`"),
-        (1, lambda x: x.double(), "in front of `blocks.2` .*float64, but .*float32"),
-        (1, lambda x: x[:, :3], "in front of `blocks.2` has shape .2, 3, 24."),
+        (0, lambda x: x[:, :3], "behind `blocks.0` .* shape .2, 3, 24., but in .* .2, 8, 24."),
+        (1, lambda x: x.double(), "behind `blocks.1` .*float64, but .*float32"),
+        (1, lambda x: x[:, :3], "behind `blocks.1` .* `blocks.2`.* .2, 3, 24. .* .2, 8, 24."),
         (1, lambda x: (x,), "`blocks.2` is called with a `tuple`"),
     ],
 )
@@ -427,3 +428,29 @@ def test_layers_that_cannot_be_cut(odd: int, result: Callable[[Tensor], Any], me
         block.odd = index == odd
     with pytest.raises(NotImplementedError, match=message):
         cut(model, whole, BATCHES, 3).forward()
+
+
+def test_the_layer_that_changes_the_shape_is_named() -> None:
+    class Halves(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[:, ::2] if self.halves else x)
+
+    for odd, split in ((1, [4, 1]), (2, [1, 3, 1])):
+        model = TinyLM(Halves, layers=5)
+        for index, block in enumerate(model.blocks):
+            block.halves = index == odd
+        message = rf"behind `blocks.{odd}` the .* `blocks.4`, where .* \(2, 4, 24\)"
+        with pytest.raises(NotImplementedError, match=message):
+            cut(model, whole, BATCHES, len(split), split=split).forward()
+
+
+def test_shapes_may_change_within_a_stage() -> None:
+    class There(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x[:, ::2] if self.place == 1 else x
+            return super().forward(torch.cat([x, x], 1) if self.place == 2 else x)
+
+    model = TinyLM(There, layers=4)
+    for index, block in enumerate(model.blocks):
+        block.place = index
+    check_equal(model, whole, BATCHES, 2, split=[3, 1])

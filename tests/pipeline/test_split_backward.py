@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +13,14 @@ from lq_testing.small_llama import Attention
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import (
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from lq_lightning.activations import ActivationPolicy, quantize_activations
+from lq_lightning.pipeline.received import Received, receive
 from lq_lightning.pipeline.saved_tensors import SavedTensors
 from lq_lightning.pipeline.split_backward import SplitBackward, check_not_compiled
 
@@ -59,15 +67,14 @@ def _whole(form: str, seed: Tensor | None) -> tuple[Tensor | None, dict[str, Ten
 def test_halves_are_the_whole(form: str, scalar: bool) -> None:
     seed = None if scalar else torch.linspace(-2, 1, 18).view(3, 6)
     wanted, gradients = _whole(form, seed)
-    net, x = Net(form), torch.linspace(-1, 1, 18).view(3, 6).requires_grad_()
+    net = Net(form)
+    x, received = receive(torch.linspace(-1, 1, 18).view(3, 6))
     out = net(x) if seed is not None else net(x).square().mean()
-    split = SplitBackward(get_gradient_edge(out), x, net.parameters())
-    found = split.backward_input(seed)
+    split = SplitBackward(get_gradient_edge(out), received, net.parameters())
+    split.backward_input(seed)
     assert all(p.grad is None for p in net.parameters())
-    assert x.grad is None
-    assert (found is None) == (wanted is None)
-    if found is not None and wanted is not None:
-        torch.testing.assert_close(found, wanted)
+    found = received.take_gradient()
+    torch.testing.assert_close(found, torch.zeros(3, 6) if wanted is None else wanted)
     del out
     split.backward_weight()
     for name, parameter in net.named_parameters():
@@ -78,10 +85,11 @@ def test_halves_are_the_whole(form: str, scalar: bool) -> None:
 
 
 def test_an_output_of_neither_input_nor_weights_has_no_gradients() -> None:
-    weight, x = nn.Parameter(torch.ones(2)), torch.ones(3, requires_grad=True)
+    weight, (_, received) = nn.Parameter(torch.ones(2)), receive(torch.ones(3))
     loss = torch.zeros((), requires_grad=True)  # as of a step that returned none
-    split = SplitBackward(get_gradient_edge(loss), x, [weight])
-    assert split.backward_input(None) is None
+    split = SplitBackward(get_gradient_edge(loss), received, [weight])
+    split.backward_input(None)
+    assert torch.equal(received.take_gradient(), torch.zeros(3))
     split.backward_weight()
     assert weight.grad is None
 
@@ -113,11 +121,10 @@ def test_each_product_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
             return dx, dw
 
     weights = [torch.randn(4, 4, requires_grad=True) for _ in range(3)]
-    x = torch.randn(2, 4, requires_grad=True)
-    y = x * 1.0
+    y, received = receive(torch.randn(2, 4))
     for w in weights:
         y = torch.tanh(Product.apply(y, w))
-    split = SplitBackward(get_gradient_edge(y), x, weights)
+    split = SplitBackward(get_gradient_edge(y), received, weights)
     split.backward_input(torch.ones(2, 4))
     assert products == ["x"] * 3
     split.backward_weight()
@@ -145,7 +152,7 @@ class Scale(torch.autograd.Function):
 @pytest.mark.parametrize("form", ["ends in one", "ends in C++", "in a row", "without"])
 def test_nodes_of_functions_stay_until_their_half_is_done(form: str) -> None:
     weights = [torch.full((4,), 1.0 + i, requires_grad=True) for i in range(3)]
-    x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+    x, received = receive(torch.linspace(-1, 1, 8).view(2, 4))
     alive: list[weakref.ref[Tensor]] = []
     left: list[int] = []
 
@@ -161,7 +168,7 @@ def test_nodes_of_functions_stay_until_their_half_is_done(form: str) -> None:
         w.register_post_accumulate_grad_hook(
             lambda _: left.append(sum(ref() is not None for ref in alive))
         )
-    split = SplitBackward(get_gradient_edge(run()), x, weights)
+    split = SplitBackward(get_gradient_edge(run()), received, weights)
     # Python's objects for nodes of functions own them in some versions of torch only.
     split.backward_input(torch.ones(2, 4))
     owners = [owner for meeting in split._meetings for owner in meeting.owners]
@@ -176,10 +183,10 @@ def test_nodes_of_functions_stay_until_their_half_is_done(form: str) -> None:
 
 
 def test_hooks_behind_the_accumulation_see_gradients() -> None:
-    net, x = Net("plain"), torch.ones(3, 6, requires_grad=True)
+    net, (x, received) = Net("plain"), receive(torch.ones(3, 6))
     seen = []
     net.a.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
-    split = SplitBackward(get_gradient_edge(net(x)), x, net.parameters())
+    split = SplitBackward(get_gradient_edge(net(x)), received, net.parameters())
     split.backward_input(torch.ones(3, 6))
     assert seen == []
     split.backward_weight()
@@ -207,12 +214,12 @@ class Remembers(nn.Module):
 
 
 def test_halves_let_go_of_what_they_have_read() -> None:
-    net, x = Remembers(), torch.ones(3, 6, requires_grad=True)
+    net, (x, received) = Remembers(), receive(torch.ones(3, 6))
     saved = SavedTensors()
     with saved.recorded():
         out = net(x)
     inputs = [out.grad_fn.next_functions[0][0]._saved_mat1]  # type: ignore[union-attr]
-    split = SplitBackward(get_gradient_edge(out), x, net.parameters(), saved)
+    split = SplitBackward(get_gradient_edge(out), received, net.parameters(), saved)
     kept = weakref.ref(inputs.pop().untyped_storage())
     del out
     split.backward_input(torch.ones(3, 6))
@@ -224,35 +231,174 @@ def test_halves_let_go_of_what_they_have_read() -> None:
     assert kept() is None
 
 
-def test_codes_are_kept_for_every_node_that_reads_them() -> None:
+class Checkpointed(nn.Module):
+    """Three blocks that run again; ``form`` says how."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.form = form
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.form == "none":
+                x = block(x)
+            elif self.form == "shared":  # nodes where the weight comes in lead to each other
+                x = self.again(self.blocks[0], self.again(block, x))
+            else:
+                x = self.again(block, x)
+        return x
+
+    def again(self, block: nn.Module, x: Tensor) -> Tensor:
+        run: Callable[[Tensor], Tensor] = block
+        context = noop_context_fn
+        if self.form == "nested":
+
+            def run(y: Tensor) -> Tensor:
+                return checkpoint(block, y, use_reentrant=False).sin()
+
+        if self.form == "selective":
+            context = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        reentrant = self.form == "reentrant"
+        extra = {} if reentrant else {"context_fn": context}
+        out: Tensor = checkpoint(run, x, use_reentrant=reentrant, **extra)
+        return out
+
+
+class Block(nn.Module):
+    """Counts its runs, and remembers tensors of the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.rand(6))
+        self.runs = 0
+        self.inputs: list[weakref.ref[Tensor]] = []
+        self.others: list[weakref.ref[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        self.begins()
+        y = torch.dropout(self.a(x), 0.3, True)
+        z = torch.exp(y)
+        w = torch.sigmoid(z)
+        self.inputs = [weakref.ref(w.untyped_storage())]
+        self.others = [weakref.ref(z.untyped_storage())]
+        # What the last exponential saves leads to a weight, but not to the input.
+        return self.b(w) * self.scale.exp() + x
+
+    def begins(self) -> None: ...
+
+
+def _checkpointed(form: str) -> tuple[Checkpointed, SplitBackward, Received]:
+    net, (x, received) = Checkpointed(form), receive(torch.linspace(-1, 1, 18).view(3, 6))
+    torch.manual_seed(1)
+    saved = SavedTensors()
+    with saved.recorded():
+        out = net(x)
+    split = SplitBackward(get_gradient_edge(out), received, net.parameters(), saved)
+    return net, split, received
+
+
+@pytest.mark.parametrize("form", ["plain", "nested", "selective", "shared"])
+def test_checkpointed_layers_run_again_once(form: str) -> None:
+    whole, x = Checkpointed(form), torch.linspace(-1, 1, 18).view(3, 6).requires_grad_()
+    torch.manual_seed(1)
+    whole(x).backward(torch.ones(3, 6))
+    net, split, received = _checkpointed(form)
+    split.backward_input(torch.ones(3, 6))
+    torch.testing.assert_close(received.take_gradient(), x.grad)
+    split.backward_weight()
+    for mine, theirs in zip(net.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    for mine, theirs in zip(net.blocks, whole.blocks, strict=True):
+        assert mine.runs == theirs.runs
+
+
+def test_checkpointed_layers_keep_what_weights_need() -> None:
+    net, split, _ = _checkpointed("plain")
+
+    def freed(kind: str) -> list[bool]:
+        return [ref() is None for block in net.blocks for ref in getattr(block, kind)]
+
+    at_begins: list[tuple[list[bool], list[bool]]] = []
+    for block in net.blocks:
+        block.begins = lambda: at_begins.append((freed("inputs"), freed("others")))  # type: ignore[method-assign]
+    assert all(freed("inputs") + freed("others"))
+    split.backward_input(torch.ones(3, 6))
+    assert at_begins == [  # the last block first
+        ([True, True, True], [True, True, True]),
+        ([True, True, False], [True, True, True]),
+        ([True, False, False], [True, True, True]),
+    ]
+    assert not any(freed("inputs"))
+    assert all(freed("others"))
+    split.backward_weight()
+    assert all(freed("inputs"))
+
+
+def test_what_was_saved_goes_with_its_graph() -> None:
+    """Also without a backward pass, or where all of it is read twice."""
+    for form, net, half in (("plain", None, False), ("shared", None, True), ("none", None, False)):
+        net, split, received = _checkpointed(form)
+        if half:
+            split.backward_input(torch.ones(3, 6))
+            split.backward_weight()
+        del split, received
+        gc.collect()
+        assert all(ref() is None for each in net.blocks for ref in each.inputs + each.others), form
+
+
+def test_what_is_not_split_is_left_to_checkpointing() -> None:
+    _checkpointed("plain")
+    net = Checkpointed("plain")
+    net(torch.ones(3, 6)).sum().backward()
+    assert [block.runs for block in net.blocks] == [2, 2, 2]
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="use_reentrant=False"):
+        _checkpointed("reentrant")
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_codes_are_kept_for_every_node_that_reads_them(again: bool) -> None:
     """The attention's output is read by the attention in one half, and for `o_proj` in the other.
 
-    Both save one storage, which is encoded once.
+    Both save one storage, which is encoded once; not where the attention is computed again.
     """
+
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(net, x, use_reentrant=False) if again else net(x)
+        return y.sin().sum()
+
     torch.manual_seed(0)
     net = nn.Sequential(Attention(64))
     quantize_activations(net, ActivationPolicy(attention="int8"))
     x = torch.randn(1, 32, 64, requires_grad=True)
-    net(x).sin().sum().backward()
+    run(x).backward()
     wanted = {name: p.grad for name, p in net.named_parameters()}
     net.zero_grad()
     saved = SavedTensors()
+    entered, received = receive(x.detach())
     with saved.recorded():
-        out = net(x).sin().sum()
-    split = SplitBackward(get_gradient_edge(out), x, net.parameters(), saved)
-    torch.testing.assert_close(split.backward_input(None), x.grad)
+        out = run(entered)
+    split = SplitBackward(get_gradient_edge(out), received, net.parameters(), saved)
+    split.backward_input(None)
+    torch.testing.assert_close(received.take_gradient(), x.grad)
     split.backward_weight()
     torch.testing.assert_close({name: p.grad for name, p in net.named_parameters()}, wanted)
 
 
 def test_refuses_saved_tensors_that_were_changed() -> None:
-    x = torch.ones(3, requires_grad=True)
+    x, received = receive(torch.ones(3))
     saved = SavedTensors()
     with saved.recorded():
         y = x * 1
         out = y.sin()
     y.add_(1)
-    split = SplitBackward(get_gradient_edge(out), x, [], saved)
+    split = SplitBackward(get_gradient_edge(out), received, [], saved)
     with pytest.raises(RuntimeError, match=r"\[3\] that backward needs was changed in place"):
         split.backward_input(torch.ones(3))
 

@@ -100,6 +100,15 @@ def test_yaml_with_nested_configs(tmp_path: Path) -> None:
     assert strategy._timeout == timedelta(seconds=90)
 
 
+def test_yaml_with_measured_times(tmp_path: Path) -> None:
+    times = {"embed": 0.25, "blocks.0": 0.001, "blocks.1": 2.0}
+    lines = ["trainer:", "  strategy:", "    class_path: lq_lightning.QuantizedPipelineStrategy"]
+    lines += ["    init_args:", "      split:", *(f"        {n}: {t}" for n, t in times.items())]
+    (tmp_path / "a.yaml").write_text("\n".join(lines))
+    strategy = _strategy([f"--config={tmp_path / 'a.yaml'}"])
+    assert strategy.settings()["split"] == times
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

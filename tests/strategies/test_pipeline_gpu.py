@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lq_lightning import (
     ActivationQuantization,
+    AdaptiveBits,
     QuantizedPipelineStrategy,
     QuantizedPrecision,
     StageBitCompensation,
@@ -84,6 +85,58 @@ def _together(rank: int, world: int, root: str, size: int) -> dict[str, list[flo
         resumed = _fit(root, world, make(), 2, ckpt_path=f"{root}/{full}.ckpt")[1]
         assert first + resumed == whole, (first, resumed, whole)
     return found
+
+
+def _adaptive(rank: int, world: int, root: str, size: int) -> list[Any]:
+    """Widths that are learned, on both ends; a resumed run has those of one that was not cut."""
+    found = []
+    for schedule, several in (("1f1b", 1), ("zbv", 2)):
+        make = functools.partial(
+            QuantizedPipelineStrategy,
+            schedule=schedule,
+            stages_per_rank=several,
+            pipeline_size=size,
+            forward_codec="amaq",
+            backward_codec="amaq",
+            min_quantized_numel=64,
+        )
+        bits = [
+            AdaptiveBits(learning_rate=0.2, beta=0.1, histogram_every_n_steps=0) for _ in range(3)
+        ]
+        options = {"precision": "bf16-mixed"}
+        run, losses = _fit(root, world, make(), 8, callbacks=[bits[0]], **options)
+        assert sum(losses[-4:]) < 0.9 * sum(losses[:4]), (schedule, losses)
+        path = f"{root}/{schedule}.ckpt"
+        cut, first = _fit(root, world, make(), 4, callbacks=[bits[1]], **options)
+        cut.save_checkpoint(path)
+        options["ckpt_path"] = path
+        resumed, last = _fit(root, world, make(), 8, callbacks=[bits[2]], **options)
+        assert first + last == losses, (first, last, losses)
+        tables = [dict(each.strategy._run.codecs[0].tables) for each in (run, resumed)]
+        assert tables[0] == tables[1]
+        optimizer = bits[0].optimizer
+        assert optimizer is not None
+        assert optimizer.reached
+        assert abs(optimizer.mean - 4.0) <= 0.1 + 1e-3
+        found.append((tables[0], losses))
+    return found
+
+
+def _check_adaptive(tmp_path: Path, world: int, size: int) -> None:
+    ranks = run_trainer(_adaptive, world, str(tmp_path), size)
+    for found in zip(*ranks, strict=True):
+        for index in {index for tables, _ in found for index in tables}:
+            assert len({tables[index] for tables, _ in found if index in tables}) == 1
+
+
+@pytest.mark.gpu(2)
+def test_learned_widths_on_two_gpus(tmp_path: Path) -> None:
+    _check_adaptive(tmp_path, 2, 2)
+
+
+@pytest.mark.gpu(4)
+def test_learned_widths_on_two_by_two_gpus(tmp_path: Path) -> None:
+    _check_adaptive(tmp_path, 4, 2)
 
 
 @pytest.mark.gpu(2)

@@ -12,7 +12,7 @@ from lq_testing.lightning_models import loader, trainer
 from torch import Tensor
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from lq_lightning.strategies.pipeline_logs import LogRecorder, replay
+from lq_lightning.strategies.pipelines.logs import LogRecorder, replay
 
 
 class Logging(pl.LightningModule):

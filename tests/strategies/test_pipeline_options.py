@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
 from lq_lightning import QuantizedPipelineStrategy
-from lq_lightning.strategies.pipeline_options import PipelineOptions
-from lq_lightning.strategies.pipeline_ranks import stage_topology
+from lq_lightning.strategies.pipelines.options import PipelineOptions
+from lq_lightning.strategies.pipelines.ranks import stage_topology
 
 run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=60.0)
 NONE = {"forward_codec": "none", "backward_codec": "none"}
@@ -30,7 +30,7 @@ NONE = {"forward_codec": "none", "backward_codec": "none"}
         ({"pipeline_size": 0}, "pipeline_size=0"),
         ({"pipeline_size": 4, "num_microbatches": 3}, "num_microbatches=3.* is too few"),
         ({"pipeline_size": 2, "stages_per_rank": 2}, "stages_per_rank=2.* with `schedule='1f1b'`"),
-        ({"split": "time"}, "split='time'"),
+        ({"split": "time"}, "split='time'.*measure_times"),
         ({"forward_codec": "int9"}, "int9"),
         ({"backward_codec": "aq_sgd"}, "aq_sgd"),
         ({"reshard_after_forward": True}, "reshard_after_forward=True"),
@@ -133,6 +133,11 @@ class Iterates(TinyModule):
         pass
 
 
+class ClipsPart(TinyModule):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
 class Lbfgs(TinyModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
@@ -162,6 +167,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (OwnBackward, {}, "`OwnBackward.backward` is overridden"),
     (Iterates, {}, "dataloader_iter"),
     (Lbfgs, {}, "LBFGS"),
+    (ClipsPart, {}, r"call `self.clip_gradients\(optimizer"),
     (TinyModule, {"layers": 1}, "1 layers, fewer than the 2 stages"),
     (TinyModule, {"split": [2, 0]}, "leaves stage 1 without layers"),
     (TinyModule, {"forward_codec": "tah"}, "tiles of 64 channels.*24"),
@@ -186,6 +192,9 @@ def _refuse(rank: int, world_size: int, root: str) -> list[str]:
         with pytest.raises((NotImplementedError, ValueError, RuntimeError, IndexError)) as raised:
             run.fit(model, loader(16, batch_size=8))
         messages.append(str(raised.value))
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    assert torch.nn.utils.clip_grad_norm_([weight], 1.0) == 2.0  # elsewhere it is as ever
     return messages
 
 

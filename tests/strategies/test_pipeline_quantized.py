@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,17 @@ def _two(rank: int, world_size: int, root: str) -> Any:
     found.append((losses, report))
     run, losses = _run(root, world_size, None, [], forward_codec="aq_sgd")
     found.append((losses, run.strategy.quantization_report()))
+    run.save_checkpoint(f"{root}/samples.ckpt")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for codec in ("aq_sgd", "int4"):  # loads, and has nothing left to train
+            again = QuantizedPipelineStrategy(num_microbatches=4, forward_codec=codec)  # type: ignore[arg-type]
+            again = trainer(again, root, devices=world_size, max_epochs=3)
+            again.fit(
+                Llama(), DataLoader(Tokens(32), batch_size=8), ckpt_path=f"{root}/samples.ckpt"
+            )
+    warned = [w for w in caught if "full precision once again" in str(w.message)]
+    assert len(warned) == (1 if rank == 0 else 0)
     return found
 
 

@@ -23,7 +23,7 @@ class Module(TinyModule):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.dictionary = False
+        self.dictionary = self.clips = False
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Any:
         self.log("tokens", float(tokens.numel()), reduce_fx="sum", sync_dist=True)
@@ -36,6 +36,12 @@ class Module(TinyModule):
         for block in self.net.blocks:
             x = block(x)
         return self.net.head(x * self.net.tiny).square().mean((1, 2))
+
+    def configure_gradient_clipping(self, optimizer: Any, *given: Any, **named: Any) -> None:
+        if self.clips:
+            self.clip_gradients(optimizer, 0.3, "norm")
+        else:
+            super().configure_gradient_clipping(optimizer, *given, **named)
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -95,9 +101,9 @@ def _everything(rank: int, world_size: int, root: str, schedules: list[str]) -> 
         predicted = run.predict(module, loader(24, batch_size=8))
         found[f"{schedule} tested"] = tested[0]["val"]
         found[f"{schedule} predicted"] = torch.cat(predicted).tolist()
-    options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
+    options = {"accumulate_grad_batches": 3}
     module = _module(tied=True)
-    module.dictionary = True
+    module.dictionary = module.clips = True
     found["clipped"] = _fit(root, strategy(), world_size, module=module, **options)[2]
     for precision in ("bf16-true", "bf16-mixed"):
         module = _module(tied=True)

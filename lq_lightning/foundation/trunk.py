@@ -1,0 +1,270 @@
+"""Find the trunk of a model: the repeated blocks that one hidden state flows through.
+
+Everything else that has parameters runs before the trunk (embeddings) or after it (last norm, head,
+loss). Nothing is executed: this works on the meta device too.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lq_lightning.foundation.blocks import has_parameters, is_block, is_silent_container
+
+__all__ = ["Trunk", "find_trunk"]
+
+_FRAMEWORKS = ("torch", "lightning", "pytorch_lightning")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trunk:
+    """Names of the modules of a model, by their place around its repeated blocks.
+
+    Attributes:
+        layers: The repeated blocks, in the order of their calls.
+        before: Other modules with parameters that run before them.
+        after: Other modules with parameters that run after them.
+        direct: Parameters that the modules around the blocks hold themselves.
+    """
+
+    layers: tuple[str, ...]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    direct: tuple[str, ...]
+
+
+def find_trunk(root: nn.Module, trunk: str | None = None) -> Trunk:
+    """Find the repeated blocks of ``root`` and what lies around them.
+
+    The blocks are the children of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that have
+    parameters in submodules of their own. What lies around them runs before or after them by the
+    order in which the code of their common parent uses both, or, where that does not show it, by
+    the order in which they were registered.
+
+    Args:
+        root: The model.
+        trunk: Name of the container of the blocks, for a model that has several lists of them.
+
+    Raises:
+        ValueError: there are no blocks, or ``trunk`` names no container of blocks.
+        NotImplementedError: an encoder-decoder model, several lists of blocks, a block that occurs
+            twice.
+    """
+    lists = dict(_block_lists(root, "", set()))
+    if trunk is not None:
+        if trunk not in lists:
+            raise ValueError(
+                f"`trunk={trunk!r}` names no list of blocks of `{type(root).__name__}`; it has: "
+                f"{', '.join(lists) or 'none'}."
+            )
+        container = trunk
+    else:
+        container = _only_list(root, lists)
+    keys = lists[container]
+    layers = tuple(f"{container}.{key}" if container else key for key in keys)
+    _check_distinct(root, layers)
+    around = list(_children_around(root, layers))
+    return Trunk(
+        layers=layers,
+        before=tuple(name for name, earlier in around if earlier),
+        after=tuple(name for name, earlier in around if not earlier),
+        direct=_direct(root, layers),
+    )
+
+
+def _children_around(root: nn.Module, layers: tuple[str, ...]) -> Iterator[tuple[str, bool]]:
+    """Yield the modules with parameters around the layers, and whether each runs before them.
+
+    The innermost come first: what is behind the layers comes in the order of calls.
+    """
+    for path in reversed(_ancestors(layers[0])):
+        parent = root.get_submodule(path)
+        children = list(parent.named_children())
+        names = {key: f"{path}.{key}" if path else key for key, _ in children}
+        inner = [
+            key
+            for key, name in names.items()
+            if name in layers or any(layer.startswith(f"{name}.") for layer in layers)
+        ]
+        order, used = [key for key, _ in children], _orders_of_use(parent)
+        for key, child in children:
+            if key in inner or not has_parameters(child):
+                continue
+            earlier = _used_before(used, key, inner[0])
+            if earlier is None:
+                earlier = order.index(key) < order.index(inner[0])
+            yield names[key], earlier
+
+
+def _ancestors(name: str) -> list[str]:
+    """Names of the modules around one, outermost first; the first is the root's, ``""``."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts))]
+
+
+def _direct(root: nn.Module, layers: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(
+        f"{path}.{key}" if path else key
+        for path in _ancestors(layers[0])
+        for key, _ in root.get_submodule(path).named_parameters(recurse=False)
+    )
+
+
+# --- lists of blocks --------------------------------------------------------------------------
+
+
+def _block_lists(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, list[str]]]:
+    """Names of the outermost containers of blocks, with the keys of these."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    keys = _blocks_of(module)
+    if keys:
+        yield name, keys
+    for key, child in module.named_children():
+        if key not in keys:
+            yield from _block_lists(child, f"{name}.{key}" if name else key, seen)
+
+
+def _blocks_of(module: nn.Module) -> list[str]:
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        return []
+    # `named_children` would leave out the second of two names of one module.
+    inside = module.named_modules(remove_duplicate=False)
+    children = [(key, child) for key, child in inside if key and "." not in key]
+    blocks = [(key, child) for key, child in children if is_block(child)]
+    if isinstance(module, nn.ModuleList) and len(blocks) == len(children):
+        return [key for key, _ in blocks]  # also of several classes, as hybrid models have them
+    count = Counter(type(child) for _, child in blocks)
+    return [key for key, child in blocks if count[type(child)] > 1]
+
+
+def _only_list(root: nn.Module, lists: dict[str, list[str]]) -> str:
+    name = type(root).__name__
+    if any(_is_encoder_decoder(module) for module in root.modules()):
+        raise NotImplementedError(
+            f"`{name}` is an encoder-decoder model: its decoder needs the encoder's output in "
+            "every layer, and a pipeline passes one hidden state on. Use `quantized_fsdp`."
+        )
+    if not lists:
+        raise ValueError(
+            f"`{name}` has no list of repeated blocks (a `ModuleList`, `ModuleDict` or "
+            "`Sequential` of modules that have parameters in submodules of their own) that could "
+            "be cut into stages. Keep the layers in one `nn.ModuleList`, or use `quantized_fsdp`."
+        )
+    repeated = {key: keys for key, keys in lists.items() if len(keys) > 1} or lists
+    if len(repeated) > 1:
+        longest = max(repeated, key=lambda key: len(repeated[key]))
+        shown = ", ".join(f"`{key}` ({len(keys)} blocks)" for key, keys in repeated.items())
+        raise NotImplementedError(
+            f"`{name}` has several lists of blocks: {shown}. A pipeline cuts one list, through "
+            "which one hidden state flows. If the others run whole on the first or last stage, "
+            f"name the one to cut, such as `trunk={longest!r}`."
+        )
+    return next(iter(repeated))
+
+
+def _is_encoder_decoder(module: nn.Module) -> bool:
+    config: Any = getattr(module, "config", None)
+    children = dict(module.named_children())
+    both = {"encoder", "decoder"} <= children.keys()
+    return getattr(config, "is_encoder_decoder", False) is True or (
+        both and all(_holds_blocks(children[key]) for key in ("encoder", "decoder"))
+    )
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    return any(len(keys) > 1 for _, keys in _block_lists(module, "", set()))
+
+
+def _check_distinct(root: nn.Module, layers: tuple[str, ...]) -> None:
+    first: dict[int, str] = {}
+    for name in layers:
+        module = root.get_submodule(name)
+        other = first.setdefault(id(module), name)
+        if other != name:
+            raise NotImplementedError(
+                f"`{name}` and `{other}` are one module: layers that are run several times cannot "
+                "be cut into stages. Use `quantized_fsdp`."
+            )
+    inside = {id(m): name for name in layers for m in root.get_submodule(name).modules()}
+    for name, _ in _children_around(root, layers):
+        for module in root.get_submodule(name).modules():
+            if id(module) in inside and not is_silent_container(module):
+                raise NotImplementedError(
+                    f"`{name}` holds a module of `{inside[id(module)]}`, which is one of the "
+                    "layers to cut into stages. Keep it under one name only."
+                )
+
+
+# --- order of use, read from the source -------------------------------------------------------
+
+
+def _used_before(orders: list[list[str]], key: str, trunk_key: str) -> bool | None:
+    """Whether a child is used before the one with the layers; None if the code does not say."""
+    for order in orders:
+        if key in order and trunk_key in order:
+            uses = [place for place, used in enumerate(order) if used == trunk_key]
+            if not uses[0] < order.index(key) < uses[-1]:  # else one of these is no call
+                return order.index(key) < uses[0]
+    return None
+
+
+def _orders_of_use(parent: nn.Module) -> list[list[str]]:
+    """Attributes of ``self`` in the order in which forward, and the training step, use them.
+
+    Needed for models that register their last norm in front of their layers, as OPT does.
+    """
+    if isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        return []
+    bodies = _Bodies(type(parent))
+    return [list(bodies.uses(name)) for name in ("forward", "training_step")]
+
+
+class _Bodies:
+    """The methods that a class and its bases, but for those of torch and Lightning, define."""
+
+    def __init__(self, cls: type) -> None:
+        self._methods: dict[str, Any] = {}
+        for base in cls.__mro__:
+            if base.__module__.partition(".")[0] not in _FRAMEWORKS:
+                for name, value in vars(base).items():
+                    self._methods.setdefault(name, value)
+        self._open: set[str] = set()
+
+    def uses(self, method: str) -> Iterator[str]:
+        """Attributes that the method uses, also in methods that it calls."""
+        function = self._methods.get(method)
+        if not inspect.isfunction(function) or method in self._open:
+            return
+        self._open.add(method)
+        try:
+            source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
+            yield from self._walk(ast.parse(source))
+        except (OSError, TypeError, SyntaxError):  # no source, as of functions made at run time
+            return
+        finally:
+            self._open.remove(method)
+
+    def _walk(self, node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.Call):  # the arguments are computed first
+            for part in [*node.args, *(keyword.value for keyword in node.keywords)]:
+                yield from self._walk(part)
+            if isinstance(node.func, ast.Name) and node.func.id == "self":
+                yield from self.uses("forward")
+            else:
+                yield from self._walk(node.func)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == "self":
+                yield node.attr
+                yield from self.uses(node.attr)
+        else:
+            for child in ast.iter_child_nodes(node):
+                yield from self._walk(child)

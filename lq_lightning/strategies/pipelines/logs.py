@@ -1,0 +1,248 @@
+"""What a step logs, when it runs in parts: recorded where it ends, logged on every rank.
+
+A step runs once for each micro-batch, and only on the last stage to its end. Its calls of
+``self.log`` there are recorded instead of executed, and become one call for each name, with which
+every rank of the pipeline logs the same: so callbacks such as ``ModelCheckpoint`` decide alike.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from lq_lightning._compat.metrics import set_step_value, step_value
+
+__all__ = ["LogCall", "LogRecorder", "Logged", "replay"]
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+}
+_NAMES: dict[Any, str] = {
+    **{name: name for name in _REDUCTIONS},
+    "avg": "mean",
+    torch.mean: "mean",
+    torch.sum: "sum",
+    torch.max: "max",
+    torch.min: "min",
+    max: "max",
+    min: "min",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogCall:
+    """One call of ``self.log`` without its value. Plain data, equal on every rank.
+
+    Attributes:
+        name: Under which it is logged.
+        metric: Attribute of the LightningModule that is the metric; None for a number.
+        has_value: Whether there is a number: always but for a metric that was only updated.
+        arguments: Further keyword arguments, by name.
+    """
+
+    name: str
+    metric: str | None
+    has_value: bool
+    arguments: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Logged:
+    """What the micro-batches of one batch logged.
+
+    Attributes:
+        calls: One for each name. They rarely change from one step to the next.
+        values: ``[len(calls)]`` float64, on the device of the module; NaN where there is none.
+    """
+
+    calls: tuple[LogCall, ...]
+    values: Tensor
+
+
+@dataclass(slots=True)
+class _Entry:
+    metric: str | None
+    arguments: dict[str, Any]
+    batch_sizes: list[int | None] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+
+class LogRecorder:
+    """Takes the place of ``self.log`` (and so of ``self.log_dict``) of a LightningModule.
+
+    Args:
+        module: Its calls are recorded.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._entries: dict[str, _Entry] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the calls made inside, around the step of one micro-batch."""
+        with self._replaced(self._record):
+            yield
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Drop the calls made inside, as of a step that only looks at shapes."""
+        with self._replaced(lambda *args, **kwargs: None):
+            yield
+
+    @contextmanager
+    def _replaced(self, log: Callable[..., None]) -> Iterator[None]:
+        attributes = self._module.__dict__  # where it comes before the method
+        previous = attributes.get("log")
+        attributes["log"] = log
+        try:
+            yield
+        finally:
+            del attributes["log"]
+            if previous is not None:
+                attributes["log"] = previous
+
+    def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        arguments = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
+        _check(name, value, arguments)
+        arguments["reduce_fx"] = _NAMES[arguments.get("reduce_fx", "mean")]
+        size = arguments.pop("batch_size", None)
+        metric = arguments.pop("metric_attribute", None)
+        if isinstance(value, Metric):
+            metric = metric or self._attribute(name, value)
+            value = step_value(value)
+        entry = self._entries.setdefault(name, _Entry(metric, arguments))
+        if (entry.metric, entry.arguments) != (metric, arguments):
+            raise ValueError(
+                f"`self.log({name!r}, ...)` is called with different arguments in one step: "
+                f"{entry.arguments} and {arguments}. Use another name for each."
+            )
+        entry.batch_sizes.append(None if size is None else int(size))
+        if value is not None:
+            number = torch.as_tensor(value, device=self._module.device)
+            entry.values.append(number.detach().to(torch.float64).reshape(()))
+
+    def _attribute(self, name: str, metric: Metric) -> str:
+        for attribute, module in self._module.named_modules():
+            if module is metric:
+                return str(attribute)
+        raise ValueError(
+            f"`self.log({name!r}, ...)` logs a metric that is no attribute of "
+            f"`{type(self._module).__name__}`: keep it as `self.<name>`."
+        )
+
+    def take(self) -> Logged:
+        """Return what was recorded since the last time, reduced over micro-batches; forget it.
+
+        Numbers are reduced as ``reduce_fx`` says (mean, unless given); batch sizes are added up.
+        """
+        entries, self._entries = self._entries, {}
+        device = self._module.device
+        calls, values = [], [torch.empty(0, dtype=torch.float64, device=device)]
+        for name, entry in entries.items():
+            arguments = dict(entry.arguments)
+            sizes = [size for size in entry.batch_sizes if size is not None]
+            if sizes:
+                arguments["batch_size"] = sum(sizes)
+            reduction = _REDUCTIONS[arguments["reduce_fx"]]
+            number = (
+                reduction(torch.stack(entry.values))
+                if entry.values
+                else torch.full((), float("nan"), dtype=torch.float64, device=device)
+            )
+            values.append(number.reshape(1))
+            calls.append(
+                LogCall(
+                    name=name,
+                    metric=entry.metric,
+                    has_value=bool(entry.values),
+                    arguments=tuple(sorted(arguments.items())),
+                )
+            )
+        return Logged(calls=tuple(calls), values=torch.cat(values))
+
+
+def replay(
+    module: LightningModule,
+    calls: Sequence[LogCall],
+    values: Tensor,
+    replicas: dist.ProcessGroup | None = None,
+) -> None:
+    """Log what was recorded, in the hook that runs now; on every rank of a pipeline.
+
+    A metric is logged as the object of that attribute. Ranks whose stage did not update it
+    contribute empty states, when torchmetrics adds them up over all ranks at the end of an epoch.
+
+    Args:
+        module: Of this rank.
+        calls: As :meth:`LogRecorder.take` returned them on the last stage.
+        values: Those that belong to them.
+        replicas: Ranks with other data, over which ``sync_dist=True`` reduces: the stages of a
+            pipeline log the same values, which a sum must not count again.
+    """
+    for call, value in zip(calls, values.unbind(), strict=True):
+        arguments = dict(call.arguments)
+        if call.metric is None:
+            arguments["sync_dist_group"] = replicas
+            module.log(call.name, value.float(), **arguments)
+            continue
+        metric = module.get_submodule(call.metric)
+        if not isinstance(metric, Metric):
+            raise TypeError(f"`{call.metric}` is a `{type(metric).__name__}`, not a metric.")
+        set_step_value(metric, value.float() if call.has_value else None)
+        module.log(call.name, metric, metric_attribute=call.metric, **arguments)
+
+
+# The arguments of `LightningModule.log` behind name and value.
+_POSITIONAL = (
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "reduce_fx",
+    "enable_graph",
+    "sync_dist",
+    "sync_dist_group",
+    "add_dataloader_idx",
+    "batch_size",
+    "metric_attribute",
+    "rank_zero_only",
+)
+
+
+def _check(name: str, value: Any, arguments: dict[str, Any]) -> None:
+    call = f"`self.log({name!r}, ...)`"
+    if not isinstance(value, (Tensor, numbers.Number, Metric)):
+        raise ValueError(f"{call} logs a `{type(value).__name__}`: use a number or a metric.")
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(
+            f"{call} logs a tensor of shape {tuple(value.shape)}: use a single number."
+        )
+    if isinstance(value, Metric) and value.dist_sync_on_step:
+        raise NotImplementedError(
+            f"{call} logs a metric with `dist_sync_on_step=True`, which waits for ranks that do "
+            "not compute it in a pipeline: leave that out."
+        )
+    reduction = arguments.get("reduce_fx", "mean")
+    if reduction not in _NAMES:
+        raise NotImplementedError(
+            f"{call}: `reduce_fx={reduction!r}` cannot be applied over micro-batches: choose one "
+            f"of {list(_REDUCTIONS)}."
+        )
+    if arguments.get("sync_dist_group") is not None:
+        raise NotImplementedError(
+            f"{call}: `sync_dist_group` is not supported in a pipeline; `sync_dist=True` reduces "
+            "over the replicas of the model."
+        )

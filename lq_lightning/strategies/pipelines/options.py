@@ -1,0 +1,223 @@
+"""Options of a pipeline, checked before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import LBFGS, Optimizer
+
+from lq_lightning.codecs import CodecSpec
+from lq_lightning.foundation.checks import check_choice
+from lq_lightning.pipeline.boundary import CODEC_NAMES, BoundaryCodec, make_boundary_codec
+from lq_lightning.pipeline.mixed import MixedCodec
+from lq_lightning.pipeline.schedules import SCHEDULES, check_schedule
+from lq_lightning.strategies.options import check_count
+
+__all__ = ["PipelineOptions", "check_module", "check_stage_optimizer"]
+
+# With four micro-batches per rank the bubble is below a fifth of a step, whatever the size:
+# (p - 1) / (4p + p - 1).
+_MICROBATCHES_PER_RANK = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineOptions:
+    """How a model is cut into stages, and what happens at their boundaries.
+
+    Attributes:
+        pipeline_size: Ranks along the pipeline; None for all.
+        schedule: Order of forward and backward passes.
+        num_microbatches: Parts of a batch; None for as many as divide it, up to four per rank.
+        stages_per_rank: Stages on each rank.
+        split: ``"parameters"``, layers of each stage, or costs of modules.
+        trunk: Name of the list of layers, where a model has several.
+        forward_codec: What hidden states travel as.
+        backward_codec: What their gradients travel as.
+        tied_gradients: What gradients of tied weights travel as between stages.
+    """
+
+    pipeline_size: int | None
+    schedule: str
+    num_microbatches: int | None
+    stages_per_rank: int
+    split: Any
+    trunk: str | None
+    forward_codec: Any
+    backward_codec: Any
+    tied_gradients: str
+
+    def check(self, owner: str) -> None:
+        """Refuse values that no run could have.
+
+        Raises:
+            ValueError: One of them is such a value.
+        """
+        for name in ("pipeline_size", "num_microbatches", "stages_per_rank"):
+            value = getattr(self, name)
+            check_count(owner, name, 1 if value is None else value, 1)
+        check_choice(owner, "schedule", self.schedule, SCHEDULES)
+        check_choice(owner, "tied_gradients", self.tied_gradients, ("auto", "int4", "int8", "none"))
+        if not isinstance(self.split, (str, Sequence, Mapping)) or (
+            isinstance(self.split, str) and self.split != "parameters"
+        ):
+            raise ValueError(
+                f"`{owner}(split={self.split!r})` is not supported: choose 'parameters', or give "
+                "the number of layers of each stage, or costs by name of module. To balance by "
+                "time, give the seconds that `lq_lightning.pipeline.measure.measure_times` "
+                "measures on one device."
+            )
+        for name in ("forward_codec", "backward_codec"):
+            if isinstance(codec := getattr(self, name), str):
+                check_choice(owner, name, codec, CODEC_NAMES, CodecSpec)
+        self.make_codecs()
+        if self.pipeline_size is not None:
+            self.check_schedule(self.pipeline_size)
+
+    def make_codecs(self) -> tuple[BoundaryCodec, BoundaryCodec]:
+        """New codecs of hidden states and of their gradients, for one rank.
+
+        Raises:
+            ValueError: There is no such codec, or not for one way alone.
+        """
+        forward = make_boundary_codec(self.forward_codec)
+        if self.backward_codec != "amaq":
+            return forward, make_boundary_codec(self.backward_codec, backward=True)
+        if not isinstance(forward, MixedCodec):
+            raise ValueError(
+                "`backward_codec='amaq'` sends gradients in the widths that are learned for hidden "
+                f"states, which travel as forward_codec={self.forward_codec!r}: set both to "
+                "'amaq', or choose another backward_codec, such as 'tah5'."
+            )
+        return forward, forward  # the same widths
+
+    def tied_codec(self) -> CodecSpec | None:
+        """Codec of gradients of weights that several stages hold; None for full precision."""
+        name = self.tied_gradients
+        if name == "auto":
+            name = "none" if self.backward_codec == "none" else "int8"
+        if name == "none":
+            return None
+        if name == "int8":
+            return CodecSpec(code="int8", group_size=128, scale_dtype="bfloat16")
+        return CodecSpec(code="int4", group_size=128, hadamard_size=128, scale_dtype="bfloat16")
+
+    def check_schedule(self, pipeline_size: int) -> None:
+        """Refuse a schedule that does not go with the numbers.
+
+        Raises:
+            ValueError: As ``lq_lightning.pipeline.schedules.check_schedule``.
+        """
+        if pipeline_size > 1:
+            check_schedule(
+                self.schedule, pipeline_size, self.microbatches(pipeline_size), self.stages_per_rank
+            )
+
+    def size(self, owner: str, world_size: int) -> int:
+        """Ranks along the pipeline.
+
+        Raises:
+            ValueError: They do not divide the world.
+        """
+        size = world_size if self.pipeline_size is None else self.pipeline_size
+        if world_size % size:
+            divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+            raise ValueError(
+                f"`{owner}(pipeline_size={size})` does not divide the {world_size} ranks of the "
+                f"run: every pipeline needs as many. Allowed here: {divisors}."
+            )
+        return size
+
+    def microbatches(self, pipeline_size: int) -> int:
+        """The most micro-batches that a training batch is cut into."""
+        if self.num_microbatches is None:
+            return _MICROBATCHES_PER_RANK * pipeline_size
+        return self.num_microbatches
+
+    def microbatches_of(self, batch_size: int, pipeline_size: int, training: bool) -> int:
+        """Micro-batches that a batch of this many samples is cut into.
+
+        In evaluation, where any number will do, the largest that divides the batch. In training
+        the given number, or without one the largest that divides the batch and suits the schedule.
+
+        Raises:
+            ValueError: Training has no such number.
+        """
+        if batch_size < 1:
+            raise ValueError("a batch without samples cannot be cut into micro-batches.")
+        most = self.microbatches(pipeline_size)
+        divisors = [n for n in range(min(most, batch_size), 0, -1) if batch_size % n == 0]
+        if not training:
+            return divisors[0]
+        if self.num_microbatches is not None:
+            if batch_size % self.num_microbatches:
+                raise ValueError(
+                    f"a batch of {batch_size} samples cannot be cut into `num_microbatches="
+                    f"{self.num_microbatches}` equal micro-batches. Give a `batch_size` that is a "
+                    "multiple of it, and `drop_last=True` to the training data loader if its last "
+                    f"batch is smaller; or one of {divisors[::-1]}, or None, as `num_microbatches`."
+                )
+            return self.num_microbatches
+        for count in divisors:
+            if self._suits(pipeline_size, count):
+                return count
+        raise ValueError(
+            f"a batch of {batch_size} samples cannot be cut into equal micro-batches, at most "
+            f"{most}, that suit `schedule={self.schedule!r}` with `pipeline_size={pipeline_size}`. "
+            f"Use a `batch_size` that is a multiple of {pipeline_size}, and `drop_last=True` in "
+            "the training data loader if its last batch is smaller; or `schedule='gpipe'`."
+        )
+
+    def _suits(self, pipeline_size: int, count: int) -> bool:
+        try:
+            check_schedule(self.schedule, pipeline_size, count, self.stages_per_rank)
+        except ValueError:
+            return False
+        return True
+
+
+def check_module(owner: str, module: LightningModule) -> None:
+    """Refuse a LightningModule whose steps cannot run in parts.
+
+    Raises:
+        NotImplementedError: Manual optimization, ``training_step(self, dataloader_iter)``, or an
+            own ``backward``.
+    """
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise NotImplementedError(
+            f"`{owner}` does not work with manual optimization: forward and backward passes of "
+            "several micro-batches are interleaved, so that no line of `training_step` can call "
+            f"backward. Set `automatic_optimization = True` in `{name}`, or use `quantized_fsdp`."
+        )
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        method = getattr(module, step, None)
+        if method is not None and is_param_in_hook_signature(
+            method, "dataloader_iter", explicit=True
+        ):
+            raise NotImplementedError(
+                f"`{name}.{step}(self, dataloader_iter)` does not work with `{owner}`, which cuts "
+                "each batch into micro-batches: take `batch` instead."
+            )
+    if is_overridden("backward", module):
+        raise NotImplementedError(
+            f"`{name}.backward` is overridden, but `{owner}` runs the backward passes itself, one "
+            "per micro-batch and stage. Scale the loss in `training_step` instead."
+        )
+
+
+def check_stage_optimizer(owner: str, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that evaluates the loss by itself.
+
+    Raises:
+        NotImplementedError: It is L-BFGS.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise NotImplementedError(
+            f"`LBFGS` does not work with `{owner}`: it evaluates the loss several times in a step "
+            "and needs the products of all parameters with each other. Use AdamW, for example."
+        )

@@ -1,0 +1,260 @@
+"""One batch after the other through the pipeline, as all of its ranks see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lq_lightning.foundation.reporting import QuantizationReport
+from lq_lightning.pipeline.agreement import batch_signature
+from lq_lightning.pipeline.aq_sgd import AQSGDCodec
+from lq_lightning.pipeline.batches import batch_size, concatenate, sample_ids, split_batch
+from lq_lightning.pipeline.calls import BoundaryMeta
+from lq_lightning.pipeline.engine import PipelineEngine
+from lq_lightning.pipeline.mixed import MixedCodec
+from lq_lightning.pipeline.parts import StageModule
+from lq_lightning.pipeline.schedules import rank_of_stage
+from lq_lightning.plugins import FullyShardedPrecision
+from lq_lightning.strategies.pipelines.logs import replay
+from lq_lightning.strategies.pipelines.options import PipelineOptions
+from lq_lightning.strategies.pipelines.outcome import OutcomeBroadcast
+from lq_lightning.strategies.pipelines.ranks import PipelineRanks
+from lq_lightning.strategies.pipelines.stages import CutModule
+from lq_lightning.strategies.pipelines.steps import MicroBatches, joined_extra
+
+__all__ = ["PipelineRun"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Batch:
+    """A batch that all ranks of the pipeline agree on.
+
+    Attributes:
+        step: Name of the module's method.
+        arguments: Of each micro-batch.
+        boundary: What crosses the boundaries.
+        samples: Identities of its samples, for codecs that remember them.
+    """
+
+    step: str
+    arguments: list[tuple[Any, ...]]
+    boundary: BoundaryMeta
+    samples: Tensor | None
+
+
+class PipelineRun:
+    """Runs the steps of a module of which this rank has kept its stages.
+
+    All ranks of a pipeline make one and call its methods together.
+
+    Args:
+        module: This rank's part, at its place, sharded or not.
+        precision: Of the run.
+        options: Of the strategy.
+        ranks: Of the run.
+        record: Of the module.
+
+    Attributes:
+        remembers: Whether hidden states refer to what was sent of the same sample before.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        precision: FullyShardedPrecision,
+        options: PipelineOptions,
+        ranks: PipelineRanks,
+        record: CutModule,
+    ) -> None:
+        self.module = module
+        num_stages = record.plan.num_stages
+        self._options, self._ranks = options, ranks
+        self._micro = MicroBatches(module, precision)
+        self._stages = {
+            stage: StageModule(
+                module,
+                stage,
+                partial(self._micro.run, is_last=stage == num_stages - 1),
+                self._micro.enter,
+            )
+            for stage in record.stages
+        }
+        last = rank_of_stage(options.schedule, num_stages - 1, num_stages, ranks.size)
+        self._outcome = OutcomeBroadcast(ranks, last)
+        self.codecs = options.make_codecs()
+        self.remembers = isinstance(self.codecs[0], AQSGDCodec)
+        self._learned = isinstance(self.codecs[0], MixedCodec)
+        self.engine = PipelineEngine(
+            self._stages,
+            num_stages,
+            ranks.group,
+            ranks.control_group,
+            ranks.device,
+            options.schedule,
+            options.microbatches(ranks.size),
+            *self.codecs,
+        )
+        self._boundaries: dict[str, BoundaryMeta] = {}
+        self._seen: set[tuple[tuple[int, ...], torch.dtype]] = set()
+        self._batch: _Batch | None = None
+
+    def prepare(self, step: str, arguments: tuple[Any, ...], training: bool) -> int:
+        """Cut a batch into micro-batches, and find out what crosses the boundaries for them.
+
+        Args:
+            step: Name of the module's method.
+            arguments: Of it; the batch comes first.
+            training: Whether :meth:`train` follows, not :meth:`evaluate`.
+
+        Returns:
+            The number of micro-batches.
+
+        Raises:
+            RuntimeError: On all ranks: they have different batches.
+            ValueError: On all ranks: the batch cannot be cut, or hidden states not be encoded.
+            NotImplementedError: On all ranks: the layers pass on more than a hidden state.
+        """
+        batch, *others = arguments
+        samples = sample_ids(batch) if self.remembers and training else None
+        self.engine.agree(batch, training, samples=samples)
+        count = self._options.microbatches_of(batch_size(batch), self._ranks.size, training)
+        parts = [(part, *others) for part in split_batch(batch, count)]
+        boundary = self._boundary(f"{step} {count} {batch_signature(batch)}", step, parts)
+        for stage in self._stages.values():
+            stage.set_boundary(boundary)
+        self._batch = _Batch(step=step, arguments=parts, boundary=boundary, samples=samples)
+        return count
+
+    def _boundary(self, key: str, step: str, parts: list[tuple[Any, ...]]) -> BoundaryMeta:
+        known = self._boundaries.get(key)
+        if self._someone_lacks(known is None):
+            found: Any = self._probe(step, parts) if 0 in self._stages else None
+            failed = found if isinstance(found, Exception) else None
+            if known is None:
+                found = self.engine.share(found if failed is None else _for_others(failed, step))
+            if failed is not None:
+                raise failed
+            if isinstance(found, Exception):
+                raise found
+            known = self._boundaries[key] = known or found
+            for codec in self.codecs:
+                codec.check(known.shape, known.dtype)
+            self._tell(known)
+        if known is None:
+            raise AssertionError("unknown boundaries are probed")
+        return known
+
+    def _probe(self, step: str, parts: list[tuple[Any, ...]]) -> BoundaryMeta | Exception:
+        """Run the first layer; an error is returned, since the other ranks wait to hear of it."""
+        try:
+            with self._micro.running(step, parts, None):
+                return self._stages[0].probe(0)
+        except Exception as error:
+            return error
+
+    def _someone_lacks(self, lacking: bool) -> bool:
+        """Whether a replica of this rank's stage has to probe, which sharded ones do together."""
+        if self._ranks.replicas == 1:
+            return lacking
+        flag = torch.tensor([lacking], dtype=torch.int32)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._ranks.stage_control_group)
+        return bool(flag.item())
+
+    def _tell(self, boundary: BoundaryMeta) -> None:
+        """Say once how hidden states of a shape travel."""
+        kind = (boundary.shape, boundary.dtype)
+        if kind in self._seen:
+            return
+        first = not self._seen
+        self._seen.add(kind)
+        if first:
+            bits = [codec.bits_per_value(*kind) for codec in self.codecs]
+            names = [codec.name for codec in self.codecs]
+            rank_zero_info(
+                f"boundaries: {list(boundary.shape)} {boundary.dtype} per micro-batch, forward as "
+                f"{names[0]} ({bits[0]:.2f} bits per value), backward as {names[1]} ({bits[1]:.2f})"
+            )
+
+    def forget(self) -> None:
+        """Let codecs begin anew, on all ranks: the weights are others now."""
+        for codec in self.codecs:
+            codec.load_state_dict({})
+
+    def _take(self) -> _Batch:
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise AssertionError("a batch is prepared before it runs")
+        return batch
+
+    def train(self, scale: float) -> Any:
+        """Run forward and backward passes; gradients are added to those of the module.
+
+        Args:
+            scale: What losses are multiplied with before backward.
+
+        Returns:
+            As ``training_step``, on all ranks: the mean loss of the micro-batches, on the last
+            stage with what else the step returned; None if a micro-batch had no loss.
+        """
+        batch = self._take()
+        with self._micro.running(batch.step, batch.arguments, scale):
+            self.engine.step(batch.boundary, batch.samples, len(batch.arguments))
+            outputs = self._micro.in_order()
+        loss = self._share(batch.step, [output.loss for output in outputs])
+        extra = joined_extra(outputs)
+        return {**extra, "loss": loss} if extra and loss is not None else loss
+
+    def evaluate(self, everywhere: bool) -> Any:
+        """Run forward passes.
+
+        Args:
+            everywhere: Whether all ranks are to have the outputs, not only the last stage.
+
+        Returns:
+            What the step returned for all micro-batches, joined; None on other stages.
+        """
+        batch = self._take()
+        with self._micro.running(batch.step, batch.arguments, None):
+            parts = self.engine.evaluate(batch.boundary, batch.samples, len(batch.arguments))
+        self._share(batch.step, [])
+        result = concatenate(parts) if parts else None
+        return self._outcome.share_output(result) if everywhere else result
+
+    def _share(self, step: str, losses: list[Tensor | None]) -> Tensor | None:
+        """Log on all ranks what the last stage would have logged, and return the mean loss."""
+        outcome = self._outcome.share(step, losses, self._micro.logs.take())
+        replay(self.module, outcome.calls, outcome.values, self._ranks.stage_group)
+        return outcome.loss
+
+    def report(self) -> QuantizationReport:
+        """What this rank has sent to neighbouring stages in training."""
+        sent = self.engine.traffic
+        tables = {"bytes_boundary_tables": sent.table_bytes} if self._learned else {}
+        return QuantizationReport(
+            counts={
+                "bytes_boundary_forward": sent.forward_bytes,
+                "bytes_boundary_backward": sent.backward_bytes,
+                **tables,
+            },
+            ratios={
+                "bits_per_hidden_value": (
+                    8.0 * (sent.forward_bytes + sent.table_bytes),
+                    sent.forward_values,
+                ),
+                "bits_per_hidden_gradient": (8.0 * sent.backward_bytes, sent.backward_values),
+            },
+        )
+
+
+def _for_others(error: Exception, step: str) -> Exception:
+    """What the other ranks raise where the first layer fails on the rank that has it."""
+    if isinstance(error, (NotImplementedError, ValueError)):
+        return type(error)(str(error))
+    return RuntimeError(f"`{step}` failed on the first stage: {type(error).__name__}: {error}")

@@ -1,0 +1,164 @@
+"""Leave of a LightningModule what the stages of this rank need, once, and remember how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lq_lightning._compat.lightning import materialize_meta_tensors
+from lq_lightning.data_parallel.vocabulary import vocabulary_weights
+from lq_lightning.foundation.parameters import clean_name, embeddings
+from lq_lightning.pipeline.partition import keep_stages
+from lq_lightning.pipeline.plan import PipelinePlan, SharedParameter, plan_stages
+from lq_lightning.pipeline.schedules import rank_of_stage, stages_of_rank
+from lq_lightning.plugins import FullyShardedPrecision
+from lq_lightning.strategies.pipelines.gradients import SharedTensor
+from lq_lightning.strategies.pipelines.options import PipelineOptions
+from lq_lightning.strategies.pipelines.ranks import PipelineRanks
+from lq_lightning.strategies.sharding import already_configured
+
+__all__ = ["CutModule", "cut", "cut_of", "place", "remember_cut", "shared_tensors"]
+
+_RECORD = "_lq_cut"  # kept in the module, so that both are freed together
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutModule:
+    """What is remembered about a module of which a rank has kept a part.
+
+    Attributes:
+        settings: Options that the cut depends on.
+        plan: Which stage holds what.
+        stages: Those of this rank, with their layers.
+        order: Place of every parameter and buffer in the state dict of the whole model.
+        aliases: Name of a tied parameter in this part -> its first name in the whole model.
+        ties: For names of tied parameters in the whole state dict, the first of them.
+        numels: Parameters of each stage, those that several hold counted in each.
+        numel_of: Elements of every parameter of the whole model, tied ones once.
+        embeddings: Weights of embeddings in the whole model, by all names that they have.
+        vocabulary: These, and weights of heads.
+    """
+
+    settings: Mapping[str, object]
+    plan: PipelinePlan
+    stages: tuple[int, ...]
+    order: Mapping[str, int]
+    aliases: Mapping[str, str]
+    ties: Mapping[str, str]
+    numels: tuple[int, ...]
+    numel_of: Mapping[str, int]
+    embeddings: frozenset[str]
+    vocabulary: frozenset[str]
+
+    def parameters_of(self, module: nn.Module, names: frozenset[str]) -> list[nn.Parameter]:
+        """Those parameters of this part that have one of the names."""
+        return [p for n, p in module.named_parameters() if clean_name(n) in names]
+
+
+def cut_of(module: nn.Module | None) -> CutModule | None:
+    """What is known about a module that was cut; None if it is whole."""
+    return None if module is None else module.__dict__.get(_RECORD)
+
+
+def remember_cut(module: LightningModule, record: CutModule) -> None:
+    """Keep the record in the module; it is not built again from now on."""
+    module.__dict__[_RECORD] = record
+    module.configure_model = already_configured  # type: ignore[method-assign]
+
+
+def cut(
+    module: LightningModule,
+    options: PipelineOptions,
+    ranks: PipelineRanks,
+    settings: Mapping[str, object],
+) -> CutModule:
+    """Keep of a whole module, in place, what the stages of this rank need.
+
+    Args:
+        module: On any device, the meta device too.
+        options: How to cut it.
+        ranks: This rank's place.
+        settings: Kept in the record.
+
+    Raises:
+        ValueError, NotImplementedError: As ``plan_stages``.
+    """
+    num_stages = ranks.size * options.stages_per_rank
+    plan = plan_stages(module, num_stages, options.split, trunk=options.trunk)
+    stages = stages_of_rank(options.schedule, ranks.rank, num_stages, ranks.size)
+    names = [clean_name(name) for name in module.state_dict()]
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for raw, parameter in module.named_parameters(remove_duplicate=False):
+        name = clean_name(raw)
+        if first.setdefault(id(parameter), name) != name:
+            ties[name] = first[id(parameter)]
+    words = _names_of(module, vocabulary_weights(module))
+    tables = _names_of(module, [table.weight for table in embeddings(module)])
+    numel_of = {clean_name(name): p.numel() for name, p in module.named_parameters()}
+    numels = [0] * num_stages
+    for name, numel in numel_of.items():
+        for stage in _stages_of(plan, name):
+            numels[stage] += numel
+    keep_stages(module, plan, stages)
+    kept = {clean_name(name) for name, _ in module.named_parameters()}
+    return CutModule(
+        settings=settings,
+        plan=plan,
+        stages=stages,
+        order={name: place for place, name in enumerate(names)},
+        aliases={name: ties[name] for name in kept & ties.keys()},
+        ties=ties,
+        numels=tuple(numels),
+        numel_of=numel_of,
+        embeddings=tables,
+        vocabulary=words,
+    )
+
+
+def _names_of(module: nn.Module, parameters: Sequence[Tensor]) -> frozenset[str]:
+    wanted = {id(parameter) for parameter in parameters}
+    named = module.named_parameters(remove_duplicate=False)
+    return frozenset(clean_name(name) for name, parameter in named if id(parameter) in wanted)
+
+
+def _stages_of(plan: PipelinePlan, name: str) -> tuple[int, ...]:
+    shared = next((s.stages for s in plan.shared if name in s.names), None)
+    return plan.stages_of(name) if shared is None else shared
+
+
+def place(module: LightningModule, precision: FullyShardedPrecision, device: torch.device) -> None:
+    """Bring a part that is not sharded to its device and dtype; idempotent."""
+    precision.convert_module(module)
+    materialize_meta_tensors(module, device)
+    module.to(device)
+
+
+def shared_tensors(
+    module: LightningModule,
+    record: CutModule,
+    ranks: PipelineRanks,
+    options: PipelineOptions,
+    min_quantized_numel: int,
+) -> list[SharedTensor]:
+    """Parameters that several ranks of the pipeline hold, in one order on all of them."""
+    named = {clean_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}
+    found = []
+    for shared in record.plan.shared:
+        places = _places(shared, record.plan.num_stages, ranks.size, options.schedule)
+        if len(places) > 1:
+            group: dist.ProcessGroup = ranks.holders(places)
+            own = next((named[name] for name in shared.names if name in named), None)
+            name, numel = shared.names[0], record.numel_of[shared.names[0]]
+            codec = options.tied_codec() if numel >= min_quantized_numel else None
+            found.append(SharedTensor(name, own, group, codec))
+    return found
+
+
+def _places(shared: SharedParameter, num_stages: int, size: int, schedule: str) -> list[int]:
+    return sorted({rank_of_stage(schedule, stage, num_stages, size) for stage in shared.stages})

@@ -1,0 +1,149 @@
+"""The steps of a LightningModule, run in parts: micro-batch by micro-batch, stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from lq_lightning._compat.modules import begin_root_forward, end_root_forward
+from lq_lightning.plugins import FullyShardedPrecision
+from lq_lightning.strategies.pipelines.logs import LogRecorder
+
+__all__ = ["MicroBatches", "StepOutput", "joined_extra"]
+
+
+class StepOutput(NamedTuple):
+    """What the last stage returned for a micro-batch.
+
+    Attributes:
+        loss: Without graph; None if the step returned none.
+        extra: What else it returned with the loss, without graph.
+    """
+
+    loss: Tensor | None
+    extra: dict[str, Any]
+
+
+class MicroBatches:
+    """Runs the user's step on the micro-batches of one batch, as stages ask for them.
+
+    Args:
+        module: This rank's part.
+        precision: Its precision.
+
+    Attributes:
+        logs: What steps log on the last stage.
+    """
+
+    def __init__(self, module: LightningModule, precision: FullyShardedPrecision) -> None:
+        self.logs = LogRecorder(module)
+        self._module = module
+        self._precision = precision
+        self._root = module if isinstance(module, FSDPModule) else None
+        self._step: Callable[..., Any] | None = None
+        self._arguments: list[tuple[Any, ...]] = []
+        self._scale: float | None = None
+        self.outputs: dict[int, StepOutput] = {}
+
+    @contextmanager
+    def running(
+        self, step: str, arguments: list[tuple[Any, ...]], scale: float | None
+    ) -> Generator[None, None, None]:
+        """Around the schedule of one batch.
+
+        Args:
+            step: Name of the module's method.
+            arguments: Of each micro-batch.
+            scale: What losses are multiplied with before backward; None in evaluation.
+        """
+        self._step, self._arguments, self._scale = getattr(self._module, step), arguments, scale
+        self.outputs.clear()
+        try:
+            yield
+        finally:
+            self._step, self._arguments = None, []
+
+    def enter(self, part: Callable[[Tensor | None], Any], hidden: Tensor | None) -> Any:
+        """Run the part of a stage as a forward of the root unit, in the run's precision.
+
+        ``part`` catches ``StageEnd``: no exception crosses FSDP2's forward.
+        """
+        self._precision.collect()
+        with self._precision.forward_context():
+            if self._root is None:
+                return part(hidden)
+            begin_root_forward(self._root)
+            return end_root_forward(self._root, part(hidden))
+
+    def run(self, index: int, is_last: bool) -> Any:
+        """Call the user's step on a micro-batch.
+
+        Args:
+            index: Of the micro-batch.
+            is_last: Whether the last stage runs, where steps come to their end. What others log in
+                front of the layers is dropped: the last stage logs it, too.
+
+        Returns:
+            The scaled loss, in evaluation what the step returned.
+        """
+        if self._step is None:
+            raise AssertionError("a stage ran outside of a schedule")
+        with self.logs.recording() if is_last else self.logs.muted():
+            result = self._step(*self._arguments[index])
+        if self._scale is None:
+            return result
+        loss, extra = _split_output(type(self._module).__name__, result)
+        self.outputs[index] = StepOutput(None if loss is None else loss.detach(), extra)
+        if loss is None:  # all ranks hear of it when the schedule is done
+            return torch.zeros((), device=self._module.device, requires_grad=True)
+        return loss * self._scale
+
+    def in_order(self) -> list[StepOutput]:
+        """Outputs of the last batch by micro-batch, on the rank of the last stage."""
+        return [self.outputs[index] for index in sorted(self.outputs)]
+
+
+def _split_output(owner: str, result: Any) -> tuple[Tensor | None, dict[str, Any]]:
+    """Split what ``training_step`` returned into the loss and the rest.
+
+    Raises:
+        TypeError: It is neither a tensor, nor a dictionary with a loss, nor None.
+    """
+    if result is None:
+        return None, {}
+    if isinstance(result, Tensor):
+        return result, {}
+    if isinstance(result, Mapping) and isinstance(result.get("loss"), Tensor):
+        rest = {key: value for key, value in result.items() if key != "loss"}
+        # Without graphs, which would be kept until the last micro-batch.
+        return result["loss"], {
+            key: value.detach() if isinstance(value, Tensor) else value
+            for key, value in rest.items()
+        }
+    raise TypeError(
+        f"`{owner}.training_step` returned a {type(result).__name__}: return the loss, a "
+        "dictionary with a tensor under 'loss', or None."
+    )
+
+
+def joined_extra(outputs: Sequence[StepOutput]) -> dict[str, Any]:
+    """What micro-batches returned beside the loss, as one batch would have.
+
+    Scalars are averaged, other tensors are joined along their first dimension, anything else
+    becomes a list.
+    """
+    joined: dict[str, Any] = {}
+    for key in dict.fromkeys(key for output in outputs for key in output.extra):
+        values = [output.extra[key] for output in outputs if key in output.extra]
+        if all(isinstance(value, Tensor) for value in values):
+            scalar = values[0].ndim == 0
+            joined[key] = torch.stack(values).mean(0) if scalar else torch.cat(values)
+        else:
+            joined[key] = values
+    return joined

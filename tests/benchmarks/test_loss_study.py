@@ -1,0 +1,107 @@
+"""The loss study runs every variant; its report counts seeds; its paths tell tensors apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+Load = Callable[[str], ModuleType]
+Run = Callable[..., str]
+
+WORLD = 4
+TEXT = ("--cpu", "--text", str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+
+def test_every_variant_runs(run: Run, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    options = ("--preset", "llama_smoke", "--steps", "2", "--seeds", "0,1", "--json", str(report))
+    assert "2 bits with feedback" in run("loss_study.py", *TEXT, *options)
+    shown = run("loss_study.py", "--merge", str(report))
+    assert "full precision perturbed" in shown
+    assert "2 bits with feedback" in run("table.py", str(report))
+    runs = json.loads(report.read_text())["results"]["variants"]
+    assert [run["seed"] for run in runs["both"]] == [0, 1, 0, 1]
+    # Full precision for as long as a run lasts is full precision, and other codes are others.
+    losses = {name: [run["val_loss"] for run in found] for name, found in runs.items()}
+    exact = losses["full precision"] + losses["full precision perturbed"]
+    assert losses["both from 10"] == exact != losses["both"]
+    assert losses["both until 20"] == losses["both"] != losses["differences"] != exact
+    assert losses["both, 8 bits early"] != losses["both"]
+
+
+def test_a_training_does_not_depend_on_those_beside_it(load: Load) -> None:
+    training, variants = load("stacked_training"), load("loss_variants")
+    data = load("ablation_data").load(None, Path(TEXT[2]), 32, torch.device("cpu"))
+    preset = replace(variants.PRESETS["gpt_smoke"], steps=3)
+    plan = variants.VARIANTS["both"].plan
+    lanes = [training.Lane(3), training.Lane(5, 1)]
+    ends = []
+    for some in (lanes, lanes[1:]):
+        run = training.StackedTraining(data, preset, some, 2, 2)
+        for _ in range(preset.steps):
+            run.take_step(plan)
+        ends.append(run.validate()[-1])
+    torch.testing.assert_close(*ends)
+
+
+def test_ranks_read_what_batches_yields(load: Load) -> None:
+    data, training = load("ablation_data"), load("stacked_training")
+    preset = replace(load("loss_variants").PRESETS["gpt_smoke"], steps=3, batch=2)
+    blocks = torch.arange(60).view(30, 2)
+    order = training.order_of(30, preset, 5, WORLD)
+    for rank in range(WORLD):
+        rows = data.batches(blocks, 2, 5, rank, WORLD)
+        for step in range(3):
+            inputs, _ = next(rows)
+            assert torch.equal(blocks[order[step, rank]][:, :1], inputs)
+    with pytest.raises(ValueError, match="give more text or fewer steps"):
+        training.order_of(20, preset, 5, WORLD)
+
+
+def test_runs_of_one_seed_count_once(load: Load) -> None:
+    made, report = load("ablation_report"), load("loss_report")
+
+    def runs(*values: float) -> list[object]:
+        return [made.Outcome(seed, 1 + value / 100, 1.0) for seed, value in enumerate(values)]
+
+    outcomes = {
+        made.BASELINE: runs(-0.1, 0.1, -0.1),
+        made.PERTURBED: runs(0.1, -0.1, 0.1),
+        "both": runs(0.0, 0.1, 0.2) + runs(0.0, 0.3, 0.4),
+    }
+    mean, error = report.mean_and_error(report.changes(outcomes, "both"))
+    assert (mean, error) == pytest.approx((0.5 / 3, 0.1 * (7 / 3) ** 0.5 / 3**0.5))
+    row = dict(zip(report.HEADER, report.rows(outcomes)[-1], strict=True))
+    assert (row["runs"], row["seeds"], row["beyond 0.3%"]) == ("6", "3", "1 of 6")
+    assert (row["median"], row["worst"]) == ("+0.150%", "+0.400%")
+
+
+def test_words_are_numbered_for_all_splits(load: Load) -> None:
+    corpus = load("corpus")
+    bytewise, words = (corpus.standard_library(16, Path(TEXT[2]), n) for n in (0, 512))
+    assert words.vocab == 512
+    assert int(words.train.max()) < 512
+    assert len(words.train) < 0.7 * len(bytewise.train)
+
+
+def test_paths_show_which_tensors_are_quantized(run: Run, tmp_path: Path) -> None:
+    raw, report = tmp_path / "raw.pt", tmp_path / "paths.json"
+    options = ("--preset", "gpt_smoke", "--steps", "4", "--seeds", "0-2", "--raw", str(raw))
+    shown = run("loss_paths.py", *TEXT, *options, "--json", str(report))
+    assert "leaves after" in shown
+    kept = torch.load(raw)
+    names = kept["names"]
+    gradient = {name: kept["gradient"][:, index].float() for index, name in enumerate(names)}
+    assert gradient["blocks.1.up.weight"].shape == (4, 3)
+    assert (gradient["blocks.1.up.weight"] > 0.03).all()
+    assert (gradient["blocks.1.norm1.weight"] < 1e-3).all()
+    assert (kept["chance"][0] > 0).any()
+    assert kept["loss"].shape == (4, 3, 3)
+    # A first step from equal weights: the losses of the variant are those of full precision.
+    assert torch.equal(kept["loss"][0, 0], kept["loss"][0, 2])
