@@ -19,6 +19,7 @@ from lq_lightning.activations import (
 )
 from lq_lightning.callbacks import (
     ActivationQuantization,
+    AdaptiveBits,
     QuantizationMonitor,
     StageBitCompensation,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "ActivationPolicy",
     "ActivationQuantization",
     "ActivationRule",
+    "AdaptiveBits",
     "CommunicationPlan",
     "FullyShardedPrecision",
     "GradientQuantization",

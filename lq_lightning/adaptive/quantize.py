@@ -1,0 +1,136 @@
+"""Quantization of activations by trained widths, and the gradient to the gates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from lq_lightning.codecs.mixed import WidthTable, round_trip_mixed
+
+from .gate import BitGate
+
+__all__ = ["adaptive_quantize"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch.compiler.disable(reason="gradients of AdaptiveBits' gates are summed beside autograd")  # type: ignore[no-untyped-call, untyped-decorator]
+def adaptive_quantize(x: Tensor, gate: BitGate, *, on_the_wire: bool = False) -> Tensor:
+    """Return ``x`` as it is after encoding in the widths of a gate and decoding.
+
+    The gradient passes to ``x`` unchanged, straight through, also to values that a fitted range
+    clips: with a zero there, what is far off would never come back. The gradient to the gates is
+    what the error of each value changes by with a bit (``error_slope``), evaluated at the integer
+    widths that were used; backward adds it up in ``gate``, also where ``x`` needs no gradient.
+    (AMAQ, section 3, which says only that gradients pass straight through.)
+
+    Within checkpointed regions it is counted once; without gradients nothing is counted. Compiled
+    code breaks its graph here.
+
+    Args:
+        x: ``[..., channels]``, float32, bfloat16 or float16; for positions ``[..., positions,
+            channels]``. Each call is one message: a line's scale is that of all its values in it.
+        gate: Whose widths are used.
+        on_the_wire: Return ``x`` itself, because a codec quantizes it on its way with the same
+            widths. The gradient is that of the quantized values.
+
+    Returns:
+        Shape and dtype of ``x``.
+
+    Raises:
+        ValueError: ``x`` has another dtype, too few dimensions, or lines that do not fit the gate.
+        NotImplementedError: ``x`` is a ``DTensor``.
+    """
+    if isinstance(x, DTensor):
+        raise NotImplementedError(
+            f"the gate `{gate.name}` got a DTensor of {tuple(x.placements)}: scales would be those "
+            "of a part of each line. Choose a site whose values are plain tensors."
+        )
+    if x.dtype not in _DTYPES:
+        raise ValueError(
+            f"the gate `{gate.name}` quantizes float32, bfloat16 and float16, not {x.dtype}."
+        )
+    dims = 1 if gate.per == "channel" else 2
+    if x.dim() < dims:
+        raise ValueError(
+            f"the gate `{gate.name}` with lines per {gate.per} needs tensors of {dims} dimensions "
+            f"or more, got {list(x.shape)}."
+        )
+    gate.expect(x.shape[-dims])
+    if x.numel() == 0:
+        return x
+    if not torch.is_grad_enabled():
+        if on_the_wire:
+            return x
+        lines = _as_lines(x, gate)
+        quantized = round_trip_mixed(lines, gate.table(lines.shape[1]), gate.ranges)
+        return _in_shape_of(x, quantized, gate)
+    result: Tensor = _AdaptiveQuantize.apply(x, gate.anchor, gate, on_the_wire)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _as_lines(x: Tensor, gate: BitGate) -> Tensor:
+    """``[values of a line, lines]``, a view where possible."""
+    if gate.per == "position":
+        x = x.transpose(-1, -2)
+    return x.reshape(-1, x.shape[-1])
+
+
+def _in_shape_of(x: Tensor, lines: Tensor, gate: BitGate) -> Tensor:
+    """Undo ``_as_lines`` for lines of their own memory, which become the result or are freed.
+
+    The result is no view: FSDP2 loses its hook on the output of a module where a view of something
+    is changed in place.
+    """
+    if gate.per == "channel":
+        return lines.resize_(x.shape)
+    transposed = lines.view(*x.shape[:-2], x.shape[-1], x.shape[-2]).transpose(-1, -2)
+    return transposed.clone(memory_format=torch.contiguous_format)
+
+
+def _errors(x: Tensor, quantized: Tensor, table: WidthTable) -> Tensor:
+    """What quantization added, bf16: step times distance to the nearest code, or to the end.
+
+    Lines that travel as bf16 have the error that codes of their width and full range would have.
+
+    Args:
+        x: ``[values of a line, lines]``.
+        quantized: The same, encoded and decoded.
+        table: Of the lines.
+    """
+    # Rounded once: differences of bf16 are computed in fp32 and rounded to bf16, without copies.
+    if x.dtype == torch.float16:
+        x, quantized = x.float(), quantized.float()
+    errors = (quantized - x).bfloat16()
+    wide, largest = table.wide_lines(x.device)
+    if wide.numel():
+        values = x.index_select(1, wide).float()
+        low, high = torch.aminmax(values, dim=0)
+        step = (high - low) / largest
+        codes = (values - low) / step
+        exact = (step * (codes.round() - codes)).masked_fill(step == 0, 0.0)
+        errors.index_copy_(1, wide, exact.bfloat16())
+    return errors
+
+
+class _AdaptiveQuantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, gate: BitGate, on_the_wire: bool) -> Tensor:
+        ctx.gate = gate
+        lines = _as_lines(x, gate)
+        table = gate.table(lines.shape[1])
+        quantized = round_trip_mixed(lines, table, gate.ranges)
+        ctx.save_for_backward(_errors(lines, quantized, table))
+        return x.view_as(x) if on_the_wire else _in_shape_of(x, quantized, gate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (errors,) = ctx.saved_tensors
+        sums = (_as_lines(grad, ctx.gate).float() * errors).sum(0)
+        ctx.gate.accumulate(sums, errors.shape[0])
+        return grad, None, None, None

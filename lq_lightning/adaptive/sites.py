@@ -1,0 +1,241 @@
+"""Places in a model where activations are quantized, and the hooks that do it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lq_lightning.foundation.blocks import is_silent_container
+from lq_lightning.foundation.trunk import Trunk, find_trunk
+
+from .gate import BitGate
+from .quantize import adaptive_quantize
+
+__all__ = ["AttachedSites", "Quantizer", "attach", "attach_quantizers", "find_sites"]
+
+Quantizer = Callable[[Tensor], Tensor]
+
+_ENDS = ("output", "input")
+_GROUPS = ("boundaries", "layers")
+_SAYS_HEAD = "get_output_embeddings"
+
+
+def find_sites(module: nn.Module, sites: str | Sequence[str] = "boundaries") -> tuple[str, ...]:
+    """Find places where hidden states can be quantized.
+
+    ``"boundaries"`` are the hidden states in front of the first of the model's repeated blocks,
+    which is what the embeddings produce, and those in front of the LM head; where the head is no
+    module, as with a tied matrix that is multiplied in ``forward``, behind the last module.
+    ``"layers"`` are these and the output of every block.
+
+    Other sites are named as ``named_modules()`` does, with the end of the module:
+    ``"model.layers.3:output"`` (also without ``:output``) or ``"lm_head:input"``. In a pattern
+    such as ``"model.layers.*:output"`` each ``*`` stands for a part between dots.
+
+    Args:
+        module: The whole model; it is not changed.
+        sites: One or several of these.
+
+    Returns:
+        Names, in the order in which the model comes to them as far as that is known.
+
+    Raises:
+        ValueError: A name or pattern that matches nothing or names a container that is never
+            called, or groups for a model without one list of blocks.
+    """
+    given = [sites] if isinstance(sites, str) else list(sites)
+    if not given:
+        raise ValueError(f"`sites` is empty: give one of {', '.join(map(repr, _GROUPS))} or names.")
+    found: dict[str, None] = {}
+    for site in given:
+        names = _group(module, site) if site in _GROUPS else _named(module, site)
+        found.update(dict.fromkeys(names))
+    return tuple(found)
+
+
+def _group(module: nn.Module, group: str) -> list[str]:
+    try:
+        trunk = find_trunk(module)
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"`sites={group!r}` needs a model with one list of repeated blocks, which "
+            f"`{type(module).__name__}` is not: {error} Name the sites instead, such as "
+            f"`sites=['{_example(module)}:output']`."
+        ) from error
+    outputs = [f"{layer}:output" for layer in trunk.layers] if group == "layers" else []
+    return [f"{trunk.layers[0]}:input", *outputs, _head(module, trunk)]
+
+
+def _head(module: nn.Module, trunk: Trunk) -> str:
+    """Where the LM head is called, or, if it is no module, behind what runs last.
+
+    It is what the model itself says (as those of Hugging Face do), or the last module with a matrix
+    around the blocks, of the innermost parent that has one: a LightningModule may have others.
+    """
+    parts = {name: module.get_submodule(name) for name in trunk.after}
+    owners: list[Any] = [getattr(m, _SAYS_HEAD, None) for m in module.modules()]
+    heads = [says() for says in owners if says is not None]
+    if known := [name for name, part in parts.items() if any(part is head for head in heads)]:
+        return f"{known[0]}:input"
+    levels: dict[str, list[str]] = {}
+    for name in parts:
+        levels.setdefault(name.rpartition(".")[0], []).append(name)
+    for names in levels.values():
+        if found := [n for n in names if any(p.dim() > 1 for p in parts[n].parameters())]:
+            return f"{found[-1]}:input"
+    innermost = next(iter(levels.values()), [trunk.layers[-1]])
+    return f"{innermost[-1]}:output"
+
+
+def _named(module: nn.Module, site: str) -> list[str]:
+    path, colon, end = site.rpartition(":")
+    if not colon:
+        path, end = site, "output"
+    if end not in _ENDS:
+        raise ValueError(
+            f"`sites={site!r}` ends in `:{end}`: a module has the ends `:output` and `:input`."
+        )
+    modules = dict(module.named_modules())
+    names = [name for name in modules if name and _matches(name, path)]  # not the whole model
+    called = [name for name in names if not is_silent_container(modules[name])]
+    if not called:
+        known = [name for name, part in modules.items() if name and not is_silent_container(part)]
+        near = difflib.get_close_matches(path, known, n=3, cutoff=0.5)
+        shown = ", ".join(f"`{name}`" for name in near or known[:5])
+        why = "has no module of that name"
+        if names:
+            why = f"never calls `{names[0]}`, which is a list of modules"
+        raise ValueError(
+            f"`sites={site!r}`: `{type(module).__name__}` {why}. There are {', '.join(_GROUPS)} "
+            f"and the names of `named_modules()`, such as {shown}."
+        )
+    return [f"{name}:{end}" for name in called]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _example(module: nn.Module) -> str:
+    """An element of a list of modules, or else any module that is called."""
+    modules = dict(module.named_modules())
+    called = [name for name in modules if name and not is_silent_container(modules[name])]
+    listed = [n for n in called if isinstance(modules[n.rpartition(".")[0]], nn.ModuleList)]
+    return next(iter(listed or called), "")
+
+
+class AttachedSites:
+    """Quantizers at work in a module."""
+
+    def __init__(self, handles: list[RemovableHandle]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Leave the module as it was; idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def attach(module: nn.Module, gates: Mapping[str, BitGate]) -> AttachedSites:
+    """Quantize hidden states of a module by gates.
+
+    Args:
+        module: Its forward passes are changed; its names, parameters and state dict are not.
+            Compile or shard it afterwards.
+        gates: By site, as ``find_sites`` names them.
+
+    Returns:
+        A handle whose ``remove()`` undoes it.
+
+    Raises:
+        ValueError: A site that does not exist.
+    """
+    return attach_quantizers(
+        module, {site: partial(adaptive_quantize, gate=gate) for site, gate in gates.items()}
+    )
+
+
+def attach_quantizers(module: nn.Module, quantizers: Mapping[str, Quantizer]) -> AttachedSites:
+    """Replace hidden states of a module by what functions return for them.
+
+    Where a module returns a tuple or list, its first element is the hidden state; where it is
+    called by keywords alone, ``hidden_states`` or else the first floating-point tensor.
+
+    Args:
+        module: Its forward passes are changed; its names, parameters and state dict are not.
+        quantizers: By site, as ``find_sites`` names them.
+
+    Returns:
+        A handle whose ``remove()`` undoes it.
+
+    Raises:
+        ValueError: A site that does not exist.
+    """
+    ends = {site: _single(module, site) for site in quantizers}
+    handles = []
+    for site, (owner, end) in ends.items():
+        if end == "output":
+            handles.append(owner.register_forward_hook(_output_hook(site, quantizers[site])))
+        else:
+            hook = _input_hook(site, quantizers[site])
+            handles.append(owner.register_forward_pre_hook(hook, with_kwargs=True))
+    return AttachedSites(handles)
+
+
+def _single(module: nn.Module, site: str) -> tuple[nn.Module, str]:
+    path, _, end = site.rpartition(":")
+    if end not in _ENDS or path not in dict(module.named_modules()):
+        raise ValueError(
+            f"`{site}` is no site of `{type(module).__name__}`: give what `find_sites` returns."
+        )
+    return module.get_submodule(path), end
+
+
+def _output_hook(site: str, quantizer: Quantizer) -> Callable[..., Any]:
+    def quantize_output(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return quantizer(_floating(output, site))
+        if not isinstance(output, (tuple, list)) or not output:
+            raise _no_tensor(site, output)
+        hidden = quantizer(_floating(output[0], site))
+        if hasattr(output, "_fields"):  # a named tuple takes its fields one by one
+            return type(output)(hidden, *output[1:])
+        return type(output)([hidden, *output[1:]])
+
+    return quantize_output
+
+
+def _input_hook(site: str, quantizer: Quantizer) -> Callable[..., Any]:
+    def quantize_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (quantizer(_floating(args[0], site)), *args[1:]), kwargs
+        floating = [k for k, v in kwargs.items() if isinstance(v, Tensor) and v.is_floating_point()]
+        if not floating:
+            raise _no_tensor(site, kwargs)
+        name = "hidden_states" if "hidden_states" in floating else floating[0]
+        return args, {**kwargs, name: quantizer(kwargs[name])}
+
+    return quantize_input
+
+
+def _floating(value: Any, site: str) -> Tensor:
+    if not isinstance(value, Tensor) or not torch.is_floating_point(value):
+        raise _no_tensor(site, value)
+    return value
+
+
+def _no_tensor(site: str, value: Any) -> ValueError:
+    got = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"`{type(value).__name__}`"
+    return ValueError(
+        f"the site `{site}` has {got} where hidden states are expected: a floating-point tensor, "
+        "or a tuple that begins with one. Choose another site."
+    )

@@ -1,0 +1,397 @@
+"""``Trainer(callbacks=[AdaptiveBits(...)])``: bit widths of activations that are trained."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, GateOptimizer, attach
+from lq_lightning.pipeline.gated import GatedBoundaries
+
+from . import adaptive_checks
+from .adaptive_pipeline import PipelineGates
+from .after_configure_model import AfterConfigureModel
+from .bits_picture import show_bits
+from .gate_placement import GatePlacement, Removable, measured_bits, place_in_model
+
+__all__ = ["AdaptiveBits"]
+
+
+class AdaptiveBits(Callback):
+    """Quantizes hidden states in bit widths that are trained with the model.
+
+    Every channel (or token position) of every site has a gate, which stands for a number of bits.
+    Gates start at many bits and are trained on the loss and on a penalty for bits until the mean
+    over all sites has come down to ``target``; from then on the mean is held, and channels and
+    sites that need more bits get them from those that need fewer. (AMAQ, arXiv 2510.05468.)
+
+    Gates and their optimizer (Adam, no weight decay) belong to the callback, not to the model:
+    parameters, names and state dict of the model are those of a run without it. They step when the
+    model's optimizer does, are saved in the callback's part of checkpoints, and resumed bit for
+    bit. While ``fit`` runs, evaluation is quantized in the same widths. When it ends the model is
+    as it was; ``attach`` quantizes it again.
+
+    Works with one optimizer, also under manual optimization, on a single device and with
+    ``strategy="ddp"``, ``"quantized_fsdp"`` and ``ModelParallelStrategy``; and with
+    ``QuantizedPipelineStrategy(forward_codec="amaq")``, where the sites are what crosses the
+    boundaries of stages.
+
+    Args:
+        target: Mean bits over all quantized values.
+        sites: ``"boundaries"``: in front of the model's first block and of its LM head.
+            ``"layers"``: behind every block, too. Or names of modules, such as
+            ``"model.layers.3:output"``; see ``lq_lightning.adaptive.find_sites``.
+        per: What gets a width: each ``"channel"`` or each ``"position"`` in the sequence.
+        positions: Longest sequence, for ``per="position"``.
+        min_bits: Fewest bits; None: 1.
+        max_bits: Most bits; None: 16, or 8 for targets below 3.5.
+        start_bits: Bits at the beginning; None: 8, or 6 for targets below 3.5.
+        alpha: Slope of the function from gates to bits.
+        regularizer: The penalty: the mean of squared (``"l2"``) or plain (``"l1"``) shares of the
+            range of bits.
+        beta: Its weight against the loss. More: the target is reached sooner.
+        learning_rate: Of the gates.
+        settled_scale: ``learning_rate`` and ``beta`` are multiplied by it at the target.
+        tolerance: How far the mean may be from the target once it was reached, in bits.
+        reach_in_steps: Optimizer steps in which the target is reached at the latest. None: sooner
+            or later, by ``beta`` and ``learning_rate``, if they win over the loss.
+        ranges: Of lines: ``"fitted"`` to mean and deviation, or ``"full"``: minimum to maximum.
+        histogram_every_n_steps: Optimizer steps between two histograms for the loggers; 0: none.
+
+    Raises:
+        ValueError: A value that is not listed above; or, before training starts: strategy, device
+            or precision are not supported, there is a second one in the Trainer, the model has no
+            such site, it has not one optimizer, or its hyperparameters hold quantized modules.
+        RuntimeError: In the first step: a site is not run, or differs between ranks. When a
+            checkpoint is loaded: it has other gates.
+    """
+
+    def __init__(
+        self,
+        target: float = 4.0,
+        sites: str | list[str] = "boundaries",
+        per: Literal["channel", "position"] = "channel",
+        positions: int | None = None,
+        min_bits: float | None = None,
+        max_bits: float | None = None,
+        start_bits: float | None = None,
+        alpha: float = 1.0,
+        regularizer: Literal["l2", "l1"] = "l2",
+        beta: float = 0.02,
+        learning_rate: float = 1e-2,
+        settled_scale: float = 0.1,
+        tolerance: float = 0.1,
+        reach_in_steps: int | None = None,
+        ranges: Literal["fitted", "full"] = "fitted",
+        histogram_every_n_steps: int = 500,
+    ) -> None:
+        super().__init__()
+        ends = {"min_bits": min_bits, "max_bits": max_bits, "start_bits": start_bits}
+        self.config = AdaptiveBitsConfig.preset(
+            target,
+            alpha=alpha,
+            regularizer=regularizer,
+            beta=beta,
+            learning_rate=learning_rate,
+            settled_scale=settled_scale,
+            tolerance=tolerance,
+            reach_in_steps=reach_in_steps,
+            ranges=ranges,
+            **{name: value for name, value in ends.items() if value is not None},
+        )
+        if histogram_every_n_steps < 0:
+            raise ValueError(
+                f"`{type(self).__name__}(histogram_every_n_steps={histogram_every_n_steps})` must "
+                "be 0 or more."
+            )
+        self._sites = [sites] if isinstance(sites, str) else list(sites)
+        self._per = per
+        self._positions = positions
+        adaptive_checks.check_positions(self, per, positions)
+        self._make_gate("")  # checks both
+        self._histogram_every_n_steps = histogram_every_n_steps
+        self._model: weakref.ref[nn.Module] | None = None
+        self._optimizer: GateOptimizer | None = None
+        self._restored: dict[str, Any] | None = None
+        self._placement: GatePlacement | None = None
+        self._configure: AfterConfigureModel | None = None
+        self._step_hooks: list[Removable] = []
+        self._reset_steps()
+
+    def _reset_steps(self) -> None:
+        self._taken: tuple[Tensor, float] | None = None  # of a step that has not been made yet
+        self._steps = 0
+        self._logged = 0
+        self._warned = False
+
+    @property
+    def gates(self) -> Mapping[str, BitGate]:
+        """By site; empty before the first ``fit``. With a pipeline, those of this rank."""
+        return {} if self._optimizer is None else self._optimizer.gates
+
+    @property
+    def optimizer(self) -> GateOptimizer | None:
+        """What trains the gates and knows their mean; None before the first ``fit``."""
+        return self._optimizer
+
+    def attach(self, module: nn.Module) -> Removable:
+        """Quantize a model in the trained widths, outside of ``fit``.
+
+        Args:
+            module: With the modules of the model that was trained.
+
+        Returns:
+            A handle whose ``remove()`` undoes it.
+
+        Raises:
+            RuntimeError: There are no trained widths, neither of a ``fit`` nor loaded.
+        """
+        if self._optimizer is None and self._restored is not None:
+            self._load(self._restored)
+        if self._optimizer is None:
+            raise RuntimeError(
+                f"`{type(self).__name__}.attach` needs trained widths: call it after `fit`, or "
+                "load the state of a checkpoint first."
+            )
+        return attach(module, self._optimizer.gates)
+
+    # --- a run --------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check the run, and wait for the model to be complete.
+
+        Raises:
+            ValueError: Strategy, device or precision are not supported, or there are two of these.
+        """
+        self._remove()
+        self._restored = None
+        if stage == "fit":
+            adaptive_checks.check_run(self, trainer, self._sites)
+            if getattr(trainer.strategy, "pipeline", None) is None:
+                self._configure = AfterConfigureModel(
+                    pl_module, lambda module: self._place(trainer, module)
+                )
+
+    def connect_boundaries(self, boundaries: GatedBoundaries, module: nn.Module) -> None:
+        """Learn the widths of what crosses a pipeline's boundaries: see ``LearnsWidths``."""
+        before, state = self._trained_on(module), self._restored
+        if state is None and before is not None:
+            state = before.state_dict()
+            state["gates"] = boundaries.gather(state["gates"])  # after an error each has its own
+        pipeline = PipelineGates(self.config, self._per, self._positions, boundaries, state)
+        self._optimizer, self._placement = pipeline.optimizer, pipeline.placement
+        self._model = weakref.ref(module)
+
+    def _trained_on(self, module: nn.Module) -> GateOptimizer | None:
+        """What was trained in another fit of the same model."""
+        known = self._model() if self._model is not None else None
+        return self._optimizer if known is module else None
+
+    def _place(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        before = self._trained_on(module)
+        self._placement = place_in_model(trainer, module, self._sites, self._make_gate)
+        adaptive_checks.check_hyperparameters(module, self._placement.gates)
+        self._optimizer = GateOptimizer(
+            self._placement.gates,
+            self.config,
+            average=self._placement.average,
+            total=self._placement.total,
+        )
+        if before is not None:
+            self._optimizer.load_state_dict(before.state_dict())
+        self._model = weakref.ref(module)
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse optimizers that do not step together.
+
+        Raises:
+            ValueError: There is none, or more than one.
+        """
+        adaptive_checks.check_optimizers(self, trainer)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Follow the steps of the model's optimizer."""
+        self._reset_steps()
+        # A hook of torch: a step that a loss scaler or the strategy leaves out does not call it.
+        self._step_hooks = [trainer.optimizers[0].register_step_post_hook(self._after_step)]
+        self._count(True)
+        names = self.gates if self._placement is None else self._placement.sites
+        sites = ", ".join(f"`{site}`" for site in names)
+        config = self.config
+        rank_zero_info(
+            f"{type(self).__name__}: {len(names)} sites, bits per {self._per} from "
+            f"{config.min_bits:g} to {config.max_bits:g}, mean {self._require().mean:.2f} to "
+            f"{config.target:g}: {sites}"
+        )
+
+    @override
+    def on_before_zero_grad(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Drop what did not lead to a step, as the optimizer does."""
+        if self._placement is not None and not self._placement.backward_in_step:
+            for gate in self.gates.values():
+                gate.clear()
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Keep the gradients, and by how much they are scaled, until the step is made."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        self._taken = self._take(), scale
+
+    def _take(self) -> Tensor:
+        placement = self._placement
+        if placement is None:
+            raise AssertionError("Lightning calls `configure_model` before")
+        if self._steps == 0:
+            placement.check_lines()
+        return self._require().take(placement.device)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The model's optimizer has stepped."""
+        overflow: Tensor | None = getattr(optimizer, "found_inf", None)  # fused ones skip inside
+        taken, scale = self._taken or (self._take(), 1.0)
+        self._taken = None
+        if overflow is not None and overflow.item():
+            return
+        gates = self._require()
+        gates.step(taken, scale=scale)
+        self._steps += 1
+        if self._placement is not None:
+            self._placement.after_step()
+        if gates.skipped_lines and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"{type(self).__name__}: gradients of {gates.skipped_lines} gates are infinite or "
+                "NaN; they stay as they are in this step. Their number is logged as "
+                "`adaptive_bits/skipped_lines`."
+            )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, idx: int
+    ) -> None:
+        """Log after every step of the gates."""
+        if self._steps == self._logged:
+            return
+        self._logged = self._steps
+        pl_module.log_dict(self.metrics())
+        every = self._histogram_every_n_steps
+        if every and self._steps % every == 0:
+            bits = {site: gate.bits() for site, gate in self.gates.items()}
+            if self._placement is not None:
+                bits = self._placement.join(bits)
+            show_bits(trainer, bits, self.config.max_bits)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is logged after each step.
+
+        ``adaptive_bits/mean``: bits over all gated values. ``adaptive_bits/effective``: bits per
+        value on the wire, with scales, minima and a width table per step, lines of more than 8
+        bits counted as 16. ``adaptive_bits/SITE``: mean bits of a site.
+        ``adaptive_bits/skipped_lines``: gradients that were not finite, in all, if any. The ranks
+        of a pipeline call it together.
+        """
+        found = measured_bits(self._require(), self._placement)
+        return {f"adaptive_bits/{name}": value for name, value in found.items()}
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say so if the target was not reached."""
+        if self._steps and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            adaptive_checks.warn_if_missed(self, self._require())
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Count no gradients that an evaluation takes."""
+        self._count(False)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Count gradients again."""
+        self._count(True)
+
+    def _count(self, counts: bool) -> None:
+        for gate in self.gates.values():
+            gate.counts = counts
+
+    # --- saving, undoing ----------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Gates, Adam's moments, and whether the target was reached.
+
+        The ranks of a pipeline call it together.
+        """
+        if self._optimizer is None:
+            return {}
+        state = self._optimizer.state_dict()
+        return state if self._placement is None else self._placement.joined(state)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue bit for bit where the state was saved.
+
+        Raises:
+            ValueError: It has other gates, or gates that stand for other bits.
+        """
+        if not state_dict:
+            return
+        self._restored = state_dict
+        if self._placement is not None:
+            self._require().load_state_dict(state_dict)
+        elif self._optimizer is not None and state_dict["gates"]:
+            self._load(state_dict)  # `attach` and the next fit use what was loaded last
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Give the model back as it was."""
+        if self._placement is not None:
+            self._optimizer = self._placement.finish(self._require())
+        self._remove()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Give the model back as it was: ``teardown`` is not called."""
+        self._remove()
+
+    def _remove(self) -> None:
+        for hook in self._step_hooks:
+            hook.remove()
+        self._step_hooks = []
+        self._taken = None
+        if self._configure is not None:
+            self._configure.remove()
+            self._configure = None
+        if self._placement is not None:
+            self._placement.attached.remove()
+            self._placement = None
+
+    def _require(self) -> GateOptimizer:
+        if self._optimizer is None:
+            raise RuntimeError(f"`{type(self).__name__}` has no gates before the first `fit`.")
+        return self._optimizer
+
+    def _load(self, state: dict[str, Any]) -> None:
+        optimizer = GateOptimizer({s: self._make_gate(s) for s in state["gates"]}, self.config)
+        optimizer.load_state_dict(state)
+        self._optimizer = optimizer
+
+    def _make_gate(self, site: str) -> BitGate:
+        return BitGate(self.config, self._positions, per=self._per, name=site)

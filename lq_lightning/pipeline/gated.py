@@ -1,0 +1,203 @@
+"""Boundaries whose widths are learned: what a rank says of them to what learns them, and back.
+
+Widths are learned by the rank that sends hidden states. The rank that receives them is told once
+per optimizer step, between two steps of the pipeline, so that both ends always agree on sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lq_lightning.codecs.mixed import Ranges, WidthTable
+
+from .agreement import Agreement, batch_digest
+from .engine import PipelineEngine
+from .execution import Listener
+from .links import started
+from .mixed import Lines, MixedCodec, StartingWidths
+
+__all__ = ["GatedBoundaries", "GatedBoundary", "LearnsWidths"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedBoundary:
+    """A boundary between two ranks.
+
+    Attributes:
+        index: that of the stage before it.
+        name: of the site, whatever the stages: that of the layer whose output crosses it.
+        source: place in the pipeline of the rank that sends hidden states.
+        target: that of the rank that receives them.
+    """
+
+    index: int
+    name: str
+    source: int
+    target: int
+
+
+@runtime_checkable
+class LearnsWidths(Protocol):
+    """A callback that learns the widths of boundaries."""
+
+    def connect_boundaries(self, boundaries: GatedBoundaries, module: nn.Module) -> None:
+        """Take the boundaries of the run, on all ranks together, before its first step.
+
+        It has to call ``boundaries.begin``, also if the run only evaluates.
+
+        Args:
+            boundaries: of the pipeline.
+            module: of which this rank has kept its stages.
+        """
+
+
+class GatedBoundaries:
+    """The boundaries of a pipeline that travel as ``"amaq"``, as one of its ranks sees them.
+
+    All ranks of the pipeline call ``begin``, ``exchange``, ``total`` and ``gather`` together.
+
+    Args:
+        boundaries: those of the whole pipeline, ascending; not those within a rank.
+        engine: of this rank.
+        codec: that of its hidden states.
+        control_group: ranks of the pipeline, over gloo.
+        replicas: ranks with the same stages, over gloo.
+    """
+
+    def __init__(
+        self,
+        boundaries: Sequence[GatedBoundary],
+        engine: PipelineEngine,
+        codec: MixedCodec,
+        control_group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup,
+    ) -> None:
+        self.all = tuple(boundaries)
+        self._engine, self._codec = engine, codec
+        self._group, self._replicas = control_group, replicas
+        self._rank = dist.get_rank(control_group)
+
+    @property
+    def sent(self) -> tuple[GatedBoundary, ...]:
+        """Those over which this rank sends hidden states: it learns their widths."""
+        return tuple(each for each in self.all if each.source == self._rank)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of its pipeline."""
+        return self._rank == 0
+
+    def listen(self, listener: Listener | None) -> None:
+        """Hear of what is sent in training, or no longer."""
+        self._engine.listener = listener
+
+    def begin(
+        self,
+        start: StartingWidths,
+        per: Lines,
+        ranges: Ranges,
+        tables: Mapping[int, WidthTable],
+        facts: Mapping[str, str],
+    ) -> None:
+        """Say how messages begin.
+
+        Args:
+            start: returns the table of a boundary with so many lines that ``tables`` has not.
+            per: what shares a width.
+            ranges: of hidden states.
+            tables: of all boundaries or none; the same on all ranks.
+            facts: what ranks must have been given alike, by name.
+
+        Raises:
+            RuntimeError: ranks were given something else, with the values.
+        """
+        digests = {
+            f"the digest of the widths of boundary {index}": batch_digest(table.pack())
+            for index, table in tables.items()
+        }
+        Agreement(self._group).check(
+            {"what shares a width": per, **facts, **digests},
+            "Give all ranks the same options and the same checkpoint.",
+        )
+        self._codec.begin(start, per, ranges)
+        for index, table in tables.items():
+            self._codec.set_table(index, table)
+
+    def num_lines(self, shape: Sequence[int]) -> int:
+        """Return how many lines hidden states of a shape have."""
+        return self._codec.num_lines(shape)
+
+    def exchange(self, tables: Mapping[int, WidthTable], num_lines: int) -> None:
+        """Use other widths from now on, and send them to the ranks that receive.
+
+        One message goes to each of these, with the tables of all boundaries to it.
+
+        Args:
+            tables: of ``sent``.
+            num_lines: of each table of the pipeline.
+        """
+        outgoing, incoming = self._by_peer()
+        works, arriving, leaving = [], {}, {}  # which live until all is done
+        nbytes = -(-num_lines // 2)
+        for peer, indices in incoming.items():
+            buffer = torch.empty(len(indices) * nbytes, dtype=torch.uint8)
+            works.append(started(dist.irecv(buffer, group=self._group, group_src=peer)))
+            arriving[peer] = buffer
+        for peer, indices in outgoing.items():
+            leaving[peer] = torch.cat([tables[index].pack() for index in indices])
+            works.append(started(dist.isend(leaving[peer], group=self._group, group_dst=peer)))
+            self._engine.traffic.table_bytes += leaving[peer].numel()
+        for work in works:
+            work.wait()
+        for index, table in tables.items():
+            self._codec.set_table(index, table)
+        for peer, indices in incoming.items():
+            for index, packed in zip(indices, arriving[peer].view(-1, nbytes), strict=True):
+                self._codec.set_table(index, WidthTable.unpack(packed, num_lines))
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum of ``values``, on the CPU, over the ranks of the pipeline."""
+        summed = values.clone()
+        dist.all_reduce(summed, group=self._group)
+        return summed
+
+    def average(self, gradients: Tensor) -> Tensor:
+        """Return the mean over the ranks with the same stages, which call it together.
+
+        Args:
+            gradients: on the CPU.
+        """
+        size = dist.get_world_size(self._replicas)
+        if size == 1 or not gradients.numel():
+            return gradients
+        mean = gradients.clone()
+        dist.all_reduce(mean, group=self._replicas)
+        return mean.div_(size)
+
+    def gather(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of all ranks on all of them, in the order of the pipeline.
+
+        Args:
+            part: by name of boundaries in ``sent``, anything that can be pickled.
+        """
+        parts: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(parts, dict(part), group=self._group)
+        joined = {name: value for each in parts for name, value in each.items()}
+        return {each.name: joined[each.name] for each in self.all if each.name in joined}
+
+    def _by_peer(self) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+        """Return the boundaries to each rank, and those from each, ascending on both ends."""
+        outgoing: dict[int, list[int]] = {}
+        incoming: dict[int, list[int]] = {}
+        for each in self.all:
+            if each.source == self._rank:
+                outgoing.setdefault(each.target, []).append(each.index)
+            elif each.target == self._rank:
+                incoming.setdefault(each.source, []).append(each.index)
+        return outgoing, incoming
