@@ -1,0 +1,188 @@
+"""Adapters of peft, and the matrices in which they cross.
+
+A line is what shares a scale, a minimum and a trained width. Those of LoRA are its rank-one parts:
+row k of A and column k of B, as rows of one matrix per length, since modules of the same width are
+alike. Prefix tuning has two matrices, the keys and the values of all layers, whose lines are
+channels: two gates shared by all layers (AMAQ, appendix A.3).
+
+Shape legend: L lines of D values; V virtual tokens of K layers with C channels each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .require import require
+from .settings import SplitSettings
+
+_NAME = "default"  # peft's, of the only adapter
+
+
+def add_adapters(model: nn.Module, settings: SplitSettings) -> Any:
+    """Return the model of peft around a frozen model; what its adapters hold is never used.
+
+    Raises:
+        ModuleNotFoundError: peft is not installed.
+        ValueError: LoRA adapts something outside of the trunk.
+    """
+    require("peft")
+    import peft
+
+    if settings.peft == "prefix":
+        config: peft.PeftConfig = peft.PrefixTuningConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=settings.virtual_tokens
+        )
+        return peft.get_peft_model(model, config).eval()
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=list(settings.targets),
+    )
+    adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
+    prefix = f"base_model.model.{model.base_model_prefix}."
+    outside = [name for name in adapter_shapes(adapted) if not name.startswith(prefix)]
+    if outside:
+        raise ValueError(
+            f"`--targets {','.join(settings.targets)}` adapts {outside[0]}, which is not part of "
+            "the trunk. Name modules of its layers, such as q_proj."
+        )
+    return adapted.eval()
+
+
+def adapter_shapes(adapted: nn.Module) -> dict[str, torch.Size]:
+    """Return the names and shapes of what is trained, as peft names them."""
+    return {n: p.shape for n, p in adapted.named_parameters() if _is_adapter(n)}
+
+
+def initial_adapters(adapted: Any) -> dict[str, Tensor]:
+    """Return the adapters as peft begins with them, float32, drawn by torch's generator."""
+    for module in adapted.modules():
+        if hasattr(module, "reset_lora_parameters"):
+            module.lora_A[_NAME].to_empty(device="cpu")
+            module.lora_B[_NAME].to_empty(device="cpu")
+            module.reset_lora_parameters(_NAME, True)
+    encoder = getattr(adapted, "prompt_encoder", None)
+    if encoder is not None:
+        encoder.to_empty(device="cpu")
+        encoder[_NAME].embedding.reset_parameters()
+    found = {n: p.detach().float() for n, p in adapted.named_parameters() if _is_adapter(n)}
+    return {name: value.clone() for name, value in found.items()}
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_" in name or name.startswith("prompt_encoder.")
+
+
+class NamedParameters(nn.Module):
+    """Parameters under dotted names, as in the state dict of another module.
+
+    Args:
+        values: what they begin with.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._names = tuple(values)
+        for name, value in values.items():
+            *path, last = name.split(".")
+            parent: nn.Module = self
+            for part in path:
+                if part not in parent._modules:
+                    parent.add_module(part, nn.Module())
+                parent = parent.get_submodule(part)
+            parent.register_parameter(last, nn.Parameter(value))
+
+    def __iter__(self) -> Iterator[str]:
+        """Go through the names."""
+        return iter(self._names)
+
+    def values(self) -> dict[str, Tensor]:
+        """Return the parameters by name."""
+        return {name: self.get_parameter(name) for name in self._names}
+
+
+class LoRAPacking:
+    """LoRA as one matrix ``[L, D]`` per length D of its lines.
+
+    Args:
+        shapes: of the adapters by their names; A is ``[rank, D]``, B is ``[D, rank]``.
+    """
+
+    lines_are_rows = True
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self._parts: dict[str, list[tuple[str, bool, int]]] = {}
+        for name, shape in shapes.items():
+            transposed = ".lora_B." in name
+            lines, length = reversed(shape) if transposed else shape
+            part = (name, transposed, lines)
+            self._parts.setdefault(f"lora_{length}", []).append(part)
+        self.shapes = {
+            key: (sum(lines for *_, lines in parts), int(key.removeprefix("lora_")))
+            for key, parts in self._parts.items()
+        }
+
+    def pack(self, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the matrices; gradients flow back."""
+        return {
+            key: torch.cat([adapters[n].t() if turned else adapters[n] for n, turned, _ in parts])
+            for key, parts in self._parts.items()
+        }
+
+    def unpack(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the adapters; gradients flow back."""
+        adapters = {}
+        for key, parts in self._parts.items():
+            pieces = matrices[key].split([lines for *_, lines in parts])
+            for (name, turned, _), piece in zip(parts, pieces, strict=True):
+                adapters[name] = piece.t() if turned else piece
+        return adapters
+
+
+class PrefixPacking:
+    """A prefix as two matrices ``[V * K, C]``: keys and values.
+
+    Args:
+        name: of the only adapter, ``[V, K * 2 * C]``.
+        shape: its shape.
+        layers: K.
+    """
+
+    lines_are_rows = False
+
+    def __init__(self, name: str, shape: torch.Size, layers: int) -> None:
+        self._name = name
+        self._view = (shape[0], layers, 2, shape[1] // (2 * layers))
+        rows = (shape[0] * layers, self._view[3])
+        self.shapes = {"keys": rows, "values": rows}
+
+    def pack(self, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the matrices; gradients flow back."""
+        parts = adapters[self._name].view(self._view).unbind(2)
+        return {
+            key: part.reshape(self.shapes[key])
+            for key, part in zip(self.shapes, parts, strict=True)
+        }
+
+    def unpack(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the adapters; gradients flow back."""
+        tokens, layers, _, channels = self._view
+        parts = [matrices[key].view(tokens, layers, channels) for key in self.shapes]
+        return {self._name: torch.stack(parts, dim=2).flatten(1)}
+
+
+Packing = LoRAPacking | PrefixPacking
+
+
+def packing_of(adapted: Any, settings: SplitSettings) -> Packing:
+    """Return how the adapters of a model cross."""
+    shapes = adapter_shapes(adapted)
+    if settings.peft == "lora":
+        return LoRAPacking(shapes)
+    (name,) = shapes
+    return PrefixPacking(name, shapes[name], adapted.peft_config[_NAME].num_layers)

@@ -1,0 +1,205 @@
+"""What a Trainer does for a `SplitModel`: gates, checkpoints, and a report of what crossed."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from .model import SplitModel
+from .settings import SplitSettings
+
+# What a checkpoint of one run means nothing without in another.
+_LASTING = ("deployment", "peft", "rank", "alpha", "targets", "virtual_tokens", "codec")
+
+
+class SplitLearning(pl.Callback):
+    """Trains the gates of AMAQ beside the optimizer of any LightningModule with a `SplitModel`.
+
+    Their state goes into checkpoints. Whatever the module's own optimizer does to its learning rate
+    and gradients, it does not to gates. At the end of ``fit`` the connection is closed.
+
+    Raises:
+        NotImplementedError: several devices, or several optimizers.
+        ValueError: the module has no `SplitModel`, or more than one.
+    """
+
+    def __init__(self) -> None:
+        self._model: SplitModel | None = None
+
+    @property
+    def model(self) -> SplitModel:
+        """The model of the run."""
+        if self._model is None:
+            raise RuntimeError("`SplitLearning.model` exists once a Trainer has begun.")
+        return self._model
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Find the model."""
+        self._model = _find(pl_module)
+        if trainer.world_size > 1:
+            raise NotImplementedError(
+                f"A client with {trainer.world_size} devices: each would train adapters of its own."
+                " Give the Trainer `devices=1`; several clients can train at one server."
+            )
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse more than one optimizer, whose steps would be more than one of the gates."""
+        if self.model.gates is not None and len(trainer.optimizers) > 1:
+            raise NotImplementedError(
+                f"{len(trainer.optimizers)} optimizers with `--codec amaq`: gates step with one. "
+                "Use one optimizer with several parameter groups."
+            )
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
+    ) -> None:
+        """Step the gates; widths change before the next batch."""
+        if self.model.gates is None:
+            return
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        gates = self.model.gates.optimizer
+        gates.step(scale=1.0 if scaler is None else scaler.get_scale())
+        pl_module.log("adaptive_bits/mean", gates.mean)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """End the connection."""
+        self.model.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the gates' state, and what it belongs to."""
+        if self._model is None:
+            return {}
+        gates = self._model.gates
+        return {
+            "settings": _lasting(self._model.settings),
+            "gates": None if gates is None else gates.optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue bit for bit where a run with the same settings stopped.
+
+        Raises:
+            ValueError: the checkpoint belongs to other settings.
+        """
+        own, saved = _lasting(self.model.settings), state_dict["settings"]
+        for name, value in own.items():
+            if saved[name] != value:
+                raise ValueError(
+                    f"The checkpoint was written with `{name}={saved[name]!r}`, but this run has "
+                    f"`{name}={value!r}`. Use the same, or another folder for a new run."
+                )
+        if self.model.gates is not None:
+            self.model.gates.optimizer.load_state_dict(state_dict["gates"])
+
+
+def _find(pl_module: pl.LightningModule) -> SplitModel:
+    found = [module for module in pl_module.modules() if isinstance(module, SplitModel)]
+    if len(found) != 1:
+        raise ValueError(
+            f"The LightningModule needs one `SplitModel`, but has {len(found)}. Use it where a "
+            "model of transformers would be."
+        )
+    return found[0]
+
+
+def _lasting(settings: SplitSettings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in _LASTING}
+
+
+class WireReport(pl.Callback):
+    """Logs what each batch sends and receives, and writes it to a file at the end.
+
+    Args:
+        path: of a JSON file: settings, and for every batch its loss, seconds, and bytes by kind of
+            message in both directions; and the most memory that the client used. None only logs.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        self.batches: list[dict[str, Any]] = []
+        self._base_nbytes = resident_nbytes()
+        self._before: dict[str, dict[str, int]] = {}
+        self._started = 0.0
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        """Note where the counts stand."""
+        self._before, self._started = _counts(_find(pl_module)), time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any
+    ) -> None:
+        """Log and keep what the batch added."""
+        model = _find(pl_module)
+        seconds, counts = time.perf_counter() - self._started, _counts(model)
+        added = {
+            way: {
+                kind: nbytes - self._before[way].get(kind, 0)
+                for kind, nbytes in kinds.items()
+                if nbytes > self._before[way].get(kind, 0)
+            }
+            for way, kinds in counts.items()
+        }
+        for way, kinds in added.items():
+            pl_module.log(f"wire/{way}_mb", sum(kinds.values()) / 1e6)
+        pl_module.log("wire/seconds", seconds)
+        batch = {"step": trainer.global_step, "seconds": seconds, **added}
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if loss is not None:  # with manual optimization nothing need be returned
+            batch["loss"] = float(loss)
+        if model.gates is not None:
+            batch["mean_bits"] = model.gates.optimizer.mean
+        self.batches.append(batch)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write the file."""
+        if self.path is None:
+            return
+        model = _find(pl_module)
+        report = {
+            "settings": asdict(model.settings),
+            "batches": self.batches,
+            "reconnections": model.link.reconnections,
+            "memory": {
+                "imported_nbytes": self._base_nbytes,
+                "peak_nbytes": peak_nbytes(),
+                "peak_gpu_nbytes": torch.cuda.max_memory_allocated() if _on_gpu(pl_module) else 0,
+            },
+        }
+        self.path.write_text(json.dumps(report, indent=1))
+
+
+def _counts(model: SplitModel) -> dict[str, dict[str, int]]:
+    traffic = model.link.traffic
+    return {
+        "sent": {kind: count.nbytes for kind, count in traffic.sent.items()},
+        "received": {kind: count.nbytes for kind, count in traffic.received.items()},
+    }
+
+
+def peak_nbytes() -> int:
+    """Return the most memory that this process has had."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def resident_nbytes() -> int:
+    """Return the memory that this process has now, or the most it has had where nothing says."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return peak_nbytes()
+    return int(statm.read_text().split()[1]) * resource.getpagesize()
+
+
+def _on_gpu(module: pl.LightningModule) -> bool:
+    return module.device.type == "cuda"

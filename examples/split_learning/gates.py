@@ -1,0 +1,107 @@
+"""Trained widths between two machines: who holds gates, and who learns what of them.
+
+All gates are the client's, with their optimizer, so that their mean is held over all sites together
+and a checkpoint of the client has everything. The server sends one tensor, the hidden states; there
+it sums up gradient times error of quantization per channel, which the client turns into the
+gradient of its gate. That is one float32 per channel and batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, GateOptimizer
+from lq_lightning.codecs.mixed import Ranges, WidthTable
+
+from .settings import SplitSettings
+from .sites import HIDDEN, SiteShape
+
+
+class SentGate:
+    """The gate of a tensor that the server sends, as far as the server needs it.
+
+    It takes the place of a ``BitGate`` in ``adaptive_quantize``: it has widths, and sums up what
+    their gradient is made of.
+
+    Args:
+        name: of the site, for messages.
+        ranges: of its channels.
+    """
+
+    per = "channel"
+
+    def __init__(self, name: str, ranges: Ranges) -> None:
+        self.name = name
+        self.ranges = ranges
+        self.anchor = torch.zeros((), requires_grad=True)
+        self._table: WidthTable | None = None
+        self._sums: Tensor | None = None
+        self._values = 0
+
+    def set_widths(self, table: WidthTable) -> None:
+        """Use the widths that the client has sent."""
+        self._table = table
+
+    def table(self, lines: int) -> WidthTable:
+        """Return the widths.
+
+        Raises:
+            ValueError: the client has sent none, or of another number of channels.
+        """
+        if self._table is None or self._table.channels != lines:
+            raise ValueError(f"There are no widths of {lines} channels for `{self.name}`.")
+        return self._table
+
+    def expect(self, lines: int) -> int:
+        """Check the number of channels."""
+        self.table(lines)
+        return lines
+
+    def accumulate(self, sums: Tensor, values: int) -> None:
+        """Add what a backward pass says."""
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._values += values
+
+    def take(self) -> tuple[Tensor, int]:
+        """Return the sums, float32 on the CPU, and values per channel; begin anew.
+
+        Raises:
+            RuntimeError: there was no backward pass.
+        """
+        if self._sums is None:
+            raise RuntimeError(f"No gradient has reached `{self.name}`.")
+        taken = self._sums.float().cpu(), self._values
+        self._sums, self._values = None, 0
+        return taken
+
+
+class ClientGates:
+    """The gates of all sites, and their training.
+
+    Args:
+        shapes: of the sites.
+        settings: of both ends.
+        **changes: other values of ``AdaptiveBitsConfig`` than its preset for the bits.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, SiteShape], settings: SplitSettings, **changes: Any
+    ) -> None:
+        config = AdaptiveBitsConfig.preset(settings.bits, **changes)
+        self.gates = {
+            name: BitGate(config, shape.num_lines, per=shape.lines, name=name, ranges=shape.ranges)
+            for name, shape in shapes.items()
+        }
+        self.optimizer = GateOptimizer(self.gates, config)
+
+    def tables(self) -> dict[str, WidthTable]:
+        """Return the widths of all sites."""
+        return {name: gate.table() for name, gate in self.gates.items()}
+
+    def add_remote(self, sums: Tensor, values: int) -> None:
+        """Take what the server has summed up for the hidden states."""
+        self.gates[HIDDEN].accumulate(sums, values)

@@ -1,0 +1,254 @@
+"""The client's end of the protocol: what is asked of the server, also after the network failed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import protocol
+from .gates import ClientGates
+from .settings import SplitSettings
+from .sites import EMBEDDED, HIDDEN, SiteShape, open_sites
+from .wire import Connection, Message, Traffic
+from .wire.errors import TRANSIENT
+
+_T = TypeVar("_T")
+_MOST_FAILURES = 5  # of one request, each after a successful handshake
+
+
+@dataclass(slots=True)
+class _Sent:
+    """What has to be sent again over a new connection: kind, fields and tensors."""
+
+    kind: str
+    tensors: dict[str, Tensor]
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def send(self, connection: Connection) -> None:
+        connection.send(self.kind, self.fields, self.tensors)
+
+
+class ServerLink:
+    """Asks the server for losses, hidden states and gradients.
+
+    If the connection breaks, it connects anew and asks again: answers depend on nothing but what it
+    sends. With AQ-SGD they depend on what both ends have kept, and the error is raised.
+
+    Args:
+        connect: returns a new connection, or raises when there is none to be had.
+        shapes: of the sites.
+        matrices: shapes of the adapters as they cross.
+        settings: of both ends.
+        gates: of all sites; None without AMAQ.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Connection],
+        shapes: Mapping[str, SiteShape],
+        matrices: Mapping[str, tuple[int, int]],
+        settings: SplitSettings,
+        gates: ClientGates | None,
+    ) -> None:
+        self._connect = connect
+        self._shapes = dict(shapes)
+        self._matrix_shapes = dict(matrices)
+        self._settings = settings
+        self.gates = gates
+        self.sites = open_sites(shapes, settings)
+        self.reconnections = 0
+        self._past = Traffic()
+        self._connection: Connection | None = None
+        self._widths: _Sent | None = None
+        self._adapters: _Sent | None = None
+        self._digest = b""  # of the adapters that were encoded last
+        self._embedded: _Sent | None = None
+        self._told: dict[str, _Sent] = {}  # what this connection's server knows, by kind
+
+    @property
+    def traffic(self) -> Traffic:
+        """Counts of all connections together."""
+        counted = Traffic()
+        counted.merge(self._past)
+        if self._connection is not None:
+            counted.merge(self._connection.traffic)
+        return counted
+
+    def close(self) -> None:
+        """End the connection; the next question opens another, to which all is sent again."""
+        self._disconnect()
+        self._digest = b""
+        self._widths = self._adapters = self._embedded = None
+        if self._settings.codec == "aq_sgd":
+            self.sites = open_sites(self._shapes, self._settings)
+
+    # --- questions ----------------------------------------------------------------------------
+
+    def loss(
+        self, matrices: Mapping[str, Tensor], batch: Mapping[str, Tensor], training: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a batch, and in training the gradients of the adapters.
+
+        Args:
+            matrices: adapters as they cross.
+            batch: ``ids`` and maybe ``labels``, ``[B, T]`` int32, and ``mask``, bool.
+            training: whether there are gradients.
+        """
+        self._prepare(matrices)
+        device = next(iter(matrices.values())).device
+
+        def ask(connection: Connection) -> tuple[Tensor, dict[str, Tensor]]:
+            connection.send(protocol.TOKENS, {"training": training}, batch)
+            loss = connection.receive(protocol.LOSS).tensor("loss", shape=[])
+            return loss, self._receive_gradients(connection, device) if training else {}
+
+        return self._ask(ask)
+
+    def forward(
+        self,
+        matrices: Mapping[str, Tensor],
+        embedded: Tensor,
+        mask: Tensor | None,
+        samples: Tensor,
+        training: bool,
+    ) -> Tensor:
+        """Return the hidden states behind the trunk.
+
+        Args:
+            matrices: adapters as they cross.
+            embedded: ``[B, T, H]``.
+            mask: ``[B, T]`` bool, False for padding.
+            samples: ``[B]`` int64, which tell samples apart.
+            training: whether `backward` follows.
+        """
+        self._prepare(matrices)
+        known: dict[str, Any] = {"training": training, "samples": samples}
+        tensors = {EMBEDDED: self.sites[EMBEDDED].encode(embedded, **known), "samples": samples}
+        if mask is not None:
+            tensors["mask"] = mask
+        fields = {"training": training, "tokens": embedded.shape[1]}
+        sent = self._embedded = _Sent(protocol.EMBEDDED, tensors, fields)
+
+        def ask(connection: Connection) -> Message:
+            sent.send(connection)
+            return connection.receive(protocol.HIDDEN)
+
+        payload = _payload(self._ask(ask), HIDDEN, embedded.device)
+        return self.sites[HIDDEN].decode(payload, embedded.shape, **known)
+
+    def backward(self, gradient: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Return the gradients of what `forward` was given: of the input, if used, and adapters.
+
+        Args:
+            gradient: of the hidden states that `forward` returned.
+
+        Raises:
+            RuntimeError: the server has forgotten that forward pass.
+        """
+        sent, self._embedded = self._embedded, None
+        if sent is None:
+            raise RuntimeError(
+                "A backward pass for which the server has nothing: it keeps the last forward pass "
+                "of training only, for one backward pass. Let each follow the other."
+            )
+        payload = self.sites[HIDDEN].encode_gradient(gradient)
+        first = self._connection
+
+        def ask(connection: Connection) -> tuple[Tensor | None, dict[str, Tensor]]:
+            if connection is not first:  # the other end has to compute what is differentiated
+                sent.send(connection)
+                connection.receive(protocol.HIDDEN)
+            connection.send(protocol.HIDDEN_GRADIENT, tensors={HIDDEN: payload})
+            gradients = self._receive_gradients(connection, gradient.device)
+            embedded = None
+            if self._settings.input_gradient:
+                received = connection.receive(protocol.EMBEDDED_GRADIENT)
+                embedded = self.sites[EMBEDDED].decode_gradient(
+                    _payload(received, EMBEDDED, gradient.device), gradient.shape
+                )
+            if self.gates is not None:
+                self._receive_gate_sums(connection, self.gates)
+            return embedded, gradients
+
+        return self._ask(ask)
+
+    # --- parts --------------------------------------------------------------------------------
+
+    def _prepare(self, matrices: Mapping[str, Tensor]) -> None:
+        """Encode widths and adapters, unless they are what was encoded last."""
+        if self.gates is not None:
+            tables = self.gates.tables()
+            packed = {name: table.pack() for name, table in tables.items()}
+            if self._widths is None or not _equal(self._widths.tensors, packed):
+                self._widths = _Sent(protocol.WIDTHS, packed)
+                for name, table in tables.items():
+                    self.sites[name].set_widths(table)
+                self._digest = b""
+        digest = _digest(matrices)
+        if digest != self._digest:
+            self._digest = digest
+            one = torch.zeros(1, dtype=torch.int64)
+            payloads = {
+                name: self.sites[name].encode(value[None], samples=one)
+                for name, value in matrices.items()
+            }
+            self._adapters = _Sent(protocol.ADAPTERS, payloads)
+
+    def _ask(self, question: Callable[[Connection], _T]) -> _T:
+        """Return the answer to a question, asked again over a new connection if need be."""
+        failures = 0
+        while True:
+            if self._connection is None:  # what this raises is final: it has its own attempts
+                self._connection = self._connect()
+            try:
+                for known in (self._widths, self._adapters):
+                    if known is not None and self._told.get(known.kind) is not known:
+                        known.send(self._connection)
+                        self._told[known.kind] = known
+                return question(self._connection)
+            except TRANSIENT:
+                failures += 1
+                self._disconnect()
+                if self._settings.codec == "aq_sgd" or failures > _MOST_FAILURES:
+                    raise
+                self.reconnections += 1
+
+    def _disconnect(self) -> None:
+        connection, self._connection, self._told = self._connection, None, {}
+        if connection is not None:
+            connection.close()
+            self._past.merge(connection.traffic)
+
+    def _receive_gradients(self, connection: Connection, device: torch.device) -> dict[str, Tensor]:
+        received = connection.receive(protocol.ADAPTER_GRADIENTS)
+        return {
+            name: self.sites[name].decode_gradient(_payload(received, name, device), shape)
+            for name, shape in self._matrix_shapes.items()
+        }
+
+    def _receive_gate_sums(self, connection: Connection, gates: ClientGates) -> None:
+        received = connection.receive(protocol.GATE_SUMS)
+        lines = self._shapes[HIDDEN].num_lines
+        sums = received.tensor(HIDDEN, dtype=torch.float32, shape=[lines])
+        gates.add_remote(sums, received.field("values", int))
+
+
+def _payload(message: Message, name: str, device: torch.device) -> Tensor:
+    return message.tensor(name, dtype=torch.uint8, shape=[None]).to(device)
+
+
+def _equal(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def _digest(matrices: Mapping[str, Tensor]) -> bytes:
+    """Return what tells values from others, so that they are encoded and sent once per step."""
+    seen = hashlib.sha256()
+    for value in matrices.values():
+        seen.update(value.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return seen.digest()

@@ -1,0 +1,190 @@
+"""Hugging Face models: whole on the server, their two ends or nothing on the client."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .require import require
+
+SMALL = "small"
+_SMALL = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "vocab_size": 264,  # of bytes
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def read_config(name: str) -> Any:
+    """Return the configuration of a model.
+
+    Args:
+        name: on the hub, a folder, or ``small``.
+
+    Raises:
+        ModuleNotFoundError: transformers is not installed.
+    """
+    require("transformers")
+    from transformers import AutoConfig
+
+    if name == SMALL:
+        settings = {key: value for key, value in _SMALL.items() if key != "model_type"}
+        return AutoConfig.for_model(_SMALL["model_type"], **settings)
+    return AutoConfig.from_pretrained(_path(name))
+
+
+def load_model(name: str, config: Any, dtype: torch.dtype) -> nn.Module:
+    """Return the whole model with its weights, frozen, in evaluation mode: without dropout."""
+    from transformers import AutoModelForCausalLM
+
+    if name == SMALL:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        with torch.no_grad():
+            for parameter, value in model.named_parameters():
+                value.copy_(_random(parameter, value))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(_path(name), config=config, dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
+    """Return the model without memory for its weights, on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def load_ends(model: Any, name: str) -> None:
+    """Give memory and weights to the embeddings and the LM head of an empty model.
+
+    Reads these tensors alone, and of a model on the hub only the files that hold them.
+
+    Args:
+        model: of `empty_model`.
+        name: where its weights are.
+
+    Raises:
+        NotImplementedError: the embeddings or the head are more than weights.
+        ValueError: the model has no such weights.
+    """
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    names = {id(value): key for key, value in model.named_parameters()}
+    for end in ends:
+        if end is None or any(True for _ in end.buffers()):
+            raise NotImplementedError(
+                f"The embeddings or the LM head of {type(model).__name__} are computed in a way "
+                "that the client cannot take over. Use `--deployment adapters`."
+            )
+    places = [(end, key, value) for end in ends for key, value in end.named_parameters()]
+    wanted = {names[id(value)]: value for _, _, value in places}
+    loaded = _read_tensors(name, wanted)
+    for end, key, value in places:
+        weights = loaded[names[id(value)]].to(value.dtype)
+        if weights.shape != value.shape:
+            raise ValueError(
+                f"'{name}' holds {names[id(value)]} of shape {tuple(weights.shape)}, but its "
+                f"config.json says {tuple(value.shape)}."
+            )
+        # Tied ends share one tensor: `loaded` has it once, and `to` does not copy twice.
+        loaded[names[id(value)]] = weights
+        setattr(end, key, nn.Parameter(weights, requires_grad=False))
+    if len(wanted) < len(places):
+        ends[1].weight = ends[0].weight
+
+
+def digest(*ends: nn.Module) -> str:
+    """Return what tells embeddings and head of one model from those of another."""
+    seen = hashlib.sha256()
+    for end in ends:
+        for weight in end.parameters():
+            seen.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return seen.hexdigest()[:16]
+
+
+def trunk_of(model: Any) -> nn.Module:
+    """Return what lies between the embeddings and the LM head.
+
+    Raises:
+        NotImplementedError: the model says nothing of it.
+    """
+    trunk = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
+    if not isinstance(trunk, nn.Module) or trunk is model:
+        raise NotImplementedError(
+            f"{type(model).__name__} does not tell its trunk from its head. Use a causal language "
+            "model of transformers such as Llama, Qwen or GPT-2."
+        )
+    return trunk
+
+
+def _path(name: str) -> str:
+    folder = Path(name).expanduser()
+    return str(folder) if folder.is_dir() else name
+
+
+def _random(name: str, like: Tensor) -> Tensor:
+    """Return weights that depend on the name alone, so that each end can draw its own."""
+    if like.dim() < 2:
+        return torch.ones(like.shape)
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+    generator = torch.Generator().manual_seed(seed)
+    return torch.empty(like.shape).normal_(0.0, 0.05, generator=generator)
+
+
+def _read_tensors(name: str, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    if name == SMALL:
+        return {key: _random(key, value) for key, value in wanted.items()}
+    from safetensors import safe_open
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        _path(name), "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False
+    )
+    if found is None:
+        files = dict.fromkeys(wanted, "model.safetensors")
+    else:
+        files = json.loads(Path(found).read_text())["weight_map"]
+    missing = sorted(set(wanted) - set(files))
+    if missing:
+        raise ValueError(f"'{name}' holds no {missing}. Save the model with transformers 5 again.")
+    loaded: dict[str, Tensor] = {}
+    for file in sorted({files[key] for key in wanted}):
+        with safe_open(str(cached_file(_path(name), file)), framework="pt") as tensors:
+            held = set(tensors.keys())
+            for key in wanted:
+                if files[key] == file and key in held:
+                    loaded[key] = tensors.get_tensor(key)
+    missing = sorted(set(wanted) - set(loaded))
+    if missing:
+        raise ValueError(f"'{name}' holds no {missing}. Save the model with transformers 5 again.")
+    return loaded
+
+
+def tokenizer_file(name: str) -> str:
+    """Return the path of a model's tokenizer.json; ``byte`` for the built-in model.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    if name == SMALL:
+        return "byte"
+    from transformers.utils import cached_file
+
+    found = cached_file(_path(name), "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    if found is None:
+        raise ValueError(f"'{name}' has no tokenizer.json: name one with `--tokenizer`.")
+    return str(found)

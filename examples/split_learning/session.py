@@ -1,0 +1,180 @@
+"""One client as the server sees it: from its connection to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lq_lightning.adaptive import adaptive_quantize
+from lq_lightning.codecs.mixed import WidthTable
+
+from . import protocol
+from .frozen import FrozenModel
+from .gates import SentGate
+from .sites import EMBEDDED, HIDDEN, open_sites, site_shapes
+from .wire import Connection, Message, UnexpectedMessage
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A forward pass that waits for the gradient of what it returned."""
+
+    hidden: Tensor
+    leaves: dict[str, Tensor]
+
+
+class Session:
+    """What is kept of a client, and the answers to its messages.
+
+    All that later batches depend on comes from the client, before the first of them: a client that
+    was away sends it again and goes on as if it had not been.
+
+    Args:
+        model: which all sessions share.
+        connection: to the client.
+    """
+
+    def __init__(self, model: FrozenModel, connection: Connection) -> None:
+        self._model = model
+        self._connection = connection
+        shapes = site_shapes(model.settings, model.packing, model.hidden_size)
+        self._sites = open_sites(shapes, model.settings)
+        self._lines = {name: shape.num_lines for name, shape in shapes.items()}
+        self._gate = SentGate(HIDDEN, shapes[HIDDEN].ranges) if HIDDEN in shapes else None
+        self._adapters: dict[str, Tensor] | None = None
+        self._pending: _Pending | None = None
+
+    def serve(self) -> None:
+        """Answer until the client ends the connection.
+
+        Raises:
+            UnexpectedMessage: the client does not keep to the protocol, or sent what the model does
+                not take.
+        """
+        answers = {protocol.ADAPTERS: self._take_adapters}
+        if self._model.settings.codec == "amaq":
+            answers[protocol.WIDTHS] = self._take_widths
+        if self._model.settings.everything:
+            answers[protocol.EMBEDDED] = self._answer_embedded
+            answers[protocol.HIDDEN_GRADIENT] = self._answer_gradient
+        else:
+            answers[protocol.TOKENS] = self._answer_tokens
+        for message in self._connection.messages(*answers):
+            answers[message.kind](message)
+
+    # --- what is kept -------------------------------------------------------------------------
+
+    def _take_widths(self, message: Message) -> None:
+        for name, lines in self._lines.items():
+            with _told():
+                table = WidthTable.unpack(message.tensor(name), lines)
+            self._sites[name].set_widths(table)
+            if name == HIDDEN and self._gate is not None:
+                self._gate.set_widths(table)
+
+    def _take_adapters(self, message: Message) -> None:
+        one = torch.zeros(1, dtype=torch.int64)
+        with _told():
+            self._adapters = {
+                # one sample, for AQ-SGD
+                name: self._sites[name].decode(
+                    self._payload(message, name), (1, *shape), samples=one
+                )[0]
+                for name, shape in self._model.packing.shapes.items()
+            }
+
+    def _current_adapters(self) -> dict[str, Tensor]:
+        if self._adapters is None:
+            raise UnexpectedMessage("A batch came before any adapters.")
+        return self._adapters
+
+    # --- adapters on the client ---------------------------------------------------------------
+
+    def _answer_tokens(self, message: Message) -> None:
+        training = message.field("training", bool)
+        ids = message.tensor("ids", dtype=torch.int32, shape=[None, None])
+        labels = ids
+        if "labels" in message.tensors:
+            labels = message.tensor("labels", dtype=torch.int32, shape=ids.shape)
+        with _told():
+            self._model.check_batch(*ids.shape)
+            self._model.check_ids(ids)
+            self._model.check_ids(labels, least=-100)
+        batch = {"input_ids": ids.long(), "labels": labels.long()}
+        mask = _mask(message, ids.shape)
+        if mask is not None:
+            batch["attention_mask"] = mask
+        loss, gradients = self._model.loss(self._current_adapters(), batch, training)
+        self._connection.send(protocol.LOSS, tensors={"loss": loss})
+        if training:
+            self._send_gradients(gradients)
+
+    # --- embeddings and LM head on the client as well -----------------------------------------
+
+    def _answer_embedded(self, message: Message) -> None:
+        model, training = self._model, message.field("training", bool)
+        ids = message.tensor("samples", dtype=torch.int64, shape=[None])
+        shape = (len(ids), message.field("tokens", int), model.hidden_size)
+        known: dict[str, Any] = {"training": training, "samples": ids}
+        with _told():
+            model.check_batch(*shape[:2])
+            embedded = self._sites[EMBEDDED].decode(
+                self._payload(message, EMBEDDED), shape, **known
+            )
+        mask = _mask(message, shape[:2])
+        # A step that the client has given up, as for a loss that is not finite, ends here.
+        self._pending = None
+        hidden, leaves = model.forward(self._current_adapters(), embedded, mask, training)
+        if training:
+            if model.settings.codec == "amaq" and self._gate is not None:
+                hidden = adaptive_quantize(hidden, self._gate, on_the_wire=True)
+            self._pending = _Pending(hidden, leaves)
+        payload = self._sites[HIDDEN].encode(hidden, **known)
+        self._connection.send(protocol.HIDDEN, tensors={HIDDEN: payload})
+
+    def _answer_gradient(self, message: Message) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            raise UnexpectedMessage("A gradient came for which there is no forward pass.")
+        with _told():
+            payload = self._payload(message, HIDDEN)
+            gradient = self._sites[HIDDEN].decode_gradient(payload, pending.hidden.shape)
+        gradients = self._model.backward(pending.hidden, gradient, pending.leaves)
+        embedded = gradients.pop(EMBEDDED, None)
+        self._send_gradients(gradients)
+        if embedded is not None:
+            payload = self._sites[EMBEDDED].encode_gradient(embedded)
+            self._connection.send(protocol.EMBEDDED_GRADIENT, tensors={EMBEDDED: payload})
+        if self._gate is not None and self._model.settings.codec == "amaq":
+            sums, values = self._gate.take()
+            self._connection.send(protocol.GATE_SUMS, {"values": values}, {HIDDEN: sums})
+
+    def _payload(self, message: Message, name: str) -> Tensor:
+        payload = message.tensor(name, dtype=torch.uint8, shape=[None])
+        return payload.to(self._model.device)  # is decoded there
+
+    def _send_gradients(self, gradients: dict[str, Tensor]) -> None:
+        payloads = {
+            name: self._sites[name].encode_gradient(value) for name, value in gradients.items()
+        }
+        self._connection.send(protocol.ADAPTER_GRADIENTS, tensors=payloads)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Tell the client what is wrong with what it has sent; texts of other errors are not told."""
+    try:
+        yield
+    except ValueError as error:
+        raise UnexpectedMessage(str(error)) from error
+
+
+def _mask(message: Message, shape: Any) -> Tensor | None:
+    if "mask" not in message.tensors:
+        return None
+    return message.tensor("mask", dtype=torch.bool, shape=list(shape)).long()

@@ -1,0 +1,213 @@
+"""The tensors that cross: how each is encoded on its way, and its gradient on the way back.
+
+A site has the same name and shape at both ends, so a message holds payloads alone. The end that
+sends a tensor encodes it with ``encode`` and reads its gradient with ``decode_gradient``; the other
+end does the reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lq_lightning.codecs import CodecSpec
+from lq_lightning.codecs.mixed import Ranges, WidthTable
+from lq_lightning.pipeline.aq_sgd import AQSGDCodec, AQSGDQuantization
+from lq_lightning.pipeline.message import BoundaryCodec, Message
+from lq_lightning.pipeline.mixed import Lines, MixedCodec
+from lq_lightning.pipeline.plain_codecs import CastCodec, GroupCodec
+
+from .adapters import Packing
+from .settings import SplitSettings
+
+EMBEDDED = "embedded"  # what enters the trunk
+HIDDEN = "hidden"  # what leaves it
+_TILES = (64, 32, 16)
+# Of what AQ-SGD keeps of a client, at either end.
+_KEPT_NBYTES = 4 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteShape:
+    """What both ends know of a site beforehand.
+
+    Attributes:
+        lines: what shares a width: a ``channel`` (the last dimension) or a ``position``.
+        num_lines: how many.
+        channels: size of the last dimension.
+        dtype: of the values.
+        ranges: of lines.
+    """
+
+    lines: Lines
+    num_lines: int
+    channels: int
+    dtype: torch.dtype
+    ranges: Ranges
+
+
+def site_shapes(settings: SplitSettings, packing: Packing, hidden: int) -> dict[str, SiteShape]:
+    """Return the sites of a deployment: adapters first.
+
+    Args:
+        settings: of both ends.
+        packing: how adapters cross.
+        hidden: channels of activations.
+    """
+    by_row = packing.lines_are_rows
+    sites = {
+        name: SiteShape(
+            lines="position" if by_row else "channel",
+            num_lines=shape[0] if by_row else shape[1],
+            channels=shape[1],
+            dtype=torch.float32,
+            ranges="full",
+        )
+        for name, shape in packing.shapes.items()
+    }
+    if settings.everything:
+        dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+        for name in (EMBEDDED, HIDDEN):
+            sites[name] = SiteShape(
+                lines="channel",
+                num_lines=hidden,
+                channels=hidden,
+                dtype=dtype,
+                ranges=settings.ranges,
+            )
+    return sites
+
+
+class Site:
+    """A tensor that crosses, at one end.
+
+    Args:
+        name: of the tensor.
+        shape: what both ends know of it.
+        settings: of both ends.
+
+    Raises:
+        ValueError: its channels cannot be cut into groups.
+    """
+
+    def __init__(self, name: str, shape: SiteShape, settings: SplitSettings) -> None:
+        self.name = name
+        self.shape = shape
+        self._forward = _forward_codec(shape, settings)
+        self._backward = _gradient_codec(shape, settings)
+
+    def encode(self, x: Tensor, *, training: bool = True, samples: Tensor | None = None) -> Tensor:
+        """Return the payload, on the CPU.
+
+        Args:
+            x: ``[..., channels]``.
+            training: False in evaluation, of which AQ-SGD keeps nothing.
+            samples: ``[len(x)]`` int64, what the tensor belongs to; AQ-SGD needs it.
+        """
+        values = x.detach().to(self.shape.dtype)
+        return self._forward.encode(values, _message(training, samples)).cpu()
+
+    def decode(
+        self,
+        payload: Tensor,
+        shape: Sequence[int],
+        *,
+        training: bool = True,
+        samples: Tensor | None = None,
+    ) -> Tensor:
+        """Return the tensor, on the device of the payload; arguments as of `encode`.
+
+        Raises:
+            ValueError: a payload of another size.
+        """
+        message = _message(training, samples)
+        self._forward.nbytes(shape, self.shape.dtype, message)
+        return self._forward.decode(payload, shape, self.shape.dtype, message)
+
+    def encode_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the payload of the gradient with respect to what was decoded."""
+        values = gradient.detach().to(self.shape.dtype)
+        return self._backward.encode(values, _message(True, None)).cpu()
+
+    def decode_gradient(self, payload: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the gradient, on the device of the payload.
+
+        Raises:
+            ValueError: a payload of another size.
+        """
+        return self._backward.decode(payload, shape, self.shape.dtype, _message(True, None))
+
+    def set_widths(self, table: WidthTable) -> None:
+        """Use these widths from now on; both ends, between two batches."""
+        if not isinstance(self._forward, MixedCodec):
+            raise ValueError(f"The codec {self._forward.name!r} of {self.name} has no widths.")
+        self._forward.set_table(0, table)
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        """Return the bytes of a payload that AQ-SGD has seen before."""
+        bits = self._forward.bits_per_value(shape, self.shape.dtype)
+        return round(bits * torch.Size(shape).numel() / 8)
+
+    def gradient_nbytes(self, shape: Sequence[int]) -> int:
+        """Return the bytes of the payload of a gradient."""
+        return self._backward.nbytes(shape, self.shape.dtype, _message(True, None))
+
+
+def open_sites(shapes: Mapping[str, SiteShape], settings: SplitSettings) -> dict[str, Site]:
+    """Return the sites of one session, which remember nothing of others."""
+    return {name: Site(name, shape, settings) for name, shape in shapes.items()}
+
+
+def _message(training: bool, samples: Tensor | None) -> Message:
+    return Message(boundary=0, backward=False, microbatch=0, training=training, samples=samples)
+
+
+def _forward_codec(shape: SiteShape, settings: SplitSettings) -> BoundaryCodec:
+    codec, code = settings.codec, f"int{settings.bits}"
+    if codec in ("none", "bf16"):
+        return CastCodec(codec, torch.bfloat16 if codec == "bf16" else None)
+    if codec == "group":
+        return GroupCodec(code, _groups(code, shape.channels))
+    if codec == "aq_sgd":
+        config = AQSGDQuantization(
+            code=code,  # type: ignore[arg-type]
+            tile_size=_tile(shape.channels),
+            cache_nbytes=_KEPT_NBYTES,
+        )
+        return AQSGDCodec(codec, config)
+    mixed = MixedCodec()
+    # Those of AMAQ are set before the first tensor.
+    mixed.begin(
+        lambda lines: WidthTable(torch.full((lines,), settings.bits)), shape.lines, shape.ranges
+    )
+    return mixed
+
+
+def _gradient_codec(shape: SiteShape, settings: SplitSettings) -> BoundaryCodec:
+    code = settings.gradients
+    if code in ("none", "bf16"):
+        return CastCodec(code, torch.bfloat16 if code == "bf16" else None)
+    return GroupCodec(code, _groups(code, shape.channels))
+
+
+def _groups(code: str, channels: int) -> CodecSpec:
+    return CodecSpec(
+        code=code,  # type: ignore[arg-type]
+        group_size=_tile(channels),
+        symmetric=False,
+        scale_dtype="bfloat16",
+    )
+
+
+def _tile(channels: int) -> int:
+    """Return how many neighbours share a scale."""
+    found = next((tile for tile in _TILES if channels % tile == 0), None)
+    if found is None:
+        raise ValueError(
+            f"Rows of {channels} values cannot be cut into groups of {', '.join(map(str, _TILES))}."
+            " Use `--codec channel` and `--gradients bf16`."
+        )
+    return found
