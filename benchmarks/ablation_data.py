@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from corpus import read_tokens, standard_library
+from corpus import Corpus, read_tokenizer, read_tokens, standard_library, text_files
 from torch import Tensor, nn
 
 
@@ -30,9 +30,24 @@ class Data:
     num_tokens: dict[str, int]
 
 
-def load(tokens: Path | None, text: Path | None, seq: int, device: torch.device) -> Data:
-    """Read prepared tokens if there are any, else Python files as bytes."""
-    corpus = read_tokens(tokens, seq) if tokens else standard_library(seq, text)
+def load(
+    tokens: Path | None, text: Path | None, seq: int, device: torch.device, words: int = 0
+) -> Data:
+    """Read prepared tokens if there are any, else Python files as bytes, or as so many words."""
+    corpus = read_tokens(tokens, seq) if tokens else standard_library(seq, text, words)
+    return on_device(corpus, device)
+
+
+def load_files(
+    folder: Path, suffix: str, tokens: Path | None, seq: int, device: torch.device
+) -> Data:
+    """Read files as bytes, or as the prepared tokens that go with them were made."""
+    tokenizer = read_tokenizer(tokens) if tokens else None
+    return on_device(text_files(seq, folder, suffix, tokenizer), device)
+
+
+def on_device(corpus: Corpus, device: torch.device) -> Data:
+    """Move a corpus to a device."""
     dtype = np.int16 if corpus.vocab <= 2**15 else np.int32
     train, val = (torch.from_numpy(b.astype(dtype)).to(device) for b in (corpus.train, corpus.val))
     return Data(train, val, corpus.vocab, corpus.num_tokens)

@@ -38,6 +38,7 @@ class Outcome:
         exact_val_loss: As ``val_loss``, with nothing quantized; None where it was not measured.
         forward_bits: Sent per value of hidden states in training; None without stage boundaries.
         backward_bits: Likewise, of gradients.
+        details: What else a study finds.
     """
 
     seed: int
@@ -50,6 +51,7 @@ class Outcome:
     exact_val_loss: float | None = None
     forward_bits: float | None = None
     backward_bits: float | None = None
+    details: dict[str, Any] | None = None
 
 
 Outcomes = dict[str, list[Outcome]]
@@ -100,7 +102,7 @@ def merged(paths: list[Path]) -> dict[str, Any]:
     """
     same = (
         *("preset", "world_size", "node_size", "stop_after", "corpus_tokens", "trunk_steps"),
-        *("tuning", "stages"),
+        *("tuning", "stages", "sites", "train", "rank", "alpha"),
     )
     joined: dict[str, Any] = {}
     variants: dict[str, list[Any]] = {}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import tokenizers
 
 _BYTE_VOCAB = 264  # bytes and an end of file, a multiple of 8
 _END_OF_FILE = 256
+END_OF_FILE = "<|end_of_file|>"  # of tokenizers
 _VAL_FRACTION = 0.03
 _SKIPPED = {"__pycache__", "idlelib", "lib2to3", "site-packages", "test", "tests"}
 
@@ -37,38 +39,92 @@ class Corpus:
         return {"train": self.train.size, "val": self.val.size}
 
 
-def standard_library(seq: int, folder: Path | None = None) -> Corpus:
-    """Read Python files as bytes; whole files are held out, chosen by a hash of their name.
+def standard_library(seq: int, folder: Path | None = None, words: int = 0) -> Corpus:
+    """Read the standard library of the running Python, without its tests, or other Python files.
 
     Args:
         seq: Tokens that the model sees at once.
-        folder: Where to look; the standard library by default, without its tests.
+        folder: Where to look instead.
+        words: As for ``text_files``.
     """
     folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
+    return text_files(seq, folder, words=words)
+
+
+def text_files(
+    seq: int,
+    folder: Path,
+    suffix: str = ".py",
+    tokenizer: tokenizers.Tokenizer | None = None,
+    words: int = 0,
+) -> Corpus:
+    """Read files as bytes; whole files are held out, chosen by a hash of their name.
+
+    Args:
+        seq: Tokens that the model sees at once.
+        folder: Where to look, folders of tests left out.
+        suffix: Of the names of files.
+        tokenizer: That makes tokens of text instead.
+        words: Size of the vocabulary of a tokenizer that is trained on them instead (byte-level
+            BPE, a multiple of 8), which takes some seconds; 0 for bytes.
+    """
     paths = {
         path.relative_to(folder).as_posix(): path
-        for path in folder.rglob("*.py")
+        for path in folder.rglob(f"*{suffix}")
         if not _SKIPPED & set(path.relative_to(folder).parts)
     }
     ordered = sorted(paths, key=lambda name: hashlib.sha256(name.encode()).digest())
-    files = [np.frombuffer(paths[name].read_bytes(), dtype=np.uint8) for name in ordered]
+    files = [paths[name].read_bytes() for name in ordered]
     total, held_out = sum(len(file) for file in files), 0
-    parts: dict[str, list[np.ndarray]] = {"train": [], "val": []}
+    parts: dict[str, list[bytes]] = {"train": [], "val": []}
     for file in files:
         split = "val" if held_out < _VAL_FRACTION * total else "train"
         held_out += len(file) if split == "val" else 0
-        parts[split].append(np.append(file.astype(np.uint16), np.uint16(_END_OF_FILE)))
+        parts[split].append(file)
     if not parts["train"]:
-        raise ValueError(f"{folder} has no two .py files to train and to validate on")
-    return Corpus(_BYTE_VOCAB, *(_blocks(np.concatenate(of), seq) for of in parts.values()))
+        raise ValueError(f"{folder} has no two {suffix} files to train and to validate on")
+    vocab, numbered = words or _BYTE_VOCAB, {}
+    if tokenizer is not None:
+        vocab = _vocab(tokenizer.get_vocab_size())
+        numbered = {split: _as_tokens(of, tokenizer) for split, of in parts.items()}
+    elif words:
+        numbered = _as_words(parts, words)
+    else:
+        numbered = {split: [_as_bytes(file) for file in of] for split, of in parts.items()}
+    return Corpus(vocab, *(_blocks(np.concatenate(of), seq) for of in numbered.values()))
+
+
+def _as_bytes(file: bytes) -> np.ndarray:
+    numbers = np.frombuffer(file, dtype=np.uint8).astype(np.uint16)
+    return np.append(numbers, np.uint16(_END_OF_FILE))
+
+
+def _as_tokens(files: list[bytes], tokenizer: Any) -> list[np.ndarray]:
+    end = np.uint16(tokenizer.token_to_id(END_OF_FILE))
+    texts = [file.decode(errors="replace") for file in files]
+    return [np.append(np.array(e.ids, np.uint16), end) for e in tokenizer.encode_batch(texts)]
+
+
+def _as_words(parts: dict[str, list[bytes]], vocab: int) -> dict[str, list[np.ndarray]]:
+    """Number the words of a tokenizer that knows the first of the parts."""
+    trained = tokenizers.ByteLevelBPETokenizer()
+    texts = [file.decode(errors="replace") for file in parts["train"]]
+    trained.train_from_iterator(
+        texts, vocab_size=vocab, special_tokens=[END_OF_FILE], show_progress=False
+    )
+    return {split: _as_tokens(of, trained) for split, of in parts.items()}
 
 
 def read_tokens(folder: Path, seq: int) -> Corpus:
     """Open what ``research/kernel_text.py`` prepared."""
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    known = {*tokenizer["model"]["vocab"].values(), *(t["id"] for t in tokenizer["added_tokens"])}
     stored = [np.load(folder / f"{split}.npy", mmap_mode="r") for split in ("train", "val")]
-    return Corpus(-(-len(known) // 8) * 8, *(_blocks(tokens, seq) for tokens in stored))
+    vocab = _vocab(read_tokenizer(folder).get_vocab_size())
+    return Corpus(vocab, *(_blocks(tokens, seq) for tokens in stored))
+
+
+def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    """Read what made the tokens of a folder."""
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def tokens_folder(text: str) -> Path:
@@ -79,6 +135,10 @@ def tokens_folder(text: str) -> Path:
             f"{text} has no corpus.json: make it with research/kernel_text.py"
         )
     return folder
+
+
+def _vocab(size: int) -> int:
+    return -(-size // 8) * 8
 
 
 def _blocks(tokens_N: np.ndarray, seq: int) -> np.ndarray:

@@ -4,7 +4,8 @@ All variants of a seed see the same model, data and learning rates. What two run
 alike differ by comes mostly from the first steps: with ``--trunk-steps`` all variants of a seed
 share these, in full precision, and differ (or are perturbed) from there on. With ``--tune-blocks``
 the shared start is pre-training on all but the last of the training text, with a schedule of its
-own, and the runs are fine-tuning: several epochs over these last blocks.
+own, and the runs are fine-tuning: several epochs over these last blocks, or over as many of another
+text (``--tune-text``). ``--trunk-seed`` makes this start the same for all seeds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from ablation_data import Data, load
+from ablation_data import Data, load, load_files
 from ablation_report import (
     Outcome,
     Outcomes,
@@ -36,7 +37,7 @@ from llama import PRESETS, Preset
 from llama_training import CURVE_STEPS, Training, validate
 from torch import Tensor
 
-SIZES = ("steps", "batch", "micro_batch")
+SIZES = ("steps", "batch", "micro_batch", "val_blocks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +62,7 @@ class Study:
             it if asked to. What it yields are fields of the outcome, complete after the context.
         summary: Lays out outcomes for a terminal.
         val_exact: Whether the model is validated once more after the context.
+        draw: Makes the figure of reports that are merged.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Study:
     ]
     summary: Callable[[Outcomes], str]
     val_exact: bool = False
+    draw: Callable[[Outcomes, Path], None] = draw
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,10 +95,20 @@ def course_of(args: argparse.Namespace, data: Data) -> Course:
     if not args.tune_blocks:
         return Course(trunk_data=data, trunk_sizes=sizes, data=data, sizes=sizes, tuning=False)
     steps = args.tune_epochs * (args.tune_blocks // sizes.batch)
+    if args.tune_text:
+        device = data.train.device
+        other = load_files(args.tune_text, args.tune_suffix, args.tokens, sizes.seq, device)
+        # The order of files is that of hashes, but long files would be most of the first blocks.
+        order = torch.randperm(len(other.train), generator=torch.Generator().manual_seed(0))
+        chosen = order[: args.tune_blocks].to(device)
+        trunk_data, tuned = data, replace(other, train=other.train[chosen])
+    else:
+        trunk_data = replace(data, train=data.train[: -args.tune_blocks])
+        tuned = replace(data, train=data.train[-args.tune_blocks :])
     return Course(
-        trunk_data=replace(data, train=data.train[: -args.tune_blocks]),
+        trunk_data=trunk_data,
         trunk_sizes=replace(sizes, steps=args.trunk_steps),
-        data=replace(data, train=data.train[-args.tune_blocks :]),
+        data=tuned,
         sizes=replace(sizes, steps=steps, lr=args.tune_lr),
         tuning=True,
     )
@@ -105,7 +118,8 @@ def trunk_of(args: argparse.Namespace, course: Course, seed: int, compiled: bool
     """Return the file with the common start of all runs of a seed, made if it is missing."""
     if not args.trunk_steps:
         return None
-    kind = f"tune{args.tune_blocks}_" if course.tuning else ""
+    seed = seed if args.trunk_seed is None else args.trunk_seed
+    kind = "tune_" if args.tune_text else f"tune{args.tune_blocks}_" if course.tuning else ""
     path: Path = args.trunk / f"trunk_{args.preset}_{kind}{seed}_{args.trunk_steps}.pt"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -217,6 +231,8 @@ def report(
     preset = course.sizes
     tokens = preset.steps * preset.batch * preset.seq
     tuning = {"blocks": args.tune_blocks, "epochs": args.tune_epochs}
+    if args.tune_text:
+        tuning |= {"files": args.tune_suffix, "trunk_seed": args.trunk_seed}
     settings = {
         "compiled": compiled,
         "transformers": transformers.__version__,
@@ -236,7 +252,7 @@ def show_merged(study: Study, args: argparse.Namespace) -> None:
     if args.json:
         write_merged(args.merge, study.name, results, args.json)
     if args.figure:
-        draw(outcomes, args.figure)
+        study.draw(outcomes, args.figure)
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -253,6 +269,7 @@ def parser_of(study: Study, description: str | None, preset: str) -> argparse.Ar
         parser.add_argument(option, type=int, help="instead of the preset's")
     every = ",".join(f"{name}:0" for name in study.variants)
     parser.add_argument("--runs", default=every, help=", ".join(study.variants))
+    parser.add_argument("--seeds", help="0,1,2: then --runs are names alone")
     parser.add_argument(
         "--time-budget", type=float, help="seconds after which no run starts that would not end"
     )
@@ -269,6 +286,9 @@ def parser_of(study: Study, description: str | None, preset: str) -> argparse.Ar
         default=0,
         help="fine-tune on so many sequences after the trunk, which has not seen them",
     )
+    parser.add_argument("--tune-text", type=Path, help="folder of other files to fine-tune on")
+    parser.add_argument("--tune-suffix", default=".py", help="of these (default: .py)")
+    parser.add_argument("--trunk-seed", type=int, help="of the start of all runs")
     parser.add_argument("--tune-epochs", type=int, default=4, help="over these (default: 4)")
     parser.add_argument("--tune-lr", type=float, default=2e-4, help="peak (default: 2e-4)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="on GPUs: yes")
@@ -287,12 +307,19 @@ def read_arguments(study: Study, parser: argparse.ArgumentParser) -> argparse.Na
     args = parser.parse_args()
     given = {name: getattr(args, name) for name in SIZES if getattr(args, name)}
     args.sizes = replace(PRESETS[args.preset], **given)
-    named = [run.rpartition(":") for run in args.runs.split(",")]
+    runs = args.runs.split(",")
+    if args.seeds:
+        runs = [f"{name}:{seed}" for seed in args.seeds.split(",") for name in runs]
+    named = [run.rpartition(":") for run in runs]
     if not all(name in study.variants and seed.isdecimal() for name, _, seed in named):
         names = ", ".join(study.variants)
         parser.error(f"--runs {args.runs!r}: give NAME:SEED,NAME:SEED with names of {names}")
     if args.trunk_steps % CURVE_STEPS or args.trunk_steps and not args.trunk:
         parser.error(f"--trunk-steps takes a multiple of {CURVE_STEPS}, and --trunk")
+    if args.trunk_seed is not None and not args.tune_blocks:
+        parser.error("--trunk-seed takes --tune-blocks: what is resumed has the seed of its run")
+    if args.tune_text and not args.tune_blocks:
+        parser.error("--tune-text takes --tune-blocks")
     if args.tune_blocks and not args.trunk_steps:
         parser.error("--tune-blocks takes --trunk-steps of pre-training")
     args.runs = [(name, int(seed)) for name, _, seed in named]

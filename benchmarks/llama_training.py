@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,24 @@ class Training:
         with data.train.device:
             self.model = LanguageModel(preset, data.vocab)
         self.preset, self.seed, self.step = preset, seed, 0
-        self.weights = MasterWeights(self.model, getattr(torch, preset.dtype))
-        self.optimizer = torch.optim.AdamW(
-            self.weights.masters, lr=preset.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
-        factor = learning_rate_factor(preset.steps)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
+        self._start_optimizer(list(self.model.parameters()))
         self.rows = batches(data.train, preset.batch, seed)
+
+    def train_only(self, weights: Sequence[nn.Parameter]) -> None:
+        """Freeze the model but for some of its weights, in fp32; before the first step."""
+        for weight in self.model.parameters():
+            weight.requires_grad_(False)
+        for weight in weights:
+            weight.requires_grad_(True)
+        self._start_optimizer(weights)
+
+    def _start_optimizer(self, weights: Sequence[nn.Parameter]) -> None:
+        self.weights = MasterWeights(weights, getattr(torch, self.preset.dtype))
+        self.optimizer = torch.optim.AdamW(
+            self.weights.masters, lr=self.preset.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        factor = learning_rate_factor(self.preset.steps)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
 
     def run(self, steps: int) -> tuple[list[Tensor], list[Tensor]]:
         """Take steps; return means of loss and gradient norm over every ``CURVE_STEPS`` of them."""

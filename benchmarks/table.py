@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import activation_report
+import adaptive_report
+import loss_report
 import pipeline_report
 from ablation_report import BASELINE, LOSS_HEADER, loss_rows, to_outcomes
 
@@ -31,6 +33,7 @@ ROWS = {
     "activation_error": ("rows", ""),
     "activations": ("rows", ""),
     "all_reduce": ("rows", ""),
+    "bit_signal": ("speeds", ""),
     "boundary_error": ("rows", ""),
     "checkpoints": ("rows", ""),
     "gradient_buffer": ("errors.gpt", "code"),
@@ -43,12 +46,23 @@ ROWS = {
     "optimizer_drift": ("cases", ""),
     "optimizer_error": ("library", ""),
     "slow_network": ("rows", ""),
+    "split_gradients": ("rows", ""),
+    "split_link": ("rows", ""),
+    "split_memory": ("rows", ""),
+    "split_sizes": ("rows", ""),
     "step_time": ("variants", "variant"),
     "trace": ("traces", "trace"),
     "update_error": ("schemes", "gradients"),
     "zero_bubble": ("rows", ""),
 }
-LOSSES = ("ablation", "activation_ablation", "pipeline_ablation", "sensitivity")
+LOSSES = (
+    "ablation",
+    "activation_ablation",
+    "adaptive_bits",
+    "loss_study",
+    "pipeline_ablation",
+    "sensitivity",
+)
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -135,6 +149,14 @@ def table_of_losses(report: Report) -> str:
     if report["benchmark"] == "activation_ablation":
         outcomes = to_outcomes(report["results"], [BASELINE])
         return markdown(activation_report.HEADER, activation_report.rows(outcomes))
+    if report["benchmark"] == "adaptive_bits":
+        outcomes = to_outcomes(report["results"], [BASELINE])
+        tables = [markdown(adaptive_report.HEADER, adaptive_report.rows(outcomes))]
+        tables.append(markdown(adaptive_report.SITE_HEADER, adaptive_report.site_rows(outcomes)))
+        return "\n".join(tables)
+    if report["benchmark"] == "loss_study":
+        outcomes = to_outcomes(report["results"], [BASELINE])
+        return markdown(loss_report.HEADER, loss_report.rows(outcomes))
     if report["benchmark"] == "pipeline_ablation":
         outcomes = to_outcomes(report["results"], [BASELINE])
         return markdown(pipeline_report.HEADER, pipeline_report.rows(outcomes))

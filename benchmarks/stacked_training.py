@@ -1,0 +1,162 @@
+"""Many short trainings in lockstep on one device, each on emulated ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from ablation_data import Data, inputs_and_targets, learning_rate_factor
+from emulated_ranks import EmulatedRanks, Plan, Tensors, Unit
+from loss_variants import Preset
+from stacked_models import initial, losses, shapes, units, vocabulary
+from torch import Tensor
+
+PERTURBATION = 1e-3  # relative deviation of normal noise on the weights that a start adds
+
+Losses = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One training.
+
+    Attributes:
+        seed: Of weights and of the order of the data.
+        start: 0 starts from the drawn weights; any other number from weights that are 0.1% off,
+            each in its own way.
+    """
+
+    seed: int
+    start: int = 0
+
+
+def order_of(blocks: int, preset: Preset, seed: int, world_size: int) -> Tensor:
+    """Return which blocks each rank reads in each step, ``[steps, W, batch]``.
+
+    Those that ``ablation_data.batches`` yields, on the first pass.
+    """
+    needed = preset.steps * world_size * preset.batch
+    if needed > blocks // world_size * world_size:
+        raise ValueError(
+            f"{preset.steps} steps of {world_size} ranks read {needed} blocks, but there are "
+            f"{blocks}: give more text or fewer steps"
+        )
+    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(seed))[:needed]
+    return order.view(preset.steps, preset.batch, world_size).transpose(1, 2)
+
+
+@lru_cache(maxsize=2)
+def start_weights(preset: Preset, vocab: int, lanes: tuple[Lane, ...]) -> Tensors:
+    """Draw the fp32 weights that lanes start from, ``[S, ...]`` on the CPU; not to be written."""
+    drawn = initial(preset, vocab, [lane.seed for lane in lanes])
+    for row, lane in enumerate(lanes):
+        if lane.start:
+            generator = torch.Generator().manual_seed(1_000_003 * lane.start + lane.seed)
+            for stacked in drawn.values():
+                noise = torch.randn(stacked.shape[1:], generator=generator)
+                stacked[row].mul_(1 + PERTURBATION * noise)
+    return drawn
+
+
+class StackedTraining:
+    """S trainings of one architecture and one plan per step, in lockstep.
+
+    Args:
+        data: What is read, on the device.
+        preset: Sizes.
+        lanes: The trainings.
+        nodes: Emulated nodes of each.
+        node_size: Ranks of a node.
+        forward: ``stacked_models.losses``, or that compiled.
+
+    Attributes:
+        masters: fp32 weights ``[S, ...]``, which the optimizer updates.
+        ranks: What the ranks compute with.
+        step: Steps taken.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        preset: Preset,
+        lanes: Sequence[Lane],
+        nodes: int,
+        node_size: int,
+        forward: Losses = losses,
+    ) -> None:
+        device, world = data.train.device, nodes * node_size
+        self.data, self.preset, self.lanes, self.step = data, preset, tuple(lanes), 0
+        self.world_size, self._forward = world, forward
+        shape_of = shapes(preset, data.vocab)
+        words = vocabulary(list(shape_of))
+        parts = {
+            unit: Unit({name: shape_of[name] for name in names}, world, words)
+            for unit, names in units(list(shape_of)).items()
+        }
+        self.ranks = EmulatedRanks(parts, nodes, node_size, getattr(torch, preset.dtype))
+        drawn = start_weights(preset, data.vocab, self.lanes)
+        self.masters = {n: w.to(device, copy=True).requires_grad_() for n, w in drawn.items()}
+        self.optimizer = torch.optim.AdamW(
+            self.masters.values(),
+            lr=preset.lr,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            fused=device.type == "cuda",
+        )
+        self._factor = learning_rate_factor(preset.steps)
+        orders = [order_of(len(data.train), preset, lane.seed, world) for lane in lanes]
+        self._order = torch.stack(orders, dim=1).to(device)  # [steps, S, W, batch]
+        self.ranks.publish(self.masters, Plan())
+
+    def backward(self) -> tuple[Tensor, Tensors]:
+        """Return mean losses ``[S]`` and the gradients ``[S, W, ...]`` of the next batches."""
+        lanes, world = len(self.lanes), self.world_size
+        rows = self._order[self.step].flatten(0, 1)  # [S * W, batch]
+        tokens, targets = inputs_and_targets(self.data.train[rows.flatten()])
+        shape = (*rows.shape, -1)
+        weights = {
+            name: value[:, None].expand(-1, world, *value.shape[1:]).flatten(0, 1).requires_grad_()
+            for name, value in self.ranks.weights().items()
+        }
+        found = self._forward(self.preset, weights, tokens.view(shape), targets.view(shape))
+        found.sum().backward()
+        grads = {name: w.grad.unflatten(0, (lanes, world)) for name, w in weights.items()}  # type: ignore[union-attr]
+        return found.detach().view(lanes, world).mean(dim=1), grads
+
+    def update(self, gradients: Tensors, plan: Plan) -> None:
+        """Take a step with reduced gradients ``[S, ...]`` and bring the weights to the ranks."""
+        squares = [gradients[name].flatten(1).square().sum(dim=1) for name in self.masters]
+        norms = torch.stack(squares).sum(dim=0).sqrt()
+        clip = (1.0 / (norms + 1e-6)).clamp(max=1.0)
+        for name, master in self.masters.items():
+            master.grad = gradients[name] * clip.view(-1, *[1] * (master.dim() - 1))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.preset.lr * self._factor(self.step)
+        self.optimizer.step()
+        self.ranks.publish(self.masters, plan)
+        self.step += 1
+
+    def take_step(self, plan: Plan) -> Tensor:
+        """Train on the next batches; return the mean loss of each training, ``[S]``."""
+        found, gradients = self.backward()
+        self.update(self.ranks.reduce(gradients, plan), plan)
+        return found
+
+    @torch.no_grad()
+    def validate(self) -> Tensor:
+        """Mean loss of each training over the first validation blocks, ``[S]`` fp64."""
+        size = self.preset.batch * self.world_size
+        blocks = self.data.val
+        count = min(self.preset.val_blocks, len(blocks)) // size * size
+        if count == 0:
+            raise ValueError(
+                f"{len(blocks)} validation blocks do not fill a batch of {size}: give more text"
+            )
+        weights, lanes = self.ranks.weights(), len(self.lanes)
+        total = torch.zeros(lanes, device=blocks.device, dtype=torch.float64)
+        for rows in blocks[:count].split(size):
+            tokens, targets = (x.expand(lanes, -1, -1) for x in inputs_and_targets(rows))
+            total += losses(self.preset, weights, tokens, targets).double() * size
+        return total / count
