@@ -136,6 +136,30 @@ def time_cuda_calls(calls: Sequence[Callable[[], object]], repeats: int = 20) ->
     return statistics.median(times) / len(calls)
 
 
+def kernel_speeds(
+    sets: Sequence[dict[str, tuple[Callable[[], object], int]]], copy_rate: float
+) -> list[dict[str, Any]]:
+    """Time kernels, each in turn on the buffers of all sets; return a row of a report for each.
+
+    Args:
+        sets: Of buffers: by name of a kernel the call, and the bytes that it has to move.
+        copy_rate: Bytes per second of a copy, see ``copy_bandwidth``.
+    """
+    rows = []
+    for name, (_, moved) in sets[0].items():
+        seconds = time_cuda_calls([calls[name][0] for calls in sets], repeats=15)
+        rows.append(
+            {
+                "op": name,
+                "bytes_moved": moved,
+                "time_us": seconds * 1e6,
+                "gb_per_s": moved / seconds / 1e9,
+                "share_of_copy": moved / seconds / copy_rate,
+            }
+        )
+    return rows
+
+
 def copy_bandwidth(total_nbytes: int = 4 << 30, repeats: int = 20) -> float:
     """Return the bytes per second, read plus written, of a large device-to-device copy.
 

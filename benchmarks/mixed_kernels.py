@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks.common import copy_bandwidth, table, time_cuda_calls, write_report
+from benchmarks.common import copy_bandwidth, kernel_speeds, table, write_report
 from lq_lightning.codecs import (
     CodecSpec,
     WidthTable,
@@ -152,23 +152,8 @@ def measure_kernels(
     for _ in range(max(1, min(64, -(-WORKING_SET_NBYTES // nbytes)))):
         x = torch.randn(shape, device="cuda").to(DTYPES[dtype])
         sets.append(kernel_calls(kind, x.t().contiguous().t() if transposed else x, tile))
-    rows = []
-    for name, (_, moved) in sets[0].items():
-        seconds = time_cuda_calls([calls[name][0] for calls in sets], repeats=15)
-        rows.append(
-            {
-                "widths": kind,
-                "dtype": dtype,
-                "shape": shape,
-                "transposed": transposed,
-                "op": name,
-                "bytes_moved": moved,
-                "time_us": seconds * 1e6,
-                "gb_per_s": moved / seconds / 1e9,
-                "share_of_copy": moved / seconds / copy_rate,
-            }
-        )
-    return rows
+    case = {"widths": kind, "dtype": dtype, "shape": shape, "transposed": transposed}
+    return [case | row for row in kernel_speeds(sets, copy_rate)]
 
 
 def run_kernels(arguments: argparse.Namespace) -> int:

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks.common import copy_bandwidth, table, time_cuda_calls, write_report
+from benchmarks.common import copy_bandwidth, kernel_speeds, table, write_report
 from lq_lightning.kernels.tah import TAHFormat, parse_tah_format, reference
 from lq_lightning.kernels.tah.statistics import lowest
 from lq_lightning.pipeline.boundary import Message, TAHQuantization, make_boundary_codec
@@ -142,23 +142,8 @@ def measure_kernels(
     sets = [
         kernel_calls(fmt, values(kind, shape, DTYPES[dtype], "cuda"), tile) for _ in range(count)
     ]
-    rows = []
-    for name, (_, moved) in sets[0].items():
-        seconds = time_cuda_calls([calls[name][0] for calls in sets], repeats=15)
-        rows.append(
-            {
-                "format": label,
-                "data": kind,
-                "dtype": dtype,
-                "shape": shape,
-                "op": name,
-                "bytes_moved": moved,
-                "time_us": seconds * 1e6,
-                "gb_per_s": moved / seconds / 1e9,
-                "share_of_copy": moved / seconds / copy_rate,
-            }
-        )
-    return rows
+    case = {"format": label, "data": kind, "dtype": dtype, "shape": shape}
+    return [case | row for row in kernel_speeds(sets, copy_rate)]
 
 
 def run_kernels(arguments: argparse.Namespace) -> int:

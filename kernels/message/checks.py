@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .format import ALIGNMENT_NBYTES
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_float(name: str, dtype: torch.dtype) -> None:
+    """Check that values have a dtype that can be encoded, or decoded to.
+
+    Args:
+        name: of the argument, for the message.
+        dtype: of the values.
+
+    Raises:
+        ValueError: it is not float32, bfloat16 or float16.
+    """
+    if dtype not in _FLOATS:
+        raise ValueError(
+            f"{name} has dtype {dtype}; allowed: float32, bfloat16, float16. Convert it, e.g. "
+            f"{name}.float()."
+        )
 
 
 def check_rows(name: str, rows: Tensor) -> None:

@@ -10,28 +10,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lq_lightning.kernels.message.checks import check_message
+from lq_lightning.kernels.message.checks import check_float, check_message
 from lq_lightning.kernels.message.operators import define_operator
 
 from . import reference as cpu
 from .format import FIRST_PLANE_ROW, MAX_WIDTH, PLANES, mixed_layout
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS = FIRST_PLANE_ROW + len(PLANES)
 # Kernels count words and lines in 32 bits.
 _MAX_NUMEL = 1 << 31
 
 
-def _check_dtype(name: str, dtype: torch.dtype) -> None:
-    if dtype not in _FLOATS:
-        raise ValueError(
-            f"{name} has dtype {dtype}; allowed: float32, bfloat16, float16. Convert it, e.g. "
-            f"{name}.float()."
-        )
-
-
 def _check_values(x: Tensor, rows: Tensor) -> None:
-    _check_dtype("x", x.dtype)
+    check_float("x", x.dtype)
     if x.dim() != 2 or x.shape[1] != rows.shape[-1]:
         raise ValueError(
             f"x has shape {tuple(x.shape)}, rows {tuple(rows.shape)}; expected [T, N] and "
@@ -107,7 +98,7 @@ def _dequantize(
     Raises:
         ValueError: a shape, dtype or device other than above, or a message of another size.
     """
-    _check_dtype("dtype", dtype)
+    check_float("dtype", dtype)
     _check_rows(rows, tokens, message.device)
     _check_counts(rows, counts)
     check_message("message", message, mixed_layout(counts, tokens).nbytes)

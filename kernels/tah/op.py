@@ -8,21 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lq_lightning.kernels.message.checks import check_message
+from lq_lightning.kernels.message.checks import check_float, check_message
 from lq_lightning.kernels.message.operators import define_operator
 
 from . import reference as cpu
 from .format import parse_tah_format
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _check_dtype(name: str, dtype: torch.dtype) -> None:
-    if dtype not in _FLOATS:
-        raise ValueError(
-            f"{name} has dtype {dtype}; allowed: float32, bfloat16, float16. Convert it, e.g. "
-            f"{name}.float()."
-        )
 
 
 def _quantize(x: Tensor, format: str) -> Tensor:
@@ -42,7 +32,7 @@ def _quantize(x: Tensor, format: str) -> Tensor:
         ValueError: a format, shape, dtype or stride other than above.
     """
     fmt = parse_tah_format(format)
-    _check_dtype("x", x.dtype)
+    check_float("x", x.dtype)
     if x.dim() != 3 or not x.is_contiguous():
         raise ValueError(
             f"x has shape {tuple(x.shape)} and strides {x.stride()}; expected contiguous [B, S, N]."
@@ -78,7 +68,7 @@ def _dequantize(
         ValueError: a format or dtype other than above, or a message of another size.
     """
     fmt = parse_tah_format(format)
-    _check_dtype("dtype", dtype)
+    check_float("dtype", dtype)
     check_message("message", message, fmt.layout(sequences, tokens, channels).nbytes)
     out = _fake_dequantize(message, sequences, tokens, channels, format, dtype)
     if message.is_cuda:

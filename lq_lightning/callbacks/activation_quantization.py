@@ -11,12 +11,6 @@ from typing import Any, Literal, get_args
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-)
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
@@ -43,6 +37,7 @@ from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.partition import kept_stages
 
 from .after_configure_model import AfterConfigureModel
+from .strategy_check import check_strategy
 from .training_loss import check_training_step, count_values, training_loss, untouched
 
 __all__ = ["ActivationQuantization"]
@@ -272,12 +267,7 @@ class ActivationQuantization(Callback):
                 f"there are two `{name}` in the Trainer, but a model is quantized once: remove "
                 "one. `ActivationPolicy(rules=[...])` gives modules formats of their own."
             )
-        known = (ModelParallelStrategy, DDPStrategy, SingleDeviceStrategy)
-        if not isinstance(strategy, known) or isinstance(strategy, DeepSpeedStrategy):
-            raise ValueError(
-                f"`{name}` does not work with `{type(strategy).__name__}`: use "
-                'strategy="quantized_fsdp", "ddp", `ModelParallelStrategy` or a single device.'
-            )
+        check_strategy(name, strategy)
         if self._budget is not None and getattr(strategy, "pipeline", None) is not None:
             raise ValueError(
                 f"`{name}(budget={self._budget.size!r})` measures whole models, not the stages of "

@@ -6,16 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-)
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lq_lightning.adaptive import GateOptimizer
+
+from .strategy_check import check_strategy
 
 __all__ = [
     "check_hyperparameters",
@@ -60,12 +56,7 @@ def check_run(callback: Callback, trainer: pl.Trainer, sites: Sequence[str]) -> 
             f"there are two `{cls.__name__}` in the Trainer, but all sites share one mean: give "
             "one the sites of both."
         )
-    known = (ModelParallelStrategy, DDPStrategy, SingleDeviceStrategy)
-    if not isinstance(strategy, known) or isinstance(strategy, DeepSpeedStrategy):
-        raise ValueError(
-            f"`{name}` does not work with `{type(strategy).__name__}`: use "
-            'strategy="quantized_fsdp", "ddp", `ModelParallelStrategy` or a single device.'
-        )
+    check_strategy(name, strategy)
     if getattr(strategy, "pipeline", None) is not None and list(sites) != ["boundaries"]:
         raise ValueError(
             f"`{name}(sites={list(sites)})`: in a pipeline, bits are those of what crosses the "

@@ -22,12 +22,11 @@ from torch import Tensor
 
 from lq_lightning.kernels.dequantize import dequantize, dequantize_out
 from lq_lightning.kernels.feedback import feedback_out
+from lq_lightning.kernels.message.checks import check_float
 from lq_lightning.kernels.quantize import quantize, quantize_out
 from lq_lightning.kernels.requantize import requantize, requantize_out
 
 from .spec import CodecSpec
-
-_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @lru_cache(maxsize=1024)
@@ -41,14 +40,6 @@ def _format_text(spec: CodecSpec) -> str:
     if torch.compiler.is_compiling():
         return str(spec.message_format)
     return _cached_format_text(spec)
-
-
-def _check_float(name: str, dtype: torch.dtype) -> None:
-    if dtype not in _FLOAT_DTYPES:
-        raise ValueError(
-            f"{name} has dtype {dtype}; allowed: float32, bfloat16, float16. "
-            f"Convert it, e.g. {name}.float()."
-        )
 
 
 def _check_shape(name: str, value: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
@@ -142,11 +133,11 @@ def encode(
     Error: per element at most half a scale for nearest rounding to integers without transform, one
     scale for stochastic rounding; with transform, the same in the transformed domain.
     """
-    _check_float("x_RN", x_RN.dtype)
+    check_float("x_RN", x_RN.dtype)
     if x_RN.dim() != 2:
         raise ValueError(f"x_RN has {x_RN.dim()} dimensions; expected 2. Use x.view(1, -1).")
     if reference is not None:
-        _check_float("reference", reference.dtype)
+        check_float("reference", reference.dtype)
         _check_shape("reference", reference, tuple(x_RN.shape), x_RN.device)
         reference = reference.detach()
     value, fmt = _seed_value(spec, seed), _format_text(spec)
@@ -172,10 +163,10 @@ def _decode(
     if out is None:
         if add:
             raise ValueError("add=True needs out=: the tensor that the values are added to.")
-        _check_float("dtype", dtype)
+        check_float("dtype", dtype)
         decoded: Tensor = dequantize(buf_KRB, numel, fmt, scale, dtype)
         return decoded
-    _check_float("out", out.dtype)
+    check_float("out", out.dtype)
     _check_shape("out", out, (buf_KRB.shape[1], numel), buf_KRB.device)
     dequantize_out(buf_KRB, numel, fmt, scale, add, out.detach())
     return out
@@ -324,7 +315,7 @@ def encode_with_residual(
     if values.dtype == torch.uint8:
         _check_messages("values", values, 3)
     else:
-        _check_float("values", values.dtype)
+        check_float("values", values.dtype)
         _check_shape("values", values, (rows, numel), out.device)
     for name, buf, codec in (("residual_RB", residual_RB, residual_spec), ("out", out, spec)):
         _check_messages(name, buf, 2)

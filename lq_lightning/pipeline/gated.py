@@ -21,8 +21,9 @@ from .engine import PipelineEngine
 from .execution import Listener
 from .links import started
 from .mixed import Lines, MixedCodec, StartingWidths
+from .schedules import rank_of_stage
 
-__all__ = ["GatedBoundaries", "GatedBoundary", "LearnsWidths"]
+__all__ = ["GatedBoundaries", "GatedBoundary", "LearnsWidths", "boundaries_between"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +41,23 @@ class GatedBoundary:
     name: str
     source: int
     target: int
+
+
+def boundaries_between(schedule: str, names: Sequence[str], size: int) -> list[GatedBoundary]:
+    """Return the boundaries between stages on different ranks; within one nothing is sent.
+
+    Args:
+        schedule: name of the schedule.
+        names: of the sites between all stages, in order: one fewer than there are stages.
+        size: ranks of the pipeline.
+    """
+    num_stages = len(names) + 1
+    places = [rank_of_stage(schedule, stage, num_stages, size) for stage in range(num_stages)]
+    return [
+        GatedBoundary(index=index, name=name, source=places[index], target=places[index + 1])
+        for index, name in enumerate(names)
+        if places[index] != places[index + 1]
+    ]
 
 
 @runtime_checkable

@@ -15,9 +15,9 @@ from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, GateOptimizer, ad
 from lq_lightning.callbacks.adaptive_pipeline import PipelineGates
 from lq_lightning.pipeline.boundary import make_boundary_codec
 from lq_lightning.pipeline.engine import PipelineEngine
-from lq_lightning.pipeline.gated import GatedBoundaries, GatedBoundary
+from lq_lightning.pipeline.gated import GatedBoundaries, GatedBoundary, boundaries_between
 from lq_lightning.pipeline.mixed import MixedCodec
-from lq_lightning.pipeline.schedules import rank_of_stage, stages_of_rank
+from lq_lightning.pipeline.schedules import stages_of_rank
 
 CONFIG = AdaptiveBitsConfig(learning_rate=0.5, start_bits=6.0)  # so that widths change at once
 COUNT = 4
@@ -44,12 +44,7 @@ def _layers(num_stages: int) -> nn.ModuleList:
 
 
 def _boundaries(schedule: str, size: int, num_stages: int) -> list[GatedBoundary]:
-    places = [rank_of_stage(schedule, stage, num_stages, size) for stage in range(num_stages)]
-    return [
-        GatedBoundary(index=index, name=f"layer {index}", source=source, target=target)
-        for index, (source, target) in enumerate(zip(places, places[1:], strict=False))
-        if source != target
-    ]
+    return boundaries_between(schedule, [f"layer {i}" for i in range(num_stages - 1)], size)
 
 
 def _pipeline(rank: int, size: int, schedule: str, per_rank: int) -> Any:

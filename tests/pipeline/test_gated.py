@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lq_lightning.codecs.mixed import WidthTable, round_trip_mixed
 from lq_lightning.pipeline.engine import PipelineEngine
-from lq_lightning.pipeline.gated import GatedBoundaries, GatedBoundary
+from lq_lightning.pipeline.gated import GatedBoundaries, boundaries_between
 from lq_lightning.pipeline.message import Message
 from lq_lightning.pipeline.mixed import Lines, MixedCodec
-from lq_lightning.pipeline.schedules import rank_of_stage, stages_of_rank
+from lq_lightning.pipeline.schedules import stages_of_rank
 
 Key = tuple[int, bool, int]
 
@@ -62,12 +62,8 @@ def _pipeline(
         codec,
         codec,
     )
-    places = [rank_of_stage(schedule, stage, num_stages, size) for stage in range(num_stages)]
-    boundaries = [
-        GatedBoundary(index=index, name=f"layer {index}", source=source, target=target)
-        for index, (source, target) in enumerate(zip(places, places[1:], strict=False))
-        if source != target
-    ]
+    names = [f"layer {index}" for index in range(num_stages - 1)]
+    boundaries = boundaries_between(schedule, names, size)
     return engine, codec, GatedBoundaries(boundaries, engine, codec, group, replicas)
 
 

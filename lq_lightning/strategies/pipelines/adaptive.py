@@ -6,10 +6,9 @@ from collections.abc import Iterable
 
 from lightning.pytorch.callbacks import Callback
 
-from lq_lightning.pipeline.gated import GatedBoundaries, GatedBoundary, LearnsWidths
+from lq_lightning.pipeline.gated import GatedBoundaries, LearnsWidths, boundaries_between
 from lq_lightning.pipeline.mixed import MixedCodec
 from lq_lightning.pipeline.plan import PipelinePlan
-from lq_lightning.pipeline.schedules import rank_of_stage
 from lq_lightning.strategies.pipelines.options import PipelineOptions
 from lq_lightning.strategies.pipelines.ranks import PipelineRanks
 from lq_lightning.strategies.pipelines.run import PipelineRun
@@ -54,9 +53,10 @@ def connect_learner(
     learner, codec = _learner(callbacks), run.codecs[0]
     if learner is None or not isinstance(codec, MixedCodec):
         return
+    names = [f"{layers[-1]}:output" for layers in plan.stages[:-1]]
     learner.connect_boundaries(
         GatedBoundaries(
-            _boundaries(options.schedule, plan, ranks.size),
+            boundaries_between(options.schedule, names, ranks.size),
             run.engine,
             codec,
             ranks.control_group,
@@ -68,17 +68,3 @@ def connect_learner(
 
 def _learner(callbacks: Iterable[Callback]) -> LearnsWidths | None:
     return next((each for each in callbacks if isinstance(each, LearnsWidths)), None)
-
-
-def _boundaries(schedule: str, plan: PipelinePlan, size: int) -> list[GatedBoundary]:
-    places = [rank_of_stage(schedule, s, plan.num_stages, size) for s in range(plan.num_stages)]
-    return [
-        GatedBoundary(
-            index=index,
-            name=f"{plan.stages[index][-1]}:output",
-            source=source,
-            target=target,
-        )
-        for index, (source, target) in enumerate(zip(places, places[1:], strict=False))
-        if source != target  # else nothing is sent
-    ]
