@@ -18,12 +18,12 @@ def _dequantize_out(
     """Decode messages, sum them and write or add ``scale`` times the sum to ``out``.
 
     Args:
-        message: ``[K, R, nbytes]`` uint8.
+        message: ``[K, R, nbytes]`` or ``[K, P, Q, nbytes]`` uint8.
         numel: values in a row.
         format: a ``MessageFormat`` as a string.
         scale: factor of the sum.
         add: add to ``out`` in fp32, rounded once, instead of overwriting it.
-        out: ``[R, numel]`` fp32, bf16 or fp16, last dimension contiguous.
+        out: ``[R, numel]`` or ``[P, Q, numel]`` fp32, bf16 or fp16, last dimension contiguous.
     """
     fmt = parse_format(format)
     check_message("message", message, fmt.layout(numel).nbytes)

@@ -67,13 +67,18 @@ def dequantize(
     """Decode messages and sum them in fp32, in index order.
 
     Args:
-        message: ``[K, R, fmt.layout(numel).nbytes]`` uint8, last dimension contiguous.
+        message: ``[K, R, fmt.layout(numel).nbytes]`` uint8, last dimension contiguous; or
+            ``[K, P, Q, ...]``.
         numel: values in a row.
         fmt: the format.
         scale: factor of the sum.
         add: add to ``out`` instead of overwriting it (fp32 addition, rounded once).
-        out: ``[R, numel]`` floating point, last dimension contiguous.
+        out: ``[R, numel]`` or ``[P, Q, numel]`` floating point, last dimension contiguous.
     """
+    if out.dim() == 3:
+        for index, rows in enumerate(out):
+            dequantize(message[:, index], numel, fmt, scale, add, rows)
+        return
     layout = fmt.layout(numel)
     rows = message.shape[1]
     # Rounded to fp32 once, on the host, for every device alike.

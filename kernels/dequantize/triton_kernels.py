@@ -11,18 +11,20 @@ from torch import Tensor
 from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message.launch import (
     INT_TO_FLOAT,
+    UNROLLED_IN_TAIL,
     UNROLLED_MESSAGES,
+    RowSteps,
     Tile,
     choose_tile,
     on_device,
-    row_grid,
     row_stride,
 )
 from lq_lightning.kernels.message.triton_blocks import hadamard, load_run, round_output
-from lq_lightning.kernels.message.triton_frame import for_each_tile
+from lq_lightning.kernels.message.triton_frame import for_each_tile, row_offset
 from lq_lightning.kernels.message.triton_rows import decode_tile
 
 _AT_ONCE = tl.constexpr(UNROLLED_MESSAGES)
+_AT_ONCE_IN_TAIL = tl.constexpr(UNROLLED_IN_TAIL)
 
 
 @triton.jit
@@ -44,19 +46,23 @@ def reduce_tile(
 
     ``UNROLLED`` is that of ``unrolled``, which saves small numbers the loop.
     """
-    total = decode_tile(message_ptr, start, limit, numel, int_to_float, BLOCK, RUN, FORMAT, FULL)
-    if UNROLLED > 0:
+    AT_ONCE: tl.constexpr = _AT_ONCE if FULL else _AT_ONCE_IN_TAIL
+    if UNROLLED > 0 and UNROLLED <= AT_ONCE:
+        total = decode_tile(
+            message_ptr, start, limit, numel, int_to_float, BLOCK, RUN, FORMAT, FULL
+        )
         for _ in tl.static_range(1, UNROLLED):
             message_ptr += message_stride
             total += decode_tile(
                 message_ptr, start, limit, numel, int_to_float, BLOCK, RUN, FORMAT, FULL
             )
     else:
-        for _ in tl.range(1, num_messages, loop_unroll_factor=_AT_ONCE):
-            message_ptr += message_stride
+        total = tl.full((BLOCK,), -0.0, tl.float32)  # which leaves the first summand as it is
+        for _ in tl.range(0, num_messages, loop_unroll_factor=AT_ONCE):
             total += decode_tile(
                 message_ptr, start, limit, numel, int_to_float, BLOCK, RUN, FORMAT, FULL
             )
+            message_ptr += message_stride
     return total
 
 
@@ -76,7 +82,9 @@ def _dequantize_tile(
     out_ptr,
     message_stride,
     row_stride,
+    row_jump,
     out_stride,
+    out_jump,
     num_messages,
     factor,
     int_to_float,
@@ -85,12 +93,13 @@ def _dequantize_tile(
     ADD: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    target = out_ptr + row * out_stride + start
+    target = out_ptr + row_offset(row, out_stride, out_jump) + start
+    message_ptr += row_offset(row, row_stride, row_jump)
     if ADD:  # before the messages, so that all loads are on their way together
         VECTOR: tl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
         base = load_run(target, numel - start, BLOCK, VECTOR, RUN, FULL)
     total = reduce_tile(
-        *(message_ptr + row * row_stride, message_stride, num_messages, start, numel, numel),
+        *(message_ptr, message_stride, num_messages, start, numel, numel),
         *(int_to_float, BLOCK, RUN, FORMAT, UNROLLED, FULL),
     )
     values = hadamard(total, BLOCK, FORMAT.hadamard_size, RUN) * factor
@@ -104,15 +113,18 @@ def _dequantize_tile(
         tl.store(target + offsets, result, offsets < numel - start)
 
 
-@triton.jit(do_not_specialize=["num_messages", "rows", "tiles", "factor", "int_to_float"])
+@triton.jit(do_not_specialize=["num_messages", "rows", "across", "tiles", "factor", "int_to_float"])
 def dequantize_rows_kernel(
     message_ptr,
     out_ptr,
     message_stride,
     row_stride,
+    row_jump,
     out_stride,
+    out_jump,
     num_messages,
     rows,
+    across,
     tiles,
     numel,
     factor,
@@ -131,8 +143,18 @@ def dequantize_rows_kernel(
         numel,
         BLOCK,
         (message_ptr, out_ptr),
-        (message_stride, row_stride, out_stride, num_messages, factor, int_to_float),
+        (
+            message_stride,
+            row_stride,
+            row_jump,
+            out_stride,
+            out_jump,
+            num_messages,
+            factor,
+            int_to_float,
+        ),
         (FORMAT, UNROLLED, ADD, RUN),
+        across=across,
     )
 
 
@@ -150,25 +172,28 @@ def launch_dequantize(
 
     ``tile`` overrides the choice from the tables; it changes the speed, not the bits.
     """
-    num_messages, rows = message.shape[:2]
-    if rows == 0 or numel == 0:
+    num_messages = message.shape[0]
+    if out.numel() == 0:
         return
     if tile is None:
         kind = f"{'dequantize' if num_messages == 1 else 'reduce'} {8 * out.element_size()}"
         if num_messages == 1:
             kind += " hadamard" if fmt.hadamard_size else " add" if add else ""
         tile = choose_tile(kind, 1, out.numel(), out.device)
+    steps = RowSteps.of(out, message)
+    out_strides, row_strides = steps.strides
     # Rounded to fp32 once, on the host, for every device alike.
     factor = ctypes.c_float(scale * fmt.inverse_norm).value
     with on_device(out):
-        dequantize_rows_kernel[row_grid(rows, numel, tile)](
+        dequantize_rows_kernel[steps.grid(numel, tile)](
             message,
             out,
             row_stride(message, 0),
-            row_stride(message, 1),
-            row_stride(out, 0),
+            *row_strides,
+            *out_strides,
             num_messages,
-            rows,
+            steps.rows,
+            steps.across,
             tile.tiles,
             numel,
             factor,

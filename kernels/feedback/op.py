@@ -45,7 +45,14 @@ def _formats(stored: str, target: str) -> tuple[MessageFormat, MessageFormat]:
 
 
 def _feedback_out(
-    x: Tensor, numel: int, stored: str, target: str, seed: int, residual: Tensor, out: Tensor
+    x: Tensor,
+    numel: int,
+    stored: str,
+    target: str,
+    seed: int,
+    residual: Tensor,
+    out: Tensor,
+    skip: int | None = None,
 ) -> None:
     """Encode ``x`` plus ``residual`` into ``out``, and what that leaves out into ``residual``.
 
@@ -57,6 +64,7 @@ def _feedback_out(
         seed: for stochastic rounding in ``target``.
         residual: ``[R, nbytes]`` uint8.
         out: ``[R, nbytes]`` uint8.
+        skip: row of ``x``, then of ``R + 1``, to leave out.
     """
     stored_format, target_format = _formats(stored, target)
     if x.dtype == torch.uint8:
@@ -68,21 +76,28 @@ def _feedback_out(
     if x.is_cuda:
         from .triton_kernels import launch_feedback
 
-        launch_feedback(x, numel, stored_format, target_format, seed, residual, out)
+        launch_feedback(x, numel, stored_format, target_format, seed, residual, out, skip)
     else:
-        cpu.feedback(x, numel, stored_format, target_format, seed, residual, out)
+        cpu.feedback(x, numel, stored_format, target_format, seed, residual, out, skip)
     count_write(residual, out)
 
 
 def _fake_feedback_out(
-    x: Tensor, numel: int, stored: str, target: str, seed: int, residual: Tensor, out: Tensor
+    x: Tensor,
+    numel: int,
+    stored: str,
+    target: str,
+    seed: int,
+    residual: Tensor,
+    out: Tensor,
+    skip: int | None = None,
 ) -> None:
     return None
 
 
 feedback_out = define_operator(
     "feedback_out(Tensor x, int numel, str stored, str target, int seed, Tensor(a!) residual, "
-    "Tensor(b!) out) -> ()",
+    "Tensor(b!) out, int? skip=None) -> ()",
     _feedback_out,
     _fake_feedback_out,
 )

@@ -8,7 +8,7 @@ from torch import Tensor
 from lq_lightning.kernels.dequantize.reference import decode_block, reduce_block
 from lq_lightning.kernels.message import MessageFormat, round_up
 from lq_lightning.kernels.message import reference as blocks
-from lq_lightning.kernels.message.chunks import row_chunks
+from lq_lightning.kernels.message.chunks import row_chunks, take_rows
 from lq_lightning.kernels.quantize.reference import encode_block, zero_padding_bytes
 
 
@@ -20,6 +20,7 @@ def feedback(
     seed: int,
     residual: Tensor,
     out: Tensor,
+    skip: int | None = None,
 ) -> None:
     """Encode ``x`` plus ``residual`` into ``out``, and what ``out`` leaves out into ``residual``.
 
@@ -34,6 +35,7 @@ def feedback(
         seed: for stochastic rounding in ``target``; ``stored`` is rounded to neaerror.
         residual: ``[R, stored.layout(numel).nbytes]`` uint8.
         out: ``[R, target.layout(numel).nbytes]`` uint8.
+        skip: row of ``x``, then of ``R + 1``, to leave out.
     """
     rows, padded = out.shape[0], target.layout(numel).padded_numel
     zero_padding_bytes(out, numel, target)
@@ -44,11 +46,12 @@ def feedback(
     for row, row_end, column, column_end in row_chunks(rows, total, target.group_size):
         count, kept = min(column_end, padded) - column, residual[row:row_end]
         block = torch.zeros(row_end - row, column_end - column, dtype=torch.float32)
+        taken = take_rows(x, row, row_end, skip)
         if x.dtype == torch.uint8:
-            block[:, :count] = reduce_block(x[:, row:row_end], numel, column, count, stored)
+            block[:, :count] = reduce_block(taken, numel, column, count, stored)
         else:
             end = min(column_end, numel)
-            block[:, : end - column] = x[row:row_end, column:end]
+            block[:, : end - column] = taken[:, column:end]
             if target.hadamard_size:
                 blocks.hadamard_(block, target.hadamard_size)
             block.mul_(target.forward_norm)

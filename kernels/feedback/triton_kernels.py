@@ -43,6 +43,7 @@ def _feedback_tile(
     residual_stride,
     out_stride,
     num_messages,
+    skip,
     seed_a,
     seed_b,
     int_to_float,
@@ -52,7 +53,7 @@ def _feedback_tile(
     UNROLLED: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    x_ptr += row * row_stride
+    x_ptr += (row + tl.where(row >= skip, 1, 0)) * row_stride
     residual_ptr += row * residual_stride
     out_ptr += row * out_stride
     if SUM:
@@ -81,7 +82,12 @@ def _feedback_tile(
     )
 
 
-@triton.jit(do_not_specialize=["num_messages", "rows", "tiles", "seed_a", "seed_b", "int_to_float"])
+@triton.jit(
+    do_not_specialize=[
+        *("num_messages", "rows", "skip", "tiles", "seed_a", "seed_b"),
+        "int_to_float",
+    ]
+)
 def feedback_rows_kernel(
     x_ptr,
     residual_ptr,
@@ -92,6 +98,7 @@ def feedback_rows_kernel(
     out_stride,
     num_messages,
     rows,
+    skip,
     tiles,
     numel,
     seed_a,
@@ -118,6 +125,7 @@ def feedback_rows_kernel(
             residual_stride,
             out_stride,
             num_messages,
+            skip,
             seed_a,
             seed_b,
             int_to_float,
@@ -134,6 +142,7 @@ def launch_feedback(
     seed: int,
     residual: Tensor,
     out: Tensor,
+    skip: int | None = None,
     *,
     tile: Tile | None = None,
 ) -> None:
@@ -160,6 +169,7 @@ def launch_feedback(
             row_stride(out, 0),
             num_messages,
             rows,
+            rows if skip is None else skip,
             tile.tiles,
             numel,
             *seed_words(seed),

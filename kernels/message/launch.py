@@ -23,6 +23,9 @@ INT_TO_FLOAT = 0x4B000000
 # 197 us unrolled and 250 in a loop unrolled by 4; 32 take 609 in a loop unrolled by 8, 765 in one
 # unrolled by 4, and 596 in one that is not.
 UNROLLED_MESSAGES = 8
+# In the incomplete tile at the end of a row, which is compiled apart from the others: less of it
+# keeps a kernel for any number of messages within three seconds of the compiler.
+UNROLLED_IN_TAIL = 4
 _HERE = nullcontext()
 
 
@@ -74,18 +77,69 @@ def row_grid(rows: int, numel: int, tile: Tile) -> tuple[int, int, int]:
     )
 
 
+class RowSteps(NamedTuple):
+    """How a grid goes through the rows of several matrices, and where these lie.
+
+    Rows ``[R, N]`` may also be ``[P, Q, N]`` of any two strides, numbered in that order: those of a
+    world, say, which are ordered by node in one tensor and by local rank in another.
+
+    Attributes:
+        rows: all of them.
+        across: rows along the second axis of the grid.
+        strides: of each matrix: the distance of rows along the second axis of the grid, and by how
+            much that of two along the third differs from ``across`` of those (a jump).
+    """
+
+    rows: int
+    across: int
+    strides: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, *matrices: Tensor) -> RowSteps:
+        """Find the steps through the rows of the first matrix, ``[R, N]`` or ``[P, Q, N]``.
+
+        Args:
+            matrices: of which the last dimensions are these; the rows of the others may be more.
+
+        Raises:
+            ValueError: rows of two strides are too many for a grid.
+        """
+        first = matrices[0]
+        if first.dim() == 3 and first.shape[0] > 1 and first.shape[1] > 1:
+            across = first.shape[1]
+            if max(first.shape[:2]) > MAX_GRID_Y:
+                raise ValueError(
+                    f"rows of two strides in the shape {tuple(first.shape)} exceed the grid of a "
+                    f"GPU, {MAX_GRID_Y} along each dimension: give them in smaller parts."
+                )
+            steps = ((m.stride(-2), m.stride(-3) - across * m.stride(-2)) for m in matrices)
+            return cls(first.shape[0] * across, across, tuple(steps))
+        dim = -3 if first.dim() == 3 and first.shape[1] == 1 else -2
+        strides = tuple((row_stride(matrix, dim), 0) for matrix in matrices)
+        return cls(first.shape[:-1].numel(), MAX_GRID_Y, strides)
+
+    def grid(self, numel: int, tile: Tile) -> tuple[int, int, int]:
+        """Return the grid for rows of ``numel`` elements."""
+        return (
+            triton.cdiv(numel, tile.block * tile.tiles),
+            min(self.rows, self.across),
+            triton.cdiv(self.rows, self.across),
+        )
+
+
 def run_passes(fmt: MessageFormat, out: Tensor, launch: Callable[[Tensor, bool], None]) -> None:
     """Launch a kernel that encodes rows: once, or for formats with one scale per row twice.
 
     Args:
         fmt: the format that is encoded.
-        out: ``[R, B]`` the encoded rows.
+        out: ``[R, B]`` or ``[P, Q, B]`` the encoded rows.
         launch: given ``range_ptr`` of ``encode_tile``, and whether to widen the range instead.
     """
     if fmt.group_size:
         launch(out, False)
         return
-    ranges = torch.full((out.shape[0], 2), -(2**31), dtype=torch.int32, device=out.device)
+    rows = out.shape[:-1].numel()
+    ranges = torch.full((rows, 2), -(2**31), dtype=torch.int32, device=out.device)
     launch(ranges, True)
     launch(ranges, False)
 

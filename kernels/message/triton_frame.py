@@ -7,9 +7,15 @@ import triton.language as tl
 
 
 @triton.jit
-def program_row():
-    """Row of this program in the grid of ``launch.row_grid``, int64."""
-    return tl.program_id(1).to(tl.int64) + tl.program_id(2).to(tl.int64) * 65535
+def program_row(across=65535):
+    """Row of this program in the grid of ``launch.row_grid``, int64; ``across`` are its columns."""
+    return tl.program_id(1).to(tl.int64) + tl.program_id(2).to(tl.int64) * across
+
+
+@triton.jit
+def row_offset(row, stride, jump):
+    """Where the row of this program lies, int64; ``stride`` and ``jump`` of ``launch.RowSteps``."""
+    return row * stride + tl.program_id(2).to(tl.int64) * jump
 
 
 @triton.jit
@@ -38,16 +44,17 @@ def for_each_tile(
     scalars,
     constants,
     WHOLE: tl.constexpr = False,
+    across=65535,
 ):
     """Call ``TILE`` for every tile of this program.
 
     As ``TILE(row, start, numel, BLOCK, FULL, *pointers, *scalars, *constants)``. ``row`` and
     ``start``, its first column, are int64; the row ends at column ``numel``. ``FULL`` is a
     constant, True but for the incomplete tile at the end of a row: the function is compiled twice,
-    and what runs in the loop has no masks. The last three arguments are tuples written in the call:
-    in a variable, constants would become tensors.
+    and what runs in the loop has no masks. The three tuples are written in the call: in a variable,
+    constants would become tensors. ``across`` is that of ``program_row``.
     """
-    row = program_row()
+    row = program_row(across)
     if row < rows:
         first, end, last = program_tiles(numel, tiles, BLOCK)
         for tile in range(first, end):

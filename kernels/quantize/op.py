@@ -12,27 +12,35 @@ from lq_lightning.kernels.message.operators import count_write, define_operator
 from . import reference as cpu
 
 
-def _quantize_out(x: Tensor, reference: Tensor | None, format: str, seed: int, out: Tensor) -> None:
+def _quantize_out(
+    x: Tensor,
+    reference: Tensor | None,
+    format: str,
+    seed: int,
+    out: Tensor,
+    skip: int | None = None,
+) -> None:
     """Encode ``x`` (minus ``reference``) into ``out``.
 
     Args:
-        x: ``[R, N]`` fp32, bf16 or fp16, last dimension contiguous.
-        reference: ``[R, N]`` or None.
+        x: ``[R, N]`` or ``[P, Q, N]`` fp32, bf16 or fp16, last dimension contiguous.
+        reference: as ``x``, or None.
         format: a ``MessageFormat`` as a string.
         seed: for stochastic rounding.
-        out: ``[R, nbytes]`` uint8.
+        out: ``[R, nbytes]`` or ``[P, Q, nbytes]`` uint8.
+        skip: row of ``x``, then ``[R + 1, N]``, to leave out.
     """
     fmt = parse_format(format)
     check_rows("x", x)
     if reference is not None:
         check_rows("reference", reference)
-    check_message("out", out, fmt.layout(x.shape[1]).nbytes)
+    check_message("out", out, fmt.layout(x.shape[-1]).nbytes)
     if x.is_cuda:
         from .triton_kernels import launch_quantize
 
-        launch_quantize(x, reference, fmt, seed, out)
+        launch_quantize(x, reference, fmt, seed, out, skip)
     else:
-        cpu.quantize(x, reference, fmt, seed, out)
+        cpu.quantize(x, reference, fmt, seed, out, skip)
     count_write(out)
 
 
@@ -44,7 +52,12 @@ def _quantize(x: Tensor, reference: Tensor | None, format: str, seed: int) -> Te
 
 
 def _fake_quantize_out(
-    x: Tensor, reference: Tensor | None, format: str, seed: int, out: Tensor
+    x: Tensor,
+    reference: Tensor | None,
+    format: str,
+    seed: int,
+    out: Tensor,
+    skip: int | None = None,
 ) -> None:
     return None
 
@@ -55,7 +68,8 @@ def _fake_quantize(x: Tensor, reference: Tensor | None, format: str, seed: int) 
 
 
 quantize_out = define_operator(
-    "quantize_out(Tensor x, Tensor? reference, str format, int seed, Tensor(a!) out) -> ()",
+    "quantize_out(Tensor x, Tensor? reference, str format, int seed, Tensor(a!) out, "
+    "int? skip=None) -> ()",
     _quantize_out,
     _fake_quantize_out,
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat, round_up
 from lq_lightning.kernels.message import reference as blocks
-from lq_lightning.kernels.message.chunks import row_chunks
+from lq_lightning.kernels.message.chunks import row_chunks, take_rows
 
 
 def encode_block(
@@ -114,23 +114,31 @@ def quantize(
     fmt: MessageFormat,
     seed: int,
     out: Tensor,
+    skip: int | None = None,
 ) -> None:
     """Encode ``x`` (or ``x - reference``) into ``out``.
 
     Args:
-        x: ``[R, N]`` floating point, last dimension contiguous.
+        x: ``[R, N]`` or ``[P, Q, N]`` floating point, last dimension contiguous.
         reference: same shape as ``x``; the difference is taken in fp32.
         fmt: the format.
         seed: for stochastic rounding.
-        out: ``[R, fmt.layout(N).nbytes]`` uint8, last dimension contiguous.
+        out: ``[R, fmt.layout(N).nbytes]`` uint8, last dimension contiguous; or ``[P, Q, ...]``.
+        skip: row of ``x``, then ``[R + 1, N]``, to leave out.
     """
-    numel = x.shape[1]
+    numel = x.shape[-1]
+    if out.dim() == 3:
+        rows = out.new_empty(out.shape[:2].numel(), out.shape[2])
+        other = None if reference is None else reference.flatten(0, 1)
+        quantize(x.flatten(0, 1), other, fmt, seed, rows)
+        out.copy_(rows.view_as(out))
+        return
 
     def block_at(row: int, row_end: int, column: int, column_end: int) -> Tensor:
         end = min(column_end, numel)
         block = torch.zeros(row_end - row, column_end - column, dtype=torch.float32)
         values = block[:, : max(0, end - column)]
-        values.copy_(x[row:row_end, column:end])
+        values.copy_(take_rows(x, row, row_end, skip)[:, column:end])
         if reference is not None:
             values.sub_(reference[row:row_end, column:end])
         return blocks.hadamard_(block, fmt.hadamard_size) if fmt.hadamard_size else block

@@ -8,16 +8,15 @@ from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message.launch import (
+    RowSteps,
     Tile,
     choose_tile,
     on_device,
-    row_grid,
-    row_stride,
     run_passes,
 )
 from lq_lightning.kernels.message.reference import seed_words
 from lq_lightning.kernels.message.triton_blocks import hadamard, load_run
-from lq_lightning.kernels.message.triton_frame import for_each_tile
+from lq_lightning.kernels.message.triton_frame import for_each_tile, row_offset
 from lq_lightning.kernels.message.triton_rows import encode_pass
 
 
@@ -33,8 +32,12 @@ def _quantize_tile(
     out_ptr,
     range_ptr,
     x_stride,
+    x_jump,
     reference_stride,
+    reference_jump,
     out_stride,
+    out_jump,
+    skip,
     seed_a,
     seed_b,
     FORMAT: tl.constexpr,
@@ -44,29 +47,37 @@ def _quantize_tile(
 ):
     count = numel - start
     VECTOR: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
-    x = load_run(x_ptr + row * x_stride + start, count, BLOCK, VECTOR, RUN, FULL).to(tl.float32)
+    source = row + tl.where(row >= skip, 1, 0)
+    x_ptr += row_offset(source, x_stride, x_jump)
+    x = load_run(x_ptr + start, count, BLOCK, VECTOR, RUN, FULL).to(tl.float32)
     if DIFFERENCE:
         OTHER: tl.constexpr = 128 // reference_ptr.dtype.element_ty.primitive_bitwidth
-        other_ptr = reference_ptr + row * reference_stride + start
-        other = load_run(other_ptr, count, BLOCK, OTHER, RUN, FULL)
+        reference_ptr += row_offset(row, reference_stride, reference_jump)
+        other = load_run(reference_ptr + start, count, BLOCK, OTHER, RUN, FULL)
         x = x - other.to(tl.float32)
     x = hadamard(x, BLOCK, FORMAT.hadamard_size, RUN)
+    out_ptr += row_offset(row, out_stride, out_jump)
     encode_pass(
-        *(x, out_ptr + row * out_stride, range_ptr, row, start, numel, numel, seed_a, seed_b),
+        *(x, out_ptr, range_ptr, row, start, numel, numel, seed_a, seed_b),
         *(BLOCK, FORMAT, FORMAT.forward_norm, FULL, WIDEN),
     )
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "seed_a", "seed_b"])
+@triton.jit(do_not_specialize=["rows", "across", "skip", "tiles", "seed_a", "seed_b"])
 def quantize_rows_kernel(
     x_ptr,
     reference_ptr,
     out_ptr,
     range_ptr,
     x_stride,
+    x_jump,
     reference_stride,
+    reference_jump,
     out_stride,
+    out_jump,
     rows,
+    across,
+    skip,
     tiles,
     numel,
     seed_a,
@@ -85,8 +96,19 @@ def quantize_rows_kernel(
         numel,
         BLOCK,
         (x_ptr, reference_ptr, out_ptr, range_ptr),
-        (x_stride, reference_stride, out_stride, seed_a, seed_b),
+        (
+            x_stride,
+            x_jump,
+            reference_stride,
+            reference_jump,
+            out_stride,
+            out_jump,
+            skip,
+            seed_a,
+            seed_b,
+        ),
         (FORMAT, DIFFERENCE, WIDEN, RUN),
+        across=across,
     )
 
 
@@ -96,6 +118,7 @@ def launch_quantize(
     fmt: MessageFormat,
     seed: int,
     out: Tensor,
+    skip: int | None = None,
     *,
     tile: Tile | None = None,
 ) -> None:
@@ -103,25 +126,29 @@ def launch_quantize(
 
     ``tile`` overrides the choice from the tables; it changes the speed, not the bits.
     """
-    rows, numel = x.shape
-    if rows == 0 or numel == 0:
+    numel = x.shape[-1]
+    if out.numel() == 0 or numel == 0:
         return
     if tile is None:
         kind = f"{'quantize' if reference is None else 'difference'} {8 * x.element_size()}"
         kind += " hadamard" if fmt.hadamard_size else ""
         tile = choose_tile(kind, fmt.block_multiple, x.numel(), x.device)
     other = x if reference is None else reference
+    steps = RowSteps.of(out, x, other)
+    out_strides, x_strides, other_strides = steps.strides
 
     def launch(ranges: Tensor, widen: bool) -> None:
-        quantize_rows_kernel[row_grid(rows, fmt.layout(numel).padded_numel, tile)](
+        quantize_rows_kernel[steps.grid(fmt.layout(numel).padded_numel, tile)](
             x,
             other,
             out,
             ranges,
-            row_stride(x, 0),
-            row_stride(other, 0),
-            row_stride(out, 0),
-            rows,
+            *x_strides,
+            *other_strides,
+            *out_strides,
+            steps.rows,
+            steps.across,
+            steps.rows if skip is None else skip,
             tile.tiles,
             numel,
             *seed_words(seed),

@@ -13,7 +13,13 @@ from . import reference as cpu
 
 
 def _requantize_out(
-    message: Tensor, numel: int, source: str, target: str, seed: int, out: Tensor
+    message: Tensor,
+    numel: int,
+    source: str,
+    target: str,
+    seed: int,
+    out: Tensor,
+    skip: int | None = None,
 ) -> None:
     """Sum messages of format ``source`` and encode the sum in format ``target``.
 
@@ -24,6 +30,7 @@ def _requantize_out(
         target: format of ``out``.
         seed: for stochastic rounding in ``target``.
         out: ``[R, nbytes]`` uint8.
+        skip: row of ``message``, then ``[K, R + 1, nbytes]``, to leave out.
     """
     source_format, target_format = parse_format(source), parse_format(target)
     check_message("message", message, source_format.layout(numel).nbytes)
@@ -31,9 +38,9 @@ def _requantize_out(
     if message.is_cuda:
         from .triton_kernels import launch_requantize
 
-        launch_requantize(message, numel, source_format, target_format, seed, out)
+        launch_requantize(message, numel, source_format, target_format, seed, out, skip)
     else:
-        cpu.requantize(message, numel, source_format, target_format, seed, out)
+        cpu.requantize(message, numel, source_format, target_format, seed, out, skip)
     count_write(out)
 
 
@@ -45,7 +52,13 @@ def _requantize(message: Tensor, numel: int, source: str, target: str, seed: int
 
 
 def _fake_requantize_out(
-    message: Tensor, numel: int, source: str, target: str, seed: int, out: Tensor
+    message: Tensor,
+    numel: int,
+    source: str,
+    target: str,
+    seed: int,
+    out: Tensor,
+    skip: int | None = None,
 ) -> None:
     return None
 
@@ -56,8 +69,8 @@ def _fake_requantize(message: Tensor, numel: int, source: str, target: str, seed
 
 
 requantize_out = define_operator(
-    "requantize_out(Tensor message, int numel, str source, str target, int seed, Tensor(a!) out)"
-    " -> ()",
+    "requantize_out(Tensor message, int numel, str source, str target, int seed, Tensor(a!) out, "
+    "int? skip=None) -> ()",
     _requantize_out,
     _fake_requantize_out,
 )

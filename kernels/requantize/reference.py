@@ -8,6 +8,7 @@ from torch import Tensor
 from lq_lightning.kernels.dequantize.reference import reduce_block
 from lq_lightning.kernels.message import MessageFormat, round_up
 from lq_lightning.kernels.message import reference as blocks
+from lq_lightning.kernels.message.chunks import take_rows
 from lq_lightning.kernels.quantize.reference import encode_rows
 
 
@@ -18,6 +19,7 @@ def requantize(
     target: MessageFormat,
     seed: int,
     out: Tensor,
+    skip: int | None = None,
 ) -> None:
     """Sum messages of format ``source`` and encode the sum in format ``target``.
 
@@ -31,6 +33,7 @@ def requantize(
         target: format of ``out``.
         seed: for stochastic rounding in ``target``.
         out: ``[R, target.layout(numel).nbytes]`` uint8, last dimension contiguous.
+        skip: row of ``message``, then of ``R + 1``, to leave out.
     """
     padded = source.layout(numel).padded_numel
     multiple = max(source.block_multiple, target.block_multiple)
@@ -43,7 +46,7 @@ def requantize(
 
     def block_at(row: int, row_end: int, column: int, column_end: int) -> Tensor:
         count = min(column_end, padded) - column
-        values = reduce_block(message[:, row:row_end], numel, column, count, source)
+        values = reduce_block(take_rows(message, row, row_end, skip), numel, column, count, source)
         if not same_domain and source.hadamard_size:
             values = blocks.hadamard_(values.contiguous(), source.hadamard_size)
             values.mul_(source.inverse_norm)

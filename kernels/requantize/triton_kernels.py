@@ -38,6 +38,7 @@ def _requantize_tile(
     row_stride,
     out_stride,
     num_messages,
+    skip,
     seed_a,
     seed_b,
     int_to_float,
@@ -47,8 +48,9 @@ def _requantize_tile(
     WIDEN: tl.constexpr,
     RUN: tl.constexpr,
 ):
+    source = row + tl.where(row >= skip, 1, 0)
     x = reduce_tile(
-        *(message_ptr + row * row_stride, message_stride, num_messages, start, numel, numel),
+        *(message_ptr + source * row_stride, message_stride, num_messages, start, numel, numel),
         *(int_to_float, BLOCK, RUN, SOURCE, UNROLLED, FULL),
     )
     SAME: tl.constexpr = SOURCE.hadamard_size == TARGET.hadamard_size
@@ -68,7 +70,12 @@ def _requantize_tile(
     )
 
 
-@triton.jit(do_not_specialize=["num_messages", "rows", "tiles", "seed_a", "seed_b", "int_to_float"])
+@triton.jit(
+    do_not_specialize=[
+        *("num_messages", "rows", "skip", "tiles", "seed_a", "seed_b"),
+        "int_to_float",
+    ]
+)
 def requantize_rows_kernel(
     message_ptr,
     out_ptr,
@@ -78,6 +85,7 @@ def requantize_rows_kernel(
     out_stride,
     num_messages,
     rows,
+    skip,
     tiles,
     numel,
     seed_a,
@@ -98,7 +106,7 @@ def requantize_rows_kernel(
         numel,
         BLOCK,
         (message_ptr, out_ptr, range_ptr),
-        (message_stride, row_stride, out_stride, num_messages, seed_a, seed_b, int_to_float),
+        (message_stride, row_stride, out_stride, num_messages, skip, seed_a, seed_b, int_to_float),
         (SOURCE, TARGET, UNROLLED, WIDEN, RUN),
     )
 
@@ -110,6 +118,7 @@ def launch_requantize(
     target: MessageFormat,
     seed: int,
     out: Tensor,
+    skip: int | None = None,
     *,
     tile: Tile | None = None,
 ) -> None:
@@ -117,7 +126,7 @@ def launch_requantize(
 
     ``tile`` overrides the choice from the tables; it changes the speed, not the bits.
     """
-    num_messages, rows = message.shape[:2]
+    num_messages, rows = message.shape[0], out.shape[0]
     if rows == 0 or numel == 0:
         return
     if tile is None:
@@ -135,6 +144,7 @@ def launch_requantize(
             row_stride(out, 0),
             num_messages,
             rows,
+            rows if skip is None else skip,
             tile.tiles,
             numel,
             *seed_words(seed),

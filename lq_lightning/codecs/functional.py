@@ -10,6 +10,9 @@ except where sums of a transform overflow; see ``hadamard_size`` of ``CodecSpec`
 2% of the largest value of fp32, with scales of half precision beyond 65504, or asymmetric and as
 wide as fp32, what is decoded is smaller than the values by a factor.
 
+Rows may have any stride, or two: ``[P, Q, N]`` where ``[R, N]`` is said, of R = P * Q rows numbered
+in that order. One call goes through both dimensions, whatever lies between.
+
 Shape legend: K messages to sum, R rows, N values, B = ``spec.nbytes(N)`` bytes.
 """
 
@@ -49,8 +52,8 @@ def _check_shape(name: str, value: Tensor, shape: tuple[int, ...], device: torch
         raise ValueError(f"{name} is on {value.device}; expected {device}, where the input is.")
 
 
-def _check_messages(name: str, buf: Tensor, dims: int) -> None:
-    if buf.dtype != torch.uint8 or buf.dim() != dims:
+def _check_messages(name: str, buf: Tensor, dims: int, nested: bool = False) -> None:
+    if buf.dtype != torch.uint8 or buf.dim() not in (dims, dims + nested):
         expected = "[R, B]" if dims == 2 else "[K, R, B]"
         raise ValueError(
             f"{name} is {buf.dtype} with {buf.dim()} dimensions; expected uint8 {expected} as "
@@ -58,6 +61,15 @@ def _check_messages(name: str, buf: Tensor, dims: int) -> None:
         )
     if dims == 3 and buf.shape[0] == 0:
         raise ValueError(f"{name} has no messages to sum; the first dimension must be at least 1.")
+
+
+def _rows_kept(rows: int, skip: int | None, out: Tensor | None) -> int:
+    """Rows of which ``skip`` is left out; only possible with ``out``."""
+    if skip is None:
+        return rows
+    if out is None or not 0 <= skip < rows:
+        raise ValueError(f"skip={skip} needs `out`, and is one of the {rows} rows, from 0 on.")
+    return rows - 1
 
 
 def _seed_value(spec: CodecSpec, seed: int | None) -> int:
@@ -112,16 +124,21 @@ def encode(
     seed: int | None = None,
     reference: Tensor | None = None,
     out: Tensor | None = None,
+    skip: int | None = None,
 ) -> Tensor:
     """Encode rows into self-contained byte messages.
 
     Args:
         spec: the codec.
-        x_RN: ``[R, N]`` fp32, bf16 or fp16, any row stride, last dimension contiguous.
+        x_RN: ``[R, N]`` fp32, bf16 or fp16, any row stride, last dimension contiguous. With ``out``
+            it may be ``[P, Q, N]``.
         seed: needed for stochastic rounding, ignored otherwise. The same seed rounds every row
             and column differently; use a new one for every exchange.
         reference: ``[R, N]``; encodes ``x_RN - reference``, taken in fp32.
-        out: ``[R, B]`` uint8 to write to; rows must start at multiples of 16 bytes.
+        out: ``[R, B]`` uint8, or ``[P, Q, B]``, to write to; rows must start at multiples of 16
+            bytes.
+        skip: a row of ``x_RN``, then ``[R + 1, N]``, to leave out; only with ``out``, and without
+            ``reference``.
 
     Returns:
         ``[R, B]`` uint8: ``out``, or a new tensor.
@@ -134,19 +151,27 @@ def encode(
     scale for stochastic rounding; with transform, the same in the transformed domain.
     """
     check_float("x_RN", x_RN.dtype)
-    if x_RN.dim() != 2:
-        raise ValueError(f"x_RN has {x_RN.dim()} dimensions; expected 2. Use x.view(1, -1).")
+    nested = x_RN.dim() == 3 and out is not None and skip is None
+    if x_RN.dim() != 2 and not nested:
+        raise ValueError(
+            f"x_RN has {x_RN.dim()} dimensions; expected 2, or 3 with `out` and without `skip`. "
+            "Use x.view(1, -1)."
+        )
+    rows = _rows_kept(x_RN.shape[0], skip, out)
     if reference is not None:
         check_float("reference", reference.dtype)
         _check_shape("reference", reference, tuple(x_RN.shape), x_RN.device)
+        if skip is not None:
+            raise ValueError(f"skip={skip} has no effect on `reference`; leave one of them out.")
         reference = reference.detach()
     value, fmt = _seed_value(spec, seed), _format_text(spec)
     if out is None:
         encoded: Tensor = quantize(x_RN.detach(), reference, fmt, value)
         return encoded
-    _check_messages("out", out, 2)
-    _check_shape("out", out, (x_RN.shape[0], spec.nbytes(x_RN.shape[1])), x_RN.device)
-    quantize_out(x_RN.detach(), reference, fmt, value, out)
+    _check_messages("out", out, 2, nested=nested)
+    shape = (rows, *x_RN.shape[1:-1], spec.nbytes(x_RN.shape[-1]))
+    _check_shape("out", out, shape, x_RN.device)
+    quantize_out(x_RN.detach(), reference, fmt, value, out, skip)
     return out
 
 
@@ -167,7 +192,7 @@ def _decode(
         decoded: Tensor = dequantize(buf_KRB, numel, fmt, scale, dtype)
         return decoded
     check_float("out", out.dtype)
-    _check_shape("out", out, (buf_KRB.shape[1], numel), buf_KRB.device)
+    _check_shape("out", out, (*buf_KRB.shape[1:-1], numel), buf_KRB.device)
     dequantize_out(buf_KRB, numel, fmt, scale, add, out.detach())
     return out
 
@@ -186,10 +211,11 @@ def decode(
 
     Args:
         spec: the codec that encoded them.
-        buf_RB: ``[R, B]`` uint8, any row stride that is a multiple of 16 bytes.
+        buf_RB: ``[R, B]`` uint8, any row stride that is a multiple of 16 bytes. With ``out`` it may
+            be ``[P, Q, B]``.
         numel: N, the values in a row.
         scale: factor of the values, e.g. -1 with ``add`` to subtract them.
-        out: ``[R, N]`` to write to, any row stride.
+        out: ``[R, N]``, or ``[P, Q, N]``, to write to, any row stride.
         add: add to ``out``: in fp32, then rounded once to the dtype of ``out``.
         dtype: of a new result, when ``out`` is not given.
 
@@ -199,7 +225,7 @@ def decode(
     Raises:
         ValueError: a shape, dtype, device, stride or alignment other than above.
     """
-    _check_messages("buf_RB", buf_RB, 2)
+    _check_messages("buf_RB", buf_RB, 2, nested=out is not None)
     return _decode(spec, buf_RB.unsqueeze(0), numel, scale, out, add, dtype)
 
 
@@ -242,6 +268,7 @@ def decode_reduce_encode(
     *,
     seed: int | None = None,
     out: Tensor | None = None,
+    skip: int | None = None,
 ) -> Tensor:
     """Decode K messages per row, sum them as ``decode_reduce`` does, and encode the sum.
 
@@ -255,6 +282,7 @@ def decode_reduce_encode(
         spec_out: the codec of the result.
         seed: needed when ``spec_out`` rounds stochastically.
         out: ``[R, spec_out.nbytes(N)]`` uint8 to write to.
+        skip: a row of ``buf_KRB``, then ``[K, R + 1, B]``, to leave out; only with ``out``.
 
     Returns:
         ``[R, spec_out.nbytes(N)]`` uint8: ``out``, or a new tensor.
@@ -265,12 +293,13 @@ def decode_reduce_encode(
     _check_messages("buf_KRB", buf_KRB, 3)
     value = _seed_value(spec_out, seed)
     source, target = _format_text(spec_in), _format_text(spec_out)
+    rows = _rows_kept(buf_KRB.shape[1], skip, out)
     if out is None:
         encoded: Tensor = requantize(buf_KRB, numel, source, target, value)
         return encoded
     _check_messages("out", out, 2)
-    _check_shape("out", out, (buf_KRB.shape[1], spec_out.nbytes(numel)), buf_KRB.device)
-    requantize_out(buf_KRB, numel, source, target, value, out)
+    _check_shape("out", out, (rows, spec_out.nbytes(numel)), buf_KRB.device)
+    requantize_out(buf_KRB, numel, source, target, value, out, skip)
     return out
 
 
@@ -283,6 +312,7 @@ def encode_with_residual(
     *,
     seed: int | None = None,
     out: Tensor,
+    skip: int | None = None,
 ) -> Tensor:
     """Encode values plus a residual; the residual becomes what the codes leave out of the sum.
 
@@ -299,6 +329,7 @@ def encode_with_residual(
         residual_RB: ``[R, B']`` uint8, overwritten; zeros are a residual of zero.
         seed: needed when ``spec`` rounds stochastically.
         out: ``[R, B]`` uint8 to write to.
+        skip: a row of ``values``, then of R + 1, to leave out.
 
     Returns:
         ``out``.
@@ -311,16 +342,17 @@ def encode_with_residual(
             f"values has {values.dim()} dimensions; expected [R, N], or [K, R, B'] messages. Use "
             "values.view(1, -1)."
         )
-    rows = values.shape[-2]
+    source_rows = values.shape[-2]
+    rows = _rows_kept(source_rows, skip, out)
     if values.dtype == torch.uint8:
         _check_messages("values", values, 3)
     else:
         check_float("values", values.dtype)
-        _check_shape("values", values, (rows, numel), out.device)
+        _check_shape("values", values, (source_rows, numel), out.device)
     for name, buf, codec in (("residual_RB", residual_RB, residual_spec), ("out", out, spec)):
         _check_messages(name, buf, 2)
         _check_shape(name, buf, (rows, codec.nbytes(numel)), values.device)
     stored, target = _format_text(residual_spec), _format_text(spec)
     value = _seed_value(spec, seed)
-    feedback_out(values.detach(), numel, stored, target, value, residual_RB, out)
+    feedback_out(values.detach(), numel, stored, target, value, residual_RB, out, skip)
     return out

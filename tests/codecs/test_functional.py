@@ -18,6 +18,10 @@ from lq_lightning.codecs import (
 )
 
 PLAIN = CodecSpec(code="int4", group_size=64)
+ZEROS, ROWS = (
+    torch.zeros(2, 4),
+    torch.zeros(2, 32, dtype=torch.uint8),
+)  # and what it encodes them to
 SMOOTH = CodecSpec(code="int8", group_size=128, hadamard_size=32, rounding="stochastic")
 
 
@@ -186,6 +190,26 @@ def test_traces_without_a_break(dynamic: bool) -> None:
             lambda: decode_reduce(PLAIN, torch.zeros(1, 32, dtype=torch.uint8), 4),
             r"expected uint8 \[K, R, B\]",
         ),
+        (lambda: encode(PLAIN, torch.zeros(2, 3, 4)), "3 dimensions; expected 2, or 3 with `out`"),
+        (lambda: encode(PLAIN, torch.zeros(2, 4), skip=0), "skip=0 needs `out`"),
+        (
+            lambda: encode(PLAIN, torch.zeros(2, 4), skip=2, out=ROWS[:1]),
+            "one of the 2 rows",
+        ),
+        (
+            lambda: encode(PLAIN, torch.zeros(2, 4), skip=0, out=ROWS),
+            r"out has shape \(2, 32\); expected \(1, 32\)",
+        ),
+        (
+            lambda: encode(PLAIN, ZEROS, reference=ZEROS, skip=0, out=ROWS[:1]),
+            "no effect on `reference`",
+        ),
+        (lambda: decode_reduce_encode(PLAIN, ROWS[None], 4, PLAIN, skip=1), "skip=1 needs `out`"),
+        (
+            lambda: decode_reduce_encode(PLAIN, ROWS[None], 4, PLAIN, skip=-1, out=ROWS[:1]),
+            "one of the 2 rows, from 0",
+        ),
+        (lambda: decode(PLAIN, ROWS[None], 4), r"3 dimensions; expected uint8 \[R, B\]"),
     ],
 )
 def test_bad_input_is_named(call: object, message: str) -> None:

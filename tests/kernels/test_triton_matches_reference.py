@@ -341,6 +341,14 @@ def test_strided_messages(device: torch.device) -> None:
     check_requantize(wide.transpose(0, 1), 900, fmt, fmt, device)
 
 
+@pytest.mark.parametrize("count", [5, UNROLLED_MESSAGES, UNROLLED_MESSAGES + 1])
+def test_sums_of_negative_zeros(count: int, device: torch.device) -> None:
+    fmt = make_format("fp8_e4m3")
+    messages = check_quantize(torch.full((count, NUMEL), -0.0), fmt, device)[:, None]
+    decoded = check_dequantize(messages, NUMEL, fmt, device)
+    assert decoded.signbit().all()
+
+
 @triton.jit
 def _copy_row_kernel(
     source_ptr, out_ptr, width, numel, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexpr
