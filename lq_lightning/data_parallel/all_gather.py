@@ -168,24 +168,15 @@ class QuantizedAllGather(UnitCollective, AllGather):
     ) -> None:
         """Decode ``[L, N, nbytes]`` messages into (or onto) ``[N * L, n]`` slots in rank order."""
         local, nodes = messages.shape[:2]
-        slots = slots.view(nodes, local, -1)
-        for i in range(min(nodes, local)):
-            if nodes < local:
-                self._decode_runs(layout, messages[:, i], slots[i], add=add)
-            else:
-                self._decode_runs(layout, messages[i], slots[:, i], add=add)
-        layout.exact_to_slots(messages.transpose(0, 1), slots)
-
-    def _decode(self, layout: MessageLayout, messages: Tensor, slots: Tensor, *, add: bool) -> None:
-        """Decode ``messages`` ``[R, nbytes]`` into (or onto) ``slots`` ``[R, n]``."""
-        self._decode_runs(layout, messages, slots, add=add)
-        layout.exact_to_slots(messages, slots)
+        self._decode(layout, messages.transpose(0, 1), slots.view(nodes, local, -1), add=add)
 
     @staticmethod
-    def _decode_runs(layout: MessageLayout, messages: Tensor, slots: Tensor, *, add: bool) -> None:
+    def _decode(layout: MessageLayout, messages: Tensor, slots: Tensor, *, add: bool) -> None:
+        """Decode messages ``[R, nbytes]`` or ``[P, Q, nbytes]`` into (or onto) as many slots."""
         for index, run in layout.quantized:
-            part, target = layout.part(messages, index), slots[:, run.start : run.stop]
+            part, target = layout.part(messages, index), slots[..., run.start : run.stop]
             decode(layout.spec_of(run), part, run.numel, out=target, add=add)
+        layout.exact_to_slots(messages, slots)
 
 
 def _byte_segments(segments: list[Segment], params: list[GroupParam]) -> list[Segment]:

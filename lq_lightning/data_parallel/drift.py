@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lq_lightning._compat.torch import all_gather_flat
 from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
 from lq_lightning.foundation.topology import Topology
 
@@ -33,7 +34,7 @@ def invalidate_drifted(
         return []
     mine = torch.cat([s for _, s in known])
     every = mine.new_empty(topology.world_size, mine.numel())
-    dist.all_gather(list(every), mine, group=group)
+    all_gather_flat(every.view(-1), mine, group)
     drifted = []
     for column, (gather, _) in enumerate(known):
         if _differs(every[:, column], gather, topology):

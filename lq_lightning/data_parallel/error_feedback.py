@@ -11,8 +11,6 @@ from lq_lightning.data_parallel.layout import MessageLayout
 
 __all__ = ["GradientResidual"]
 
-_ALL = slice(None)
-
 
 class GradientResidual:
     """The residual of the messages that one rank sends for one unit.
@@ -47,23 +45,26 @@ class GradientResidual:
         *,
         seed: int | None,
         out: Tensor,
-        rows: slice = _ALL,
+        skip: int | None = None,
     ) -> None:
         """Encode values and what is kept of earlier ones; keep what the codes leave out.
 
         Args:
             index: Of the run of the prepared layout.
             values: ``[R, N]``, or ``[K, R, B']`` uint8 messages in the codec of the layout to sum.
+                Of R + 1 rows one may be left out.
             spec: Codec of ``out``.
             seed: For stochastic rounding.
             out: ``[R, B]`` uint8.
-            rows: Which messages the values belong to.
+            skip: Which row of the values is left out.
         """
         if self._of is None or self._messages is None:
             raise AssertionError("prepare() comes first")
         layout, messages = self._of[1], self._messages
-        kept, run = layout.part(messages[rows], index), layout.runs[index]
-        encode_with_residual(spec, values, run.numel, layout.spec_of(run), kept, seed=seed, out=out)
+        kept, run = layout.part(messages, index), layout.runs[index]
+        encode_with_residual(
+            *(spec, values, run.numel, layout.spec_of(run), kept), seed=seed, out=out, skip=skip
+        )
 
     def drop(self) -> None:
         """Start from zeros again."""

@@ -243,7 +243,11 @@ class MessageLayout:
         return torch.cat(self._exact_views(slots), dim=-1)
 
     def exact_to_messages(
-        self, slots: Tensor, messages: Tensor, reference: Tensor | None = None
+        self,
+        slots: Tensor,
+        messages: Tensor,
+        reference: Tensor | None = None,
+        skip: int | None = None,
     ) -> None:
         """Write the exact values of slots to their messages, and zeros over the gaps.
 
@@ -255,11 +259,16 @@ class MessageLayout:
             messages: ``[..., nbytes]`` uint8.
             reference: ``[..., n]``; if what is encoded is the difference to it, its gaps have to
                 hold zeros meanwhile, too. :meth:`exact_to_slots` ends that.
+            skip: The one of ``[R + 1, n]`` slots that no message is for.
         """
         if not self.exact_runs:
             return
         views = self._exact_views(slots)
-        torch.cat(views, dim=-1, out=self.exact(messages))
+        if skip is None:
+            torch.cat(views, dim=-1, out=self.exact(messages))
+        else:
+            every = torch.cat(views, dim=-1)
+            torch.cat((every[:skip], every[skip + 1 :]), out=self.exact(messages))
         if self.gap_indices:
             gaps = [views[index] for index in self.gap_indices]
             if reference is not None:

@@ -12,8 +12,7 @@ leaves the node, so here it stays as it is: of N nodes, N - 1 add quantization n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -198,9 +197,9 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         """
         topology = self._context.topology
         if topology.node_size == 1:
-            messages = self._encode_for_nodes(slots, layouts)
-            torch.mul(slots[topology.node], scale, out=output)  # not moved: no message is for it
-            return messages
+            # not moved: no message is for it
+            torch.mul(slots[topology.node], scale, out=output)
+            return self._encode_for_nodes(slots, layouts)  # which writes zeros over gaps
         messages = self._encode_for_node(slots, layouts.intra)
         if topology.num_nodes == 1:
             return messages
@@ -229,47 +228,25 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         reduce_scatter_flat(exact, slots.float(), group)
         return exact * scale
 
-    def _other_nodes(self) -> Iterator[tuple[slice, slice]]:
-        """Yield runs of the other nodes: their slots, and their messages, which leave no gap."""
-        node, nodes = self._context.topology.node, self._context.topology.num_nodes
-        if node > 0:
-            yield slice(0, node), slice(0, node)
-        if node < nodes - 1:
-            yield slice(node + 1, nodes), slice(node, nodes - 1)
-
     def _encode_for_nodes(self, slots: Tensor, layouts: LevelLayouts) -> Tensor:
-        """Encode ``[nodes, n]`` slots for the other nodes, to ``[nodes - 1, nbytes]``."""
-        inter = layouts.inter
+        """Encode ``[nodes, n]`` slots for the other nodes, to ``[nodes - 1, nbytes]``.
+
+        Gaps become zeros in all slots, that of this node included.
+        """
+        inter, node = layouts.inter, self._context.topology.node
         messages = inter.allocate(len(slots) - 1, device=slots.device)
-        seed = self._seed(_SEED_INTER)
         if self.residual is not None:
             self.residual.prepare(len(messages), layouts, slots.device)
-        for part, (source, target) in enumerate(self._other_nodes()):
-            encode_run = None
+        inter.exact_to_messages(slots, messages, skip=node)
+        seed = part_seed(self._seed(_SEED_INTER), 0)
+        for index, run in inter.quantized:
+            values, out = slots[:, run.start : run.stop], inter.part(messages, index)
+            spec, run_seed = inter.spec_of(run), part_seed(seed, index)
             if self.residual is not None:
-                encode_run = partial(self.residual.encode, rows=target)
-            values, encoded = slots[source], messages[target]
-            inter.exact_to_messages(values, encoded)
-            self._encode_into(encoded, values, inter, part_seed(seed, part), encode_run)
-        return messages
-
-    @staticmethod
-    def _encode_into(
-        messages: Tensor,
-        slots: Tensor,
-        layout: MessageLayout,
-        seed: int | None,
-        encode_run: Callable[..., None] | None = None,
-    ) -> None:
-        """Encode runs of ``[R, n]`` to ``[R, nbytes]``; with error feedback by ``encode_run``."""
-        for index, run in layout.quantized:
-            part = layout.part(messages, index)
-            values = slots[:, run.start : run.stop]
-            spec, run_seed = layout.spec_of(run), part_seed(seed, index)
-            if encode_run is not None:
-                encode_run(index, values, spec, seed=run_seed, out=part)
+                self.residual.encode(index, values, spec, seed=run_seed, out=out, skip=node)
             else:
-                encode(spec, values, seed=run_seed, out=part)
+                encode(spec, values, seed=run_seed, out=out, skip=node)
+        return messages
 
     def _encode_for_node(self, slots: Tensor, layout: MessageLayout) -> Tensor:
         """Encode all slots, ordered by the local rank that collects them.
@@ -284,14 +261,12 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         topology = self._context.topology
         nodes, local = topology.num_nodes, topology.node_size
         messages = layout.allocate(local, nodes, device=slots.device)
-        seed = self._seed(_SEED_INTRA)
-        by_node = slots.view(nodes, local, -1)
-        layout.exact_to_messages(by_node, messages.transpose(0, 1))
-        for i in range(min(nodes, local)):
-            if nodes < local:
-                self._encode_into(messages[:, i], by_node[i], layout, part_seed(seed, i))
-            else:
-                self._encode_into(messages[i], by_node[:, i], layout, part_seed(seed, i))
+        by_node, for_node = slots.view(nodes, local, -1), messages.transpose(0, 1)
+        layout.exact_to_messages(by_node, for_node)
+        seed = part_seed(self._seed(_SEED_INTRA), 0)
+        for index, run in layout.quantized:
+            values, out = by_node[..., run.start : run.stop], layout.part(for_node, index)
+            encode(layout.spec_of(run), values, seed=part_seed(seed, index), out=out)
         return messages
 
     def _exchange_within_node(self, messages: Tensor) -> Tensor:
@@ -332,24 +307,26 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
             ``[nodes - 1, nbytes]`` uint8.
         """
         _, intra, inter = layouts
+        node = self._context.topology.node
         messages = inter.allocate(received.shape[1] - 1, device=received.device)
-        seed = self._seed(_SEED_INTER)
         if self.residual is not None:
             self.residual.prepare(len(messages), layouts, received.device)
-        for part, (rows, target) in enumerate(self._other_nodes()):
-            source, encoded = received[:, rows], messages[target]
-            if intra.exact_runs:
-                torch.sum(intra.exact(source), dim=0, dtype=torch.float32, out=inter.exact(encoded))
-            for index, run in intra.quantized:
-                codes, out = intra.part(source, index), inter.part(encoded, index)
-                run_seed = part_seed(part_seed(seed, part), index)
-                spec = inter.spec_of(run)
-                if self.residual is not None:
-                    self.residual.encode(index, codes, spec, seed=run_seed, out=out, rows=target)
-                else:
-                    decode_reduce_encode(
-                        intra.spec_of(run), codes, run.numel, spec, seed=run_seed, out=out
-                    )
+        if intra.exact_runs:
+            sums = torch.sum(intra.exact(received), dim=0, dtype=torch.float32)
+            torch.cat((sums[:node], sums[node + 1 :]), out=inter.exact(messages))
+        seed = part_seed(self._seed(_SEED_INTER), 0)
+        for index, run in intra.quantized:
+            codes, out = intra.part(received, index), inter.part(messages, index)
+            spec, run_seed = inter.spec_of(run), part_seed(seed, index)
+            if self.residual is not None:
+                self.residual.encode(index, codes, spec, seed=run_seed, out=out, skip=node)
+            else:
+                decode_reduce_encode(
+                    *(intra.spec_of(run), codes, run.numel, spec),
+                    seed=run_seed,
+                    out=out,
+                    skip=node,
+                )
         return messages
 
     def _finish(

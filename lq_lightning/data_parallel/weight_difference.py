@@ -21,6 +21,10 @@ from lq_lightning.foundation import streams
 
 __all__ = ["Exchange", "WeightDifferenceAllGather"]
 
+# So many nodes' slots are gathered to their places in the output at once, in parts. Each part costs
+# the host a launch; slots of more nodes are gathered in one piece and copied, which costs memory.
+MAX_GATHERED_PARTS = 8
+
 
 class Exchange(NamedTuple):
     """An exchange on its way.
@@ -226,5 +230,10 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         """Gather the node's slots of the replica to ``[nodes * node_size * n]``."""
         context, num_nodes = self._context, self._context.topology.num_nodes
         nodes, slots = output.view(num_nodes, -1), values.view(num_nodes, -1)
-        all_gather_parts(nodes.unbind(), slots.unbind(), context.intra_group)
+        if num_nodes <= MAX_GATHERED_PARTS:
+            all_gather_parts(nodes.unbind(), slots.unbind(), context.intra_group)
+        else:
+            every = values.new_empty(context.topology.node_size, num_nodes, slots.shape[1])
+            all_gather_flat(every.view(-1), values, context.intra_group)
+            nodes.view_as(every.transpose(0, 1)).copy_(every.transpose(0, 1))
         self._count_sent(values.numel() * values.itemsize, context.intra_group)

@@ -1,0 +1,146 @@
+"""Messages of 32 nodes: each is what a call of its own would make, whatever shares a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lq_testing.fsdp2 import UnitReduction, pretend_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lq_lightning.codecs import decode, decode_reduce_encode, encode, encode_with_residual
+from lq_lightning.data_parallel import (
+    GradientQuantization,
+    QuantizedCommunication,
+    Topology,
+    WeightQuantization,
+    quantize_communication,
+    weight_difference,
+)
+from lq_lightning.data_parallel.weight_difference import MAX_GATHERED_PARTS
+
+NODES = 32
+
+
+@pytest.fixture(autouse=True)
+def no_group_left() -> Iterator[None]:
+    yield
+    dist.destroy_process_group()
+
+
+def unit(
+    rank: int,
+    gpus: int,
+    gradients: GradientQuantization | None = None,
+    replica: Any = "full",
+    nodes: int = NODES,
+) -> QuantizedCommunication:
+    """A linear layer with a bias on one rank of 32 nodes: one quantized run, one exact one."""
+    pretend_ranks(nodes * gpus, rank)
+    mesh = init_device_mesh("cpu", (nodes * gpus,))
+    layer = fully_shard(nn.Linear(256, 128), mesh=mesh)
+    return quantize_communication(
+        layer,
+        weights=WeightQuantization(group_size=64, replica=replica),
+        gradients=gradients or GradientQuantization(),
+        topology=Topology.of(mesh, node_size=gpus),
+        min_quantized_numel=256,
+    )
+
+
+@pytest.mark.parametrize("node", [0, 13, NODES - 1])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_nodes_of_one_rank(node: int, feedback: bool) -> None:
+    reduction = UnitReduction(unit(node, 1, GradientQuantization(error_feedback=feedback)))
+    slots, layout = reduction.random_slots(), reduction.layouts.inter
+    (index, run), *_ = layout.quantized
+    messages = reduction.scatter._encode_for_nodes(slots.clone(), reduction.layouts)
+    others = [slots[other : other + 1] for other in range(NODES) if other != node]
+    assert len(messages) == len(others) == NODES - 1
+    spec = layout.spec_of(run)
+    for message, slot in zip(messages, others, strict=True):
+        values = slot[:, run.start : run.stop]
+        part = layout.part(message[None], index)
+        if feedback:  # of the first call it is the error of these codes alone
+            stored = reduction.layouts.intra.spec_of(run)
+            residual = torch.zeros(1, stored.nbytes(run.numel), dtype=torch.uint8)
+            expected = torch.empty_like(part)
+            encode_with_residual(spec, values, run.numel, stored, residual, out=expected)
+        else:
+            expected = encode(spec, values)
+        assert torch.equal(part, expected)
+        assert torch.equal(layout.exact(message[None]), layout.read_exact(slot))
+
+
+@pytest.mark.parametrize("node", [0, 13, NODES - 1])
+def test_nodes_of_two_ranks(node: int) -> None:
+    reduction = UnitReduction(unit(2 * node + 1, 2))
+    slots, (_, intra, inter) = reduction.random_slots(), reduction.layouts
+    (index, run), *_ = intra.quantized
+    within = reduction.scatter._encode_for_node(slots.clone(), intra)
+    for local in range(2):
+        for to in range(NODES):
+            slot = slots[2 * to + local][None]
+            expected = encode(intra.spec_of(run), slot[:, run.start : run.stop])
+            assert torch.equal(intra.part(within[local, to][None], index), expected)
+            assert torch.equal(intra.exact(within[local, to][None]), intra.read_exact(slot))
+    between = reduction.scatter._reduce_and_encode(within, reduction.layouts)
+    others = [other for other in range(NODES) if other != node]
+    for message, other in zip(between, others, strict=True):
+        codes = intra.part(within[:, other : other + 1], index)
+        expected = decode_reduce_encode(intra.spec_of(run), codes, run.numel, inter.spec_of(run))
+        assert torch.equal(inter.part(message[None], index), expected)
+        assert torch.equal(inter.exact(message), intra.exact(within[:, other]).sum(dim=0))
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_weights_of_nodes_of_two_ranks(add: bool) -> None:
+    gather: Any = unit(5, 2)._units[0].gather
+    layout = gather._current_layout(torch.float32)
+    (index, run), *_ = layout.quantized
+    values = torch.randn(2 * NODES, sum(p.padded_shard_numel for p in gather._params()))
+    slots = torch.randn_like(values)
+    expected = slots.clone()
+    messages = layout.allocate(2, NODES, device=values.device)
+    for number, (slot, target) in enumerate(zip(values, expected, strict=True)):
+        message = messages[number % 2, number // 2][None]
+        encode(
+            layout.spec_of(run), slot[None, run.start : run.stop], out=layout.part(message, index)
+        )
+        layout.exact(message[0]).copy_(layout.read_exact(slot))
+        codes, out = layout.part(message, index), target[None, run.start : run.stop]
+        decode(layout.spec_of(run), codes, run.numel, out=out, add=add)
+        layout.exact_to_slots(message[0], target)
+    gather._decode_by_node(layout, messages, slots, add=add)
+    assert torch.equal(slots, expected)
+
+
+@pytest.mark.parametrize("nodes", [2, MAX_GATHERED_PARTS, NODES])
+def test_shared_replica(monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
+    """Slots of many nodes reach their places in one piece."""
+    gather: Any = unit(2, 2, replica="node", nodes=nodes)._units[0].gather
+    slots = torch.arange(nodes * 2 * 6.0).view(nodes, 2, 6)  # rank ``l`` has ``[:, l]``
+    pieces = []
+
+    def all_gather(output: Tensor, values: Tensor, group: Any) -> None:
+        assert torch.equal(values, slots[:, 0].flatten())
+        output.copy_(slots.transpose(0, 1).flatten())
+        pieces.append(1)
+
+    def all_gather_parts(outputs: Any, inputs: Any, group: Any) -> None:
+        for node, (output, values) in enumerate(zip(outputs, inputs, strict=True)):
+            assert torch.equal(values, slots[node, 0])
+            output.copy_(slots[node].flatten())
+        pieces.append(len(inputs))
+
+    monkeypatch.setattr(weight_difference, "all_gather_flat", all_gather)
+    monkeypatch.setattr(weight_difference, "all_gather_parts", all_gather_parts)
+    output = torch.zeros(slots.numel())
+    gather._gather_node(output, slots[:, 0].flatten())
+    assert torch.equal(output, slots.flatten())
+    assert pieces == [nodes if nodes < NODES else 1]
