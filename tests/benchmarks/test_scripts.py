@@ -64,6 +64,12 @@ Load = Callable[[str], ModuleType]
             ("--models", "hand-written", "--recipes", "agoq", "--seq", "16"),
             "hand-written: layer",
         ),
+        (
+            "many_nodes.py",
+            ("--nodes", "16", "--gpus", "2", "--width", "64", "--repeats", "1")
+            + ("--replica", "node", "--error-feedback"),
+            "quantized, reduction",
+        ),
         ("research/optimizer_error.py", ("--steps", "2"), "E4M3+Expand"),
         ("research/update_error.py", ("--cpu", *SMALL, *SHORT), "nearest, error feedback"),
     ],
@@ -71,6 +77,19 @@ Load = Callable[[str], ModuleType]
 )
 def test_script_runs(run: Run, script: str, options: tuple[str, ...], shown: str) -> None:
     assert shown in run(script, *options)
+
+
+def test_kernels_are_compiled_without_a_gpu() -> None:
+    """In a process of its own: this one has asked Triton for its interpreter."""
+    done = _shell(
+        *(sys.executable, str(BENCHMARKS / "compile_times.py")),
+        *("--messages", "2,128", "--only", "decode and add"),
+        TRITON_INTERPRET="0",
+    )
+    assert done.returncode == 0, done.stderr
+    *_, two, many = done.stdout.splitlines()
+    assert float(two.split()[-2]) > 0
+    assert many.split()[-3:] == ["128", "-", "-"]
 
 
 @pytest.mark.parametrize("name", NEEDS_GPU)
