@@ -30,6 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     compile_ahead(cases, names, args)
-    results: dict[str, Any] = {"libraries": {name: _version(name) for name in LIBRARIES}}
+    results: dict[str, Any] = {"libraries": versions_of_libraries()}
     results["rows"] = []
     for case in cases:
         print(case, flush=True)
@@ -220,11 +221,13 @@ def main() -> None:
         free_memory()
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def versions_of_libraries() -> dict[str, str | None]:
+    """Return the versions of what is measured beside this library, None where it is missing."""
+    found: dict[str, str | None] = dict.fromkeys(LIBRARIES)
+    for name in LIBRARIES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def shown(rows: Sequence[dict[str, Any]]) -> str:

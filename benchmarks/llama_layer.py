@@ -56,6 +56,8 @@ SHAPES = {
     "llama2_7b": Shape(hidden=4096, intermediate=11008, heads=32, kv_heads=32),
     # Of COAT's table 6: their memory per token is that of the 7B's ratio of MLP to hidden size.
     "coat_2048": Shape(hidden=2048, intermediate=5504, heads=16, kv_heads=16),
+    # Of AGoQ's table 3, but for its norms, which have no weights.
+    "olmo_1b": Shape(hidden=2048, intermediate=8192, heads=16, kv_heads=16),
     "tiny": Shape(hidden=64, intermediate=224, heads=2, kv_heads=1),
 }
 
@@ -162,13 +164,19 @@ def _use_liger(layer: Any) -> None:
     layer.mlp.forward = functools.partial(LigerSwiGLUMLP.forward, layer.mlp)
 
 
-def _use_torchao(recipe: str, layer: nn.Module) -> None:
+def use_torchao(recipe: str, layer: nn.Module) -> None:
+    """Let torchao compute linear layers in FP8."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     convert_to_float8_training(layer, config=Float8LinearConfig.from_recipe_name(recipe))
 
 
-def _use_ours(recipe: str, layer: nn.Module) -> None:
+def use_ours(recipe: str, layer: nn.Module) -> None:
+    """Let this library keep codes.
+
+    Raises:
+        NotImplementedError: The version of the checkout cannot.
+    """
     try:
         from lq_lightning import quantize_activations
     except ImportError as error:
@@ -251,7 +259,7 @@ def _fp8_pass() -> AbstractContextManager[Any]:
 def _ours() -> dict[str, Variant]:
     made = {}
     for recipe in ("agoq", "coat", "fp8-4bit"):
-        variant = Variant(change=functools.partial(_use_ours, recipe), ours=True)
+        variant = Variant(change=functools.partial(use_ours, recipe), ours=True)
         made[recipe] = variant
         made[f"{recipe}, compiled"] = replace(variant, compiled=True)
     return made
@@ -271,14 +279,14 @@ VARIANTS = {
     "bf16, selective checkpointing": Variant(wrap=_selectively),
     "bf16, save_on_cpu": Variant(wrap=_offloaded),
     "torchao tensorwise, compiled": Variant(
-        compiled=True, change=functools.partial(_use_torchao, "tensorwise")
+        compiled=True, change=functools.partial(use_torchao, "tensorwise")
     ),
     "torchao tensorwise, compiled, memory budget 0.5": Variant(
         compiled=True,
-        change=functools.partial(_use_torchao, "tensorwise"),
+        change=functools.partial(use_torchao, "tensorwise"),
         context=_memory_budget,
     ),
     "torchao rowwise, compiled": Variant(
-        compiled=True, change=functools.partial(_use_torchao, "rowwise")
+        compiled=True, change=functools.partial(use_torchao, "rowwise")
     ),
 }

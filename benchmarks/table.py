@@ -31,6 +31,7 @@ ROWS = {
     "activation_kernels": ("cases", ""),
     "activation_units": ("rows", ""),
     "activation_error": ("rows", ""),
+    "activation_limits": ("rows", ""),
     "activations": ("rows", ""),
     "all_reduce": ("rows", ""),
     "bit_signal": ("speeds", ""),
