@@ -73,7 +73,7 @@ def grow(measure: Callable[[int], Point | None], task: Task, limit: int) -> Iter
 
     Memory is taken to grow as it did between the last two sizes, the peak or what is saved if that
     grew more: at small sizes gradients or states make the peak. A guess that is too low is followed
-    by a better one, one that is too high by the size below.
+    by a better one, one that is too high by the size below, then by ever larger steps.
 
     Args:
         measure: Of a size; None where it is out of memory.
@@ -89,13 +89,15 @@ def grow(measure: Callable[[int], Point | None], task: Task, limit: int) -> Iter
             break
         fits.append(point)
         yield point
+    below = 1
     while fits and fits[-1].size + 1 < failed and failed > task.sizes[-1]:
-        size = min(_guess(fits, limit), failed - 1)
+        size = max(fits[-1].size + 1, min(_guess(fits, limit), failed - below))
         point = measure(size)
         if point is None:
-            failed = size
+            failed, below = size, 2 * below
         else:
             fits.append(point)
+            below = 1
             yield point
 
 
@@ -164,25 +166,26 @@ class Trial:
         free_memory()
         return None
 
-    def row(self, size: int, point: Point | None = None) -> dict[str, Any]:
-        """Return the row of a size."""
+    def row(self, size: int, point: Point | None = None, warm: bool = False) -> dict[str, Any]:
+        """Return the row of a size, with times if it ran before."""
         task = self.task.at(size)
         shape = task.shape
         sizes = {"layers": task.layers, "seq": shape.seq, "batch": shape.batch}
         if point is None:
             return {"variant": self.name, **sizes}
         tokens = shape.batch * shape.seq * self.args.micro_batches
-        return {
+        row = {
             "variant": self.name,
             **sizes,
             "parameters": self.parameters,
             "optimizer_gib": point.states / GIB,
             "activations_gib": point.saved / GIB,
             "peak_gib": point.peak / GIB,
-            "step_ms": 1e3 * point.step_s,
-            "tokens_per_s": tokens / point.step_s,
             "loss": point.loss,
         }
+        if warm:
+            row |= {"step_ms": 1e3 * point.step_s, "tokens_per_s": tokens / point.step_s}
+        return row
 
     def run(self) -> Iterator[list[dict[str, Any]]]:
         """Yield the rows so far, after each size."""
@@ -191,15 +194,14 @@ class Trial:
         last, timed = None, 1 if searches else steps
         rows: list[dict[str, Any]] = []
         for last in grow(lambda size: self.measure(size, timed), task, self._limit()):
-            rows.append(self.row(last.size, last))
+            rows.append(self.row(last.size, last, last.size in task.sizes))
             yield rows + self.failed
         if last is None:
             yield self.failed
         elif searches:
-            again = last
             if task.grown != "layers":
-                again = self.subject(last.size).step(last.size, steps)
-            rows[-1] = self.row(last.size, again) | {"largest": True}
+                last = self.subject(last.size).step(last.size, steps)
+            rows[-1] = self.row(last.size, last, task.grown != "layers") | {"largest": True}
             yield rows + self.failed
 
     def _limit(self) -> int:
@@ -272,6 +274,8 @@ class Child:
         rows = folder / f"{job.replace('/', '_')}.json"
         words = [*sys.argv[1:], "--one", job, "--rows", str(rows), *options]
         environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | os.environ
+        if "--compile-only" in options:
+            environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "2"}  # beside the other processes
         with Path(folder, "log.txt").open("a") as log:
             process = subprocess.Popen(
                 [sys.executable, __file__, *words],
@@ -308,7 +312,7 @@ def compile_ahead(jobs: list[str], folder: Path, args: argparse.Namespace) -> No
         now, jobs = jobs[: args.jobs], jobs[args.jobs :]
         running = [Child.start(job, folder, "--compile-only") for job in now]
         for child in running:
-            child.finish(max(1.0, args.deadline - time.monotonic()))
+            child.finish(max(1.0, min(args.limit, args.deadline - time.monotonic())))
             child.rows.unlink(missing_ok=True)
 
 
