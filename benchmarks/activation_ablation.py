@@ -10,7 +10,9 @@ layer and the loss are compiled on a GPU. ``full precision perturbed`` quantizes
 from weights that are 0.1% off. ``uniform 4 bits`` has the codes of ``agoq``, and 4 bits also for
 the inputs of all other linear layers and for queries, keys and values. What runs share, and how to
 fine-tune: ``llama_study.py``. Text as in ``ablation.py``. The report, with gradient norms as in
-AGoQ's table 15, is written after every run.
+AGoQ's table 15, is written after every run. With ``--gradient-errors`` its table 13 follows: the
+errors of gradients by kind of site on the weights of ``full precision``, for the codes of ``agoq``
+and others (``gradient_error_table.py``), a few seconds.
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ablation_data import Data
 from ablation_report import BASELINE, PERTURBED
 from activation_report import summary
 from coded_attention import coded_attention
+from gradient_error_table import errors_of_run
+from layer_subject import reasons
 from llama_study import Study, parser_of, read_arguments, start
 from llama_study import Variant as AnyVariant
 from llama_training import Training
@@ -70,12 +75,34 @@ def keeping(
         yield {}
 
 
-STUDY = Study(name="activation_ablation", variants=VARIANTS, applied=keeping, summary=summary)
+def gradient_errors(
+    variant: Variant, training: Training, data: Data, args: argparse.Namespace
+) -> dict[str, Any] | None:
+    """Return the errors of gradients on the weights of a run in full precision, if asked for."""
+    if not args.gradient_errors or variant is not VARIANTS[BASELINE]:
+        return None
+    found: dict[str, Any] = {}
+    with reasons(found):  # the run counts also if this fails
+        found |= errors_of_run(training, data)
+    return {"gradient_errors": found}
+
+
+STUDY = Study(
+    name="activation_ablation",
+    variants=VARIANTS,
+    applied=keeping,
+    summary=summary,
+    afterwards=gradient_errors,
+)
 
 
 def main() -> int:
     """Run, or show what ran; return the exit code."""
-    return start(STUDY, read_arguments(STUDY, parser_of(STUDY, __doc__, "llama_125m")))
+    parser = parser_of(STUDY, __doc__, "llama_125m")
+    parser.add_argument(
+        "--gradient-errors", action="store_true", help="AGoQ's table 13, after full precision"
+    )
+    return start(STUDY, read_arguments(STUDY, parser))
 
 
 if __name__ == "__main__":

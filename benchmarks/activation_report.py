@@ -83,9 +83,38 @@ def rows(outcomes: Outcomes) -> list[list[str]]:
     return found
 
 
+def gradient_errors(outcomes: Outcomes) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of errors of gradients (AGoQ's table 13); no rows without any.
+
+    Normalized L2 errors, then mean absolute errors, means over the runs that measured them.
+    """
+    details = [run.details or {} for run in full_precision(outcomes)]
+    found = [d["gradient_errors"] for d in details if "gradient_errors" in d]
+    measured = [each["rows"] for each in found if "rows" in each]
+    failed = [["failed", each["failed"]] for each in found if "failed" in each]
+    if not measured:
+        return ["gradient errors", ""], failed
+    keys = sorted({key for row in measured[0] for key in row if key != "code"}, key=_error_order)
+    lines = []
+    for same_code in zip(*measured, strict=True):
+        cells = [[row[key] for row in same_code if key in row] for key in keys]
+        texts = [f"{statistics.mean(values):.2g}" if values else "-" for values in cells]
+        lines.append([same_code[0]["code"], *texts])
+    return ["code", *keys], lines
+
+
+def _error_order(key: str) -> tuple[bool, int]:
+    kind, _, how = key.rpartition(", ")
+    order = ("norm", "linear weight", "activation", "attention q", "attention k", "attention v")
+    return how == "MAE", order.index(kind)
+
+
 def summary(outcomes: Outcomes) -> str:
     """Lay out the outcomes for a terminal; full precision as a whole in the last line."""
     lines = table(rows(outcomes), HEADER)
+    header, errors = gradient_errors(outcomes)
+    if errors:
+        lines = f"{table(errors, header)}\n{lines}"
     losses = [outcome.val_loss for outcome in full_precision(outcomes)]
     if len(losses) < 2:
         return lines

@@ -62,6 +62,7 @@ class Study:
             it if asked to. What it yields are fields of the outcome, complete after the context.
         summary: Lays out outcomes for a terminal.
         val_exact: Whether the model is validated once more after the context.
+        afterwards: Returns more details of a run, or None; its losses are written by then.
         draw: Makes the figure of reports that are merged.
     """
 
@@ -72,6 +73,9 @@ class Study:
     ]
     summary: Callable[[Outcomes], str]
     val_exact: bool = False
+    afterwards: Callable[[Any, Training, Data, argparse.Namespace], dict[str, Any] | None] = (
+        lambda variant, training, data, args: None
+    )
     draw: Callable[[Outcomes, Path], None] = draw
 
 
@@ -152,7 +156,7 @@ def train(
     compiled: bool,
     trunk: Path | None,
     args: argparse.Namespace,
-) -> Outcome:
+) -> tuple[Outcome, Training]:
     """Train one variant, from scratch or from the common trunk, and validate it."""
     data, preset = course.data, course.sizes
     device = data.train.device
@@ -177,7 +181,7 @@ def train(
     losses, norms = (one + other for one, other in zip(head, tail, strict=True))
     steps = preset.steps - timed_step
     cuda = device.type == "cuda"
-    return Outcome(
+    outcome = Outcome(
         seed=seed,
         val_loss=val_loss,
         train_s=end - start,
@@ -188,6 +192,7 @@ def train(
         exact_val_loss=validate(training.model, data.val, preset) if study.val_exact else None,
         **found,
     )
+    return outcome, training
 
 
 def run(study: Study, args: argparse.Namespace) -> None:
@@ -207,12 +212,17 @@ def run(study: Study, args: argparse.Namespace) -> None:
             print(f'no time for --runs "{left}"', flush=True)
             break
         trunk = trunk_of(args, course, seed, compiled)
-        outcome = train(study, study.variants[name], course, seed, compiled, trunk, args)
+        variant = study.variants[name]
+        outcome, training = train(study, variant, course, seed, compiled, trunk, args)
         torch.compiler.reset()
-        gc.collect()  # patched modules refer to themselves; free the model before the next one
-        longest = max(longest, time.perf_counter() - start - elapsed)
         outcomes.setdefault(name, []).append(outcome)
         report(study, args, course, outcomes, compiled)
+        if (more := study.afterwards(variant, training, course.data, args)) is not None:
+            outcomes[name][-1] = replace(outcome, details=(outcome.details or {}) | more)
+            report(study, args, course, outcomes, compiled)
+        del training
+        gc.collect()  # patched modules refer to themselves; free the model before the next one
+        longest = max(longest, time.perf_counter() - start - elapsed)
         print(
             f"{name}:{seed} {outcome.val_loss:.5f} in {outcome.train_s:.1f} s, "
             f"{outcome.tokens_per_s or 0:.0f} tokens/s, peak {outcome.peak_gib or 0.0:.1f} GiB",

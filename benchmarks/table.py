@@ -151,7 +151,9 @@ def table_of_losses(report: Report) -> str:
     """Lay out the losses of an ablation."""
     if report["benchmark"] == "activation_ablation":
         outcomes = to_outcomes(report["results"], [BASELINE])
-        return markdown(activation_report.HEADER, activation_report.rows(outcomes))
+        tables = [markdown(activation_report.HEADER, activation_report.rows(outcomes))]
+        header, errors = activation_report.gradient_errors(outcomes)
+        return "\n".join([*tables, *([markdown(header, errors)] if errors else [])])
     if report["benchmark"] == "adaptive_bits":
         outcomes = to_outcomes(report["results"], [BASELINE])
         tables = [markdown(adaptive_report.HEADER, adaptive_report.rows(outcomes))]

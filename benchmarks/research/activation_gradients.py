@@ -109,7 +109,7 @@ def attention_gradients(site: AttentionSite, code: RoundTrip, how: str = "rebuil
     """
     q, k, v = (code(x) for x in (site.q_BHSD, site.k_BHSD, site.v_BHSD))
     scale = q.shape[-1] ** -0.5
-    mask = torch.full((q.shape[2],) * 2, -torch.inf).triu(1)
+    mask = torch.full((q.shape[2],) * 2, -torch.inf, device=q.device).triu(1)
     scores = q @ k.mT * scale + mask
     sources = (site.q_BHSD, site.k_BHSD, site.v_BHSD)
     true_scores = sources[0] @ sources[1].mT * scale + mask

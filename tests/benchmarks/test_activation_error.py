@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable
 from types import ModuleType
@@ -178,3 +179,22 @@ def test_losses_are_compared_with_the_mean_of_all_full_precision_runs(load: Load
     assert report.norm_tenths(outcomes["agoq"]).split()[:2] == ["1.50", "3.50"]
     assert "one run deviates by 0.500%" in report.summary(outcomes)
     assert math.isnan(report.against_mean({"agoq": [run(1.0)]}, "agoq")[0])
+
+
+def test_errors_that_cannot_be_measured_do_not_end_the_study(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ablation = load("activation_ablation")
+
+    def fail(training: Any, data: Any) -> dict[str, Any]:
+        raise RuntimeError("no kernel image\nis available")
+
+    monkeypatch.setattr(ablation, "errors_of_run", fail)
+    asked, variants = argparse.Namespace(gradient_errors=True), ablation.VARIANTS
+    found = ablation.gradient_errors(variants["full precision"], None, None, asked)
+    assert found == {"gradient_errors": {"failed": "RuntimeError: no kernel image"}}
+    assert ablation.gradient_errors(variants["agoq"], None, None, asked) is None
+    run = load("ablation_report").Outcome(seed=0, val_loss=2.0, train_s=1.0, details=found)
+    shown = load("activation_report").summary({"full precision": [run]})
+    assert "no kernel image" in shown
+    assert "2.0000" in shown

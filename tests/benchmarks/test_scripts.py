@@ -45,8 +45,9 @@ Load = Callable[[str], ModuleType]
         (
             "activation_ablation.py",
             ("--cpu", "--no-compile", "--preset", "smoke", "--steps", "20")
-            + ("--text", str(BENCHMARKS), "--runs", "full precision:0,agoq:0,uniform 4 bits:0"),
-            "uniform 4 bits",
+            + ("--text", str(BENCHMARKS), "--runs", "full precision:0,agoq:0,uniform 4 bits:0")
+            + ("--gradient-errors",),
+            "fp8_e4m3",  # of the table of errors
         ),
         (
             "ablation.py",
