@@ -22,13 +22,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +37,7 @@ from activations import versions_of_libraries
 from common import table, write_report
 from layer_subject import free_memory, reasons
 from llama_layer import SHAPES
+from turns import Turn
 from whole_models import GIB, VARIANTS, Point, Subject, Task
 
 _LLAMA3 = SHAPES["llama3_8b"]
@@ -254,87 +253,38 @@ def _write(path: Path | None, rows: list[dict[str, Any]]) -> None:
     part.replace(path)
 
 
-@dataclass(slots=True)
-class Child:
-    """A process that measures, or compiles ahead.
-
-    Attributes:
-        job: Table and variant, between them a slash.
-        process: Which waits for a line.
-        rows: File that it writes.
-    """
-
-    job: str
-    process: subprocess.Popen[str]
-    rows: Path
-
-    @classmethod
-    def start(cls, job: str, folder: Path, *options: str) -> Child:
-        """Let a process import what it needs; it takes nothing of the GPU before its turn."""
-        rows = folder / f"{job.replace('/', '_')}.json"
-        words = [*sys.argv[1:], "--one", job, "--rows", str(rows), *options]
-        environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | os.environ
-        if "--compile-only" in options:
-            environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "2"}  # beside the other processes
-        with Path(folder, "log.txt").open("a") as log:
-            process = subprocess.Popen(
-                [sys.executable, __file__, *words],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, env=environment,
-            )  # fmt: skip
-        return cls(job, process, rows)
-
-    def result(self, seconds: float) -> list[dict[str, Any]]:
-        """Give the sign and return the rows, also if it takes too long."""
-        name, _, variant = self.job.partition("/")
-        ended = self.finish(seconds)
-        rows = json.loads(self.rows.read_text()) if self.rows.is_file() else []
-        if not ended:
-            rows.append({"variant": variant, "failed": f"took longer than {seconds:.0f} s"})
-        elif self.process.returncode or not rows:
-            code = self.process.returncode
-            rows.append({"variant": variant, "failed": f"ended with exit code {code}"})
-        return [{"table": name} | row for row in rows]
-
-    def finish(self, seconds: float) -> bool:
-        """Give the sign; return whether the process ended in time, and end it if not."""
-        try:
-            self.process.communicate("go\n", timeout=seconds)
-            return True
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.communicate()
-            return False
+def turn_of(job: str, folder: Path, *options: str, **variables: str) -> Turn:
+    """Start the process of a job, a table and a variant with a slash between them."""
+    rows = folder / f"{job.replace('/', '_')}.json"
+    words = [__file__, *sys.argv[1:], "--one", job, "--rows", str(rows), *options]
+    # sizes of every kind in one process would leave gaps otherwise
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | variables
+    return Turn(words, rows, folder / "log.txt", variables)
 
 
 def compile_ahead(jobs: list[str], folder: Path, args: argparse.Namespace) -> None:
     """Compile all models at once, on all cores; what fails will say so when it is measured."""
+    few = {"TORCHINDUCTOR_COMPILE_THREADS": "2"}  # beside the other processes
     while jobs:
         now, jobs = jobs[: args.jobs], jobs[args.jobs :]
-        running = [Child.start(job, folder, "--compile-only") for job in now]
-        for child in running:
-            child.finish(max(1.0, min(args.limit, args.deadline - time.monotonic())))
-            child.rows.unlink(missing_ok=True)
+        for turn in [turn_of(job, folder, "--compile-only", **few) for job in now]:
+            turn.take(min(args.limit, args.deadline - time.monotonic()))
+            turn.rows.unlink(missing_ok=True)
 
 
 def measure_all(jobs: list[str], folder: Path, args: argparse.Namespace) -> None:
     """Measure one after the other; the next one imports meanwhile."""
     results: dict[str, Any] = {"libraries": versions_of_libraries(), "rows": []}
-    waiting = Child.start(jobs[0], folder, "--wait") if jobs else None
+    turns = [turn_of(job, folder, "--wait") for job in jobs[:1]]
     for index, job in enumerate(jobs):
-        child, waiting = waiting, None
-        if index + 1 < len(jobs):
-            waiting = Child.start(jobs[index + 1], folder, "--wait")
-        left = args.deadline - time.monotonic()
+        turns += [turn_of(after, folder, "--wait") for after in jobs[index + 1 : index + 2]]
         began = time.monotonic()
-        if child is None or left < 1:
-            name, _, variant = job.partition("/")
-            rows = [{"table": name, "variant": variant}]
-            rows[0]["failed"] = f"not tried: --seconds {args.seconds:g} were over"
-            if child is not None:
-                child.process.kill()
-                child.process.communicate()
-        else:
-            rows = child.result(min(left, args.limit))
+        failure = turns[index].take(min(args.limit, args.deadline - began))
+        rows = turns[index].result()
+        name, _, variant = job.partition("/")
+        if failure or not rows:
+            rows.append({"variant": variant, "failed": failure or "ended without a result"})
+        rows = [{"table": name} | row for row in rows]
         results["rows"] += rows
         print(f"{shown(rows)}\n{job}: {time.monotonic() - began:.1f} s", flush=True)
         write_report(args.json, "activation_limits", results)
