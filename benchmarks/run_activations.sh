@@ -6,9 +6,9 @@ usage() {
     cat <<'TEXT'
 usage: run_activations.sh FOLDER [PART...]
 
-Writes activations_PART.json and long_context.json into FOLDER (benchmarks/results for those of the
-docs), and activations.png. PART is of: table, long, coat, training (default: all, in this order;
-about 4, 3, 3 and 8 minutes). Libraries to compare with: liger-kernel, torchao, bitsandbytes; the
+Writes activations_PART.json, activation_limits_TABLE.json and long_context.json into FOLDER
+(benchmarks/results for those of the docs), and activations.png. PART is of: table, long, coat,
+limits, training (default: all, in this order; about 4, 3, 3, 5 and 8 minutes). Libraries to compare with: liger-kernel, torchao, bitsandbytes; the
 rows of those that are missing say so. A part that fails is named at the end. PYTHON names the
 interpreter (default: python3).
 TEXT
@@ -19,10 +19,10 @@ if [ $# -lt 1 ] || [ "$1" = -h ]; then
 fi
 out=$1
 shift
-[ $# -gt 0 ] || set -- table long coat training
+[ $# -gt 0 ] || set -- table long coat limits training
 for part; do
     case $part in
-        table | long | coat | training) ;;
+        table | long | coat | limits | training) ;;
         *) usage >&2; exit 2 ;;
     esac
 done
@@ -42,6 +42,11 @@ for part; do
         table) layers table 270 15 ;;
         long) layers long 200 5 ;;
         coat) layers coat 180 8 ;;
+        limits)
+            for tables in coat7 agoq3 agoq14_32k,agoq14_64k; do
+                "$python" benchmarks/activation_limits.py --tables "$tables" --jobs 7 --seconds 200 \
+                    --json "$out/activation_limits_${tables%%_*}.json"
+            done ;;
         training)
             "$python" benchmarks/long_context.py --json "$out/long_context.json" --variants \
                 'plain;bitsandbytes;bitsandbytes, compiled;ours;ours fp8-4bit' ;;
