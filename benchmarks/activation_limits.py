@@ -198,10 +198,12 @@ class Trial:
         if last is None:
             yield self.failed
         elif searches:
+            rows[-1]["largest"] = True
+            yield rows + self.failed
             if task.grown != "layers":
                 last = self.subject(last.size).step(last.size, steps)
-            rows[-1] = self.row(last.size, last, task.grown != "layers") | {"largest": True}
-            yield rows + self.failed
+                rows[-1] = self.row(last.size, last, True) | {"largest": True}
+                yield rows + self.failed
 
     def _limit(self) -> int:
         if self.device.type != "cuda":

@@ -8,9 +8,9 @@ usage: run_activations.sh FOLDER [PART...]
 
 Writes activations_PART.json, activation_limits_TABLE.json and long_context.json into FOLDER
 (benchmarks/results for those of the docs), and activations.png. PART is of: table, long, coat,
-limits, training (default: all, in this order; about 4, 3, 3, 5 and 8 minutes). Libraries to compare with: liger-kernel, torchao, bitsandbytes; the
-rows of those that are missing say so. A part that fails is named at the end. PYTHON names the
-interpreter (default: python3).
+limits, training (default: all, in this order; about 4, 3, 3, 5 and 8 minutes). Libraries to compare
+with: liger-kernel, torchao, bitsandbytes; the rows of those that are missing say so. A part that
+fails is named at the end. PYTHON names the interpreter (default: python3).
 TEXT
 }
 if [ $# -lt 1 ] || [ "$1" = -h ]; then
