@@ -57,7 +57,8 @@ def reduce_tile(
                 message_ptr, start, limit, numel, int_to_float, BLOCK, RUN, FORMAT, FULL
             )
     else:
-        total = tl.full((BLOCK,), -0.0, tl.float32)  # which leaves the first summand as it is
+        # -0.0, which leaves the first summand as it is; `tl.full` makes 0.0 of a -0.0
+        total = tl.full((BLOCK,), -0x80000000, tl.int32).to(tl.float32, bitcast=True)
         for _ in tl.range(0, num_messages, loop_unroll_factor=AT_ONCE):
             total += decode_tile(
                 message_ptr, start, limit, numel, int_to_float, BLOCK, RUN, FORMAT, FULL
