@@ -52,12 +52,12 @@ DATA = ("normal", "heavy-tailed", "outliers")
 def values(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     """Return random values of a kind of ``DATA``."""
     if kind == "heavy-tailed":
-        x = torch.distributions.StudentT(2.5).sample(shape)
+        x = torch.distributions.StudentT(torch.tensor(2.5, device=device)).sample(shape)
     else:
-        x = torch.randn(shape)
+        x = torch.randn(shape, device=device)
     if kind == "outliers":
         x[..., 3::64] *= 30
-    return x.to(device, dtype)
+    return x.to(dtype)
 
 
 # --- kernels on a GPU -----------------------------------------------------------------------------
@@ -147,27 +147,37 @@ def measure_kernels(
 
 
 def run_kernels(arguments: argparse.Namespace) -> int:
-    """Compare and time on a GPU."""
-    wrong = {}
-    labels = [label for label in FORMATS if arguments.only in label]
-    for label in labels:
-        for kind in DATA:
-            for dtype in DTYPES.values():
-                found = differs(parse_tah_format(FORMATS[label]), kind, dtype)
-                if found:
-                    wrong[f"{label}, {kind}, {dtype}"] = found
-    if wrong:
-        print("differs from the reference, so no speed is shown:")
-        print("\n".join(f"  {name}: {found}" for name, found in wrong.items()))
-        return 1
+    """Compare and time on a GPU; the report is complete after each format."""
     copy_rate = copy_bandwidth()
-    results = []
-    for shape in arguments.shapes or SHAPES:
-        for label in labels:
-            for kind in DATA if label in ("tah", "tah5") else DATA[:1]:
-                for dtype in DTYPES:
-                    case = label, kind, dtype, shape, copy_rate, arguments.tile
-                    results += measure_kernels(*case)
+    print(f"copy: {copy_rate / 1e9:.0f} GB/s")
+    results: list[dict[str, Any]] = []
+    code = 0
+    for label in (label for label in FORMATS if arguments.only in label):
+        wrong = [
+            f"  {label}, {kind}, {dtype}: {found}"
+            for kind in DATA
+            for dtype in DTYPES.values()
+            if (found := differs(parse_tah_format(FORMATS[label]), kind, dtype))
+        ]
+        if wrong:
+            print("differs from the reference, so no speed is shown:", *wrong, sep="\n")
+            code = 1
+            continue
+        rows = [
+            row
+            for shape in arguments.shapes or SHAPES
+            for kind in (DATA if label in ("tah", "tah5") else DATA[:1])
+            for dtype in DTYPES
+            for row in measure_kernels(label, kind, dtype, shape, copy_rate, arguments.tile)
+        ]
+        print(_shown(rows), flush=True)
+        results += rows
+        report = {"copy_gb_per_s": copy_rate / 1e9, "ops": results}
+        write_report(arguments.out, "tah_kernels", report)
+    return code
+
+
+def _shown(results: list[dict[str, Any]]) -> str:
     header = ["op", "format", "data", "dtype", "shape", "us", "GB/s", "of copy"]
     rows = [
         [
@@ -182,10 +192,7 @@ def run_kernels(arguments: argparse.Namespace) -> int:
         ]
         for row in results
     ]
-    print(f"copy: {copy_rate / 1e9:.0f} GB/s")
-    print(table(rows, header))
-    write_report(arguments.out, "tah_kernels", {"copy_gb_per_s": copy_rate / 1e9, "ops": results})
-    return 0
+    return table(rows, header)
 
 
 # --- codecs on a CPU ------------------------------------------------------------------------------
