@@ -128,7 +128,7 @@ class LoRAPacking:
         }
 
     def pack(self, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the matrices; gradients flow back."""
+        """Return the matrices, in memory of their own; gradients flow back."""
         return {
             key: torch.cat([adapters[n].t() if turned else adapters[n] for n, turned, _ in parts])
             for key, parts in self._parts.items()
@@ -162,10 +162,10 @@ class PrefixPacking:
         self.shapes = {"keys": rows, "values": rows}
 
     def pack(self, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the matrices; gradients flow back."""
+        """Return the matrices, in memory of their own; gradients flow back."""
         parts = adapters[self._name].view(self._view).unbind(2)
         return {
-            key: part.reshape(self.shapes[key])
+            key: part.clone(memory_format=torch.contiguous_format).view(self.shapes[key])
             for key, part in zip(self.shapes, parts, strict=True)
         }
 

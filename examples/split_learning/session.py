@@ -130,11 +130,13 @@ class Session:
         # A step that the client has given up, as for a loss that is not finite, ends here.
         self._pending = None
         hidden, leaves = model.forward(self._current_adapters(), embedded, mask, training)
+        if training and model.settings.codec == "amaq" and self._gate is not None:
+            payload, arrives = self._sites[HIDDEN].encode_and_round(hidden)
+            hidden = adaptive_quantize(hidden, self._gate, arrives=arrives)
+        else:
+            payload = self._sites[HIDDEN].encode(hidden, **known)
         if training:
-            if model.settings.codec == "amaq" and self._gate is not None:
-                hidden = adaptive_quantize(hidden, self._gate, on_the_wire=True)
             self._pending = _Pending(hidden, leaves)
-        payload = self._sites[HIDDEN].encode(hidden, **known)
         self._connection.send(protocol.HIDDEN, tensors={HIDDEN: payload})
 
     def _answer_gradient(self, message: Message) -> None:

@@ -110,6 +110,16 @@ class Site:
         values = x.detach().to(self.shape.dtype)
         return self._forward.encode(values, _message(training, samples)).cpu()
 
+    def encode_and_round(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the payload, on the CPU, and what the other end decodes; AMAQ only.
+
+        Args:
+            x: ``[..., channels]``.
+        """
+        values = x.detach().to(self.shape.dtype)
+        payload, arrives = self._with_widths().encode_and_round(values, _message(True, None))
+        return payload.cpu(), arrives
+
     def decode(
         self,
         payload: Tensor,
@@ -142,9 +152,12 @@ class Site:
 
     def set_widths(self, table: WidthTable) -> None:
         """Use these widths from now on; both ends, between two batches."""
+        self._with_widths().set_table(0, table)
+
+    def _with_widths(self) -> MixedCodec:
         if not isinstance(self._forward, MixedCodec):
             raise ValueError(f"The codec {self._forward.name!r} of {self.name} has no widths.")
-        self._forward.set_table(0, table)
+        return self._forward
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of a payload that AQ-SGD has seen before."""
