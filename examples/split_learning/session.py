@@ -16,7 +16,7 @@ from lq_lightning.codecs.mixed import WidthTable
 from . import protocol
 from .frozen import FrozenModel
 from .gates import SentGate
-from .sites import EMBEDDED, HIDDEN, open_sites, site_shapes
+from .sites import EMBEDDED, HIDDEN, open_sites
 from .wire import Connection, Message, UnexpectedMessage
 
 
@@ -42,7 +42,7 @@ class Session:
     def __init__(self, model: FrozenModel, connection: Connection) -> None:
         self._model = model
         self._connection = connection
-        shapes = site_shapes(model.settings, model.packing, model.hidden_size)
+        shapes = model.shapes
         self._sites = open_sites(shapes, model.settings)
         self._lines = {name: shape.num_lines for name, shape in shapes.items()}
         self._gate = SentGate(HIDDEN, shapes[HIDDEN].ranges) if HIDDEN in shapes else None

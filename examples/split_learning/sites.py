@@ -21,7 +21,7 @@ from lq_lightning.pipeline.mixed import Lines, MixedCodec
 from lq_lightning.pipeline.plain_codecs import CastCodec, GroupCodec
 
 from .adapters import Packing
-from .settings import SplitSettings
+from .settings import OptionError, SplitSettings
 
 EMBEDDED = "embedded"  # what enters the trunk
 HIDDEN = "hidden"  # what leaves it
@@ -90,7 +90,7 @@ class Site:
         settings: of both ends.
 
     Raises:
-        ValueError: its channels cannot be cut into groups.
+        OptionError: its channels cannot be cut into groups.
     """
 
     def __init__(self, name: str, shape: SiteShape, settings: SplitSettings) -> None:
@@ -183,11 +183,11 @@ def _forward_codec(shape: SiteShape, settings: SplitSettings) -> BoundaryCodec:
     if codec in ("none", "bf16"):
         return CastCodec(codec, torch.bfloat16 if codec == "bf16" else None)
     if codec == "group":
-        return GroupCodec(code, _groups(code, shape.channels))
+        return GroupCodec(code, _groups(code, shape.channels, "--codec channel"))
     if codec == "aq_sgd":
         config = AQSGDQuantization(
             code=code,  # type: ignore[arg-type]
-            tile_size=_tile(shape.channels),
+            tile_size=_tile(shape.channels, "--codec channel"),
             cache_nbytes=_KEPT_NBYTES,
         )
         return AQSGDCodec(codec, config)
@@ -203,24 +203,24 @@ def _gradient_codec(shape: SiteShape, settings: SplitSettings) -> BoundaryCodec:
     code = settings.gradients
     if code in ("none", "bf16"):
         return CastCodec(code, torch.bfloat16 if code == "bf16" else None)
-    return GroupCodec(code, _groups(code, shape.channels))
+    return GroupCodec(code, _groups(code, shape.channels, "--gradients bf16"))
 
 
-def _groups(code: str, channels: int) -> CodecSpec:
+def _groups(code: str, channels: int, instead: str) -> CodecSpec:
     return CodecSpec(
         code=code,  # type: ignore[arg-type]
-        group_size=_tile(channels),
+        group_size=_tile(channels, instead),
         symmetric=False,
         scale_dtype="bfloat16",
     )
 
 
-def _tile(channels: int) -> int:
+def _tile(channels: int, instead: str) -> int:
     """Return how many neighbours share a scale."""
     found = next((tile for tile in _TILES if channels % tile == 0), None)
     if found is None:
-        raise ValueError(
+        raise OptionError(
             f"Rows of {channels} values cannot be cut into groups of {', '.join(map(str, _TILES))}."
-            " Use `--codec channel` and `--gradients bf16`."
+            f" Use `{instead}` at both ends."
         )
     return found

@@ -270,16 +270,6 @@ def test_the_report_says_what_crossed(options: list[str], tmp_path: Path) -> Non
     assert found["settings"]["codec"] == "amaq"
 
 
-def test_a_checkpoint_of_other_settings_is_refused(options: list[str], tmp_path: Path) -> None:
-    run = ["--run", str(tmp_path / "run"), "--steps", "2"]
-    for bits, fits in ((8.0, True), (16.0, False)):
-        settings = SplitSettings(deployment="everything", alpha=bits)
-        with serving(load(settings)) as server:
-            words = [*options, *run, "--connect", f"127.0.0.1:{server.address[1]}"]
-            with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="alpha=8.0"):
-                fine_tune_quietly(*words, "--alpha", str(bits))
-
-
 def test_a_trainer_that_would_go_wrong_is_refused() -> None:
     options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
     trainer = Trainer(**options, max_steps=1, callbacks=[SplitLearning()])
