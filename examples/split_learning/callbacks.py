@@ -99,8 +99,8 @@ class SplitLearning(pl.Callback):
             self.model.gates.optimizer.load_state_dict(state_dict["gates"])
         if self.model.settings.codec == "aq_sgd":
             rank_zero_warn(
-                "AQ-SGD: what both ends have kept is in no checkpoint. Adapters and samples travel in "
-                "full precision once again, so this run does not go on bit for bit, as it would "
+                "AQ-SGD: what both ends have kept is in no checkpoint. Adapters and samples travel "
+                "in full precision once again, so this run does not go on bit for bit, as it would "
                 "with any other codec."
             )
 
