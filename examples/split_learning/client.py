@@ -11,9 +11,15 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from split_learning.fine_tune import main
     from split_learning.settings import OptionError
-    from split_learning.wire.errors import AddressError, SecretError, WireError
+    from split_learning.wire.errors import AddressError, SecretError, UnsendableMessage, WireError
 
     try:
         main()
-    except (AddressError, OptionError, SecretError, WireError) as error:  # which say what to do
+    except (
+        AddressError,
+        OptionError,
+        SecretError,
+        UnsendableMessage,
+        WireError,
+    ) as error:  # which say what to do
         sys.exit(f"{type(error).__name__}: {error}")

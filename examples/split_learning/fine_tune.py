@@ -92,9 +92,6 @@ def main(arguments: list[str] | None = None) -> None:
     _quiet()
     secret, settings = chosen_secret(options), read_options(options)
     run = Run.open(options)
-    if run.saved is not None:
-        left = "" if run.step < options.steps else ", which are all that `--steps` asks for"
-        print(f"the run in {run.folder} goes on after {run.step} steps{left}")
     report = WireReport(options.report)  # which counts memory from here on
     pl.seed_everything(options.seed, verbose=False)
     dial = functools.partial(connect, parse_address(options.connect), secret, retry=Retry())
@@ -109,6 +106,9 @@ def main(arguments: list[str] | None = None) -> None:
     data = _open_data(options, settings.model)
     module = FineTuning(model, options.learning_rate)
     module.save_hyperparameters(run.record(data.corpus.fingerprint))
+    if run.saved is not None:
+        left = "" if run.step < options.steps else ", which are all that `--steps` asks for"
+        print(f"the run in {run.folder} goes on after {run.step} steps{left}")
     trainer = _make_trainer(options, run.folder, report)
     trainer.fit(module, data, ckpt_path=None if run.saved is None else run.checkpoint)
     trainer.save_checkpoint(run.checkpoint)

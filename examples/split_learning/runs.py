@@ -18,7 +18,9 @@ _FREE = {
     *("accelerator", "report", "secret_file", "no_authentication"),
 }
 _PATHS = {"model", "text", "tokenizer"}
-_CONTENT = "content of the text"
+# They may be elsewhere as long as they give the same tokens.
+_DATA = ("text", "tokenizer")
+_CONTENT = "digest of the tokens"
 _NOT_GIVEN = "not given"
 
 
@@ -69,7 +71,7 @@ class Run:
         if saved is None:
             raise OptionError(f"{last} is not of this program. Give another `--run`.")
         run = cls(folder, own, int(checkpoint["global_step"]), saved)
-        run._check(own)
+        run._check({name: value for name, value in own.items() if name not in _DATA})
         return run
 
     @property
@@ -86,7 +88,9 @@ class Run:
         Raises:
             OptionError: the run was begun with other text.
         """
-        self._check({_CONTENT: content})
+        if self.saved is not None and self.saved.get(_CONTENT) != content:
+            self._check({name: self.options[name] for name in _DATA})
+            self._check({_CONTENT: content})  # the same folder, with other text
         return {**self.options, _CONTENT: content}
 
     def _check(self, given: Mapping[str, Any]) -> None:
@@ -105,7 +109,7 @@ class Run:
 
 def _shown(name: str, value: Any) -> str:
     if name == _CONTENT:
-        return f"text of the digest {value}"
+        return f"text whose tokens have the digest {value}"
     option = f"--{name.replace('_', '-')}"
     if value == _NOT_GIVEN or value is False:
         return f"no `{option}`"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import runpy
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from lq_testing.split_runs import client, load, serving
 from split_learning import fine_tune, models, serve
 from split_learning.callbacks import SplitLearning
 from split_learning.settings import OptionError, SplitSettings
-from split_learning.wire import AddressError
+from split_learning.wire import AddressError, PeerLost, Retry
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.uninitialized_memory_ok  # transformers fills what it allocates later
@@ -29,32 +30,46 @@ def words(text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_run_goes_on_with_its_own_options_only(
-    words: list[str], text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    text_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(fine_tune, "Retry", lambda: Retry(attempts=1))
     with serving(load(SplitSettings())) as server:
         at = ["--connect", f"127.0.0.1:{server.address[1]}"]
         fine_tune.main([*words, *at, "--steps", "2"])
         assert "goes on" not in capsys.readouterr().out
         fine_tune.main([*words, *at, "--steps", "3", "--save-every", "1"])
         assert f"run in {tmp_path / 'run'} goes on after 2 steps\n" in capsys.readouterr().out
+    other = tmp_path / "other"
+    shutil.copytree(text_folder, other)
+    (other / "new.txt").write_text("another text " * 50)
     # Nobody listens any more, so what is refused now is refused before anything is sent.
     for given, difference in (
         ("--bits 3", "`--bits 4`, not `--bits 3`. It has done 3 steps"),
         ("--codec channel", "`--codec amaq`, not `--codec channel`"),
         ("--peft prefix", "`--peft lora`, not `--peft prefix`"),
         ("--targets q_proj", "`--targets q_proj,k_proj,v_proj,o_proj`, not `--targets q_proj`"),
-        ("--text .", f"`--text {text_folder}`, not `--text {Path.cwd()}`"),
+        (f"--text {other}", f"`--text {text_folder}`, not `--text {other}`"),
         ("--learning-rate 0.1 --beta 1", "no `--beta`, not `--beta 1.0`"),
         ("--learning-rate 0.1 --beta 1", "`--learning-rate 0.001`, not `--learning-rate 0.1`; "),
         ("--deployment everything --train-ends", "no `--train-ends`, not `--train-ends`"),
     ):
         with pytest.raises(OptionError) as error:
-            fine_tune.main([*words, *given.split()])
+            fine_tune.main([*words, *at, *given.split()])
         assert difference in str(error.value)
         assert "another `--run` to begin anew" in str(error.value)
     (text_folder / "new.txt").write_text("another text " * 50)
-    with pytest.raises(OptionError, match="was begun with text of the digest .*, not text of the"):
-        fine_tune.main(words)
+    with pytest.raises(
+        OptionError, match="with text whose tokens have the digest .*, not text who"
+    ):
+        fine_tune.main([*words, *at])
+    (text_folder / "new.txt").unlink()
+    text_folder.rename(tmp_path / "moved")
+    with pytest.raises(PeerLost):  # which is the first that it wants of anybody
+        fine_tune.main([*words, *at, "--text", str(tmp_path / "moved"), "--steps", "9"])
 
 
 def test_a_folder_of_something_else_is_left_alone(words: list[str], tmp_path: Path) -> None:
@@ -134,10 +149,22 @@ def test_a_server_refuses_sizes_and_addresses_before_a_client_comes(
 
 
 @pytest.mark.parametrize("program", ["client", "server"])
-def test_programs_say_in_one_line_which_option_is_wrong(
-    program: str, examples: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--rank", "0", "--no-authentication"], "OptionError: `--rank 0` must be at least 1"),
+        ([], "SecretError: There is no shared secret"),
+    ],
+)
+def test_programs_end_with_one_line_that_says_what_to_do(
+    program: str,
+    given: list[str],
+    message: str,
+    examples: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [program, "--no-authentication", "--rank", "0"])
+    monkeypatch.delenv("LQ_SPLIT_LEARNING_SECRET", raising=False)
+    monkeypatch.setattr(sys, "argv", [program, *given])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(SystemExit, match="^OptionError: `--rank 0` must be at least 1"):
+    with pytest.raises(SystemExit, match=f"^{message}"):
         runpy.run_path(str(examples / "split_learning" / f"{program}.py"), run_name="__main__")
