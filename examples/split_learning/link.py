@@ -246,10 +246,15 @@ class ServerLink:
                         known.send(self._connection)
                         self._told[known.kind] = known
                 return question(self._connection)
-            except TRANSIENT:
+            except TRANSIENT as error:
                 failures += 1
                 self._disconnect()
-                if self._settings.codec == "aq_sgd" or failures > _MOST_FAILURES:
+                if self._settings.codec == "aq_sgd":
+                    raise type(error)(
+                        f"{error} AQ-SGD has lost what both ends kept: start the client again, and "
+                        "it goes on from its last checkpoint."
+                    ) from error
+                if failures > _MOST_FAILURES:
                     raise
                 self.reconnections += 1
 

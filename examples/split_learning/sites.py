@@ -96,8 +96,8 @@ class Site:
     def __init__(self, name: str, shape: SiteShape, settings: SplitSettings) -> None:
         self.name = name
         self.shape = shape
-        self._forward = _forward_codec(shape, settings)
-        self._backward = _gradient_codec(shape, settings)
+        self._forward = _forward_codec(name, shape, settings)
+        self._backward = _gradient_codec(name, shape, settings)
 
     def encode(self, x: Tensor, *, training: bool = True, samples: Tensor | None = None) -> Tensor:
         """Return the payload, on the CPU.
@@ -178,16 +178,16 @@ def _message(training: bool, samples: Tensor | None) -> Message:
     return Message(boundary=0, backward=False, microbatch=0, training=training, samples=samples)
 
 
-def _forward_codec(shape: SiteShape, settings: SplitSettings) -> BoundaryCodec:
+def _forward_codec(name: str, shape: SiteShape, settings: SplitSettings) -> BoundaryCodec:
     codec, code = settings.codec, f"int{settings.bits}"
     if codec in ("none", "bf16"):
         return CastCodec(codec, torch.bfloat16 if codec == "bf16" else None)
     if codec == "group":
-        return GroupCodec(code, _groups(code, shape.channels, "--codec channel"))
+        return GroupCodec(code, _groups(code, _tile(name, shape, "--codec channel")))
     if codec == "aq_sgd":
         config = AQSGDQuantization(
             code=code,  # type: ignore[arg-type]
-            tile_size=_tile(shape.channels, "--codec channel"),
+            tile_size=_tile(name, shape, "--codec channel"),
             cache_nbytes=_KEPT_NBYTES,
         )
         return AQSGDCodec(codec, config)
@@ -199,28 +199,28 @@ def _forward_codec(shape: SiteShape, settings: SplitSettings) -> BoundaryCodec:
     return mixed
 
 
-def _gradient_codec(shape: SiteShape, settings: SplitSettings) -> BoundaryCodec:
+def _gradient_codec(name: str, shape: SiteShape, settings: SplitSettings) -> BoundaryCodec:
     code = settings.gradients
     if code in ("none", "bf16"):
         return CastCodec(code, torch.bfloat16 if code == "bf16" else None)
-    return GroupCodec(code, _groups(code, shape.channels, "--gradients bf16"))
+    return GroupCodec(code, _groups(code, _tile(name, shape, "--gradients bf16")))
 
 
-def _groups(code: str, channels: int, instead: str) -> CodecSpec:
+def _groups(code: str, tile: int) -> CodecSpec:
     return CodecSpec(
         code=code,  # type: ignore[arg-type]
-        group_size=_tile(channels, instead),
+        group_size=tile,
         symmetric=False,
         scale_dtype="bfloat16",
     )
 
 
-def _tile(channels: int, instead: str) -> int:
+def _tile(name: str, shape: SiteShape, instead: str) -> int:
     """Return how many neighbours share a scale."""
-    found = next((tile for tile in _TILES if channels % tile == 0), None)
+    found = next((tile for tile in _TILES if shape.channels % tile == 0), None)
     if found is None:
         raise OptionError(
-            f"Rows of {channels} values cannot be cut into groups of {', '.join(map(str, _TILES))}."
-            f" Use `{instead}` at both ends."
+            f"The rows of {name!r} have {shape.channels} values, which cannot be cut into groups of "
+            f"{', '.join(map(str, _TILES))}. Use `{instead}` at both ends."
         )
     return found

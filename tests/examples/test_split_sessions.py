@@ -115,7 +115,7 @@ def test_what_aq_sgd_keeps_is_not_made_up_after_a_restart() -> None:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(load(settings)))
         model = client(settings, server)
-        with pytest.raises((PeerEnded, PeerLost)):
+        with pytest.raises((PeerEnded, PeerLost), match="AQ-SGD has lost what both ends kept"):
             train(model, 3, before_backward=lambda step: stack.close())
         model.close()
 
