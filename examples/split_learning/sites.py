@@ -220,7 +220,7 @@ def _tile(name: str, shape: SiteShape, instead: str) -> int:
     found = next((tile for tile in _TILES if shape.channels % tile == 0), None)
     if found is None:
         raise OptionError(
-            f"The rows of {name!r} have {shape.channels} values, which cannot be cut into groups of "
-            f"{', '.join(map(str, _TILES))}. Use `{instead}` at both ends."
+            f"The rows of {name!r} have {shape.channels} values, which cannot be cut into groups "
+            f"of {', '.join(map(str, _TILES))}. Use `{instead}` at both ends."
         )
     return found
