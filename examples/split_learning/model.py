@@ -228,7 +228,8 @@ class _RemoteLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         gradients, ctx.gradients = ctx.gradients, None
-        return (None,) * 4 + tuple(grad * gradient for gradient in gradients)
+        # In place: nobody else has them, and for large adapters a copy would be the client's peak.
+        return (None,) * 4 + tuple(gradient.mul_(grad) for gradient in gradients)
 
 
 class _RemoteTrunk(torch.autograd.Function):

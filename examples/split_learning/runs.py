@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,12 @@ class Run:
         last = folder / "last.ckpt"
         if not last.exists():
             return cls(folder, own, 0, None)
-        checkpoint = torch.load(last, map_location="cpu", weights_only=True, mmap=True)
+        try:
+            checkpoint = torch.load(last, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise OptionError(
+                f"{last} is no checkpoint, or a part of one. Give another `--run`, or restore it."
+            ) from error
         saved = checkpoint.get("hyper_parameters")
         if saved is None:
             raise OptionError(f"{last} is not of this program. Give another `--run`.")

@@ -93,6 +93,18 @@ def test_every_change_is_noticed(kind: str, change: str) -> None:
     assert refreshed() == 3
 
 
+def test_another_dtype_is_a_change() -> None:
+    make, shapes = PACKINGS["lora"]
+    adapters = {name: nn.Parameter(torch.randn(shape).half()) for name, shape in shapes.items()}
+    packed = PackedAdapters(make())
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for value in adapters.values():  # of the same bits, where it has as many
+            value.data = value.data.view(dtype) if dtype.itemsize == 2 else value.data.to(dtype)
+        packed.refresh(adapters)
+        assert {value.dtype for value in packed.matrices.values()} == {dtype}
+    assert packed.changes == 3
+
+
 @pytest.mark.parametrize("kind", PACKINGS)
 def test_gradients_are_those_of_packing(kind: str) -> None:
     make, shapes = PACKINGS[kind]
@@ -102,6 +114,7 @@ def test_gradients_are_those_of_packing(kind: str) -> None:
         packed.refresh(adapters)
     packed.refresh(adapters)
     assert packed.changes == 1
+    assert not any(value.is_inference() for value in packed.matrices.values())
     weights: dict[str, Tensor] = {k: torch.randn(v.shape) for k, v in packed.matrices.items()}
     found = []
     for matrices in (packed.connected(adapters), make().pack(adapters)):
@@ -123,6 +136,14 @@ def test_what_arrives_is_the_same_for_all_batches_of_a_step() -> None:
         assert torch.equal(value, again[name])
         assert 0.0 < float((value - model._packed.matrices[name]).abs().max()) < 0.01
     assert model.link.prepare(model._packed, learning=False) == {}
+    assert model.gates is not None
+    for gate in model.gates.gates.values():  # with other widths the same values have other codes
+        gate.q.sub_(2.0)
+        gate.refresh()
+    narrow = model.link.prepare(model._packed, learning=True)
+    assert all(not torch.equal(value, first[name]) for name, value in narrow.items())
+    assert model.link._adapters is not sent
+    sent = model.link._adapters
     with torch.no_grad():
         adapters[next(iter(adapters))][0, 0] += 1.0
     model._packed.refresh(adapters)

@@ -79,6 +79,10 @@ def test_a_folder_of_something_else_is_left_alone(words: list[str], tmp_path: Pa
     torch.save({"state_dict": {}, "global_step": 7}, tmp_path / "run" / "last.ckpt")
     with pytest.raises(OptionError, match=r"last\.ckpt is not of this program. Give another"):
         fine_tune.main(words)
+    for content in (b"", b"junk", (tmp_path / "run" / "last.ckpt").read_bytes()[:99]):
+        (tmp_path / "run" / "last.ckpt").write_bytes(content)
+        with pytest.raises(OptionError, match="is no checkpoint, or a part of one"):
+            fine_tune.main(words)
 
 
 def callback_of(**settings: Any) -> SplitLearning:
