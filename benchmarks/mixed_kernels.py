@@ -9,13 +9,15 @@ and are shown for the time they take.
     python benchmarks/mixed_kernels.py --out outputs/mixed_kernels.json
     python benchmarks/mixed_kernels.py --cpu --threads 2
 
-With ``--cpu`` encoding, decoding and the round trip are timed beside int4 in groups of 64, as they
-are called at a boundary. Tables have widths from 1 to 8, 4 on average, in random order.
+With ``--cpu`` encoding, decoding, the round trip, and encoding that also returns what arrives
+("both") are timed beside int4 in groups of 64, as they are called at a boundary. Tables have widths
+from 1 to 8, 4 on average, in random order.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -33,9 +35,11 @@ from lq_lightning.codecs import (
     CodecSpec,
     WidthTable,
     decode_mixed,
+    encode_and_round_mixed,
     encode_mixed,
     round_trip_mixed,
 )
+from lq_lightning.codecs.mixed import RANGES
 from lq_lightning.kernels.mixed import mixed_layout, reference, width_counts, width_rows
 from lq_lightning.pipeline.message import Message
 from lq_lightning.pipeline.plain_codecs import GroupCodec
@@ -73,17 +77,17 @@ def differs(kind: str, dtype: torch.dtype, transposed: bool, fitted: bool) -> st
     if transposed:
         moved = moved.t().contiguous().t()
     message = torch.full_like(expected, 0xAB, device="cuda")
-    launch.launch_mixed_quantize(moved, there, counts, fitted, message)
+    both = torch.empty_like(x, device="cuda")
+    launch.launch_mixed_quantize(moved, there, counts, fitted, message, both)
     wrong = int((message.cpu() != expected).sum())
     if wrong:
         return f"{wrong} of {expected.numel()} bytes"
-    for name in ("decoded", "rounded"):
-        out = torch.empty_like(x, device="cuda")
+    for name, truth in (("decoded", decoded), ("rounded", rounded), ("encoded", rounded)):
+        out = both if name == "encoded" else torch.empty_like(x, device="cuda")
         if name == "decoded":
             launch.launch_mixed_dequantize(message, there, counts, out)
-        else:
+        elif name == "rounded":
             launch.launch_mixed_round_trip(moved, there, fitted, out)
-        truth = decoded if name == "decoded" else rounded
         same = (out.cpu() == truth) | (out.cpu().isnan() & truth.isnan())
         if not same.all():
             return f"{int((~same).sum())} of {x.numel()} {name} values"
@@ -116,16 +120,20 @@ def kernel_calls(
             moved,
         ),
         "encode, all": (
-            lambda: launch.launch_mixed_quantize(x, rows, counts, False, message, encode),
+            lambda: launch.launch_mixed_quantize(x, rows, counts, False, message, tile=encode),
             moved,
         ),
         "encode, fitted": (
-            lambda: launch.launch_mixed_quantize(x, rows, counts, True, message, encode),
+            lambda: launch.launch_mixed_quantize(x, rows, counts, True, message, tile=encode),
             moved,
         ),
         "decode": (
             lambda: launch.launch_mixed_dequantize(message, rows, counts, out, decode),
             moved,
+        ),
+        "encode and round trip, fitted": (
+            lambda: launch.launch_mixed_quantize(x, rows, counts, True, message, out),
+            moved + x.nbytes,
         ),
         "round trip, all": (
             lambda: launch.launch_mixed_round_trip(x, rows, False, out),
@@ -209,13 +217,15 @@ def measure_cpu(x: Tensor) -> list[dict[str, Any]]:
     """Time both codecs on ``[T, N]`` values."""
     tokens, lines = x.shape
     rows = []
-    for kind in WIDTHS:
+    for kind, ranges in itertools.product(WIDTHS, RANGES):
         widths = WidthTable(widths_of(kind, lines))
-        encode_ms, payload = _time(lambda w=widths: encode_mixed(x, w))
+        given = (x, widths, ranges)
+        encode_ms, payload = _time(lambda g=given: encode_mixed(*g))
         decode_ms, _ = _time(lambda p=payload, w=widths: decode_mixed(p, w, tokens, x.dtype))
-        round_trip_ms, _ = _time(lambda w=widths: round_trip_mixed(x, w))
-        bits = widths.effective_bits(tokens)
-        rows.append((f"mixed, {kind}", bits, encode_ms, decode_ms, round_trip_ms))
+        round_trip_ms, _ = _time(lambda g=given: round_trip_mixed(*g))
+        both_ms, _ = _time(lambda g=given: encode_and_round_mixed(*g))
+        times = encode_ms, decode_ms, round_trip_ms, both_ms
+        rows.append((f"mixed, {kind}, {ranges}", widths.effective_bits(tokens), *times))
     codec = GroupCodec("int4", CodecSpec(code="int4", group_size=64, scale_dtype="bfloat16"))
     message = Message(boundary=0, backward=False, microbatch=0)
     encode_ms, payload = _time(lambda: codec.encode(x, message))
@@ -223,7 +233,7 @@ def measure_cpu(x: Tensor) -> list[dict[str, Any]]:
     rows.append(
         ("int4, groups of 64", codec.bits_per_value(x.shape, x.dtype), encode_ms, decode_ms)
     )
-    names = ("codec", "bits_per_value", "encode_ms", "decode_ms", "round_trip_ms")
+    names = ("codec", "bits_per_value", "encode_ms", "decode_ms", "round_trip_ms", "both_ms")
     about = {"dtype": str(x.dtype).split(".")[-1], "shape": tuple(x.shape)}
     return [{**dict(zip(names, row, strict=False)), **about} for row in rows]
 
@@ -235,16 +245,21 @@ def run_cpu(arguments: argparse.Namespace) -> int:
     for shape in arguments.shapes or SHAPES[:2]:
         for dtype in DTYPES.values():
             results += measure_cpu(torch.randn(shape).to(dtype))
-    header = ["codec", "dtype", "shape", "bits", "encode ms", "decode ms", "round trip ms"]
+    times = ("encode", "decode", "round_trip", "both")
+    header = [
+        "codec",
+        "dtype",
+        "shape",
+        "bits",
+        *(f"{name.replace('_', ' ')} ms" for name in times),
+    ]
     rows = [
         [
             row["codec"],
             row["dtype"],
             "x".join(map(str, row["shape"])),
             f"{row['bits_per_value']:.3f}",
-            f"{row['encode_ms']:.2f}",
-            f"{row['decode_ms']:.2f}",
-            f"{row['round_trip_ms']:.2f}" if "round_trip_ms" in row else "",
+            *(f"{row[f'{name}_ms']:.2f}" if f"{name}_ms" in row else "" for name in times),
         ]
         for row in results
     ]

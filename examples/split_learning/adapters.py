@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .require import require
-from .settings import SplitSettings
+from .settings import OptionError, SplitSettings
 
 _NAME = "default"  # peft's, of the only adapter
 
@@ -27,7 +27,7 @@ def add_adapters(model: nn.Module, settings: SplitSettings) -> Any:
 
     Raises:
         ModuleNotFoundError: peft is not installed.
-        ValueError: LoRA adapts something outside of the trunk.
+        OptionError: LoRA adapts nothing, or something outside of the trunk.
     """
     require("peft")
     import peft
@@ -43,15 +43,28 @@ def add_adapters(model: nn.Module, settings: SplitSettings) -> Any:
         lora_alpha=settings.alpha,
         target_modules=list(settings.targets),
     )
-    adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
+    targets = f"`--targets {','.join(settings.targets)}`"
+    try:
+        adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
+    except ValueError as error:
+        trunk = getattr(model, model.base_model_prefix)
+        linear = sorted({n.rpartition(".")[2] for n, m in trunk.named_modules() if _is_linear(m)})
+        raise OptionError(
+            f"{targets} names nothing that LoRA can adapt. This model has {', '.join(linear)}."
+        ) from error
     prefix = f"base_model.model.{model.base_model_prefix}."
     outside = [name for name in adapter_shapes(adapted) if not name.startswith(prefix)]
     if outside:
-        raise ValueError(
-            f"`--targets {','.join(settings.targets)}` adapts {outside[0]}, which is not part of "
-            "the trunk. Name modules of its layers, such as q_proj."
+        raise OptionError(
+            f"{targets} adapts {outside[0]}, which is not part of the trunk. Name modules of its "
+            "layers, such as q_proj."
         )
     return adapted.eval()
+
+
+def _is_linear(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding)
 
 
 def adapter_shapes(adapted: nn.Module) -> dict[str, torch.Size]:
@@ -128,7 +141,7 @@ class LoRAPacking:
         }
 
     def pack(self, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the matrices; gradients flow back."""
+        """Return the matrices, in memory of their own; gradients flow back."""
         return {
             key: torch.cat([adapters[n].t() if turned else adapters[n] for n, turned, _ in parts])
             for key, parts in self._parts.items()
@@ -162,10 +175,10 @@ class PrefixPacking:
         self.shapes = {"keys": rows, "values": rows}
 
     def pack(self, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the matrices; gradients flow back."""
+        """Return the matrices, in memory of their own; gradients flow back."""
         parts = adapters[self._name].view(self._view).unbind(2)
         return {
-            key: part.reshape(self.shapes[key])
+            key: part.clone(memory_format=torch.contiguous_format).view(self.shapes[key])
             for key, part in zip(self.shapes, parts, strict=True)
         }
 

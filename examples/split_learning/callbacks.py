@@ -13,12 +13,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from .model import SplitModel
 from .settings import SplitSettings
-
-# What a checkpoint of one run means nothing without in another.
-_LASTING = ("deployment", "peft", "rank", "alpha", "targets", "virtual_tokens", "codec")
 
 
 class SplitLearning(pl.Callback):
@@ -85,7 +83,7 @@ class SplitLearning(pl.Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue bit for bit where a run with the same settings stopped.
+        """Continue bit for bit where a run with the same settings stopped, but for AQ-SGD.
 
         Raises:
             ValueError: the checkpoint belongs to other settings.
@@ -99,6 +97,12 @@ class SplitLearning(pl.Callback):
                 )
         if self.model.gates is not None:
             self.model.gates.optimizer.load_state_dict(state_dict["gates"])
+        if self.model.settings.codec == "aq_sgd":
+            rank_zero_warn(
+                "AQ-SGD: what both ends have kept is in no checkpoint. Adapters and samples travel "
+                "in full precision once again, so this run does not go on bit for bit, as it would "
+                "with any other codec."
+            )
 
 
 def _find(pl_module: pl.LightningModule) -> SplitModel:
@@ -112,7 +116,8 @@ def _find(pl_module: pl.LightningModule) -> SplitModel:
 
 
 def _lasting(settings: SplitSettings) -> dict[str, Any]:
-    return {name: getattr(settings, name) for name in _LASTING}
+    """Return what a checkpoint means nothing without; a model may be in another folder."""
+    return {name: value for name, value in asdict(settings).items() if name != "model"}
 
 
 class WireReport(pl.Callback):

@@ -10,9 +10,16 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from split_learning.fine_tune import main
-    from split_learning.wire.errors import SecretError, WireError
+    from split_learning.settings import OptionError
+    from split_learning.wire.errors import AddressError, SecretError, UnsendableMessage, WireError
 
     try:
         main()
-    except (SecretError, WireError) as error:  # which say what to do
+    except (
+        AddressError,
+        OptionError,
+        SecretError,
+        UnsendableMessage,
+        WireError,
+    ) as error:  # which say what to do
         sys.exit(f"{type(error).__name__}: {error}")

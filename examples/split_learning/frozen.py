@@ -20,6 +20,7 @@ from torch.func import functional_call
 from .adapters import Packing, add_adapters, packing_of
 from .models import digest, load_model, read_config, trunk_of
 from .settings import SplitSettings
+from .sites import open_sites, site_shapes
 
 
 class FrozenModel:
@@ -29,6 +30,9 @@ class FrozenModel:
         settings: what clients must have been given as well.
         device: where it computes.
         max_tokens: of a batch, B * T at most; more are refused.
+
+    Attributes:
+        shapes: of the sites of every session.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class FrozenModel:
         )
         adapted = add_adapters(model.to(device), settings)
         self.packing: Packing = packing_of(adapted, settings)
+        self.shapes = site_shapes(settings, self.packing, self.hidden_size)
+        open_sites(self.shapes, settings)  # which may refuse their sizes, before any client comes
         self._calls = _Calls(adapted, settings.peft == "prefix")
         self._lock = threading.Lock()
 

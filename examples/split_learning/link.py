@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from . import protocol
 from .gates import ClientGates
+from .packed import PackedAdapters
 from .settings import SplitSettings
 from .sites import EMBEDDED, HIDDEN, SiteShape, open_sites
 from .wire import Connection, Message, Traffic
@@ -22,7 +22,7 @@ _MOST_FAILURES = 5  # of one request, each after a successful handshake
 
 
 @dataclass(slots=True)
-class _Sent:
+class Question:
     """What has to be sent again over a new connection: kind, fields and tensors."""
 
     kind: str
@@ -30,6 +30,7 @@ class _Sent:
     fields: dict[str, Any] = field(default_factory=dict)
 
     def send(self, connection: Connection) -> None:
+        """Send it over a connection."""
         connection.send(self.kind, self.fields, self.tensors)
 
 
@@ -64,11 +65,11 @@ class ServerLink:
         self.reconnections = 0
         self._past = Traffic()
         self._connection: Connection | None = None
-        self._widths: _Sent | None = None
-        self._adapters: _Sent | None = None
-        self._digest = b""  # of the adapters that were encoded last
-        self._embedded: _Sent | None = None
-        self._told: dict[str, _Sent] = {}  # what this connection's server knows, by kind
+        self._widths: Question | None = None
+        self._adapters: Question | None = None
+        self._encoded = -1  # which adapters were encoded last
+        self._embedded: Question | None = None
+        self._told: dict[str, Question] = {}  # what this connection's server knows, by kind
 
     @property
     def traffic(self) -> Traffic:
@@ -82,25 +83,80 @@ class ServerLink:
     def close(self) -> None:
         """End the connection; the next question opens another, to which all is sent again."""
         self._disconnect()
-        self._digest = b""
+        self._encoded = -1
         self._widths = self._adapters = self._embedded = None
         if self._settings.codec == "aq_sgd":
             self.sites = open_sites(self._shapes, self._settings)
 
     # --- questions ----------------------------------------------------------------------------
 
+    def prepare(self, packed: PackedAdapters, learning: bool) -> dict[str, Tensor]:
+        """Encode widths and adapters for the next questions, unless they were encoded last.
+
+        Args:
+            packed: the adapters.
+            learning: whether gates learn from this batch.
+
+        Returns:
+            With ``learning``, what the server decodes; else nothing.
+        """
+        if self.gates is not None:
+            tables = self.gates.tables()
+            widths = {name: table.pack() for name, table in tables.items()}
+            if self._widths is None or not _equal(self._widths.tensors, widths):
+                self._widths = Question(protocol.WIDTHS, widths)
+                for name, table in tables.items():
+                    self.sites[name].set_widths(table)
+                self._encoded = -1
+        if self._adapters is None or self._encoded != packed.changes:
+            return self._encode_adapters(packed, learning)
+        if not learning:
+            return {}
+        return {
+            name: self.sites[name].decode(payload.to(packed.matrices[name].device), (1, *shape))[0]
+            for (name, shape), payload in zip(
+                self._matrix_shapes.items(), self._adapters.tensors.values(), strict=True
+            )
+        }
+
+    def encode(
+        self,
+        embedded: Tensor,
+        mask: Tensor | None,
+        samples: Tensor,
+        training: bool,
+        learning: bool,
+    ) -> tuple[Question, Tensor | None]:
+        """Return what `forward` asks, and with ``learning`` what the server decodes.
+
+        Args:
+            embedded: ``[B, T, H]``.
+            mask: ``[B, T]`` bool, False for padding.
+            samples: ``[B]`` int64, which tell samples apart.
+            training: whether `backward` follows.
+            learning: whether gates learn from this batch.
+        """
+        site, arrives = self.sites[EMBEDDED], None
+        if learning:
+            payload, arrives = site.encode_and_round(embedded)
+        else:
+            payload = site.encode(embedded, training=training, samples=samples)
+        tensors = {EMBEDDED: payload, "samples": samples}
+        if mask is not None:
+            tensors["mask"] = mask
+        fields = {"training": training, "tokens": embedded.shape[1]}
+        return Question(protocol.EMBEDDED, tensors, fields), arrives
+
     def loss(
-        self, matrices: Mapping[str, Tensor], batch: Mapping[str, Tensor], training: bool
+        self, batch: Mapping[str, Tensor], training: bool, device: torch.device
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a batch, and in training the gradients of the adapters.
 
         Args:
-            matrices: adapters as they cross.
             batch: ``ids`` and maybe ``labels``, ``[B, T]`` int32, and ``mask``, bool.
             training: whether there are gradients.
+            device: of the gradients.
         """
-        self._prepare(matrices)
-        device = next(iter(matrices.values())).device
 
         def ask(connection: Connection) -> tuple[Tensor, dict[str, Tensor]]:
             connection.send(protocol.TOKENS, {"training": training}, batch)
@@ -109,37 +165,23 @@ class ServerLink:
 
         return self._ask(ask)
 
-    def forward(
-        self,
-        matrices: Mapping[str, Tensor],
-        embedded: Tensor,
-        mask: Tensor | None,
-        samples: Tensor,
-        training: bool,
-    ) -> Tensor:
+    def forward(self, sent: Question, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return the hidden states behind the trunk.
 
         Args:
-            matrices: adapters as they cross.
-            embedded: ``[B, T, H]``.
-            mask: ``[B, T]`` bool, False for padding.
-            samples: ``[B]`` int64, which tell samples apart.
-            training: whether `backward` follows.
+            sent: of `encode`.
+            shape: ``[B, T, H]``.
+            device: of the result.
         """
-        self._prepare(matrices)
-        known: dict[str, Any] = {"training": training, "samples": samples}
-        tensors = {EMBEDDED: self.sites[EMBEDDED].encode(embedded, **known), "samples": samples}
-        if mask is not None:
-            tensors["mask"] = mask
-        fields = {"training": training, "tokens": embedded.shape[1]}
-        sent = self._embedded = _Sent(protocol.EMBEDDED, tensors, fields)
+        self._embedded = sent
 
         def ask(connection: Connection) -> Message:
             sent.send(connection)
             return connection.receive(protocol.HIDDEN)
 
-        payload = _payload(self._ask(ask), HIDDEN, embedded.device)
-        return self.sites[HIDDEN].decode(payload, embedded.shape, **known)
+        payload = _payload(self._ask(ask), HIDDEN, device)
+        training, samples = sent.fields["training"], sent.tensors["samples"]
+        return self.sites[HIDDEN].decode(payload, shape, training=training, samples=samples)
 
     def backward(self, gradient: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Return the gradients of what `forward` was given: of the input, if used, and adapters.
@@ -179,25 +221,18 @@ class ServerLink:
 
     # --- parts --------------------------------------------------------------------------------
 
-    def _prepare(self, matrices: Mapping[str, Tensor]) -> None:
-        """Encode widths and adapters, unless they are what was encoded last."""
-        if self.gates is not None:
-            tables = self.gates.tables()
-            packed = {name: table.pack() for name, table in tables.items()}
-            if self._widths is None or not _equal(self._widths.tensors, packed):
-                self._widths = _Sent(protocol.WIDTHS, packed)
-                for name, table in tables.items():
-                    self.sites[name].set_widths(table)
-                self._digest = b""
-        digest = _digest(matrices)
-        if digest != self._digest:
-            self._digest = digest
-            one = torch.zeros(1, dtype=torch.int64)
-            payloads = {
-                name: self.sites[name].encode(value[None], samples=one)
-                for name, value in matrices.items()
-            }
-            self._adapters = _Sent(protocol.ADAPTERS, payloads)
+    def _encode_adapters(self, packed: PackedAdapters, learning: bool) -> dict[str, Tensor]:
+        payloads, arriving = {}, {}
+        one = torch.zeros(1, dtype=torch.int64)  # one sample, for AQ-SGD
+        for name, value in packed.matrices.items():
+            if learning:
+                payloads[name], arrives = self.sites[name].encode_and_round(value[None])
+                arriving[name] = arrives[0]
+            else:
+                payloads[name] = self.sites[name].encode(value[None], samples=one)
+        self._adapters = Question(protocol.ADAPTERS, payloads)
+        self._encoded = packed.changes
+        return arriving
 
     def _ask(self, question: Callable[[Connection], _T]) -> _T:
         """Return the answer to a question, asked again over a new connection if need be."""
@@ -211,10 +246,15 @@ class ServerLink:
                         known.send(self._connection)
                         self._told[known.kind] = known
                 return question(self._connection)
-            except TRANSIENT:
+            except TRANSIENT as error:
                 failures += 1
                 self._disconnect()
-                if self._settings.codec == "aq_sgd" or failures > _MOST_FAILURES:
+                if self._settings.codec == "aq_sgd":
+                    raise type(error)(
+                        f"{error} AQ-SGD has lost what both ends kept: start the client again, and "
+                        "it goes on from its last checkpoint."
+                    ) from error
+                if failures > _MOST_FAILURES:
                     raise
                 self.reconnections += 1
 
@@ -244,11 +284,3 @@ def _payload(message: Message, name: str, device: torch.device) -> Tensor:
 
 def _equal(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     return all(torch.equal(value, second[name]) for name, value in first.items())
-
-
-def _digest(matrices: Mapping[str, Tensor]) -> bytes:
-    """Return what tells values from others, so that they are encoded and sent once per step."""
-    seen = hashlib.sha256()
-    for value in matrices.values():
-        seen.update(value.detach().cpu().contiguous().view(torch.uint8).numpy())
-    return seen.digest()

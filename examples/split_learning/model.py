@@ -15,8 +15,9 @@ from lq_lightning.adaptive import adaptive_quantize
 
 from .adapters import NamedParameters, add_adapters, initial_adapters, packing_of
 from .gates import ClientGates
-from .link import ServerLink
+from .link import Question, ServerLink
 from .models import digest, empty_model, load_ends, read_config, trunk_of
+from .packed import PackedAdapters
 from .settings import SplitSettings
 from .sites import EMBEDDED, site_shapes
 from .wire import Connection
@@ -61,13 +62,14 @@ class SplitModel(nn.Module):
         # Not a module of this one: it is there for names, shapes, and peft's way of saving.
         self._peft = [add_adapters(empty_model(self.config, dtype), settings)]
         self.adapters = NamedParameters(initial_adapters(self._peft[0]))
-        self._packing = packing_of(self._peft[0], settings)
-        shapes = site_shapes(settings, self._packing, int(self.config.hidden_size))
+        packing = packing_of(self._peft[0], settings)
+        self._packed = PackedAdapters(packing)
+        shapes = site_shapes(settings, packing, int(self.config.hidden_size))
         self.gates = ClientGates(shapes, settings, **gates) if settings.codec == "amaq" else None
         self.ends, held = self._load_ends(dtype) if settings.everything else (None, None)
         agreement = settings.agreement(self.config, held)
         self.link = ServerLink(
-            lambda: connect(agreement), shapes, self._packing.shapes, settings, self.gates
+            lambda: connect(agreement), shapes, packing.shapes, settings, self.gates
         )
         self._samples: dict[bytes, int] = {}
         self.register_state_dict_post_hook(_drop_frozen)
@@ -100,7 +102,10 @@ class SplitModel(nn.Module):
             batch["labels"] = labels.detach().cpu().int()
         if attention_mask is not None:
             batch["mask"] = attention_mask.detach().cpu().bool()
-        return CausalLMOutput(loss=_RemoteLoss.apply(self.link, batch, *self._matrices()))
+        training = torch.is_grad_enabled()
+        matrices = self._matrices(training)
+        loss = _RemoteLoss.apply(self.link, batch, training, tuple(matrices), *matrices.values())
+        return CausalLMOutput(loss=loss)
 
     def save_adapters(self, folder: str | Path) -> None:
         """Save the adapters in peft's format, for ``PeftModel.from_pretrained``."""
@@ -115,24 +120,34 @@ class SplitModel(nn.Module):
 
     # --- parts --------------------------------------------------------------------------------
 
-    def _matrices(self) -> tuple[Any, ...]:
-        """Return training or not, names, and the adapters as they cross."""
-        matrices = self._packing.pack(self.adapters.values())
-        training = torch.is_grad_enabled()
-        if self.gates is not None and training:
-            matrices = {
-                name: adaptive_quantize(value, self.gates.gates[name], on_the_wire=True)
-                for name, value in matrices.items()
-            }
-        return training, tuple(matrices), *matrices.values()
+    def _matrices(self, training: bool) -> dict[str, Tensor]:
+        """Return the adapters as they cross, encoded in the link."""
+        adapters = self.adapters.values()
+        self._packed.refresh(adapters)
+        gates = self.gates.gates if self.gates is not None and training else None
+        arriving = self.link.prepare(self._packed, learning=gates is not None)
+        matrices = self._packed.connected(adapters)
+        if gates is None:
+            return matrices
+        return {
+            name: adaptive_quantize(value, gates[name], arrives=arriving[name])
+            for name, value in matrices.items()
+        }
 
     def _run_trunk(self, embedded: Tensor, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        if self.gates is not None and torch.is_grad_enabled():
-            embedded = adaptive_quantize(embedded, self.gates.gates[EMBEDDED], on_the_wire=True)
+        training = torch.is_grad_enabled()
+        matrices = self._matrices(training)  # and the widths in which what follows is encoded
         if mask is not None:
             mask = mask.detach().cpu().bool()
-        samples = self._identify(input_ids)
-        result: Tensor = _RemoteTrunk.apply(self.link, embedded, mask, samples, *self._matrices())
+        gate = self.gates.gates[EMBEDDED] if self.gates is not None and training else None
+        sent, arrives = self.link.encode(
+            embedded, mask, self._identify(input_ids), training, learning=gate is not None
+        )
+        if gate is not None:
+            embedded = adaptive_quantize(embedded, gate, arrives=arrives)
+        result: Tensor = _RemoteTrunk.apply(
+            self.link, embedded, sent, tuple(matrices), *matrices.values()
+        )
         return result
 
     def _identify(self, input_ids: Tensor) -> Tensor:
@@ -205,7 +220,7 @@ class _RemoteLoss(torch.autograd.Function):
         names: tuple[str, ...],
         *matrices: Tensor,
     ) -> Tensor:
-        loss, gradients = link.loss(dict(zip(names, matrices, strict=True)), batch, training)
+        loss, gradients = link.loss(batch, training, matrices[0].device)
         ctx.gradients = [gradients[name] for name in names] if training else None
         return loss.to(matrices[0].device)
 
@@ -213,7 +228,8 @@ class _RemoteLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         gradients, ctx.gradients = ctx.gradients, None
-        return (None,) * 4 + tuple(grad * gradient for gradient in gradients)
+        # In place: nobody else has them, and for large adapters a copy would be the client's peak.
+        return (None,) * 4 + tuple(gradient.mul_(grad) for gradient in gradients)
 
 
 class _RemoteTrunk(torch.autograd.Function):
@@ -224,23 +240,19 @@ class _RemoteTrunk(torch.autograd.Function):
         ctx: Any,
         link: ServerLink,
         embedded: Tensor,
-        mask: Tensor | None,
-        samples: Tensor,
-        training: bool,
+        sent: Question,
         names: tuple[str, ...],
         *matrices: Tensor,
     ) -> Tensor:
-        named = dict(zip(names, matrices, strict=True))
-        hidden = link.forward(named, embedded, mask, samples, training)
         ctx.link, ctx.names = link, names
-        return hidden
+        return link.forward(sent, embedded.shape, embedded.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         embedded, gradients = ctx.link.backward(grad)
         found = tuple(gradients[name] for name in ctx.names)
-        return (None, embedded) + (None,) * 4 + found
+        return None, embedded, None, None, *found
 
 
 def _drop_frozen(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:

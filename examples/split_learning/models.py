@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .require import require
+from .settings import OptionError
 
 SMALL = "small"
 _SMALL = {
@@ -36,6 +39,7 @@ def read_config(name: str) -> Any:
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
+        OptionError: there is no such model.
     """
     require("transformers")
     from transformers import AutoConfig
@@ -43,7 +47,8 @@ def read_config(name: str) -> Any:
     if name == SMALL:
         settings = {key: value for key, value in _SMALL.items() if key != "model_type"}
         return AutoConfig.for_model(_SMALL["model_type"], **settings)
-    return AutoConfig.from_pretrained(_path(name))
+    with _reading(name):
+        return AutoConfig.from_pretrained(_path(name))
 
 
 def load_model(name: str, config: Any, dtype: torch.dtype) -> nn.Module:
@@ -56,7 +61,8 @@ def load_model(name: str, config: Any, dtype: torch.dtype) -> nn.Module:
             for parameter, value in model.named_parameters():
                 value.copy_(_random(parameter, value))
     else:
-        model = AutoModelForCausalLM.from_pretrained(_path(name), config=config, dtype=dtype)
+        with _reading(name):
+            model = AutoModelForCausalLM.from_pretrained(_path(name), config=config, dtype=dtype)
     return model.eval().requires_grad_(False)
 
 
@@ -131,6 +137,18 @@ def trunk_of(model: Any) -> nn.Module:
     return trunk
 
 
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise OptionError(
+            f"`--model {name}` cannot be read. Give a folder with `config.json` that transformers "
+            f"knows (on the server with weights, too), or a name on the hub. {reason}"
+        ) from error
+
+
 def _path(name: str) -> str:
     folder = Path(name).expanduser()
     return str(folder) if folder.is_dir() else name
@@ -178,7 +196,7 @@ def tokenizer_file(name: str) -> str:
     """Return the path of a model's tokenizer.json; ``byte`` for the built-in model.
 
     Raises:
-        ValueError: the model has none.
+        OptionError: the model has none.
     """
     if name == SMALL:
         return "byte"
@@ -186,5 +204,8 @@ def tokenizer_file(name: str) -> str:
 
     found = cached_file(_path(name), "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     if found is None:
-        raise ValueError(f"'{name}' has no tokenizer.json: name one with `--tokenizer`.")
+        raise OptionError(
+            f"`--model {name}` has no tokenizer.json: name one with `--tokenizer`, or "
+            "`--tokenizer byte` for a model of bytes."
+        )
     return str(found)

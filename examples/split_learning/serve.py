@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import signal
+import warnings
 from typing import Any
 
 import torch
 
 from .frozen import FrozenModel
 from .session import Session
-from .settings import add_options, read_options
+from .settings import OptionError, add_options, read_options, starting
 from .wire import Server, add_secret_options, chosen_secret, parse_address
 
 DEFAULT_ADDRESS = "127.0.0.1:5600"
@@ -40,15 +41,24 @@ def main(arguments: list[str] | None = None) -> None:
     """Serve until the process is told to stop."""
     options = read_arguments(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
     secret, settings = chosen_secret(options), read_options(options)
-    model = FrozenModel(settings, torch.device(options.device), options.max_tokens)
-    server = Server(
-        parse_address(options.listen),
-        secret,
-        lambda connection: Session(model, connection).serve(),
-        model.agreement(),
-        max_clients=options.max_clients,
-    )
+    address = parse_address(options.listen)
+    with starting():
+        model = FrozenModel(settings, torch.device(options.device), options.max_tokens)
+    try:
+        server = Server(
+            address,
+            secret,
+            lambda connection: Session(model, connection).serve(),
+            model.agreement(),
+            max_clients=options.max_clients,
+        )
+    except OSError as error:
+        raise OptionError(
+            f"`--listen {options.listen}` cannot be had: {error}. End what listens there, or "
+            "choose another port, or an address of this machine."
+        ) from error
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt

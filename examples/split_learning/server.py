@@ -10,9 +10,10 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from split_learning.serve import main
-    from split_learning.wire.errors import SecretError, WireError
+    from split_learning.settings import OptionError
+    from split_learning.wire.errors import AddressError, SecretError, WireError
 
     try:
         main()
-    except (SecretError, WireError) as error:  # which say what to do
+    except (AddressError, OptionError, SecretError, WireError) as error:  # which say what to do
         sys.exit(f"{type(error).__name__}: {error}")

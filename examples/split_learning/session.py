@@ -16,7 +16,7 @@ from lq_lightning.codecs.mixed import WidthTable
 from . import protocol
 from .frozen import FrozenModel
 from .gates import SentGate
-from .sites import EMBEDDED, HIDDEN, open_sites, site_shapes
+from .sites import EMBEDDED, HIDDEN, open_sites
 from .wire import Connection, Message, UnexpectedMessage
 
 
@@ -42,7 +42,7 @@ class Session:
     def __init__(self, model: FrozenModel, connection: Connection) -> None:
         self._model = model
         self._connection = connection
-        shapes = site_shapes(model.settings, model.packing, model.hidden_size)
+        shapes = model.shapes
         self._sites = open_sites(shapes, model.settings)
         self._lines = {name: shape.num_lines for name, shape in shapes.items()}
         self._gate = SentGate(HIDDEN, shapes[HIDDEN].ranges) if HIDDEN in shapes else None
@@ -130,11 +130,13 @@ class Session:
         # A step that the client has given up, as for a loss that is not finite, ends here.
         self._pending = None
         hidden, leaves = model.forward(self._current_adapters(), embedded, mask, training)
+        if training and model.settings.codec == "amaq" and self._gate is not None:
+            payload, arrives = self._sites[HIDDEN].encode_and_round(hidden)
+            hidden = adaptive_quantize(hidden, self._gate, arrives=arrives)
+        else:
+            payload = self._sites[HIDDEN].encode(hidden, **known)
         if training:
-            if model.settings.codec == "amaq" and self._gate is not None:
-                hidden = adaptive_quantize(hidden, self._gate, on_the_wire=True)
             self._pending = _Pending(hidden, leaves)
-        payload = self._sites[HIDDEN].encode(hidden, **known)
         self._connection.send(protocol.HIDDEN, tensors={HIDDEN: payload})
 
     def _answer_gradient(self, message: Message) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -18,6 +20,25 @@ Precision = Literal["float32", "bfloat16"]
 
 # What a configuration holds that says nothing about the model.
 _INCIDENTAL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+
+
+class OptionError(ValueError):
+    """An option that cannot be used as it was given; the text says which, and what to do."""
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Tell in one line what a package refuses while a program starts; later errors are bugs.
+
+    Raises:
+        OptionError: in place of the errors that name what was given.
+    """
+    try:
+        yield
+    except OptionError:
+        raise
+    except (ValueError, OSError, NotImplementedError, ImportError) as error:
+        raise OptionError(" ".join(str(error).split())) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +68,7 @@ class SplitSettings:
         train_ends: with ``everything``: also train embeddings and LM head, on the client.
 
     Raises:
-        ValueError: a value or a combination that is not listed above.
+        OptionError: a value or a combination that is not listed above.
     """
 
     model: str = "small"
@@ -68,17 +89,17 @@ class SplitSettings:
         """Check every field."""
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(
+                raise OptionError(
                     f"`--{name.replace('_', '-')} {getattr(self, name)}` is not supported; "
                     f"allowed: {', '.join(map(str, allowed))}."
                 )
         for name in ("rank", "virtual_tokens"):
             if getattr(self, name) < 1:
-                raise ValueError(
+                raise OptionError(
                     f"`--{name.replace('_', '-')} {getattr(self, name)}` must be at least 1."
                 )
         if self.train_ends and self.deployment != "everything":
-            raise ValueError(
+            raise OptionError(
                 "`--train-ends` needs the embeddings and the LM head on the client: use it with "
                 "`--deployment everything`."
             )

@@ -21,7 +21,7 @@ from lq_lightning.pipeline.mixed import Lines, MixedCodec
 from lq_lightning.pipeline.plain_codecs import CastCodec, GroupCodec
 
 from .adapters import Packing
-from .settings import SplitSettings
+from .settings import OptionError, SplitSettings
 
 EMBEDDED = "embedded"  # what enters the trunk
 HIDDEN = "hidden"  # what leaves it
@@ -90,14 +90,14 @@ class Site:
         settings: of both ends.
 
     Raises:
-        ValueError: its channels cannot be cut into groups.
+        OptionError: its channels cannot be cut into groups.
     """
 
     def __init__(self, name: str, shape: SiteShape, settings: SplitSettings) -> None:
         self.name = name
         self.shape = shape
-        self._forward = _forward_codec(shape, settings)
-        self._backward = _gradient_codec(shape, settings)
+        self._forward = _forward_codec(name, shape, settings)
+        self._backward = _gradient_codec(name, shape, settings)
 
     def encode(self, x: Tensor, *, training: bool = True, samples: Tensor | None = None) -> Tensor:
         """Return the payload, on the CPU.
@@ -109,6 +109,16 @@ class Site:
         """
         values = x.detach().to(self.shape.dtype)
         return self._forward.encode(values, _message(training, samples)).cpu()
+
+    def encode_and_round(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the payload, on the CPU, and what the other end decodes; AMAQ only.
+
+        Args:
+            x: ``[..., channels]``.
+        """
+        values = x.detach().to(self.shape.dtype)
+        payload, arrives = self._with_widths().encode_and_round(values, _message(True, None))
+        return payload.cpu(), arrives
 
     def decode(
         self,
@@ -142,9 +152,12 @@ class Site:
 
     def set_widths(self, table: WidthTable) -> None:
         """Use these widths from now on; both ends, between two batches."""
+        self._with_widths().set_table(0, table)
+
+    def _with_widths(self) -> MixedCodec:
         if not isinstance(self._forward, MixedCodec):
             raise ValueError(f"The codec {self._forward.name!r} of {self.name} has no widths.")
-        self._forward.set_table(0, table)
+        return self._forward
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of a payload that AQ-SGD has seen before."""
@@ -165,16 +178,16 @@ def _message(training: bool, samples: Tensor | None) -> Message:
     return Message(boundary=0, backward=False, microbatch=0, training=training, samples=samples)
 
 
-def _forward_codec(shape: SiteShape, settings: SplitSettings) -> BoundaryCodec:
+def _forward_codec(name: str, shape: SiteShape, settings: SplitSettings) -> BoundaryCodec:
     codec, code = settings.codec, f"int{settings.bits}"
     if codec in ("none", "bf16"):
         return CastCodec(codec, torch.bfloat16 if codec == "bf16" else None)
     if codec == "group":
-        return GroupCodec(code, _groups(code, shape.channels))
+        return GroupCodec(code, _groups(code, _tile(name, shape, "--codec channel")))
     if codec == "aq_sgd":
         config = AQSGDQuantization(
             code=code,  # type: ignore[arg-type]
-            tile_size=_tile(shape.channels),
+            tile_size=_tile(name, shape, "--codec channel"),
             cache_nbytes=_KEPT_NBYTES,
         )
         return AQSGDCodec(codec, config)
@@ -186,28 +199,28 @@ def _forward_codec(shape: SiteShape, settings: SplitSettings) -> BoundaryCodec:
     return mixed
 
 
-def _gradient_codec(shape: SiteShape, settings: SplitSettings) -> BoundaryCodec:
+def _gradient_codec(name: str, shape: SiteShape, settings: SplitSettings) -> BoundaryCodec:
     code = settings.gradients
     if code in ("none", "bf16"):
         return CastCodec(code, torch.bfloat16 if code == "bf16" else None)
-    return GroupCodec(code, _groups(code, shape.channels))
+    return GroupCodec(code, _groups(code, _tile(name, shape, "--gradients bf16")))
 
 
-def _groups(code: str, channels: int) -> CodecSpec:
+def _groups(code: str, tile: int) -> CodecSpec:
     return CodecSpec(
         code=code,  # type: ignore[arg-type]
-        group_size=_tile(channels),
+        group_size=tile,
         symmetric=False,
         scale_dtype="bfloat16",
     )
 
 
-def _tile(channels: int) -> int:
+def _tile(name: str, shape: SiteShape, instead: str) -> int:
     """Return how many neighbours share a scale."""
-    found = next((tile for tile in _TILES if channels % tile == 0), None)
+    found = next((tile for tile in _TILES if shape.channels % tile == 0), None)
     if found is None:
-        raise ValueError(
-            f"Rows of {channels} values cannot be cut into groups of {', '.join(map(str, _TILES))}."
-            " Use `--codec channel` and `--gradients bf16`."
+        raise OptionError(
+            f"The rows of {name!r} have {shape.channels} values, which cannot be cut into groups "
+            f"of {', '.join(map(str, _TILES))}. Use `{instead}` at both ends."
         )
     return found

@@ -1,7 +1,12 @@
 """Bits of its own for every line, in one tightly packed message: AMAQ on the wire."""
 
 from .format import MAX_CODE_WIDTH, MAX_WIDTH, MixedLayout, mixed_layout, width_counts, width_rows
-from .op import mixed_dequantize, mixed_quantize, mixed_round_trip
+from .op import (
+    mixed_dequantize,
+    mixed_quantize,
+    mixed_quantize_and_round,
+    mixed_round_trip,
+)
 
 __all__ = [
     "MAX_CODE_WIDTH",
@@ -10,6 +15,7 @@ __all__ = [
     "mixed_dequantize",
     "mixed_layout",
     "mixed_quantize",
+    "mixed_quantize_and_round",
     "mixed_round_trip",
     "width_counts",
     "width_rows",

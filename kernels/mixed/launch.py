@@ -1,4 +1,7 @@
-"""Launchers of the Triton kernels for messages of mixed widths: 3 or 4 to encode, 1 to decode."""
+"""Launchers of the Triton kernels for messages of mixed widths.
+
+3 or 4 encode, another one rounds what was encoded, 1 decodes.
+"""
 
 from __future__ import annotations
 
@@ -142,6 +145,7 @@ def launch_mixed_quantize(
     counts: Sequence[int],
     fitted: bool,
     out: Tensor,
+    rounded: Tensor | None = None,
     tile: Tile = QUANTIZE_TILE,
 ) -> None:
     """Encode; arguments as for ``reference.quantize``."""
@@ -152,6 +156,8 @@ def launch_mixed_quantize(
     with on_device(x):
         factors = launch_scaling(x, rows, fitted, out, layout)
         launch_pack(x, rows, factors, layout, fitted, out, tile)
+        if rounded is not None:
+            _launch_round(x, rows, factors, fitted, rounded, ROUND_TRIP_TILE)
 
 
 def launch_pack(
@@ -218,26 +224,33 @@ def launch_mixed_round_trip(
     x: Tensor, rows: Tensor, fitted: bool, out: Tensor, tile: Tile = ROUND_TRIP_TILE
 ) -> None:
     """Round values as a message does; arguments as for ``reference.round_trip``."""
-    tokens, lines = x.shape
-    if tokens == 0:
+    if x.shape[0] == 0:
         return
     with on_device(x):
         factors = launch_scaling(x, rows, fitted, rows, None)
-        grid = triton.cdiv(lines, tile.lines), triton.cdiv(tokens, tile.tokens)
-        mixed_round_trip_kernel[grid](
-            x,
-            rows,
-            factors,
-            out,
-            tokens,
-            lines,
-            x.stride(0),
-            x.stride(1),
-            INT_TO_FLOAT,
-            LINES=tile.lines,
-            TOKENS=tile.tokens,
-            SCALES=SCALES,
-            FITTED=fitted,
-            num_warps=tile.warps,
-            enable_fp_fusion=False,
-        )
+        _launch_round(x, rows, factors, fitted, out, tile)
+
+
+def _launch_round(
+    x: Tensor, rows: Tensor, factors: Tensor, fitted: bool, out: Tensor, tile: Tile
+) -> None:
+    """Write what arrives of values that ``launch_scaling`` has the factors of."""
+    tokens, lines = x.shape
+    grid = triton.cdiv(lines, tile.lines), triton.cdiv(tokens, tile.tokens)
+    mixed_round_trip_kernel[grid](
+        x,
+        rows,
+        factors,
+        out,
+        tokens,
+        lines,
+        x.stride(0),
+        x.stride(1),
+        INT_TO_FLOAT,
+        LINES=tile.lines,
+        TOKENS=tile.tokens,
+        SCALES=SCALES,
+        FITTED=fitted,
+        num_warps=tile.warps,
+        enable_fp_fusion=False,
+    )

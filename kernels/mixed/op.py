@@ -1,4 +1,4 @@
-"""The operators ``mixed_quantize``, ``mixed_dequantize`` and ``mixed_round_trip``.
+"""The operators that encode, decode and round values of lines of mixed widths.
 
 Shape legend: T tokens, N lines.
 """
@@ -80,6 +80,35 @@ def _quantize(x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool = Fal
     return out
 
 
+def _quantize_and_round(
+    x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return what ``mixed_quantize`` and ``mixed_round_trip`` do; lines are scaled once.
+
+    Args:
+        x: as for ``mixed_quantize``.
+        rows: as for ``mixed_quantize``.
+        counts: as for ``mixed_quantize``.
+        fitted: as for ``mixed_quantize``.
+
+    Returns:
+        ``[nbytes]`` uint8, and ``[T, N]`` of the dtype of ``x``, contiguous.
+
+    Raises:
+        ValueError: as ``mixed_quantize``.
+    """
+    _check_values(x, rows)
+    _check_counts(rows, counts)
+    out, rounded = _fake_quantize_and_round(x, rows, counts, fitted)
+    if x.is_cuda:
+        from .launch import launch_mixed_quantize
+
+        launch_mixed_quantize(x, rows, counts, fitted, out, rounded)
+    else:
+        cpu.quantize(x, rows, counts, fitted, out, rounded)
+    return out, rounded
+
+
 def _dequantize(
     message: Tensor, rows: Tensor, counts: Sequence[int], tokens: int, dtype: torch.dtype
 ) -> Tensor:
@@ -142,6 +171,12 @@ def _fake_quantize(x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool 
     return torch.empty(nbytes, dtype=torch.uint8, device=x.device)
 
 
+def _fake_quantize_and_round(
+    x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool = False
+) -> tuple[Tensor, Tensor]:
+    return _fake_quantize(x, rows, counts, fitted), _fake_round_trip(x, rows, fitted)
+
+
 def _fake_dequantize(
     message: Tensor, rows: Tensor, counts: Sequence[int], tokens: int, dtype: torch.dtype
 ) -> Tensor:
@@ -156,6 +191,12 @@ mixed_quantize = define_operator(
     "mixed_quantize(Tensor x, Tensor rows, int[] counts, bool fitted=False) -> Tensor",
     _quantize,
     _fake_quantize,
+)
+mixed_quantize_and_round = define_operator(
+    "mixed_quantize_and_round(Tensor x, Tensor rows, int[] counts, bool fitted=False)"
+    " -> (Tensor, Tensor)",
+    _quantize_and_round,
+    _fake_quantize_and_round,
 )
 mixed_dequantize = define_operator(
     "mixed_dequantize(Tensor message, Tensor rows, int[] counts, SymInt tokens, ScalarType dtype)"

@@ -42,7 +42,14 @@ _EXACT_TERMS = 64
 _NAN_BITS = 0x7FC0
 
 
-def quantize(x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool, out: Tensor) -> None:
+def quantize(
+    x: Tensor,
+    rows: Tensor,
+    counts: Sequence[int],
+    fitted: bool,
+    out: Tensor,
+    rounded: Tensor | None = None,
+) -> None:
     """Encode values.
 
     Args:
@@ -51,6 +58,7 @@ def quantize(x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool, out: 
         counts: lines of each width.
         fitted: as for ``scaling_of_lines``.
         out: ``[nbytes]`` uint8.
+        rounded: also written, if given: what ``round_trip`` returns.
     """
     tokens = x.shape[0]
     layout = mixed_layout(counts, tokens)
@@ -68,11 +76,13 @@ def quantize(x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool, out: 
         section[:, tokens:] = 0
     if coded.numel():
         scaling = scaling_of_lines(x, rows, fitted)
-        store_codes(_codes(x, scaling, layout), coded, counts, out)
+        store_codes(_codes(x, scaling, layout, rounded), coded, counts, out)
         message = out.unsqueeze(0)
         scale, minimum = scaling.scale[coded], scaling.minimum[coded]
         blocks.store_scales(scale.unsqueeze(0), message, layout.scale_offset, SCALES)
         blocks.store_scales(minimum.unsqueeze(0), message, layout.minimum_offset, SCALES)
+    if rounded is not None:
+        _round_raw(x, raw, rounded)
 
 
 def dequantize(message: Tensor, rows: Tensor, counts: Sequence[int], out: Tensor) -> None:
@@ -121,7 +131,11 @@ def round_trip(x: Tensor, rows: Tensor, fitted: bool, out: Tensor) -> None:
     for part, scratch in _strips(x):
         levels = _levels(x[part], scaling, slice(None), scratch)
         _scale_back(levels, scaling.scale, scaling.minimum, out[part])
-    raw = (rows[WIDTH_ROW] > MAX_CODE_WIDTH).nonzero().view(-1)
+    _round_raw(x, (rows[WIDTH_ROW] > MAX_CODE_WIDTH).nonzero().view(-1), out)
+
+
+def _round_raw(x: Tensor, raw: Tensor, out: Tensor) -> None:
+    """Write the values of lines that travel as bf16."""
     if raw.numel():
         out[:, raw] = x.index_select(1, raw).to(torch.bfloat16).to(out.dtype)
 
@@ -245,8 +259,11 @@ def _scale_back(levels: Tensor, scale: Tensor, minimum: Tensor, out: Tensor) -> 
         out.copy_(levels.add_(minimum))
 
 
-def _codes(x: Tensor, scaling: LineScaling, layout: MixedLayout) -> Tensor:
-    """Codes of all lines, ``[N, P]`` uint8, with zeros beyond the last token."""
+def _codes(x: Tensor, scaling: LineScaling, layout: MixedLayout, rounded: Tensor | None) -> Tensor:
+    """Codes of all lines, ``[N, P]`` uint8, with zeros beyond the last token.
+
+    Their values are written to ``rounded``, if given, while codes are in the cache.
+    """
     codes = torch.empty(x.shape[1], layout.padded_tokens, dtype=torch.uint8)
     words = codes.view(torch.int32)
     broken = scaling.scale.isnan()
@@ -260,6 +277,8 @@ def _codes(x: Tensor, scaling: LineScaling, layout: MixedLayout) -> Tensor:
         pairs = torch.add(scratch[0::2], scratch[1::2], alpha=256.0).to(torch.int32)
         fours = torch.add(pairs[0::2], pairs[1::2], alpha=1 << 16)
         words[lines, part.start // 4 : part.start // 4 + fours.shape[0]] = fours.t()
+        if rounded is not None:
+            _scale_back(levels, scaling.scale[lines], scaling.minimum[lines], rounded[part, lines])
     return codes
 
 

@@ -19,7 +19,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @torch.compiler.disable(reason="gradients of AdaptiveBits' gates are summed beside autograd")  # type: ignore[no-untyped-call, untyped-decorator]
-def adaptive_quantize(x: Tensor, gate: BitGate, *, on_the_wire: bool = False) -> Tensor:
+def adaptive_quantize(x: Tensor, gate: BitGate, *, arrives: Tensor | None = None) -> Tensor:
     """Return ``x`` as it is after encoding in the widths of a gate and decoding.
 
     The gradient passes to ``x`` unchanged, straight through, also to values that a fitted range
@@ -35,14 +35,16 @@ def adaptive_quantize(x: Tensor, gate: BitGate, *, on_the_wire: bool = False) ->
         x: ``[..., channels]``, float32, bfloat16 or float16; for positions ``[..., positions,
             channels]``. Each call is one message: a line's scale is that of all its values in it.
         gate: Whose widths are used.
-        on_the_wire: Return ``x`` itself, because a codec quantizes it on its way with the same
-            widths. The gradient is that of the quantized values.
+        arrives: Of the shape of ``x``, what the other end of a wire decodes, where a codec sends
+            ``x`` in the same widths. Then ``x`` itself is returned, and nothing is quantized here.
+            The gradient is that of the values that arrive.
 
     Returns:
         Shape and dtype of ``x``.
 
     Raises:
-        ValueError: ``x`` has another dtype, too few dimensions, or lines that do not fit the gate.
+        ValueError: ``x`` has another dtype, too few dimensions, or lines that do not fit the gate;
+            or ``arrives`` has another shape.
         NotImplementedError: ``x`` is a ``DTensor``.
     """
     if isinstance(x, DTensor):
@@ -60,16 +62,21 @@ def adaptive_quantize(x: Tensor, gate: BitGate, *, on_the_wire: bool = False) ->
             f"the gate `{gate.name}` with lines per {gate.per} needs tensors of {dims} dimensions "
             f"or more, got {list(x.shape)}."
         )
+    if arrives is not None and arrives.shape != x.shape:
+        raise ValueError(
+            f"the gate `{gate.name}` was given values of {list(x.shape)} of which "
+            f"{list(arrives.shape)} arrive: give what is decoded from the same tensor."
+        )
     gate.expect(x.shape[-dims])
     if x.numel() == 0:
         return x
     if not torch.is_grad_enabled():
-        if on_the_wire:
+        if arrives is not None:
             return x
         lines = _as_lines(x, gate)
         quantized = round_trip_mixed(lines, gate.table(lines.shape[1]), gate.ranges)
         return _in_shape_of(x, quantized, gate)
-    result: Tensor = _AdaptiveQuantize.apply(x, gate.anchor, gate, on_the_wire)  # type: ignore[no-untyped-call]
+    result: Tensor = _AdaptiveQuantize.apply(x, gate.anchor, gate, arrives)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -103,7 +110,7 @@ def _errors(x: Tensor, quantized: Tensor, table: WidthTable) -> Tensor:
         table: Of the lines.
     """
     # Rounded once: differences of bf16 are computed in fp32 and rounded to bf16, without copies.
-    if x.dtype == torch.float16:
+    if torch.float16 in (x.dtype, quantized.dtype):
         x, quantized = x.float(), quantized.float()
     errors = (quantized - x).bfloat16()
     wide, largest = table.wide_lines(x.device)
@@ -119,13 +126,18 @@ def _errors(x: Tensor, quantized: Tensor, table: WidthTable) -> Tensor:
 
 class _AdaptiveQuantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, gate: BitGate, on_the_wire: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, gate: BitGate, arrives: Tensor | None
+    ) -> Tensor:
         ctx.gate = gate
         lines = _as_lines(x, gate)
         table = gate.table(lines.shape[1])
+        if arrives is not None:
+            ctx.save_for_backward(_errors(lines, _as_lines(arrives, gate), table))
+            return x.view_as(x)
         quantized = round_trip_mixed(lines, table, gate.ranges)
         ctx.save_for_backward(_errors(lines, quantized, table))
-        return x.view_as(x) if on_the_wire else _in_shape_of(x, quantized, gate)
+        return _in_shape_of(x, quantized, gate)
 
     @staticmethod
     @once_differentiable

@@ -32,7 +32,7 @@ __all__ = ["PipelineGates"]
 class PipelineGates:
     """The gates of a pipeline's boundaries; all ranks make one and call its methods together.
 
-    A listener of the pipeline: ``starts``, ``sends`` and ``returned`` are for its engine.
+    A listener of the pipeline: ``starts``, ``encode`` and ``returned`` are for its engine.
 
     Args:
         config: of all gates.
@@ -106,10 +106,15 @@ class PipelineGates:
         for gate in self._gates.values():
             gate.expect(self._boundaries.num_lines(boundary.shape))
 
-    def sends(self, message: Message, hidden: Tensor) -> None:
-        """Keep what the gate's gradient needs: two bytes per value, until ``returned``."""
-        sent = adaptive_quantize(hidden, self._gates[message.boundary], on_the_wire=True)
+    def encode(self, message: Message, hidden: Tensor) -> Tensor:
+        """Return the payload.
+
+        Keep what the gate's gradient needs: two bytes per value, until ``returned``.
+        """
+        payload, arrives = self._boundaries.encode(message, hidden)
+        sent = adaptive_quantize(hidden, self._gates[message.boundary], arrives=arrives)
         self._edges[message.boundary, message.microbatch] = get_gradient_edge(sent)
+        return payload
 
     def returned(self, message: Message, gradient: Tensor) -> None:
         """Add to the gate's gradient."""

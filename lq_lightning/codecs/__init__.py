@@ -8,7 +8,13 @@ from .functional import (
     encode_with_residual,
     flatten_rows,
 )
-from .mixed import WidthTable, decode_mixed, encode_mixed, round_trip_mixed
+from .mixed import (
+    WidthTable,
+    decode_mixed,
+    encode_and_round_mixed,
+    encode_mixed,
+    round_trip_mixed,
+)
 from .seeds import derive_seed
 from .spec import CodecSpec
 
@@ -21,6 +27,7 @@ __all__ = [
     "decode_reduce_encode",
     "derive_seed",
     "encode",
+    "encode_and_round_mixed",
     "encode_mixed",
     "encode_with_residual",
     "flatten_rows",

@@ -25,6 +25,7 @@ from lq_lightning.kernels.mixed import (
     mixed_dequantize,
     mixed_layout,
     mixed_quantize,
+    mixed_quantize_and_round,
     mixed_round_trip,
     width_counts,
     width_rows,
@@ -241,6 +242,31 @@ def encode_mixed(x_TN: Tensor, table: WidthTable, ranges: Ranges = "full") -> Te
     """
     _check_values(x_TN, table)
     encoded: Tensor = mixed_quantize(
+        x_TN.detach(), table.rows(x_TN.device), table.counts, _is_fitted(ranges)
+    )
+    return encoded
+
+
+def encode_and_round_mixed(
+    x_TN: Tensor, table: WidthTable, ranges: Ranges = "full"
+) -> tuple[Tensor, Tensor]:
+    """Return ``encode_mixed`` and ``round_trip_mixed`` of the same values, for less than both.
+
+    For who sends values and has to know what arrives.
+
+    Args:
+        x_TN: as for ``encode_mixed``.
+        table: as for ``encode_mixed``.
+        ranges: as for ``encode_mixed``.
+
+    Returns:
+        ``[table.nbytes(T)]`` uint8, and ``[T, N]`` of the dtype of ``x_TN``, both contiguous.
+
+    Raises:
+        ValueError: as ``encode_mixed``.
+    """
+    _check_values(x_TN, table)
+    encoded: tuple[Tensor, Tensor] = mixed_quantize_and_round(
         x_TN.detach(), table.rows(x_TN.device), table.counts, _is_fitted(ranges)
     )
     return encoded

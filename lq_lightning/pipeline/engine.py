@@ -58,7 +58,7 @@ class PipelineEngine:
         links: how payloads travel; by default over ``group``.
 
     Attributes:
-        listener: hears of hidden states and gradients in training; None if nobody does.
+        listener: encodes hidden states in training, in place of the codec; mostly None.
 
     Raises:
         ValueError: as ``check_schedule``; or ``stages`` are not those of this rank.

@@ -19,13 +19,13 @@ __all__ = ["Endpoint", "Execution", "Listener"]
 
 
 class Listener(Protocol):
-    """Hears of the hidden states that this rank sends in training, and of their gradients."""
+    """Encodes the hidden states that this rank sends in training, and hears their gradients."""
 
     def starts(self, boundary: Boundary) -> None:
         """A step begins, on all ranks of the pipeline; before anything is sent."""
 
-    def sends(self, message: Message, hidden: Tensor) -> None:
-        """A hidden state is about to be encoded. It stays as it is as long as it is kept."""
+    def encode(self, message: Message, hidden: Tensor) -> Tensor:
+        """Return the payload of a hidden state, which stays as it is as long as it is kept."""
 
     def returned(self, message: Message, gradient: Tensor) -> None:
         """The gradient of what the other rank decoded is there; once for each hidden state.
@@ -72,7 +72,7 @@ class Execution:
         boundary: what hidden states are.
         samples: identities of samples, by micro-batch.
         training: whether graphs are kept for backward passes.
-        listener: hears of what is sent to other ranks; None in evaluation.
+        listener: encodes what is sent to other ranks; None in evaluation.
     """
 
     program: Program
@@ -147,9 +147,10 @@ class Execution:
             return
         message = self._message(key)
         if self.listener is not None and not key.backward:
-            self.listener.sends(message, tensor)
-        with torch.no_grad():
-            payload = self.endpoint.codec(key).encode(tensor, message)
+            payload = self.listener.encode(message, tensor)
+        else:
+            with torch.no_grad():
+                payload = self.endpoint.codec(key).encode(tensor, message)
         # On CUDA the current stream makes the payload, and the transfer is behind it.
         self.endpoint.outbox.send(payload, peer)
         self.endpoint.traffic.count(message, payload.numel(), tensor.numel())

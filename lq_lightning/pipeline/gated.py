@@ -20,6 +20,7 @@ from .agreement import Agreement, batch_digest
 from .engine import PipelineEngine
 from .execution import Listener
 from .links import started
+from .message import Message
 from .mixed import Lines, MixedCodec, StartingWidths
 from .schedules import rank_of_stage
 
@@ -112,7 +113,7 @@ class GatedBoundaries:
         return self._rank == 0
 
     def listen(self, listener: Listener | None) -> None:
-        """Hear of what is sent in training, or no longer."""
+        """Let something encode what is sent in training, or nothing any more."""
         self._engine.listener = listener
 
     def begin(
@@ -146,6 +147,10 @@ class GatedBoundaries:
         self._codec.begin(start, per, ranges)
         for index, table in tables.items():
             self._codec.set_table(index, table)
+
+    def encode(self, message: Message, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the payload of a hidden state, and what the other rank decodes."""
+        return self._codec.encode_and_round(hidden, message)
 
     def num_lines(self, shape: Sequence[int]) -> int:
         """Return how many lines hidden states of a shape have."""

@@ -14,7 +14,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lq_lightning.codecs.mixed import Ranges, WidthTable, decode_mixed, encode_mixed
+from lq_lightning.codecs.mixed import (
+    Ranges,
+    WidthTable,
+    decode_mixed,
+    encode_and_round_mixed,
+    encode_mixed,
+)
 
 from .message import BoundaryCodec, Message, check_floats, check_payload
 
@@ -115,13 +121,15 @@ class MixedCodec(BoundaryCodec):
 
     def encode(self, x: Tensor, message: Message) -> Tensor:
         """Return codes, scales and minima by width; see the base class."""
-        self.check(x.shape, x.dtype)
-        x = x.detach()
-        num_lines = self.num_lines(x.shape)
-        turned = x if self._per == "channel" else x.transpose(-1, -2)
-        table = self.table(message.boundary, num_lines)
-        lines = turned.reshape(_per_line(x.shape, num_lines), num_lines)
-        return encode_mixed(lines, table, "full" if message.backward else self._ranges)
+        return encode_mixed(*self._lines(x, message))
+
+    def encode_and_round(self, x: Tensor, message: Message) -> tuple[Tensor, Tensor]:
+        """Return the payload, and what the other end decodes from it, in shape and dtype of ``x``.
+
+        In less time than both take apart; arguments and errors as for ``encode``.
+        """
+        payload, values = encode_and_round_mixed(*self._lines(x, message))
+        return payload, self._in_shape(values, x.shape)
 
     def decode(
         self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
@@ -131,9 +139,7 @@ class MixedCodec(BoundaryCodec):
         num_lines = self.num_lines(shape)
         table = self.table(message.boundary, num_lines)
         values = decode_mixed(payload, table, _per_line(shape, num_lines), dtype)
-        if self._per == "channel":
-            return values.view(tuple(shape))
-        return values.view(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2).contiguous()
+        return self._in_shape(values, shape).contiguous()
 
     def bits_per_value(self, shape: Sequence[int], dtype: torch.dtype) -> float:
         """Return the mean over the boundaries of this rank; their tables come on top."""
@@ -146,6 +152,22 @@ class MixedCodec(BoundaryCodec):
         self._tables.clear()
         self._starting.clear()
         self._first.clear()
+
+    def _lines(self, x: Tensor, message: Message) -> tuple[Tensor, WidthTable, Ranges]:
+        """Return values of a line by lines, their widths, and their ranges."""
+        self.check(x.shape, x.dtype)
+        x = x.detach()
+        num_lines = self.num_lines(x.shape)
+        turned = x if self._per == "channel" else x.transpose(-1, -2)
+        table = self.table(message.boundary, num_lines)
+        lines = turned.reshape(_per_line(x.shape, num_lines), num_lines)
+        return lines, table, "full" if message.backward else self._ranges
+
+    def _in_shape(self, lines: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return a view of lines as hidden states."""
+        if self._per == "channel":
+            return lines.view(tuple(shape))
+        return lines.view(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
 
     def _nbytes(self, boundary: int, shape: Sequence[int]) -> int:
         num_lines = self.num_lines(shape)

@@ -198,12 +198,23 @@ def test_evaluation_computes_no_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         adaptive_quantize(values(9, 4), gate_with([2, 3, 4, 9]))
 
 
-def test_on_the_wire_values_stay_and_the_gradient_is_the_same() -> None:
-    x = values(9, 4)
-    expected = _grad_of(x, gate_with([2, 3, 4, 9]))
-    gate = gate_with([2, 3, 4, 9])
-    torch.testing.assert_close(adaptive_quantize(x, gate, on_the_wire=True), x, rtol=0, atol=0)
-    torch.testing.assert_close(_grad_of(x, gate, on_the_wire=True), expected, rtol=0, atol=0)
+@pytest.mark.parametrize("per", ["channel", "position"])
+def test_values_that_a_codec_sends_stay_and_the_gradient_is_that_of_what_arrives(
+    per: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = values(3, 4, 4)
+    expected = _grad_of(x, gate_with([2, 3, 4, 9], per))
+    lines = (x if per == "channel" else x.mT).reshape(-1, 4)
+    arrives = round_trip_mixed(lines, WidthTable([2, 3, 4, 9])).view(3, 4, 4)
+    arrives = arrives if per == "channel" else arrives.mT
+    monkeypatch.setattr(quantize, "round_trip_mixed", None)  # nothing is quantized again
+    gate = gate_with([2, 3, 4, 9], per)
+    torch.testing.assert_close(adaptive_quantize(x, gate, arrives=arrives), x, rtol=0, atol=0)
+    torch.testing.assert_close(_grad_of(x, gate, arrives=arrives), expected, rtol=0, atol=0)
+    with torch.no_grad():
+        assert adaptive_quantize(x, gate, arrives=arrives) is x
+    with pytest.raises(ValueError, match=r"\[3, 4, 4\] of which \[4, 4\] arrive"):
+        adaptive_quantize(x, gate, arrives=arrives[0])
 
 
 def test_frozen_values_still_give_the_gates_their_gradient() -> None:

@@ -10,7 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lq_lightning.codecs import WidthTable, decode_mixed, encode_mixed, round_trip_mixed
+from lq_lightning.codecs import (
+    WidthTable,
+    decode_mixed,
+    encode_and_round_mixed,
+    encode_mixed,
+    round_trip_mixed,
+)
 
 widths = st.lists(st.integers(1, 16), min_size=1, max_size=70)
 
@@ -129,6 +135,9 @@ def test_both_ends() -> None:
     rows = WidthTable(torch.arange(33) % 8 + 1)
     payload = encode_mixed(x.t(), rows)
     assert torch.equal(decode_mixed(payload, rows, 48, x.dtype), round_trip_mixed(x.t(), rows))
+    both, rounded = encode_and_round_mixed(x.t(), rows)
+    assert torch.equal(both, payload)
+    assert torch.equal(rounded, round_trip_mixed(x.t(), rows))
 
 
 def test_ranges_are_the_choice_of_the_sender() -> None:

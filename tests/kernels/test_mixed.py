@@ -16,6 +16,7 @@ from lq_lightning.kernels.mixed import (
     mixed_dequantize,
     mixed_layout,
     mixed_quantize,
+    mixed_quantize_and_round,
     mixed_round_trip,
     reference,
     width_counts,
@@ -129,6 +130,9 @@ def test_size_error_and_round_trip(
 
     decoded = dequantize(message, widths, tokens, dtype)
     assert torch.equal(mixed_round_trip(strided, width_rows(widths)), decoded)
+    both, rounded = mixed_quantize_and_round(strided, width_rows(widths), width_counts(widths))
+    assert torch.equal(both, message)
+    assert torch.equal(rounded, decoded)
     assert decoded.dtype == dtype
     assert decoded.is_contiguous()
     if tokens:
@@ -159,10 +163,12 @@ def test_a_width_of_one_has_the_minimum_and_the_maximum() -> None:
 def fitted(x: Tensor, widths: Tensor) -> Tensor:
     """What arrives; encoded with blocks of its own, and checked against the round trip."""
     rows = width_rows(widths)
-    message = mixed_quantize(x, rows, width_counts(widths), True)
+    message, both = mixed_quantize_and_round(x, rows, width_counts(widths), True)
+    assert torch.equal(message, mixed_quantize(x, rows, width_counts(widths), True))
     decoded = dequantize(message, widths, x.shape[0], x.dtype)
     rounded = mixed_round_trip(x, rows, True)
     torch.testing.assert_close(rounded, decoded, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(both, decoded, rtol=0, atol=0, equal_nan=True)
     return decoded
 
 
@@ -270,6 +276,8 @@ def test_what_is_not_finite_spoils_its_line_alone(dtype: torch.dtype, bad: float
         torch.testing.assert_close(
             mixed_round_trip(broken, rows), decoded, rtol=0, atol=0, equal_nan=True
         )
+        both = mixed_quantize_and_round(broken, rows, width_counts(EVERY_WIDTH))
+        torch.testing.assert_close(both[1], decoded, rtol=0, atol=0, equal_nan=True)
         changed = expected.clone()
         changed[13 if width > 8 else slice(None), line] = bad if width > 8 else float("nan")
         torch.testing.assert_close(decoded, changed, rtol=0, atol=0, equal_nan=True)
@@ -288,6 +296,8 @@ def test_extreme_lines_stay_finite(width: int) -> None:
     decoded = dequantize(quantize(x, widths), widths, 9, torch.float32)
     assert decoded.isfinite().all()
     assert torch.equal(decoded, mixed_round_trip(x, width_rows(widths)))
+    both = mixed_quantize_and_round(x, width_rows(widths), width_counts(widths))
+    assert torch.equal(decoded, both[1])
     assert torch.equal(decoded[:, [0, 1, 5]], x[:, [0, 1, 5]])
     assert (decoded[:, 3] <= 2.0**-126).all()
     for line in (2, 4):  # smaller than they were, by one factor
@@ -323,6 +333,7 @@ def test_opcheck(device: str, tokens: int) -> None:
     rows, counts = width_rows(EVERY_WIDTH).to(device), width_counts(EVERY_WIDTH)
     torch.library.opcheck(mixed_quantize, (x, rows, counts))
     torch.library.opcheck(mixed_quantize, (x, rows, counts, True))
+    torch.library.opcheck(mixed_quantize_and_round, (x, rows, counts, True))
     torch.library.opcheck(mixed_round_trip, (x.t().contiguous().t(), rows, True))
     message = mixed_quantize(x, rows, counts)
     torch.library.opcheck(mixed_dequantize, (message, rows, counts, tokens, torch.bfloat16))

@@ -1,4 +1,4 @@
-"""What learns from a pipeline hears of every hidden state and its gradient, once."""
+"""What learns from a pipeline encodes every hidden state and hears its gradient, once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from lq_testing.pipeline_toys import BATCH, WIDTH, Boundary, make_data, make_stages, make_toy
 from torch import Tensor, nn
 
-from lq_lightning.pipeline.boundary import Message
+from lq_lightning.pipeline.boundary import Message, make_boundary_codec
 from lq_lightning.pipeline.engine import PipelineEngine
 from lq_lightning.pipeline.schedules import rank_of_stage
 
@@ -30,18 +30,20 @@ class Recorder:
         self.starts_heard = 0
         self.hidden: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
+        self.codec = make_boundary_codec("none")
 
     def starts(self, boundary: Any) -> None:
         assert boundary.shape == (BATCH, WIDTH)
         self.starts_heard += 1
 
-    def sends(self, message: Message, hidden: Tensor) -> None:
+    def encode(self, message: Message, hidden: Tensor) -> Tensor:
         assert message.training
         assert not message.backward
         assert not hidden.requires_grad
         key = message.boundary, message.microbatch
         assert key not in self.hidden
         self.hidden[key] = hidden
+        return self.codec.encode(hidden, message)
 
     def returned(self, message: Message, gradient: Tensor) -> None:
         assert message.backward

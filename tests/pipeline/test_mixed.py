@@ -58,6 +58,9 @@ def test_values_and_sizes_are_those_of_the_table(
             payload = ends[0].encode(view, message)
             assert payload.shape == (nbytes,)
             decoded = ends[1].decode(payload, SHAPE, dtype, message)
+            both, rounded = ends[0].encode_and_round(view, message)
+            assert torch.equal(both, payload)
+            torch.testing.assert_close(rounded, decoded, rtol=0, atol=0, equal_nan=True)
             payload.fill_(0xFF)
             assert decoded.dtype == dtype
             assert decoded.is_contiguous()

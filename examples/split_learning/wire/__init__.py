@@ -40,6 +40,7 @@ from .authentication import NO_AUTHENTICATION, Authentication, Secret, load_secr
 from .client import connect
 from .connection import Connection
 from .errors import (
+    AddressError,
     AuthenticationFailed,
     MalformedFrame,
     PeerEnded,
@@ -67,6 +68,7 @@ from .traffic import Count, Traffic
 __all__ = [
     "NO_AUTHENTICATION",
     "Address",
+    "AddressError",
     "Authentication",
     "AuthenticationFailed",
     "Connection",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import socket
 
+from .errors import AddressError
+
 Address = tuple[str, int]
 
 
@@ -12,7 +14,7 @@ def parse_address(text: str) -> Address:
     """Return host and port of ``host:port`` or ``[IPv6 address]:port``.
 
     Raises:
-        ValueError: text of another form.
+        AddressError: text of another form.
     """
     host, separator, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
@@ -20,7 +22,7 @@ def parse_address(text: str) -> Address:
     elif ":" in host:
         separator = ""
     if not (separator and host and port.isascii() and port.isdigit() and int(port) < 65536):
-        raise ValueError(
+        raise AddressError(
             f"{text!r} is no address: write host:port, such as 192.0.2.7:5600 or [2001:db8::7]:5600"
         )
     return host, int(port)

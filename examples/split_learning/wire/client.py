@@ -13,7 +13,7 @@ from . import handshake
 from .addresses import Address, show_address
 from .authentication import Authentication, NoAuthentication, Secret
 from .connection import Connection
-from .errors import TRANSIENT, PeerLost, SecretError, WireError
+from .errors import TRANSIENT, AddressError, PeerLost, SecretError, WireError
 from .settings import Deadlines, Limits, Retry
 from .stream import linger, open_stream
 
@@ -99,7 +99,7 @@ def _reach(address: Address, deadlines: Deadlines) -> socket.socket:
         return socket.create_connection(address, timeout=deadlines.connect_s)
     except socket.gaierror as error:
         if error.errno != socket.EAI_AGAIN:
-            raise ValueError(
+            raise AddressError(
                 f"There is no host {address[0]!r}: {error}. Check the name."
             ) from error
         raise PeerLost(f"The name of {shown} cannot be looked up: {error}.") from error

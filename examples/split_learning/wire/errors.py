@@ -1,7 +1,8 @@
 """What can go wrong between two peers, one class for each, with what to do about it.
 
 ``WireError`` covers all that another machine or the network can cause; it is what a server logs
-before it goes on. ``UnsendableMessage`` and ``SecretError`` are mistakes of the own program.
+before it goes on. ``UnsendableMessage``, ``SecretError`` and ``AddressError`` are mistakes of the
+own program.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ def printable(text: object, most: int = MOST_SHOWN) -> str:
 
 class SecretError(ValueError):
     """There is no shared secret, or one that protects nothing."""
+
+
+class AddressError(ValueError):
+    """An address that no machine can have, or a name that none has."""
 
 
 class UnsendableMessage(ValueError):
