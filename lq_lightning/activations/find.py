@@ -28,6 +28,7 @@ from .sites import (
     MultiheadSite,
     NormSite,
     Site,
+    is_checkpointed,
 )
 
 __all__ = ["Found", "Left", "find_sites"]
@@ -80,6 +81,7 @@ class _Finder:
         self.found: dict[int, Found] = {}  # by module
         self.functions: list[Found] = []
         self.unknown: list[tuple[str, nn.Module]] = []
+        self.recomputed: set[int] = set()  # in unrecognized blocks that are checkpointed
 
     def add(self, module: nn.Module, site: Site) -> None:
         self.found[id(module)] = Found(module, site)
@@ -146,7 +148,7 @@ class _Finder:
         if (activation := recognize_activation(module)) is not None:
             codec, amax = policy.codec("activation", name), follow("activation", name, module)
             return ActivationSite(name=name, codec=codec, activation=activation, amax=amax)
-        if type(module) is nn.Dropout and module.p > 0 and not module.inplace:
+        if type(module) is nn.Dropout and not module.inplace:
             return DropoutSite(name=name, codec=None)
         return None
 
@@ -180,10 +182,13 @@ class _Finder:
         Returns:
             The blocks.
         """
+        unrecognized = [(n, m) for n, m in _blocks(self.model) if not self._is_recognized(m)]
+        blocks = [(n, m) for n, m in unrecognized if not self._is_checkpointed(m)]
+        packed = {id(module) for _, module in blocks}
         for name, module in self.model.named_modules():
             if id(module) in self.found:
                 continue
-            if _CHECKPOINTED & {cls.__name__ for cls in type(module).__mro__}:
+            if _may_be_checkpointed(module) and id(module) not in packed:
                 self._hook(name, module, "checkpoint")
             elif isinstance(module, nn.MultiheadAttention):
                 codec = self.policy.codec("attention", name)
@@ -194,11 +199,16 @@ class _Finder:
                 )
             elif _is_attention(module) and self._is_innermost(module):
                 self._hook(name, module, "attention")
-        blocks = [(n, m) for n, m in _blocks(self.model) if not self._is_recognized(m)]
         for name, module in blocks:
             if id(module) not in self.found:
                 self._hook(name, module, "other")
         return blocks
+
+    def _is_checkpointed(self, module: nn.Module) -> bool:
+        found = _may_be_checkpointed(module) and is_checkpointed(module)
+        if found:
+            self.recomputed.update(id(m) for m in module.modules())
+        return found
 
     def _is_innermost(self, module: nn.Module) -> bool:
         return not any(_is_attention(m) for m in module.modules() if m is not module)
@@ -223,6 +233,10 @@ class _Finder:
         return None if found is None else found.site
 
 
+def _may_be_checkpointed(module: nn.Module) -> bool:
+    return bool(_CHECKPOINTED & {cls.__name__ for cls in type(module).__mro__})
+
+
 def _is_attention(module: nn.Module) -> bool:
     named = _ATTENTION_NAME.search(type(module).__name__)
     return bool(named) and any(is_linear(m) or hasattr(m, "in_features") for m in module.modules())
@@ -243,10 +257,14 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
             yield from _blocks(part, f"{prefix}{key}.")
 
 
+def _is_packed(site: Site | None) -> bool:
+    return isinstance(site, HookSite) and site.kind == "other"
+
+
 def _left(
     finder: _Finder, blocks: list[tuple[str, nn.Module]], policy: ActivationPolicy
 ) -> Iterator[Left]:
-    hooked = [m for _, m in blocks if isinstance(finder.site(m), HookSite)]
+    hooked = [m for _, m in blocks if _is_packed(finder.site(m))]
     if hooked:
         names = tuple(sorted({type(m).__name__ for m in hooked}))
         inside = {id(m) for block in hooked for m in block.modules()}
@@ -257,10 +275,12 @@ def _left(
             why = "linear layers, but no activation function that is seen"
         reason = f"not all of it is recognized ({why}): packed by rule as {_name(policy.other)}"
         yield Left(modules=names, count=len(hooked), reason=reason)
-    elif finder.unknown:
-        classes = tuple(sorted({type(module).__name__ for _, module in finder.unknown}))
+        return
+    modules = [m for _, m in finder.unknown if id(m) not in finder.recomputed]
+    if modules:
+        classes = tuple(sorted({type(module).__name__ for module in modules}))
         reason = "not recognized, and `other` is None: left as they are"
-        yield Left(modules=classes, count=len(finder.unknown), reason=reason)
+        yield Left(modules=classes, count=len(modules), reason=reason)
 
 
 def _name(codec: object) -> str:

@@ -167,10 +167,12 @@ def _linear_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 def _dropout_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     site: DropoutSite = module.__dict__["_lq_site"]
-    result: Tensor = site.original(module, *args, **kwargs)
     x = _only(args, kwargs)
     source = source_of(x) if site.enabled and _is_plain(x) else None
-    if source is not None and result is not x:
+    if source is not None and (module.p == 0 or not module.training):
+        return x  # a trace would see another tensor, without a source
+    result: Tensor = site.original(module, *args, **kwargs)
+    if source is not None:
         keep_alone(result, source.codes.format)
     return result
 

@@ -87,8 +87,11 @@ def self_attention(
             mask = padding if mask is None else mask + padding
     p = module.dropout if module.training else 0.0
     mixed = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal)
-    y = module.out_proj(mixed.transpose(1, 2).flatten(2))
-    if batched:
-        y = y if module.batch_first else y.transpose(0, 1)
-    result: Tensor = y if batched else y.squeeze(0)
+    # In memory as the module's own output, by which dropout behind it draws the same mask.
+    y = module.out_proj(mixed.permute(2, 0, 1, 3).flatten(2))
+    if not batched:
+        y = y.squeeze(1)
+    elif module.batch_first:
+        y = y.transpose(0, 1)
+    result: Tensor = y
     return result

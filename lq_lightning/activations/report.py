@@ -17,7 +17,7 @@ from lq_lightning.kernels.message.matrix import matrix_shape
 
 from .find import Found, Left
 from .measure import SavedTensors
-from .policy import fit_codec
+from .policy import CODECS, fit_codec
 from .sites import (
     ActivationSite,
     HookSite,
@@ -167,10 +167,11 @@ def _code_width(module: nn.Module, site: Site) -> int | None:
     return width // 2 if site.gate == site.up else width
 
 
-def _bytes_per_token(module: nn.Module, width: int) -> float:
+def _bytes_per_token(module: nn.Module, width: int, codec: CodecSpec | None) -> float:
     """What a module saves for a token when it runs by itself; nothing is computed.
 
-    Its input is taken to have a source, as behind a norm.
+    Its input is taken to have a source, as behind a norm, in the format of ``codec``, in which
+    dropout of adapters lets a code be made.
     """
     values = {
         name: torch.empty(value.shape, dtype=value.dtype, device="meta").requires_grad_(
@@ -180,7 +181,8 @@ def _bytes_per_token(module: nn.Module, width: int) -> float:
     }
     dtype = next((v.dtype for v in values.values()), torch.get_default_dtype())
     x = torch.empty(1, _TOKENS, width, dtype=dtype, device="meta", requires_grad=True)
-    nothing = MatrixCodes(width, "")
+    format = fit_codec(codec or CODECS["int8"], width).message_format
+    nothing = MatrixCodes(width, str(format))
     attach(x, Source(nothing, (), x.new_empty(0)))  # counted where the input is made
     with torch.enable_grad(), SavedTensors(module, extra=tuple(values.values())) as saved:
         functional_call(module, values, (x,))
@@ -270,8 +272,8 @@ def _static(found: Sequence[Found]) -> dict[tuple[str, str, float | None], _Grou
         if key not in known:
             inside = {id(m) for m in part.module.modules()}
             with without_sites(f.site for f in found if id(f.module) in inside):
-                before = _bytes_per_token(part.module, width)
-            known[key] = before, _bytes_per_token(part.module, width)
+                before = _bytes_per_token(part.module, width, part.site.codec)
+            known[key] = before, _bytes_per_token(part.module, width, part.site.codec)
         before, after = known[key]
         group.before = (group.before or 0.0) + before
         group.after = (group.after or 0.0) + after

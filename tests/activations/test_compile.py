@@ -52,6 +52,16 @@ def test_compiled_block_saves_codes(
     assert restored.nbytes == full.nbytes
 
 
+def test_compiled_dropout_of_nothing_keeps_nothing() -> None:
+    """As between the projections of timm's MLPs and of ``nn.TransformerEncoderLayer``."""
+    inner = 4 * WIDTH
+    layers = (nn.Linear(WIDTH, inner), nn.GELU(), nn.Dropout(0.0), nn.Linear(inner, WIDTH))
+    model, x = nn.Sequential(*layers), torch.randn(8, WIDTH, requires_grad=True)
+    quantize_activations(model)
+    _, kept = _step(model, torch.compile(model, fullgraph=True, backend="aot_eager"), x)
+    assert max(s.nbytes for s in kept.storages) == 4 * x.numel()
+
+
 def test_compiled_blocks_follow_apply() -> None:
     """Codecs, and what is recomputed, are part of what a trace depends on."""
     torch.manual_seed(0)

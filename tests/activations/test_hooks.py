@@ -85,7 +85,14 @@ class CheckpointedCall(nn.Module):
         return self.inner(x, *args)
 
 
-Checkpointed.__name__ = CheckpointedCall.__name__ = "GradientCheckpointingLayer"
+class Checkpointable(Mixer):
+    """A layer of Hugging Face that is not checkpointed."""
+
+    gradient_checkpointing = False
+
+
+for layer in (Checkpointed, CheckpointedCall, Checkpointable):
+    layer.__name__ = "GradientCheckpointingLayer"
 
 
 @pytest.fixture
@@ -111,17 +118,18 @@ def floats(saved: SavedTensors) -> list[int]:
     return [s.nbytes for s in saved.storages if s.dtype.is_floating_point and s.nbytes]
 
 
-def test_unknown_blocks_are_packed_by_rule(x: Tensor) -> None:
-    model = Model(Mixer)
+@pytest.mark.parametrize("block", [Mixer, Checkpointable])
+def test_unknown_blocks_are_packed_by_rule(x: Tensor, block: type[nn.Module]) -> None:
+    model, name = Model(block), block.__name__
     exact, before = run(model, x)
-    with pytest.warns(UserWarning, match=r"2 x Mixer: .*Conv1d in them.* packed by rule as int8"):
+    with pytest.warns(UserWarning, match=f"2 x {name}: .*Conv1d in them.* packed by rule as int8"):
         handle = quantize_activations(model)
     coded, after = run(model, x)
     assert_close(coded, exact)
     assert after.nbytes < 0.3 * before.nbytes
     assert not floats(after)
     (left,) = handle.left
-    assert (left.modules, left.count) == (("Mixer",), 2)
+    assert (left.modules, left.count) == ((name,), 2)
     assert "Conv1d" in left.reason
     assert "int8" in left.reason
     handle.remove()
@@ -286,7 +294,8 @@ def test_checkpointed_layers_keep_codes_and_compute_again(
     exact, before = run(model, x, table)
     ran = []
     model.blocks[0].inner.mix.register_forward_hook(lambda *_: ran.append(1))
-    quantize_activations(model, ActivationPolicy(checkpoint=codec, other=None))
+    handle = quantize_activations(model, ActivationPolicy(checkpoint=codec))
+    assert not handle.left
     coded, after = run(model, x, table)
     assert len(ran) == 2
     assert sum(floats(before)) == 3 * x.numel() * 4, "two inputs, and the table"

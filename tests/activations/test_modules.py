@@ -181,6 +181,20 @@ def test_any_call_that_the_original_takes(x: Tensor, quantize: Quantize) -> None
     assert saved_nbytes(model, x) < 0.8 * before
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_dropout_behind_attention_draws_the_same(quantize: Quantize, batch_first: bool) -> None:
+    options = {"dropout": 0.5, "batch_first": batch_first}
+    model, x = nn.TransformerEncoderLayer(WIDTH, 2, 64, **options), torch.randn(2, 5, WIDTH)
+
+    def run() -> Tensor:
+        torch.manual_seed(3)
+        return model(x)
+
+    exact = run()
+    quantize(model)
+    torch.testing.assert_close(run(), exact)
+
+
 @pytest.mark.parametrize("recipe", ["agoq", "coat", "fp8-4bit"])
 @pytest.mark.parametrize("shape", [(), (1,), (4, 15), (4, 17), (4, 24), (4, 50)])
 def test_codes_are_smaller_than_what_they_stand_for(

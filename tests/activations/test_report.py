@@ -74,6 +74,18 @@ def test_measured_bytes_are_those_of_the_forward() -> None:
     assert outputs[0].shape == outputs[1].shape
 
 
+def test_adapters_with_dropout_are_counted() -> None:
+    """Dropout of LoRA lets its layer make a code, where no code was before."""
+    mlp = MLP()
+    mlp.up_proj = nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, 256))  # type: ignore[assignment]
+    mlp.up_proj.in_features = WIDTH
+    (row, *_) = quantize_activations(mlp).report().rows
+    assert row.kind == "MLP"
+    assert row.after is not None
+    assert row.before is not None
+    assert 0 < row.after < row.before
+
+
 def test_what_is_left_is_named() -> None:
     net = nn.Sequential(nn.GroupNorm(2, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     report = quantize_activations(net, ActivationPolicy(other=None)).report()
