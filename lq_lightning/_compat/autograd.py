@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["is_owned_by_graph", "wanted_gradients"]
+__all__ = ["is_owned_by_graph", "wanted_gradients", "with_shape"]
 
 
 def is_owned_by_graph(node: Any) -> bool:
@@ -51,3 +53,13 @@ def _will_run(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # so the engine says that a leaf's gradient is to be returned
         return True
+
+
+def with_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return an output of an autograd function, which nothing else refers to, in another shape.
+
+    No view for autograd, as outputs of torch's own functions are none: it may be changed in place,
+    and hooks of FSDP2 on it stay then.
+    """
+    result: Tensor = torch.ops.aten._unsafe_view.default(tensor, list(shape))
+    return result

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lq_lightning._compat.autograd import wanted_gradients
+from lq_lightning._compat.autograd import wanted_gradients, with_shape
 from lq_lightning.kernels.activation import (
     OF_POSITIVE_PART,
     activation_backward,
@@ -75,7 +75,7 @@ def quantized_activation(
         ``[..., N]`` of the dtype of ``x``, with a source.
     """
     y, message, up_message, largest = _QuantizedActivation.apply(x, up, activation, format, amax)  # type: ignore[no-untyped-call]
-    y = y.view(x.shape)  # here, so that it may be changed in place
+    y = with_shape(y, x.shape)  # here, so that it may be changed in place
     note_code("activation", x, message, format, positive=activation in OF_POSITIVE_PART)
     if up is not None:
         note_code("activation", up, up_message, format)

@@ -73,7 +73,8 @@ class MemoryBudget:
     def __post_init__(self) -> None:
         """Check the values."""
         check_choice("MemoryBudget", "scope", self.scope, get_args(Scope))
-        if not self.time_weight >= 0:
+        check_choice("MemoryBudget", "recompute", self.recompute, (True, False))
+        if not isinstance(self.time_weight, (int, float)) or not self.time_weight >= 0:
             raise ValueError(
                 f"`MemoryBudget(time_weight={self.time_weight!r})` must be 0 or more: 0.1 is usual."
             )

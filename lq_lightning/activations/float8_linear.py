@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lq_lightning._compat.autograd import wanted_gradients
+from lq_lightning._compat.autograd import wanted_gradients, with_shape
 from lq_lightning._compat.float8 import scaled_mm
 from lq_lightning.kernels.float8 import float8_cast, float8_quantize
 
@@ -146,4 +146,4 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, source: Source
         y: Tensor = _Float8Linear.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, rows, scale, codes, shared, dtype, *tensors
         )
-    return y.view(*x.shape[:-1], weight.shape[0])
+    return with_shape(y, (*x.shape[:-1], weight.shape[0]))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lq_lightning._compat.autograd import wanted_gradients
+from lq_lightning._compat.autograd import wanted_gradients, with_shape
 from lq_lightning.kernels.message import parse_format
 from lq_lightning.kernels.message.matrix import matrix_shape
 from lq_lightning.kernels.quantize import quantize
@@ -99,4 +99,4 @@ def quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, source: Sou
         y: Tensor = _QuantizedLinear.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, source.codes, source.shared, dtype, *source.tensors
         )
-    return y.view(*x.shape[:-1], weight.shape[0])  # here, so that it may be changed in place
+    return with_shape(y, (*x.shape[:-1], weight.shape[0]))  # here: it may be changed in place

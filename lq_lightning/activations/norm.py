@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lq_lightning._compat.autograd import wanted_gradients
+from lq_lightning._compat.autograd import wanted_gradients, with_shape
 from lq_lightning.kernels.norm import norm_backward, norm_quantize
 
 from .autograd import as_matrix, refuse_second_derivative
@@ -138,7 +138,7 @@ def quantized_norm(
     y, stats, message, largest = _QuantizedNorm.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, layer.eps, layer.kind, format, dtype, amax
     )
-    y = y.view(x.shape)  # here, so that it may be changed in place
+    y = with_shape(y, x.shape)  # here, so that it may be changed in place
     note_code("norm", x, message, format)
     codes = NormCodes(x.shape[-1], layer.kind, format, x.dtype)
     constants = [None if p is None else p.detach() for p in (weight, bias)]

@@ -70,6 +70,16 @@ def test_double_installation_is_refused_and_changes_nothing(
     assert not any("forward" in vars(module) for module in block.modules())
 
 
+@pytest.mark.parametrize("recipe", ["agoq", "coat"])
+def test_outputs_are_no_views(x: Tensor, quantize: Quantize, recipe: str) -> None:
+    """FSDP2 loses its hook on an output that is a view, if that is changed in place."""
+    model = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False), nn.GELU())
+    quantize(model, recipe)
+    for part in model:
+        x = part(x)
+        assert x._base is None
+
+
 def test_model_looks_as_before(block: Block, quantize: Quantize) -> None:
     before = repr(block), list(block.state_dict()), [type(m) for m in block.modules()]
     quantize(block)
