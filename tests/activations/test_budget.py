@@ -315,7 +315,10 @@ def test_amounts_that_are_none(size: object) -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="scope='gpu'"):
         MemoryBudget("1GB", scope="gpu")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="time_weight=-1"):
-        MemoryBudget("1GB", time_weight=-1)
+    for wrong in (-1, "much"):
+        with pytest.raises(ValueError, match=f"time_weight={wrong!r}"):
+            MemoryBudget("1GB", time_weight=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="recompute='no'"):
+        MemoryBudget("1GB", recompute="no")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="share of a device's memory"):
         choose_policy(*build(2), MemoryBudget(0.5), CODECS)
