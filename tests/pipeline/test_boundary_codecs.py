@@ -221,7 +221,7 @@ def test_codecs_that_do_not_suit_boundaries() -> None:
     with pytest.raises(ValueError, match="rounding='stochastic'"):
         make_boundary_codec(CodecSpec(code="int4", group_size=64, rounding="stochastic"))
     for codec in ("aq_sgd", AQSGDQuantization()):
-        with pytest.raises(ValueError, match="`backward_codec='aq_sgd'`.*'int8', 'int6' or 'tah5'"):
+        with pytest.raises(ValueError, match="`backward_codec=.*'int8', 'int6' or 'tah5'"):
             make_boundary_codec(codec, backward=True)
 
 
