@@ -165,7 +165,7 @@ def _linear_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     return _linear(x, weight, bias, source, site.matmul if float8 else "native")
 
 
-def _dropout_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def _dropout_forward(module: nn.Dropout, *args: Any, **kwargs: Any) -> Tensor:
     site: DropoutSite = module.__dict__["_lq_site"]
     x = _only(args, kwargs)
     source = source_of(x) if site.enabled and _is_plain(x) else None

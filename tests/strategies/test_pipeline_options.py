@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from typing import Any
@@ -34,7 +35,10 @@ NONE = {"forward_codec": "none", "backward_codec": "none"}
         ({"forward_codec": "int9"}, "int9"),
         ({"backward_codec": "aq_sgd"}, "aq_sgd"),
         ({"reshard_after_forward": True}, "reshard_after_forward=True"),
-        ({"schedule": "zbv", "stages_per_rank": 2, "compile_units": True}, "compiled graphs do not"),
+        (
+            {"schedule": "zbv", "stages_per_rank": 2, "compile_units": True},
+            "compiled graphs do not",
+        ),
         ({"num_microbatches": True}, "num_microbatches=True"),
     ],
 )
@@ -166,6 +170,14 @@ class Compiled(TinyModule):
         layer.forward._torchdynamo_orig_callable = layer.forward
 
 
+class Skips(TinyModule):
+    """Uses embeddings behind the layers."""
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Any:
+        embedded = self.net.embed(tokens).mean()
+        return self.net(tokens) + embedded
+
+
 class RaisesAnything(TinyModule):
     """As a lack of memory would."""
 
@@ -204,6 +216,10 @@ def _refuse(rank: int, world_size: int, root: str) -> list[str]:
         with pytest.raises((NotImplementedError, ValueError, RuntimeError, IndexError)) as raised:
             run.fit(model, loader(16, batch_size=8))
         messages.append(str(raised.value))
+    run = trainer(QuantizedPipelineStrategy(**NONE), root, devices=world_size)
+    skip = "`Skips.training_step` uses something made in front"
+    with pytest.warns(UserWarning, match=skip) if rank == 0 else contextlib.nullcontext():
+        run.fit(Skips(layers=2), loader(8, batch_size=8))
     weight = torch.nn.Parameter(torch.ones(4))
     weight.grad = torch.ones(4)
     assert torch.nn.utils.clip_grad_norm_([weight], 1.0) == 2.0  # elsewhere it is as ever
