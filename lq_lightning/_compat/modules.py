@@ -20,6 +20,7 @@ __all__ = [
     "begin_root_forward",
     "discard_unreduced_gradients",
     "end_root_forward",
+    "has_compiled_forward",
     "has_forward_hooks",
     "has_unreduced_gradients",
     "initialize_root",
@@ -118,6 +119,11 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called on it, which traces its hooks."""
     return module._compiled_call_impl is not None
+
+
+def has_compiled_forward(module: nn.Module) -> bool:
+    """Whether ``module.forward = torch.compile(module.forward)`` was run, as for units."""
+    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
 
 
 def reset_iteration(root: nn.Module) -> None:

@@ -81,4 +81,4 @@ def quantized_activation(
         note_code("activation", up, up_message, format)
     codes = ActivationCodes(x.shape[-1], activation, format)
     attach(y, Source(codes, (message, up_message), largest))
-    return y  # type: ignore[no-any-return]
+    return y

@@ -165,15 +165,15 @@ def _linear_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     return _linear(x, weight, bias, source, site.matmul if float8 else "native")
 
 
-def _dropout_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def _dropout_forward(module: nn.Dropout, *args: Any, **kwargs: Any) -> Tensor:
     site: DropoutSite = module.__dict__["_lq_site"]
     x = _only(args, kwargs)
     source = source_of(x) if site.enabled and _is_plain(x) else None
-    if source is not None and (module.p == 0 or not module.training):
-        return x  # a trace would see another tensor, without a source
-    result: Tensor = site.original(module, *args, **kwargs)
-    if source is not None:
-        keep_alone(result, source.codes.format)
+    result: Tensor = x
+    if source is None or (module.p > 0 and module.training):  # else a trace would lose the source
+        result = site.original(module, *args, **kwargs)
+        if source is not None:
+            keep_alone(result, source.codes.format)
     return result
 
 

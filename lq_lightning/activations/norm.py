@@ -145,4 +145,4 @@ def quantized_norm(
     if copies:
         constants = [None if p is None else p.clone() for p in constants]
     attach(y, Source(codes, (message, stats, *constants), largest))
-    return y  # type: ignore[no-any-return]
+    return y

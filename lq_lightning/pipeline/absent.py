@@ -75,7 +75,8 @@ class AbsentModule(nn.Module):
         if self.calls.passed_layers():
             raise RuntimeError(
                 f"`{self.absent_name}` is used behind the layers, but was taken for a part in "
-                "front of them, which only the first stage holds. Register it behind the layers."
+                "front of them, which only the first stage holds. Register it behind the layers; "
+                "steps that run the model several times, as `generate`, need `quantized_fsdp`."
             )
 
 

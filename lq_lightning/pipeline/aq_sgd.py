@@ -124,7 +124,9 @@ class AQSGDCodec(BoundaryCodec):
     def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Refuse tiles that would cross tokens, and a cache that does not hold one sample."""
         check_floats(self.name, dtype)
-        check_channels(self.name, shape, self.config.tile_size, GROUP_TILES)
+        check_channels(
+            self.name, shape, self.config.tile_size, GROUP_TILES, "AQSGDQuantization.tile_size"
+        )
         needed = math.prod(shape[1:]) * SCALE_DTYPES[self.config.cache_dtype].itemsize
         if needed > self.config.cache_nbytes:
             raise ValueError(

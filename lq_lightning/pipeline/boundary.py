@@ -58,8 +58,8 @@ def make_boundary_codec(
     if codec == "aq_sgd" or isinstance(codec, AQSGDQuantization):
         if backward:
             raise ValueError(
-                f"make_boundary_codec(codec={codec!r}, backward=True) is not supported: a gradient "
-                "is not close to the one of the last epoch. Choose 'int8', 'int6' or 'tah5'."
+                f"`backward_codec={codec!r}` is not supported: a gradient is not close to the one "
+                "of the last epoch. Choose 'int8', 'int6' or 'tah5'."
             )
         return AQSGDCodec("aq_sgd", AQSGDQuantization() if isinstance(codec, str) else codec)
     check_choice("make_boundary_codec", "codec", codec, CODEC_NAMES, CodecSpec)

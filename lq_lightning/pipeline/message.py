@@ -148,12 +148,16 @@ def check_floats(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def check_channels(name: str, shape: Sequence[int], tile: int, sizes: Sequence[int]) -> None:
-    """Raise ``ValueError`` unless the channels are whole tiles, which can be of ``sizes``."""
+def check_channels(
+    name: str, shape: Sequence[int], tile: int, sizes: Sequence[int], option: str
+) -> None:
+    """Raise ``ValueError`` unless channels are whole tiles; ``option`` can be one of ``sizes``."""
     if not shape or shape[-1] % tile:
         channels = shape[-1] if shape else "no"
         divisors = [size for size in sizes if shape and not shape[-1] % size]
-        remedy = f"a tile of {' or '.join(map(str, divisors))}" if divisors else "the codec 'bf16'"
+        remedy = "the codec 'bf16'"
+        if divisors:
+            remedy = f"a tile of {' or '.join(map(str, divisors))} (`{option}`)"
         raise ValueError(
             f"The codec {name!r} works on tiles of {tile} channels, but hidden states of shape "
             f"{tuple(shape)} have {channels}, which is not divisible. Choose {remedy}."

@@ -85,7 +85,9 @@ class GroupCodec(StatelessCodec):
     def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Refuse groups that would cross tokens, and dtypes that kernels do not take."""
         check_floats(self.name, dtype)
-        check_channels(self.name, shape, int(self.spec.group_size), GROUP_TILES)
+        check_channels(
+            self.name, shape, int(self.spec.group_size), GROUP_TILES, "CodecSpec.group_size"
+        )
 
     def size(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """Return the bytes of a payload."""

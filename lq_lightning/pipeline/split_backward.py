@@ -18,13 +18,19 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lq_lightning._compat.autograd import is_owned_by_graph
-from lq_lightning._compat.modules import is_compiled_in_place, is_compiled_wrapper
+from lq_lightning._compat.modules import (
+    has_compiled_forward,
+    is_compiled_in_place,
+    is_compiled_wrapper,
+)
 
 from .received import Received
 from .saved_tensors import SavedTensors
 from .schedules import SPLIT_SCHEDULES
 
 __all__ = ["SplitBackward", "check_not_compiled"]
+
+_COMPILED = (is_compiled_wrapper, is_compiled_in_place, has_compiled_forward)
 
 
 def check_not_compiled(schedule: str, module: nn.Module) -> None:
@@ -41,7 +47,7 @@ def check_not_compiled(schedule: str, module: nn.Module) -> None:
     if schedule not in SPLIT_SCHEDULES:
         return
     for name, part in module.named_modules():
-        if is_compiled_wrapper(part) or is_compiled_in_place(part):
+        if any(is_compiled(part) for is_compiled in _COMPILED):
             raise NotImplementedError(
                 f"`schedule={schedule!r}` splits backward passes, which compiled graphs do not "
                 f"support: {f'`{name}`' if name else 'the module'} is compiled. Use '1f1b' or "

@@ -145,7 +145,9 @@ class TAHCodec(StatelessCodec):
                 f"states of shape {tuple(shape)}; expected [..., tokens, channels]. Choose the "
                 "codec 'tah5'."
             )
-        check_channels(self.name, shape, self.config.tile_size, TILE_SIZES)
+        check_channels(
+            self.name, shape, self.config.tile_size, TILE_SIZES, "TAHQuantization.tile_size"
+        )
 
     def size(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """Return the bytes of a payload."""

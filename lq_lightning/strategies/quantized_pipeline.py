@@ -20,7 +20,8 @@ from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQua
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.aq_sgd import AQSGDQuantization
 from lq_lightning.pipeline.plan import PipelinePlan
-from lq_lightning.pipeline.schedules import stages_of_rank
+from lq_lightning.pipeline.schedules import SPLIT_SCHEDULES, stages_of_rank
+from lq_lightning.pipeline.split_backward import check_not_compiled
 from lq_lightning.pipeline.tah import TAHQuantization
 from lq_lightning.strategies.failures import explain_lost_rank
 from lq_lightning.strategies.fully_sharded import DEFAULT_TIMEOUT
@@ -228,6 +229,12 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
                 f"`{type(self).__name__}(reshard_after_forward=True)` would gather the weights of "
                 "a stage again for every micro-batch: leave it False, or set `pipeline_size=1`."
             )
+        if compile_units and schedule in SPLIT_SCHEDULES and pipeline_size != 1:
+            raise ValueError(
+                f"`{type(self).__name__}(schedule={schedule!r}, compile_units=True)`: the schedule "
+                "splits backward passes, which compiled graphs do not support. Choose '1f1b' or "
+                "'interleaved_1f1b', or do not compile units."
+            )
 
     # --- environment ------------------------------------------------------------------------------
 
@@ -328,6 +335,7 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
         if ranks is None:
             super().place_module(module)
             return
+        check_not_compiled(self._options.schedule, module)
         known = cut_of(module)
         record = known or self._cut_now(module, ranks)
         if known is not None:

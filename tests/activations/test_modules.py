@@ -183,7 +183,7 @@ def test_any_call_that_the_original_takes(x: Tensor, quantize: Quantize) -> None
 
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_dropout_behind_attention_draws_the_same(quantize: Quantize, batch_first: bool) -> None:
-    options = {"dropout": 0.5, "batch_first": batch_first}
+    options = {"dropout": 0.5, "batch_first": batch_first, "norm_first": True}
     model, x = nn.TransformerEncoderLayer(WIDTH, 2, 64, **options), torch.randn(2, 5, WIDTH)
 
     def run() -> Tensor:

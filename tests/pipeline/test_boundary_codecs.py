@@ -179,7 +179,9 @@ def test_uniform_bits_of_tah() -> None:
 def test_checks_before_training(name: str) -> None:
     codec = make_boundary_codec(name)
     smallest = "8 or 16" if name.startswith("tah") else "16"
-    message = rf"tiles of 64 channels.*\(1, 4, 96\) have 96.*a tile of {smallest} or 32\."
+    message = (
+        rf"tiles of 64 channels.*\(1, 4, 96\) have 96.*a tile of {smallest} or 32 \(`\w+\.\w+`\)"
+    )
     with pytest.raises(ValueError, match=message):
         codec.check((1, 4, 96), torch.float32)
     with pytest.raises(ValueError, match=r"97, which is not divisible. Choose the codec 'bf16'"):
@@ -221,7 +223,7 @@ def test_codecs_that_do_not_suit_boundaries() -> None:
     with pytest.raises(ValueError, match="rounding='stochastic'"):
         make_boundary_codec(CodecSpec(code="int4", group_size=64, rounding="stochastic"))
     for codec in ("aq_sgd", AQSGDQuantization()):
-        with pytest.raises(ValueError, match="backward=True.*'int8', 'int6' or 'tah5'"):
+        with pytest.raises(ValueError, match="`backward_codec=.*'int8', 'int6' or 'tah5'"):
             make_boundary_codec(codec, backward=True)
 
 

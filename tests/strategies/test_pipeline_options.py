@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from typing import Any
@@ -34,6 +35,10 @@ NONE = {"forward_codec": "none", "backward_codec": "none"}
         ({"forward_codec": "int9"}, "int9"),
         ({"backward_codec": "aq_sgd"}, "aq_sgd"),
         ({"reshard_after_forward": True}, "reshard_after_forward=True"),
+        (
+            {"schedule": "zbv", "stages_per_rank": 2, "compile_units": True},
+            "compiled graphs do not",
+        ),
         ({"num_microbatches": True}, "num_microbatches=True"),
     ],
 )
@@ -90,7 +95,7 @@ def test_number_of_microbatches(schedule: str, size: int, batch: int, count: int
 
 
 def test_batches_that_cannot_be_cut() -> None:
-    with pytest.raises(ValueError, match=r"6 samples cannot .* `num_microbatches=4`.*\[1, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"6 samples cannot .* `num_microbatches=4`.*\[2, 3, 6\]"):
         _options(num_microbatches=4).microbatches_of(6, 2, training=True)
     assert _options(num_microbatches=4).microbatches_of(6, 2, training=False) == 3
     with pytest.raises(ValueError, match=r"a batch of 3 samples cannot .* multiple of 4"):
@@ -155,6 +160,24 @@ class Raises(TinyModule):
         raise ValueError("no such tokens")
 
 
+class Compiled(TinyModule):
+    """One layer looks as after ``layer.forward = torch.compile(layer.forward)``."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        layer = self.net.blocks[0]
+        layer.forward = functools.partial(layer.forward)
+        layer.forward._torchdynamo_orig_callable = layer.forward
+
+
+class Skips(TinyModule):
+    """Uses embeddings behind the layers."""
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Any:
+        embedded = self.net.embed(tokens).mean()
+        return self.net(tokens) + embedded
+
+
 class RaisesAnything(TinyModule):
     """As a lack of memory would."""
 
@@ -172,6 +195,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (TinyModule, {"split": [2, 0]}, "leaves stage 1 without layers"),
     (TinyModule, {"forward_codec": "tah"}, "tiles of 64 channels.*24"),
     (TinyModule, {"num_microbatches": 3}, "batch of 8 samples cannot be cut"),
+    (Compiled, {"schedule": "zero_bubble"}, r"blocks\.0` is compiled. Use '1f1b'"),
     (NoLoss, {}, "returning None in distributed training"),
     (Raises, {}, "^no such tokens$"),
     (
@@ -192,6 +216,10 @@ def _refuse(rank: int, world_size: int, root: str) -> list[str]:
         with pytest.raises((NotImplementedError, ValueError, RuntimeError, IndexError)) as raised:
             run.fit(model, loader(16, batch_size=8))
         messages.append(str(raised.value))
+    run = trainer(QuantizedPipelineStrategy(**NONE), root, devices=world_size)
+    skip = "`Skips.training_step` uses something made in front"
+    with pytest.warns(UserWarning, match=skip) if rank == 0 else contextlib.nullcontext():
+        run.fit(Skips(layers=2), loader(8, batch_size=8))
     weight = torch.nn.Parameter(torch.ones(4))
     weight.grad = torch.ones(4)
     assert torch.nn.utils.clip_grad_norm_([weight], 1.0) == 2.0  # elsewhere it is as ever

@@ -155,11 +155,13 @@ class PipelineOptions:
             return divisors[0]
         if self.num_microbatches is not None:
             if batch_size % self.num_microbatches:
+                suitable = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+                suitable = [n for n in suitable if self._suits(pipeline_size, n)]
                 raise ValueError(
                     f"a batch of {batch_size} samples cannot be cut into `num_microbatches="
                     f"{self.num_microbatches}` equal micro-batches. Give a `batch_size` that is a "
                     "multiple of it, and `drop_last=True` to the training data loader if its last "
-                    f"batch is smaller; or one of {divisors[::-1]}, or None, as `num_microbatches`."
+                    f"batch is smaller; or one of {suitable}, or None, as `num_microbatches`."
                 )
             return self.num_microbatches
         for count in divisors:

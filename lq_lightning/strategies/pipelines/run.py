@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lq_lightning.foundation.reporting import QuantizationReport
@@ -104,6 +104,7 @@ class PipelineRun:
         self._boundaries: dict[str, BoundaryMeta] = {}
         self._seen: set[tuple[tuple[int, ...], torch.dtype]] = set()
         self._batch: _Batch | None = None
+        self._has_trained = False
 
     def prepare(self, step: str, arguments: tuple[Any, ...], training: bool) -> int:
         """Cut a batch into micro-batches, and find out what crosses the boundaries for them.
@@ -208,6 +209,9 @@ class PipelineRun:
             self.engine.step(batch.boundary, batch.samples, len(batch.arguments))
             outputs = self._micro.in_order()
         loss = self._share(batch.step, [output.loss for output in outputs])
+        if not self._has_trained and loss is not None:
+            self._has_trained = True  # a look at the loss waits for the GPU
+            _check_first_loss(type(self.module).__name__, batch.step, loss)
         extra = joined_extra(outputs)
         return {**extra, "loss": loss} if extra and loss is not None else loss
 
@@ -250,6 +254,17 @@ class PipelineRun:
                 ),
                 "bits_per_hidden_gradient": (8.0 * sent.backward_bytes, sent.backward_values),
             },
+        )
+
+
+def _check_first_loss(owner: str, step: str, loss: Tensor) -> None:
+    """Warn of NaN, which is what later stages have in place of values of the first one."""
+    if bool(loss.isnan()):
+        rank_zero_warn(
+            "The loss of the first batch is NaN. If it is not without a pipeline, "
+            f"`{owner}.{step}` uses something made in front of the layers, such as embeddings for "
+            "a skip connection, behind the first of them, but stages pass on the hidden state "
+            "alone. Let the layers hand it on within that, or use `quantized_fsdp`."
         )
 
 
