@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 _MODULE_FUNCTIONS = ("empty", "empty_like", "empty_strided")
 _TENSOR_METHODS = ("new_empty", "new_empty_strided")
 
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor
     with torch.no_grad():
         if tensor.dtype == torch.uint8:
