@@ -16,11 +16,12 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_IMPORT_S = 0.3
 OPTIONAL = {"litdata", "transformers", "peft", "tokenizers", "jsonargparse", "tensorboard", "rich"}
 
-# Imports the package after its dependencies, then a second time as if from another copy. Seconds are
-# this process's own, since a busy machine makes an import wait, and without those of compiling
-# sources, which is done once where bytecode may be written.
+# Imports the package after its dependencies, then a second time as if from another copy. Seconds
+# are this process's own, since a busy machine makes an import wait, and without those of compiling
+# sources, which is done once where bytecode may be written, and of garbage collections, which may
+# fall into any import.
 _SCRIPT = """
-import json, sys, time
+import gc, json, sys, time
 from importlib.machinery import SourceFileLoader
 import lightning.pytorch, torchmetrics
 from lightning.pytorch.strategies import StrategyRegistry
@@ -32,6 +33,7 @@ def timed(*args, **kwargs):
     return code
 SourceFileLoader.source_to_code = timed
 before = set(sys.modules)
+gc.disable()
 start = time.process_time()
 import lq_lightning
 seconds = time.process_time() - start - sum(compiling)

@@ -11,8 +11,11 @@ from lq_testing.interpreter import quick_interpreter
 
 @pytest.fixture(autouse=True, scope="session")
 def _quick_interpreter() -> Iterator[None]:
+    from triton import knobs
+
     with pytest.MonkeyPatch.context() as context:
-        quick_interpreter(context)
+        if knobs.runtime.interpret:
+            quick_interpreter(context)
         yield
 
 

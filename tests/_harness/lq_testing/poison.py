@@ -16,7 +16,9 @@ _TENSOR_METHODS = ("new_empty", "new_empty_strided")
 
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:  # there is nothing to read
+        return tensor
+    if tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor
     with torch.no_grad():
         if tensor.dtype == torch.uint8:

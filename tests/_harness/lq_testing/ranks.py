@@ -25,9 +25,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# Loaded once by the fork server, so that a rank starts in milliseconds instead of seconds; what test
-# files import takes as long as what most of their ranks do. What reads the environment on import
-# (`TRITON_INTERPRET`) must be the same for all ranks.
+# Loaded once by the fork server, so that a rank starts in milliseconds instead of seconds; what
+# test files import takes as long as what most of their ranks do. What reads the environment on
+# import (`TRITON_INTERPRET`) must be the same for all ranks.
 _PRELOAD = [
     "torch",
     "torch.distributed.checkpoint.state_dict",
