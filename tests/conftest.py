@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -24,6 +25,16 @@ hypothesis.settings.register_profile("lq", deadline=None, derandomize=True, data
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("lq")
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules out of garbage collections, of which models and tests make many."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else extensions report at exit what they think has leaked
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

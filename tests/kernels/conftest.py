@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from types import FunctionType, ModuleType
 
 import pytest
 import torch
+from lq_testing.interpreter import quick_interpreter
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _patch_language_once() -> Iterator[None]:
-    """Patch the language once per kernel, not for every device function: a third of the time.
-
-    Once patched, it is no longer made of builtins.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang
-
-    @cache
-    def modules(function: FunctionType) -> list[ModuleType]:
-        known = function.__globals__.values()
-        return [module for module in (tl, tl.core) if any(value is module for value in known)]
-
-    def patch(function: FunctionType) -> object:
-        if any(tl.core.is_builtin(module.load) for module in modules(function)):
-            return original(function)
-        return interpreter._LangPatchScope()
+def _quick_interpreter() -> Iterator[None]:
+    from triton import knobs
 
     with pytest.MonkeyPatch.context() as context:
-        if hasattr(interpreter, "_LangPatchScope"):
-            context.setattr(interpreter, "_patch_lang", patch)
+        if knobs.runtime.interpret:
+            quick_interpreter(context)
         yield
 
 

@@ -14,6 +14,7 @@ import torch
 from lq_testing.interpreter import skip_old_interpreter
 from torch import Tensor
 
+import lq_lightning
 from lq_lightning.kernels import activation, float8, norm
 from lq_lightning.kernels.message import calls
 
@@ -139,8 +140,15 @@ def test_calls_that_never_come_again_are_dropped(monkeypatch: pytest.MonkeyPatch
     assert [key for key in range(7) if calls.find_call(key)] == [6]
 
 
-# A stand-in for the driver of a GPU: kernels are compiled, launches are printed.
-DRIVER = """
+# A stand-in for the driver of a GPU: kernels are compiled, launches are printed. Of the package
+# only kernels are imported; Lightning takes seconds.
+DRIVER = (
+    f"""
+import sys, types
+package = sys.modules["lq_lightning"] = types.ModuleType("lq_lightning")
+package.__path__ = {list(lq_lightning.__path__)}
+"""
+    + """
 import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -182,6 +190,7 @@ first, second = launches
 assert first == ((5, 2, 1), (x, y, x, 16, 1, 0.5, 64, True)), first
 assert second == ((5, 2, 1), (y.data_ptr(), x.data_ptr(), 0, 16, 1, 0.5, 64, True)), second
 """
+)
 
 
 def test_compiled_kernels_take_what_a_repeated_launch_gives_them(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -24,9 +25,20 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# Loaded once by the fork server, so that a rank starts in milliseconds instead of seconds. What
-# reads the environment on import (`TRITON_INTERPRET`) must be the same for all ranks.
-_PRELOAD = ["torch", "torch.distributed.fsdp", "lightning.pytorch", "lq_lightning"]
+# Loaded once by the fork server, so that a rank starts in milliseconds instead of seconds; what
+# test files import takes as long as what most of their ranks do. What reads the environment on
+# import (`TRITON_INTERPRET`) must be the same for all ranks.
+_PRELOAD = [
+    "torch",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.testing._internal.distributed.fake_pg",
+    "lightning.pytorch",
+    "lightning.pytorch.cli",
+    "lq_lightning",
+    "pytest",
+    "hypothesis",
+]
 # After a rank has failed the others usually follow (connection reset); wait this long to hear why.
 _GRACE_S = 2.0
 _STACK_WAIT_S = 0.5
@@ -300,6 +312,7 @@ def _kill(ranks: list[_Rank]) -> None:
 
 def _main(job: _Job, sender: Connection) -> None:
     """Entry point of a rank: run, send one message, leave without running exit handlers."""
+    gc.freeze()  # one collection of what the fork server loaded takes longer than most tests
     os.environ.clear()
     os.environ.update(job.env)
     with open(job.stack_file, "w") as stack_file:

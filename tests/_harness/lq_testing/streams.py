@@ -13,7 +13,7 @@ False.
 from __future__ import annotations
 
 import contextlib
-import traceback
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -237,10 +237,14 @@ def _is_view(func: Any) -> bool:
 
 
 def _where() -> str:
-    for frame in reversed(traceback.extract_stack(limit=24)):
-        if "lq_lightning" in frame.filename and not frame.filename.endswith(_OWN_FRAMES):
-            name = frame.filename.rpartition("lq_lightning/")[2]
-            return f"{name}:{frame.lineno}"
+    frame: Any = sys._getframe(1)  # `traceback` would look for every file on the disk
+    for _ in range(24):
+        name = frame.f_code.co_filename
+        if "lq_lightning" in name and not name.endswith(_OWN_FRAMES):
+            return f"{name.rpartition('lq_lightning/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+        if frame is None:
+            break
     return "?"
 
 
