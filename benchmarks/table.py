@@ -19,9 +19,11 @@ from typing import Any
 
 import activation_report
 import adaptive_report
+import fewer_bytes
 import loss_report
 import pipeline_report
 from ablation_report import BASELINE, LOSS_HEADER, loss_rows, to_outcomes
+from loss_variants import Preset
 
 Report = dict[str, Any]
 Row = dict[str, Any]
@@ -33,6 +35,7 @@ ROWS = {
     "activation_error": ("rows", ""),
     "activations": ("rows", ""),
     "all_reduce": ("rows", ""),
+    "alternatives": ("rows", ""),
     "bit_signal": ("speeds", ""),
     "boundary_error": ("rows", ""),
     "checkpoints": ("rows", ""),
@@ -59,6 +62,7 @@ LOSSES = (
     "ablation",
     "activation_ablation",
     "adaptive_bits",
+    "fewer_bytes",
     "loss_study",
     "pipeline_ablation",
     "sensitivity",
@@ -157,6 +161,13 @@ def table_of_losses(report: Report) -> str:
     if report["benchmark"] == "loss_study":
         outcomes = to_outcomes(report["results"], [BASELINE])
         return markdown(loss_report.HEADER, loss_report.rows(outcomes))
+    if report["benchmark"] == "fewer_bytes":
+        results = report["results"]
+        outcomes, sizes = to_outcomes(results, [BASELINE]), Preset(**results["preset"])
+        nodes = results["world_size"] // results["node_size"]
+        return markdown(
+            fewer_bytes.HEADER, fewer_bytes.rows(outcomes, sizes, results["vocab"], nodes)
+        )
     if report["benchmark"] == "pipeline_ablation":
         outcomes = to_outcomes(report["results"], [BASELINE])
         return markdown(pipeline_report.HEADER, pipeline_report.rows(outcomes))

@@ -1,0 +1,83 @@
+"""Steps that nodes take alone, brought together in 4 bits every so many: a prototype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from lq_lightning.data_parallel import GradientQuantization, QuantizedAllReduce
+
+_BUCKET_NUMEL = 32 << 20
+
+
+class LocalSteps:
+    """Brings weights together that ranks have trained alone (DiLoCo, Douillard et al., 2023).
+
+    What a rank sends is how far it went since the last exchange, in codes of 4 bits behind a
+    Hadamard transform; an outer SGD with Nesterov's momentum takes a step against the mean. All
+    ranks decode the same bytes, so they leave an exchange with equal bits.
+
+    Args:
+        parameters: Equal on all ranks now.
+        every: Steps between two exchanges.
+        node_size: Ranks of one node.
+        lr: Of the outer SGD.
+        momentum: Of the outer SGD.
+
+    Raises:
+        ValueError: Nodes have several ranks, whose gradients nothing here averages.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        every: int,
+        node_size: int,
+        *,
+        lr: float = 0.7,
+        momentum: float = 0.6,
+    ) -> None:
+        if node_size != 1:
+            raise ValueError(
+                f"local steps with node_size={node_size}: this prototype takes nodes of one rank"
+            )
+        self._every, self._lr, self._momentum = every, lr, momentum
+        codec = GradientQuantization().codec("inter")
+        self._reduce = QuantizedAllReduce(codec=codec, min_nbytes=0, node_size=node_size)
+        self._buckets: list[list[nn.Parameter]] = []
+        room = 0
+        for parameter in parameters:
+            if room < parameter.numel():
+                self._buckets.append([])
+                room = _BUCKET_NUMEL
+            self._buckets[-1].append(parameter)
+            room -= parameter.numel()
+        self._anchors = [_flat(bucket) for bucket in self._buckets]
+        self._velocities = [torch.zeros_like(anchor) for anchor in self._anchors]
+
+    @torch.no_grad()
+    def after(self, steps: int) -> None:
+        """Exchange if it is time to; collective.
+
+        Args:
+            steps: That the optimizer has taken.
+        """
+        if steps % self._every:
+            return
+        for bucket, anchor, velocity in zip(
+            self._buckets, self._anchors, self._velocities, strict=True
+        ):
+            moved = anchor - _flat(bucket)
+            self._reduce.average_bucket_(moved, [parameter.shape for parameter in bucket])
+            velocity.mul_(self._momentum).add_(moved)
+            anchor.add_(moved.add_(velocity, alpha=self._momentum), alpha=-self._lr)
+            for parameter, part in zip(
+                bucket, anchor.split([p.numel() for p in bucket]), strict=True
+            ):
+                parameter.copy_(part.view_as(parameter))
+
+
+def _flat(bucket: list[nn.Parameter]) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in bucket])
