@@ -81,8 +81,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--budget", type=float, default=6.0, help="seconds; then two steps do")
     parser.add_argument("--limit", type=float, default=25.0, help="seconds that a cell may take")
-    parser.add_argument("--loss-steps", type=int, help="of a run (768, tiny: 64)")
-    parser.add_argument("--points", type=int, help="validations of a run (12, tiny: 2)")
+    parser.add_argument("--loss-steps", type=int, help="of a run (640, tiny: 64)")
+    parser.add_argument("--points", type=int, help="validations of a run (10, tiny: 2)")
     parser.add_argument("--lr", type=float, help="of the runs, instead of the preset's")
     parser.add_argument("--seed", type=int, default=0, help="of the runs")
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
@@ -103,8 +103,8 @@ def parse_arguments() -> argparse.Namespace:
     choices(parser, "sizes", ",".join(kind for kind, *_ in rows), ("loss", *SIZES))
     choices(parser, "methods", ",".join(name.split("@")[0] for *_, name in rows), VARIANTS)
     args.rows = [(kind, name) for kind, _, name in rows]
-    args.loss_steps = args.loss_steps or (64 if args.tiny else 768)
-    args.points = args.points or (2 if args.tiny else 12)
+    args.loss_steps = args.loss_steps or (64 if args.tiny else 640)
+    args.points = args.points or (2 if args.tiny else 10)
     if args.loss_steps % args.points:
         parser.error(f"--points {args.points} do not divide --loss-steps {args.loss_steps}")
     preset = PRESETS["smoke" if args.tiny else "gpt_125m"]
@@ -170,6 +170,12 @@ def learning_rate_factor(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / max(1, steps // 10)) * min(1.0, 0.1 + 0.9 * left)
 
 
+def loss_vocab(args: argparse.Namespace, data: Data) -> int:
+    """Words of the model that is trained: as many as where it is timed, even if no text has all."""
+    sizes = SIZES["tiny" if args.tiny else "125m"]
+    return max(data.vocab, GPTConfig(**sizes).vocab)
+
+
 def train(name: str, data: Data, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Train a method from scratch, validating on the way; collective."""
     preset: Preset = args.preset
@@ -178,7 +184,7 @@ def train(name: str, data: Data, args: argparse.Namespace, device: torch.device)
     variant = replace(VARIANTS[method], start=int(given or max(2, preset.steps // 10)))
     job = Job(
         variant,
-        config_of(preset, data.vocab),
+        config_of(preset, loss_vocab(args, data)),
         micro_batch=preset.batch,
         node_size=args.node_size,
         device=device,
@@ -245,7 +251,7 @@ def setup(args: argparse.Namespace, data: Data | None) -> dict[str, Any]:
         found["losses"] = {
             **asdict(args.preset),
             "seed": args.seed,
-            "vocab": data.vocab,
+            "vocab": loss_vocab(args, data),
             "tokens": data.num_tokens,
             "train_tokens": args.preset.steps
             * args.preset.batch
