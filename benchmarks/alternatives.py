@@ -132,33 +132,24 @@ def measure(size: str, name: str, args: argparse.Namespace, device: torch.device
     }
     if every:  # one exchange in each measurement
         options |= {"steps": every, "budget": math.inf}
-    rest = step_time.measure(name, argparse.Namespace(**options), device)
+    found = step_time.measure(name, argparse.Namespace(**options), device)
+    _, free = next(found)  # without a limit: what the arithmetic starts from
+    counted = free.interface_bytes
+    sent = free.sent_inter_bytes if math.isnan(counted) else counted
     row: dict[str, Any] = {"size": size, "method": name, "cells": {}}
-    free_ms = sent = math.nan
+    row |= step_time.without_nan({"sent_bytes": sent, "peak_memory_gib": free.peak_memory_gib})
     for index, rate in enumerate(args.rates):
-        result = next(rest)[1] if index == 0 else None
-        if result is not None:  # without a limit: what the arithmetic starts from
-            counted = result.interface_bytes
-            sent = result.sent_inter_bytes if math.isnan(counted) else counted
-            free_ms = result.step_ms_mean
-            peak = result.peak_memory_gib
-            row |= step_time.without_nan({"sent_bytes": sent, "peak_memory_gib": peak})
-        predicted_ms = arithmetic_ms(sent, free_ms, rate)
-        # A cell is one step to settle and two to time, or all between two exchanges.
-        seconds = (predicted_ms * 3 if not every else every * free_ms + every * predicted_ms) / 1e3
-        if index > 0 and seconds <= args.limit:
-            result = next(rest)[1]
-        row["cells"][rate or network.UNLIMITED] = _cell(result, bool(every), predicted_ms)
-    rest.close()
+        predicted_ms = arithmetic_ms(sent, free.step_ms_mean, rate)
+        # One step to settle and two to time, or one and all between two exchanges.
+        steps = every + 1 if every else 3
+        measured = index == 0 or predicted_ms * steps / 1e3 <= args.limit
+        result = next(found)[1] if measured and index > 0 else free
+        cell: dict[str, Any] = step_time.without_nan({"arithmetic_ms": predicted_ms})
+        own_ms = result.step_ms_mean if every else result.step_ms
+        cell |= {"step_ms": own_ms, "steps": result.steps} if measured else {"step_ms": None}
+        row["cells"][rate or network.UNLIMITED] = cell
+    found.close()
     return row
-
-
-def _cell(result: step_time.Result | None, mean: bool, predicted_ms: float) -> dict[str, Any]:
-    found = step_time.without_nan({"arithmetic_ms": predicted_ms}) | {"step_ms": None, "steps": 0}
-    if result is not None:
-        found |= {"step_ms": result.step_ms_mean if mean else result.step_ms}
-        found |= {"steps": result.steps}
-    return found
 
 
 # --- losses ---------------------------------------------------------------------------------------
