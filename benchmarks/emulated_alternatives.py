@@ -216,6 +216,7 @@ class LocalSteps:
         lr: Of the outer SGD, whose gradient is the mean difference.
         momentum: Of the outer SGD, Nesterov's.
         feedback: Whether what codes lack is added to the next differences.
+        late: Steps that nodes go on with while differences travel, fewer than ``every``.
     """
 
     every: int
@@ -223,6 +224,7 @@ class LocalSteps:
     lr: float = 0.7
     momentum: float = 0.6
     feedback: bool = True
+    late: int = 0
 
     def bits(self, shapes: Mapping[str, Sequence[int]], nodes: int) -> float:
         """Bits that a node sends per parameter of the model and step."""
@@ -259,6 +261,7 @@ class LocalTraining(StackedTraining):
         super().__init__(data, preset, each, 1, *rest)
         self._anchors = {n: w.detach()[::nodes].clone() for n, w in self.masters.items()}
         self._velocity = {n: torch.zeros_like(w) for n, w in self._anchors.items()}
+        self._sent: dict[str, tuple[Tensor, Tensor]] = {}
         self._lost: Tensors = {}
         self._lost_sums: Tensors = {}
 
@@ -274,23 +277,35 @@ class LocalTraining(StackedTraining):
     def take_step(self, plan: Plan) -> Tensor:
         """Train on the next batches; return the mean loss of each training, ``[S]``."""
         found = super().take_step(plan)
-        if self.step % self._local.every == 0:
-            self._exchange()
+        behind = self.step % self._local.every
+        if behind == 0:
+            self._send()
+        if behind == self._local.late and self._sent:
+            self._arrive()
         return found.unflatten(0, (-1, self._nodes)).mean(dim=1)
 
     def validate(self) -> Tensor:
         """Mean loss of each training, ``[S]`` fp64; its nodes have the same weights."""
+        if self._sent:
+            self._arrive()
         return super().validate()[:: self._nodes]
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _send(self) -> None:
         for name, master in self.masters.items():
+            own = self._anchors[name][:, None] - master.unflatten(0, (-1, self._nodes))
+            self._sent[name] = self._mean(name, own), master.detach().clone()
+
+    @torch.no_grad()
+    def _arrive(self) -> None:
+        """Take the outer step; what nodes have learned since they sent stays."""
+        for name, (mean, then) in self._sent.items():
             anchor, velocity = self._anchors[name], self._velocity[name]
-            own = anchor[:, None] - master.unflatten(0, (-1, self._nodes))
-            mean = self._mean(name, own)
             velocity.mul_(self._local.momentum).add_(mean)
             anchor -= self._local.lr * (mean + self._local.momentum * velocity)
-            master.copy_(anchor.repeat_interleave(self._nodes, dim=0))
+            since = self.masters[name] - then  # zero, exactly, where nothing is late
+            self.masters[name].copy_(anchor.repeat_interleave(self._nodes, dim=0) + since)
+        self._sent.clear()
         self.ranks.publish(self.masters, Plan())
 
     def _mean(self, name: str, own: Tensor) -> Tensor:

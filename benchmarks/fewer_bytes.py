@@ -99,6 +99,10 @@ VARIANTS["PowerSGD 1, rest in 2 bits"] = Alternative(how=Reduction(rank=1, code=
 VARIANTS |= {f"4 bits every {n}": _local(n, code=_code(4)) for n in (4, 8, 16, 32, 64)}
 # What of that is due to codes, to their feedback, and to the outer step.
 VARIANTS |= {"fp32 every 32": _local(32), "2 bits every 32": _local(32, code=_code(2))}
+VARIANTS |= {
+    f"4 bits every {n}, {late} late": _local(n, code=_code(4), late=late)
+    for n, late in ((16, 4), (16, 12), (32, 4), (32, 16), (64, 16), (64, 48))
+}
 VARIANTS["4 bits every 32 without feedback"] = _local(32, code=_code(4), feedback=False)
 VARIANTS |= {
     f"4 bits every {n}, outer {lr:g} and {momentum:g}": _local(
