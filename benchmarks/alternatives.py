@@ -198,6 +198,8 @@ def train(name: str, data: Data, args: argparse.Namespace, device: torch.device)
         job.update()
         schedule.step()
         total += loss.detach()
+        if step == preset.steps and job.local is not None:
+            job.local.finish()
         if step % every == 0:
             points.append((step, _validation_loss(job, data.val, preset)))
             means.append(float(total) / every)

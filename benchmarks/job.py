@@ -57,6 +57,7 @@ class Variant:
         rank: Of ``"powersgd"``, and of ``"low-rank"``, :class:`CodedLowRank`.
         start: Of both, steps before the first of low rank.
         every: Steps of ``"local"`` between two exchanges.
+        late: Steps of ``"local"`` that an exchange may take.
     """
 
     weights: WeightQuantization | None = None
@@ -68,6 +69,7 @@ class Variant:
     rank: int = 32
     start: int = 2  # before iteration 2 DDP rebuilds its buckets, which PowerSGD cannot follow
     every: int = 0
+    late: int = 0
 
 
 VARIANTS = {
@@ -96,7 +98,10 @@ VARIANTS = {
     "ddp-powersgd-8": Variant(ddp="powersgd", rank=8),
     "ddp-powersgd-32": Variant(ddp="powersgd", rank=32),
     **{f"low-rank-{rank}": Variant(ddp="low-rank", rank=rank) for rank in (8, 32, 64)},
-    **{f"local-{every}": Variant(ddp="local", every=every) for every in (8, 16, 32, 64)},
+    **{
+        f"local-{every}{'-late' * bool(late)}": Variant(ddp="local", every=every, late=late)
+        for every, late in ((8, 0), (16, 0), (32, 0), (64, 0), (32, 12), (64, 32))
+    },
     "no-communication": Variant(communicate=False),
 }
 
@@ -193,7 +198,9 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         node_size = self.topology.node_size
         if variant.ddp == "local":
-            self.local = LocalSteps(self.model.parameters(), variant.every, node_size)
+            self.local = LocalSteps(
+                self.model.parameters(), variant.every, node_size, late=variant.late
+            )
             return
         self.called = ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         if variant.ddp == "bf16":

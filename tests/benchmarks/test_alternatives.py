@@ -48,7 +48,7 @@ def _gradients(rank: int, hook: tuple[Any, Any] | None = None) -> list[dict[str,
     return found
 
 
-def _real(rank: int, world: int) -> tuple[dict[str, list[dict[str, Tensor]]], list[Tensor]]:
+def _real(rank: int, world: int) -> tuple[dict[str, list[dict[str, Tensor]]], list[list[Tensor]]]:
     """Averaged gradients by hook, and what :func:`_exchanges` returns."""
     sys.path.insert(0, str(FOLDER))
     from coded_low_rank import CodedLowRank, coded_low_rank_hook
@@ -58,7 +58,7 @@ def _real(rank: int, world: int) -> tuple[dict[str, list[dict[str, Tensor]]], li
         "torch": _gradients(rank, (theirs, powerSGD_hook)),
         "coded": _gradients(rank, (CodedLowRank(RANK, START, 1), coded_low_rank_hook)),
     }
-    return hooks, _exchanges(rank)
+    return hooks, [_exchanges(rank, late) for late in (0, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +67,12 @@ def real() -> list[Any]:
     return run_ranks(_real, 2)
 
 
-def _exchanges(rank: int) -> list[Tensor]:
+def _exchanges(rank: int, late: int) -> list[Tensor]:
     """A weight after each of some steps of its own, of which every second ends in an exchange."""
     from local_steps import LocalSteps
 
     weight = nn.Parameter(torch.ones(SHAPE))
-    local = LocalSteps([weight], 2, 1, lr=0.5, momentum=0.5)
+    local = LocalSteps([weight], 2, 1, lr=0.5, momentum=0.5, late=late)
     found = []
     for step, moved in enumerate(_moves()[rank], 1):
         with torch.no_grad():
@@ -87,7 +87,7 @@ def _moves() -> Tensor:
 
 
 def test_ranks_leave_an_exchange_with_equal_weights(real: list[Any]) -> None:
-    weights, moves = [exchanges for _, exchanges in real], _moves()
+    weights, moves = [exchanges[0] for _, exchanges in real], _moves()
     assert torch.equal(weights[0][0], 1 + moves[0, 0])
     first, second = (moves[:, step : step + 2].sum(dim=1).mean(dim=0) for step in (0, 2))
     # Nesterov's step is 0.5 * (d + 0.5 * v), where v = d the first time and d + 0.5 * v the next.
@@ -96,6 +96,10 @@ def test_ranks_leave_an_exchange_with_equal_weights(real: list[Any]) -> None:
         assert torch.equal(weights[0][index], weights[1][index])
         lost = weights[0][index] - 1 - change
         assert 0 < lost.norm() < 0.3 * change.norm()
+    # What arrives a step late leaves that step in place.
+    for rank, (_, (at_once, late)) in enumerate(real):
+        torch.testing.assert_close(late[1], 1 + moves[rank, :2].sum(dim=0))
+        torch.testing.assert_close(late[2], at_once[1] + moves[rank, 2])
 
 
 def test_emulated_thin_matrices_are_those_of_the_hooks(load: Load, real: list[Any]) -> None:
