@@ -12,6 +12,7 @@ from common import table
 
 Results = dict[str, Any]
 Points = list[tuple[float, float]]
+Table = tuple[list[str], list[list[str]]]  # header and rows
 
 
 def arithmetic_ms(sent_bytes: float, free_ms: float, rate: str | None) -> float:
@@ -54,8 +55,8 @@ def step_ms(cell: dict[str, Any]) -> float | None:
     return found
 
 
-def show_speeds(results: Results, size: str) -> str:
-    """Lay out the rows of one size, arithmetic in parentheses."""
+def speeds(results: Results, size: str) -> Table:
+    """Return the rows of one size, arithmetic in parentheses."""
     rates = results["setup"]["rates"]
     cells = []
     for row in results["rows"]:
@@ -70,7 +71,7 @@ def show_speeds(results: Results, size: str) -> str:
             line.append(f"~{predicted}" if shown == "-" else f"{shown} ({predicted})")
         cells.append(line)
     header = [size, "MB", "GiB", *(f"ms, {network.file_label(rate)}" for rate in rates)]
-    return table(cells, header)
+    return header, cells
 
 
 def _number(value: float | None, unit: float, form: str) -> str:
@@ -121,15 +122,15 @@ def seconds_to(points: Points, loss: float) -> float:
     return math.nan
 
 
-def show_losses(results: Results, rate: str) -> str:
-    """Lay out what the methods have reached at equal time on a network.
+def losses(results: Results, rate: str) -> Table:
+    """Return what the methods have reached at equal time on a network.
 
     Times are those at which the fastest method has taken half and four fifths of its steps, until
     when its learning rate is constant, and all; then the seconds to the highest of all last losses.
     """
     curves = timed(results, rate)
     if not curves:
-        return ""
+        return [], []
     steps = results["setup"]["losses"]["steps"]
     fastest = min(curves.values(), key=lambda points: points[-1][0])
     marks = [
@@ -148,7 +149,7 @@ def show_losses(results: Results, rate: str) -> str:
         for name, points in curves.items()
     ]
     header = [f"loss, {network.file_label(rate)}", *(f"{mark:.0f} s" for mark in marks)]
-    return table(cells, [*header, f"s to {target:.4f}", "s, all steps", "last"])
+    return [*header, f"s to {target:.4f}", "s, all steps", "last"], cells
 
 
 def _steps(results: Results) -> list[int]:
@@ -159,11 +160,15 @@ def _loss(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.4f}"
 
 
-def show(results: Results) -> str:
-    """Lay out everything."""
-    sizes = dict.fromkeys(row["size"] for row in results["rows"])
-    parts = [show_speeds(results, size) for size in sizes]
+def tables(results: Results) -> list[Table]:
+    """Return speeds of every size, and losses on every network."""
+    found = [speeds(results, size) for size in dict.fromkeys(r["size"] for r in results["rows"])]
     if results["losses"]:
-        parts += [show_losses(results, rate) for rate in results["setup"]["rates"]]
+        found += [losses(results, rate) for rate in results["setup"]["rates"]]
+    return [each for each in found if each[1]]
+
+
+def show(results: Results) -> str:
+    """Lay out everything for a terminal."""
     note = "MB: sent by one host in a step; ms (arithmetic: bytes over rate, plus ms without limit)"
-    return "\n\n".join(part for part in [*parts, note] if part)
+    return "\n\n".join([*(table(rows, header) for header, rows in tables(results)), note])

@@ -19,6 +19,7 @@ from typing import Any
 
 import activation_report
 import adaptive_report
+import alternatives_report
 import fewer_bytes
 import loss_report
 import pipeline_report
@@ -35,7 +36,6 @@ ROWS = {
     "activation_error": ("rows", ""),
     "activations": ("rows", ""),
     "all_reduce": ("rows", ""),
-    "alternatives": ("rows", ""),
     "bit_signal": ("speeds", ""),
     "boundary_error": ("rows", ""),
     "checkpoints": ("rows", ""),
@@ -62,6 +62,7 @@ LOSSES = (
     "ablation",
     "activation_ablation",
     "adaptive_bits",
+    "alternatives",
     "fewer_bytes",
     "loss_study",
     "pipeline_ablation",
@@ -158,6 +159,8 @@ def table_of_losses(report: Report) -> str:
         tables = [markdown(adaptive_report.HEADER, adaptive_report.rows(outcomes))]
         tables.append(markdown(adaptive_report.SITE_HEADER, adaptive_report.site_rows(outcomes)))
         return "\n".join(tables)
+    if report["benchmark"] == "alternatives":
+        return "\n".join(markdown(*each) for each in alternatives_report.tables(report["results"]))
     if report["benchmark"] == "loss_study":
         outcomes = to_outcomes(report["results"], [BASELINE])
         return markdown(loss_report.HEADER, loss_report.rows(outcomes))
