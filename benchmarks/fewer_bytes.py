@@ -140,7 +140,7 @@ def rows(outcomes: Outcomes, sizes: Sizes, vocab: int, nodes: int) -> list[list[
     for name, runs in outcomes.items():
         by_seed = changes(outcomes, name)
         gap = ["-"] * 3
-        if name != BASELINE:
+        if by_seed and name != BASELINE:
             mean, error = mean_and_error(by_seed)
             worst = max(statistics.mean(values) for values in by_seed.values())
             gap = [f"{mean:+.2f}%", f"{error:.2f}%", f"{worst:+.2f}%"]
