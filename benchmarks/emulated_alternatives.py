@@ -153,7 +153,8 @@ class Reducer:
         code = self.config.factors
         if code is None:
             return own.mean(dim=1), own
-        columns = own.mT.contiguous()  # of very different norms, so none shares a scale
+        # Columns are of very different norms, so none shares a scale. What is sent is subtracted.
+        columns = own.mT.clone(memory_format=torch.contiguous_format)
         mean, lost = coded_mean(code, columns)
         return mean.mT, own - columns.mT - lost[:, None].mT
 

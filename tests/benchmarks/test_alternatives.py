@@ -165,6 +165,7 @@ def test_what_codes_lack_comes_later(load: Load) -> None:
         made.Reduction(code=code),
         made.Reduction(rank=2, code=code, turns=3),
         made.Reduction(rank=8, factors=load("fewer_bytes")._code(4)),
+        made.Reduction(rank=1, factors=load("fewer_bytes")._code(8), code=code),
     ):
         reducer, total = made.Reducer(reduction, 2), torch.zeros_like(mean)
         errors = []
