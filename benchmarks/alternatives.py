@@ -130,8 +130,8 @@ def measure(size: str, name: str, args: argparse.Namespace, device: torch.device
         "keep_gathered": False,
         "trace": None,
     }
-    if every:  # one exchange in each measurement
-        options |= {"steps": every, "budget": math.inf}
+    if every:  # one exchange in each measurement, and one before, which compiles kernels
+        options |= {"steps": every, "warmup": every, "budget": math.inf}
     found = step_time.measure(name, argparse.Namespace(**options), device)
     _, free = next(found)  # without a limit: what the arithmetic starts from
     counted = free.interface_bytes
