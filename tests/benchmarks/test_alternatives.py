@@ -161,19 +161,20 @@ def test_what_codes_lack_comes_later(load: Load) -> None:
     generator = torch.Generator().manual_seed(0)
     gradients = {"w": torch.randn(1, 2, 128, 64, generator=generator)}
     mean = gradients["w"].mean(dim=1)
-    for reduction in (
-        made.Reduction(code=code),
-        made.Reduction(rank=2, code=code, turns=3),
-        made.Reduction(rank=8, factors=load("fewer_bytes")._code(4)),
-        made.Reduction(rank=1, factors=load("fewer_bytes")._code(8), code=code),
-    ):
+    cases = {
+        made.Reduction(code=code): 0.15,
+        made.Reduction(rank=2, code=code, turns=3): 0.15,
+        made.Reduction(rank=16, factors=load("fewer_bytes")._code(4)): 0.06,  # else 0.073
+        made.Reduction(rank=1, factors=load("fewer_bytes")._code(8), code=code): 0.15,
+    }
+    for reduction, bound in cases.items():
         reducer, total = made.Reducer(reduction, 2), torch.zeros_like(mean)
         errors = []
         for step in range(1, 61):
             total += reducer.reduce(gradients)["w"]
             errors.append(float((total / step - mean).norm() / mean.norm()))
         assert errors[0] > 0.3
-        assert errors[-1] < 0.15, reduction
+        assert errors[-1] < bound, reduction
 
 
 def test_bits_are_those_of_messages(load: Load) -> None:
