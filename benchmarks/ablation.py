@@ -57,6 +57,17 @@ from lq_lightning.optim import quantize_optimizer
 CURVE_STEPS = 50  # the training loss is kept as means over this many steps
 
 
+def config_of(preset: Preset, vocab: int) -> GPTConfig:
+    """Return the model of a preset."""
+    return GPTConfig(
+        layers=preset.layers,
+        hidden=preset.hidden,
+        heads=preset.heads,
+        seq=preset.seq,
+        vocab=vocab,
+    )
+
+
 def build(
     preset: Preset,
     variant: Variant,
@@ -67,15 +78,8 @@ def build(
 ) -> tuple[nn.Module, QuantizedCommunication]:
     """Make the sharded model with the given collectives."""
     torch.manual_seed(seed)
-    config = GPTConfig(
-        layers=preset.layers,
-        hidden=preset.hidden,
-        heads=preset.heads,
-        seq=preset.seq,
-        vocab=vocab,
-    )
     with device:
-        model = GPT(config)
+        model = GPT(config_of(preset, vocab))
     model.initialize()
     if variant.perturbation:
         perturb(model, variant.perturbation)

@@ -19,7 +19,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from coded_low_rank import CodedLowRank, coded_low_rank_hook
 from gpt import GPT, GPTConfig
+from local_steps import LocalSteps
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -50,7 +52,12 @@ class Variant:
         reduce_dtype: Of FSDP2's gradient reduction.
         communicate: False lets each rank train its own unsharded copy.
         keep_gathered: Whether blocks stay gathered between forward and backward (ZeRO-2).
-        ddp: How DDP reduces gradients of unsharded copies; None shards with FSDP2.
+        ddp: How unsharded copies are kept together: a hook of DDP, ``"none"`` for its all-reduce in
+            fp32, or ``"local"`` for :class:`LocalSteps` without DDP; None shards with FSDP2.
+        rank: Of ``"powersgd"``, and of ``"low-rank"``, :class:`CodedLowRank`.
+        start: Of both, steps before the first of low rank.
+        every: Steps of ``"local"`` between two exchanges.
+        late: Steps of ``"local"`` that an exchange may take.
     """
 
     weights: WeightQuantization | None = None
@@ -58,7 +65,11 @@ class Variant:
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     communicate: bool = True
     keep_gathered: bool = False
-    ddp: Literal["bf16", "8-bit", "powersgd"] | None = None
+    ddp: Literal["none", "bf16", "8-bit", "powersgd", "low-rank", "local"] | None = None
+    rank: int = 32
+    start: int = 2  # before iteration 2 DDP rebuilds its buckets, which PowerSGD cannot follow
+    every: int = 0
+    late: int = 0
 
 
 VARIANTS = {
@@ -81,9 +92,16 @@ VARIANTS = {
     ),
     "weights-only": Variant(weights=WeightQuantization()),
     "gradients-only": Variant(gradients=GradientQuantization()),
+    "ddp": Variant(ddp="none"),
     "ddp-bf16": Variant(ddp="bf16"),
     "ddp-8-bit": Variant(ddp="8-bit"),
-    "ddp-powersgd": Variant(ddp="powersgd"),
+    "ddp-powersgd-8": Variant(ddp="powersgd", rank=8),
+    "ddp-powersgd-32": Variant(ddp="powersgd", rank=32),
+    **{f"low-rank-{rank}": Variant(ddp="low-rank", rank=rank) for rank in (8, 32, 64)},
+    **{
+        f"local-{every}{'-late' * bool(late)}": Variant(ddp="local", every=every, late=late)
+        for every, late in ((8, 0), (16, 0), (32, 0), (64, 0), (32, 12), (64, 32))
+    },
     "no-communication": Variant(communicate=False),
 }
 
@@ -106,6 +124,7 @@ class Job:
         compile_blocks: Whether to ``torch.compile`` the forward of each block before sharding it.
         autocast: Whether the forward runs under autocast to bf16, as under Lightning's
             ``bf16-mixed``, with normalization and loss in fp32.
+        seed: Of weights to train from, the same for all variants; None draws each shard by itself.
     """
 
     def __init__(
@@ -118,6 +137,7 @@ class Job:
         device: torch.device,
         compile_blocks: bool = False,
         autocast: bool = False,
+        seed: int | None = None,
     ) -> None:
         self.device, self.autocast = device, autocast or variant.ddp is not None
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -125,11 +145,16 @@ class Job:
         self.communication: QuantizedCommunication | None = None
         self.data = random_batches(config, micro_batch).to(device)
         self.steps = 0
-        with torch.device("meta"):
+        self.local: LocalSteps | None = None
+        with torch.device("meta") if seed is None else device:
+            if seed is not None:
+                torch.manual_seed(seed)
             self.model = GPT(config)
+        if seed is not None:
+            self.model.initialize()
         self.called: nn.Module = self.model
         if variant.ddp is not None:
-            self._replicate(variant.ddp, compile_blocks)
+            self._replicate(variant, compile_blocks, drawn=seed is not None)
             return
         shards = world_size if variant.communicate else 1
         mesh = init_device_mesh(
@@ -144,8 +169,9 @@ class Job:
                 block.forward = torch.compile(block.forward)
             fully_shard(block, **options, reshard_after_forward=not variant.keep_gathered)
         fully_shard(self.model, **options)
-        self.model.to_empty(device=device)
-        self.model.reset_local_shards(seed=rank)
+        if seed is None:
+            self.model.to_empty(device=device)
+            self.model.reset_local_shards(seed=rank)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         if variant.weights is not None or variant.gradients is not None:
             self.communication = quantize_communication(
@@ -156,42 +182,60 @@ class Job:
             )
             self.communication.register_optimizer(self.optimizer)
 
-    def _replicate(self, hook: Literal["bf16", "8-bit", "powersgd"], compile_blocks: bool) -> None:
-        """Give every rank a copy of the model, whose gradients DDP averages through a hook.
+    def _replicate(self, variant: Variant, compile_blocks: bool, drawn: bool) -> None:
+        """Give every rank a copy of the model, and what keeps the copies together.
 
         Raises:
-            ValueError: A hook of torch is to run on a CPU, where gloo fails in it.
+            ValueError: DDP's hook for bf16 is to run on a CPU, where DDP refuses it.
         """
-        if self.device.type == "cpu" and hook != "8-bit":
-            raise ValueError(f"the variant ddp-{hook} needs NCCL: leave it out on a CPU")
-        self.model.to_empty(device=self.device)
-        self.model.reset_local_shards(seed=0)
+        if self.device.type == "cpu" and variant.ddp == "bf16":
+            raise ValueError("the variant ddp-bf16 needs NCCL: leave it out on a CPU")
+        if not drawn:
+            self.model.to_empty(device=self.device)
+            self.model.reset_local_shards(seed=0)
         for block in self.model.blocks if compile_blocks else ():
             block.forward = torch.compile(block.forward)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        node_size = self.topology.node_size
+        if variant.ddp == "local":
+            lr = 0.7 if variant.every > 16 else 0.5  # what ended lowest in fewer_bytes.py
+            self.local = LocalSteps(
+                self.model.parameters(), variant.every, node_size, lr=lr, late=variant.late
+            )
+            return
         self.called = ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        if hook == "bf16":
+        if variant.ddp == "bf16":
             ddp.register_comm_hook(None, bf16_compress_hook)
-        elif hook == "8-bit":
-            state = QuantizedAllReduce(min_nbytes=4 << 20, node_size=self.topology.node_size)
+        elif variant.ddp == "8-bit":
+            state = QuantizedAllReduce(min_nbytes=4 << 20, node_size=node_size)
             ddp.register_comm_hook(state, quantized_all_reduce_hook)
-        else:  # before iteration 2 DDP rebuilds its buckets, which PowerSGD cannot follow
-            power = PowerSGDState(None, matrix_approximation_rank=32, start_powerSGD_iter=2)
+        elif variant.ddp == "powersgd":
+            power = PowerSGDState(
+                None, matrix_approximation_rank=variant.rank, start_powerSGD_iter=variant.start
+            )
             ddp.register_comm_hook(power, powerSGD_hook)
+        elif variant.ddp == "low-rank":
+            thin = CodedLowRank(variant.rank, variant.start, node_size)
+            ddp.register_comm_hook(thin, coded_low_rank_hook)
 
     def forward(self) -> Tensor:
         """Return the loss of the next batch."""
-        batch = self.data[self.steps % len(self.data)]
+        return self.loss_of(self.called, self.data[self.steps % len(self.data)])
+
+    def loss_of(self, model: nn.Module, *inputs: Tensor) -> Tensor:
+        """Return what the model, or its wrapper ``called``, makes of a batch."""
         kind = self.device.type
         with torch.autocast(kind, torch.bfloat16, self.autocast, cache_enabled=False):
-            loss: Tensor = self.called(batch)
-        self.steps += 1
+            loss: Tensor = model(*inputs)
         return loss
 
     def update(self) -> None:
         """Apply the gradients and free them."""
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.steps += 1
+        if self.local is not None:
+            self.local.after(self.steps)
 
     def step(self) -> Tensor:
         """Train one step; return the loss, still on the device."""

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,33 @@ from torch import Tensor
 CURVE_STEPS = 50  # the training loss is kept as means over this many steps
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Study:
+    """What is compared.
+
+    Attributes:
+        benchmark: Name of the reports.
+        description: Of the command.
+        known: Variants by name; each has ``at``, the plan of a step.
+        make: Starts the trainings of a variant, from it and the arguments of ``StackedTraining``.
+        summary: Lays out outcomes for a terminal, given the options.
+    """
+
+    benchmark: str
+    description: str
+    known: Mapping[str, Any]
+    make: Callable[..., StackedTraining]
+    summary: Callable[[Outcomes, argparse.Namespace], str]
+
+
 def train(name: str, lanes: list[Lane], data: Data, args: argparse.Namespace) -> list[Outcome]:
     """Train one variant of several lanes from scratch and validate it."""
     preset: Preset = args.sizes
     start = time.perf_counter()
-    training = StackedTraining(data, preset, lanes, args.nodes, args.node_size, args.forward)
-    variant = VARIANTS[name]
+    variant = args.known[name]
+    training: StackedTraining = args.make(
+        variant, data, preset, lanes, args.nodes, args.node_size, args.forward
+    )
     kept: list[Tensor] = [training.take_step(variant.at(step)) for step in range(preset.steps)]
     found = training.validate().tolist()
     curves = torch.stack(kept).unfold(0, min(CURVE_STEPS, len(kept)), CURVE_STEPS).mean(-1)
@@ -95,12 +117,12 @@ def run(args: argparse.Namespace) -> None:
         longest = max(longest, took)
         report(args, outcomes, data)
         print(f"{name}: {len(lanes)} runs in {took:.1f} s{_memory(device)}", flush=True)
-    print(summary(in_order(outcomes)))
+    print(args.summary(in_order(outcomes, args.known), args))
 
 
-def in_order(outcomes: Outcomes) -> Outcomes:
+def in_order(outcomes: Outcomes, known: Iterable[str]) -> Outcomes:
     """Sort outcomes as variants are listed, full precision first."""
-    names = [BASELINE, PERTURBED, *(name for name in VARIANTS if name != BASELINE)]
+    names = [BASELINE, PERTURBED, *(name for name in known if name != BASELINE)]
     return {name: outcomes[name] for name in names if name in outcomes}
 
 
@@ -119,17 +141,18 @@ def report(args: argparse.Namespace, outcomes: Outcomes, data: Data) -> None:
         "node_size": args.node_size,
         "compiled": args.compile,
     }
-    write_outcomes(args.json, "loss_study", preset, data, tokens, in_order(outcomes), settings)
+    ordered = in_order(outcomes, args.known)
+    write_outcomes(args.json, args.benchmark, preset, data, tokens, ordered, settings)
 
 
 def show_merged(args: argparse.Namespace) -> None:
     """Show several reports as one; write it if asked to."""
     results = merged(args.merge)
-    outcomes = in_order(to_outcomes(results, [BASELINE, PERTURBED, *VARIANTS]))
+    outcomes = in_order(to_outcomes(results, [BASELINE, PERTURBED, *args.known]), args.known)
     results["variants"] = to_json(outcomes)
-    print(summary(outcomes))
+    print(args.summary(outcomes, args))
     if args.json:
-        write_merged(args.merge, "loss_study", results, args.json)
+        write_merged(args.merge, args.benchmark, results, args.json)
 
 
 def seeds_of(text: str) -> list[int]:
@@ -167,14 +190,15 @@ def sizes_of(args: argparse.Namespace) -> Preset:
     return replace(PRESETS[args.preset], **given)
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = sizes_parser(__doc__.splitlines()[0])
+def parse_arguments(study: Study) -> argparse.Namespace:
+    """Read the command line; what the study consists of is put among the options."""
+    known = study.known
+    parser = sizes_parser(study.description)
     parser.add_argument("--seeds", type=seeds_of, default="0-15", help="0-63 or 0,5,7")
     parser.add_argument("--starts", type=int, default=2, help="runs of each seed (default: 2)")
     parser.add_argument("--lanes", type=int, help="runs in lockstep (64 on a GPU, else 4)")
     parser.add_argument(
-        "--variants", default=";".join(VARIANTS), help="separated by `;`: " + "; ".join(VARIANTS)
+        "--variants", default=";".join(known), help="separated by `;`: " + "; ".join(known)
     )
     parser.add_argument(
         "--time-budget", type=float, help="seconds after which no part starts that would not end"
@@ -184,17 +208,26 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.sizes = sizes_of(args)
     args.variants = args.variants.split(";")
-    unknown = sorted(set(args.variants) - set(VARIANTS))
+    unknown = sorted(set(args.variants) - set(known))
     if unknown:
-        parser.error(f"unknown variants {unknown}: choose among {'; '.join(VARIANTS)}")
+        parser.error(f"unknown variants {unknown}: choose among {'; '.join(known)}")
+    vars(args).update({field.name: getattr(study, field.name) for field in fields(study)})
     return args
 
 
-def main() -> None:
+def main(study: Study) -> None:
     """Train, or show what ran."""
-    args = parse_arguments()
+    args = parse_arguments(study)
     (show_merged if args.merge else run)(args)
 
 
 if __name__ == "__main__":
-    main()
+    main(
+        Study(
+            benchmark="loss_study",
+            description=__doc__.splitlines()[0],
+            known=VARIANTS,
+            make=lambda variant, *rest: StackedTraining(*rest),
+            summary=lambda outcomes, args: summary(outcomes),
+        )
+    )

@@ -58,11 +58,8 @@ rates() {
         --trace "$traces" --json "$results/step_time_{rate}.json"
 }
 slow() {
-    timeout 400 benchmarks/nodes.sh -n 2 -g 1 benchmarks/step_time.py --node-size 1 \
-        --layers 12 --hidden 768 --heads 12 --seq 1024 --micro-batch 16 \
-        --variants ddp-bf16,ddp-8-bit,ddp-powersgd,fsdp2,quantized \
-        --rates none,10gbit,1gbit --steps 6 --warmup 3 --budget 6 \
-        --json "$results/slow_{rate}.json"
+    timeout 1800 benchmarks/nodes.sh -b auto -n 2 -g 1 benchmarks/alternatives.py \
+        --json "$results/alternatives.json"
 }
 compile() {
     local status=0 compiled=(benchmarks/step_time.py --variants fsdp2,quantized --compile --steps 8)

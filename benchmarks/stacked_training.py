@@ -106,9 +106,13 @@ class StackedTraining:
             fused=device.type == "cuda",
         )
         self._factor = learning_rate_factor(preset.steps)
-        orders = [order_of(len(data.train), preset, lane.seed, world) for lane in lanes]
-        self._order = torch.stack(orders, dim=1).to(device)  # [steps, S, W, batch]
+        self._order = self.read_order(len(data.train)).to(device)
         self.ranks.publish(self.masters, Plan())
+
+    def read_order(self, blocks: int) -> Tensor:
+        """Return which of so many blocks each rank reads when, ``[steps, S, W, batch]``."""
+        orders = [order_of(blocks, self.preset, x.seed, self.world_size) for x in self.lanes]
+        return torch.stack(orders, dim=1)
 
     def backward(self) -> tuple[Tensor, Tensors]:
         """Return mean losses ``[S]`` and the gradients ``[S, W, ...]`` of the next batches."""

@@ -19,9 +19,12 @@ from typing import Any
 
 import activation_report
 import adaptive_report
+import alternatives_report
+import fewer_bytes
 import loss_report
 import pipeline_report
 from ablation_report import BASELINE, LOSS_HEADER, loss_rows, to_outcomes
+from loss_variants import Preset
 
 Report = dict[str, Any]
 Row = dict[str, Any]
@@ -62,6 +65,8 @@ LOSSES = (
     "ablation",
     "activation_ablation",
     "adaptive_bits",
+    "alternatives",
+    "fewer_bytes",
     "loss_study",
     "pipeline_ablation",
     "sensitivity",
@@ -159,9 +164,18 @@ def table_of_losses(report: Report) -> str:
         tables = [markdown(adaptive_report.HEADER, adaptive_report.rows(outcomes))]
         tables.append(markdown(adaptive_report.SITE_HEADER, adaptive_report.site_rows(outcomes)))
         return "\n".join(tables)
+    if report["benchmark"] == "alternatives":
+        return "\n".join(markdown(*each) for each in alternatives_report.tables(report["results"]))
     if report["benchmark"] == "loss_study":
         outcomes = to_outcomes(report["results"], [BASELINE])
         return markdown(loss_report.HEADER, loss_report.rows(outcomes))
+    if report["benchmark"] == "fewer_bytes":
+        results = report["results"]
+        outcomes, sizes = to_outcomes(results, [BASELINE]), Preset(**results["preset"])
+        nodes = results["world_size"] // results["node_size"]
+        return markdown(
+            fewer_bytes.HEADER, fewer_bytes.rows(outcomes, sizes, results["vocab"], nodes)
+        )
     if report["benchmark"] == "pipeline_ablation":
         outcomes = to_outcomes(report["results"], [BASELINE])
         return markdown(pipeline_report.HEADER, pipeline_report.rows(outcomes))
