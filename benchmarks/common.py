@@ -160,6 +160,31 @@ def kernel_speeds(
     return rows
 
 
+def speed_table(rows: Sequence[dict[str, Any]], case: Sequence[str]) -> str:
+    """Lay out rows of ``kernel_speeds`` behind the fields that say of which case they are."""
+    cells = [
+        [
+            row["op"],
+            *(row[name] for name in case),
+            f"{row['time_us']:.1f}",
+            f"{row['gb_per_s']:.0f}",
+            f"{row['share_of_copy']:.2f}",
+        ]
+        for row in rows
+    ]
+    return table(cells, ["op", *case, "us", "GB/s", "of copy"])
+
+
+def by_x(sizes: Sequence[int]) -> str:
+    """Write sizes as ``dimensions`` reads them."""
+    return "x".join(map(str, sizes))
+
+
+def dimensions(text: str) -> tuple[int, ...]:
+    """Read ``4096x1024`` of a command line."""
+    return tuple(map(int, text.split("x")))
+
+
 def copy_bandwidth(total_nbytes: int = 4 << 30, repeats: int = 20) -> float:
     """Return the bytes per second, read plus written, of a large device-to-device copy.
 

@@ -30,7 +30,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks.common import copy_bandwidth, kernel_speeds, table, write_report
+from benchmarks.common import (
+    by_x,
+    copy_bandwidth,
+    dimensions,
+    kernel_speeds,
+    speed_table,
+    table,
+    write_report,
+)
 from lq_lightning.codecs import (
     CodecSpec,
     WidthTable,
@@ -181,21 +189,11 @@ def run_kernels(arguments: argparse.Namespace) -> int:
     for shape in arguments.shapes or SHAPES:
         for kind, dtype, transposed in cases:
             results += measure_kernels(kind, dtype, shape, transposed, copy_rate, arguments.tile)
-    header = ["op", "widths", "dtype", "shape", "us", "GB/s", "of copy"]
-    rows = [
-        [
-            row["op"],
-            row["widths"],
-            row["dtype"],
-            "x".join(map(str, row["shape"])) + (" transposed" if row["transposed"] else ""),
-            f"{row['time_us']:.1f}",
-            f"{row['gb_per_s']:.0f}",
-            f"{row['share_of_copy']:.2f}",
-        ]
-        for row in results
+    shown = [
+        row | {"shape": by_x(row["shape"]) + " transposed" * row["transposed"]} for row in results
     ]
     print(f"copy: {copy_rate / 1e9:.0f} GB/s")
-    print(table(rows, header))
+    print(speed_table(shown, ("widths", "dtype", "shape")))
     write_report(arguments.out, "mixed_kernels", {"copy_gb_per_s": copy_rate / 1e9, "ops": results})
     return 0
 
@@ -257,7 +255,7 @@ def run_cpu(arguments: argparse.Namespace) -> int:
         [
             row["codec"],
             row["dtype"],
-            "x".join(map(str, row["shape"])),
+            by_x(row["shape"]),
             f"{row['bits_per_value']:.3f}",
             *(f"{row[f'{name}_ms']:.2f}" if f"{name}_ms" in row else "" for name in times),
         ]
@@ -268,17 +266,13 @@ def run_cpu(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split("x")))
-
-
 def main() -> int:
     """Check, time, print and write; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="JSON report to write")
-    parser.add_argument("--shapes", type=_numbers, nargs="+", metavar="TxN")
+    parser.add_argument("--shapes", type=dimensions, nargs="+", metavar="TxN")
     parser.add_argument(
-        "--tile", type=_numbers, metavar="LINESxTOKENSxWARPS", help="of the kernels"
+        "--tile", type=dimensions, metavar="LINESxTOKENSxWARPS", help="of the kernels"
     )
     parser.add_argument("--cpu", action="store_true", help="time the codec on a CPU")
     parser.add_argument("--threads", type=int, default=2, help="of the CPU")

@@ -27,7 +27,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks.common import copy_bandwidth, kernel_speeds, table, write_report
+from benchmarks.common import (
+    by_x,
+    copy_bandwidth,
+    dimensions,
+    kernel_speeds,
+    speed_table,
+    table,
+    write_report,
+)
 from lq_lightning.kernels.tah import TAHFormat, parse_tah_format, reference
 from lq_lightning.kernels.tah.statistics import lowest
 from lq_lightning.pipeline.boundary import Message, TAHQuantization, make_boundary_codec
@@ -170,29 +178,12 @@ def run_kernels(arguments: argparse.Namespace) -> int:
             for dtype in DTYPES
             for row in measure_kernels(label, kind, dtype, shape, copy_rate, arguments.tile)
         ]
-        print(_shown(rows), flush=True)
+        shown = [row | {"shape": by_x(row["shape"])} for row in rows]
+        print(speed_table(shown, ("format", "data", "dtype", "shape")), flush=True)
         results += rows
         report = {"copy_gb_per_s": copy_rate / 1e9, "ops": results}
         write_report(arguments.out, "tah_kernels", report)
     return code
-
-
-def _shown(results: list[dict[str, Any]]) -> str:
-    header = ["op", "format", "data", "dtype", "shape", "us", "GB/s", "of copy"]
-    rows = [
-        [
-            row["op"],
-            row["format"],
-            row["data"],
-            row["dtype"],
-            "x".join(map(str, row["shape"])),
-            f"{row['time_us']:.1f}",
-            f"{row['gb_per_s']:.0f}",
-            f"{row['share_of_copy']:.2f}",
-        ]
-        for row in results
-    ]
-    return table(rows, header)
 
 
 # --- codecs on a CPU ------------------------------------------------------------------------------
@@ -254,17 +245,13 @@ def run_codecs(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split("x")))
-
-
 def main() -> int:
     """Check, time, print and write; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="JSON report to write")
-    parser.add_argument("--shapes", type=_numbers, nargs="+", metavar="BxSxN")
+    parser.add_argument("--shapes", type=dimensions, nargs="+", metavar="BxSxN")
     parser.add_argument("--only", default="", help="run the formats whose name contains this")
-    parser.add_argument("--tile", type=_numbers, metavar="BLOCKxRUNxWARPS", help="of the kernels")
+    parser.add_argument("--tile", type=dimensions, metavar="BLOCKxRUNxWARPS", help="of the kernels")
     parser.add_argument("--cpu", action="store_true", help="time codecs of boundaries on a CPU")
     parser.add_argument("--threads", type=int, default=2, help="of the CPU")
     arguments = parser.parse_args()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lq_testing.codec_data import make_format
 from lq_testing.interpreter import skip_old_interpreter
 
 from lq_lightning.kernels.dequantize import reference as dequantize_reference
 from lq_lightning.kernels.feedback import reference as feedback_reference
-from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.quantize import reference as quantize_reference
 from lq_lightning.kernels.requantize import reference as requantize_reference
 
@@ -21,25 +21,13 @@ pytestmark = [
 NUMEL = 1024 + 333  # more than a whole tile of the interpreter, and an incomplete one
 
 
-def _format(code: str = "int4", **changes: object) -> MessageFormat:
-    fields: dict[str, object] = {
-        "code": code,
-        "group_size": 64,
-        "symmetric": True,
-        "hadamard_size": 0,
-        "stochastic": False,
-        "scale_dtype": "float32",
-    }
-    return MessageFormat(**{**fields, **changes})  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("group_size", [64, 0])
 def test_rows_of_two_strides(group_size: int, device: torch.device) -> None:
     """Rows ordered by node on one side of a message, by local rank on the other."""
     from lq_lightning.kernels.dequantize.triton_kernels import launch_dequantize
     from lq_lightning.kernels.quantize.triton_kernels import launch_quantize
 
-    fmt = _format("int6", hadamard_size=16, stochastic=True, group_size=group_size)
+    fmt = make_format("int6", hadamard_size=16, stochastic=True, group_size=group_size)
     nbytes = fmt.layout(1200).nbytes
     wide = torch.randn(12, 1300)
     expected = torch.full((12, nbytes), 0xFF, dtype=torch.uint8)
@@ -78,7 +66,7 @@ def test_a_row_is_left_out(skip: int, device: torch.device) -> None:
     from lq_lightning.kernels.quantize.triton_kernels import launch_quantize
     from lq_lightning.kernels.requantize.triton_kernels import launch_requantize
 
-    source, target = _format("int8"), _format(stochastic=True)
+    source, target = make_format("int8"), make_format(stochastic=True)
     x = torch.randn(5, NUMEL)
     kept = [row for row in range(5) if row != skip]
     messages = torch.empty(10, source.layout(NUMEL).nbytes, dtype=torch.uint8)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from lq_testing.codec_data import awkward_rows
+from lq_testing.codec_data import awkward_rows, make_format
 from lq_testing.interpreter import skip_old_interpreter
 
 from lq_lightning.kernels.dequantize import reference as dequantize_reference
@@ -31,18 +31,6 @@ KINDS = [(code, True) for code in CODES] + [
 NUMEL = 1024 + 333
 SCALES = ("float32", "bfloat16", "float16")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def make_format(code: str = "int4", **changes: object) -> MessageFormat:
-    fields: dict[str, object] = {
-        "code": code,
-        "group_size": 64,
-        "symmetric": True,
-        "hadamard_size": 0,
-        "stochastic": False,
-        "scale_dtype": "float32",
-    }
-    return MessageFormat(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def assert_same_floats(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -6,9 +6,22 @@ import torch
 from hypothesis import strategies as st
 
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.kernels.message import CODES, IntegerCode, TableCode
+from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat, TableCode
 
 FP32_MAX = torch.finfo(torch.float32).max
+
+
+def make_format(code: str = "int4", **changes: object) -> MessageFormat:
+    """Symmetric groups of 64 with fp32 scales, rounded to nearest, but for the changes."""
+    fields: dict[str, object] = {
+        "code": code,
+        "group_size": 64,
+        "symmetric": True,
+        "hadamard_size": 0,
+        "stochastic": False,
+        "scale_dtype": "float32",
+    }
+    return MessageFormat(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def codec_specs(with_rows: bool = True) -> st.SearchStrategy[CodecSpec]:
