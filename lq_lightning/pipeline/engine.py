@@ -124,6 +124,21 @@ class PipelineEngine:
         """What this rank has sent to neighbouring stages since the start."""
         return self._traffic
 
+    @property
+    def kept_nbytes(self) -> tuple[int, int]:
+        """What a micro-batch keeps before, and between, the halves of its backward pass, in bytes.
+
+        Of this rank's stages together, of the first micro-batch since ``count_again``; zeros before
+        it, and of stages whose backward passes are not split.
+        """
+        counts = [stage.kept_nbytes or (0, 0) for stage in self._stages.values()]
+        return sum(whole for whole, _ in counts), sum(half for _, half in counts)
+
+    def count_again(self) -> None:
+        """Let ``kept_nbytes`` be that of the next micro-batch."""
+        for stage in self._stages.values():
+            stage.kept_nbytes = None
+
     def agree(
         self,
         batch: object,
