@@ -95,7 +95,7 @@ class Result:
         kept: Micro-batches that the schedule keeps at most.
         bits: Of the codes of saved activations; None without.
         predicted: Product of bits and micro-batches kept; None without.
-        half_size: What a micro-batch keeps between the halves of its backward pass, per byte before.
+        half_size: Bytes that a micro-batch keeps between backward halves, per byte before them.
         loss: Of the last step.
         schedule: That was run.
     """
