@@ -91,7 +91,7 @@ class Result:
         tokens_per_s: At the median.
         peak_gib: Largest allocated device memory; NaN on a CPU.
         static_gib: What is allocated between steps: weights, gradients, states of the optimizer.
-        held_gib: The most that a step takes besides.
+        held_mib: The most that a step takes besides.
         kept: Micro-batches that the schedule keeps at most.
         bits: Of the codes of saved activations; None without.
         predicted: Product of bits and micro-batches kept; None without.
@@ -104,7 +104,7 @@ class Result:
     tokens_per_s: float
     peak_gib: list[float]
     static_gib: list[float]
-    held_gib: list[float]
+    held_mib: list[float]
     kept: list[str]
     bits: list[int | None]
     predicted: list[float | None]
@@ -253,7 +253,7 @@ def measure(subject: Subject, control: dist.ProcessGroup) -> Result:
     finish(subject.device, control)
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else float("nan")
     loss = float(torch.stack(losses).sum()) if losses else None
-    held = peak - static if cuda else subject.held_nbytes() / 2**30
+    held = 1024 * (peak - static) if cuda else subject.held_nbytes() / 2**20
     facts = everyone((1e3 * times.median(), peak, static, loss, held))
     step_ms = max(fact[0] for fact in facts)
     return Result(
@@ -261,7 +261,7 @@ def measure(subject: Subject, control: dist.ProcessGroup) -> Result:
         tokens_per_s=subject.batch[:, 1:].numel() / step_ms * 1e3,
         peak_gib=[fact[1] for fact in facts],
         static_gib=[fact[2] for fact in facts],
-        held_gib=[fact[4] for fact in facts],
+        held_mib=[fact[4] for fact in facts],
         kept=[str(count) for count in subject.counts],
         bits=subject.bits,
         predicted=subject.predicted(),
@@ -286,7 +286,7 @@ def show(rows: list[dict[str, Any]]) -> str:
                     row["kept"][rank],
                     row["bits"][rank] or "-",
                     f"{row['predicted'][rank]:.1f}" if row["bits"][rank] else "-",
-                    f"{1024 * row['held_gib'][rank]:.2f}",
+                    f"{row['held_mib'][rank]:.2f}",
                     f"{row['static_gib'][rank]:.2f}",
                     f"{peak:.2f}",
                     f"{peak / max(first['peak_gib']):.3f}",
