@@ -175,7 +175,8 @@ class PipelineEngine:
         self._agreement.check(
             facts,
             "All stages of a pipeline need the same batch: let the sampler tell ranks apart by "
-            "their data-parallel rank only, and shuffle with the same seed.",
+            "their data-parallel rank only, shuffle with the same seed, and call `seed_everything` "
+            "before data is made at random.",
         )
 
     def share(self, value: T | None) -> T:
