@@ -11,7 +11,8 @@ from weights that are 0.1% off. ``uniform 4 bits`` has the codes of ``agoq``, an
 the inputs of all other linear layers and for queries, keys and values. ``agoq as in 1f1b`` has the
 bits that ``StageBitCompensation`` gives to each of four stages: layers are where such a pipeline
 would have them, and losses what it would have, since boundaries in full precision change nothing;
-AGoQ's table 12 compares the interleaved schedule. What runs share, and how to fine-tune:
+AGoQ's table 12 compares the interleaved schedule. With codes of 2 bits the difference shows in runs
+of minutes. What runs share, and how to fine-tune:
 ``llama_study.py``. Text as in ``ablation.py``. The report, with gradient norms as in
 AGoQ's table 15, is written after every run. With ``--gradient-errors`` its table 13 follows: the
 errors of gradients by kind of site on the weights of ``full precision``, for the codes of ``agoq``
@@ -51,11 +52,13 @@ class Variant(AnyVariant):
         policy: Of norms, activation functions and linear layers.
         schedule: With the bits that stages of a pipeline would have: name, ranks, micro-batches,
             and stages on each rank.
+        bits: Of codes that stages have in more.
         attention: Name of the codec of queries, keys and values.
     """
 
     policy: ActivationPolicy | None = None
     schedule: tuple[str, int, int, int] | None = None
+    bits: int = 4
     attention: str | None = None
 
 
@@ -67,6 +70,10 @@ VARIANTS = {
     "agoq as in interleaved 1f1b": Variant(
         policy=RECIPES["agoq"], schedule=("interleaved_1f1b", 4, 16, 2)
     ),
+    "agoq in 2 bits": Variant(policy=RECIPES["agoq"].with_bits(4, 2)),
+    "agoq in 2 bits as in 1f1b": Variant(
+        policy=RECIPES["agoq"].with_bits(4, 2), schedule=("1f1b", 4, 16, 1), bits=2
+    ),
     # FP8 products without codes, and the codes of the paper.
     "float8": Variant(policy=ActivationPolicy(norm=None, activation=None, matmul="float8")),
     "agoq fp4_e2m1": Variant(policy=ActivationPolicy(norm="fp4_e2m1", activation="fp4_e2m1")),
@@ -75,18 +82,18 @@ VARIANTS = {
 
 
 def by_stage(
-    policy: ActivationPolicy, schedule: tuple[str, int, int, int], layers: int
+    policy: ActivationPolicy, schedule: tuple[str, int, int, int], layers: int, least: int
 ) -> ActivationPolicy:
-    """Return a policy of 4 bits with rules for the layers of ranks that have more."""
+    """Return a policy whose codes have ``least`` bits, with rules for layers that have more."""
     name, size, _, stages_per_rank = schedule
-    bits = compensated_bits(in_flight(*schedule))
+    bits = compensated_bits(in_flight(*schedule), least)
     num_stages = size * stages_per_rank
     modules = [f"llama.model.layers.{index}.*" for index in range(layers)]
     rules = []
     for index, module in enumerate([*modules, "llama.model.norm"]):
         stage = min(index, layers - 1) * num_stages // layers
         rank = rank_of_stage(name, stage, num_stages, size)
-        wide = policy.with_bits(min(bits), bits[rank])
+        wide = policy.with_bits(least, bits[rank])
         rules.append(ActivationRule(module=module, kind="norm", codec=wide.norm))
         if index < layers:
             codec = wide.activation
@@ -101,7 +108,8 @@ def keeping(
     """Let the model keep codes of what the variant says."""
     if (policy := variant.policy) is not None:
         if variant.schedule is not None:
-            policy = by_stage(policy, variant.schedule, len(training.model.llama.model.layers))
+            layers = len(training.model.llama.model.layers)
+            policy = by_stage(policy, variant.schedule, layers, variant.bits)
         quantize_activations(training.model, policy)
     if compiled:
         training.model.compile_parts(fullgraph=variant.attention is None)
