@@ -10,9 +10,8 @@ Zero bubble keeps inputs of linear layers, and gradients of their outputs, until
 of a backward pass, and with checkpointing would compute every layer once more: so memory is what
 decides. Codes have as many bits by rank as ``StageBitCompensation`` gives them; ``-4bit``: 4 on all
 ranks. "held" is the largest memory above that between steps; on a CPU without what operators need
-while they run.
-Weights and AdamW's states are in bf16, 8 bytes a parameter with gradients. Ranks of one machine
-exchange bf16.
+while they run. Weights and AdamW's states are in bf16, 8 bytes a parameter with gradients. Ranks of
+one machine exchange bf16.
 """
 
 from __future__ import annotations
