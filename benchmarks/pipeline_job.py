@@ -140,6 +140,7 @@ class Part:
         stages_per_rank: Stages on each rank.
         num_microbatches: Of a step.
         device: Of this rank.
+        compiled: Compile the layers, each by itself.
         seed: Of the weights, which do not depend on the number of stages.
     """
 
@@ -152,6 +153,7 @@ class Part:
         stages_per_rank: int,
         num_microbatches: int,
         device: torch.device,
+        compiled: bool = False,
         seed: int = 0,
     ) -> None:
         self.device, self.schedule = device, schedule
@@ -163,6 +165,9 @@ class Part:
         self.plan = plan_stages(self.module, self.num_stages)
         mine = stages_of_rank(schedule, dist.get_rank(), self.num_stages, dist.get_world_size())
         keep_stages(self.module, self.plan, mine)
+        if compiled:
+            for name in itertools.chain.from_iterable(self.plan.stages[index] for index in mine):
+                self.module.get_submodule(name).compile(dynamic=False)
         self.stages = {index: StageModule(self.module, index, self._run) for index in mine}
         self._batch: Tensor | None = None
         self._boundary: BoundaryMeta | None = None

@@ -145,6 +145,7 @@ class Job:
             stages_per_rank=1,
             num_microbatches=args.microbatches,
             device=device,
+            compiled=args.compile,
         )
         world = dist.get_world_size()
         self.control = dist.new_group(backend="gloo")
@@ -299,6 +300,7 @@ def parse() -> tuple[argparse.Namespace, GPTConfig]:
     parser.add_argument("--micro-batch", type=int, default=1, help="sequences of a micro-batch")
     parser.add_argument("--microbatches", type=int, default=32, help="micro-batches of a step")
     parser.add_argument("--schedule", choices=SCHEDULES, default=SCHEDULES[0])
+    parser.add_argument("--compile", action="store_true", help="layers, each by itself")
     parser.add_argument("--codecs", default=",".join(CODECS))
     rates = parser.add_mutually_exclusive_group()
     rates.add_argument("--rates", help="comma-separated, set one after another; needs nodes.sh")

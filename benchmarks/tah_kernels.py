@@ -174,6 +174,7 @@ def run_kernels(arguments: argparse.Namespace) -> int:
         rows = [
             row
             for shape in arguments.shapes or SHAPES
+            if shape[2] % parse_tah_format(FORMATS[label]).tile == 0
             for kind in (DATA if label in ("tah", "tah5") else DATA[:1])
             for dtype in DTYPES
             for row in measure_kernels(label, kind, dtype, shape, copy_rate, arguments.tile)
