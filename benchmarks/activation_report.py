@@ -12,13 +12,14 @@ from ablation_report import (
     Outcomes,
     changes,
     mean_percent,
+    std_error,
     training_changes,
 )
 from common import table
 
 HEADER = (
     *("variant", "runs", "validation loss", "against mean of bf16", "std error", "same seed"),
-    *("training, second half", "gradient norm, tenths", "tokens/s", "peak GiB"),
+    *("its std error", "training, second half", "gradient norm, tenths", "tokens/s", "peak GiB"),
 )
 
 
@@ -65,6 +66,7 @@ def rows(outcomes: Outcomes) -> list[list[str]]:
     found = []
     for name, runs in outcomes.items():
         percent, error = against_mean(outcomes, name)
+        paired = math.nan if name == BASELINE else std_error(outcomes, name)
         exact = name in (BASELINE, PERTURBED)
         found.append(
             [
@@ -74,6 +76,7 @@ def rows(outcomes: Outcomes) -> list[list[str]]:
                 "-" if math.isnan(percent) else f"{percent:+.3f}%",
                 "-" if exact or math.isnan(error) else f"{error:.3f}%",
                 "-" if name == BASELINE else mean_percent(changes(outcomes, name)),
+                "-" if math.isnan(paired) else f"{paired:.3f}%",
                 "-" if name == BASELINE else mean_percent(training_changes(outcomes, name)),
                 norm_tenths(runs),
                 _mean([run.tokens_per_s for run in runs], 0),

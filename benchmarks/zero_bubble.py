@@ -3,11 +3,15 @@
 One run measures all variants of a model whose layers have the shape of Llama's, per stage::
 
     torchrun --nproc-per-node 2 benchmarks/zero_bubble.py --json zero_bubble.json
-    torchrun --nproc-per-node 2 benchmarks/zero_bubble.py --shape tiny --layers 4 --seq 16 --cpu
+    torchrun --nproc-per-node 4 benchmarks/zero_bubble.py --shape tiny --layers 8 --seq 256 \\
+        --micro-batch 4 --vocab 64 --stages-per-rank 2 --variants 1f1b-agoq-4bit,1f1b-agoq --cpu
 
-Zero bubble keeps inputs of linear layers for longer than 1F1B, and with checkpointing would compute
-every layer once more: so memory is what decides. Weights and AdamW's states are in bf16, 8 bytes a
-parameter with gradients. Ranks of one machine exchange bf16.
+Zero bubble keeps inputs of linear layers, and gradients of their outputs, until the weights' half
+of a backward pass, and with checkpointing would compute every layer once more: so memory is what
+decides. Codes have as many bits by rank as ``StageBitCompensation`` gives them; ``-4bit``: 4 on all
+ranks. "held" is the largest memory above that between steps; on a CPU without what operators need
+while they run. Weights and AdamW's states are in bf16, 8 bytes a parameter with gradients. Ranks of
+one machine exchange bf16.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import itertools
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import table, write_report
+from held_memory import HeldMemory
 from job import add_group_arguments, choices, process_group
 from llama_layer import SHAPES, Shape
 from pipeline_job import Part, StepTimes, everyone, finish
@@ -32,6 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lq_lightning.activations import quantize_activations
 from lq_lightning.activations.policy import resolve_policy
+from lq_lightning.foundation.nested import tensors_in
 from lq_lightning.optim import QuantizedAdamW
 from lq_lightning.pipeline.boundary import make_boundary_codec
 from lq_lightning.pipeline.in_flight import InFlight, compensated_bits, in_flight
@@ -47,6 +54,7 @@ class Variant:
         split: Whether backward passes are split, so that weights' gradients fill the bubble.
         checkpoint: Whether every layer is computed again in backward.
         recipe: Of quantized activations; None leaves them as they are.
+        compensated: Whether ranks that keep less have more bits of them.
         attention: Codec of queries, keys, values and the output of attention besides.
         codes_of_states: Whether AdamW's states are 8-bit codes.
     """
@@ -54,6 +62,7 @@ class Variant:
     split: bool = False
     checkpoint: bool = False
     recipe: str | None = None
+    compensated: bool = True
     attention: str | None = None
     codes_of_states: bool = False
 
@@ -62,10 +71,12 @@ VARIANTS = {
     "1f1b-checkpointing": Variant(checkpoint=True),
     "zero-bubble": Variant(split=True),
     "zero-bubble-agoq": Variant(split=True, recipe="agoq"),
+    "zero-bubble-agoq-4bit": Variant(split=True, recipe="agoq", compensated=False),
     "zero-bubble-agoq-attention": Variant(split=True, recipe="agoq", attention="int8"),
     "zero-bubble-agoq-8bit-states": Variant(split=True, recipe="agoq", codes_of_states=True),
     "1f1b": Variant(),
     "1f1b-agoq": Variant(recipe="agoq"),
+    "1f1b-agoq-4bit": Variant(recipe="agoq", compensated=False),
 }
 DEFAULT = ["1f1b-checkpointing", "zero-bubble", "zero-bubble-agoq"]
 
@@ -79,8 +90,11 @@ class Result:
         tokens_per_s: At the median.
         peak_gib: Largest allocated device memory; NaN on a CPU.
         static_gib: What is allocated between steps: weights, gradients, states of the optimizer.
+        held_mib: The most that a step takes besides.
         kept: Micro-batches that the schedule keeps at most.
         bits: Of the codes of saved activations; None without.
+        predicted: Product of bits and micro-batches kept; None without.
+        half_size: Bytes that a micro-batch keeps between backward halves, per byte before them.
         loss: Of the last step.
         schedule: That was run.
     """
@@ -89,8 +103,11 @@ class Result:
     tokens_per_s: float
     peak_gib: list[float]
     static_gib: list[float]
+    held_mib: list[float]
     kept: list[str]
     bits: list[int | None]
+    predicted: list[float | None]
+    half_size: float
     loss: float
     schedule: str
 
@@ -162,13 +179,6 @@ class Subject:
         )
         if variant.checkpoint:
             checkpoint_layers(self.part)
-        self.bits: list[int | None] = [None] * world
-        if variant.recipe is not None:
-            bits = compensated_bits(self.counts, BITS, linear_share=args.linear_share)
-            self.bits = list(bits)
-            policy = replace(resolve_policy(variant.recipe), attention=variant.attention)
-            policy = policy.with_bits(BITS, bits[dist.get_rank()])
-            quantize_activations(self.part.module, policy)
         codecs = make_boundary_codec("none"), make_boundary_codec("none", backward=True)
         self.engine = self.part.engine(*codecs, control)
         parameters = self.part.module.parameters()
@@ -180,6 +190,42 @@ class Subject:
         generator = torch.Generator().manual_seed(0)
         shape = (args.microbatches * args.micro_batch, args.shape.seq + 1)
         self.batch = torch.randint(args.vocab, shape, generator=generator)
+        self.bits: list[int | None] = [None] * world
+        if variant.recipe is not None:
+            self._quantize(variant, variant.recipe)
+
+    def _quantize(self, variant: Variant, recipe: str) -> None:
+        policy = replace(resolve_policy(recipe), attention=variant.attention)
+        handle = quantize_activations(self.part.module, policy)
+        self.bits = [BITS] * len(self.bits)
+        if variant.compensated:
+            self.part.step(self.engine, self.batch)
+            self.optimizer.zero_grad()
+            bits = compensated_bits(self.counts, BITS, half_size=self.half_size())
+            self.bits = list(bits)
+            handle.apply(policy.with_bits(BITS, bits[dist.get_rank()]))
+
+    def held_nbytes(self) -> int:
+        """Run a step, and return the most memory that it took."""
+        states = (tensors_in(state) for state in self.optimizer.state.values())
+        known = (*self.part.module.parameters(), *itertools.chain(*states), self.batch)
+        with HeldMemory(known) as held:
+            self.step()
+        return held.peak_nbytes
+
+    def half_size(self) -> float:
+        """What a micro-batch keeps between the halves of its backward pass, per byte before.
+
+        Of all ranks, which all call this; 0 before a step, and without halves.
+        """
+        whole, half = (sum(kept) for kept in zip(*everyone(self.engine.kept_nbytes), strict=True))
+        return half / whole if whole else 0.0
+
+    def predicted(self) -> list[float | None]:
+        """Return bits times micro-batches by rank, None without codes; all ranks call this."""
+        size = self.half_size()
+        pairs = zip(self.bits, self.counts, strict=True)
+        return [None if bits is None else bits * count.peak(size) for bits, count in pairs]
 
     def step(self) -> list[Tensor]:
         """Train one step; return the losses of the micro-batches on the last stage's rank."""
@@ -206,15 +252,19 @@ def measure(subject: Subject, control: dist.ProcessGroup) -> Result:
     finish(subject.device, control)
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else float("nan")
     loss = float(torch.stack(losses).sum()) if losses else None
-    facts = everyone((1e3 * times.median(), peak, static, loss))
+    held = 1024 * (peak - static) if cuda else subject.held_nbytes() / 2**20
+    facts = everyone((1e3 * times.median(), peak, static, loss, held))
     step_ms = max(fact[0] for fact in facts)
     return Result(
         step_ms=step_ms,
         tokens_per_s=subject.batch[:, 1:].numel() / step_ms * 1e3,
         peak_gib=[fact[1] for fact in facts],
         static_gib=[fact[2] for fact in facts],
+        held_mib=[fact[4] for fact in facts],
         kept=[str(count) for count in subject.counts],
         bits=subject.bits,
+        predicted=subject.predicted(),
+        half_size=subject.half_size(),
         loss=next(fact[3] for fact in facts if fact[3] is not None),
         schedule=subject.schedule,
     )
@@ -222,7 +272,8 @@ def measure(subject: Subject, control: dist.ProcessGroup) -> Result:
 
 def show(rows: list[dict[str, Any]]) -> str:
     """Lay out the rows, a line per rank; memory against the first, time against the second."""
-    header = ["variant", "rank", "kept", "bits", "static GiB", "peak GiB", "memory", "ms", "time"]
+    header = ["variant", "rank", "kept", "bits", "predicted", "held MiB", "static GiB", "peak GiB"]
+    header += ["memory", "ms", "time"]
     first, timed = rows[0], rows[min(1, len(rows) - 1)]
     cells = []
     for row in rows:
@@ -233,6 +284,8 @@ def show(rows: list[dict[str, Any]]) -> str:
                     rank,
                     row["kept"][rank],
                     row["bits"][rank] or "-",
+                    f"{row['predicted'][rank]:.1f}" if row["bits"][rank] else "-",
+                    f"{row['held_mib'][rank]:.2f}",
                     f"{row['static_gib'][rank]:.2f}",
                     f"{peak:.2f}",
                     f"{peak / max(first['peak_gib']):.3f}",
@@ -256,9 +309,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=8, help="micro-batches of a step")
     parser.add_argument("--stages-per-rank", type=int, default=1)
     parser.add_argument("--split-schedule", choices=("zero_bubble", "zbv"), default="zero_bubble")
-    parser.add_argument(
-        "--linear-share", type=float, help="of saved bytes, inputs of linear layers; see the docs"
-    )
     parser.add_argument("--variants", default=",".join(DEFAULT))
     parser.add_argument("--steps", type=int, default=8, help="timed, behind the warm-up")
     parser.add_argument("--warmup", type=int, default=3)
@@ -279,7 +329,7 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         setup = {"world_size": dist.get_world_size(), "shape": args.shape_name}
         named = ("layers", "vocab", "seq", "micro_batch", "microbatches", "stages_per_rank")
-        setup |= {name: getattr(args, name) for name in (*named, "linear_share")}
+        setup |= {name: getattr(args, name) for name in named}
         for name in args.variants:
             subject = Subject(name, args, device, control)
             rows.append({"variant": name} | asdict(measure(subject, control)))

@@ -102,6 +102,7 @@ class ActivationQuantization(Callback):
         self._plan: ActivationPlan | None = None
         self._planned_values = 0  # of the batch that the plan was made on
         self._limit = ExitStack()
+        self._native: tuple[ActivationRule, ...] = ()  # for what is tensor-parallel
         self._handle: QuantizedActivations | None = None
         self._configure: AfterConfigureModel | None = None
         self._report: ActivationReport | None = None
@@ -118,9 +119,9 @@ class ActivationQuantization(Callback):
         return self._plan
 
     def compensate(self, at_most: int, bits: int) -> None:
-        """Use other widths of integer codes in the next ``fit``; see ``StageBitCompensation``.
+        """Use other widths of integer codes in this ``fit``; see ``StageBitCompensation``.
 
-        To be called while callbacks are set up, in any order.
+        To be called while callbacks are set up, in any order, or between batches.
 
         Args:
             at_most: Codes of so many bits or fewer are changed.
@@ -136,6 +137,8 @@ class ActivationQuantization(Callback):
             )
         self._policy.with_bits(at_most, bits)
         self._bits = (at_most, bits)
+        if self._handle is not None:
+            self._handle.apply(self._compensated())
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -292,11 +295,15 @@ class ActivationQuantization(Callback):
                 "use '32-true', 'bf16-true' or 'bf16-mixed', or remove the callback."
             )
 
+    def _compensated(self) -> ActivationPolicy:
+        policy = self._policy if self._bits is None else self._policy.with_bits(*self._bits)
+        return replace(policy, rules=(*policy.rules, *self._native))
+
     def _quantize(self, module: pl.LightningModule) -> None:
         parallel = tensor_parallel_parameters(module)
-        rules = [ActivationRule(module=name, matmul="native") for name in _owners(parallel)]
-        policy = self._policy if self._bits is None else self._policy.with_bits(*self._bits)
-        policy = replace(policy, rules=(*policy.rules, *rules))
+        self._native = tuple(
+            ActivationRule(module=name, matmul="native") for name in _owners(parallel)
+        )
         if parallel and self._budget is not None:
             raise ValueError(
                 f"`{type(self).__name__}(budget={self._budget.size!r})` cannot measure modules "
@@ -304,7 +311,7 @@ class ActivationQuantization(Callback):
                 "alone."
             )
         with torch.random.fork_rng([]):  # modules are tried out on random numbers
-            self._handle = quantize_activations(module, policy)
+            self._handle = quantize_activations(module, self._compensated())
         _check_hyperparameters(module)
         if not any(map(quantizes if self._budget is None else is_measured, self._handle.sites)):
             raise ValueError(

@@ -30,6 +30,9 @@ class PipelineFacts(Protocol):
         num_microbatches: micro-batches of a training step.
         stages_per_rank: stages on each rank.
         rank: number of this process's rank in its pipeline.
+        kept_nbytes: with a schedule that splits backward passes, after the first batch of a fit:
+            bytes that a micro-batch keeps on this rank before its backward pass, and between the
+            two halves.
     """
 
     schedule: str
@@ -37,6 +40,7 @@ class PipelineFacts(Protocol):
     num_microbatches: int
     stages_per_rank: int
     rank: int
+    kept_nbytes: tuple[int, int]
 
 
 class StageBitCompensation(Callback):
@@ -48,13 +52,17 @@ class StageBitCompensation(Callback):
     ones stay as they are if they are wider still. Transforms and groups stay as they are.
     (DBCA-PP; AGoQ, section 4.2.)
 
+    Schedules that split backward passes (``"zero_bubble"``, ``"zbv"``) also keep micro-batches
+    between the two halves: what gradients of weights are computed from. How much that is, next to
+    what a micro-batch keeps before, is measured in the first batch, in which all ranks have
+    ``bits``; a resumed run goes on with what was measured.
+
     Args:
         bits: Of the rank that keeps the most.
         rounding: ``"floor"``, with which no rank's peak grows, or ``"nearest"``, as in the paper.
         cap: Most bits.
-        linear_share: For schedules that split the backward pass: the share of linear layers'
-            inputs, which are kept longer, in what a micro-batch saves, from 0 to 1. None: whatever
-            it is, no peak grows, which for zero bubble leaves nothing to give.
+        half_size: For schedules that split backward passes: bytes that a micro-batch keeps between
+            the halves, per byte that it keeps before, as the callback prints it. None measures it.
 
     Raises:
         ValueError: A value that is not listed above; or, before training starts: the strategy has
@@ -67,11 +75,13 @@ class StageBitCompensation(Callback):
         bits: int = 4,
         rounding: Literal["floor", "nearest"] = "floor",
         cap: int = 8,
-        linear_share: float | None = None,
+        half_size: float | None = None,
     ) -> None:
         super().__init__()
-        compensated_bits((1,), bits, rounding, cap, linear_share)  # checks them
-        self._options = (bits, rounding, cap, linear_share)
+        compensated_bits((1,), bits, rounding, cap, half_size or 0.0)  # checks them
+        self._options = (bits, rounding, cap)
+        self._measures = half_size is None
+        self._half_size = half_size
         self._counts: tuple[InFlight, ...] = ()
         self._bits: tuple[int, ...] = ()
         self._steps = 0
@@ -82,9 +92,25 @@ class StageBitCompensation(Callback):
         return self._counts
 
     @property
+    def half_size(self) -> float | None:
+        """As given, or as measured; None before."""
+        return self._half_size
+
+    @property
     def stage_bits(self) -> tuple[int, ...]:
         """Bits of each rank of the pipeline; empty before ``fit``."""
         return self._bits
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured."""
+        return {"half_size": self._half_size} if self._measures and self._half_size else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with what was measured, with the bits that the saved run began with."""
+        if self._measures:
+            self._half_size = state_dict["half_size"]
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -104,6 +130,27 @@ class StageBitCompensation(Callback):
                 'have: use strategy="quantized_pipeline" with more than one rank along the '
                 "pipeline, or remove the callback."
             )
+        self._counts = in_flight(
+            facts.schedule, facts.pipeline_size, facts.num_microbatches, facts.stages_per_rank
+        )
+        self._steps = 0
+        if self._measures:
+            self._half_size = None
+        self._choose(trainer, facts)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Use what a checkpoint says was measured."""
+        if self._measures and self._splits and self._half_size is not None:
+            self._choose(trainer, trainer.strategy.pipeline)  # type: ignore[attr-defined]
+
+    @property
+    def _splits(self) -> bool:
+        return any(count.halves for count in self._counts)
+
+    def _choose(self, trainer: pl.Trainer, facts: PipelineFacts) -> None:
+        """Choose the bits of all ranks, and tell ``ActivationQuantization`` those of this one."""
+        name, bits = type(self).__name__, self._options[0]
         found = [
             callback
             for callback in trainer.callbacks  # type: ignore[attr-defined]
@@ -114,38 +161,49 @@ class StageBitCompensation(Callback):
                 f"`{name}` says in how many bits `ActivationQuantization` keeps activations, but "
                 "there is none in the Trainer: add it to the callbacks."
             )
-        self._counts = in_flight(
-            facts.schedule, facts.pipeline_size, facts.num_microbatches, facts.stages_per_rank
-        )
-        self._bits = compensated_bits(self._counts, *self._options)
-        self._steps = 0
-        found[0].compensate(self._options[0], self._bits[facts.rank])
-        rank_zero_info(f"{name}: {facts.schedule}\n{self.summary()}")
+        if self._splits and self._half_size is None:
+            self._bits = (bits,) * facts.pipeline_size
+            said = f"{bits} bits on all ranks in the first batch, which is measured"
+        else:
+            self._bits = compensated_bits(self._counts, *self._options, self._half_size or 0.0)
+            said = self.summary()
+        found[0].compensate(bits, self._bits[facts.rank])
+        rank_zero_info(f"{name}: {facts.schedule}\n{said}")
 
     def summary(self) -> str:
         """Return a table of ranks, micro-batches kept, bits, and their product, the peak."""
-        share = 1.0 if self._options[3] is None else self._options[3]
+        size = self._half_size or 0.0
         products = [
-            bits * count.peak(share) for bits, count in zip(self._bits, self._counts, strict=True)
+            bits * count.peak(size) for bits, count in zip(self._bits, self._counts, strict=True)
         ]
         lines = ["rank  micro-batches kept  bits  predicted peak"]
         rows = zip(self._counts, self._bits, products, strict=True)
         for rank, (count, bits, product) in enumerate(rows):
-            part = f"{product:g} ({product / max(products):.0%})"
+            part = f"{product:.4g} ({product / max(products):.0%})"
             lines.append(f"{rank:>4}  {count!s:>18}  {bits:>4}  {part:>14}")
+        if self._splits:
+            lines.append(
+                f"between the halves of a backward pass a micro-batch keeps {size:.3g} times what "
+                f"it keeps before (half_size={size:.3g})"
+            )
         return "\n".join(lines)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, idx: int
     ) -> None:
-        """On GPUs, say once how much memory each rank needed."""
-        if trainer.strategy.root_device.type != "cuda":
-            return
+        """Measure what the first batch kept; on GPUs, say once how much memory each rank needed."""
         self._steps += 1
-        if self._steps != _MEASURED_AFTER:
-            return
         facts: PipelineFacts = trainer.strategy.pipeline  # type: ignore[attr-defined]
+        if self._splits and self._half_size is None:
+            kept = torch.tensor(facts.kept_nbytes, dtype=torch.float64, device=pl_module.device)
+            whole, half = pl_module.all_gather(kept).view(-1, 2).sum(0).tolist()  # type: ignore[union-attr]
+            self._half_size = half / whole if whole else 0.0
+            self._choose(trainer, facts)
+        if self._steps == _MEASURED_AFTER and trainer.strategy.root_device.type == "cuda":
+            self._say_peaks(pl_module, facts)
+
+    def _say_peaks(self, pl_module: pl.LightningModule, facts: PipelineFacts) -> None:
         peak = torch.tensor(
             [float(facts.rank), torch.cuda.max_memory_allocated() / _GIB], device=pl_module.device
         )

@@ -124,6 +124,21 @@ class PipelineEngine:
         """What this rank has sent to neighbouring stages since the start."""
         return self._traffic
 
+    @property
+    def kept_nbytes(self) -> tuple[int, int]:
+        """What a micro-batch keeps before, and between, the halves of its backward pass, in bytes.
+
+        Of this rank's stages together, of the first micro-batch since ``count_again``; zeros before
+        it, and of stages whose backward passes are not split.
+        """
+        counts = [stage.kept_nbytes or (0, 0) for stage in self._stages.values()]
+        return sum(whole for whole, _ in counts), sum(half for _, half in counts)
+
+    def count_again(self) -> None:
+        """Let ``kept_nbytes`` be that of the next micro-batch."""
+        for stage in self._stages.values():
+            stage.kept_nbytes = None
+
     def agree(
         self,
         batch: object,
@@ -160,7 +175,8 @@ class PipelineEngine:
         self._agreement.check(
             facts,
             "All stages of a pipeline need the same batch: let the sampler tell ranks apart by "
-            "their data-parallel rank only, and shuffle with the same seed.",
+            "their data-parallel rank only, shuffle with the same seed, and call `seed_everything` "
+            "before data is made at random.",
         )
 
     def share(self, value: T | None) -> T:

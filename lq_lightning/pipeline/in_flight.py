@@ -24,35 +24,34 @@ BITS = range(2, 9)  # widths that integer codes have
 class InFlight:
     """What a rank keeps at its peaks, in micro-batches of a stage.
 
-    Inputs of linear layers are kept until the weights' half of a backward pass, all else until the
-    input's half. They are the same in schedules that do not split the backward pass.
+    Where a schedule splits backward passes, a micro-batch keeps something else between the two
+    halves than before them: no longer what only gradients of inputs need, but until the second half
+    also the gradients that have arrived at weights.
 
     Attributes:
-        peaks: pairs of micro-batches of which all else is kept, and of which inputs of linear
-            layers are kept, at one time; those that no other pair exceeds, in ascending order.
+        peaks: pairs of micro-batches whose backward pass is to begin, and of those between its two
+            halves, at one time; those that no other pair exceeds, in ascending order.
     """
 
     peaks: tuple[tuple[int, int], ...]
 
     @property
-    def linear_inputs(self) -> int:
-        """Most micro-batches of which inputs of linear layers are kept."""
-        return max(linear for _, linear in self.peaks)
+    def whole(self) -> int:
+        """Most micro-batches whose backward pass is to begin."""
+        return max(whole for whole, _ in self.peaks)
 
     @property
-    def others(self) -> int:
-        """Most micro-batches of which all else is kept."""
-        return max(others for others, _ in self.peaks)
+    def halves(self) -> int:
+        """Most micro-batches between the two halves of their backward pass."""
+        return max(half for _, half in self.peaks)
 
-    def peak(self, linear_share: float) -> float:
-        """Return the peak in micro-batches, of which linear layers' inputs are ``linear_share``."""
-        return max((1 - linear_share) * others + linear_share * line for others, line in self.peaks)
+    def peak(self, half_size: float) -> float:
+        """Return the peak in micro-batches, if one between two halves counts ``half_size``."""
+        return max(whole + half_size * half for whole, half in self.peaks)
 
     def __str__(self) -> str:
         """Return one number, or both."""
-        if self.linear_inputs == self.others:
-            return str(self.others)
-        return f"{self.others} ({self.linear_inputs} of linear inputs)"
+        return f"{self.whole} ({self.halves} between halves)" if self.halves else str(self.whole)
 
 
 def in_flight(
@@ -68,13 +67,12 @@ def in_flight(
     program = training_program(schedule, pipeline_size, num_microbatches, stages_per_rank)
     ranks = []
     for order in program.orders:
-        others = linear = 0
+        whole = half = 0
         pairs = set()
         for action in order:
-            step = 1 if action.kind == "F" else -1
-            others += step * (action.kind in "FBI")
-            linear += step * (action.kind in "FBW")
-            pairs.add((others, linear))
+            whole += {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
+            half += {"F": 0, "B": 0, "I": 1, "W": -1}[action.kind]
+            pairs.add((whole, half))
         ranks.append(InFlight(tuple(sorted(p for p in pairs if not _exceeded(p, pairs)))))
     return tuple(ranks)
 
@@ -84,22 +82,22 @@ def compensated_bits(
     bits: int = 4,
     rounding: Literal["floor", "nearest"] = "floor",
     cap: int = 8,
-    linear_share: float | None = None,
+    half_size: float = 1.0,
 ) -> tuple[int, ...]:
     """Return bits per rank that use the memory that ranks with fewer micro-batches leave.
 
     Rank ``i`` gets ``bits * N_1 / N_i``, where ``N_1`` is the largest count (AGoQ, equation 22; its
     equation 21 for ``N_i`` counts the ranks from the other end). With counts of split backward
-    passes the quotient is that of the peaks at the share of linear layers' inputs; if that is not
-    known, the least for any share. So with ``"floor"`` no rank's peak exceeds that of the rank with
-    the largest, at ``bits``.
+    passes the quotient is that of ``InFlight.peak``. So with ``"floor"`` no rank's peak exceeds
+    that of the rank with the largest, at ``bits``.
 
     Args:
         counts: by rank, what ``in_flight`` returns, or numbers of micro-batches.
         bits: of the rank with the largest count.
         rounding: ``"floor"``; or ``"nearest"``, as in the paper, with which peaks can grow.
         cap: most bits.
-        linear_share: share of linear layers' inputs in the saved bytes of a micro-batch, 0 to 1.
+        half_size: bytes that a micro-batch keeps between the halves of its backward pass, per byte
+            that it keeps before.
 
     Returns:
         Bits in 2 to 8: counts 11, 9, 7, 5 give 4, 4, 6, 8, with ``"nearest"`` 4, 5, 6, 8.
@@ -112,18 +110,13 @@ def compensated_bits(
     check_choice("StageBitCompensation", "rounding", rounding, ("floor", "nearest"))
     if cap < bits:
         raise ValueError(f"`cap={cap}` is below `bits={bits}`: set `cap={bits}` or more.")
-    if linear_share is not None and not 0 <= linear_share <= 1:
-        raise ValueError(f"`linear_share={linear_share}` is not a share: give 0 to 1, or None.")
-    ranks = [c if isinstance(c, InFlight) else InFlight(((c, c),)) for c in counts]
-    if linear_share is None:
-        shares = sorted({0.0, 1.0}.union(*(_turning_points(rank) for rank in ranks)))
-    else:
-        shares = [linear_share]
+    if not 0 <= half_size < math.inf:
+        raise ValueError(f"`half_size={half_size}` is no quotient of bytes: give 0 or more.")
+    ranks = [c if isinstance(c, InFlight) else InFlight(((c, 0),)) for c in counts]
+    peaks = [rank.peak(half_size) for rank in ranks]
     result = []
-    for rank in ranks:
-        largest = [max(each.peak(share) for each in ranks) for share in shares]
-        ratio = min(most / rank.peak(s) for most, s in zip(largest, shares, strict=True))
-        exact = bits * ratio + 1e-9  # what is an integer stays one
+    for peak in peaks:
+        exact = bits * max(peaks) / peak + 1e-9  # what is an integer stays one
         rounded = math.floor(exact if rounding == "floor" else exact + 0.5)
         result.append(min(rounded, cap))
     return tuple(result)
@@ -131,17 +124,3 @@ def compensated_bits(
 
 def _exceeded(pair: tuple[int, int], pairs: set[tuple[int, int]]) -> bool:
     return any(p != pair and p[0] >= pair[0] and p[1] >= pair[1] for p in pairs)
-
-
-def _turning_points(rank: InFlight) -> set[float]:
-    """Return the shares at which another pair of counts becomes the peak.
-
-    Between two of them, of any rank, peaks are linear in the share, and a quotient of two such has
-    its least value at an end.
-    """
-    points = set()
-    for others, linear in rank.peaks:
-        for fewer, more in rank.peaks:
-            if others > fewer and more > linear:
-                points.add((others - fewer) / (others - fewer + more - linear))
-    return points

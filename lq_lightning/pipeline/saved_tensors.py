@@ -41,15 +41,18 @@ class _Region:
     Checkpointing by itself does so in each backward pass that reads something of the region.
     """
 
-    def __init__(self, hooks: Hooks) -> None:
+    def __init__(self, hooks: Hooks, counted: list[ref[_Saved]] | None) -> None:
         self._pack, self._unpack = hooks
         self._saved: list[ref[_Saved]] = []
+        self._counted = counted
         self.is_computed = False
 
     def pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(None, self)
         saved.held = self._pack(tensor)
         self._saved.append(ref(saved))
+        if self._counted is not None:
+            self._counted.append(ref(saved))
         return saved
 
     def compute(self) -> None:
@@ -75,11 +78,15 @@ class SavedTensors:
     there is never more than one whole.
 
     Code with saved-tensor hooks of its own keeps what it saves itself.
+
+    Args:
+        counted: Whether to know what is kept, for ``kept``.
     """
 
     # Nothing here may own what nodes have saved: nodes own these hooks, and so would live forever.
 
-    def __init__(self) -> None:
+    def __init__(self, counted: bool = False) -> None:
+        self._counted: list[ref[_Saved]] | None = [] if counted else None
         self._read: list[_Saved] = []
         self._keeping = False
         self._letting_go = False
@@ -87,9 +94,14 @@ class SavedTensors:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Around the forward pass."""
-        hooks = torch.autograd.graph.saved_tensors_hooks(_Saved, self._unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with hooks, around_checkpoints(self._around):
             yield
+
+    def kept(self) -> list[Tensor]:
+        """Return what nodes keep now, weights too; of checkpointed regions what was computed."""
+        saved = (each() for each in self._counted or ())
+        return [each.tensor for each in saved if each is not None and each.tensor is not None]
 
     @contextmanager
     def first_half(self, reads_once: bool) -> Iterator[None]:
@@ -117,7 +129,13 @@ class SavedTensors:
         self._read.clear()
 
     def _around(self, hooks: Hooks) -> Hooks:
-        return _Region(hooks).pack, self._unpack
+        return _Region(hooks, self._counted).pack, self._unpack
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        if self._counted is not None:
+            self._counted.append(ref(saved))
+        return saved
 
     def _unpack(self, saved: _Saved) -> Tensor:
         if saved.region is not None and not saved.region.is_computed:

@@ -128,6 +128,11 @@ class SplitBackward:
         # The way of the output to the first of the nodes is not needed again.
         self._output = self._saved = None
 
+    def kept(self) -> list[Tensor]:
+        """Return the gradients that wait for ``backward_weight``."""
+        arrived = (each for meeting in self._meetings for each in meeting.gradients.values())
+        return [gradient for each in arrived for gradient in each if gradient is not None]
+
     def backward_weight(self) -> None:
         """Add to the gradients of the weights; nothing is kept after."""
         while self._meetings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lq_lightning._compat.saved_tensors import has_storage, storage_key
 
 from .received import Received, receive
 from .saved_tensors import SavedTensors
@@ -44,11 +46,13 @@ class _Kept:
         output: where backward starts; None if nothing in the stage needs a gradient. An edge, not
             the output: that is freed as soon as it is sent, unless the graph itself keeps it.
         saved: what nodes have saved, if the backward pass is split.
+        nbytes: of that; None if it is not counted.
     """
 
     received: Received | None
     output: GradientEdge | None
     saved: SavedTensors | None
+    nbytes: int | None
 
 
 class Stage:
@@ -60,6 +64,11 @@ class Stage:
             micro-batch before. Its ``parameters()`` are those of this stage.
         index: of the stage.
         num_stages: stages of the pipeline.
+
+    Attributes:
+        kept_nbytes: what the first micro-batch whose backward pass was split has kept, in bytes:
+            before it, and between its halves; weights are left out. None before there was one, and
+            to be set to None to count again.
     """
 
     def __init__(self, module: nn.Module, index: int, num_stages: int) -> None:
@@ -67,6 +76,7 @@ class Stage:
         self.index = index
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
+        self.kept_nbytes: tuple[int, int] | None = None
         self._kept: dict[int, _Kept] = {}
         self._halves: dict[int, SplitBackward] = {}
 
@@ -96,7 +106,8 @@ class Stage:
         if hidden is not None:
             hidden, received = receive(hidden)
         self.module.index = microbatch  # type: ignore[assignment]
-        saved = SavedTensors() if split else None
+        counted = split and self.kept_nbytes is None
+        saved = SavedTensors(counted) if split else None
         with nullcontext() if saved is None else saved.recorded():
             output = self.module() if hidden is None else self.module(hidden)
         if self.is_last:
@@ -105,7 +116,8 @@ class Stage:
         else:
             self._check_hidden(output, boundary)
         edge = get_gradient_edge(output) if output.requires_grad else None
-        self._kept[microbatch] = _Kept(received, edge, saved)
+        nbytes = self._nbytes(saved.kept()) if counted and saved is not None else None
+        self._kept[microbatch] = _Kept(received, edge, saved, nbytes)
         result: Tensor = output.detach()
         return result
 
@@ -131,6 +143,8 @@ class Stage:
             half = SplitBackward(kept.output, kept.received, weights, kept.saved)
             half.backward_input(gradient)
             self._halves[microbatch] = half
+            if kept.nbytes is not None and kept.saved is not None:
+                self.kept_nbytes = (kept.nbytes, self._nbytes(kept.saved.kept() + half.kept()))
         return kept.received.take_gradient()
 
     def backward_weight(self, microbatch: int) -> None:
@@ -143,6 +157,12 @@ class Stage:
         """Let go of all micro-batches, after an error."""
         self._kept.clear()
         self._halves.clear()
+
+    def _nbytes(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of storages, each once, that are not those of weights."""
+        weights = {storage_key(p) for p in self.module.parameters() if has_storage(p)}
+        found = {storage_key(t): t.untyped_storage().nbytes() for t in tensors if has_storage(t)}
+        return sum(nbytes for key, nbytes in found.items() if key not in weights)
 
     def _check_loss(self, loss: object) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -229,6 +229,13 @@ class FullyShardedStrategy(SteppingStrategy):
         inherit_timeout(self.device_mesh)
 
     def _check_devices(self) -> None:
+        devices = len(self.parallel_devices or ())
+        if self.local_rank >= devices:
+            raise ValueError(
+                f"this is process {self.local_rank + 1} of its machine, but the Trainer has "
+                f"`devices={devices}` there: give it as many as processes were started "
+                "(`torchrun --nproc-per-node`). On CPUs `devices='auto'` is 1."
+            )
         device = self.root_device.type
         if device not in ("cpu", "cuda"):
             raise ValueError(

@@ -60,6 +60,7 @@ class PipelineLayout:
         stages_per_rank: Stages on each rank.
         rank: Place of this rank in its pipeline, from 0 on.
         stages: Indices of its stages.
+        kept_nbytes: Bytes that a micro-batch keeps before, and between, halves of backward passes.
     """
 
     schedule: str
@@ -68,6 +69,7 @@ class PipelineLayout:
     stages_per_rank: int
     rank: int
     stages: tuple[int, ...]
+    kept_nbytes: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +263,7 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
             stages_per_rank=options.stages_per_rank,
             rank=self._ranks.rank,
             stages=stages_of_rank(options.schedule, self._ranks.rank, num_stages, size),
+            kept_nbytes=(0, 0) if self._run is None else self._run.engine.kept_nbytes,
         )
 
     @property
@@ -369,6 +372,7 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
         self, module: LightningModule, record: CutModule, ranks: PipelineRanks
     ) -> PipelineRun:
         if self._run is not None and self._run.module is module:
+            self._run.engine.count_again()
             return self._run
         if self._run is not None:
             self._run.engine.close()

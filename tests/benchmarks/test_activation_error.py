@@ -181,6 +181,26 @@ def test_losses_are_compared_with_the_mean_of_all_full_precision_runs(load: Load
     assert math.isnan(report.against_mean({"agoq": [run(1.0)]}, "agoq")[0])
 
 
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        ("agoq as in 1f1b", "4 4 5 5 8 8 8 8"),
+        ("agoq as in interleaved 1f1b", "4 4 6 8 4 4 6 8"),  # two stages on each rank
+        ("agoq in 2 bits as in 1f1b", "2 2 2 2 4 4 8 8"),
+    ],
+)
+def test_layers_have_the_bits_of_their_stages(load: Load, variant: str, expected: str) -> None:
+    ablation = load("activation_ablation")
+    given = ablation.VARIANTS[variant]
+    policy = ablation.by_stage(given.policy, given.schedule, 8, given.bits)
+    layers = [f"llama.model.layers.{index}" for index in range(8)]
+    for kind, name in (("norm", "input_layernorm"), ("activation", "mlp")):
+        codes = [policy.codec(kind, f"{layer}.{name}").code for layer in layers]
+        assert codes == [f"int{bits}" for bits in expected.split()]
+    last = policy.codec("norm", "llama.model.norm")
+    assert (last.code, last.hadamard_size) == ("int8", 128)
+
+
 def test_errors_that_cannot_be_measured_do_not_end_the_study(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:

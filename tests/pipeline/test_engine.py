@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -189,21 +189,24 @@ def test_keeps_what_is_counted(
         for rank, engine in enumerate(toy.engines)
         for stage in engine._stages.values()
     }
-    forward = Stage.forward
 
-    def counted(self: Stage, *args: Any) -> Tensor:
-        output = forward(self, *args)
-        rank = owner[id(self)]
-        stages = toy.engines[rank]._stages.values()
-        whole, halves = (sum(len(getattr(s, n)) for s in stages) for n in ("_kept", "_halves"))
-        kept.setdefault(rank, []).append((whole, whole + halves))
-        return output
+    def count(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(self: Stage, *args: Any) -> Any:
+            output = compute(self, *args)
+            rank = owner[id(self)]
+            stages = toy.engines[rank]._stages.values()
+            pair = (sum(len(getattr(s, n)) for s in stages) for n in ("_kept", "_halves"))
+            kept.setdefault(rank, []).append(tuple(pair))  # type: ignore[arg-type]
+            return output
 
-    monkeypatch.setattr(Stage, "forward", counted)
+        return counted
+
+    for name in ("forward", "backward_input"):
+        monkeypatch.setattr(Stage, name, count(getattr(Stage, name)))
     toy.run(lambda engine: engine.step(Boundary()))
-    for rank, count in enumerate(in_flight(*case)):
-        assert max(whole for whole, _ in kept[rank]) == count.others
-        assert max(both for _, both in kept[rank]) == count.linear_inputs
+    for rank, expected in enumerate(in_flight(*case)):
+        for size in (0.0, 0.5, 3.0):
+            assert max(whole + size * half for whole, half in kept[rank]) == expected.peak(size)
         assert all(not s._kept and not s._halves for s in toy.engines[rank]._stages.values())
     toy.close()
 

@@ -166,15 +166,16 @@ def test_refuses_what_a_schedule_does_not_have(
     ids=str,
 )
 def test_microbatches_kept(case: tuple[str, int, int, int], expected: list[int]) -> None:
-    assert [count.peaks for count in in_flight(*case)] == [((n, n),) for n in expected]
+    assert [count.peaks for count in in_flight(*case)] == [((n, 0),) for n in expected]
 
 
-def test_zero_bubble_keeps_linear_inputs_longer() -> None:
+def test_zero_bubble_keeps_halves_on_late_ranks() -> None:
     counts = in_flight("zero_bubble", 4, 8)
-    assert [count.others for count in counts] == [4, 3, 2, 1]
-    assert [count.linear_inputs for count in counts] == [4, 4, 4, 4]
-    assert str(counts[1]) == "3 (4 of linear inputs)"
-    assert counts[2].peak(0.25) == 2.5
+    assert [count.peaks for count in counts] == [
+        ((4, 0),), ((2, 2), (3, 1)), ((1, 3), (2, 2)), ((0, 4), (1, 3)),
+    ]  # fmt: skip
+    assert [str(count) for count in counts[:2]] == ["4", "3 (2 between halves)"]
+    assert [counts[2].peak(size) for size in (0.0, 0.5, 3.0)] == [2.0, 3.0, 10.0]
 
 
 def test_bits_of_the_paper() -> None:
@@ -187,20 +188,18 @@ def test_bits_of_the_paper() -> None:
 
 def test_bits_of_split_backward_passes_keep_every_peak() -> None:
     counts = in_flight("zero_bubble", 4, 16, 2)
-    assert compensated_bits(counts) == (4, 4, 4, 4)
-    assert compensated_bits(counts, linear_share=0.0) == (4, 4, 5, 6)
-    # At a share of 1/2 two pairs are equal: the least quotient is there, not at an end.
-    bent = [InFlight(((4, 4),)), InFlight(((1, 3), (3, 1)))]
-    assert compensated_bits(bent, cap=8) == (4, 5)
+    assert compensated_bits(counts, half_size=0.0) == (4, 4, 5, 6)
+    assert compensated_bits(counts, half_size=1.0) == (4, 4, 4, 4)
+    assert compensated_bits(counts, half_size=3.0) == (8, 5, 4, 4)  # the first rank has least
     bent = [InFlight(((0, 6), (6, 0))), InFlight(((3, 3),))]
     assert compensated_bits(bent) == (4, 4)
-    assert compensated_bits(bent, linear_share=0.0) == (4, 8)
-    for share in (0.0, 0.3, 0.5, 1.0):
-        most = max(count.peak(share) for count in counts)
-        given = compensated_bits(counts, linear_share=share)
+    assert compensated_bits(bent, half_size=0.0) == (4, 8)
+    for size in (0.0, 0.3, 1.0, 3.0):
+        most = max(count.peak(size) for count in counts)
+        given = compensated_bits(counts, half_size=size)
         for count, bits in zip(counts, given, strict=True):
-            assert bits * count.peak(share) <= 4 * most
-            assert bits == 8 or (bits + 1) * count.peak(share) > 4 * most
+            assert bits * count.peak(size) <= 4 * most
+            assert bits == 8 or (bits + 1) * count.peak(size) > 4 * most
 
 
 @pytest.mark.parametrize(
@@ -210,7 +209,7 @@ def test_bits_of_split_backward_passes_keep_every_peak() -> None:
         ({"cap": 9}, "cap=9"),
         ({"bits": 6, "cap": 5}, "cap=6"),
         ({"rounding": "up"}, "rounding='up'"),
-        ({"linear_share": 1.5}, "linear_share=1.5"),
+        ({"half_size": -0.5}, "half_size=-0.5"),
     ],
     ids=str,
 )

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from lq_testing import pipeline_toys
 from lq_testing.small_llama import Attention
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
@@ -23,6 +24,7 @@ from lq_lightning.activations import ActivationPolicy, quantize_activations
 from lq_lightning.pipeline.received import Received, receive
 from lq_lightning.pipeline.saved_tensors import SavedTensors
 from lq_lightning.pipeline.split_backward import SplitBackward, check_not_compiled
+from lq_lightning.pipeline.stage import Stage
 
 
 class Net(nn.Module):
@@ -411,3 +413,50 @@ def test_compiled_modules_are_refused() -> None:
     for schedule in ("zero_bubble", "zbv"):
         with pytest.raises(NotImplementedError, match=r"`1` is compiled"):
             check_not_compiled(schedule, model)
+
+
+class Counted(nn.Module):
+    """Two linear layers around a function, on an input of ``NBYTES`` bytes, as one stage."""
+
+    NBYTES = 3 * 6 * 4
+    index = 0
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.a = nn.Linear(6, 6).requires_grad_(form != "frozen a")
+        self.b = nn.Linear(6, 6).requires_grad_(form != "frozen b")
+
+    def compute(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.form == "checkpointed":
+            return checkpoint(self.compute, x, use_reentrant=False)
+        return self.compute(x)
+
+
+@pytest.mark.parametrize(
+    ("form", "before", "between"),
+    [
+        # Both linear layers' inputs, of which tanh keeps the second, too; then with them the
+        # gradients of both outputs.
+        ("plain", 2, 4),
+        ("frozen a", 1, 2),
+        ("frozen b", 2, 2),
+        ("checkpointed", 1, 4),  # its input; then what was computed again
+    ],
+)
+def test_bytes_kept_before_and_between_halves(form: str, before: int, between: int) -> None:
+    stage = Stage(Counted(form), 1, 3)
+    boundary = pipeline_toys.Boundary((3, 6))
+    for _ in range(2):
+        for microbatch in range(2):
+            stage.forward(microbatch, torch.randn(3, 6), boundary, split=True)
+        assert stage.kept_nbytes is None
+        for microbatch in range(2):
+            stage.backward_input(microbatch, torch.randn(3, 6))
+            nbytes = Counted.NBYTES
+            assert stage.kept_nbytes == (before * nbytes, between * nbytes)
+            stage.backward_weight(microbatch)
+        stage.kept_nbytes = None

@@ -137,6 +137,9 @@ def _before_the_first_step(rank: int, world_size: int, root: str) -> None:
         trainer(QuantizedFSDPStrategy(units=["Blok"]), root).fit(TinyModule(), loader())
     with pytest.raises(ValueError, match=r"`sync_batchnorm=True` needs GPUs"):
         trainer(QuantizedFSDPStrategy(), root, sync_batchnorm=True).fit(TinyModule(), loader())
+    if rank == 1:  # the other has its device, and would wait
+        with pytest.raises(ValueError, match=r"process 2 of its machine, .*`devices=1` there"):
+            trainer(QuantizedFSDPStrategy(), root, devices=1).fit(TinyModule(), loader())
 
 
 def test_errors_come_before_the_first_step(tmp_path: Path) -> None:
