@@ -343,7 +343,7 @@ def load_sharded_optimizer(
         return
     if not keys:
         raise ValueError(
-            f"`{checkpoint.path}` holds no `{'.'.join(place)}`: it was saved with fewer "
+            f"`{checkpoint.path}` holds no state for optimizer `{place[-1]}`: it was saved with fewer "
             "optimizers or with `save_weights_only=True`. Load it without `ckpt_path`, for example "
             "with `load_state_dict` after consolidating it."
         )

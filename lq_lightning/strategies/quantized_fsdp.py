@@ -72,8 +72,8 @@ def _warn_of_options_without_effect(
     topology = communication.topology
     if config.error_feedback and topology.num_nodes == 1:
         rank_zero_warn(
-            "`error_feedback=True` has no effect on one node: only messages between nodes keep "
-            "what they leave out. `node_size` gives smaller nodes."
+            "`error_feedback=True` has no effect on one node or with `local_steps`: only messages "
+            "of gradients between nodes keep what they leave out."
         )
     if config.vocabulary_bits is None or communication.plan.vocabulary:
         return
