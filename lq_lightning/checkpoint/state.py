@@ -343,9 +343,9 @@ def load_sharded_optimizer(
         return
     if not keys:
         raise ValueError(
-            f"`{checkpoint.path}` holds no state for optimizer `{place[-1]}`: it was saved with fewer "
-            "optimizers or with `save_weights_only=True`. Load it without `ckpt_path`, for example "
-            "with `load_state_dict` after consolidating it."
+            f"`{checkpoint.path}` holds no state for optimizer `{place[-1]}`: it was saved with "
+            "fewer optimizers or with `save_weights_only=True`. Load it without `ckpt_path`, for "
+            "example with `load_state_dict` after consolidating it."
         )
     names = _names(module, aliases)
     like = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}

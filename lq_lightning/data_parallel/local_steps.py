@@ -91,6 +91,8 @@ class OuterOptimizer:
         self._min_quantized_numel = min_quantized_numel
         self._device = device
         self._kept: dict[nn.Parameter, _Kept] = {}
+        # What optimizers have stepped since: the momentum must not move what was frozen.
+        self._stepped: set[nn.Parameter] = set()
 
     # --- steps of a node --------------------------------------------------------------------
 
@@ -101,7 +103,9 @@ class OuterOptimizer:
     def _keep(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the weights that are about to be trained for those of all nodes."""
         every = [p for group in optimizer.param_groups for p in group["params"]]
-        new = [p for p in every if p.requires_grad and p not in self._kept]
+        trained = [p for p in every if p.requires_grad]
+        self._stepped.update(trained)
+        new = [p for p in trained if p not in self._kept]
         if new:
             weights = [local_tensor(p) for p in new]
             start_alike(weights, self._groups.inter, self._device)
@@ -111,6 +115,7 @@ class OuterOptimizer:
     def forget(self) -> None:
         """Start from the weights as they are, which something has loaded on all nodes."""
         self._kept.clear()
+        self._stepped.clear()
         self.steps = 0
 
     # --- the exchange -----------------------------------------------------------------------
@@ -133,6 +138,7 @@ class OuterOptimizer:
         self._check()
         for bucket in self._buckets():
             self._take_step(bucket)
+        self._stepped.clear()
         self.steps = 0
 
     def _check(self) -> None:
@@ -163,7 +169,7 @@ class OuterOptimizer:
         room: dict[CodecSpec | None, int] = {}
         for parameter in self._kept:
             numel = local_tensor(parameter).numel()
-            if numel == 0:
+            if numel == 0 or parameter not in self._stepped:
                 continue
             codec = self._codec_of(parameter, numel)
             if codec in open_ and room[codec] < numel:
@@ -262,7 +268,7 @@ class OuterOptimizer:
         self.forget()
         velocities, anchors = state.get("velocity", {}), state.get("anchor", {})
         for parameter, name in self._names.items():
-            if name in velocities:
+            if name in velocities and parameter.requires_grad:
                 kept = self._kept[parameter] = _new(local_tensor(parameter))
                 kept.velocity.copy_(local_tensor(velocities[name]))
                 if name in anchors:
