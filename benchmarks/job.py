@@ -195,7 +195,6 @@ class Job:
             min_quantized_numel=4096,
             device=self.device,
         )
-        self.local.register_optimizer(self.optimizer)
 
     def _replicate(self, variant: Variant, compile_blocks: bool, drawn: bool) -> None:
         """Give every rank a copy of the model, and what keeps the copies together.
@@ -240,6 +239,8 @@ class Job:
 
     def update(self) -> None:
         """Apply the gradients and free them."""
+        if self.local is not None:
+            self.local.begin_step(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1

@@ -91,20 +91,21 @@ class OuterOptimizer:
         self._min_quantized_numel = min_quantized_numel
         self._device = device
         self._kept: dict[nn.Parameter, _Kept] = {}
-        # What optimizers have stepped since: the momentum must not move what was frozen.
-        self._stepped: set[nn.Parameter] = set()
+        # What is trained since then: the momentum must not move what was frozen.
+        self._trained: set[nn.Parameter] = set()
 
     # --- steps of a node --------------------------------------------------------------------
 
-    def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep what it trains, from its first step on; later also what it is given later."""
-        optimizer.register_step_pre_hook(lambda opt, *unused: self._keep(opt))
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the weights that an optimizer is about to train for those of all nodes.
 
-    def _keep(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the weights that are about to be trained for those of all nodes."""
+        All ranks call it before a step of that optimizer, and add one to :attr:`steps` behind it,
+        also those of a node that then leaves the step out: what is exchanged follows from these
+        calls alone, so that it is the same on all nodes.
+        """
         every = [p for group in optimizer.param_groups for p in group["params"]]
         trained = [p for p in every if p.requires_grad]
-        self._stepped.update(trained)
+        self._trained.update(trained)
         new = [p for p in trained if p not in self._kept]
         if new:
             weights = [local_tensor(p) for p in new]
@@ -115,7 +116,7 @@ class OuterOptimizer:
     def forget(self) -> None:
         """Start from the weights as they are, which something has loaded on all nodes."""
         self._kept.clear()
-        self._stepped.clear()
+        self._trained.clear()
         self.steps = 0
 
     # --- the exchange -----------------------------------------------------------------------
@@ -138,7 +139,7 @@ class OuterOptimizer:
         self._check()
         for bucket in self._buckets():
             self._take_step(bucket)
-        self._stepped.clear()
+        self._trained.clear()
         self.steps = 0
 
     def _check(self) -> None:
@@ -169,7 +170,7 @@ class OuterOptimizer:
         room: dict[CodecSpec | None, int] = {}
         for parameter in self._kept:
             numel = local_tensor(parameter).numel()
-            if numel == 0 or parameter not in self._stepped:
+            if numel == 0 or parameter not in self._trained:
                 continue
             codec = self._codec_of(parameter, numel)
             if codec in open_ and room[codec] < numel:

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
 
 from lq_lightning._compat.lightning import set_device_mesh
 from lq_lightning._compat.tensors import local_tensor
@@ -199,8 +200,6 @@ class NodesStrategy(FullyShardedStrategy):
             min_quantized_numel=self._min_quantized_numel,
             device=self.root_device,
         )
-        for optimizer in self.optimizers:
-            self._outer.register_optimizer(optimizer)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, _BringTogether) for callback in callbacks):
             callbacks.insert(0, _BringTogether())
@@ -211,6 +210,13 @@ class NodesStrategy(FullyShardedStrategy):
         )
 
     # --- steps ------------------------------------------------------------------------------------
+
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Run the closure (forward and backward) and step."""
+        if self._outer is not None:
+            with explain_lost_rank(self.global_rank, self.world_size):
+                self._outer.begin_step(optimizer)
+        return super().optimizer_step(optimizer, *args, **kwargs)
 
     def after_optimizer_step(self) -> None:
         """Bring nodes together if it is time to."""

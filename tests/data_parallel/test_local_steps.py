@@ -56,7 +56,7 @@ class Nodes:
 
     def new_outer(self) -> OuterOptimizer:
         assert dist.group.WORLD is not None
-        outer = OuterOptimizer(
+        return OuterOptimizer(
             self.config,
             Topology(world_size=4, rank=dist.get_rank(), node_size=4 // self.nodes),
             RankGroups(dist.group.WORLD, self.mesh.get_group("s"), self.mesh.get_group("n")),
@@ -64,8 +64,6 @@ class Nodes:
             min_quantized_numel=64,
             device=torch.device("cpu"),
         )
-        outer.register_optimizer(self.optimizer)
-        return outer
 
     def step(self, step: int) -> None:
         """A step of this node; every second one ends in an exchange."""
@@ -74,6 +72,7 @@ class Nodes:
             move = -_move(name, step, self.node).to(parameter.dtype)
             if parameter.requires_grad:
                 parameter.grad = distribute_tensor(move, self.mesh["s"], parameter.placements)
+        self.outer.begin_step(self.optimizer)
         self.optimizer.step()
         self.outer.steps += 1
         if self.outer.is_due:
