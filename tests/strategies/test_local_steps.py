@@ -67,6 +67,8 @@ class Together(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
         self.after_batches.append(_alike(list(weights(module).values())))
+        meeting: Any = trainer.strategy.meeting  # type: ignore[attr-defined]
+        assert meeting() is self.after_batches[-1]
 
     def on_validation_start(self, trainer: pl.Trainer, module: Any) -> None:
         self.seen.append(_alike(list(weights(module).values())))
@@ -119,9 +121,12 @@ def _together(rank: int, root: str) -> None:
     seen = Together()
     strategy = QuantizedFSDPStrategy(local_steps=2, skip_nonfinite_steps=True, **NODES)
     with pytest.warns() if rank == 2 else pytest.MonkeyPatch.context():
-        run, _ = _fit(root, strategy, SkipsSome(), callbacks=[seen], validates=True, max_epochs=2)
+        options = {"callbacks": [seen], "max_epochs": 2, "num_sanity_val_steps": 1}
+        run, _ = _fit(root, strategy, SkipsSome(), validates=True, **options)
     assert seen.after_batches == [False, True, False, False, True, False]
-    assert seen.seen == [True] * 3
+    assert seen.seen == [True] * 4  # also before the first step
+    assert strategy.communication is not None
+    assert strategy.communication.outside_writes == {}
     assert strategy.num_skipped_steps == rank // 2 * 2
     report = strategy.quantization_report()
     assert report is not None
