@@ -1,8 +1,8 @@
 """What users would pick instead on a slow network: time, bytes, memory, and loss at equal time.
 
 DDP with its hooks (bf16, PowerSGD, our 8 bits), FSDP2 and ``quantized_fsdp`` at its defaults, all
-in one launch, and two prototypes: thin matrices in 8 bits (``coded_low_rank.py``) and steps that
-nodes take alone (``local_steps.py``)::
+in one launch, ``quantized_fsdp`` with ``local_steps``, and a prototype: thin matrices in 8 bits
+(``coded_low_rank.py``)::
 
     benchmarks/nodes.sh -b auto -n 2 -g 1 benchmarks/alternatives.py --tokens kernel_tokens \\
         --json alternatives.json
@@ -198,8 +198,8 @@ def train(name: str, data: Data, args: argparse.Namespace, device: torch.device)
         job.update()
         schedule.step()
         total += loss.detach()
-        if step == preset.steps and job.local is not None:
-            job.local.finish()
+        if step % every == 0 and job.local is not None and job.local.steps:
+            job.local.bring_together()
         if step % every == 0:
             points.append((step, _validation_loss(job, data.val, preset)))
             means.append(float(total) / every)

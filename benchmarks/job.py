@@ -21,16 +21,17 @@ import torch
 import torch.distributed as dist
 from coded_low_rank import CodedLowRank, coded_low_rank_hook
 from gpt import GPT, GPTConfig
-from local_steps import LocalSteps
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lq_lightning.data_parallel import (
     GradientQuantization,
+    LocalSteps,
+    OuterOptimizer,
     QuantizedAllReduce,
     QuantizedCommunication,
     Topology,
@@ -38,6 +39,7 @@ from lq_lightning.data_parallel import (
     quantize_communication,
     quantized_all_reduce_hook,
 )
+from lq_lightning.foundation.groups import RankGroups
 
 TINY = {"layers": 2, "hidden": 64, "heads": 2, "seq": 64, "vocab": 256}
 
@@ -52,12 +54,12 @@ class Variant:
         reduce_dtype: Of FSDP2's gradient reduction.
         communicate: False lets each rank train its own unsharded copy.
         keep_gathered: Whether blocks stay gathered between forward and backward (ZeRO-2).
-        ddp: How unsharded copies are kept together: a hook of DDP, ``"none"`` for its all-reduce in
-            fp32, or ``"local"`` for :class:`LocalSteps` without DDP; None shards with FSDP2.
+        ddp: How unsharded copies are kept together: a hook of DDP, or ``"none"`` for its all-reduce
+            in fp32; None shards with FSDP2.
         rank: Of ``"powersgd"``, and of ``"low-rank"``, :class:`CodedLowRank`.
         start: Of both, steps before the first of low rank.
-        every: Steps of ``"local"`` between two exchanges.
-        late: Steps of ``"local"`` that an exchange may take.
+        every: Steps that nodes train alone, each with a model sharded over its ranks; 0: they do
+            not.
     """
 
     weights: WeightQuantization | None = None
@@ -65,11 +67,10 @@ class Variant:
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     communicate: bool = True
     keep_gathered: bool = False
-    ddp: Literal["none", "bf16", "8-bit", "powersgd", "low-rank", "local"] | None = None
+    ddp: Literal["none", "bf16", "8-bit", "powersgd", "low-rank"] | None = None
     rank: int = 32
     start: int = 2  # before iteration 2 DDP rebuilds its buckets, which PowerSGD cannot follow
     every: int = 0
-    late: int = 0
 
 
 VARIANTS = {
@@ -98,10 +99,7 @@ VARIANTS = {
     "ddp-powersgd-8": Variant(ddp="powersgd", rank=8),
     "ddp-powersgd-32": Variant(ddp="powersgd", rank=32),
     **{f"low-rank-{rank}": Variant(ddp="low-rank", rank=rank) for rank in (8, 32, 64)},
-    **{
-        f"local-{every}{'-late' * bool(late)}": Variant(ddp="local", every=every, late=late)
-        for every, late in ((8, 0), (16, 0), (32, 0), (64, 0), (32, 12), (64, 32))
-    },
+    **{f"local-{every}": Variant(every=every) for every in (8, 16, 32, 64)},
     "no-communication": Variant(communicate=False),
 }
 
@@ -145,7 +143,7 @@ class Job:
         self.communication: QuantizedCommunication | None = None
         self.data = random_batches(config, micro_batch).to(device)
         self.steps = 0
-        self.local: LocalSteps | None = None
+        self.local: OuterOptimizer | None = None
         with torch.device("meta") if seed is None else device:
             if seed is not None:
                 torch.manual_seed(seed)
@@ -156,7 +154,7 @@ class Job:
         if variant.ddp is not None:
             self._replicate(variant, compile_blocks, drawn=seed is not None)
             return
-        shards = world_size if variant.communicate else 1
+        shards = node_size if variant.every else world_size if variant.communicate else 1
         mesh = init_device_mesh(
             device.type, (world_size // shards, shards), mesh_dim_names=("i", "s")
         )
@@ -181,6 +179,22 @@ class Job:
                 topology=self.topology,
             )
             self.communication.register_optimizer(self.optimizer)
+        if variant.every:
+            self._train_alone(variant.every, mesh)
+
+    def _train_alone(self, every: int, mesh: DeviceMesh) -> None:
+        """Bring nodes together every so many steps."""
+        if dist.group.WORLD is None:
+            raise AssertionError("a job has a default process group")
+        lr = 0.7 if every > 16 else 0.5  # what ended lowest in fewer_bytes.py
+        self.local = OuterOptimizer(
+            LocalSteps(every=every, outer_lr=lr),
+            self.topology,
+            RankGroups(dist.group.WORLD, mesh.get_group("s"), mesh.get_group("i")),
+            names={p: name for name, p in self.model.named_parameters()},
+            min_quantized_numel=4096,
+            device=self.device,
+        )
 
     def _replicate(self, variant: Variant, compile_blocks: bool, drawn: bool) -> None:
         """Give every rank a copy of the model, and what keeps the copies together.
@@ -197,12 +211,6 @@ class Job:
             block.forward = torch.compile(block.forward)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         node_size = self.topology.node_size
-        if variant.ddp == "local":
-            lr = 0.7 if variant.every > 16 else 0.5  # what ended lowest in fewer_bytes.py
-            self.local = LocalSteps(
-                self.model.parameters(), variant.every, node_size, lr=lr, late=variant.late
-            )
-            return
         self.called = ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         if variant.ddp == "bf16":
             ddp.register_comm_hook(None, bf16_compress_hook)
@@ -231,11 +239,15 @@ class Job:
 
     def update(self) -> None:
         """Apply the gradients and free them."""
+        if self.local is not None:
+            self.local.begin_step(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1
         if self.local is not None:
-            self.local.after(self.steps)
+            self.local.steps += 1
+            if self.local.is_due:
+                self.local.bring_together()
 
     def step(self) -> Tensor:
         """Train one step; return the loss, still on the device."""

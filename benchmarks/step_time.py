@@ -48,7 +48,9 @@ from torch import Tensor
 from lq_lightning.data_parallel import Traffic
 from lq_lightning.foundation.traffic import ring_bytes
 
-DEFAULT_VARIANTS = [name for name, v in VARIANTS.items() if v.communicate and v.ddp is None]
+DEFAULT_VARIANTS = [
+    name for name, v in VARIANTS.items() if v.communicate and v.ddp is None and not v.every
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +174,7 @@ def plain_bytes(job: Job, variant: Variant) -> tuple[float, float]:
     A block is gathered in forward and in backward, the root's own parameters once; a ring sends
     each rank's slot to all others.
     """
-    if variant.ddp is not None:  # the interface counts what hooks send
+    if variant.ddp is not None or variant.every:  # the interface counts what they send
         return math.nan, math.nan
     if not variant.communicate:
         return 0.0, 0.0

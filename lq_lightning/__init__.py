@@ -26,6 +26,7 @@ from lq_lightning.callbacks import (
 from lq_lightning.data_parallel import (
     CommunicationPlan,
     GradientQuantization,
+    LocalSteps,
     QuantizedAllReduce,
     QuantizedCommunication,
     QuantizedGradientBuffer,
@@ -50,6 +51,7 @@ __all__ = [
     "CommunicationPlan",
     "FullyShardedPrecision",
     "GradientQuantization",
+    "LocalSteps",
     "MemoryBudget",
     "QuantizationMonitor",
     "QuantizedActivations",

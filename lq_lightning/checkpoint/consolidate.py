@@ -22,8 +22,9 @@ from torch import Tensor
 from lq_lightning._compat.checkpoint import unflatten_checkpoint
 from lq_lightning.checkpoint.files import is_sharded_checkpoint, write_in_place
 from lq_lightning.checkpoint.folder import ShardedCheckpoint
+from lq_lightning.checkpoint.places import is_copy_key
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint
-from lq_lightning.checkpoint.strategy import EXTRA
+from lq_lightning.checkpoint.strategy import EXTRA, EXTRA_TENSORS
 
 __all__ = ["consolidate_checkpoint", "main"]
 
@@ -98,7 +99,7 @@ def _read_sharded(checkpoint: ShardedCheckpoint, everything: bool) -> dict[str, 
     wanted = {
         key: path
         for key, path in checkpoint.paths.items()
-        if everything or path[0] in ("state_dict", "model")
+        if (everything and not is_copy_key(path[0])) or path[0] in ("state_dict", "model")
     }
     flat: dict[str, Any] = {}
     for key in wanted:
@@ -108,9 +109,9 @@ def _read_sharded(checkpoint: ShardedCheckpoint, everything: bool) -> dict[str, 
     state = unflatten_checkpoint(flat, wanted)
     content = checkpoint.read_meta() if everything else {}
     content["state_dict"] = state.pop("state_dict", None) or state.pop("model", {})
-    replica = state.pop("replica", {})
-    if replica:
-        content.setdefault(EXTRA, {})["tensors"] = replica
+    for kind, key in EXTRA_TENSORS.items():
+        if kind in state:
+            content.setdefault(EXTRA, {})[key] = state.pop(kind)
     optimizers = sorted((k for k in state if k.startswith("optimizer_")), key=_number)
     if optimizers:
         content["optimizer_states"] = [_by_position(state.pop(key)) for key in optimizers]

@@ -21,12 +21,12 @@ __all__ = [
     "check_optimizer",
     "full_state",
     "gather_tensors",
+    "load_like",
     "load_model",
     "load_optimizer",
-    "load_replica",
+    "load_sharded_like",
     "load_sharded_model",
     "load_sharded_optimizer",
-    "load_sharded_replica",
     "merge_parameter_groups",
     "optimizer_state_by_name",
 ]
@@ -174,10 +174,10 @@ def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
     optimizer.load_state_dict(state)
 
 
-def load_replica(module: nn.Module, replica: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Shard the whole replica tensors of a full checkpoint like the parameters."""
+def load_like(module: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Shard whole tensors of a full checkpoint like the parameters whose names they have."""
     parameters = _parameters(module)
-    return {n: _shard_like(t, parameters[n]) for n, t in replica.items() if n in parameters}
+    return {n: _shard_like(t, parameters[n]) for n, t in whole.items() if n in parameters}
 
 
 # --- sharded tensors --------------------------------------------------------------------------
@@ -325,26 +325,27 @@ def load_sharded_optimizer(
     module: nn.Module,
     optimizer: Optimizer,
     checkpoint: ShardedCheckpoint,
-    index: int,
+    place: tuple[str, ...],
     strict: bool,
     aliases: Mapping[str, str] = _NO_ALIASES,
 ) -> None:
     """Load an optimizer's state by parameter name from a checkpoint of any world size.
 
-    ``aliases`` are names in the checkpoint, by those in ``module``. Parameters without stored state
-    keep none, as those that never had a gradient.
+    ``place`` says where it lies, see :func:`optimizer_place`; ``aliases`` are names in the
+    checkpoint, by those in ``module``. Parameters without stored state keep none, as those that
+    never had a gradient.
 
     Raises:
         ValueError: The checkpoint has no such optimizer, or (if ``strict``) lacks a parameter.
     """
-    keys = checkpoint.keys_under(f"optimizer_{index}")
+    keys = checkpoint.keys_under(*place)
     if not optimizer.state_dict():  # Lightning's stand-in for a module without optimizer
         return
     if not keys:
         raise ValueError(
-            f"`{checkpoint.path}` holds no state for optimizer {index}: it was saved with fewer "
-            "optimizers or with `save_weights_only=True`. Load it without `ckpt_path`, for example "
-            "with `load_state_dict` after consolidating it."
+            f"`{checkpoint.path}` holds no state for optimizer `{place[-1]}`: it was saved with "
+            "fewer optimizers or with `save_weights_only=True`. Load it without `ckpt_path`, for "
+            "example with `load_state_dict` after consolidating it."
         )
     names = _names(module, aliases)
     like = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
@@ -375,10 +376,12 @@ def _destination(checkpoint: ShardedCheckpoint, key: str, like: Tensor | None) -
     return torch.empty(size, dtype=dtype)
 
 
-def load_sharded_replica(module: nn.Module, checkpoint: ShardedCheckpoint) -> dict[str, Tensor]:
-    """The replica's values, sharded like the parameters of this world size."""
+def load_sharded_like(
+    module: nn.Module, checkpoint: ShardedCheckpoint, kind: str
+) -> dict[str, Tensor]:
+    """Tensors of a kind, sharded like the parameters of this world size whose names they have."""
     parameters = _parameters(module)
-    keys = {key: str(path[0]) for key, path in checkpoint.keys_under("replica").items()}
+    keys = {key: str(path[0]) for key, path in checkpoint.keys_under(kind).items()}
     flat = {
         key: _destination(checkpoint, key, parameters[name])
         for key, name in keys.items()

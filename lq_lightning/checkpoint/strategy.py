@@ -19,6 +19,7 @@ from lq_lightning._compat.lightning import fill_wrapping_checkpoint_io
 from lq_lightning.checkpoint import state
 from lq_lightning.checkpoint.files import is_local, is_sharded_checkpoint
 from lq_lightning.checkpoint.folder import ShardedCheckpoint, save_sharded_checkpoint
+from lq_lightning.checkpoint.places import copy_key, optimizer_key, optimizer_place
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint
 from lq_lightning.foundation.broadcast import broadcast_module_states
@@ -27,6 +28,8 @@ __all__ = ["CheckpointingStrategy"]
 
 _SOURCE = "_sharded_checkpoint"  # key under which an open ShardedCheckpoint passes through Trainer
 EXTRA = "lq_lightning"  # key of this package's own entry in a checkpoint
+# Kinds of tensors by parameter name in that entry, of which folders say "replica" for "tensors".
+EXTRA_TENSORS = {"replica": "tensors", "velocity": "velocity", "anchor": "anchor"}
 
 
 class CheckpointingStrategy(ModelParallelStrategy):
@@ -93,11 +96,31 @@ class CheckpointingStrategy(ModelParallelStrategy):
     def on_weights_loaded(self) -> None:
         """Called after the weights were replaced by those of a checkpoint."""
 
-    def extra_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Training state beyond Lightning's: plain values, and DTensors by parameter name."""
+    @property
+    def copy_number(self) -> int:
+        """Which copy of the model this rank trains, if some are trained alone.
+
+        All have the weights of the first when a checkpoint is written, and optimizers of their own.
+        """
+        return 0
+
+    @property
+    def copy_ranks(self) -> RankGroup:
+        """The ranks of that copy."""
+        return self.checkpoint_ranks
+
+    def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """Training state beyond Lightning's: plain values, and DTensors by kind and parameter."""
         return {}, {}
 
-    def load_extra_state(self, values: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    @property
+    def extra_kinds(self) -> tuple[str, ...]:
+        """Kinds of tensors that :meth:`load_extra_state` wants, of :data:`EXTRA_TENSORS`."""
+        return ("replica",)
+
+    def load_extra_state(
+        self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
+    ) -> None:
         """Restore what :meth:`extra_state` returned; tensors are sharded for this world size."""
 
     # --- Lightning's switches -----------------------------------------------------------------
@@ -203,7 +226,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         if not self.saves_sharded:
             return self.whole_optimizer_state(optimizer)
         own = state.optimizer_state_by_name(self._require_module(), optimizer, self.aliases)
-        return state.merge_parameter_groups(own, self.checkpoint_ranks)
+        return state.merge_parameter_groups(own, self.copy_ranks)
 
     # --- saving -------------------------------------------------------------------------------
 
@@ -222,7 +245,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         ranks = self.checkpoint_ranks
         path = ranks.broadcast(filepath)  # of the caller's type, which a custom CheckpointIO gets
         values: dict[str, Any] = {}
-        tensors: dict[str, Any] = {}
+        tensors: dict[str, dict[str, Any]] = {}
         if "optimizer_states" in checkpoint:
             values, tensors = self.extra_state()
         if self.saves_sharded:
@@ -240,12 +263,12 @@ class CheckpointingStrategy(ModelParallelStrategy):
             self._save_sharded(checkpoint, values, tensors, Path(path))
             return
         if values or tensors:
-            checkpoint[EXTRA] = {
-                **values,
-                "tensors": self.join_parts(
-                    state.gather_tensors(tensors, self.shard_ranks.is_first)
-                ),
+            keep = self.shard_ranks.is_first
+            whole = {
+                EXTRA_TENSORS[kind]: self.join_parts(state.gather_tensors(found, keep))
+                for kind, found in tensors.items()
             }
+            checkpoint[EXTRA] = {**values, **whole}
 
         def write() -> None:
             if ranks.is_first:
@@ -259,16 +282,16 @@ class CheckpointingStrategy(ModelParallelStrategy):
         self,
         checkpoint: dict[str, Any],
         values: dict[str, Any],
-        tensors: dict[str, Any],
+        tensors: dict[str, dict[str, Any]],
         path: Path,
     ) -> None:
         stored = {"state_dict": checkpoint.pop("state_dict")}
+        stored |= {kind: found for kind, found in tensors.items() if found}
         if "optimizer_states" in checkpoint:
-            for index, optimizer in enumerate(checkpoint["optimizer_states"]):
-                stored[f"optimizer_{index}"] = optimizer
+            states = checkpoint["optimizer_states"]
+            own = {optimizer_key(i): optimizer for i, optimizer in enumerate(states)}
+            stored |= {copy_key(self.copy_number): own} if self.copy_number else own
             checkpoint["optimizer_states"] = []  # the key says that there is training state
-        if tensors:
-            stored["replica"] = tensors
         if values:
             checkpoint[EXTRA] = values
         save_sharded_checkpoint(stored, checkpoint, path, self.checkpoint_ranks)
@@ -336,19 +359,20 @@ class CheckpointingStrategy(ModelParallelStrategy):
         self._show_shards()
         source = checkpoint.get(_SOURCE)
         extra = dict(checkpoint.get(EXTRA, {}))
-        tensors = extra.pop("tensors", {})
+        whole = {kind: extra.pop(key, {}) for kind, key in EXTRA_TENSORS.items()}
         for index, optimizer in enumerate(self.optimizers):
             if source is not None:
+                place = optimizer_place(source, index, self.copy_number)
                 state.load_sharded_optimizer(
-                    module, optimizer, source, index, module.strict_loading, self.aliases
+                    module, optimizer, source, place, module.strict_loading, self.aliases
                 )
             else:
                 saved = checkpoint["optimizer_states"][index]
                 self.load_whole_optimizer_state(optimizer, saved)
-        if not self._is_sharded:
-            tensors = {}
-        elif source is not None:
-            tensors = state.load_sharded_replica(module, source)
-        else:
-            tensors = state.load_replica(module, tensors)
+        tensors: dict[str, dict[str, Any]] = {}
+        for kind in self.extra_kinds if self._is_sharded else ():
+            if source is not None:
+                tensors[kind] = state.load_sharded_like(module, source, kind)
+            else:
+                tensors[kind] = state.load_like(module, whole[kind])
         self.load_extra_state(extra, tensors)

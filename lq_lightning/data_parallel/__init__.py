@@ -5,9 +5,10 @@ from lq_lightning.data_parallel.communication import (
     QuantizationErrors,
     QuantizedCommunication,
 )
-from lq_lightning.data_parallel.config import GradientQuantization, WeightQuantization
+from lq_lightning.data_parallel.config import GradientQuantization, LocalSteps, WeightQuantization
 from lq_lightning.data_parallel.gradient_buffer import KeptGradient, QuantizedGradientBuffer
 from lq_lightning.data_parallel.install import quantize_communication
+from lq_lightning.data_parallel.local_steps import OuterOptimizer, start_alike
 from lq_lightning.data_parallel.plan import CommunicationPlan, TensorPlan
 from lq_lightning.data_parallel.vocabulary import vocabulary_weights
 from lq_lightning.foundation.topology import Topology
@@ -17,6 +18,8 @@ __all__ = [
     "CommunicationPlan",
     "GradientQuantization",
     "KeptGradient",
+    "LocalSteps",
+    "OuterOptimizer",
     "QuantizationErrors",
     "QuantizedAllReduce",
     "QuantizedCommunication",
@@ -27,5 +30,6 @@ __all__ = [
     "WeightQuantization",
     "quantize_communication",
     "quantized_all_reduce_hook",
+    "start_alike",
     "vocabulary_weights",
 ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeGuard, get_args
 
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.codecs.spec import GROUP_SIZES
@@ -14,6 +15,7 @@ from lq_lightning.foundation.topology import Level
 __all__ = [
     "GradientMethod",
     "GradientQuantization",
+    "LocalSteps",
     "ReplicaMode",
     "WeightMethod",
     "WeightQuantization",
@@ -42,6 +44,10 @@ def _check_group_size(owner: str, group_size: object) -> None:
             f"`{owner}(group_size={group_size!r})` is not supported: give a power of two from "
             f"{_GROUP_SIZES[0]} to {_GROUP_SIZES[-1]}."
         )
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,3 +183,50 @@ class GradientQuantization:
     def separates_vocabulary(self, levels: Iterable[Level]) -> bool:
         """Whether embeddings and heads have a codec of their own at any of these levels."""
         return any(self.codec(level) != self.codec(level, vocabulary=True) for level in levels)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalSteps:
+    """How nodes that train alone are brought together (DiLoCo, arXiv:2311.08105).
+
+    What a node sends is how far it has gone since the last time. SGD with Nesterov's momentum takes
+    the mean over nodes for its gradient.
+
+    Attributes:
+        every: Optimizer steps that nodes take alone.
+        outer_lr: Learning rate of that SGD. With ``every`` below 16 less is better, such as 0.5
+            (``docs/slow_network.md``).
+        outer_momentum: Its momentum, 0 or more and less than 1.
+        bits: Bits of one code of what is sent, 2 to 8, in the format of gradients between nodes
+            (see :class:`GradientQuantization`); ``None`` sends fp32.
+    """
+
+    every: int = 32
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.6
+    bits: int | None = 4
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ValueError: A field has a value outside its choices.
+        """
+        owner = type(self).__name__
+        every, lr, momentum = self.every, self.outer_lr, self.outer_momentum
+        fits_momentum = _is_number(momentum) and 0 <= momentum < 1
+        for field, value, fits, allowed in (
+            ("every", every, type(every) is int and every > 0, "1 step or more"),
+            ("outer_lr", lr, _is_number(lr) and 0 < lr < math.inf, "a number above 0"),
+            ("outer_momentum", momentum, fits_momentum, "0 or more, but less than 1"),
+        ):
+            if not fits:
+                raise ValueError(f"`{owner}({field}={value!r})` is not supported: give {allowed}.")
+        if self.bits is not None:
+            _check_bits(owner, "bits", self.bits)
+
+    def codec(self) -> CodecSpec | None:
+        """Codec of the messages; None for fp32."""
+        if self.bits is None:
+            return None
+        return GradientQuantization(inter_bits=self.bits).codec("inter")

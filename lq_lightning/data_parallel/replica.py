@@ -142,7 +142,8 @@ def checksum(values: Tensor, chunk: int = 1 << 16) -> Tensor:
         values: ``[n]``, contiguous.
         chunk: Elements of a chunk.
     """
-    words = values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[values.itemsize])
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    words = values.view(integers[values.itemsize])
     full = words.numel() // chunk * chunk
     sums = [words[:full].view(-1, chunk).sum(dim=1, dtype=torch.int64)]
     sums.append(words[full:].sum(dtype=torch.int64).view(1))

@@ -271,7 +271,9 @@ class FullyShardedStrategy(SteppingStrategy):
             return
         if self.accelerator is None:
             raise AssertionError("the Trainer sets the accelerator before `setup`")
-        self._stop_signal = StopSignal(trainer, self.root_device) if shared else None
+        self._stop_signal = None
+        if shared:
+            self._stop_signal = StopSignal(trainer, self.root_device, self.meeting)
         self.accelerator.setup(trainer)
         check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         with explain_lost_rank(self.global_rank, self.world_size):

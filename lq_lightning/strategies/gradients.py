@@ -55,12 +55,14 @@ class DeferredReduction:
         self._pending = False
 
 
-def gradients_are_finite(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether all gradients of an optimizer are finite, on all ranks of the default group."""
+def gradients_are_finite(
+    optimizer: Optimizer, device: torch.device, group: dist.ProcessGroup | None
+) -> bool:
+    """Whether all gradients of an optimizer are finite, on all ranks of a group (None: all)."""
     gradients = [p.grad for g in optimizer.param_groups for p in g["params"]]
     local = [local_tensor(g) for g in gradients if g is not None]
     largest = torch.nn.utils.get_total_norm([g for g in local if g.numel()], float("inf"))
     bad = (~torch.isfinite(largest)).to(device, torch.int32)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(bad, dist.ReduceOp.MAX)
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.all_reduce(bad, dist.ReduceOp.MAX, group=group)
     return not bad.item()

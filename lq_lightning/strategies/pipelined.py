@@ -110,7 +110,9 @@ class PipelinedStrategy(QuantizedFSDPStrategy):
         if self._run is not None:
             self._run.forget()
 
-    def load_extra_state(self, values: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    def load_extra_state(
+        self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
+    ) -> None:
         """Continue with what is saved; samples that codecs remember are not."""
         super().load_extra_state(values, tensors)
         if self._run is not None and self._run.remembers:

@@ -13,8 +13,8 @@ from torch import nn
 
 from lq_lightning.data_parallel import (
     GradientQuantization,
+    LocalSteps,
     QuantizedCommunication,
-    Topology,
     WeightQuantization,
     quantize_communication,
 )
@@ -25,7 +25,8 @@ from lq_lightning.strategies.choose_quantization import (
     choose_quantization,
     nvlink_inside_nodes,
 )
-from lq_lightning.strategies.fully_sharded import DEFAULT_TIMEOUT, FullyShardedStrategy
+from lq_lightning.strategies.fully_sharded import DEFAULT_TIMEOUT
+from lq_lightning.strategies.nodes import NodesStrategy
 from lq_lightning.strategies.options import check_count
 
 __all__ = ["QuantizedFSDPStrategy"]
@@ -71,8 +72,8 @@ def _warn_of_options_without_effect(
     topology = communication.topology
     if config.error_feedback and topology.num_nodes == 1:
         rank_zero_warn(
-            "`error_feedback=True` has no effect on one node: only messages between nodes keep "
-            "what they leave out. `node_size` gives smaller nodes."
+            "`error_feedback=True` has no effect on one node or with `local_steps`: only messages "
+            "of gradients between nodes keep what they leave out."
         )
     if config.vocabulary_bits is None or communication.plan.vocabulary:
         return
@@ -83,7 +84,7 @@ def _warn_of_options_without_effect(
     rank_zero_warn(f"`vocabulary_bits={config.vocabulary_bits}` has no effect: {why}.")
 
 
-class QuantizedFSDPStrategy(FullyShardedStrategy):
+class QuantizedFSDPStrategy(NodesStrategy):
     """FSDP2 for any LightningModule, sending 4-bit weights and 8/4-bit gradients (SDP4Bit).
 
     All ranks shard the model and see different data. On one rank nothing is sharded or quantized
@@ -107,6 +108,10 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             ``WeightQuantization`` brings its own.
         node_size: Ranks per node; ``None`` takes it from Lightning. A smaller number emulates
             nodes.
+        local_steps: Let nodes train alone and bring them together every so many optimizer steps
+            (DiLoCo), for slow networks between nodes: a number, or a full ``LocalSteps``. The model
+            is then sharded within each node, where all other options apply. What brings nodes
+            together takes another 8/node_size bytes per parameter.
         min_quantized_numel: Smaller tensors travel in full precision.
         units: Class names of the modules that are gathered as one piece, or a function that says so
             of a module. ``None`` finds them: what ``configure_model`` sharded, else Hugging Face's
@@ -143,6 +148,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         | GradientQuantization = "auto",
         replica: Literal["auto", "full", "node"] = "auto",
         node_size: int | None = None,
+        local_steps: int | LocalSteps | None = None,
         min_quantized_numel: int = 4096,
         units: list[str] | Callable[[nn.Module], bool] | None = None,
         reshard_after_forward: bool = True,
@@ -159,6 +165,9 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
     ) -> None:
         """Check the options; nothing is started."""
         super().__init__(
+            local_steps=local_steps,
+            node_size=node_size,
+            min_quantized_numel=min_quantized_numel,
             units=units,
             reshard_after_forward=reshard_after_forward,
             reduce_every_microbatch=reduce_every_microbatch,
@@ -173,41 +182,27 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         _check_name("on_drift", on_drift, ("resync", "raise"))
         for name, value, least in (
             ("check_replicas_every_n_steps", check_replicas_every_n_steps, 0),
-            ("min_quantized_numel", min_quantized_numel, 1),
-            ("node_size", 1 if node_size is None else node_size, 1),
             ("seed", seed, 0),
         ):
             check_count(type(self).__name__, name, value, least)
         self._weights = _weight_option(weights, replica)
         self._gradients = _gradient_option(gradients)
-        self._node_size = node_size
-        self._min_quantized_numel = min_quantized_numel
         self._check_every = check_replicas_every_n_steps
         self._on_drift: Literal["resync", "raise"] = on_drift
         self._seed = seed
 
-    @property
-    def communication(self) -> QuantizedCommunication | None:
-        """The quantized collectives in use; ``None`` on one rank, before ``setup``, or if off."""
-        record = self._sharded
-        communication: QuantizedCommunication | None = None if record is None else record.extra
-        return communication
-
-    def topology(self) -> Topology:
-        """Ranks and nodes of this run.
-
-        Raises:
-            ValueError: The node size does not divide the world size.
-        """
-        size = self.num_processes if self._node_size is None else self._node_size
-        return Topology(world_size=self.world_size, rank=self.global_rank, node_size=size)
-
     def quantization_report(self) -> QuantizationReport | None:
         """What the quantized collectives send and lose, and how many steps were skipped."""
-        if self.communication is None:
+        if self.communication is None and self._outer is None:
             return None
-        report = self.communication.quantization_report()
-        return replace(report, totals={"skipped_steps": self.num_skipped_steps, **report.totals})
+        report = QuantizationReport()
+        if self.communication is not None:
+            report = self.communication.quantization_report()
+        totals = {"skipped_steps": self.num_skipped_steps, **report.totals}
+        counts = dict(report.counts)
+        if self._outer is not None:
+            counts["bytes_weights_inter"] = self._outer.sent_nbytes  # nothing else leaves a node
+        return replace(report, counts=counts, totals=totals)
 
     def measure_quantization_errors(self, measure: bool) -> None:
         """Measure the errors of the quantized collectives, or no longer."""
@@ -218,28 +213,21 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         """Embeddings and heads of the module; None where they can be told from it."""
         return None
 
-    def setup_environment(self) -> None:
-        """Check the topology, then start the process group."""
-        if self.world_size > 1:
-            self.topology()
-        super().setup_environment()
-
     def settings(self) -> dict[str, object]:
         """Options that a later Trainer of the same module has to repeat."""
         return {
             **super().settings(),
             "weights": self._weights,
             "gradients": self._gradients,
-            "node_size": self.topology().node_size if self.world_size > 1 else 1,
-            "min_quantized_numel": self._min_quantized_numel,
             "seed": self._seed,
         }
 
     def on_sharded(self, module: LightningModule) -> QuantizedCommunication | None:
         """Install the quantized collectives."""
-        if self.world_size == 1 or (self._weights is None and self._gradients is None):
+        self.make_copies_alike(module)
+        topology = self.copy_topology()
+        if topology.world_size == 1 or (self._weights is None and self._gradients is None):
             return None
-        topology = self.topology()
         is_open = self._gradients == "auto" or isinstance(self._weights, WeightOption)
         nvlink = is_open and nvlink_inside_nodes(self.root_device, topology.node_size)
         weights, gradients, reason = choose_quantization(
@@ -277,14 +265,18 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
                 self.communication.register_optimizer(optimizer)
 
     def after_optimizer_step(self) -> None:
-        """Compare the replicas now and then."""
+        """Compare the replicas now and then, then bring nodes together if it is time to."""
+        self._check_replicas()
+        super().after_optimizer_step()
+
+    def _check_replicas(self) -> None:
         communication = self.communication
         if communication is None or not self._check_every or communication.step == 0:
             return
         if communication.step % self._check_every == 0:
             drifted = communication.check_replicas(self._on_drift)
             if drifted:
-                rank_zero_warn(
+                self.warn_once(
                     f"the weight replicas of {len(drifted)} unit(s) differed between ranks after "
                     f"step {communication.step} (first: `{drifted[0]}`) and are refreshed in full "
                     "precision. Something writes to them on some ranks only."
@@ -294,6 +286,7 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
         """Keep nothing of gradients that were not used."""
         if self.communication is not None:
             self.communication.drop_residuals()
+        super().after_skipped_step()
 
     def on_step_error(self) -> None:
         """Let no reduction write to memory that is freed now, and keep nothing of the step."""
@@ -302,30 +295,36 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
 
     def on_weights_loaded(self) -> None:
         """Gather the loaded weights in full precision first."""
+        super().on_weights_loaded()
         if self.communication is not None:
             self.communication.invalidate()
             self.communication.drop_residuals()
 
-    def extra_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         """Counters, and the replica that the next difference refers to.
 
         Gradient residuals are not saved: this run drops them, as one that resumes starts without.
         """
-        values: dict[str, Any] = {}
+        values, tensors = super().extra_state()
         if self.num_skipped_steps:
             values["num_skipped_steps"] = self.num_skipped_steps
-        if self.communication is None:
-            return values, {}
-        self.communication.drop_residuals()
-        values["communication"] = self.communication.state_dict()
-        return values, dict(self.communication.replica_state_dict())
+        if self.communication is not None:
+            self.communication.drop_residuals()
+            values["communication"] = self.communication.state_dict()
+            tensors["replica"] = dict(self.communication.replica_state_dict())
+        return self.values_of_copies(values), tensors
 
-    def load_extra_state(self, values: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    def load_extra_state(
+        self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
+    ) -> None:
         """Continue with the saved replica, or from the weights if there is none."""
+        super().load_extra_state(values, tensors)
+        values = self.values_of_copy(values)
         self.num_skipped_steps = int(values.get("num_skipped_steps", 0))
         if self.communication is None:
             return
         if "communication" in values:
-            self.communication.load_state_dict(values["communication"], tensors)
+            replica = tensors.get("replica", {})
+            self.communication.load_state_dict(values["communication"], replica)
         else:
             self.communication.invalidate()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -52,6 +54,16 @@ class SteppingStrategy(CheckpointingStrategy):
 
     def on_step_error(self) -> None:
         """Called after an error in a step method or backward, before FSDP2's state is reset."""
+
+    @property
+    def step_group(self) -> dist.ProcessGroup | None:
+        """The ranks that take or skip an optimizer step together; ``None`` are all."""
+        return None
+
+    @property
+    def meeting(self) -> Callable[[], bool] | None:
+        """Whether all ranks wait for each other before the next batch; ``None``: always."""
+        return None
 
     # --- forward ------------------------------------------------------------------------------
 
@@ -186,17 +198,25 @@ class SteppingStrategy(CheckpointingStrategy):
     ) -> tuple[Any, bool]:
         precision = cast(FullyShardedPrecision, self.precision_plugin)
         result = precision.run_closure(self._require_module(), optimizer, closure)
-        if gradients_are_finite(optimizer, self.root_device):
+        if gradients_are_finite(optimizer, self.root_device, self.step_group):
             optimizer.step(**kwargs)
             return result, True
         self.num_skipped_steps += 1
         optimizer.zero_grad()
         self.after_skipped_step()
-        rank_zero_warn(
+        self.warn_once(
             "optimizer step skipped because of infinite or NaN gradients "
             f"({self.num_skipped_steps} so far); disable with `skip_nonfinite_steps=False`"
         )
         return result, False
+
+    def warn_once(self, message: str) -> None:
+        """Warn of what the ranks of :attr:`step_group` have in common, on the first of them."""
+        group = self.step_group
+        if group is None:
+            rank_zero_warn(message)
+        elif group.rank() == 0:
+            warnings.warn(f"node of rank {self.global_rank}: {message}", stacklevel=2)
 
     # --- evaluation, errors -------------------------------------------------------------------
 

@@ -28,15 +28,21 @@ class StopSignal:
     later; on a CPU, where the reduction is read at once, before the next batch. A validation within
     training is finished first.
 
+    Where ranks do not meet before every batch, the flags are read at once where they do.
+
     While a run trains, ``trainer.received_sigterm`` becomes true only when all ranks know.
 
     Args:
         trainer: Whose signal handler and check are replaced, for the run that it is setting up.
         device: Where the ranks of the default process group keep their tensors.
+        meet: Whether all ranks may wait for each other before the next batch, the same on all.
     """
 
-    def __init__(self, trainer: Trainer, device: torch.device) -> None:
+    def __init__(
+        self, trainer: Trainer, device: torch.device, meet: Callable[[], bool] | None = None
+    ) -> None:
         self._trainer = trainer
+        self._meet = meet
         self._device = device
         self._requested = False
         self._pending: Callable[[], bool] | None = None
@@ -61,7 +67,7 @@ class StopSignal:
             note_sigterm(self._trainer)
 
     def _check(self) -> None:
-        if self._agreed():
+        if (self._meet is None or self._meet()) and self._agreed():
             self._stop()
 
     def finish(self) -> None:
@@ -80,7 +86,7 @@ class StopSignal:
 
     def _agreed(self) -> bool:
         """Return whether to stop before this batch, the same on every rank."""
-        if self._stream is None:
+        if self._stream is None or self._meet is not None:
             return self._start()()
         previous, self._pending = self._pending, self._start()
         return previous is not None and previous()

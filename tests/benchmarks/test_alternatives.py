@@ -48,58 +48,22 @@ def _gradients(rank: int, hook: tuple[Any, Any] | None = None) -> list[dict[str,
     return found
 
 
-def _real(rank: int, world: int) -> tuple[dict[str, list[dict[str, Tensor]]], list[list[Tensor]]]:
-    """Averaged gradients by hook, and what :func:`_exchanges` returns."""
+def _real(rank: int, world: int) -> dict[str, list[dict[str, Tensor]]]:
+    """Averaged gradients by hook."""
     sys.path.insert(0, str(FOLDER))
     from coded_low_rank import CodedLowRank, coded_low_rank_hook
 
     theirs = PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=START)
-    hooks = {
+    return {
         "torch": _gradients(rank, (theirs, powerSGD_hook)),
         "coded": _gradients(rank, (CodedLowRank(RANK, START, 1), coded_low_rank_hook)),
     }
-    return hooks, [_exchanges(rank, late) for late in (0, 1)]
 
 
 @pytest.fixture(scope="module")
 def real() -> list[Any]:
     """What two ranks have found."""
     return run_ranks(_real, 2)
-
-
-def _exchanges(rank: int, late: int) -> list[Tensor]:
-    """A weight after each of some steps of its own, of which every second ends in an exchange."""
-    from local_steps import LocalSteps
-
-    weight = nn.Parameter(torch.ones(SHAPE))
-    local = LocalSteps([weight], 2, 1, lr=0.5, momentum=0.5, late=late)
-    found = []
-    for step, moved in enumerate(_moves()[rank], 1):
-        with torch.no_grad():
-            weight.add_(moved)
-        local.after(step)
-        found.append(weight.detach().clone())
-    return found
-
-
-def _moves() -> Tensor:
-    return torch.randn(2, 4, *SHAPE, generator=torch.Generator().manual_seed(7))
-
-
-def test_ranks_leave_an_exchange_with_equal_weights(real: list[Any]) -> None:
-    weights, moves = [exchanges[0] for _, exchanges in real], _moves()
-    assert torch.equal(weights[0][0], 1 + moves[0, 0])
-    first, second = (moves[:, step : step + 2].sum(dim=1).mean(dim=0) for step in (0, 2))
-    # Nesterov's step is 0.5 * (d + 0.5 * v), where v = d the first time and d + 0.5 * v the next.
-    expected = [0.75 * first, 0.75 * first + 0.5 * (1.5 * second + 0.25 * first)]
-    for index, change in zip((1, 3), expected, strict=True):
-        assert torch.equal(weights[0][index], weights[1][index])
-        lost = weights[0][index] - 1 - change
-        assert 0 < lost.norm() < 0.3 * change.norm()
-    # What arrives a step late leaves that step in place.
-    for rank, (_, (at_once, late)) in enumerate(real):
-        torch.testing.assert_close(late[1], 1 + moves[rank, :2].sum(dim=0))
-        torch.testing.assert_close(late[2], at_once[1] + moves[rank, 2])
 
 
 def test_emulated_thin_matrices_are_those_of_the_hooks(load: Load, real: list[Any]) -> None:
@@ -114,8 +78,8 @@ def test_emulated_thin_matrices_are_those_of_the_hooks(load: Load, real: list[An
             each = {n: torch.stack([o[step][n] for o in own]) for n in ("weight", "bias")}
             found = reducer.reduce({n: g[None] for n, g in each.items()})
             for name, gradient in each.items():
-                ours, theirs = found[name][0], real[0][0][kind][step][name]
-                assert torch.equal(theirs, real[1][0][kind][step][name])
+                ours, theirs = found[name][0], real[0][kind][step][name]
+                assert torch.equal(theirs, real[1][kind][step][name])
                 # The emulated codes have feedback, those of the hook, of 8 bits, have none.
                 bound = 1e-5 if kind == "torch" else 0.05
                 assert (ours - theirs).norm() < bound * gradient.mean(dim=0).norm()

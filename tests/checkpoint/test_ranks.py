@@ -106,7 +106,7 @@ def _stages(rank: int, root: str) -> None:
     del other.count
     fresh = torch.optim.AdamW(other.parameters(), lr=0.5)
     state.load_sharded_model(other, checkpoint, strict=True)
-    state.load_sharded_optimizer(other, fresh, checkpoint, 0, strict=True)
+    state.load_sharded_optimizer(other, fresh, checkpoint, ("optimizer_0",), strict=True)
     name = f"w{index}"
     assert torch.equal(getattr(other, name).to_local(), getattr(stage, name).to_local())
     for key, value in optimizer.state_dict()["state"][0].items():
@@ -115,7 +115,7 @@ def _stages(rank: int, root: str) -> None:
         local = [v.to_local() if isinstance(v, DTensor) else v for v in (loaded, value)]
         assert torch.equal(*local), key
     assert fresh.param_groups[0]["lr"] == 0.25
-    replica = state.load_sharded_replica(other, checkpoint)
+    replica = state.load_sharded_like(other, checkpoint, "replica")
     assert list(replica) == (["w1"] if index == 1 else [])
 
     # a misfit of one stage is raised by all ranks, and so is damage that one rank has found

@@ -1,0 +1,35 @@
+"""Where the states of optimizers lie in a checkpoint folder.
+
+Nodes that train alone have a copy of the model each, whose optimizers have states of their own.
+"""
+
+from __future__ import annotations
+
+from lq_lightning.checkpoint.folder import ShardedCheckpoint
+
+__all__ = ["copy_key", "is_copy_key", "optimizer_key", "optimizer_place"]
+
+
+def optimizer_key(index: int) -> str:
+    """Where the state of an optimizer lies in a folder."""
+    return f"optimizer_{index}"
+
+
+def copy_key(number: int) -> str:
+    """Where the optimizers of a copy of the model lie, if it is not the first one."""
+    return f"node_{number}"
+
+
+def is_copy_key(key: object) -> bool:
+    """Whether :func:`copy_key` makes it."""
+    return str(key).startswith("node_")
+
+
+def optimizer_place(checkpoint: ShardedCheckpoint, index: int, copy: int) -> tuple[str, ...]:
+    """Where the state of an optimizer lies for a copy of the model.
+
+    Of N saved copies, number n continues with the state of number n % N.
+    """
+    others = {path[0] for path in checkpoint.paths.values() if is_copy_key(path[0])}
+    number = copy % (1 + len(others))
+    return (copy_key(number), optimizer_key(index)) if number else (optimizer_key(index),)

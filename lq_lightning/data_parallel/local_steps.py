@@ -1,0 +1,309 @@
+"""Nodes that train alone for some steps and are then brought together (DiLoCo, arXiv:2311.08105).
+
+Every node has a copy of the model, sharded over its ranks. Between nodes nothing travels until they
+are brought together: each rank then sends how far its shard has gone to the ranks that have the
+same shard in the other nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lq_lightning._compat.tensors import local_tensor, to_sharded_dtensor
+from lq_lightning._compat.torch import all_gather_flat
+from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, encode
+from lq_lightning.data_parallel.config import LocalSteps
+from lq_lightning.data_parallel.replica import checksum
+from lq_lightning.data_parallel.unit import full_precision_reason
+from lq_lightning.foundation.groups import RankGroups
+from lq_lightning.foundation.topology import Topology
+
+__all__ = ["OuterOptimizer", "start_alike"]
+
+_BUCKET_NUMEL = 1 << 24  # of what is sent at once: the memory that an exchange takes, in fp32
+
+
+class _Kept(NamedTuple):
+    """What is kept of this rank's shard of a parameter, fp32 with the shape of the shard."""
+
+    anchor: Tensor
+    velocity: Tensor
+
+
+class _Bucket(NamedTuple):
+    """Parameters that travel together, in a codec or (None) in fp32."""
+
+    codec: CodecSpec | None
+    parameters: list[nn.Parameter]
+
+
+class OuterOptimizer:
+    """Brings nodes together: SGD with Nesterov's momentum on the weights they had in common.
+
+    Of every trained parameter a rank keeps two tensors of its shard in fp32: the *anchor*, which is
+    what all nodes had when they were last together, and the *velocity* of the outer SGD. That is
+    ``8 / node_size`` bytes per parameter and rank. In each :meth:`bring_together`, with the mean
+    over nodes of anchor minus weights ``d``::
+
+        velocity = outer_momentum * velocity + d
+        anchor = anchor - outer_lr * (d + outer_momentum * velocity)
+
+    and the anchor becomes the weights. All nodes decode the same bytes, so all of them leave with
+    equal bits. Weights in bf16 start from the rounded anchor, and the difference is one to that.
+
+    Anything that writes to weights in between counts as progress of the node.
+
+    Args:
+        config: When and how.
+        topology: Ranks and nodes.
+        groups: Of its two levels.
+        names: Fully qualified names of the parameters of this node's copy.
+        min_quantized_numel: Parameters with fewer elements travel in fp32, as do 1-D ones.
+        device: Where messages are made.
+
+    Attributes:
+        steps: Optimizer steps that nodes have taken since they were together.
+        sent_nbytes: What this rank has sent to other nodes.
+    """
+
+    def __init__(
+        self,
+        config: LocalSteps,
+        topology: Topology,
+        groups: RankGroups,
+        *,
+        names: Mapping[nn.Parameter, str],
+        min_quantized_numel: int,
+        device: torch.device,
+    ) -> None:
+        self.steps = 0
+        self.sent_nbytes = 0.0
+        self._config = config
+        self._topology = topology
+        self._groups = groups
+        self._names = dict(names)
+        self._min_quantized_numel = min_quantized_numel
+        self._device = device
+        self._kept: dict[nn.Parameter, _Kept] = {}
+        # What is trained since then: the momentum must not move what was frozen.
+        self._trained: set[nn.Parameter] = set()
+
+    # --- steps of a node --------------------------------------------------------------------
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the weights that an optimizer is about to train for those of all nodes.
+
+        All ranks call it before a step of that optimizer, and add one to :attr:`steps` behind it,
+        also those of a node that then leaves the step out: what is exchanged follows from these
+        calls alone, so that it is the same on all nodes.
+        """
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        trained = [p for p in every if p.requires_grad]
+        self._trained.update(trained)
+        new = [p for p in trained if p not in self._kept]
+        if new:
+            weights = [local_tensor(p) for p in new]
+            start_alike(weights, self._groups.inter, self._device)
+            for parameter, weight in zip(new, weights, strict=True):
+                self._kept[parameter] = _new(weight)
+
+    def forget(self) -> None:
+        """Start from the weights as they are, which something has loaded on all nodes."""
+        self._kept.clear()
+        self._trained.clear()
+        self.steps = 0
+
+    # --- the exchange -----------------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether nodes have taken their steps."""
+        return self.steps >= self._config.every
+
+    @torch.no_grad()
+    def bring_together(self) -> None:
+        """Exchange what the nodes have learned and let them start from equal weights.
+
+        All ranks call it after equally many steps. Nothing else may use the weights meanwhile.
+
+        Raises:
+            RuntimeError: On all ranks, before anything is exchanged: weights of a node are not
+                finite, or nodes have taken different numbers of steps.
+        """
+        self._check()
+        for bucket in self._buckets():
+            self._take_step(bucket)
+        self._trained.clear()
+        self.steps = 0
+
+    def _check(self) -> None:
+        nodes, weights = self._topology.num_nodes, [local_tensor(p) for p in self._kept]
+        largest = torch.nn.utils.get_total_norm([w for w in weights if w.numel()], float("inf"))
+        vote = torch.zeros(nodes + 2, dtype=torch.int64, device=self._device)
+        vote[self._topology.node] = ~torch.isfinite(largest)
+        vote[nodes], vote[nodes + 1] = self.steps, -self.steps
+        dist.all_reduce(vote, dist.ReduceOp.MAX, group=self._groups.every)
+        *bad, most, least = vote.tolist()
+        if most != -least:
+            raise RuntimeError(
+                f"nodes have taken {-least} to {most} optimizer steps since they were brought "
+                "together. All of them need the same number: give every rank equally many batches."
+            )
+        if any(bad):
+            found = ", ".join(str(node) for node, flag in enumerate(bad) if flag)
+            raise RuntimeError(
+                f"the weights of node {found} are not finite any more after {self.steps} steps of "
+                "their own. Nothing was exchanged, since all nodes would get them. Resume from the "
+                "last checkpoint, with a lower learning rate, `gradient_clip_val`, or "
+                "`skip_nonfinite_steps=True`, with which a node leaves out such a step."
+            )
+
+    def _buckets(self) -> Iterator[_Bucket]:
+        """What travels together; the same on all ranks with these shards."""
+        open_: dict[CodecSpec | None, list[nn.Parameter]] = {}
+        room: dict[CodecSpec | None, int] = {}
+        for parameter in self._kept:
+            numel = local_tensor(parameter).numel()
+            if numel == 0 or parameter not in self._trained:
+                continue
+            codec = self._codec_of(parameter, numel)
+            if codec in open_ and room[codec] < numel:
+                yield _Bucket(codec, open_.pop(codec))
+            if codec not in open_:
+                open_[codec], room[codec] = [], _BUCKET_NUMEL
+            open_[codec].append(parameter)
+            room[codec] -= numel
+        for codec, parameters in open_.items():
+            yield _Bucket(codec, parameters)
+
+    def _codec_of(self, parameter: nn.Parameter, numel: int) -> CodecSpec | None:
+        codec, whole = self._config.codec(), parameter.numel()
+        least = self._min_quantized_numel
+        exact = full_precision_reason(parameter.ndim, whole, torch.float32, least)
+        return None if codec is None or exact or codec.nbytes(numel) >= 4 * numel else codec
+
+    def _take_step(self, bucket: _Bucket) -> None:
+        weights = [local_tensor(p) for p in bucket.parameters]
+        kept = [self._kept[p] for p in bucket.parameters]
+        # each parameter begins a group, and each node gets the sum of equally many groups
+        multiple = 1 if bucket.codec is None else bucket.codec.block_multiple
+        sizes = [_padded(w.numel(), multiple) for w in weights]
+        padding = _padded(sum(sizes), multiple * self._topology.num_nodes) - sum(sizes)
+        flat = torch.zeros(sum(sizes) + padding, device=self._device)
+        places = [
+            place[: w.numel()].view(w.shape)
+            for place, w in zip(torch.split(flat, [*sizes, padding]), weights, strict=False)
+        ]
+        for place, weight, (anchor, _) in zip(places, weights, kept, strict=True):
+            place.copy_(anchor.to(weight.dtype))
+            place.sub_(weight.to(self._device))
+        if bucket.codec is None:
+            self._average_exactly(flat)
+        else:
+            self._average_coded(flat.view(self._topology.num_nodes, -1), bucket.codec)
+        lr, momentum = self._config.outer_lr, self._config.outer_momentum
+        for place, weight, (anchor, velocity) in zip(places, weights, kept, strict=True):
+            mean = place.to(anchor.device)
+            velocity.mul_(momentum).add_(mean)
+            anchor.sub_(mean.add(velocity, alpha=momentum), alpha=lr)
+            weight.copy_(anchor)
+
+    def _average_exactly(self, flat: Tensor) -> None:
+        nodes = self._topology.num_nodes
+        dist.all_reduce(flat.div_(nodes), group=self._groups.inter)
+        self.sent_nbytes += 2 * (nodes - 1) / nodes * flat.numel() * flat.itemsize
+
+    def _average_coded(self, rows: Tensor, codec: CodecSpec) -> None:
+        """Replace ``[N, n]`` by the mean over N nodes, of which each sums one row.
+
+        Of two nodes each gets all that the other has: as many bytes, and nothing is rounded twice.
+        """
+        nodes, numel = rows.shape
+        messages = encode(codec, rows)
+        if nodes > 2:
+            received = torch.empty_like(messages)
+            dist.all_to_all_single(received, messages, group=self._groups.inter)
+            self.sent_nbytes += (nodes - 1) * messages.shape[1]
+            messages = decode_reduce_encode(codec, received.unsqueeze(1), numel, codec)
+        every = messages.new_empty(nodes, *messages.shape)
+        all_gather_flat(every.view(-1), messages.view(-1), self._groups.inter)
+        self.sent_nbytes += (nodes - 1) * messages.numel()
+        if nodes > 2:
+            every = every.transpose(0, 1)
+        decode_reduce(codec, every, numel, scale=1 / nodes, out=rows)
+
+    # --- saved state ------------------------------------------------------------------------
+
+    def state(self) -> dict[str, dict[str, DTensor]]:
+        """Velocities and, where weights cannot hold them, anchors, sharded like the parameters.
+
+        Nodes are together, so that anchors of fp32 weights are the weights, and all is the same on
+        all nodes.
+
+        Raises:
+            RuntimeError: Nodes have taken steps since they were together.
+        """
+        if self.steps:
+            raise RuntimeError(
+                f"nodes have taken {self.steps} steps alone: bring them together before saving"
+            )
+        found: dict[str, dict[str, DTensor]] = {"velocity": {}, "anchor": {}}
+        for parameter, (anchor, velocity) in self._kept.items():
+            name = self._names[parameter]
+            found["velocity"][name] = to_sharded_dtensor(velocity.view(-1), parameter)
+            if parameter.dtype != torch.float32:
+                found["anchor"][name] = to_sharded_dtensor(anchor.view(-1), parameter)
+        return found
+
+    def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Continue from what :meth:`state` returned, possibly resharded.
+
+        Call after the weights are loaded. Parameters without a velocity start with zero.
+        """
+        self.forget()
+        velocities, anchors = state.get("velocity", {}), state.get("anchor", {})
+        for parameter, name in self._names.items():
+            if name in velocities and parameter.requires_grad:
+                kept = self._kept[parameter] = _new(local_tensor(parameter))
+                kept.velocity.copy_(local_tensor(velocities[name]))
+                if name in anchors:
+                    kept.anchor.copy_(local_tensor(anchors[name]))
+
+
+def _new(weight: Tensor) -> _Kept:
+    anchor = weight.detach().to(torch.float32, copy=True)
+    return _Kept(anchor, torch.zeros_like(anchor))
+
+
+def _padded(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple
+
+
+@torch.no_grad()
+def start_alike(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give all ranks of a group the tensors of its first one, unless checksums say they have them.
+
+    Args:
+        tensors: Of the same shapes and dtypes on every rank.
+        group: Every rank of it must call this.
+        device: From where the group sends.
+    """
+    some = [t for t in tensors if t.numel()]
+    if not some:
+        return
+    sums = torch.cat([checksum(t.contiguous().view(-1)) for t in some]).to(device)
+    extremes = torch.cat((sums, ~sums))  # the least of all is what ~ makes of the largest ~
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    most, least = extremes.chunk(2)
+    if torch.equal(most, ~least):
+        return
+    for tensor in some:
+        staged = tensor.to(device, copy=True, memory_format=torch.contiguous_format)
+        dist.broadcast(staged.view(-1).view(torch.uint8), group=group, group_src=0)
+        tensor.copy_(staged)

@@ -1,0 +1,251 @@
+"""Nodes that take steps alone and are brought together, against DiLoCo's outer step written out."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lq_testing import run_ranks
+from lq_testing.fsdp2 import same_on_all_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lq_lightning.codecs import CodecSpec, decode, encode
+from lq_lightning.data_parallel import LocalSteps, OuterOptimizer, Topology
+from lq_lightning.foundation.groups import RankGroups
+
+LR, MOMENTUM = 0.7, 0.6
+SHAPES = {"uneven": (51, 24), "vector": (24,), "tall": (64, 8)}
+
+
+class Nodes:
+    """A model sharded over the ranks of each node, whose steps add what they are told to.
+
+    Args:
+        nodes: Their number; the world is 4.
+        bits: Of the exchange.
+        dtype: Of the weights.
+        start: What the first weights are multiplied with on this rank.
+        frozen: A parameter that is not trained at first.
+    """
+
+    def __init__(
+        self,
+        nodes: int,
+        bits: int | None,
+        dtype: torch.dtype = torch.float32,
+        start: float = 1.0,
+        frozen: str = "",
+    ) -> None:
+        self.nodes, self.node = nodes, dist.get_rank() * nodes // 4
+        self.mesh = _mesh(nodes)
+        self.model = nn.ParameterDict(
+            {name: nn.Parameter(start * _start(name).to(dtype)) for name in SHAPES}
+        )
+        for name, parameter in self.model.items():
+            parameter.requires_grad_(name != frozen)
+        fully_shard(self.model, mesh=self.mesh["s"])
+        self.config = LocalSteps(every=2, outer_lr=LR, outer_momentum=MOMENTUM, bits=bits)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.outer = self.new_outer()
+
+    def new_outer(self) -> OuterOptimizer:
+        assert dist.group.WORLD is not None
+        return OuterOptimizer(
+            self.config,
+            Topology(world_size=4, rank=dist.get_rank(), node_size=4 // self.nodes),
+            RankGroups(dist.group.WORLD, self.mesh.get_group("s"), self.mesh.get_group("n")),
+            names={p: n for n, p in self.model.named_parameters()},
+            min_quantized_numel=64,
+            device=torch.device("cpu"),
+        )
+
+    def step(self, step: int) -> None:
+        """A step of this node; every second one ends in an exchange."""
+        for name, parameter in self.model.items():
+            assert isinstance(parameter, DTensor)
+            move = -_move(name, step, self.node).to(parameter.dtype)
+            if parameter.requires_grad:
+                parameter.grad = distribute_tensor(move, self.mesh["s"], parameter.placements)
+        self.outer.begin_step(self.optimizer)
+        self.optimizer.step()
+        self.outer.steps += 1
+        if self.outer.is_due:
+            self.outer.bring_together()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {n: p.full_tensor().detach().clone() for n, p in self.model.items()}
+
+    def are_alike(self) -> bool:
+        return same_on_all_ranks(list(self.weights().values()))
+
+
+@functools.cache
+def _mesh(nodes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (nodes, 4 // nodes), mesh_dim_names=("n", "s"))
+
+
+def _start(name: str) -> Tensor:
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(len(name)))
+
+
+def _move(name: str, step: int, node: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * node + len(name))
+    return 0.01 * torch.randn(SHAPES[name], generator=generator)
+
+
+def _reference(name: str, steps: int, codec: CodecSpec | None, dtype: torch.dtype) -> Tensor:
+    """The weights of two nodes after some steps, of whole tensors in one process."""
+    anchor = _start(name).to(dtype).float()
+    outer = torch.optim.SGD([anchor], lr=LR, momentum=MOMENTUM, nesterov=True)
+    nodes = [anchor.to(dtype) for _ in range(2)]
+    for step in range(steps):
+        nodes = [w + _move(name, step, node).to(dtype) for node, w in enumerate(nodes)]
+        if step % 2:
+            moved = [anchor.to(dtype).float() - w.float() for w in nodes]
+            if codec is not None and len(SHAPES[name]) > 1:
+                moved = [torch.cat([_coded(p, codec) for p in d.chunk(2)]) for d in moved]
+            anchor.grad = moved[0] / 2 + moved[1] / 2
+            outer.step()
+            nodes = [anchor.to(dtype)] * 2
+    return nodes[0]
+
+
+def _coded(shard: Tensor, codec: CodecSpec) -> Tensor:
+    message = encode(codec, shard.reshape(1, -1))
+    return decode(codec, message, shard.numel()).view(shard.shape)
+
+
+# --- on each rank -------------------------------------------------------------------------------
+
+
+def _outer_steps() -> None:
+    bf16 = torch.bfloat16
+    for bits, dtype in ((None, torch.float32), (4, torch.float32), (None, bf16), (4, bf16)):
+        nodes = Nodes(2, bits, dtype)
+        codec = nodes.config.codec()
+        for step in range(4):
+            nodes.step(step)
+            assert nodes.are_alike() == bool(step % 2)
+        for name, value in nodes.weights().items():
+            expected = _reference(name, 4, codec, dtype)
+            exact = {"rtol": 0, "atol": 0} if bits is None else {"rtol": 1e-2, "atol": 1e-6}
+            if dtype == torch.float32:
+                exact["rtol"] /= 1e4
+            torch.testing.assert_close(value, expected, **exact)
+
+
+def _bytes() -> None:
+    """Two nodes send each other all; more of them a share to each and a share of sums to all."""
+    for count, slots in ((2, (640, 256)), (4, (1280, 512))):
+        nodes = Nodes(count, 4)
+        for step in range(2):
+            nodes.step(step)
+        assert nodes.are_alike()
+        codec = nodes.config.codec()
+        assert codec is not None
+        row = -(-sum(slots) // (128 * count)) * 128  # what a node sums of a bucket
+        vector = 4 * 24 * count / 4
+        if count == 2:
+            coded = 2 * codec.nbytes(row)
+        else:
+            coded = 3 * codec.nbytes(row) + 3 * codec.nbytes(row)
+        assert nodes.outer.sent_nbytes == coded + 2 * (count - 1) / count * vector
+        for name, value in nodes.weights().items():
+            moves = [_move(name, s, n) for s in range(2) for n in range(count)]
+            mean = torch.stack(moves).sum(dim=0) / count
+            error = (value - _start(name) - LR * (1 + MOMENTUM) * mean).norm() / mean.norm()
+            assert error < (0.2 if len(SHAPES[name]) > 1 else 1e-5)
+
+
+def _starts() -> None:
+    """Nodes that begin with other weights get those of the first, also of what thaws later.
+
+    What is frozen stays where it is, whatever its velocity.
+    """
+    nodes = Nodes(2, None, start=1.0 + 10 * (dist.get_rank() // 2), frozen="tall")
+    for step in range(4):
+        if step == 2:
+            nodes.model["tall"].requires_grad_(True)
+            nodes.model["vector"].requires_grad_(False).grad = None
+        nodes.step(step)
+    assert nodes.are_alike()
+    first = nodes.weights()["vector"] - _reference("vector", 2, None, torch.float32)
+    assert first.abs().max() < 1e-6
+    moved = (nodes.weights()["tall"] - _start("tall")).norm()
+    assert 0 < moved < 1
+
+
+def _states() -> None:
+    """A loaded state goes on bit by bit; bf16 weights need their anchors for it."""
+    for dtype in (torch.float32, torch.bfloat16):
+        nodes = Nodes(2, 4, dtype)
+        for step in range(3):
+            nodes.step(step)
+        with pytest.raises(RuntimeError, match="1 steps alone: bring them together"):
+            nodes.outer.state()
+        nodes.outer.bring_together()
+        state = nodes.outer.state()
+        assert set(state["velocity"]) == set(SHAPES)
+        assert set(state["anchor"]) == (set(SHAPES) if dtype == torch.bfloat16 else set())
+        saved = {kind: {n: t.clone() for n, t in found.items()} for kind, found in state.items()}
+        weights = {n: p.detach().clone() for n, p in nodes.model.items()}
+        found = []
+        for resumed in (False, True):
+            if resumed:
+                with torch.no_grad():
+                    for name, parameter in nodes.model.items():
+                        parameter.copy_(weights[name])
+                nodes.outer = nodes.new_outer()
+                nodes.outer.load_state(saved)
+            for step in (3, 4):
+                nodes.step(step)
+            found.append(nodes.weights())
+        assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def _errors() -> None:
+    nodes = Nodes(2, 4)
+    nodes.step(0)
+    nodes.outer.steps += nodes.node
+    before = nodes.weights()
+    with pytest.raises(RuntimeError, match="1 to 2 optimizer steps since"):
+        nodes.outer.bring_together()
+    nodes.outer.steps = 1
+    if dist.get_rank() == 3:
+        with torch.no_grad():
+            nodes.model["tall"].to_local()[0, 0] = float("nan")
+    with pytest.raises(RuntimeError, match="weights of node 1 are not finite"):
+        nodes.outer.bring_together()
+    if nodes.node == 0:
+        assert all(torch.equal(value, before[name]) for name, value in nodes.weights().items())
+
+
+def _all(rank: int, world_size: int) -> None:
+    for check in (_outer_steps, _bytes, _starts, _states, _errors):
+        check()
+
+
+def test_nodes_are_brought_together() -> None:
+    run_ranks(_all, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, r"every=0\)` is not supported: give 1 step or more"),
+        ({"every": True}, "every=True"),
+        ({"outer_lr": 0.0}, r"outer_lr=0.0\)` is not supported: give a number above 0"),
+        ({"outer_lr": "0.7"}, "outer_lr='0.7'"),
+        ({"outer_momentum": 1.0}, "outer_momentum=1.0"),
+        ({"bits": 9}, "bits=9"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LocalSteps(**options)

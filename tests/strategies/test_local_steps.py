@@ -1,0 +1,280 @@
+"""Nodes that train alone for some steps and are brought together, through the Trainer.
+
+Four CPU ranks play two nodes of two.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from lq_testing.checkpoints import SMALL, StateAtStart, module, moments, run_trainer, weights
+from lq_testing.fsdp2 import same_on_all_ranks
+from lq_testing.lightning_models import Losses, TinyModule, loader, quiet, trainer
+from torch import Tensor
+
+from lq_lightning import LocalSteps, QuantizedFSDPStrategy, QuantizedPrecision
+from lq_lightning._compat.tensors import local_tensor
+from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
+from lq_lightning.optim import OptimizerQuantization
+from lq_lightning.strategies.stop_signal import StopSignal
+
+NODES = {**SMALL, "node_size": 2}
+BATCHES = 3  # of an epoch
+YAML = """
+trainer:
+  accelerator: cpu
+  devices: 4
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  strategy:
+    class_path: lq_lightning.QuantizedFSDPStrategy
+    init_args:
+      weights: none
+      gradients: none
+      node_size: 2
+      min_quantized_numel: 64
+      local_steps: %s
+"""
+
+
+AVERAGES = "{every: 1, outer_lr: 1.0, outer_momentum: 0.0, bits: null}"
+
+
+def _trainer(folder: str, local_steps: str) -> pl.Trainer:
+    """Of a YAML file with this option."""
+    quiet()
+    Path(folder, "a.yaml").write_text(YAML % local_steps)
+    args = [f"--config={folder}/a.yaml"]
+    return LightningCLI(TinyModule, run=False, args=args, save_config_callback=None).trainer
+
+
+class Together(Callback):
+    """Whether all nodes have equal weights, after batches and whenever they are looked at."""
+
+    def __init__(self) -> None:
+        self.after_batches: list[bool] = []
+        self.seen: list[bool] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        self.after_batches.append(_alike(list(weights(module).values())))
+        meeting: Any = trainer.strategy.meeting  # type: ignore[attr-defined]
+        assert meeting() is self.after_batches[-1]
+
+    def on_validation_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self.seen.append(_alike(list(weights(module).values())))
+
+    on_train_end = on_validation_start
+
+
+def _alike(tensors: list[Tensor]) -> bool:
+    return same_on_all_ranks([t.float() for t in tensors])
+
+
+def _fit(root: str, strategy: Any, model: TinyModule | None = None, **options: Any) -> Any:
+    model = model or module()
+    losses, path = Losses(), options.pop("ckpt_path", None)
+    validation = loader(16) if options.pop("validates", False) else None
+    callbacks = [losses, *options.pop("callbacks", [])]
+    run = trainer(strategy, root, 4, callbacks=callbacks, **options)
+    run.fit(model, loader(16 * BATCHES), validation, ckpt_path=path)
+    return run, losses.values
+
+
+# --- on each rank -------------------------------------------------------------------------------
+
+
+def _averages(rank: int, root: str) -> None:
+    """One step alone, then the mean of the weights, is one step of all with SGD."""
+    plain = QuantizedFSDPStrategy("none", "none", **NODES)
+    run, same = _fit(root, plain, module(optimizer="sgd", lr=0.5))
+    expected = weights(run.lightning_module)
+    folder = Path(root, str(rank))
+    folder.mkdir()
+    run, losses = _trainer(str(folder), AVERAGES), Losses()
+    run.callbacks.append(losses)
+    run.fit(module(optimizer="sgd", lr=0.5), loader(16 * BATCHES))
+    ours = weights(run.lightning_module)
+    assert losses.values == pytest.approx(same, rel=1e-5)
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6)
+
+
+def _together(rank: int, root: str) -> None:
+    """Nodes differ within a cycle, and never where somebody looks; one of them skips some."""
+
+    class SkipsSome(TinyModule):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.trainer.global_step in (0, 4) and rank == 3:
+                self.net.head.weight.grad.mul_(float("nan"))
+
+    torch.manual_seed(rank)  # nodes start alike all the same
+    seen = Together()
+    strategy = QuantizedFSDPStrategy(local_steps=2, skip_nonfinite_steps=True, **NODES)
+    with pytest.warns() if rank == 2 else pytest.MonkeyPatch.context():
+        options = {"callbacks": [seen], "max_epochs": 2, "num_sanity_val_steps": 1}
+        run, _ = _fit(root, strategy, SkipsSome(), validates=True, **options)
+    assert seen.after_batches == [False, True, False, False, True, False]
+    assert seen.seen == [True] * 4  # also before the first step
+    assert strategy.communication is not None
+    assert strategy.communication.outside_writes == {}
+    assert strategy.num_skipped_steps == rank // 2 * 2
+    report = strategy.quantization_report()
+    assert report is not None
+    numel = sum(p.to_local().numel() for p in run.lightning_module.parameters())
+    exchanges = 4
+    assert 4 < 8 * report.counts["bytes_weights_inter"] / numel / exchanges < 8
+    assert report.counts["bytes_gradients_inter"] == 0
+    assert report.counts["bytes_gradients_intra"] > 0
+
+
+def _raises(rank: int, root: str) -> None:
+    class Overflows(TinyModule):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if rank == 3:
+                self.net.head.weight.grad.mul_(float("nan"))
+
+    strategy = QuantizedFSDPStrategy(local_steps=2, **NODES)
+    with pytest.raises(RuntimeError, match="weights of node 1 are not finite"):
+        _fit(root, strategy, Overflows())
+
+
+def _resumes(rank: int, root: str) -> None:
+    """A run saved within a cycle goes on bit by bit, in bf16 rounded by chance and in 8 bits."""
+
+    def options() -> dict[str, Any]:
+        states = OptimizerQuantization(stochastic_rounding=True, min_numel=64)
+        return {
+            "strategy": QuantizedFSDPStrategy(local_steps=LocalSteps(every=2), **NODES),
+            "plugins": [QuantizedPrecision("bf16-true", states)],
+            "max_epochs": 2,
+            "accumulate_grad_batches": 1,
+        }
+
+    saves = ModelCheckpoint(f"{root}/saved", every_n_epochs=1, save_top_k=-1, filename="{epoch}")
+    seen = Together()
+    run, losses = _fit(root, callbacks=[saves, seen], enable_checkpointing=True, **options())
+    assert seen.after_batches == [False, True, False, False, True, False]
+    path = f"{root}/saved/epoch=0.ckpt"
+    resumed, rest = _fit(root, model=TinyModule(lr=0.5), ckpt_path=path, **options())
+    assert rest == losses[BATCHES:]
+    (first, states), (second, same) = _outcome(run), _outcome(resumed)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert all(torch.equal(value, same[key]) for key, value in states.items())
+    assert not _alike(moments(run))  # nodes keep moments of their own
+
+
+def _outcome(run: pl.Trainer) -> tuple[dict[str, Tensor], dict[tuple[int, str], Tensor]]:
+    """Weights, and this rank's moments by number and name."""
+    states = run.optimizers[0].state_dict()["state"].items()
+    own = {(i, key): local_tensor(value) for i, state in states for key, value in state.items()}
+    return weights(run.lightning_module), own
+
+
+def _continues_elsewhere(rank: int, root: str) -> None:
+    """Nodes of a smaller run take up the states in turn; without local steps it is the first's."""
+    strategy = QuantizedFSDPStrategy(local_steps=2, **NODES)
+    run, _ = _fit(root, strategy)
+    path = f"{root}/elsewhere.ckpt"
+    run.save_checkpoint(path)
+    expected, own = weights(run.lightning_module), moments(run)
+    first, second = list(own), list(own)
+    for tensors, source in ((first, 0), (second, 2)):
+        tensors[:] = [t.clone() for t in tensors]
+        for tensor in tensors:
+            dist.broadcast(tensor, source)
+    for local, size in ((2, 1), (None, 4)):
+        seen = StateAtStart()
+        other = QuantizedFSDPStrategy(local_steps=local, **{**NODES, "node_size": size})
+        _fit(root, other, TinyModule(), callbacks=[seen], ckpt_path=path, max_epochs=2)
+        assert all(torch.equal(seen.weights[name], value) for name, value in expected.items())
+        saved = second if local and rank % 2 else first
+        assert all(torch.equal(a, b) for a, b in zip(seen.moments, saved, strict=True))
+    if rank == 0:
+        torch.save((expected, first), f"{root}/expected.pt")
+
+
+def _all(rank: int, world_size: int, root: str) -> None:
+    for check in (_averages, _together, _resumes, _continues_elsewhere):
+        check(rank, root)
+    _raises(rank, root)
+
+
+def test_nodes_train_alone(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    run_trainer(_all, 4, root)
+    consolidate_checkpoint(f"{root}/elsewhere.ckpt", f"{root}/one.ckpt")
+    expected, states = torch.load(f"{root}/expected.pt")
+    seen = StateAtStart()
+    options = {"devices": 1, "callbacks": [seen], "max_epochs": 5}
+    run = trainer("auto", root, **options)
+    run.fit(TinyModule(), loader(), ckpt_path=f"{root}/one.ckpt")
+    assert all(torch.equal(seen.weights[name], value) for name, value in expected.items())
+    assert all(torch.equal(a, b) for a, b in zip(seen.moments, states, strict=True))
+
+
+# --- without other ranks ------------------------------------------------------------------------
+
+
+def test_yaml_takes_a_number_or_a_config(tmp_path: Path) -> None:
+    for text, expected in (
+        ("16", LocalSteps(every=16)),
+        ("{every: 8, outer_lr: 0.5}", LocalSteps(every=8, outer_lr=0.5)),
+        ("null", None),
+    ):
+        strategy: Any = _trainer(str(tmp_path), text).strategy
+        assert strategy._local_steps == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"local_steps": 0}, r"local_steps=0\)` is not supported: give a whole number of 1"),
+        ({"local_steps": True}, "local_steps=True"),
+        (
+            {"local_steps": 8, "save_distributed_checkpoint": False},
+            r"each node has optimizer states of its own.*consolidate",
+        ),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QuantizedFSDPStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer_options", "message"),
+    [
+        ({"node_size": 4}, {}, r"one node of 4 rank\(s\).*`node_size` emulate nodes"),
+        ({"node_size": 2}, {"sync_batchnorm": True}, "sync_batchnorm=True` does not go with"),
+    ],
+)
+def test_runs_that_cannot_train_alone_are_refused(
+    tmp_path: Path, options: dict[str, Any], trainer_options: dict[str, Any], message: str
+) -> None:
+    strategy = QuantizedFSDPStrategy(local_steps=8, **options)
+    run = trainer(strategy, str(tmp_path), 4, **trainer_options)
+    strategy._launcher = None
+    with pytest.raises(ValueError, match=message):
+        run.fit(TinyModule(), loader())
+
+
+def test_signals_are_heeded_where_nodes_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    meets = iter((False, True, False))
+    device = torch.device("cpu")
+    stop = StopSignal(pl.Trainer(logger=False, accelerator="cpu"), device, lambda: next(meets))
+    started: list[bool] = []
+    monkeypatch.setattr(stop, "_start", lambda: lambda: started.append(True))
+    stop._stream = object()  # type: ignore[assignment]
+    for _ in range(3):
+        stop._check()
+    assert started == [True]
