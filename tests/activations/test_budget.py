@@ -15,7 +15,6 @@ from lq_lightning.activations import (
     ActivationPolicy,
     MemoryBudget,
     calibrate_activations,
-    choose_policy,
     plan_activations,
     quantize_activations,
 )
@@ -70,8 +69,8 @@ def test_what_is_foreseen_is_what_is_kept(calibrated: ActivationCalibration) -> 
     least, full = least_nbytes(calibrated), calibrated.saved_nbytes({})[0]
     for share in (0.0, 0.2, 0.5, 0.8):
         budget = int(least + share * (full - least))
-        policy = choose_policy(model, run, MemoryBudget(budget, scope="activations"), CODECS)
-        handle = quantize_activations(model, policy)
+        plan = plan_activations(model, run, MemoryBudget(budget, scope="activations"), CODECS)
+        handle = quantize_activations(model, plan.policy)
         kept = really_kept(model, run)
         handle.remove()
         assert kept <= budget
@@ -321,4 +320,4 @@ def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="recompute='no'"):
         MemoryBudget("1GB", recompute="no")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="share of a device's memory"):
-        choose_policy(*build(2), MemoryBudget(0.5), CODECS)
+        plan_activations(*build(2), MemoryBudget(0.5), CODECS)
