@@ -26,10 +26,11 @@ from lq_lightning.callbacks import StageBitCompensation
 class Strategy(SingleDeviceStrategy):
     """A single device that says it is a rank of a pipeline."""
 
-    def __init__(self, rank: int = 2, schedule: str = "interleaved_1f1b") -> None:
+    def __init__(self, rank: int = 2) -> None:
         super().__init__(device=torch.device("cpu"))
         self.pipeline = SimpleNamespace(
-            schedule=schedule, pipeline_size=4, num_microbatches=16, stages_per_rank=2, rank=rank
+            **{"schedule": "interleaved_1f1b", "pipeline_size": 4, "num_microbatches": 16},
+            **{"stages_per_rank": 2, "rank": rank},
         )
 
 
