@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -208,6 +208,7 @@ def hadamard(values_RN: Tensor, order: int) -> Tensor:
     return (values_RN.unflatten(1, (-1, order)) @ matrix).flatten(1)
 
 
+@cache
 def normal_levels(bits: int) -> tuple[float, ...]:
     """Return the levels that lose least of a normal value (Lloyd, Max), scaled to 1.
 
