@@ -166,6 +166,10 @@ def test_several_lists_of_blocks() -> None:
         plan_stages(model, 2, trunk="text.blocks")
     del model.vision.tiny
     assert plan_stages(model, 2, trunk="text.blocks").before == ("text.embed", "vision")
+    times = measure_times(model, lambda: model.text(batch(0, 0)), trunk="text.blocks", repeats=1)
+    assert set(times) == {
+        f"text.{name}" for name in ("embed", *(f"blocks.{i}" for i in range(3)), "head")
+    }
     with pytest.raises(ValueError, match="`trunk='blocks'` names no list .*vision.blocks, text"):
         plan_stages(model, 2, trunk="blocks")
 
