@@ -10,8 +10,8 @@ while what leaves the embeddings and what enters the LM head is quantized (``--s
 or what leaves every layer too (``layers``), in training and in evaluation. All variants of a seed
 have the same start, data and learning rates. "AQ-SGD" quantizes differences to the last epoch, so
 that its first epoch and its evaluation are in full precision. Bits of the reports are those on the
-wire, scales, minima and widths included; lines of 9 and more bits take 16. What runs share:
-``llama_study.py``.
+wire, scales, minima and widths included; lines of 9 and more bits take 16. With ``--val-every``
+reports also say how far the validation loss rose on its way. What runs share: ``llama_study.py``.
 """
 
 from __future__ import annotations
