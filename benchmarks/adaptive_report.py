@@ -196,7 +196,12 @@ def draw_curves(outcomes: Outcomes, path: Path) -> None:
     Args:
         outcomes: With full precision among them.
         path: Image to write; its ending chooses the format.
+
+    Raises:
+        ValueError: There is no full-precision run to compare with.
     """
+    if BASELINE not in outcomes:
+        raise ValueError(f"the figure compares with {BASELINE!r}, of which there is no run")
     import matplotlib as mpl
 
     mpl.use("Agg")

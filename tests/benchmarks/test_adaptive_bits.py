@@ -190,6 +190,8 @@ def test_differences_are_of_equal_seeds(load: Load) -> None:
         [["qat group 3", "1", "3.0000", "2.0000", "2.2500", "+500.0", "-", "+500.0"]]
     )
     assert report.rise([3.0, 2.0]) == 0
+    with pytest.raises(ValueError, match="compares with 'full precision'"):
+        report.draw_curves(curves, Path("none.png"))
     row = dict(zip(report.HEADER, report.rows(outcomes)[1], strict=True))
     assert row["perplexity"] == f"{math.exp(2.5):.4f}"
     assert row["gap"] == "+500.0"
