@@ -68,7 +68,6 @@ VARIANTS: dict[str, dict[str, GradientQuantization]] = {
     PERTURBED: {},
     "4 bits": _all(),
     "4 bits stochastic": _all(rounding="stochastic"),
-    "4 bits feedback": _all(error_feedback=True),
     "4 bits (embedding and head 8)": _by_kind(8, 4),
     "3 bits": _all(inter_bits=3),
     "2 bits": _all(inter_bits=2),
