@@ -121,7 +121,7 @@ def train(args: argparse.Namespace, name: str, seed: int) -> Outcome:
                 parameter.mul_(1 + 1e-3 * torch.randn_like(parameter))
     codecs = VARIANTS[name]
     links = {
-        (node, n): Link(codecs[kind_of(n)], node, p.numel(), derive_seed(seed, index, node))
+        (node, n): Link(codecs[kind_of(n)], node, derive_seed(seed, index, node))
         for index, (n, p) in enumerate(parameters.items())
         for node in range(NODES)
         if p.ndim > 1 and kind_of(n) in codecs
