@@ -67,7 +67,7 @@ class NodesStrategy(FullyShardedStrategy):
         self._node_size = node_size
         self._min_quantized_numel = min_quantized_numel
         if local_steps is not None and not isinstance(local_steps, LocalSteps):
-            check_count(owner, "local_steps", local_steps, 1)
+            check_count(owner, "local_steps", local_steps, 1, LocalSteps)
             local_steps = LocalSteps(every=local_steps)
         if local_steps is not None and not self._save_distributed_checkpoint:
             raise ValueError(
@@ -134,7 +134,7 @@ class NodesStrategy(FullyShardedStrategy):
         return {
             **super().settings(),
             "node_size": self.topology().node_size if self.world_size > 1 else 1,
-            "local_steps": "some" if self.nodes_train_alone else None,
+            "local_steps": "any number" if self.nodes_train_alone else None,
             "min_quantized_numel": self._min_quantized_numel,
         }
 
@@ -202,7 +202,7 @@ class NodesStrategy(FullyShardedStrategy):
         )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, _BringTogether) for callback in callbacks):
-            callbacks.insert(0, _BringTogether())
+            callbacks.insert(0, _BringTogether(self))
         bits = "fp32" if config.bits is None else f"{config.bits} bits"
         rank_zero_info(
             f"{every.num_nodes} nodes of {every.node_size} rank(s) train alone for {config.every} "
@@ -309,15 +309,13 @@ class NodesStrategy(FullyShardedStrategy):
 class _BringTogether(Callback):
     """Brings nodes together before any other callback looks at the weights."""
 
+    def __init__(self, strategy: NodesStrategy) -> None:
+        self._strategy = strategy
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Validate one model."""
-        _bring_together(trainer)
+        self._strategy.bring_nodes_together()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End with one model."""
-        _bring_together(trainer)
-
-
-def _bring_together(trainer: Trainer) -> None:
-    if isinstance(trainer.strategy, NodesStrategy):
-        trainer.strategy.bring_nodes_together()
+        self._strategy.bring_nodes_together()

@@ -240,6 +240,7 @@ def test_yaml_takes_a_number_or_a_config(tmp_path: Path) -> None:
     [
         ({"local_steps": 0}, r"local_steps=0\)` is not supported: give a whole number of 1"),
         ({"local_steps": True}, "local_steps=True"),
+        ({"local_steps": {"every": 8}}, "number of 1 or more, or a `LocalSteps`"),
         (
             {"local_steps": 8, "save_distributed_checkpoint": False},
             r"each node has optimizer states of its own.*consolidate",
