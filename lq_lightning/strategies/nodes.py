@@ -178,11 +178,25 @@ class NodesStrategy(FullyShardedStrategy):
     # --- setup ------------------------------------------------------------------------------------
 
     def make_copies_alike(self, module: LightningModule) -> None:
-        """Let all nodes start from the weights and buffers of the first; all ranks call it."""
-        if self.nodes_train_alone:
-            weights = [local_tensor(p) for p in module.parameters()]
-            start_alike(weights, self.device_mesh.get_group(NODE), self.root_device)
-            broadcast_module_states(module, parameters=False)
+        """Let all nodes start from the weights and buffers of the first; all ranks call it.
+
+        Raises:
+            ValueError: The user has sharded something over other ranks than those of a node.
+        """
+        if not self.nodes_train_alone:
+            return
+        own = self.device_mesh[SHARD].mesh.tolist()
+        for name, parameter in module.named_parameters():
+            ranks = parameter.device_mesh.mesh.tolist()  # type: ignore[attr-defined]
+            if ranks != own:
+                raise ValueError(
+                    f"`{name}` is sharded over the ranks {ranks}, but with `local_steps` every "
+                    f"node has a copy, here over {own}: give `fully_shard` the argument "
+                    f'`mesh=self.device_mesh["{SHARD}"]`.'
+                )
+        weights = [local_tensor(p) for p in module.parameters()]
+        start_alike(weights, self.device_mesh.get_group(NODE), self.root_device)
+        broadcast_module_states(module, parameters=False)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers, and what brings together nodes that train alone."""
