@@ -13,6 +13,7 @@ from lq_testing import pipeline_toys
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lq_lightning._compat.autograd import hasten_casts
 from lq_lightning.foundation.parameters import is_copy_of_parameter
 from lq_lightning.pipeline.schedules import rank_of_stage
 from lq_lightning.plugins import FullyShardedPrecision
@@ -139,11 +140,28 @@ def test_gradients_of_casts_do_not_wait_for_the_end_of_a_backward_pass() -> None
         hook = partial(lambda index, _: order.append(f"weight {index}"), index)
         net.layers[index].weight.register_post_accumulate_grad_hook(hook)
     for (x,) in batches:
-        x.register_hook(lambda _: order.append("input"))
+        x.register_hook(lambda _: order.append(f"input {torch.is_autocast_enabled('cpu')}"))
+    index = 0
+
+    def part(hidden: Tensor | None) -> Tensor:
+        loss: Tensor = micro.run(index, is_last=True)
+        return loss
+
     with micro.running("training_step", batches, 1.0):
         for index in range(COUNT):
-            _forward(micro, index).backward()
-    assert order == ["weight 2", "weight 1", "input"] * COUNT
+            micro.enter(part, None).backward()
+            if index == 0:
+                with torch.no_grad():
+                    net.layers[1].weight.mul_(2)  # cast again for the other micro-batches
+    assert order == ["weight 2", "weight 1", "input False"] * COUNT
+
+
+def test_only_casts_of_leaves_are_hastened() -> None:
+    leaf = torch.randn(2, requires_grad=True)
+    casts = leaf.bfloat16(), (leaf * 2).bfloat16()
+    hasten_casts(casts[0] + casts[1])
+    hasten_casts(torch.zeros(1))
+    assert [cast.grad_fn._sequence_nr() == 2**64 - 1 for cast in casts] == [True, False]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
