@@ -143,7 +143,10 @@ def main() -> None:
         ]
         if dist.get_rank() == 0:
             header = ["rank", "bf16 copy MiB", "held MiB, a copy for each", "held MiB, one copy"]
-            print(table([[f"{value:.2f}" for value in row.values()] for row in rows], header))
+            cells = [
+                [rank, *(f"{mib:.2f}" for mib in mibs)] for rank, *mibs in map(dict.values, rows)
+            ]
+            print(table(cells, header))
             setup = {"schedule": args.schedule, "microbatches": args.microbatches}
             write_report(args.json, "pipeline_casts", {"setup": setup, "rows": rows})
 
