@@ -64,7 +64,7 @@ class FullyShardedPrecision(Precision):
     precision: PrecisionName = "32-true"
     # set by a strategy whose ranks have gradients of different parameters
     clip_norm: Callable[[list[nn.Parameter], float], None] | None = None
-    _casts_once = False
+    casts_once = False  # within `casting_once`
 
     def __init__(self, precision: PrecisionName = "32-true") -> None:
         """Check and keep the name."""
@@ -126,7 +126,7 @@ class FullyShardedPrecision(Precision):
         """Autocast for ``"bf16-mixed"``, bf16 as default dtype for ``"bf16-true"``."""
         if self.precision == "bf16-mixed":
             # a cached cast would outlive the gathered weight it was made from
-            cached = self._casts_once
+            cached = self.casts_once
             return torch.autocast(self.device_type, dtype=torch.bfloat16, cache_enabled=cached)
         return self.tensor_init_context()
 
@@ -141,7 +141,7 @@ class FullyShardedPrecision(Precision):
         if self.precision != "bf16-mixed":
             yield
             return
-        self._casts_once = True
+        self.casts_once = True
         try:
             # Autocast drops its casts where a thread leaves its outermost context. Here that is
             # this one, which is switched off for the backward passes. They run in this thread,
@@ -152,7 +152,7 @@ class FullyShardedPrecision(Precision):
             ):
                 yield
         finally:
-            self._casts_once = False
+            self.casts_once = False
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Call the ``on_after_backward`` hooks; norms of sharded gradients are plain there."""

@@ -85,13 +85,15 @@ class MicroBatches:
         """
         self._precision.collect()
         with self._precision.forward_context():
+            if self._precision.casts_once:
+                return self._enter_with_casts(part, hidden)
             if self._root is None:
-                return self._enter_whole(part, hidden)
+                return part(hidden)
             begin_root_forward(self._root)
             return end_root_forward(self._root, part(hidden))
 
-    def _enter_whole(self, part: Callable[[Tensor | None], Any], hidden: Tensor | None) -> Any:
-        """Run the part of a stage that is not sharded, with the casts of earlier micro-batches."""
+    def _enter_with_casts(self, part: Callable[[Tensor | None], Any], hidden: Tensor | None) -> Any:
+        """Run the part of a stage with the casts of weights that earlier micro-batches left."""
         version = sum(version_of(weight) for weight in self._weights)
         if version != self._version:  # by an optimizer, or by the step itself (`max_norm`)
             torch.clear_autocast_cache()
