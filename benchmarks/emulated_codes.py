@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lq_lightning.codecs import (
-    CodecSpec,
-    decode_reduce,
-    decode_reduce_encode,
-    encode,
-    encode_with_residual,
-)
+from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +43,12 @@ class LibraryCode:
         numel = out_RN.shape[1]
         decode_reduce(self.spec, messages, numel, scale=scale, out=out_RN, add=add)
 
-    def reduce_encode(
-        self, messages: Tensor, numel: int, target: Code, residual: Tensor | None = None
-    ) -> Tensor:
-        """Encode the sum of ``[K, R, B]`` messages over K by another code.
-
-        Args:
-            messages: In this code.
-            numel: Values of a row.
-            target: The code of the result.
-            residual: What earlier messages left out, ``[R, B]`` in this code, overwritten.
-        """
-        rows = messages.shape[1]
+    def reduce_encode(self, messages: Tensor, numel: int, target: Code) -> Tensor:
+        """Encode the sum of ``[K, R, B]`` messages over K by another code."""
         if isinstance(target, ValueCode):
             values = decode_reduce(self.spec, messages, numel)
             return target.encode(values)
-        if residual is None:
-            return decode_reduce_encode(self.spec, messages, numel, target.spec)
-        out = messages.new_empty(rows, target.spec.nbytes(numel))
-        return encode_with_residual(target.spec, messages, numel, self.spec, residual, out=out)
+        return decode_reduce_encode(self.spec, messages, numel, target.spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +83,8 @@ class ValueCode:
         values = hadamard(messages.sum(dim=0), self.spec.hadamard_size)[:, :numel] * scale
         out_RN.copy_(values + out_RN.float() if add else values)
 
-    def reduce_encode(
-        self, messages: Tensor, numel: int, target: Code, residual: Tensor | None = None
-    ) -> Tensor:
+    def reduce_encode(self, messages: Tensor, numel: int, target: Code) -> Tensor:
         """Encode the sum of ``[K, R, N']`` messages over K by another code."""
-        if residual is not None:
-            raise NotImplementedError("error feedback is kept in codes of the library only")
         values = hadamard(messages.sum(dim=0), self.spec.hadamard_size)[:, :numel]
         return target.encode(values)
 
@@ -208,7 +185,8 @@ def hadamard(values_RN: Tensor, order: int) -> Tensor:
     return (values_RN.unflatten(1, (-1, order)) @ matrix).flatten(1)
 
 
-def normal_levels(bits: int, iterations: int = 400) -> tuple[float, ...]:
+@cache
+def normal_levels(bits: int) -> tuple[float, ...]:
     """Return the levels that lose least of a normal value (Lloyd, Max), scaled to 1.
 
     Symmetric without a level at zero. Scaled to the largest magnitude of a group they lose more
@@ -217,7 +195,7 @@ def normal_levels(bits: int, iterations: int = 400) -> tuple[float, ...]:
     grid = torch.linspace(-5, 5, 20001, dtype=torch.float64)
     density = torch.exp(-grid.square() / 2)
     levels = torch.linspace(-2.5, 2.5, 2**bits, dtype=torch.float64)
-    for _ in range(iterations):
+    for _ in range(400):
         cell = torch.bucketize(grid, (levels[1:] + levels[:-1]) / 2)
         mass = torch.zeros_like(levels).index_add_(0, cell, density)
         moment = torch.zeros_like(levels).index_add_(0, cell, density * grid)

@@ -47,7 +47,7 @@ def check_run(callback: Callback, trainer: pl.Trainer, sites: Sequence[str]) -> 
 
     Raises:
         ValueError: There are two of these callbacks, the strategy, device or precision is not
-            supported, or sites are given for a pipeline.
+            supported, nodes train alone, or sites are given for a pipeline.
     """
     name, strategy = type(callback).__name__, trainer.strategy
     cls = next(c for c in type(callback).__mro__ if c.__module__.startswith("lq_lightning."))
@@ -61,6 +61,11 @@ def check_run(callback: Callback, trainer: pl.Trainer, sites: Sequence[str]) -> 
         raise ValueError(
             f"`{name}(sites={list(sites)})`: in a pipeline, bits are those of what crosses the "
             "boundaries of stages. Leave `sites` as it is, or use another strategy."
+        )
+    if getattr(strategy, "nodes_train_alone", False):
+        raise ValueError(
+            f"`{name}` averages the gradients of its gates over all ranks in every step, but with "
+            "`local_steps` nodes take steps, or skip them, alone: leave one of them out."
         )
     if strategy.root_device.type not in _DEVICES:
         raise ValueError(
@@ -114,9 +119,13 @@ def warn_if_missed(callback: Callback, optimizer: GateOptimizer) -> None:
     """
     config = optimizer.config
     if optimizer.mean > config.target + config.tolerance:
+        remedy = (
+            f"Raise `beta`, which is {config.beta:g}, or `learning_rate`, train on, or give "
+            "`reach_in_steps`."
+        )
+        if config.reach_in_steps is not None:
+            remedy = f"Train on, or give fewer `reach_in_steps`, which are {config.reach_in_steps}."
         rank_zero_warn(
             f"{type(callback).__name__}: the mean is {optimizer.mean:.2f} bits after "
-            f"{optimizer.steps} steps and has not reached the target of {config.target:g}. Raise "
-            f"`beta`, which is {config.beta:g}, or `learning_rate`, train on, or give "
-            "`reach_in_steps`."
+            f"{optimizer.steps} steps and has not reached the target of {config.target:g}. {remedy}"
         )
