@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ def measure(args: argparse.Namespace, config: GPTConfig, precision: FullySharded
     torch.manual_seed(0)  # the same on all ranks
     held, module = Held(), Module(config)
     size = args.microbatches * (args.micro_batch or 1)
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
     tokens = torch.randint(config.vocab, (STEPS * size, config.seq))
     with tempfile.TemporaryDirectory() as folder:
         Trainer(
@@ -109,7 +111,8 @@ def measure(args: argparse.Namespace, config: GPTConfig, precision: FullySharded
                 schedule=args.schedule, num_microbatches=args.microbatches
             ),
             accelerator="cpu" if args.cpu else "gpu",
-            devices=dist.get_world_size(),
+            devices=local,
+            num_nodes=dist.get_world_size() // local,
             max_steps=STEPS,
             plugins=[precision],
             callbacks=[held],
