@@ -115,10 +115,13 @@ class SecondStage:
         self._held: deque[tuple[Tensor, torch.cuda.Stream, torch.cuda.Event]] = deque()
 
     def make_room(self) -> None:
-        """Let the current stream wait until less than ``depth`` hand-overs are in use."""
+        """Let streams that handed over wait until less than ``depth`` hand-overs are in use.
+
+        Not the current stream, which may be another one: memory goes back to where it came from.
+        """
         while len(self._held) >= self._depth:
-            _, _, done = self._held.popleft()
-            current_stream().wait_event(done)
+            _, first, done = self._held.popleft()
+            first.wait_event(done)
 
     def submit(self, handed_over: Tensor, work: Callable[[], None]) -> None:
         """Run ``work``, which reads ``handed_over``, after what the current stream has so far.
