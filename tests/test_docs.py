@@ -121,17 +121,21 @@ def test_yaml_is_accepted(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", pages_with("bash"))
-def test_commands_are_bash_and_name_what_exists(page: Path) -> None:
+def test_commands_are_bash_and_make_what_exists(page: Path) -> None:
     commands = "\n".join(block.source for block in blocks(page, "bash"))
     done = subprocess.run(["bash", "-n"], input=commands, capture_output=True, text=True)
     assert not done.stderr
-    named = re.findall(r"\b(?:benchmarks|examples)/[\w/]+\.(?:py|sh|yaml)", page.read_text())
-    assert not [path for path in named if not (ROOT / path).exists()]
     made = set(re.findall(r"^([\w-]+(?: [\w-]+)*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     targets = {target for line in made for target in line.split()}
     assert set(re.findall(r"\bmake ([a-z-]+)", commands)) <= targets
     for module in re.findall(r"-m (lq_lightning[\w.]+)", commands):
         assert importlib.util.find_spec(module), module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_scripts_that_are_named_exist_and_have_the_options(page: Path) -> None:
+    named = re.findall(r"\b(?:benchmarks|examples)/[\w/]+\.(?:py|sh|yaml)", page.read_text())
+    assert not [path for path in named if not (ROOT / path).exists()]
     for path, options in _called_scripts(page.read_text()):
         unknown = [each for each in options if not re.search(_declared(each), _beside(path))]
         assert not unknown, f"{path} has no {unknown}"
