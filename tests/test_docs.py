@@ -132,9 +132,12 @@ def test_commands_are_bash_and_make_what_exists(page: Path) -> None:
         assert importlib.util.find_spec(module), module
 
 
+SCRIPT = r"(?<![\w/])(?:benchmarks|examples)/[\w/]+"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_scripts_that_are_named_exist_and_have_the_options(page: Path) -> None:
-    named = re.findall(r"\b(?:benchmarks|examples)/[\w/]+\.(?:py|sh|yaml)", page.read_text())
+    named = re.findall(rf"{SCRIPT}\.(?:py|sh|yaml)", page.read_text())
     assert not [path for path in named if not (ROOT / path).exists()]
     for path, options in _called_scripts(page.read_text()):
         unknown = [each for each in options if not re.search(_declared(each), _beside(path))]
@@ -144,7 +147,7 @@ def test_scripts_that_are_named_exist_and_have_the_options(page: Path) -> None:
 def _called_scripts(text: str) -> list[tuple[Path, list[str]]]:
     """Return the scripts that a page calls, in blocks or within a line, with their options."""
     lines = re.sub(r" *\\\n *", " ", text)
-    calls = re.findall(r"\b((?:benchmarks|examples)/[\w/]+\.py)\b([^`\n]*)", lines)
+    calls = re.findall(rf"({SCRIPT}\.py)\b([^`\n]*)", lines)
     return [(ROOT / path, re.findall(r" (--[a-z][\w-]*)(?![\w.-])", rest)) for path, rest in calls]
 
 
