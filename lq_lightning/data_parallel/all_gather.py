@@ -106,7 +106,7 @@ class QuantizedAllGather(UnitCollective, AllGather):
         Args:
             layout: Of the message.
             slot: ``[n]``; gaps are overwritten with zeros.
-            reference: ``[n]``; its gaps become those of the slot, as they will anyway.
+            reference: ``[n]``; its gaps are overwritten with zeros, until a message is decoded.
         """
         message = layout.allocate(1, device=slot.device)
         layout.exact_to_messages(slot, message[0], reference)
@@ -120,8 +120,6 @@ class QuantizedAllGather(UnitCollective, AllGather):
                 reference=None if base is None else base[:, run.start : run.stop],
                 out=layout.part(message, index),
             )
-        if reference is not None and layout.gap_indices:
-            layout.exact_to_slots(message[0], reference)
         traffic = self._context.traffic
         traffic.exchanges += 1
         traffic.weights_messages += layout.nbytes

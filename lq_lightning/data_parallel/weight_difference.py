@@ -137,7 +137,8 @@ class WeightDifferenceAllGather(QuantizedAllGather):
             What :meth:`finish_exchange` needs; None if there is nothing to send: all parameters are
             frozen, or the next gather refreshes the replica anyway.
         """
-        if not any(p.requires_grad and p.padded_shard_numel for p in self._params()):
+        params = self._params()
+        if not any(p.requires_grad and p.padded_shard_numel for p in params):
             return None
         replica = self.replica
         if not replica.begin_exchange() or replica.own is None:
@@ -146,7 +147,7 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         replica.wait()
         own = replica.own
         layout = self._current_layout(own.dtype)
-        main = pack_shards(self._params(), own)
+        main = pack_shards(params, own)
         measured = self._context.measure_errors and own.is_floating_point()
         exact = main.clone() if measured else None
         messages = self._gather_between_nodes(self._encode(layout, main, reference=own))
@@ -186,17 +187,16 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         memory from the start: FSDP2 writes this rank's main slot into the output first.
         """
         topology = self._context.topology
-        expected = input_tensor.numel() * topology.world_size == self._expected_numel(
-            input_tensor.dtype
-        )
+        replica, own = self.replica, self.replica.own
+        dtype, numel = input_tensor.dtype, input_tensor.numel()
+        fits = own is not None and own.dtype == dtype and own.numel() == numel
+        expected = fits or numel == self._expected_numel(dtype)
         if group.size() != topology.world_size or not expected:
             all_gather_flat(output_tensor, input_tensor, group)
             return
         self._votes.before_gather(self._context.step)
         self._count_baseline(input_tensor)
-        replica = self.replica
-        fresh = replica.state is Freshness.FRESH
-        if not fresh or replica.own is None or replica.own.dtype != input_tensor.dtype:
+        if not fits or replica.state is not Freshness.FRESH:
             self._refresh(input_tensor, group)
         replica.wait()
         if replica.values is None:
@@ -207,11 +207,11 @@ class WeightDifferenceAllGather(QuantizedAllGather):
             output_tensor.set_(replica.values)  # type: ignore[call-overload]
 
     def _expected_numel(self, dtype: torch.dtype) -> int:
+        """Elements of this rank's slot in a gather of all parameters."""
         params = self._params()
-        world = self._context.topology.world_size
         if dtype == torch.uint8:
-            return world * sum(p.padded_shard_numel * p.gather_dtype.itemsize for p in params)
-        return world * sum(p.padded_shard_numel for p in params)
+            return sum(p.padded_shard_numel * p.gather_dtype.itemsize for p in params)
+        return sum(p.padded_shard_numel for p in params)
 
     def _refresh(self, slot: Tensor, group: dist.ProcessGroup) -> None:
         """Gather the main weights, or restored ones, into the replica in full precision."""
