@@ -167,22 +167,19 @@ def _describe(fsdp_param: Any, sharded: nn.Parameter) -> GroupParam:
     )
 
 
-def pack_shards(params: list[GroupParam], like: Tensor) -> Tensor:
-    """Cast and pack this rank's shards into one slot, as FSDP2 does before an all-gather.
+def pack_shards(params: list[GroupParam], slots: Tensor) -> None:
+    """Cast and pack this rank's shards into slots, as FSDP2 does before an all-gather.
 
     Args:
-        params: The parameters of a group, in its order.
-        like: ``[n]`` in the gather dtype, or uint8 if the parameters have several; gives the shape,
-            dtype and device of the result.
+        params: The parameters of one or several groups, in their order.
+        slots: ``[groups, n]``, contiguous, in the gather dtype, or uint8 if a group has several.
     """
-    slot = torch.empty_like(like)
     shards = [p.fsdp_param._sharded_param_data for p in params]
-    if slot.dtype == torch.uint8:
+    if slots.dtype == torch.uint8:
         dtypes = [p.gather_dtype for p in params]
         shards = [s.to(d).view(torch.uint8) for s, d in zip(shards, dtypes, strict=True)]
-    places = slot.split_with_sizes([s.numel() for s in shards])
+    places = slots.view(-1).split_with_sizes([s.numel() for s in shards])
     torch._foreach_copy_(places, shards, non_blocking=True)
-    return slot
 
 
 class PackedGradients(NamedTuple):
