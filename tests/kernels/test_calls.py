@@ -14,8 +14,16 @@ import torch
 from lq_testing.interpreter import skip_old_interpreter
 from torch import Tensor
 
-from lq_lightning.kernels import activation, float8, norm
-from lq_lightning.kernels.message import calls
+from lq_lightning.kernels import (
+    activation,
+    dequantize,
+    feedback,
+    float8,
+    norm,
+    quantize,
+    requantize,
+)
+from lq_lightning.kernels.message import calls, parse_format
 
 FORMAT = "int4/128/asymmetric/0/nearest/bfloat16"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -240,6 +248,35 @@ def casts(x: Tensor, other: Tensor) -> Operations:
     yield float8.dequantize_float8, (message, *x.shape, FORMAT, torch.ones(1))
 
 
+def codecs(x: Tensor, other: Tensor) -> Operations:
+    """Seeds of stochastic rounding are numbers in which equal calls may differ."""
+    codes, sums = "int8/32/symmetric/0/nearest/float32", "int4/32/symmetric/0/stochastic/float32"
+    numel = x.shape[1]
+    message, encoded = (
+        torch.zeros(len(x), parse_format(text).layout(numel).nbytes, dtype=torch.uint8)
+        for text in (codes, sums)
+    )
+    quantize.quantize_out(x, None, codes, 0, message)
+    both = message.expand(2, -1, -1).clone()
+    for operator, args, outs in (
+        (quantize.quantize_out, (x, other, codes, 0), (message,)),
+        (quantize.quantize_out, (x, None, sums, 1), (encoded,)),
+        (quantize.quantize_out, (x, None, sums, 2), (encoded,)),
+        (dequantize.dequantize_out, (both, numel, codes, 0.5, True), (other,)),
+        (requantize.requantize_out, (both, numel, codes, sums, 3), (encoded,)),
+        (requantize.requantize_out, (both, numel, codes, sums, 4), (encoded,)),
+        (feedback.feedback_out, (x, numel, codes, sums, 5), (message, encoded)),
+        (feedback.feedback_out, (x, numel, codes, sums, 6), (message, encoded)),
+    ):
+
+        def written(*args: Any, operator: Any = operator, count: int = len(outs)) -> list[Tensor]:
+            made = [out.clone() for out in args[-count:]]
+            operator(*args[:-count], *made)
+            return made
+
+        yield written, (*args, *outs)
+
+
 def on_gpu(value: Any, device: torch.device) -> Any:
     """A tensor in memory of the device, with the strides and the alignment that it had."""
     if not isinstance(value, Tensor):
@@ -285,7 +322,7 @@ def check_equal(actual: Tensor, expected: Tensor) -> None:
         torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
-MAKERS = [norms, activations, casts]
+MAKERS = [norms, activations, casts, codecs]
 
 
 @skip_old_interpreter
