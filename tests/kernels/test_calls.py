@@ -266,6 +266,8 @@ def codecs(x: Tensor, other: Tensor) -> Operations:
         (quantize.quantize_out, (x, None, sums, 2), (encoded[:last],), (0,)),
         (quantize.quantize_out, (x, None, sums, 2), (encoded[:last],), (last,)),
         (dequantize.dequantize_out, (both, numel, codes, 0.5, True), (other,), ()),
+        (dequantize.dequantize_out, (both, numel, codes, 0.25, True), (other,), ()),
+        (dequantize.dequantize_out, (both, numel, codes, 0.25, False), (other,), ()),
         (requantize.requantize_out, (*sum_of, 3), (encoded,), ()),
         (requantize.requantize_out, (*sum_of, 4), (encoded,), ()),
         (requantize.requantize_out, (*sum_of, 4), (encoded[:last],), (0,)),
