@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -9,11 +11,11 @@ from torch import Tensor
 
 from lq_lightning.kernels.dequantize.triton_kernels import reduce_tile, unrolled
 from lq_lightning.kernels.message import MessageFormat
+from lq_lightning.kernels.message.calls import Launch, launch_nothing
 from lq_lightning.kernels.message.launch import (
     INT_TO_FLOAT,
     Tile,
     choose_tile,
-    on_device,
     row_grid,
     row_stride,
 )
@@ -44,9 +46,9 @@ def _feedback_tile(
     out_stride,
     num_messages,
     skip,
+    int_to_float,
     seed_a,
     seed_b,
-    int_to_float,
     STORED: tl.constexpr,
     TARGET: tl.constexpr,
     SUM: tl.constexpr,
@@ -84,8 +86,8 @@ def _feedback_tile(
 
 @triton.jit(
     do_not_specialize=[
-        *("num_messages", "rows", "skip", "tiles", "seed_a", "seed_b"),
-        "int_to_float",
+        *("num_messages", "rows", "skip", "tiles", "int_to_float"),
+        *("seed_a", "seed_b"),
     ]
 )
 def feedback_rows_kernel(
@@ -101,9 +103,9 @@ def feedback_rows_kernel(
     skip,
     tiles,
     numel,
+    int_to_float,
     seed_a,
     seed_b,
-    int_to_float,
     BLOCK: tl.constexpr,
     STORED: tl.constexpr,
     TARGET: tl.constexpr,
@@ -126,9 +128,9 @@ def feedback_rows_kernel(
             out_stride,
             num_messages,
             skip,
+            int_to_float,
             seed_a,
             seed_b,
-            int_to_float,
         ),
         (STORED, TARGET, SUM, UNROLLED, RUN),
     )
@@ -145,41 +147,42 @@ def launch_feedback(
     skip: int | None = None,
     *,
     tile: Tile | None = None,
-) -> None:
+) -> Callable[..., None]:
     """Launch the kernel; arguments as for ``reference.feedback``.
 
-    ``tile`` overrides the choice from the tables; it changes the speed, not the bits.
+    Args:
+        tile: overrides the choice from the tables; it changes the speed, not the bits.
+
+    Returns:
+        What launches it again, given ``x``, ``residual``, ``out`` and the words of the seed.
     """
     rows = out.shape[0]
     if rows == 0 or numel == 0:
-        return
+        return launch_nothing
     is_sum = x.dtype == torch.uint8
     num_messages = x.shape[0] if is_sum else 1
     if tile is None:
         kind = "feedback sum" if is_sum else f"feedback {8 * x.element_size()}"
         tile = choose_tile(kind, target.group_size, rows * numel, x.device)
-    with on_device(out):
-        feedback_rows_kernel[row_grid(rows, target.layout(numel).padded_numel, tile)](
-            x,
-            residual,
-            out,
-            row_stride(x, 0) if is_sum else 0,
-            row_stride(x, 1 if is_sum else 0),
-            row_stride(residual, 0),
-            row_stride(out, 0),
-            num_messages,
-            rows,
-            rows if skip is None else skip,
-            tile.tiles,
-            numel,
-            *seed_words(seed),
+    launch = Launch(
+        feedback_rows_kernel,
+        row_grid(rows, target.layout(numel).padded_numel, tile),
+        (
+            *(row_stride(x, 0) if is_sum else 0, row_stride(x, 1 if is_sum else 0)),
+            *(row_stride(residual, 0), row_stride(out, 0)),
+            *(num_messages, rows, rows if skip is None else skip, tile.tiles, numel),
             INT_TO_FLOAT,
-            BLOCK=tile.block,
-            STORED=stored,
-            TARGET=target,
-            SUM=is_sum,
-            UNROLLED=unrolled(num_messages),
-            RUN=tile.run,
-            num_warps=tile.warps,
-            enable_fp_fusion=False,
-        )
+        ),
+        {
+            "BLOCK": tile.block,
+            "STORED": stored,
+            "TARGET": target,
+            "SUM": is_sum,
+            "UNROLLED": unrolled(num_messages),
+            "RUN": tile.run,
+            "num_warps": tile.warps,
+            "enable_fp_fusion": False,
+        },
+    )
+    launch(x, residual, out, words=seed_words(seed))
+    return launch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -19,7 +19,8 @@ class ExchangeSchedule:
     On CUDA everything runs on two streams of its own (see [Note: streams]), so that the network
     works from the end of the optimizer step on, whatever forward computes; a gather waits for its
     own unit only. Encoding and the gather between nodes are on the first stream, the gather inside
-    the node and decoding on the second: while one unit is decoded, the next one is on the network.
+    the node and decoding on the second: while one stack of units is decoded, the next one is on the
+    network.
     On a CPU the exchanges are complete when :meth:`run` returns.
 
     Args:
@@ -31,13 +32,17 @@ class ExchangeSchedule:
         self._first: torch.cuda.Stream | None = None
         self._second = SecondStage()
 
-    def run(self, gathers: Iterable[WeightDifferenceAllGather]) -> None:
-        """Exchange the differences of these units, in this order. Every rank must call this."""
+    def run(self, stacks: Iterable[Sequence[WeightDifferenceAllGather]]) -> None:
+        """Exchange the differences of units, in this order. Every rank must call this.
+
+        Args:
+            stacks: Units that are exchanged together, see ``exchanges_alike``.
+        """
         if not streams.has_streams(self._device):
-            for gather in gathers:
-                exchange = gather.start_exchange()
+            for first, *others in stacks:
+                exchange = first.start_exchange(others)
                 if exchange is not None:
-                    gather.finish_exchange(exchange)
+                    first.finish_exchange(exchange)
             return
         if self._first is None:
             self._first = streams.new_stream()
@@ -45,19 +50,21 @@ class ExchangeSchedule:
         try:
             with streams.on_stream(self._first):
                 try:
-                    for gather in gathers:
-                        self._run_one(gather)
+                    for first, *others in stacks:
+                        self._run_one(first, others)
                 finally:
                     self._second.join()
         except BaseException:  # what is under way still writes to replicas that are refreshed next
             self.join()
             raise
 
-    def _run_one(self, gather: WeightDifferenceAllGather) -> None:
+    def _run_one(
+        self, first: WeightDifferenceAllGather, others: Sequence[WeightDifferenceAllGather]
+    ) -> None:
         self._second.make_room()
-        exchange: Exchange | None = gather.start_exchange()
+        exchange: Exchange | None = first.start_exchange(others)
         if exchange is not None:
-            self._second.submit(exchange.messages, lambda: gather.finish_exchange(exchange))
+            self._second.submit(exchange.messages, lambda: first.finish_exchange(exchange))
 
     def join(self) -> None:
         """Let the current stream wait until all exchanges are done.

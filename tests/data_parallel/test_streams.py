@@ -105,10 +105,10 @@ def _fail_an_exchange(model: TinyLM, optimizer: torch.optim.Optimizer, communica
     """A user catches out of memory in the second unit's exchange, and writes to the weights."""
     original, count = WeightDifferenceAllGather.start_exchange, itertools.count()
 
-    def fail(gather: WeightDifferenceAllGather) -> Any:
+    def fail(gather: WeightDifferenceAllGather, *others: Any) -> Any:
         if next(count):
             raise MemoryError
-        return original(gather)
+        return original(gather, *others)
 
     with replaced(WeightDifferenceAllGather, "start_exchange", fail), pytest.raises(MemoryError):
         optimizer.step()
