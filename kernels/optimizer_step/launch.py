@@ -28,7 +28,7 @@ _GRADIENT, _FIRST_GROUP, _SEED, _SCALARS = 1, 12, 13, 14
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 # A program is one warp, which works on this many groups, so many at a time.
 GROUPS_PER_PROGRAM = 64
-GROUPS_AT_ONCE = 2
+GROUPS_AT_ONCE = 4
 
 
 @lru_cache(maxsize=64)
@@ -104,8 +104,6 @@ def launch_optimizer_step(
         raise ValueError(f"{per_program=} must be a multiple of {at_once=}.")
     kind = prepared[0].kind
     rounded = stochastic and kind.dtype == torch.bfloat16
-    if kind.device.type == "cpu":
-        per_program = at_once = 1  # Triton's interpreter gains nothing from more
     addresses = [grad.data_ptr() for grad in grads]
     kept: dict[bool, list[int]] = {True: [], False: []}
     for index, item in enumerate(prepared):
@@ -144,7 +142,7 @@ def launch_optimizer_step(
                 STOCHASTIC=rounded,
                 ALIGNED=whole,
                 GROUPS=per_program,
-                UNROLL=at_once,
+                AT_ONCE=at_once,
                 num_warps=1,
                 enable_fp_fusion=False,
             )

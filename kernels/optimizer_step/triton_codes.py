@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from .formats import (
-    GROUP_SIZE,
     LARGEST_SCALE_BITS,
     LEAST_MANTISSA_BITS,
     MOST_MANTISSA_BITS,
@@ -25,10 +24,10 @@ from .formats import (
     UNSIGNED_CODES,
     widest_spans,
 )
-from .reference_codes import LEAST_NOISE, STREAMS, STRIDE
+from .reference_codes import LEAST_NOISE
+from .triton_groups import largest_of_groups, smallest_of_groups
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_GROUP = tl.constexpr(GROUP_SIZE)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _SMALLEST_BITS = tl.constexpr(SMALLEST_BITS)
 _LARGEST_SCALE_BITS = tl.constexpr(LARGEST_SCALE_BITS)
@@ -38,37 +37,12 @@ _LEAST_MANTISSA_BITS = tl.constexpr(LEAST_MANTISSA_BITS)
 _WIDEST_SPANS = tl.constexpr(widest_spans())
 _LEAST_SHIFT = tl.constexpr(23 - MOST_MANTISSA_BITS)
 _MOST_SHIFT = tl.constexpr(23 - LEAST_MANTISSA_BITS)
-_STREAMS = tl.constexpr(STREAMS)
-_STRIDE = tl.constexpr(STRIDE)
 _LEAST_NOISE = tl.constexpr(LEAST_NOISE)
 # Of the dynamic map: log10(2), and the binary logarithm of what turns |x| / scale of decade 0 into
 # parts of a decade, without signs and with, and how much it falls from one decade to the next.
 _LOG10_2 = tl.constexpr(math.log10(2.0))
 _LOWEST_DECADE = tl.constexpr(6 * math.log2(10.0) - math.log2(0.9))
 _NEXT_DECADE = tl.constexpr(1.0 - math.log2(10.0))
-
-
-# --- noise ----------------------------------------------------------------------------------------
-
-
-@triton.jit
-def group_noise(seed_a, seed_b, group):
-    """The random word of a group; ``reference_codes.rounding_noise``."""
-    low = group.to(tl.uint32)
-    high = (group >> 32).to(tl.uint32)
-    x = low ^ seed_a.to(tl.uint32)
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D + (high * 0xC2B2AE35 ^ seed_b.to(tl.uint32))
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def element_noise(word, STREAM: tl.constexpr):
-    """32 random bits of each element of a group, uint32."""
-    steps = tl.arange(0, _GROUP).to(tl.uint32) * _STRIDE
-    return steps + word * _STREAMS[STREAM]
 
 
 # --- decoding -------------------------------------------------------------------------------------
@@ -158,7 +132,7 @@ def _approximate_reciprocal(x):
 
 
 @triton.jit
-def decode_group(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
+def decode_groups(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
     """Values of a group; ``reference_codes.decode_groups``."""
     base_bits = (scale.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.int32, bitcast=True)
     base = base_bits.to(tl.float32, bitcast=True)
@@ -264,19 +238,20 @@ def _level_codes(bits, scale_bits, levels_ptr, noise, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def encode_group(x, levels_ptr, noise, FORMAT: tl.constexpr):
+def encode_groups(x, levels_ptr, noise, FORMAT: tl.constexpr):
     """Codes, scale bits and exponent of a group; ``reference_codes.encode_groups``."""
     bits = x.to(tl.int32, bitcast=True) & _MAGNITUDE
     # Less than zero for what counts as zero; as unsigned then larger than everything else.
     above = bits - _SMALLEST_BITS
-    largest = tl.max(above, axis=0)
+    largest = largest_of_groups(above)
     zero = largest < 0
     broken = largest > _LARGEST_SCALE_BITS - _SMALLEST_BITS
     special = zero | broken
     safe = tl.where(special, 0, largest) + _SMALLEST_BITS
     exponent = safe
     if FORMAT.expanded:
-        smallest = tl.min(above.to(tl.uint32, bitcast=True), axis=0).to(tl.int32, bitcast=True)
+        smallest = smallest_of_groups(above.to(tl.uint32, bitcast=True))
+        smallest = smallest.to(tl.int32, bitcast=True)
         span = tl.where(special, 0, largest - smallest)
         if FORMAT.signed:
             codes, scale_bits, exponent = _signed_split(bits, safe, span, special, noise)
