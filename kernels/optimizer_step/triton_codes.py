@@ -132,24 +132,56 @@ def _approximate_reciprocal(x):
 
 
 @triton.jit
+def _numbers_and_signs(codes):
+    """Low seven bits of codes, and int32 with bit 7 of them in bit 31."""
+    if _INTERPRETED:
+        number = codes.to(tl.int32)
+        sign = number << 24
+        number &= _SIGNED_CODES
+    else:  # of four codes in a register, all at once
+        number, sign = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 numbers;
+            and.b32 numbers, $8, 0x7F7F7F7F;
+            prmt.b32 $0, numbers, 0, 0x4440;
+            prmt.b32 $1, numbers, 0, 0x4441;
+            prmt.b32 $2, numbers, 0, 0x4442;
+            prmt.b32 $3, numbers, 0, 0x4443;
+            shl.b32 $4, $8, 24;
+            shl.b32 $5, $8, 16;
+            shl.b32 $6, $8, 8;
+            mov.b32 $7, $8;
+            }""",
+            "=r,=r,=r,=r,=r,=r,=r,=r,r",
+            [codes],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=4,
+        )
+    return number, sign
+
+
+@triton.jit
 def decode_groups(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
-    """Values of a group; ``reference_codes.decode_groups``."""
+    """Values of a tile; ``reference_codes.decode_groups``."""
     base_bits = (scale.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.int32, bitcast=True)
     base = base_bits.to(tl.float32, bitcast=True)
-    number = codes.to(tl.int32)
     if not FORMAT.expanded:
-        values = _level(levels_ptr, number) * base
-    elif FORMAT.signed:
-        unit = 1 << (23 - exponent.to(tl.int32))
-        bits = (number & _SIGNED_CODES) * unit + base_bits
-        values = bits.to(tl.float32, bitcast=True) - base
-        sign = (number << 24) & -0x80000000
-        values = (values.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+        values = _level(levels_ptr, codes.to(tl.int32)) * base
     else:
-        unit = 1 << (23 - exponent.to(tl.int32))
-        bits = number * unit + (base_bits - _UNSIGNED_CODES * unit)
-        # NaN where the group was not finite: its codes are zero
-        values = tl.where(number == 0, base * 0.0, bits.to(tl.float32, bitcast=True))
+        # 1 << (23 - exponent), written so that a product with it stays one instruction
+        unit = 0x800000 >> exponent.to(tl.int32)
+        if FORMAT.signed:
+            number, sign = _numbers_and_signs(codes)
+            bits = number * unit + base_bits
+            values = bits.to(tl.float32, bitcast=True) - base
+            bits = values.to(tl.int32, bitcast=True) ^ (sign & -0x80000000)
+            values = bits.to(tl.float32, bitcast=True)
+        else:
+            number = codes.to(tl.int32)
+            bits = number * unit + (base_bits - _UNSIGNED_CODES * unit)
+            # NaN where the group was not finite: its codes are zero
+            values = tl.where(number == 0, base * 0.0, bits.to(tl.float32, bitcast=True))
     return values
 
 
@@ -175,6 +207,28 @@ def _signed_split(bits, largest, span, special, noise):
 
 
 @triton.jit
+def _skewed(noise, skew):
+    """``noise + (noise * (1 - noise) * skew)`` of 32-bit fractions, uint32; it stays below 1."""
+    if _INTERPRETED:
+        y = tl.umulhi(tl.umulhi(noise, ~noise), skew) + noise
+    else:
+        y = tl.inline_asm_elementwise(
+            """{
+            .reg .u32 c;
+            not.b32 c, $1;
+            mul.hi.u32 c, c, $1;
+            mad.hi.u32 $0, c, $2, $1;
+            }""",
+            "=r,r,r",
+            [noise, skew],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    return y
+
+
+@triton.jit
 def _unsigned_split(bits, largest, span, special, noise):
     """Codes, scale bits and mantissa bits; ``reference_codes._unsigned_split``."""
     octaves = (span + (span >> 6)).to(tl.float32).to(tl.int32, bitcast=True) >> 23
@@ -183,8 +237,7 @@ def _unsigned_split(bits, largest, span, special, noise):
     top = (largest + unit - 1) & -unit
     # The high half of a product is that shifted right by kept + 3.
     skew = (3 << (shift + 6)).to(tl.uint32, bitcast=True)
-    skewed = tl.umulhi(tl.umulhi(noise, ~noise), skew) + noise
-    rounding = (skewed >> (32 - shift).to(tl.uint32)).to(tl.int32)
+    rounding = (_skewed(noise, skew) >> (32 - shift).to(tl.uint32)).to(tl.int32)
     codes = (bits - (top - _UNSIGNED_CODES * unit) + rounding) >> shift
     zeros = tl.where(special, 0x7FFFFFFF, _SMALLEST_BITS - 1)
     return tl.where(bits <= zeros, 0, tl.maximum(codes, 1)), top, 23 - shift
@@ -238,9 +291,38 @@ def _level_codes(bits, scale_bits, levels_ptr, noise, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _with_signs(codes, x, special):
+    """uint8 codes with the sign of ``x`` in bit 7, which is clear; without where ``special``."""
+    if _INTERPRETED:
+        sign = (x.to(tl.int32, bitcast=True) >> 24) & tl.where(special, 0, 0x80)
+        joined = (codes | sign).to(tl.uint8)
+    else:  # four in a register
+        joined = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high, codes;
+            prmt.b32 low, $1, $2, 0x0040;
+            prmt.b32 high, $3, $4, 0x0040;
+            prmt.b32 codes, low, high, 0x5410;
+            prmt.b32 low, $5, $6, 0x0073;
+            prmt.b32 high, $7, $8, 0x0073;
+            prmt.b32 low, low, high, 0x5410;
+            lop3.b32 $0, codes, low, $9, 0xF8;  // codes | (low & $9)
+            }""",
+            "=r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [codes, x.to(tl.int32, bitcast=True), tl.where(special, 0, -0x7F7F7F80)],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    return joined
+
+
+@triton.jit
 def encode_groups(x, levels_ptr, noise, FORMAT: tl.constexpr):
-    """Codes, scale bits and exponent of a group; ``reference_codes.encode_groups``."""
-    bits = x.to(tl.int32, bitcast=True) & _MAGNITUDE
+    """Codes, scale bits and exponents of a tile; ``reference_codes.encode_groups``."""
+    bits = x.to(tl.int32, bitcast=True)
+    if FORMAT.signed or _INTERPRETED:  # nothing else has a sign, not even a GPU's NaN
+        bits &= _MAGNITUDE
     # Less than zero for what counts as zero; as unsigned then larger than everything else.
     above = bits - _SMALLEST_BITS
     largest = largest_of_groups(above)
@@ -251,8 +333,7 @@ def encode_groups(x, levels_ptr, noise, FORMAT: tl.constexpr):
     exponent = safe
     if FORMAT.expanded:
         smallest = smallest_of_groups(above.to(tl.uint32, bitcast=True))
-        smallest = smallest.to(tl.int32, bitcast=True)
-        span = tl.where(special, 0, largest - smallest)
+        span = tl.where(special, 0, largest - smallest.to(tl.int32, bitcast=True))
         if FORMAT.signed:
             codes, scale_bits, exponent = _signed_split(bits, safe, span, special, noise)
         else:
@@ -262,7 +343,6 @@ def encode_groups(x, levels_ptr, noise, FORMAT: tl.constexpr):
         scale_bits = (safe + STEP) & (-STEP - 1)
         codes = _level_codes(bits, scale_bits, levels_ptr, noise, FORMAT)
         codes = tl.where(special, 0, codes)
-    if FORMAT.signed:
-        codes |= (x.to(tl.int32, bitcast=True) >> 24) & tl.where(special, 0, 0x80)
+    codes = _with_signs(codes, x, special) if FORMAT.signed else codes.to(tl.uint8)
     stored = tl.where(zero, 0, tl.where(broken, 0x7FC0, scale_bits >> 16)).to(tl.uint16)
-    return codes.to(tl.uint8), stored, exponent.to(tl.uint8)
+    return codes, stored, exponent.to(tl.uint8)

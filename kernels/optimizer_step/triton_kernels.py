@@ -270,16 +270,17 @@ def optimizer_step_kernel(
     located = _locate(first_group, limit, length, row_groups, ALIGNED, AT_ONCE)
     ahead = _load_groups(pointers, located, FIRST, SECOND, TWO)
     for start in range(first_group, limit, AT_ONCE):
-        # The loads of the next groups come first, so that they are on their way meanwhile.
         p, g, m, v = ahead
-        located = _locate(start + AT_ONCE, limit, length, row_groups, ALIGNED, AT_ONCE)
-        ahead = _load_groups(pointers, located, FIRST, SECOND, TWO)
         group, offsets, mask, inside = _locate(
             start, limit, length, row_groups, ALIGNED, AT_ONCE
         )
         m = _decode_state(m, first_levels_ptr, FIRST)
         v = _decode_state(v, second_levels_ptr, SECOND) if TWO else m
         p, m, v = _update(p.to(tl.float32), g.to(tl.float32), m, v, s, RULE)
+        # The next groups are on their way while these are encoded. Not earlier: what was loaded
+        # for these is in registers until here, and would be moved to others.
+        located = _locate(start + AT_ONCE, limit, length, row_groups, ALIGNED, AT_ONCE)
+        ahead = _load_groups(pointers, located, FIRST, SECOND, TWO)
         word = group_noise(seed_a, seed_b, noise_group + group)
         if STOCHASTIC:
             p = round_stochastically(p, element_noise(word, 0, AT_ONCE))
