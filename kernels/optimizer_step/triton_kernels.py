@@ -131,15 +131,15 @@ def _state_pointers(table, INDEX: tl.constexpr, FORMAT: tl.constexpr, ALIGNMENT:
 
 
 @triton.jit
-def _load_state(pointers, group, offsets, mask, inside, FORMAT: tl.constexpr):
-    """Codes (or values), scale and exponent as they are stored; anything beyond the end."""
-    codes = tl.load(pointers[0] + offsets, mask)
+def _load_state(pointers, group, offsets, exists, FORMAT: tl.constexpr):
+    """Codes (or values), scale and exponent as they are stored."""
+    codes = tl.load(pointers[0] + offsets, exists)
     scale = group
     exponent = group
     if FORMAT.quantized:
-        scale = tl.load(pointers[1] + group, inside)
+        scale = tl.load(pointers[1] + group)
         if FORMAT.expanded:
-            exponent = tl.load(pointers[2] + group, inside)
+            exponent = tl.load(pointers[2] + group)
     return codes, scale, exponent
 
 
@@ -154,16 +154,14 @@ def _decode_state(stored, levels_ptr, FORMAT: tl.constexpr):
 @triton.jit
 def _encode_state(
     x,
-    mask,
+    exists,
     levels_ptr,
     word,
     STREAM: tl.constexpr,
     FORMAT: tl.constexpr,
-    ALIGNED: tl.constexpr,
 ):
     if FORMAT.quantized:
-        if not ALIGNED:
-            x = tl.where(mask, x, 0.0)
+        x = tl.where(exists, x, 0.0)
         noise = element_noise(word, STREAM, x.shape[1])
         stored = encode_groups(x, levels_ptr, noise, FORMAT)
     else:
@@ -182,42 +180,18 @@ def _store_state(stored, pointers, group, offsets, mask, inside, FORMAT: tl.cons
 
 
 @triton.jit
-def _locate(first, limit, length, row_groups, ALIGNED: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Groups of the lanes from ``first`` on, and which are below ``limit``; their elements.
-
-    Returns:
-        Groups and offsets of elements, which of the elements exist, and which of the groups.
-    """
-    group = first + groups_of_lanes(AT_ONCE)
+def _locate(group, length, row_groups, ALIGNED: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Offsets of the elements of groups, and which of them exist."""
     column = lane_columns(AT_ONCE)
     inner = inner_columns(AT_ONCE)
-    inside = group < limit
-    mask = inside
     if ALIGNED:
         offsets = group.to(tl.int64) * _GROUP + column + inner
+        exists = tl.full(group.shape, True, tl.int1)  # a constant: loads take no mask
     else:
         start = (group % row_groups).to(tl.int64) * _GROUP
         offsets = (group // row_groups).to(tl.int64) * length + start + column + inner
-        mask = column + inner < tl.where(inside, length - start, 0)
-    return group, offsets, mask, inside
-
-
-@triton.jit
-def _load_groups(
-    pointers,
-    located,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    TWO: tl.constexpr,
-):
-    """Parameter, gradient and stored states of a tile; anything where there is no element."""
-    p_ptr, g_ptr, m_ptrs, v_ptrs = pointers
-    group, offsets, mask, inside = located
-    m = _load_state(m_ptrs, group, offsets, mask, inside, FIRST)
-    v = m
-    if TWO:
-        v = _load_state(v_ptrs, group, offsets, mask, inside, SECOND)
-    return tl.load(p_ptr + offsets, mask), tl.load(g_ptr + offsets, mask), m, v
+        exists = column + inner < length - start
+    return offsets, exists
 
 
 @triton.jit
@@ -265,30 +239,30 @@ def optimizer_step_kernel(
     noise_group = tl.load(table + 12)
     seed = tl.load(table + 13)
     seed_a, seed_b = seed.to(tl.int32), (seed >> 32).to(tl.int32)
-    pointers = (p_ptr, g_ptr, m_ptrs, v_ptrs)
     limit = tl.minimum(first_group + GROUPS, num_groups)
-    located = _locate(first_group, limit, length, row_groups, ALIGNED, AT_ONCE)
-    ahead = _load_groups(pointers, located, FIRST, SECOND, TWO)
     for start in range(first_group, limit, AT_ONCE):
-        p, g, m, v = ahead
-        group, offsets, mask, inside = _locate(
-            start, limit, length, row_groups, ALIGNED, AT_ONCE
-        )
+        group = start + groups_of_lanes(AT_ONCE)
+        inside = group < limit
+        # After the last group the same one again, which is not stored twice.
+        group = tl.minimum(group, limit - 1)
+        offsets, exists = _locate(group, length, row_groups, ALIGNED, AT_ONCE)
+        mask = inside & exists
+        # All loads, so that they are on their way together.
+        m = _load_state(m_ptrs, group, offsets, exists, FIRST)
+        v = _load_state(v_ptrs, group, offsets, exists, SECOND) if TWO else m
+        p = tl.load(p_ptr + offsets, exists).to(tl.float32)
+        g = tl.load(g_ptr + offsets, exists).to(tl.float32)
         m = _decode_state(m, first_levels_ptr, FIRST)
         v = _decode_state(v, second_levels_ptr, SECOND) if TWO else m
-        p, m, v = _update(p.to(tl.float32), g.to(tl.float32), m, v, s, RULE)
-        # The next groups are on their way while these are encoded. Not earlier: what was loaded
-        # for these is in registers until here, and would be moved to others.
-        located = _locate(start + AT_ONCE, limit, length, row_groups, ALIGNED, AT_ONCE)
-        ahead = _load_groups(pointers, located, FIRST, SECOND, TWO)
+        p, m, v = _update(p, g, m, v, s, RULE)
         word = group_noise(seed_a, seed_b, noise_group + group)
         if STOCHASTIC:
             p = round_stochastically(p, element_noise(word, 0, AT_ONCE))
         else:
             p = round_output(p, P_DTYPE)
         tl.store(p_ptr + offsets, p, mask)
-        m = _encode_state(m, mask, first_levels_ptr, word, 1, FIRST, ALIGNED)
+        m = _encode_state(m, exists, first_levels_ptr, word, 1, FIRST)
         _store_state(m, m_ptrs, group, offsets, mask, inside, FIRST)
         if TWO:
-            v = _encode_state(v, mask, second_levels_ptr, word, 2, SECOND, ALIGNED)
+            v = _encode_state(v, exists, second_levels_ptr, word, 2, SECOND)
             _store_state(v, v_ptrs, group, offsets, mask, inside, SECOND)

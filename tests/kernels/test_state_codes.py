@@ -16,7 +16,14 @@ from lq_lightning.kernels.optimizer_step.reference_codes import (
     encode_groups,
     rounding_noise,
 )
-from lq_lightning.kernels.optimizer_step.triton_codes import encode_group
+from lq_lightning.kernels.optimizer_step.triton_codes import (
+    encode_groups as encode_groups_in_triton,
+)
+from lq_lightning.kernels.optimizer_step.triton_groups import (
+    groups_of_lanes,
+    inner_columns,
+    lane_columns,
+)
 
 QUANTIZED = [name for name in FORMATS if name != "float32"]
 CPU = torch.device("cpu")
@@ -183,26 +190,36 @@ def test_noise_depends_on_position_only() -> None:
 
 @triton.jit
 def encode_kernel(
-    x_ptr, noise_ptr, codes_ptr, scale_ptr, exponent_ptr, levels_ptr, FORMAT: tl.constexpr
+    x_ptr,
+    noise_ptr,
+    codes_ptr,
+    scale_ptr,
+    exponent_ptr,
+    levels_ptr,
+    FORMAT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    group = tl.program_id(0)
-    offsets = group * 128 + tl.arange(0, 128)
+    group = tl.program_id(0) * AT_ONCE + groups_of_lanes(AT_ONCE)
+    offsets = group * 128 + lane_columns(AT_ONCE) + inner_columns(AT_ONCE)
     x = tl.load(x_ptr + offsets)
     noise = tl.load(noise_ptr + offsets).to(tl.uint32)
-    codes, scale, exponent = encode_group(x, levels_ptr, noise, FORMAT)
+    codes, scale, exponent = encode_groups_in_triton(x, levels_ptr, noise, FORMAT)
     tl.store(codes_ptr + offsets, codes)
-    tl.store(scale_ptr + group, scale)
-    tl.store(exponent_ptr + group, exponent)
+    tl.store(scale_ptr + group, tl.broadcast_to(scale, group.shape))
+    tl.store(exponent_ptr + group, tl.broadcast_to(exponent, group.shape))
 
 
-def encode(x: Tensor, noise: Tensor, fmt: StateFormat) -> tuple[Tensor, Tensor, Tensor | None]:
+def encode(
+    x: Tensor, noise: Tensor, fmt: StateFormat, at_once: int = 4
+) -> tuple[Tensor, Tensor, Tensor | None]:
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale = torch.empty(len(x), dtype=torch.bfloat16, device=x.device)
     exponent = torch.empty(len(x), dtype=torch.uint8, device=x.device)
     levels = x if fmt.expanded else codebook(fmt, x.device)
-    encode_kernel[(len(x),)](
+    encode_kernel[(len(x) // at_once,)](
         *(x, noise, codes, scale.view(torch.uint16), exponent, levels),
         FORMAT=fmt,
+        AT_ONCE=at_once,
         num_warps=1,
         enable_fp_fusion=False,
     )
