@@ -17,7 +17,7 @@ from torch import Tensor
 from lq_lightning.kernels.message.launch import on_device
 from lq_lightning.kernels.message.reference import packed_seed_words
 
-from .formats import codebook
+from .formats import level_pairs
 from .prepared import ALIGNMENT, PreparedTensor
 from .triton_kernels import TABLE_WIDTH, optimizer_step_kernel
 
@@ -125,7 +125,7 @@ def launch_optimizer_step(
         programs = _programs(groups, per_program, kind.device)
         first, second = kind.formats[0], kind.formats[-1]
         books = [
-            codebook(fmt, kind.device) if fmt.quantized and not fmt.expanded else table
+            level_pairs(fmt, kind.device) if fmt.spacing == "dynamic" else table
             for fmt in (first, second)
         ]
         with on_device(grads[chosen[0]]):

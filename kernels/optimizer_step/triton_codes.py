@@ -16,12 +16,14 @@ import triton
 import triton.language as tl
 
 from .formats import (
+    E4M3_MAX,
     LARGEST_SCALE_BITS,
     LEAST_MANTISSA_BITS,
     MOST_MANTISSA_BITS,
     SIGNED_CODES,
     SMALLEST_BITS,
     UNSIGNED_CODES,
+    reciprocal_parts,
     widest_spans,
 )
 from .reference_codes import LEAST_NOISE
@@ -38,8 +40,15 @@ _WIDEST_SPANS = tl.constexpr(widest_spans())
 _LEAST_SHIFT = tl.constexpr(23 - MOST_MANTISSA_BITS)
 _MOST_SHIFT = tl.constexpr(23 - LEAST_MANTISSA_BITS)
 _LEAST_NOISE = tl.constexpr(LEAST_NOISE)
-# Of the dynamic map: log10(2), and the binary logarithm of what turns |x| / scale of decade 0 into
-# parts of a decade, without signs and with, and how much it falls from one decade to the next.
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_OVER_E4M3_MAX = tl.constexpr(reciprocal_parts(E4M3_MAX * 2.0**-120))
+_OVER_127 = tl.constexpr(reciprocal_parts(127.0))
+_OVER_255 = tl.constexpr(reciprocal_parts(255.0))
+# Adding it rounds an fp32 of small magnitude to an integer, which is then in the low bits.
+_ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23
+_ROUNDER_BITS = tl.constexpr(0x4B400000)
+# Of the dynamic map: log10(2); the binary logarithm of what turns |x| / scale of decade 0 into
+# parts of a decade, and how much it falls from one decade to the next.
 _LOG10_2 = tl.constexpr(math.log10(2.0))
 _LOWEST_DECADE = tl.constexpr(6 * math.log2(10.0) - math.log2(0.9))
 _NEXT_DECADE = tl.constexpr(1.0 - math.log2(10.0))
@@ -71,22 +80,34 @@ def _exp2(x):
 
 
 @triton.jit
-def _level(levels_ptr, index):
-    # not `tl.load`, for which the elements would move to other threads
+def _quotient(x, DIVISOR: tl.constexpr, RECIPROCAL: tl.constexpr):
+    """``x / DIVISOR``, correctly rounded for the levels of int8 and E4M3."""
     if _INTERPRETED:
-        level = tl.load(levels_ptr + index)
+        y = tl.div_rn(x, DIVISOR)
     else:
+        y = tl.fma(x, RECIPROCAL[0], x * RECIPROCAL[1])
+    return y
+
+
+@triton.jit
+def _level(number, levels_ptr, FORMAT: tl.constexpr):
+    """The level of that number, in units of the scale; ``formats.codebook``."""
+    if FORMAT.spacing == "floating":
+        # Three mantissa bits make of the number the bits of a float with E4M3's exponents.
+        small = (number << 20).to(tl.float32, bitcast=True)
+        level = _quotient(small, _E4M3_MAX * 2.0**-120, _OVER_E4M3_MAX)
+    elif FORMAT.spacing == "linear":
+        LARGEST: tl.constexpr = FORMAT.num_levels - 1
+        RECIPROCAL: tl.constexpr = _OVER_127 if FORMAT.signed else _OVER_255
+        level = _quotient(number.to(tl.float32), LARGEST * 1.0, RECIPROCAL)
+    elif _INTERPRETED:
+        level = tl.load(levels_ptr + 2 * number)
+    else:
+        # not `tl.load`, for which the elements would move to other threads
         level = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 i;
-            .reg .u64 a;
-            shl.b32 i, $1, 2;
-            cvt.u64.u32 a, i;
-            add.u64 a, a, $2;
-            ld.global.nc.f32 $0, [a];
-            }""",
+            "{ .reg .u64 a; mad.wide.u32 a, $1, 8, $2; ld.global.nc.f32 $0, [a]; }",
             "=f,r,l",
-            [index, levels_ptr.to(tl.int64)],
+            [number, levels_ptr.to(tl.int64)],
             dtype=tl.float32,
             is_pure=True,
             pack=1,
@@ -95,24 +116,19 @@ def _level(levels_ptr, index):
 
 
 @triton.jit
-def _two_levels(levels_ptr, index):
-    """A level and the next one."""
-    if _INTERPRETED:
-        low = tl.load(levels_ptr + index)
-        high = tl.load(levels_ptr + index + 1)
+def _two_levels(number, levels_ptr, FORMAT: tl.constexpr):
+    """The level of that number and the next one."""
+    if FORMAT.spacing != "dynamic":
+        low = _level(number, levels_ptr, FORMAT)
+        high = _level(number + 1, levels_ptr, FORMAT)
+    elif _INTERPRETED:
+        low = tl.load(levels_ptr + 2 * number)
+        high = tl.load(levels_ptr + 2 * number + 1)
     else:
         low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 i;
-            .reg .u64 a;
-            shl.b32 i, $2, 2;
-            cvt.u64.u32 a, i;
-            add.u64 a, a, $3;
-            ld.global.nc.f32 $0, [a];
-            ld.global.nc.f32 $1, [a+4];
-            }""",
+            "{ .reg .u64 a; mad.wide.u32 a, $2, 8, $3; ld.global.nc.v2.f32 {$0, $1}, [a]; }",
             "=f,=f,r,l",
-            [index, levels_ptr.to(tl.int64)],
+            [number, levels_ptr.to(tl.int64)],
             dtype=(tl.float32, tl.float32),
             is_pure=True,
             pack=1,
@@ -166,22 +182,24 @@ def decode_groups(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
     """Values of a tile; ``reference_codes.decode_groups``."""
     base_bits = (scale.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.int32, bitcast=True)
     base = base_bits.to(tl.float32, bitcast=True)
-    if not FORMAT.expanded:
-        values = _level(levels_ptr, codes.to(tl.int32)) * base
+    if FORMAT.signed:
+        number, sign = _numbers_and_signs(codes)
     else:
+        number = codes.to(tl.int32)
+    if FORMAT.expanded:
         # 1 << (23 - exponent), written so that a product with it stays one instruction
         unit = 0x800000 >> exponent.to(tl.int32)
         if FORMAT.signed:
-            number, sign = _numbers_and_signs(codes)
-            bits = number * unit + base_bits
-            values = bits.to(tl.float32, bitcast=True) - base
-            bits = values.to(tl.int32, bitcast=True) ^ (sign & -0x80000000)
-            values = bits.to(tl.float32, bitcast=True)
+            values = (number * unit + base_bits).to(tl.float32, bitcast=True) - base
         else:
-            number = codes.to(tl.int32)
             bits = number * unit + (base_bits - _UNSIGNED_CODES * unit)
             # NaN where the group was not finite: its codes are zero
             values = tl.where(number == 0, base * 0.0, bits.to(tl.float32, bitcast=True))
+    else:
+        values = _level(number, levels_ptr, FORMAT) * base
+    if FORMAT.signed:
+        bits = values.to(tl.int32, bitcast=True) ^ (sign & -0x80000000)
+        values = bits.to(tl.float32, bitcast=True)
     return values
 
 
@@ -245,24 +263,30 @@ def _unsigned_split(bits, largest, span, special, noise):
 
 @triton.jit
 def _level_below(ratio, FORMAT: tl.constexpr):
-    """Number of the level at or below ``ratio``, or next to that; anything for NaN."""
+    """Number of the level at or below ``ratio``, or next to that; any number for NaN."""
+    LAST: tl.constexpr = FORMAT.num_levels - 2
     if FORMAT.spacing == "floating":
         # The bits of a number that has the exponents of E4M3.
-        number = (ratio * (448.0 * 2.0**-120)).to(tl.int32, bitcast=True) >> 20
-    elif FORMAT.spacing == "linear":
-        number = (ratio * (FORMAT.num_levels - 1.0)).to(tl.int32)
+        number = (ratio * (_E4M3_MAX * 2.0**-120)).to(tl.int32, bitcast=True) >> 20
+        number = tl.minimum(number, LAST)
     else:
-        # Decades d = 0 to 6, each cut in P = 2**d parts (twice as many without signs), at
-        # z = (ratio * 10**(6 - d) - 0.1) / 0.9 * P. Levels are at the middles of the parts; the
-        # number of a decade's first level is P, less one without signs.
-        WIDER: tl.constexpr = 0.0 if FORMAT.signed else 1.0
-        decade = tl.floor(_log2(ratio) * _LOG10_2 + 7.0)
-        decade = tl.minimum(tl.maximum(decade, 0.0), 6.0)
-        parts = (1 << decade.to(tl.int32)) * (1 if FORMAT.signed else 2)
-        z = ratio * _exp2(decade * _NEXT_DECADE + (_LOWEST_DECADE + WIDER))
-        z = tl.floor(z - parts.to(tl.float32) * (1.0 / 9.0) - 0.5)
-        number = parts + z.to(tl.int32) - (0 if FORMAT.signed else 1)
-    return tl.minimum(tl.maximum(number, 0), FORMAT.num_levels - 2)
+        if FORMAT.spacing == "linear":
+            z = ratio * (FORMAT.num_levels - 1.0) - 0.5
+        else:
+            # Decades d = 0 to 6, each cut in P = 2**d parts (twice as many without signs), at
+            # (ratio * 10**(6 - d) - 0.1) / 0.9 * P. Levels are at the middles of the parts; the
+            # number of a decade's first level is P, less one without signs. A ratio just above a
+            # power of ten may count for the decade below: the level below it is the same.
+            WIDER: tl.constexpr = 0 if FORMAT.signed else 1
+            decade = tl.fma(_log2(tl.maximum(ratio, 2.0**-23)), _LOG10_2, 6.499) + _ROUNDER
+            parts = (decade.to(tl.int32, bitcast=True) << 23) + ((127 + WIDER) << 23)
+            decade = tl.fma(decade - _ROUNDER, _NEXT_DECADE, _LOWEST_DECADE + WIDER)
+            z = tl.fma(parts.to(tl.float32, bitcast=True), 8.0 / 9.0, -1.0 - WIDER)
+            z = tl.fma(ratio, _exp2(decade), z)
+        # Rounded half a level below what is meant, which never ends below zero.
+        z = tl.minimum(z, LAST) + _ROUNDER
+        number = z.to(tl.int32, bitcast=True) - _ROUNDER_BITS
+    return number
 
 
 @triton.jit
@@ -274,7 +298,7 @@ def _level_codes(bits, scale_bits, levels_ptr, noise, FORMAT: tl.constexpr):
     if FORMAT.signed:
         size = bits.to(tl.float32, bitcast=True)
         number = _level_below(size * _approximate_reciprocal(scale), FORMAT)
-        low, high = _two_levels(levels_ptr, number)
+        low, high = _two_levels(number, levels_ptr, FORMAT)
         low = low * scale
         chance = tl.maximum(chance, tl.where(number == 0, 0.5, _LEAST_NOISE))
         upper = chance * (high * scale - low) < size - low
@@ -283,7 +307,7 @@ def _level_codes(bits, scale_bits, levels_ptr, noise, FORMAT: tl.constexpr):
         # The scale is a power of two: exact.
         ratio = size * (0x7F000000 - scale_bits).to(tl.float32, bitcast=True)
         number = _level_below(ratio, FORMAT)
-        low, high = _two_levels(levels_ptr, number)
+        low, high = _two_levels(number, levels_ptr, FORMAT)
         chance = tl.maximum(chance, _LEAST_NOISE)
         upper = chance * ((high - low) * (ratio + low)) < (ratio - low) * (high + low)
         upper = tl.where(number == 0, size > 0.0, upper)

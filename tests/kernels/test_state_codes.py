@@ -10,7 +10,7 @@ from lq_testing.interpreter import skip_old_interpreter
 from torch import Tensor
 
 from lq_lightning.kernels.optimizer_step import FORMATS, StateFormat, state_format
-from lq_lightning.kernels.optimizer_step.formats import GROUP_SIZE, codebook
+from lq_lightning.kernels.optimizer_step.formats import GROUP_SIZE, level_pairs
 from lq_lightning.kernels.optimizer_step.reference_codes import (
     decode_groups,
     encode_groups,
@@ -215,7 +215,7 @@ def encode(
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale = torch.empty(len(x), dtype=torch.bfloat16, device=x.device)
     exponent = torch.empty(len(x), dtype=torch.uint8, device=x.device)
-    levels = x if fmt.expanded else codebook(fmt, x.device)
+    levels = level_pairs(fmt, x.device) if fmt.spacing == "dynamic" else x
     encode_kernel[(len(x) // at_once,)](
         *(x, noise, codes, scale.view(torch.uint16), exponent, levels),
         FORMAT=fmt,
