@@ -98,7 +98,7 @@ def launch_optimizer_step(
 
     Args as for ``optimizer_step``, which has checked them, but for the last ones:
         per_program: groups that a program works on.
-        at_once: how many of them at a time.
+        at_once: how many of them at a time, a power of two up to 32.
     """
     if per_program % at_once:
         raise ValueError(f"{per_program=} must be a multiple of {at_once=}.")

@@ -1,4 +1,4 @@
-"""Noise and codes of a group of values in Triton, bit-identical to ``reference_codes.py``.
+"""Codes of groups of values in Triton, bit-identical to ``reference_codes.py``.
 
 The codes of the split are integer arithmetic. In a codebook the level below a value is predicted:
 every spacing has a function that maps ``|x| / scale`` to the number of that level. It is computed
@@ -54,7 +54,7 @@ _LOWEST_DECADE = tl.constexpr(6 * math.log2(10.0) - math.log2(0.9))
 _NEXT_DECADE = tl.constexpr(1.0 - math.log2(10.0))
 
 
-# --- decoding -------------------------------------------------------------------------------------
+# --- levels of codebooks --------------------------------------------------------------------------
 
 
 @triton.jit
@@ -81,12 +81,8 @@ def _exp2(x):
 
 @triton.jit
 def _quotient(x, DIVISOR: tl.constexpr, RECIPROCAL: tl.constexpr):
-    """``x / DIVISOR``, correctly rounded for the levels of int8 and E4M3."""
-    if _INTERPRETED:
-        y = tl.div_rn(x, DIVISOR)
-    else:
-        y = tl.fma(x, RECIPROCAL[0], x * RECIPROCAL[1])
-    return y
+    """``x / DIVISOR``, correctly rounded for all levels of int8 and E4M3."""
+    return tl.div_rn(x, DIVISOR) if _INTERPRETED else tl.fma(x, RECIPROCAL[0], x * RECIPROCAL[1])
 
 
 @triton.jit
@@ -145,6 +141,9 @@ def _approximate_reciprocal(x):
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     return y
+
+
+# --- decoding -------------------------------------------------------------------------------------
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """How a program, which is one warp, holds groups of 128 elements; noise of their elements.
 
-A tile is ``[32 // AT_ONCE, AT_ONCE, AT_ONCE, 4]``: lane, group, part of a group and element. So many
-lanes share a group and own four consecutive elements of each of its parts. All tensors have that
-layout, whatever their dtype: every load of a lane is a vector of four, and lanes of a group are
-neighbours in memory. What is one number per group is ``[1, AT_ONCE, 1, 1]``: the more groups at
+A tile is ``[32 // AT_ONCE, AT_ONCE, AT_ONCE, 4]``: lane, group, part of a group and element. So
+many lanes share a group and own four consecutive elements of each of its parts. All tensors have
+that layout, whatever their dtype: every load of a lane is a vector of four, and lanes of a group
+are neighbours in memory. What is one number per group is ``[1, AT_ONCE, 1, 1]``: the more groups at
 once, the fewer lanes compute it for themselves, and the more elements they use it for.
 
 Triton spreads a tensor over the lanes of a warp dimension by dimension, after the one in which its

@@ -144,6 +144,24 @@ def _load_state(pointers, group, offsets, exists, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _widened(x):
+    """fp32 of fp32 or bf16."""
+    if x.dtype.is_bf16() and not _INTERPRETED:
+        # of two in a register, which the compiler would take apart first
+        y = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        y = x.to(tl.float32)
+    return y
+
+
+@triton.jit
 def _decode_state(stored, levels_ptr, FORMAT: tl.constexpr):
     values = stored[0]
     if FORMAT.quantized:
@@ -250,8 +268,8 @@ def optimizer_step_kernel(
         # All loads, so that they are on their way together.
         m = _load_state(m_ptrs, group, offsets, exists, FIRST)
         v = _load_state(v_ptrs, group, offsets, exists, SECOND) if TWO else m
-        p = tl.load(p_ptr + offsets, exists).to(tl.float32)
-        g = tl.load(g_ptr + offsets, exists).to(tl.float32)
+        p = _widened(tl.load(p_ptr + offsets, exists))
+        g = _widened(tl.load(g_ptr + offsets, exists))
         m = _decode_state(m, first_levels_ptr, FIRST)
         v = _decode_state(v, second_levels_ptr, SECOND) if TWO else m
         p, m, v = _update(p, g, m, v, s, RULE)

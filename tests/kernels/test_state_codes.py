@@ -10,7 +10,13 @@ from lq_testing.interpreter import skip_old_interpreter
 from torch import Tensor
 
 from lq_lightning.kernels.optimizer_step import FORMATS, StateFormat, state_format
-from lq_lightning.kernels.optimizer_step.formats import GROUP_SIZE, level_pairs
+from lq_lightning.kernels.optimizer_step.formats import (
+    E4M3_MAX,
+    GROUP_SIZE,
+    codebook,
+    level_pairs,
+    reciprocal_parts,
+)
 from lq_lightning.kernels.optimizer_step.reference_codes import (
     decode_groups,
     encode_groups,
@@ -186,6 +192,19 @@ def test_noise_depends_on_position_only() -> None:
 
 
 # --- Triton ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_levels_are_quotients(name: str, signed: bool) -> None:
+    """The kernel multiplies by both parts of a reciprocal and rounds once."""
+    fmt = state_format(name, signed)
+    levels = codebook(fmt, CPU)[: fmt.num_levels - (name == "fp8")]
+    number = torch.arange(len(levels), dtype=torch.int32)
+    x = (number << 20).view(torch.float32) if name == "fp8" else number.float()
+    divisor = E4M3_MAX * 2.0**-120 if name == "fp8" else fmt.num_levels - 1.0
+    rounded, rest = reciprocal_parts(divisor)
+    assert torch.equal((x.double() * rounded + (x * rest).double()).float(), levels)
 
 
 @triton.jit
