@@ -40,6 +40,8 @@ _WIDEST_SPANS = tl.constexpr(widest_spans())
 _LEAST_SHIFT = tl.constexpr(23 - MOST_MANTISSA_BITS)
 _MOST_SHIFT = tl.constexpr(23 - LEAST_MANTISSA_BITS)
 _LEAST_NOISE = tl.constexpr(LEAST_NOISE)
+# Below every level but zero, in units of the scale, and with a logarithm.
+_LEAST_RATIO = tl.constexpr(2.0**-23)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _OVER_E4M3_MAX = tl.constexpr(reciprocal_parts(E4M3_MAX * 2.0**-120))
 _OVER_127 = tl.constexpr(reciprocal_parts(127.0))
@@ -206,7 +208,7 @@ def decode_groups(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _signed_split(bits, largest, span, special, noise):
+def _signed_split(bits, largest, span, noise):
     """Codes without signs, scale bits and mantissa bits; ``reference_codes._signed_split``."""
     kept = tl.where(span <= _WIDEST_SPANS[0], 3, _LEAST_MANTISSA_BITS)
     kept = tl.where(span <= _WIDEST_SPANS[1], 4, kept)
@@ -220,7 +222,7 @@ def _signed_split(bits, largest, span, special, noise):
     shifted = bits.to(tl.float32, bitcast=True) + scale_bits.to(tl.float32, bitcast=True)
     rounding = (noise >> (kept + 9).to(tl.uint32)).to(tl.int32)
     codes = shifted.to(tl.int32, bitcast=True) - scale_bits + rounding
-    return codes >> tl.where(special, 31, shift), scale_bits, kept
+    return codes >> shift, scale_bits, kept
 
 
 @triton.jit
@@ -262,7 +264,7 @@ def _unsigned_split(bits, largest, span, special, noise):
 
 @triton.jit
 def _level_below(ratio, FORMAT: tl.constexpr):
-    """Number of the level at or below ``ratio``, or next to that; any number for NaN."""
+    """Number of the level at or below ``ratio``, which is at least 2**-23, or next to that."""
     LAST: tl.constexpr = FORMAT.num_levels - 2
     if FORMAT.spacing == "floating":
         # The bits of a number that has the exponents of E4M3.
@@ -277,7 +279,7 @@ def _level_below(ratio, FORMAT: tl.constexpr):
             # number of a decade's first level is P, less one without signs. A ratio just above a
             # power of ten may count for the decade below: the level below it is the same.
             WIDER: tl.constexpr = 0 if FORMAT.signed else 1
-            decade = tl.fma(_log2(tl.maximum(ratio, 2.0**-23)), _LOG10_2, 6.499) + _ROUNDER
+            decade = tl.fma(_log2(ratio), _LOG10_2, 6.499) + _ROUNDER
             parts = (decade.to(tl.int32, bitcast=True) << 23) + ((127 + WIDER) << 23)
             decade = tl.fma(decade - _ROUNDER, _NEXT_DECADE, _LOWEST_DECADE + WIDER)
             z = tl.fma(parts.to(tl.float32, bitcast=True), 8.0 / 9.0, -1.0 - WIDER)
@@ -289,36 +291,39 @@ def _level_below(ratio, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _level_codes(bits, scale_bits, levels_ptr, noise, FORMAT: tl.constexpr):
+def _level_codes(bits, scale_bits, special, levels_ptr, noise, FORMAT: tl.constexpr):
     """Codes without signs; ``reference_codes._level_codes``."""
     scale = scale_bits.to(tl.float32, bitcast=True)
+    size = bits.to(tl.float32, bitcast=True)
     chance = ((noise >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
     chance = tl.minimum(chance, 1.0 - _LEAST_NOISE)
     if FORMAT.signed:
-        size = bits.to(tl.float32, bitcast=True)
-        number = _level_below(size * _approximate_reciprocal(scale), FORMAT)
+        ratio = tl.maximum(size * _approximate_reciprocal(scale), _LEAST_RATIO)
+        number = _level_below(ratio, FORMAT)
         low, high = _two_levels(number, levels_ptr, FORMAT)
         low = low * scale
         chance = tl.maximum(chance, tl.where(number == 0, 0.5, _LEAST_NOISE))
-        upper = chance * (high * scale - low) < size - low
+        codes = number + (chance * (high * scale - low) < size - low).to(tl.int32)
     else:
-        size = tl.where(bits < _SMALLEST_BITS, 0, bits).to(tl.float32, bitcast=True)
-        # The scale is a power of two: exact.
+        # The scale is a power of two: exact. What is raised is still below the first level above
+        # zero, to which the comparison takes all that is not zero.
         ratio = size * (0x7F000000 - scale_bits).to(tl.float32, bitcast=True)
+        ratio = tl.maximum(ratio, _LEAST_RATIO)
         number = _level_below(ratio, FORMAT)
         low, high = _two_levels(number, levels_ptr, FORMAT)
         chance = tl.maximum(chance, _LEAST_NOISE)
         upper = chance * ((high - low) * (ratio + low)) < (ratio - low) * (high + low)
-        upper = tl.where(number == 0, size > 0.0, upper)
-    return number + upper.to(tl.int32)
+        zeros = tl.where(special, 0x7FFFFFFF, _SMALLEST_BITS - 1)
+        codes = tl.where(bits <= zeros, 0, number + upper.to(tl.int32))
+    return codes
 
 
 @triton.jit
 def _with_signs(codes, x, special):
-    """uint8 codes with the sign of ``x`` in bit 7, which is clear; without where ``special``."""
+    """uint8 codes with the sign of ``x`` in bit 7; 0 where ``special``."""
     if _INTERPRETED:
-        sign = (x.to(tl.int32, bitcast=True) >> 24) & tl.where(special, 0, 0x80)
-        joined = (codes | sign).to(tl.uint8)
+        sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+        joined = tl.where(special, 0, (codes & 0x7F) | sign).to(tl.uint8)
     else:  # four in a register
         joined = tl.inline_asm_elementwise(
             """{
@@ -329,10 +334,11 @@ def _with_signs(codes, x, special):
             prmt.b32 low, $5, $6, 0x0073;
             prmt.b32 high, $7, $8, 0x0073;
             prmt.b32 low, low, high, 0x5410;
-            lop3.b32 $0, codes, low, $9, 0xF8;  // codes | (low & $9)
+            lop3.b32 codes, codes, low, 0x80808080, 0xD8;  // from the second where the mask is 1
+            and.b32 $0, codes, $9;
             }""",
             "=r,r,r,r,r,r,r,r,r,r,r,r,r",
-            [codes, x.to(tl.int32, bitcast=True), tl.where(special, 0, -0x7F7F7F80)],
+            [codes, x.to(tl.int32, bitcast=True), tl.where(special, 0, -1)],
             dtype=tl.uint8,
             is_pure=True,
             pack=4,
@@ -358,14 +364,13 @@ def encode_groups(x, levels_ptr, noise, FORMAT: tl.constexpr):
         smallest = smallest_of_groups(above.to(tl.uint32, bitcast=True))
         span = tl.where(special, 0, largest - smallest.to(tl.int32, bitcast=True))
         if FORMAT.signed:
-            codes, scale_bits, exponent = _signed_split(bits, safe, span, special, noise)
+            codes, scale_bits, exponent = _signed_split(bits, safe, span, noise)
         else:
             codes, scale_bits, exponent = _unsigned_split(bits, safe, span, special, noise)
     else:
         STEP: tl.constexpr = 0xFFFF if FORMAT.signed else 0x7FFFFF
         scale_bits = (safe + STEP) & (-STEP - 1)
-        codes = _level_codes(bits, scale_bits, levels_ptr, noise, FORMAT)
-        codes = tl.where(special, 0, codes)
+        codes = _level_codes(bits, scale_bits, special, levels_ptr, noise, FORMAT)
     codes = _with_signs(codes, x, special) if FORMAT.signed else codes.to(tl.uint8)
     stored = tl.where(zero, 0, tl.where(broken, 0x7FC0, scale_bits >> 16)).to(tl.uint16)
     return codes, stored, exponent.to(tl.uint8)
