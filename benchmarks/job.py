@@ -168,6 +168,8 @@ class Job:
             if compile_blocks:  # FSDP2's hooks stay outside
                 block.forward = torch.compile(block.forward)
             fully_shard(block, **options, reshard_after_forward=not variant.keep_gathered)
+        # its gradient is the first and its weights are used last; backward needs them again at once
+        fully_shard(self.model.head, **options, reshard_after_forward=False)
         fully_shard(self.model, **options)
         if seed is None:
             self.model.to_empty(device=device)

@@ -12,8 +12,8 @@ from lq_lightning.foundation.streams import NetworkStages
 
 
 def test_a_transfer_waits_for_what_it_sends_and_not_for_work_on_what_was_received() -> None:
-    finished: list[tuple[Stream, dict[int, int]]] = []  # the stream that works, and what it has done
-    seen: list[int] = []  # how much of that a transfer has waited for
+    finished: list[tuple[Stream, dict[int, int]]] = []  # each with the clock of its stream then
+    seen: list[int] = []  # how many of them each transfer has waited for
     with recorded_streams() as recorder:
         stages, first = NetworkStages(), recorder.current
 
