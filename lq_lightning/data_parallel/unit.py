@@ -54,7 +54,7 @@ class DeferredReductions:
     def submit(
         self, messages: Tensor, exchange: Callable[[], Tensor], finish: Callable[[Tensor], None]
     ) -> None:
-        """Run ``exchange`` of the messages, and ``finish`` with what it received, beside backward."""
+        """Run ``exchange`` of messages, and ``finish`` with what it received, beside backward."""
         if self._backward != backward_id():
             self._backward = backward_id()
             after_backward(self.join)

@@ -119,7 +119,7 @@ def check_selector(units: UnitSelector) -> None:
     if not names or not all(isinstance(name, str) for name in units):
         raise TypeError(
             f"`units={units!r}` is not supported: give a list of class names such as ['Block'], or "
-            "of names of modules, or a function that takes a module and returns whether it is a unit."
+            "of names of modules, or a function of a module that returns whether it is a unit."
         )
 
 
