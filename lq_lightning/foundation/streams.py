@@ -156,7 +156,7 @@ class NetworkStages:
     """The second and third stage of a pipeline: a transfer, and work on what it received.
 
     Each has a CUDA stream of its own: a transfer starts when the one before it is done and what it
-    sends is there, whether or not what was received before has been worked on.
+    sends is there, even if nothing was done yet with what that one received.
     """
 
     def __init__(self) -> None:
