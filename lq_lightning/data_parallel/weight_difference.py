@@ -35,7 +35,7 @@ class Exchange(NamedTuple):
         slots: Their values ``[units, slots, n]``.
         own: This rank's slots of them, ``[units, n]``.
         layout: Layout of the messages.
-        messages: ``[units, N, nbytes]`` uint8: of the ranks with this local rank.
+        messages: ``[units, nbytes]`` uint8, of this rank.
         exact: This rank's main slots ``[units, n]``, if errors are measured.
     """
 
@@ -51,10 +51,10 @@ class WeightDifferenceAllGather(QuantizedAllGather):
     """All-gather of quantized weight differences (SDP4Bit §3.1, Algorithm 2).
 
     Every rank keeps a replica of the weights it computes with. After each optimizer step, each rank
-    encodes the difference between its main shard and its slot of the replica; all ranks, the owner
-    included, add the decoded differences (:meth:`start_exchange`, :meth:`finish_exchange`). Main
-    weights stay exact, so the next difference contains what this one lost. The gathers that FSDP2
-    asks for in forward and backward only read the replica.
+    encodes the difference between its main shard and its slot of the replica (``start_exchange``),
+    sends it (``send_exchange``), and all ranks, the owner included, add the decoded differences
+    (``finish_exchange``). Main weights stay exact, so the next difference contains what this one
+    lost. The gathers that FSDP2 asks for in forward and backward only read the replica.
 
     A gather refreshes the replica in full precision where it is not fresh: the first time, after
     :meth:`invalidate`, after an exchange that failed, and when ranks have agreed that something
@@ -172,18 +172,19 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         return True
 
     def start_exchange(self, others: Sequence[WeightDifferenceAllGather] = ()) -> Exchange | None:
-        """Encode how this rank's shards changed and send it to the other nodes.
+        """Encode how this rank's shards changed.
 
-        Call on every rank after an optimizer step, then :meth:`finish_exchange`, possibly on
-        another CUDA stream. The parameters must not be written before the former is done.
+        Call on every rank after an optimizer step, then :meth:`send_exchange` and
+        :meth:`finish_exchange`, possibly on other CUDA streams. The parameters must not be written
+        before this is done.
 
         Args:
             others: Further units, for which :meth:`exchanges_alike`; the messages are the same as
                 in exchanges of their own, but need one launch of a kernel and one collective.
 
         Returns:
-            What :meth:`finish_exchange` needs; None if there is nothing to send: all parameters are
-            frozen, or the next gather refreshes the replica anyway.
+            What the others need; None if there is nothing to send: all parameters are frozen, or
+            the next gather refreshes the replica anyway.
         """
         units = (self, *others)
         if not any(p.requires_grad and p.padded_shard_numel for p in self.params()):
@@ -203,16 +204,29 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         pack_shards([param for unit in units for param in unit.params()], main)
         measured = self._context.measure_errors and own.is_floating_point()
         exact = main.clone() if measured else None
-        messages = self._gather_between_nodes(self._encode(layout, main, reference))
+        messages = self._encode(layout, main, reference)
         replicas = tuple(unit.replica for unit in units)
         return Exchange(replicas, slots, reference, layout, messages, exact)
 
-    def finish_exchange(self, exchange: Exchange) -> None:
+    def send_exchange(self, exchange: Exchange) -> Tensor:
+        """Send the messages over the slowest network that there is, and nothing else.
+
+        Returns:
+            Those of all nodes, ``[units, N, nbytes]`` uint8, or of one node those of all its ranks,
+            ``[L, units, 1, nbytes]``, in memory of their own.
+        """
+        if self._context.topology.num_nodes > 1:
+            return self._gather_between_nodes(exchange.messages)
+        own = exchange.messages.unsqueeze(1)
+        return own.clone() if self.shared_by_node else self._gather_within_node(own)
+
+    def finish_exchange(self, exchange: Exchange, received: Tensor) -> None:
         """Pass the messages on inside the node and add the differences to the replicas."""
-        messages = exchange.messages.unsqueeze(0)
-        if not self.shared_by_node:
-            messages = self._gather_within_node(exchange.messages)
-        self._decode(exchange.layout, messages, exchange.slots, add=True)
+        if self.shared_by_node:
+            received = received.unsqueeze(0)
+        elif self._context.topology.num_nodes > 1:
+            received = self._gather_within_node(received)
+        self._decode(exchange.layout, received, exchange.slots, add=True)
         if exchange.exact is not None:
             streams.record_use(exchange.exact)
             for run in exchange.layout.runs:

@@ -103,14 +103,14 @@ def _train(model: TinyLM, optimizer: torch.optim.Optimizer, communication: Any, 
 
 def _fail_an_exchange(model: TinyLM, optimizer: torch.optim.Optimizer, communication: Any) -> None:
     """A user catches out of memory in the second unit's exchange, and writes to the weights."""
-    original, count = WeightDifferenceAllGather.start_exchange, itertools.count()
+    original, count = WeightDifferenceAllGather.send_exchange, itertools.count()
 
-    def fail(gather: WeightDifferenceAllGather, *others: Any) -> Any:
+    def fail(gather: WeightDifferenceAllGather, exchange: Any) -> Any:
         if next(count):
             raise MemoryError
-        return original(gather, *others)
+        return original(gather, exchange)
 
-    with replaced(WeightDifferenceAllGather, "start_exchange", fail), pytest.raises(MemoryError):
+    with replaced(WeightDifferenceAllGather, "send_exchange", fail), pytest.raises(MemoryError):
         optimizer.step()
     with torch.no_grad():
         for parameter in model.parameters():
