@@ -10,8 +10,8 @@ while what leaves the embeddings and what enters the LM head is quantized (``--s
 or what leaves every layer too (``layers``), in training and in evaluation. All variants of a seed
 have the same start, data and learning rates. "AQ-SGD" quantizes differences to the last epoch, so
 that its first epoch and its evaluation are in full precision. Bits of the reports are those on the
-wire, scales, minima and widths included; lines of 9 and more bits take 16. What runs share:
-``llama_study.py``.
+wire, scales, minima and widths included; lines of 9 and more bits take 16. With ``--val-every``
+reports also say how far the validation loss rose on its way. What runs share: ``llama_study.py``.
 """
 
 from __future__ import annotations
@@ -57,8 +57,13 @@ def quantizing(
     sites = sites_of(model, args.sites)
     quantization = quantization_of(variant, list(sites), training)
     losses: list[Tensor] = []
+    validations: list[float] = []
 
     def begin(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        # Weights are those after the step before. Forward passes of validation come here too.
+        due = args.val_every and training.step == args.val_every * len(validations)
+        if due and torch.is_grad_enabled():
+            validations.append(training.validate())
         quantization.before_forward(arguments[0])
 
     def end(_: nn.Module, arguments: tuple[Any, ...], loss: Tensor) -> None:
@@ -80,7 +85,10 @@ def quantizing(
     found |= quantization.found()
     parts = training.preset.batch // training.preset.micro_batch
     curve = mean_of_every(CURVE_EVERY * parts, losses)
-    found["details"] = found.get("details", {}) | {"losses": curve, "every": CURVE_EVERY}
+    details = {"losses": curve, "every": CURVE_EVERY}
+    if args.val_every:
+        details |= {"val_losses": validations, "val_every": args.val_every}
+    found["details"] = found.get("details", {}) | details
 
 
 def mean_of_every(count: int, losses: list[Tensor]) -> list[float]:
@@ -109,6 +117,9 @@ def main() -> int:
     parser.add_argument("--train", choices=("lora", "full"), default="lora")
     parser.add_argument("--rank", type=int, default=16, help="of LoRA (default: 16)")
     parser.add_argument("--alpha", type=float, default=16.0, help="of LoRA (default: 16)")
+    parser.add_argument(
+        "--val-every", type=int, default=0, help="validate before the first of so many steps too"
+    )
     args = read_arguments(STUDY, parser)
     args.also_reported = {"sites": args.sites, "train": args.train}
     if args.train == "lora":

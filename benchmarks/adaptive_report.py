@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from ablation_report import BASELINE, Outcome, Outcomes
 from common import table
@@ -17,6 +17,11 @@ HEADER = (
     *("to groups", "std error", "without codes", "training", "worst", "steps to target"),
 )
 SITE_HEADER = ("variant", "site", "mean bits", "deviation", "least", "most")
+STABILITY_HEADER = (
+    *("variant", "seeds", "before training", "lowest", "at the end"),
+    *("largest rise", "std error", "worst seed"),
+)
+_LINEAR_NATS = 0.02  # the scale of gaps is logarithmic beyond
 _BITS = re.compile(r"(?:qat \w+|aq_sgd|amaq) (\d)")
 
 
@@ -69,6 +74,15 @@ def training_excess(
 
 def _losses(run: Outcome) -> list[float]:
     return (run.details or {}).get("losses", [])
+
+
+def _validations(run: Outcome) -> list[float]:
+    before = (run.details or {}).get("val_losses", [])
+    return [*before, run.val_loss] if before else []
+
+
+def _mean_bits(run: Outcome) -> list[float]:
+    return (run.details or {}).get("mean_bits", [])
 
 
 def _mean(runs: Sequence[Outcome], number: Callable[[Outcome], float | None], form: str) -> str:
@@ -128,55 +142,112 @@ def site_rows(outcomes: Outcomes) -> list[list[str]]:
     return found
 
 
+def rise(losses: Sequence[float]) -> float:
+    """Return by how much a curve came to exceed the lowest loss before, at most; 0 if it falls."""
+    lows = itertools.accumulate(losses, min)
+    return max(loss - low for loss, low in zip(losses, lows, strict=True))
+
+
+def stability_rows(outcomes: Outcomes) -> list[list[str]]:
+    """Return the rows below :data:`STABILITY_HEADER`, of runs that were validated on their way.
+
+    Losses in nats, means over seeds; what a loss rose by in thousandths of a nat, with the standard
+    error over seeds, and that of the seed with the largest.
+    """
+    found = []
+    for name, runs in outcomes.items():
+        curves = [curve for run in runs if (curve := _validations(run))]
+        if not curves:
+            continue
+        rises = [rise(curve) for curve in curves]
+        losses = [[curve[0] for curve in curves], [*map(min, curves)], [c[-1] for c in curves]]
+        found.append(
+            [
+                name,
+                str(len(curves)),
+                *(f"{statistics.mean(values):.4f}" for values in losses),
+                *mean_and_error(rises),
+                f"{1e3 * max(rises):+.1f}",
+            ]
+        )
+    return found
+
+
+def tables(outcomes: Outcomes) -> list[tuple[Sequence[str], list[list[str]]]]:
+    """Return headers and rows of what the outcomes have."""
+    found: list[tuple[Sequence[str], list[list[str]]]] = [
+        (HEADER, rows(outcomes)),
+        (SITE_HEADER, site_rows(outcomes)),
+        (STABILITY_HEADER, stability_rows(outcomes)),
+    ]
+    return [(header, cells) for header, cells in found if cells]
+
+
 def summary(outcomes: Outcomes) -> str:
     """Lay out the outcomes for a terminal."""
-    sites = site_rows(outcomes)
-    tables = [table(rows(outcomes), HEADER), *([table(sites, SITE_HEADER)] if sites else [])]
-    return "\n\n".join(tables)
+    return "\n\n".join(table(cells, header) for header, cells in tables(outcomes))
 
 
 def draw_curves(outcomes: Outcomes, path: Path) -> None:
-    """Draw the gap of the training loss to full precision, and the mean bits, over steps.
+    """Draw gaps of the losses to full precision, and the mean bits, over steps.
+
+    Lines are means over seeds, and shaded is what lies between the seeds.
 
     Args:
-        outcomes: With full precision among them; curves are means over seeds.
+        outcomes: With full precision among them.
         path: Image to write; its ending chooses the format.
+
+    Raises:
+        ValueError: There is no full-precision run to compare with.
     """
+    if BASELINE not in outcomes:
+        raise ValueError(f"the figure compares with {BASELINE!r}, of which there is no run")
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), constrained_layout=True)
-    exact = {run.seed: _losses(run) for run in outcomes[BASELINE]}
-    for name, runs in outcomes.items():
-        gaps = [
-            [a - b for a, b in zip(_losses(run), exact[run.seed], strict=False)]
-            for run in runs
-            if run.seed in exact
-        ]
-        if name == BASELINE or not gaps:
-            continue
-        (line,) = left.plot(*_points(gaps, runs[0].details), label=name, linewidth=1.2)
-        bits = [
-            run.details["mean_bits"] for run in runs if run.details and "mean_bits" in run.details
-        ]
-        if bits:
-            right.plot(*_points(bits, runs[0].details), color=line.get_color(), linewidth=1.2)
-    left.axhline(0, color="0.4", linewidth=0.8)
-    left.set_ylabel("training loss above full precision (nats)")
-    left.legend(fontsize=7)
-    right.set_ylabel("mean bits")
-    for axes in (left, right):
+    panels: list[tuple[str, Callable[[Outcome], list[float]], str, bool]] = [
+        ("training loss above full precision (nats)", _losses, "every", True),
+        ("validation loss above full precision (nats)", _validations, "val_every", True),
+        ("mean bits", _mean_bits, "every", False),
+    ]
+    panels = [p for p in panels if any(p[1](run) for runs in outcomes.values() for run in runs)]
+    figure, drawn = plt.subplots(
+        1, len(panels), figsize=(5 * len(panels), 4.5), constrained_layout=True, squeeze=False
+    )
+    names = [name for name in outcomes if name != BASELINE]
+    for axes, (label, curve_of, every, is_gap) in zip(drawn[0], panels, strict=True):
+        exact = {run.seed: curve_of(run) for run in outcomes[BASELINE]}
+        for color, name in enumerate(names):
+            curves = [
+                _less(curve, exact[run.seed]) if is_gap else curve
+                for run in outcomes[name]
+                if (curve := curve_of(run)) and run.seed in exact
+            ]
+            if not curves:
+                continue
+            at_once = list(zip(*curves, strict=True))
+            first = 0 if curve_of is _validations else 1
+            interval = (outcomes[name][0].details or {})[every]
+            steps = [interval * (first + index) for index in range(len(at_once))]
+            means = [statistics.mean(values) for values in at_once]
+            axes.plot(steps, means, color=f"C{color}", linewidth=1.2, label=name)
+            axes.fill_between(
+                *(steps, [*map(min, at_once)], [*map(max, at_once)]),
+                **{"color": f"C{color}", "alpha": 0.15, "linewidth": 0},
+            )
+        if is_gap:
+            axes.axhline(0, color="0.4", linewidth=0.8)
+            axes.set_yscale("symlog", linthresh=_LINEAR_NATS)
+        axes.set_ylabel(label)
         axes.set_xlabel("optimizer step")
+    drawn[0, 0].legend(fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    metadata = {"Date": None} if path.suffix == ".svg" else {}
+    figure.savefig(path, dpi=110, metadata=metadata)
     plt.close(figure)
 
 
-def _points(
-    curves: Sequence[Sequence[float]], details: dict[str, Any] | None
-) -> tuple[list[int], list[float]]:
-    means = [statistics.mean(values) for values in zip(*curves, strict=True)]
-    every = (details or {})["every"]
-    return [every * index for index in range(1, len(means) + 1)], means
+def _less(curve: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(curve, other, strict=True)]

@@ -85,6 +85,7 @@ def learned_widths(bits: int) -> dict[str, Variant]:
         **{f" rate {rate:g}": {"learning_rate": rate} for rate in RATES},
         " fast": FAST,
         " fitted": FAST | {"ranges": "fitted"},
+        " fitted in time": FAST | {"ranges": "fitted", "reach_in_steps": 60},
     }
     found = {
         f"amaq {bits}{name}": Variant(adaptive=replace(preset, **of))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -208,7 +208,8 @@ def hadamard(values_RN: Tensor, order: int) -> Tensor:
     return (values_RN.unflatten(1, (-1, order)) @ matrix).flatten(1)
 
 
-def normal_levels(bits: int, iterations: int = 400) -> tuple[float, ...]:
+@cache
+def normal_levels(bits: int) -> tuple[float, ...]:
     """Return the levels that lose least of a normal value (Lloyd, Max), scaled to 1.
 
     Symmetric without a level at zero. Scaled to the largest magnitude of a group they lose more
@@ -217,7 +218,7 @@ def normal_levels(bits: int, iterations: int = 400) -> tuple[float, ...]:
     grid = torch.linspace(-5, 5, 20001, dtype=torch.float64)
     density = torch.exp(-grid.square() / 2)
     levels = torch.linspace(-2.5, 2.5, 2**bits, dtype=torch.float64)
-    for _ in range(iterations):
+    for _ in range(400):
         cell = torch.bucketize(grid, (levels[1:] + levels[:-1]) / 2)
         mass = torch.zeros_like(levels).index_add_(0, cell, density)
         moment = torch.zeros_like(levels).index_add_(0, cell, density * grid)

@@ -137,9 +137,9 @@ def nine_bits(size: int, hadamard: bool) -> Quantizer:
     return quantize
 
 
-def _hadamard(x: Tensor, size: int = 128) -> Tensor:
+def _hadamard(x: Tensor) -> Tensor:
+    size, distance = 128, 1
     y = _grouped(x, size)
-    distance = 1
     while distance < size:
         pairs = y.view(-1, size // (2 * distance), 2, distance)
         y = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2)

@@ -80,7 +80,7 @@ def parse_case(text: str) -> tuple[str, Shape]:
 WEIGHT_SEED = 20_261_122
 
 
-def make_layer(shape: Shape, device: torch.device, seed: int = WEIGHT_SEED) -> nn.Module:
+def make_layer(shape: Shape, device: torch.device) -> nn.Module:
     """Return a layer in bf16, with the same weights each time."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -94,7 +94,7 @@ def make_layer(shape: Shape, device: torch.device, seed: int = WEIGHT_SEED) -> n
     )
     with torch.device(device):
         layer = LlamaDecoderLayer(config, layer_idx=0).to(torch.bfloat16)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(WEIGHT_SEED)
     with torch.no_grad():
         for parameter in layer.parameters():
             if parameter.ndim > 1:

@@ -34,7 +34,7 @@ from ablation_report import (
 )
 from corpus import tokens_folder
 from llama import PRESETS, Preset
-from llama_training import CURVE_STEPS, Training, validate
+from llama_training import CURVE_STEPS, Training
 from torch import Tensor
 
 SIZES = ("steps", "batch", "micro_batch", "val_blocks")
@@ -177,7 +177,7 @@ def train(
         timed_from, timed_step = _synchronize(device), training.step
         tail = training.run(preset.steps - training.step)
         end = _synchronize(device)
-        val_loss = validate(training.model, data.val, preset)
+        val_loss = training.validate()
     losses, norms = (one + other for one, other in zip(head, tail, strict=True))
     steps = preset.steps - timed_step
     cuda = device.type == "cuda"
@@ -189,7 +189,7 @@ def train(
         grad_norms=_curve(norms, first),
         tokens_per_s=steps * preset.batch * preset.seq / (end - timed_from) if steps else None,
         peak_gib=torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None,
-        exact_val_loss=validate(training.model, data.val, preset) if study.val_exact else None,
+        exact_val_loss=training.validate() if study.val_exact else None,
         **found,
     )
     return outcome, training

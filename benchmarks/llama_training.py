@@ -32,7 +32,7 @@ class Training:
         torch.manual_seed(seed)
         with data.train.device:
             self.model = LanguageModel(preset, data.vocab)
-        self.preset, self.seed, self.step = preset, seed, 0
+        self.preset, self.seed, self.step, self.val = preset, seed, 0, data.val
         self._start_optimizer(list(self.model.parameters()))
         self.rows = batches(data.train, preset.batch, seed)
 
@@ -43,6 +43,10 @@ class Training:
         for weight in weights:
             weight.requires_grad_(True)
         self._start_optimizer(weights)
+
+    def validate(self) -> float:
+        """Return the mean loss over the validation blocks of the preset."""
+        return validate(self.model, self.val, self.preset)
 
     def _start_optimizer(self, weights: Sequence[nn.Parameter]) -> None:
         self.weights = MasterWeights(weights, getattr(torch, self.preset.dtype))

@@ -39,6 +39,7 @@ from torch import Tensor
 
 MEASURES = ("gradient", "worst", "weights", "moved", "apart", "chance")
 GROUP = 128
+WINDOW = 10  # steps that losses are averaged over
 HEADER = ("phase", "tensors", *(f"{name} {kind}" for name in MEASURES for kind in ("tail", "rest")))
 _INDEX = re.compile(r"\.\d+\.")
 
@@ -150,13 +151,13 @@ def _mean(values: Tensor) -> str:
     return f"{float(values.mean()):.4f}" if len(values) else "-"
 
 
-def departures(found: dict[str, Tensor], seeds: list[int], window: int = 10) -> list[list[str]]:
+def departures(found: dict[str, Tensor], seeds: list[int]) -> list[list[str]]:
     """Return for each seed where its training loss leaves that of full precision, and its ends.
 
-    The first step after which the means over ``window`` steps stay above those of both runs in full
+    The first step after which the means over ``WINDOW`` steps stay above those of both runs in full
     precision; ``-`` if the last does not.
     """
-    means = found["loss"].unfold(0, min(window, len(found["loss"])), 1).mean(-1)  # [steps, 3, S]
+    means = found["loss"].unfold(0, min(WINDOW, len(found["loss"])), 1).mean(-1)  # [steps, 3, S]
     above = means[:, 2] > means[:, :2].amax(dim=1)
     lines = []
     for row, seed in enumerate(seeds):

@@ -201,10 +201,10 @@ def run_kernels(arguments: argparse.Namespace) -> int:
 # --- on a CPU -------------------------------------------------------------------------------------
 
 
-def _time(call: Callable[[], Any], repeats: int = 20) -> tuple[float, Any]:
+def _time(call: Callable[[], Any]) -> tuple[float, Any]:
     """Return the median of the milliseconds that a call takes, and its result."""
     times, result = [], call()
-    for _ in range(repeats):
+    for _ in range(20):
         start = time.perf_counter()
         result = call()
         times.append(time.perf_counter() - start)

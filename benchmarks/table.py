@@ -162,9 +162,7 @@ def table_of_losses(report: Report) -> str:
         return "\n".join([*tables, *([markdown(header, errors)] if errors else [])])
     if report["benchmark"] == "adaptive_bits":
         outcomes = to_outcomes(report["results"], [BASELINE])
-        tables = [markdown(adaptive_report.HEADER, adaptive_report.rows(outcomes))]
-        tables.append(markdown(adaptive_report.SITE_HEADER, adaptive_report.site_rows(outcomes)))
-        return "\n".join(tables)
+        return "\n".join(markdown(*each) for each in adaptive_report.tables(outcomes))
     if report["benchmark"] == "alternatives":
         return "\n".join(markdown(*each) for each in alternatives_report.tables(report["results"]))
     if report["benchmark"] == "loss_study":

@@ -190,7 +190,7 @@ def run_kernels(arguments: argparse.Namespace) -> int:
 # --- codecs on a CPU ------------------------------------------------------------------------------
 
 
-def measure_codec(name: str, kind: str, x: Tensor, repeats: int = 30) -> dict[str, Any]:
+def measure_codec(name: str, kind: str, x: Tensor) -> dict[str, Any]:
     """Time both ways of a codec of boundaries."""
     codec = make_boundary_codec(
         TAHQuantization(allocation="tile") if name == "tah by tile" else name
@@ -198,7 +198,7 @@ def measure_codec(name: str, kind: str, x: Tensor, repeats: int = 30) -> dict[st
     message = Message(boundary=0, backward=False, microbatch=0)
     encode, decode = [], []
     payload = codec.encode(x, message)
-    for _ in range(repeats):
+    for _ in range(30):
         start = time.perf_counter()
         payload = codec.encode(x, message)
         middle = time.perf_counter()

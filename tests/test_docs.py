@@ -15,7 +15,9 @@ import re
 import subprocess
 import sys
 import warnings
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -131,9 +133,20 @@ def _numbers(text: str) -> list[str]:
     return [word.rstrip("x%") for word in words if re.fullmatch(r"[-+]?\d+(\.\d+)?[x%]?", word)]
 
 
+@cache
+def _table() -> ModuleType:
+    """Import the table printer; nothing else finds the modules beside it."""
+    with pytest.MonkeyPatch.context() as context:
+        context.syspath_prepend(str(BENCHMARKS))
+        table = importlib.import_module("table")
+    for path in BENCHMARKS.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+    return table
+
+
 def _printed(reports: list[str]) -> set[float]:
     """Return what the table printer says of some reports, each alone and all together."""
-    table = importlib.import_module("table")
+    table = _table()
     paths = [BENCHMARKS / "results" / report.split(":")[0] for report in reports]
     columns = reports[0].partition(":")[2]
     texts = [table.show([path]) for path in paths]
@@ -151,15 +164,8 @@ def _tables_of_reports() -> list[Any]:
 
 
 @pytest.mark.parametrize(("reports", "table"), _tables_of_reports())
-def test_numbers_are_those_of_the_reports(
-    monkeypatch: pytest.MonkeyPatch, reports: list[str], table: str
-) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    try:
-        printed = _printed(reports)
-    finally:
-        for path in BENCHMARKS.glob("*.py"):
-            sys.modules.pop(path.stem, None)
+def test_numbers_are_those_of_the_reports(reports: list[str], table: str) -> None:
+    printed = _printed(reports)
     wrong = []
     for line in table.splitlines()[2:]:
         for cell in line.split("|")[2:]:

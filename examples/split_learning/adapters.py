@@ -44,14 +44,20 @@ def add_adapters(model: nn.Module, settings: SplitSettings) -> Any:
         target_modules=list(settings.targets),
     )
     targets = f"`--targets {','.join(settings.targets)}`"
+    trunk = getattr(model, model.base_model_prefix)
+    linear = sorted({n.rpartition(".")[2] for n, m in trunk.named_modules() if _is_linear(m)})
     try:
         adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
     except ValueError as error:
-        trunk = getattr(model, model.base_model_prefix)
-        linear = sorted({n.rpartition(".")[2] for n, m in trunk.named_modules() if _is_linear(m)})
         raise OptionError(
             f"{targets} names nothing that LoRA can adapt. This model has {', '.join(linear)}."
         ) from error
+    # peft is content with one name that it finds.
+    found = {f".{name.partition('.lora_')[0]}" for name in adapter_shapes(adapted)}
+    if idle := [t for t in settings.targets if not any(n.endswith(f".{t}") for n in found)]:
+        raise OptionError(
+            f"{targets}: LoRA finds no '{idle[0]}'. This model has {', '.join(linear)}."
+        )
     prefix = f"base_model.model.{model.base_model_prefix}."
     outside = [name for name in adapter_shapes(adapted) if not name.startswith(prefix)]
     if outside:

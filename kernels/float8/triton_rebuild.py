@@ -146,8 +146,8 @@ def _prepare(
     fmt: MessageFormat,
     rows: int,
     out: Tensor,
-    tile: RebuildTile | None,
     *,
+    tile: RebuildTile | None = None,
     norm: str = "",
     activation: str = "",
     up: bool = False,
@@ -207,7 +207,7 @@ def launch_dequantize(
     ``tile`` overrides the choice from the table; it changes the speed, not the bits. Returns what
     does the same with other tensors alike.
     """
-    prepared = _prepare(message, fmt, rows, out, tile)
+    prepared = _prepare(message, fmt, rows, out, tile=tile)
 
     def launch(message: Tensor, scale: Tensor, out: Tensor) -> None:
         prepared(message.contiguous(), None, None, None, None, scale, out)
@@ -225,12 +225,10 @@ def launch_norm_dequantize(
     fmt: MessageFormat,
     scale: Tensor,
     out: Tensor,
-    *,
-    tile: RebuildTile | None = None,
 ) -> Callable[..., None]:
     """Launch the kernel; arguments as the operator's, otherwise as ``launch_dequantize``."""
     prepared = _prepare(
-        *(message, fmt, stats.shape[0], out, tile),
+        *(message, fmt, stats.shape[0], out),
         norm=kind,
         weight=weight is not None,
         bias=bias is not None,
@@ -258,12 +256,10 @@ def launch_activation_dequantize(
     fmt: MessageFormat,
     scale: Tensor,
     out: Tensor,
-    *,
-    tile: RebuildTile | None = None,
 ) -> Callable[..., None]:
     """Launch the kernel; arguments as the operator's, otherwise as ``launch_dequantize``."""
     gated = up is not None
-    prepared = _prepare(message, fmt, rows, out, tile, activation=activation, up=gated)
+    prepared = _prepare(message, fmt, rows, out, activation=activation, up=gated)
 
     def launch(message: Tensor, up: Tensor | None, scale: Tensor, out: Tensor) -> None:
         up = None if up is None else up.contiguous()

@@ -157,7 +157,7 @@ def launch_mixed_quantize(
         factors = launch_scaling(x, rows, fitted, out, layout)
         launch_pack(x, rows, factors, layout, fitted, out, tile)
         if rounded is not None:
-            _launch_round(x, rows, factors, fitted, rounded, ROUND_TRIP_TILE)
+            _launch_round(x, rows, factors, fitted, rounded)
 
 
 def launch_pack(
@@ -220,22 +220,19 @@ def launch_mixed_dequantize(
         )
 
 
-def launch_mixed_round_trip(
-    x: Tensor, rows: Tensor, fitted: bool, out: Tensor, tile: Tile = ROUND_TRIP_TILE
-) -> None:
+def launch_mixed_round_trip(x: Tensor, rows: Tensor, fitted: bool, out: Tensor) -> None:
     """Round values as a message does; arguments as for ``reference.round_trip``."""
     if x.shape[0] == 0:
         return
     with on_device(x):
         factors = launch_scaling(x, rows, fitted, rows, None)
-        _launch_round(x, rows, factors, fitted, out, tile)
+        _launch_round(x, rows, factors, fitted, out)
 
 
-def _launch_round(
-    x: Tensor, rows: Tensor, factors: Tensor, fitted: bool, out: Tensor, tile: Tile
-) -> None:
+def _launch_round(x: Tensor, rows: Tensor, factors: Tensor, fitted: bool, out: Tensor) -> None:
     """Write what arrives of values that ``launch_scaling`` has the factors of."""
     tokens, lines = x.shape
+    tile = ROUND_TRIP_TILE
     grid = triton.cdiv(lines, tile.lines), triton.cdiv(tokens, tile.tokens)
     mixed_round_trip_kernel[grid](
         x,

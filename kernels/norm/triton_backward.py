@@ -15,7 +15,7 @@ from lq_lightning.kernels.message.triton_blocks import hadamard, load_run, round
 from lq_lightning.kernels.message.triton_matrix import encoded_columns
 from lq_lightning.kernels.message.triton_rows import decode_loaded, load_encoded
 
-from .tiles import Schedule, choose_schedule, constants, whole_rows
+from .tiles import choose_schedule, constants, whole_rows
 from .triton_arithmetic import factor_of, load_statistics, standardize
 from .triton_tiles import (
     load_columns,
@@ -209,13 +209,11 @@ def launch_norm_backward(
     dx: Tensor,
     dweight: Tensor,
     dbias: Tensor,
-    *,
-    schedule: Schedule | None = None,
 ) -> Callable[..., None]:
     """Launch the kernels; arguments and results as for ``op.norm_backward``.
 
-    ``dweight`` and ``dbias`` are ``[0]`` where not wanted. ``schedule`` overrides the choice from
-    the table. Returns what does the same with other tensors alike.
+    ``dweight`` and ``dbias`` are ``[0]`` where not wanted. Returns what does the same with other
+    tensors alike.
     """
     rows, numel = dy.shape
     if rows == 0:
@@ -223,7 +221,7 @@ def launch_norm_backward(
         return _launch_on_no_rows
     kinds = (dweight.numel() + dbias.numel()) // numel
     tile = whole_rows(fmt, rows, numel, dy)
-    chosen = schedule or choose_schedule("backward", tile.block, dy.device)
+    chosen = choose_schedule("backward", tile.block, dy.device)
     programs = min(chosen.programs, triton.cdiv(rows, tile.rows))
     gradients = Launch(
         norm_backward_kernel,

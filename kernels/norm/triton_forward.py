@@ -17,7 +17,7 @@ from lq_lightning.kernels.message.triton_matrix import encoded_columns
 from lq_lightning.kernels.message.triton_rounding import largest_magnitude
 from lq_lightning.kernels.message.triton_rows import decode_tile, encode_tile, raise_to
 
-from .tiles import Schedule, choose_schedule, constants, parts_of_rows, whole_rows
+from .tiles import choose_schedule, constants, parts_of_rows, whole_rows
 from .triton_arithmetic import load_statistics, normalize
 from .triton_tiles import (
     load_columns,
@@ -211,19 +211,16 @@ def launch_norm_quantize(
     stats: Tensor,
     message: Tensor,
     amax: Tensor,
-    *,
-    schedule: Schedule | None = None,
 ) -> Callable[..., None]:
     """Launch the kernel; arguments and results as for ``op.norm_quantize``.
 
-    ``amax`` is ``[0]`` or a zero. ``schedule`` overrides the choice from the table; it changes the
-    speed, not the bits. Returns what does the same with other tensors alike.
+    ``amax`` is ``[0]`` or a zero. Returns what does the same with other tensors alike.
     """
     rows, numel = x.shape
     if rows == 0:
         return launch_nothing
     tile = whole_rows(fmt, rows, numel, x)
-    chosen = schedule or choose_schedule("forward", tile.block, x.device)
+    chosen = choose_schedule("forward", tile.block, x.device)
     launch = Launch(
         norm_quantize_kernel,
         (min(chosen.programs, triton.cdiv(rows, tile.rows)),),
@@ -244,8 +241,6 @@ def launch_norm_dequantize(
     fmt: MessageFormat,
     x_dtype: torch.dtype,
     y: Tensor,
-    *,
-    schedule: Schedule | None = None,
 ) -> Callable[..., None]:
     """Launch the kernel; arguments as for ``op.norm_dequantize``, the result is ``y``.
 
@@ -255,7 +250,7 @@ def launch_norm_dequantize(
     if rows == 0:
         return launch_nothing
     tile = parts_of_rows(fmt, rows, numel)
-    chosen = schedule or choose_schedule("rebuild", tile.block, y.device)
+    chosen = choose_schedule("rebuild", tile.block, y.device)
     columns = triton.cdiv(numel, tile.block) if tile.rows == 1 else 1
     programs = min(triton.cdiv(chosen.programs, columns), triton.cdiv(rows, tile.rows), 65535)
     used = {"WEIGHT": weight is not None, "BIAS": bias is not None}

@@ -10,8 +10,6 @@ import triton.language as tl
 
 from lq_lightning.kernels.message.triton_blocks import load_run
 
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
 
 @triton.jit
 def tile_count(row, rows, numel, ROWS: tl.constexpr):
@@ -78,9 +76,7 @@ def _add_two(a, b, c, d):
 @triton.jit
 def sum_rows_of_two(first, second, ROWS: tl.constexpr):
     """``sum_rows`` of two tiles, with one exchange between the warps."""
-    if _INTERPRETED:  # runs any other reduction than its own element by element
-        sums = sum_rows(first, ROWS), sum_rows(second, ROWS)
-    elif ROWS > 1:
+    if ROWS > 1:
         WIDTH: tl.constexpr = first.shape[0] // ROWS
         pair = tl.reshape(first, (ROWS, WIDTH)), tl.reshape(second, (ROWS, WIDTH))
         sums = tl.reduce(pair, 1, _add_two)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,12 +64,10 @@ def all_gather_parts(
             all_gather_flat(output, input, group)
 
 
-def reduce_scatter_flat(
-    output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM
-) -> None:
-    """Reduce-scatter a flat buffer: ``input`` is ``[world * output.numel()]``."""
+def reduce_scatter_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum a flat buffer over ranks and scatter it: ``input`` is ``[world * output.numel()]``."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(output, input, op=op, group=group)
+    scatter(output, input, op=dist.ReduceOp.SUM, group=group)
 
 
 def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:

@@ -1,6 +1,6 @@
 """Saved activations as codes: norms, activation functions and linear layers that keep few bits."""
 
-from .budget import ActivationPlan, MemoryBudget, choose_policy, plan_activations
+from .budget import ActivationPlan, MemoryBudget, plan_activations
 from .calibrate import calibrate_activations
 from .calibration import ActivationCalibration
 from .install import QuantizedActivations, quantize_activations
@@ -14,7 +14,6 @@ __all__ = [
     "MemoryBudget",
     "QuantizedActivations",
     "calibrate_activations",
-    "choose_policy",
     "plan_activations",
     "quantize_activations",
 ]

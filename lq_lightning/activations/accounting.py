@@ -258,14 +258,13 @@ def _now(device: torch.device) -> float:
 
 
 def forward_times(
-    run: Callable[[], Tensor], units: Mapping[str, nn.Module], repeats: int = 2
+    run: Callable[[], Tensor], units: Mapping[str, nn.Module]
 ) -> tuple[dict[str, float], float]:
-    """Return the seconds of the forward pass of each module, and of all.
+    """Return the seconds of the forward pass of each module, and of all: the faster of two passes.
 
     Args:
         run: a forward pass; it was run before, so that nothing is compiled or tuned any more.
         units: by name; each should run once.
-        repeats: passes, of which the fastest counts.
     """
     times = dict.fromkeys(units, float("inf"))
     total, starts = float("inf"), dict.fromkeys(units, 0.0)
@@ -285,7 +284,7 @@ def forward_times(
 
     handles = [handle for name, unit in units.items() for handle in hooks(name, unit)]
     try:
-        for _ in range(repeats):
+        for _ in range(2):
             begin = _now(device)
             with torch.no_grad():
                 run()

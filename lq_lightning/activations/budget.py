@@ -31,7 +31,7 @@ from .policy import ActivationPolicy, ActivationRule, Matmul
 from .recompute import install_recomputation, remove_recomputation
 from .sites import policy_kind, sites_of
 
-__all__ = ["ActivationPlan", "MemoryBudget", "choose_policy", "plan_activations"]
+__all__ = ["ActivationPlan", "MemoryBudget", "plan_activations"]
 
 Scope = Literal["device", "activations"]
 
@@ -287,23 +287,3 @@ def plan_activations(
         f"foreseen, {_ROUNDS} times. Does the model keep different tensors from step to step? "
         "Give a policy instead of a budget."
     )
-
-
-def choose_policy(
-    model: nn.Module,
-    run_step: Callable[[], Tensor],
-    budget: MemoryBudget,
-    candidates: Sequence[str] = CANDIDATES,
-    *,
-    optimizers: Sequence[Optimizer] = (),
-    accumulates: bool = False,
-    matmul: Matmul = "native",
-) -> ActivationPolicy:
-    """Return the policy of ``plan_activations``, which see."""
-    plan = plan_activations(
-        *(model, run_step, budget, candidates),
-        optimizers=optimizers,
-        accumulates=accumulates,
-        matmul=matmul,
-    )
-    return plan.policy

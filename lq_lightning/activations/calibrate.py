@@ -28,6 +28,7 @@ from .recompute import (
     install_recomputation,
     is_recomputed,
     remove_recomputation,
+    whole_blocks,
 )
 from .sites import MLPSite, NormSite, Site, policy_kind, sites_of
 from .timing import SiteTimer
@@ -190,7 +191,7 @@ def calibrate_activations(
         saved = account(model, run, units)
         units = {name: unit for name, unit in units.items() if saved.unit_calls[name] == 1}
         times, forward = forward_times(run, units)
-        blocks = [name for name in units if name.rpartition(".")[0] not in units]
+        blocks = whole_blocks(units)
         recomputed = _recompute_all(model, blocks)
         try:
             named = {name: tuple(candidates) for name in saved.shapes if _freed(saved, name)}

@@ -18,7 +18,7 @@ from lq_lightning.foundation.nested import tensors_in
 from .backward import run_backward
 from .calibration import ActivationCalibration
 from .policy import ActivationPolicy, ActivationRule
-from .recompute import install_recomputation, remove_recomputation
+from .recompute import install_recomputation, remove_recomputation, whole_blocks
 
 __all__ = ["OtherMemory", "other_memory", "state_nbytes"]
 
@@ -97,7 +97,7 @@ def _workspace_nbytes(model: nn.Module, units: Sequence[str]) -> int:
     Those of parameters outside of blocks, such as the output projection, and those of one block;
     FSDP2 holds them twice, whole.
     """
-    blocks = [unit for unit in units if unit.rpartition(".")[0] not in units]
+    blocks = whole_blocks(units)
     modules = dict(model.named_modules())
     inside = {id(p) for block in blocks for p in modules[block].parameters()}
     outside = _gradient_nbytes(p for p in model.parameters() if id(p) not in inside)
@@ -142,7 +142,7 @@ def other_memory(
         nbytes += sum(_stored_nbytes(list(each.state.values())) for each in optimizers)
         return OtherMemory(nbytes=nbytes, after_backward_nbytes=nbytes)
     units = [unit.name for unit in calibration.units]
-    blocks = [unit for unit in units if unit.rpartition(".")[0] not in units]
+    blocks = whole_blocks(units)
     before = torch.cuda.memory_allocated(device)
     at_loss, later = _peaks(model, run, blocks, device)
     kept, transient = calibration.saved_nbytes({}, blocks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ __all__ = [
     "install_recomputation",
     "is_recomputed",
     "remove_recomputation",
+    "whole_blocks",
 ]
 
 _KEY = "_lq_recomputation"
@@ -131,6 +132,11 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
             yield prefix + child
         else:
             yield from _blocks(part, f"{prefix}{child}.")
+
+
+def whole_blocks(units: Collection[str]) -> list[str]:
+    """Return the units of ``find_recompute_units``, by name, that are no halves of others."""
+    return [name for name in units if name.rpartition(".")[0] not in units]
 
 
 def find_recompute_units(model: nn.Module) -> dict[str, nn.Module]:

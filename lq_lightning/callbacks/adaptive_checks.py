@@ -114,9 +114,13 @@ def warn_if_missed(callback: Callback, optimizer: GateOptimizer) -> None:
     """
     config = optimizer.config
     if optimizer.mean > config.target + config.tolerance:
+        remedy = (
+            f"Raise `beta`, which is {config.beta:g}, or `learning_rate`, train on, or give "
+            "`reach_in_steps`."
+        )
+        if config.reach_in_steps is not None:
+            remedy = f"Train on, or give fewer `reach_in_steps`, which are {config.reach_in_steps}."
         rank_zero_warn(
             f"{type(callback).__name__}: the mean is {optimizer.mean:.2f} bits after "
-            f"{optimizer.steps} steps and has not reached the target of {config.target:g}. Raise "
-            f"`beta`, which is {config.beta:g}, or `learning_rate`, train on, or give "
-            "`reach_in_steps`."
+            f"{optimizer.steps} steps and has not reached the target of {config.target:g}. {remedy}"
         )

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
@@ -68,12 +67,16 @@ class QuantizationMonitor(Callback):
             default.
         measure_errors: Whether to measure the relative errors. Costs an exact reduction of the
             gradients and some passes over the weights on the steps that are logged.
+
+    Raises:
+        ValueError: ``every_n_steps`` is not positive; or, before training starts, nothing reports,
+            or two parts report one name.
     """
 
     def __init__(self, every_n_steps: int | None = None, measure_errors: bool = True) -> None:
         super().__init__()
         if every_n_steps is not None and every_n_steps < 1:
-            raise MisconfigurationException(
+            raise ValueError(
                 f"`QuantizationMonitor(every_n_steps={every_n_steps})` is not valid: give a "
                 "positive number, or None for the Trainer's `log_every_n_steps`."
             )
@@ -88,12 +91,12 @@ class QuantizationMonitor(Callback):
         """Refuse a run in which nothing reports.
 
         Raises:
-            MisconfigurationException: Neither the strategy nor a plugin or callback reports.
+            ValueError: Neither the strategy nor a plugin or callback reports.
         """
         if not _reporters(trainer):
-            raise MisconfigurationException(
+            raise ValueError(
                 "`QuantizationMonitor` logs what quantized parts of a run report, but neither the "
-                f"strategy `{type(trainer.strategy).__name__}` nor a callback does. Use "
+                f"strategy `{type(trainer.strategy).__name__}` nor a plugin or callback does. Use "
                 "`Trainer(strategy='quantized_fsdp')` or remove the callback."
             )
 
@@ -102,7 +105,7 @@ class QuantizationMonitor(Callback):
         """Start counting from here.
 
         Raises:
-            MisconfigurationException: Two reports have a name in common.
+            ValueError: Two reports have a name in common.
         """
         reporters = _reporters(trainer)
         self._before = [reporter.quantization_report() for reporter in reporters]
@@ -112,7 +115,7 @@ class QuantizationMonitor(Callback):
             for name in () if report is None else report.names:
                 owner = type(reporter).__name__
                 if name in owners:
-                    raise MisconfigurationException(
+                    raise ValueError(
                         f"`quant/{name}` is reported by `{owners[name]}` and again by `{owner}`: "
                         "one name can only stand for one thing. Remove one of them."
                     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class Traffic:
 
     def snapshot(self) -> Traffic:
         """A copy that does not go on counting."""
-        return Traffic(**{f.name: getattr(self, f.name) for f in fields(self)})
+        return replace(self)
 
 
 def _ratio(numerator: float, denominator: float) -> float:

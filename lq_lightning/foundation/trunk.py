@@ -18,7 +18,7 @@ from torch import nn
 
 from lq_lightning.foundation.blocks import has_parameters, is_block, is_silent_container
 
-__all__ = ["Trunk", "find_trunk"]
+__all__ = ["Trunk", "find_trunk", "names_around"]
 
 _FRAMEWORKS = ("torch", "lightning", "pytorch_lightning")
 
@@ -31,13 +31,11 @@ class Trunk:
         layers: The repeated blocks, in the order of their calls.
         before: Other modules with parameters that run before them.
         after: Other modules with parameters that run after them.
-        direct: Parameters that the modules around the blocks hold themselves.
     """
 
     layers: tuple[str, ...]
     before: tuple[str, ...]
     after: tuple[str, ...]
-    direct: tuple[str, ...]
 
 
 def find_trunk(root: nn.Module, trunk: str | None = None) -> Trunk:
@@ -75,7 +73,6 @@ def find_trunk(root: nn.Module, trunk: str | None = None) -> Trunk:
         layers=layers,
         before=tuple(name for name, earlier in around if earlier),
         after=tuple(name for name, earlier in around if not earlier),
-        direct=_direct(root, layers),
     )
 
 
@@ -84,7 +81,7 @@ def _children_around(root: nn.Module, layers: tuple[str, ...]) -> Iterator[tuple
 
     The innermost come first: what is behind the layers comes in the order of calls.
     """
-    for path in reversed(_ancestors(layers[0])):
+    for path in reversed(names_around(layers[0])):
         parent = root.get_submodule(path)
         children = list(parent.named_children())
         names = {key: f"{path}.{key}" if path else key for key, _ in children}
@@ -103,18 +100,10 @@ def _children_around(root: nn.Module, layers: tuple[str, ...]) -> Iterator[tuple
             yield names[key], earlier
 
 
-def _ancestors(name: str) -> list[str]:
-    """Names of the modules around one, outermost first; the first is the root's, ``""``."""
+def names_around(name: str) -> list[str]:
+    """Return the names of the modules around one, outermost first: the root's, ``""``, leads."""
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(len(parts))]
-
-
-def _direct(root: nn.Module, layers: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(
-        f"{path}.{key}" if path else key
-        for path in _ancestors(layers[0])
-        for key, _ in root.get_submodule(path).named_parameters(recurse=False)
-    )
 
 
 # --- lists of blocks --------------------------------------------------------------------------

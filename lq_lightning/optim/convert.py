@@ -59,7 +59,8 @@ def quantize_optimizer(
     if module is not None and not config.quantize_embeddings:
         kept = {**embedding_weights(module), **kept}
     if isinstance(optimizer, QuantizedOptimizer):
-        raise TypeError(f"the optimizer is a {type(optimizer).__name__} already.")
+        name = type(optimizer).__name__
+        raise TypeError(f"the optimizer is a `{name}` already: use it as it is.")
     twin = _twin_of(optimizer)
     for group in optimizer.param_groups:
         twin.check_group(group)

@@ -96,7 +96,9 @@ def concatenate(outputs: Sequence[Any]) -> Any:
     first = outputs[0]
     if any(type(output) is not type(first) for output in outputs):
         names = sorted({type(output).__name__ for output in outputs})
-        raise ValueError(f"the step returned different types for micro-batches: {names}.")
+        raise ValueError(
+            f"the step returned different types for micro-batches: {names}. Return one for all."
+        )
     if isinstance(first, Tensor):
         return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))
     if isinstance(first, list):
@@ -109,7 +111,7 @@ def concatenate(outputs: Sequence[Any]) -> Any:
     if any(child.keys() != children[0].keys() for child in children):
         raise ValueError(
             "the step returned different entries for micro-batches: "
-            f"{sorted({str(list(child)) for child in children})}."
+            f"{sorted({str(list(child)) for child in children})}. Return the same for all."
         )
     joined = {key: concatenate([child[key] for child in children]) for key in children[0]}
     return _rebuild(first, joined)

@@ -33,6 +33,10 @@ def measure_times(
         trunk: As in :func:`plan_stages`.
         repeats: The median of so many runs counts; one more comes before them to warm up.
 
+    Returns:
+        Seconds of a run, all calls of a module together, by name of the layers and of what lies
+        around them.
+
     Raises:
         RuntimeError: ``run`` does not call the layers.
         ValueError, NotImplementedError: as :func:`plan_stages` for models that cannot be cut.

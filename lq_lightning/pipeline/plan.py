@@ -11,7 +11,7 @@ from typing import Literal
 from torch import nn
 
 from lq_lightning._compat.modules import is_compiled_in_place, is_compiled_wrapper
-from lq_lightning.foundation.trunk import Trunk, find_trunk
+from lq_lightning.foundation.trunk import Trunk, find_trunk, names_around
 
 from .absent import check_replaceable
 from .balance import balance
@@ -45,7 +45,6 @@ class PipelinePlan:
         stages: The layers of each stage.
         before: Other modules with parameters, which the first stage holds (embeddings).
         after: Other modules with parameters, which the last stage holds (last norm, head).
-        everywhere: Parameters of the modules around the layers, which every stage holds.
         aliases: Other names of modules that have several -> the first.
         shared: Parameters that several stages hold.
         costs: Share of the whole cost that each stage has, by what balanced the stages.
@@ -56,7 +55,6 @@ class PipelinePlan:
     stages: tuple[tuple[str, ...], ...]
     before: tuple[str, ...]
     after: tuple[str, ...]
-    everywhere: tuple[str, ...]
     aliases: Mapping[str, str]
     shared: tuple[SharedParameter, ...]
     costs: tuple[float, ...]
@@ -150,7 +148,6 @@ def plan_stages(
         stages=stages,
         before=found.before,
         after=found.after,
-        everywhere=found.direct,
         aliases=_aliases(module),
         shared=(),
         costs=(),
@@ -243,7 +240,7 @@ def _given_costs(
 def _check(module: nn.Module, plan: PipelinePlan) -> None:
     for name in plan.before:
         check_replaceable(module, name)
-    for name in _around(plan.layers[0]):
+    for name in names_around(plan.layers[0]):
         outer = module.get_submodule(name)
         if is_compiled_in_place(outer) or is_compiled_wrapper(outer):
             raise NotImplementedError(
@@ -265,11 +262,6 @@ def _check(module: nn.Module, plan: PipelinePlan) -> None:
                 f"`{name}` is wrapped by `torch.compile(layer)`, which changes its name: call "
                 "`layer.compile()` instead, or use the strategy's `compile_units`."
             )
-
-
-def _around(layer: str) -> list[str]:
-    parts = layer.split(".")
-    return [".".join(parts[:n]) for n in range(len(parts))]
 
 
 def _aliases(module: nn.Module) -> dict[str, str]:

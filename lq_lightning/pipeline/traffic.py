@@ -19,7 +19,6 @@ class BoundaryTraffic:
         backward_bytes: Bytes of payloads of gradients.
         backward_values: Values in them.
         evaluation_bytes: Bytes of payloads sent in evaluation, which are not counted above.
-        evaluation_values: Values in them.
         table_bytes: Bytes of width tables, which are not counted above.
     """
 
@@ -28,14 +27,12 @@ class BoundaryTraffic:
     backward_bytes: int = 0
     backward_values: int = 0
     evaluation_bytes: int = 0
-    evaluation_values: int = 0
     table_bytes: int = 0
 
     def count(self, message: Message, nbytes: int, values: int) -> None:
         """Add one payload of ``nbytes`` that carries ``values``."""
         if not message.training:
             self.evaluation_bytes += nbytes
-            self.evaluation_values += values
         elif message.backward:
             self.backward_bytes += nbytes
             self.backward_values += values

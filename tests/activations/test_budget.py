@@ -15,7 +15,6 @@ from lq_lightning.activations import (
     ActivationPolicy,
     MemoryBudget,
     calibrate_activations,
-    choose_policy,
     plan_activations,
     quantize_activations,
 )
@@ -70,8 +69,8 @@ def test_what_is_foreseen_is_what_is_kept(calibrated: ActivationCalibration) -> 
     least, full = least_nbytes(calibrated), calibrated.saved_nbytes({})[0]
     for share in (0.0, 0.2, 0.5, 0.8):
         budget = int(least + share * (full - least))
-        policy = choose_policy(model, run, MemoryBudget(budget, scope="activations"), CODECS)
-        handle = quantize_activations(model, policy)
+        plan = plan_activations(model, run, MemoryBudget(budget, scope="activations"), CODECS)
+        handle = quantize_activations(model, plan.policy)
         kept = really_kept(model, run)
         handle.remove()
         assert kept <= budget
@@ -173,21 +172,23 @@ def every_choice(calibration: ActivationCalibration, count: int) -> list[tuple[d
     return choices
 
 
+@pytest.mark.parametrize("time_weight", [0.0, 0.1])
 @pytest.mark.parametrize("seed", range(3))
-def test_choices_are_nearly_the_best_there_are(seed: int) -> None:
+def test_choices_are_nearly_the_best_there_are(seed: int, time_weight: float) -> None:
     calibration = blocks(2, seed)
     choices = every_choice(calibration, 2)
     sizes = [sum(calibration.saved_nbytes(*choice)) for choice in choices]
-    costs = [cost_of(calibration, *choice, 0.1) for choice in choices]
+    costs = [cost_of(calibration, *choice, time_weight) for choice in choices]
     full = calibration.saved_nbytes({})[0]
     assert least_nbytes(calibration) == min(sizes)
     for step in range(8):
         budget = min(sizes) + (full - min(sizes)) * step // 8
         best = min(c for c, size in zip(costs, sizes, strict=True) if size <= budget)
-        found = allocate(calibration, budget)
+        found = allocate(calibration, budget, time_weight=time_weight)
         assert found is not None
-        assert cost_of(calibration, found.codecs, found.recomputed, 0.1) <= best * 1.02 + 1e-12
-        assert allocate(calibration, budget) == found
+        cost = cost_of(calibration, found.codecs, found.recomputed, time_weight)
+        assert cost <= best * 1.02 + 1e-12
+        assert allocate(calibration, budget, time_weight=time_weight) == found
 
 
 def test_rounding_of_bytes_costs_a_thousandth_of_the_budget() -> None:
@@ -321,4 +322,4 @@ def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="recompute='no'"):
         MemoryBudget("1GB", recompute="no")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="share of a device's memory"):
-        choose_policy(*build(2), MemoryBudget(0.5), CODECS)
+        plan_activations(*build(2), MemoryBudget(0.5), CODECS)

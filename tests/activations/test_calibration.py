@@ -22,8 +22,6 @@ from lq_lightning.activations import (
 )
 from lq_lightning.activations.backward import run_backward
 
-KEEP = ActivationPolicy(norm=None, activation=None, checkpoint=None, other=None)
-
 
 def build(dtype: torch.dtype = torch.float32, **options: float) -> tuple[SmallLlama, Callable]:
     torch.manual_seed(0)
@@ -103,6 +101,21 @@ def test_errors_of_the_input_reach_the_weights_before_it(
     site = next(s for s in calibrated.sites if s.name == "blocks.1.mlp")
     gate = site.measurement("int4").errors["gate"]
     assert error / 2 < gate < error * 2
+
+
+def test_errors_are_measured_on_rows_all_over_a_batch() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.RMSNorm(128), nn.Linear(128, 8))
+    x = (torch.randn(8, 128) * torch.arange(1, 9)[:, None] ** 3).repeat_interleave(2, dim=0)
+
+    def measured(max_rows: int) -> dict[str, float]:
+        calibration = calibrate_activations(
+            model, lambda: model(x).square().mean(), ("int4",), max_rows=max_rows
+        )
+        return dict(calibration.sites[0].codecs[0].errors)
+
+    assert measured(8) == pytest.approx(measured(16))
+    assert measured(2) != pytest.approx(measured(16), rel=0.01)
 
 
 def test_bf16_measures_the_code_and_not_the_rounding_of_bf16() -> None:

@@ -9,6 +9,7 @@ from lq_testing.small_block import Block, Quantize
 from torch import Tensor, nn
 
 from lq_lightning.activations import ActivationPolicy, ActivationRule, quantize_activations
+from lq_lightning.codecs import CodecSpec
 
 
 def test_rule_leaves_a_module_as_it_is(block: Block, x: Tensor, quantize: Quantize) -> None:
@@ -98,6 +99,14 @@ def test_recipes_name_what_is_wrong() -> None:
         quantize_activations(nn.Linear(4, 4), "agog")
     with pytest.raises(ValueError, match="other='int9'"):
         ActivationPolicy(other="int9")
+    for spec in (
+        CodecSpec(code="int4", group_size=128, rounding="stochastic"),
+        CodecSpec(code="int4", group_size="row"),
+    ):
+        with pytest.raises(ValueError, match="norm=CodecSpec.*nearest, with a scale per group"):
+            ActivationPolicy(norm=spec)
+    with pytest.raises(ValueError, match="norm=4.*give the name of a codec"):
+        ActivationPolicy(norm=4)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="kind='norms'.*'norm'"):
         ActivationRule(module="*", kind="norms")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="kind='norm', recompute=True.*leave out `kind`"):

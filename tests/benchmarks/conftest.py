@@ -52,6 +52,13 @@ def load() -> Iterator[Callable[[str], ModuleType]]:
         yield lambda name: importlib.import_module(Path(name).name)
 
 
+@pytest.fixture(scope="session")
+def table() -> ModuleType:
+    """The printer of tables, imported once for the many reports."""
+    with _on_path(FOLDER):
+        return importlib.import_module("table")
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a benchmark as the only rank of a job, in this process; return what it printed."""

@@ -184,6 +184,14 @@ def test_differences_are_of_equal_seeds(load: Load) -> None:
     of_two = {"full precision": pair[:1], "tah": pair[1:]}
     assert report.training_excess(of_two, "tah", max) == [2.0]
     assert report.training_excess(of_two, "tah", sum) == [2.5]
+    validated = {"val_losses": [3.0, 2.0, 2.5], "val_every": 8}
+    curves = {"qat group 3": [outcome(0, 2.25, 0.0, details=validated), outcome(1, 9.0, 0.0)]}
+    assert report.stability_rows(curves) == (
+        [["qat group 3", "1", "3.0000", "2.0000", "2.2500", "+500.0", "-", "+500.0"]]
+    )
+    assert report.rise([3.0, 2.0]) == 0
+    with pytest.raises(ValueError, match="compares with 'full precision'"):
+        report.draw_curves(curves, Path("none.png"))
     row = dict(zip(report.HEADER, report.rows(outcomes)[1], strict=True))
     assert row["perplexity"] == f"{math.exp(2.5):.4f}"
     assert row["gap"] == "+500.0"
@@ -197,6 +205,7 @@ def test_all_ways_of_quantizing_run(run: Run, tmp_path: Path) -> None:
         *("--tune-text", str(BENCHMARKS.parent / "docs"), "--tune-suffix", ".md"),
         *("--tune-blocks", "8", "--tune-epochs", "10", "--seeds", "0", "--sites", "layers"),
         *("--trunk-seed", "3", "--runs", "full precision,qat group 4,aq_sgd 4,amaq 4 rate 0.1,tah"),
+        *("--val-every", "8"),
         *("--json", str(report)),
     )
     assert "steps to target" in shown
@@ -207,6 +216,10 @@ def test_all_ways_of_quantizing_run(run: Run, tmp_path: Path) -> None:
     assert found["qat group 4"]["forward_bits"] == 4.5
     assert found["aq_sgd 4"]["forward_bits"] == pytest.approx((16 + 9 * 4.5) / 10)
     assert len(found["full precision"]["details"]["losses"]) == 2
+    validations = [run["details"]["val_losses"] for run in found.values()]
+    assert [len(curve) for curve in validations] == 5 * [3]  # before the steps 1, 9 and 17 of 20
+    assert validations[0][0] == validations[2][0] != validations[1][0]  # AQ-SGD is validated raw
+    assert len(set(map(tuple, validations))) == 5
     adaptive = found["amaq 4 rate 0.1"]["details"]
     assert list(adaptive["sites"]) == ["input", "layer 0", "layer 1", "output"]
     assert len(adaptive["mean_bits"]) == 2

@@ -14,11 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-@pytest.fixture
-def table(load: Callable[[str], ModuleType]) -> ModuleType:
-    return load("table")
-
-
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_report_has_a_table(table: ModuleType, path: Path) -> None:
     header, _, first, *_ = table.show([path]).splitlines()

@@ -90,9 +90,9 @@ class Watch(pl.Callback):
                 self.plan = callback.plan
 
 
-def _loader(length: int = 64, size: int = 8) -> DataLoader[Any]:
+def _loader(length: int = 64) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
-    data = [{"tokens": torch.randint(VOCAB, (length,), generator=generator)} for _ in range(size)]
+    data = [{"tokens": torch.randint(VOCAB, (length,), generator=generator)} for _ in range(8)]
     return DataLoader(data, batch_size=2)  # type: ignore[arg-type]
 
 

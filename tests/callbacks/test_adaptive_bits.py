@@ -85,6 +85,8 @@ def test_bits_come_down_and_the_model_is_given_back(tmp_path: Path) -> None:
 def test_a_target_that_was_not_reached_is_named(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"4.87 bits after 2 steps .* target of 4. Raise `beta`"):
         fit(model(), tmp_path, AdaptiveBits(**FAST), max_steps=2)
+    with pytest.warns(UserWarning, match=r"Train on, or give fewer `reach_in_steps`, which are 9"):
+        fit(model(), tmp_path, AdaptiveBits(**FAST, reach_in_steps=9), max_steps=2)
     bits = AdaptiveBits(**FAST, reach_in_steps=3)
     fit(model(), tmp_path, bits, max_steps=3)
     assert bits.optimizer is not None

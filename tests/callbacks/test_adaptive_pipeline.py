@@ -7,17 +7,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lq_testing import run_ranks
-from lq_testing.pipeline_toys import Boundary, make_data, make_layers, make_stages
+from lq_testing.pipeline_toys import (
+    Boundary,
+    make_boundaries,
+    make_data,
+    make_gated,
+    make_layers,
+    make_stages,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, GateOptimizer, adaptive_quantize
 from lq_lightning.callbacks.adaptive_pipeline import PipelineGates
 from lq_lightning.pipeline.boundary import make_boundary_codec
-from lq_lightning.pipeline.engine import PipelineEngine
-from lq_lightning.pipeline.gated import GatedBoundaries, GatedBoundary, boundaries_between
 from lq_lightning.pipeline.mixed import MixedCodec
-from lq_lightning.pipeline.schedules import stages_of_rank
 
 CONFIG = AdaptiveBitsConfig(learning_rate=0.5, start_bits=6.0)  # so that widths change at once
 COUNT = 4
@@ -43,34 +47,16 @@ def _layers(num_stages: int) -> nn.ModuleList:
     return layers
 
 
-def _boundaries(schedule: str, size: int, num_stages: int) -> list[GatedBoundary]:
-    return boundaries_between(schedule, [f"layer {i}" for i in range(num_stages - 1)], size)
-
-
-def _pipeline(rank: int, size: int, schedule: str, per_rank: int) -> Any:
-    num_stages, codec = size * per_rank, MixedCodec()
-    stages = make_stages(_layers(num_stages), num_stages, make_data(COUNT))
-    group = dist.new_group(list(range(size)))
-    engine = PipelineEngine(
-        {index: stages[index] for index in stages_of_rank(schedule, rank, num_stages, size)},
-        num_stages,
-        group,
-        group,
-        torch.device("cpu"),
-        schedule,
-        COUNT,
-        codec,
-        make_boundary_codec("none", backward=True),
-    )
-    alone = [dist.new_group([each]) for each in range(size)]
-    boundaries = _boundaries(schedule, size, num_stages)
-    return engine, codec, GatedBoundaries(boundaries, engine, codec, group, alone[rank])
-
-
 def _train(rank: int, size: int) -> Any:
     found = []
+    group = dist.new_group(list(range(size)))
+    alone = [dist.new_group([each]) for each in range(size)]
     for schedule, per_rank in CASES:
-        engine, codec, boundaries = _pipeline(rank, size, schedule, per_rank)
+        codec, num_stages = MixedCodec(), size * per_rank
+        engine, boundaries = make_gated(
+            *(schedule, COUNT, _layers(num_stages), num_stages),
+            *((codec, make_boundary_codec("none", backward=True)), group, alone[rank]),
+        )
         gates = PipelineGates(CONFIG, "channel", None, boundaries)
         placement = gates.placement
         losses, gradients = [], []
@@ -96,7 +82,7 @@ def _whole(schedule: str, size: int, per_rank: int) -> Any:
     """The same in one process: gates at the boundaries between ranks, values quantized there."""
     num_stages = size * per_rank
     stages = make_stages(_layers(num_stages), num_stages, make_data(COUNT))
-    boundaries = {each.index: each.name for each in _boundaries(schedule, size, num_stages)}
+    boundaries = {each.index: each.name for each in make_boundaries(schedule, size, num_stages)}
     gates = {name: BitGate(CONFIG, name=name) for name in boundaries.values()}
     optimizer = GateOptimizer(gates, CONFIG)
     losses, gradients = [], []

@@ -12,7 +12,7 @@ from lq_testing.lightning_models import TinyModule, quiet
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint, main
 
 
-def test_item_11_consolidation(
+def test_consolidated_files_hold_the_same(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = str(tmp_path)

@@ -42,10 +42,10 @@ class _AdapterOnly(TinyModule):
         return {name: value for name, value in state.items() if "lora" in name}
 
 
-def _items_7_to_10(rank: int, world_size: int, root: str) -> None:
+def _loading(rank: int, world_size: int, root: str) -> None:
     for full in (False, True):
         folder = f"{root}/{full}"
-        # item 7: weights_only of the user arrives, the default explains itself
+        # weights_only of the user arrives, the default explains itself
         run, _ = fit(root, _WithNote(), strategy(full))
         run.save_checkpoint(f"{folder}/note.ckpt")
         path = f"{folder}/note.ckpt"
@@ -55,7 +55,7 @@ def _items_7_to_10(rank: int, world_size: int, root: str) -> None:
             root, _WithNote(), strategy(full), ckpt_path=path, weights_only=False, max_epochs=2
         )
         assert run.global_step == 8
-        # item 8: test and validate a weights-only checkpoint after fit
+        # test and validate a weights-only checkpoint after fit
         model = module()
         saves = ModelCheckpoint(folder, save_weights_only=True, filename="weights")
         run, _ = fit(root, model, strategy(full), callbacks=[saves], enable_checkpointing=True)
@@ -67,7 +67,7 @@ def _items_7_to_10(rank: int, world_size: int, root: str) -> None:
         assert all(torch.equal(trained[n], w) for n, w in weights(model).items())
         with pytest.raises(KeyError, match="contains only the model"):
             fit(root, module(), strategy(full), ckpt_path=f"{folder}/weights.ckpt")
-        # item 9: an optimizer without state
+        # an optimizer without state
         run, _ = fit(root, module(optimizer="sgd"), strategy(full))
         run.save_checkpoint(f"{folder}/sgd.ckpt")
         run, losses = fit(
@@ -78,7 +78,7 @@ def _items_7_to_10(rank: int, world_size: int, root: str) -> None:
             max_epochs=2,
         )
         assert run.global_step == 8
-        # item 10: strict_loading=False; strict errors name the keys
+        # strict_loading=False; strict errors name the keys
         adapters = _AdapterOnly()
         run, _ = fit(root, adapters, strategy(full))
         run.save_checkpoint(f"{folder}/adapters.ckpt")
@@ -137,7 +137,7 @@ def _checkpoint_io(rank: int, world_size: int, root: str) -> None:
         run.save_checkpoint("memory://x.ckpt")
     with pytest.raises(RuntimeError, match="rank 0 could not write"):
         run.save_checkpoint("/dev/null/impossible.ckpt")
-    # item 12: the learning rate finder
+    # the learning rate finder
     model = module()
     before = weights(model)
     run = trainer(strategy(), root)
@@ -171,7 +171,7 @@ def _damaged(rank: int, world_size: int, root: str) -> None:
 
 
 def _all(rank: int, world_size: int, root: str) -> None:
-    for index, check in enumerate((_items_7_to_10, _checkpoint_io, _damaged)):
+    for index, check in enumerate((_loading, _checkpoint_io, _damaged)):
         check(rank, world_size, f"{root}/{index}")
 
 

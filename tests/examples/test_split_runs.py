@@ -117,6 +117,10 @@ def test_aq_sgd_says_what_does_not_go_on() -> None:
             "--targets foo",
             "`--targets foo` names nothing that LoRA can adapt. This model has down_",
         ),
+        (
+            "--targets q_proj,k_prj",
+            "LoRA finds no 'k_prj'. This model has down_proj, gate_proj, k_",
+        ),
         ("--targets lm_head", "which is not part of the trunk"),
         ("--model .", "`--model .` cannot be read"),
         ("--connect localhost", "'localhost' is no address: write host:port"),

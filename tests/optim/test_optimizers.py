@@ -219,7 +219,7 @@ def test_unsupported_optimizers_are_refused() -> None:
         quantize_optimizer(torch.optim.SGD(params))
     with pytest.raises(TypeError, match=r"no quantized form of .*Custom; supported are"):
         quantize_optimizer(Custom(params))
-    with pytest.raises(TypeError, match="is a QuantizedAdamW already"):
+    with pytest.raises(TypeError, match="is a `QuantizedAdamW` already: use it"):
         quantize_optimizer(QuantizedAdamW(params))
     wrapped = torch.optim.AdamW(params)
     wrapped.step = lambda: None  # type: ignore[assignment, method-assign]

@@ -203,3 +203,7 @@ def shard_columns(rank: int, world: int) -> None:
     with pytest.raises(NotImplementedError, match="support sharding on dimension 0"):
         optimizer.step()
     QuantizedAdamW([weight], full_precision=[weight]).step()
+
+
+def test_other_shardings_are_refused() -> None:
+    run_ranks(shard_columns, 2)

@@ -8,39 +8,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from lq_testing import run_ranks
-from lq_testing.pipeline_toys import Boundary, make_data, make_layers, make_stages
+from lq_testing.pipeline_toys import Boundary, make_data, make_engine, make_layers, make_stages
 from torch import Tensor
 
 from lq_lightning.pipeline.agreement import batch_digest, batch_signature
 from lq_lightning.pipeline.boundary import TAHQuantization, make_boundary_codec
 from lq_lightning.pipeline.engine import PipelineEngine
 from lq_lightning.pipeline.links import ProcessGroupLinks
-from lq_lightning.pipeline.schedules import stages_of_rank
 
 
 def _engine(
-    rank: int, size: int, schedule: str, count: int, per_rank: int, codec: Any = "none"
+    size: int, schedule: str, count: int, per_rank: int, codec: Any = "none"
 ) -> PipelineEngine:
     num_stages = size * per_rank
-    stages = make_stages(make_layers(num_stages), num_stages, make_data(count))
-    mine = stages_of_rank(schedule, rank, num_stages, size)
-    return PipelineEngine(
-        {index: stages[index] for index in mine},
-        num_stages,
+    return make_engine(
+        *(schedule, count, make_layers(num_stages), num_stages),
+        (make_boundary_codec(codec), make_boundary_codec(codec, backward=True)),
         dist.new_group(list(range(size))),
         dist.new_group(list(range(size)), backend="gloo"),
-        torch.device("cpu"),
-        schedule,
-        count,
-        make_boundary_codec(codec),
-        make_boundary_codec(codec, backward=True),
     )
 
 
 def _steps(rank: int, size: int) -> list[tuple[list[float], dict[int, list[Tensor]]]]:
     results = []
     for schedule, count, per_rank in (("1f1b", 5, 1), ("zero_bubble", 4, 2), ("zbv", 4, 2)):
-        engine = _engine(rank, size, schedule, count, per_rank)
+        engine = _engine(size, schedule, count, per_rank)
         batch = {"x": make_data(count), "names": ["a"]}
         with torch.inference_mode():
             engine.agree(batch, training=False)
@@ -106,7 +98,7 @@ def _world(size: int) -> dist.ProcessGroup:
 
 
 def _disagree(rank: int, size: int) -> list[str]:
-    engine = _engine(rank, size, "1f1b", 4, 1)
+    engine = _engine(size, "1f1b", 4, 1)
     data = torch.arange(8).view(4, 2)
     odd = rank == 1
     calls: list[dict[str, Any]] = [
@@ -126,7 +118,7 @@ def _disagree(rank: int, size: int) -> list[str]:
     dtype: Any = "float16" if odd else "bfloat16"
     for codec in ("int8" if odd else "int4", TAHQuantization(scale_dtype=dtype)):
         with pytest.raises(RuntimeError, match="differ") as error:
-            _engine(rank, size, "1f1b", 4, 1, codec=codec)
+            _engine(size, "1f1b", 4, 1, codec=codec)
         heard.append(str(error.value))
     return heard
 

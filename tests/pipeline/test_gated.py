@@ -9,15 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from lq_testing import run_ranks
-from lq_testing.pipeline_toys import BATCH, WIDTH, Boundary, make_data, make_layers, make_stages
+from lq_testing.pipeline_toys import BATCH, WIDTH, Boundary, make_gated, make_layers
 from torch import Tensor
 
 from lq_lightning.codecs.mixed import WidthTable, round_trip_mixed
 from lq_lightning.pipeline.engine import PipelineEngine
-from lq_lightning.pipeline.gated import GatedBoundaries, boundaries_between
+from lq_lightning.pipeline.gated import GatedBoundaries
 from lq_lightning.pipeline.message import Message
 from lq_lightning.pipeline.mixed import Lines, MixedCodec
-from lq_lightning.pipeline.schedules import stages_of_rank
 
 Key = tuple[int, bool, int]
 
@@ -48,23 +47,10 @@ class Recording(MixedCodec):
 def _pipeline(
     schedule: str, per_rank: int, group: dist.ProcessGroup, replicas: dist.ProcessGroup
 ) -> tuple[PipelineEngine, Recording, GatedBoundaries]:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    num_stages, codec = size * per_rank, Recording()
-    stages = make_stages(make_layers(num_stages), num_stages, make_data(4))
-    engine = PipelineEngine(
-        {index: stages[index] for index in stages_of_rank(schedule, rank, num_stages, size)},
-        num_stages,
-        group,
-        group,
-        torch.device("cpu"),
-        schedule,
-        4,
-        codec,
-        codec,
-    )
-    names = [f"layer {index}" for index in range(num_stages - 1)]
-    boundaries = boundaries_between(schedule, names, size)
-    return engine, codec, GatedBoundaries(boundaries, engine, codec, group, replicas)
+    num_stages, codec = dist.get_world_size(group) * per_rank, Recording()
+    layers = make_layers(num_stages)
+    engine, gated = make_gated(schedule, 4, layers, num_stages, (codec, codec), group, replicas)
+    return engine, codec, gated
 
 
 def _table(boundary: int, step: int) -> WidthTable:

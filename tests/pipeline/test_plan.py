@@ -20,7 +20,7 @@ from lq_lightning.pipeline.plan import SharedParameter, plan_stages
 def test_stages_hold_layers_in_order_and_what_lies_around_at_the_ends() -> None:
     plan = plan_stages(TinyLM(layers=4, tied=True), 4)
     assert plan.stages == tuple((f"blocks.{i}",) for i in range(4)) == tuple(zip(plan.layers))
-    assert (plan.before, plan.after, plan.everywhere) == (("embed",), ("head",), ("tiny",))
+    assert (plan.before, plan.after) == (("embed",), ("head",))
     assert plan.modules_of(0) == ("embed", "blocks.0")
     assert plan.modules_of(3) == ("blocks.3", "head")
     assert plan.stages_of("blocks.2.up.weight") == (2,)
@@ -166,6 +166,10 @@ def test_several_lists_of_blocks() -> None:
         plan_stages(model, 2, trunk="text.blocks")
     del model.vision.tiny
     assert plan_stages(model, 2, trunk="text.blocks").before == ("text.embed", "vision")
+    times = measure_times(model, lambda: model.text(batch(0, 0)), trunk="text.blocks", repeats=1)
+    assert set(times) == {
+        f"text.{name}" for name in ("embed", *(f"blocks.{i}" for i in range(3)), "head")
+    }
     with pytest.raises(ValueError, match="`trunk='blocks'` names no list .*vision.blocks, text"):
         plan_stages(model, 2, trunk="blocks")
 

@@ -225,7 +225,7 @@ def test_wrapped_submodules_keep_their_names_in_checkpoints(tmp_path: Path) -> N
     run_trainer(_wrapped, 2, str(tmp_path))
 
 
-def test_item_14_cpu_offload(tmp_path: Path) -> None:
+def test_units_that_are_offloaded_train(tmp_path: Path) -> None:
     run_trainer(_offload, 2, str(tmp_path))
 
 

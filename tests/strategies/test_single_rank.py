@@ -101,7 +101,7 @@ def _single_device_programs(rank: int, world_size: int, root: str) -> None:
     again = Noisy()
     ours.fit(again, loader(), ckpt_path=first)
     assert ours.global_step == stock.global_step == 16
-    # item 12: averaging, deepcopy, learning rate finder, compiled module
+    # averaging, deepcopy, learning rate finder, compiled module
     copy.deepcopy(again)
     for callback in (WeightAveraging(), StochasticWeightAveraging(swa_lrs=1e-3)):
         _run(root, "quantized_fsdp", callbacks=[callback])

@@ -129,13 +129,13 @@ def _collectives(rank: int, world_size: int, root: str) -> None:
     _counted(counts, gather)
     _counted(counts, scatter)
     seen = PerBatch(counts)
-    # items 2 and 3: all ranks shard; the root hook fires: blocks are gathered twice, the root once
+    # all ranks shard; the root hook fires: blocks are gathered twice, the root once
     run, _ = _fit(root, callbacks=[seen])
     assert seen.rows[1][gather] == 2 * 2 + 1
     assert seen.rows[1][scatter] == 3
     assert run.strategy.device_mesh["data_parallel"].size() == 2
     assert run.strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": rank}
-    # item 6: two steps of four micro-batches reduce twice, or every time by option
+    # two steps of four micro-batches reduce twice, or every time by option
     seen.rows.clear()
     _fit(root, batches=8, callbacks=[seen], accumulate_grad_batches=4)
     assert [row.get(scatter, 0) for row in seen.rows] == [0, 0, 0, 3, 0, 0, 0, 3]
@@ -150,7 +150,7 @@ def _collectives(rank: int, world_size: int, root: str) -> None:
     assert run.global_step == 2
 
 
-def test_items_2_3_6_sharding_root_hook_and_deferred_reduction(tmp_path: Any) -> None:
+def test_all_ranks_shard_and_reduce_once_per_step(tmp_path: Any) -> None:
     run_trainer(_collectives, 2, str(tmp_path))
 
 
@@ -175,7 +175,7 @@ class RootParameters(TinyModule):
 
 
 def _root_and_generic(rank: int, world_size: int, root: str) -> None:
-    # item 4: Generic in first place, and later stages of the same Trainer (item 13)
+    # Generic in first place, and later stages of the same Trainer
     torch.manual_seed(0)
     _, expected = _fit(root)
     torch.manual_seed(0)
@@ -187,7 +187,7 @@ def _root_and_generic(rank: int, world_size: int, root: str) -> None:
     with pytest.raises(AssertionError, match="deepcopy"):
         __import__("copy").deepcopy(module)
     module.to(torch.float32)
-    # item 3 and 5: a parameter of the root
+    # a parameter of the root
     rooted = RootParameters()
     run, losses = _fit(root, rooted)
     assert losses[-1] < losses[0]
@@ -201,7 +201,7 @@ def _root_and_generic(rank: int, world_size: int, root: str) -> None:
     assert run.global_step == 8
 
 
-def test_items_3_4_5_root_parameters_generic_and_all_stages(tmp_path: Any) -> None:
+def test_generic_modules_and_root_parameters_run_in_all_stages(tmp_path: Any) -> None:
     run_trainer(_root_and_generic, 2, str(tmp_path))
 
 
@@ -246,7 +246,7 @@ class Stale(TinyModule):
 def _configure_model(rank: int, world_size: int, root: str) -> None:
     torch.manual_seed(0)
     _, expected = _fit(root)
-    for shard in (False, True):  # item 13: once for all stages, with and without fully_shard
+    for shard in (False, True):  # once for all stages, with and without fully_shard
         module = Configured(shard)
         run, losses = _fit(root, module)
         assert losses == expected
@@ -261,7 +261,7 @@ def _configure_model(rank: int, world_size: int, root: str) -> None:
         trainer(QuantizedFSDPStrategy(**PLAIN), root, precision="bf16-mixed").test(
             module, loader(8)
         )
-    # item 5: nothing unsharded that could diverge
+    # nothing unsharded that could diverge
     with pytest.raises(RuntimeError, match=r"`net.tiny` was not sharded"):
         _fit(root, Ignoring(False))
     with pytest.raises(NotImplementedError, match=r"`net.blocks.0` was sharded with a 2-D mesh"):
@@ -270,7 +270,7 @@ def _configure_model(rank: int, world_size: int, root: str) -> None:
         _fit(root, Stale())
 
 
-def test_items_5_13_configure_model_and_leftovers(tmp_path: Any) -> None:
+def test_configure_model_runs_once_and_leaves_nothing_unsharded(tmp_path: Any) -> None:
     run_trainer(_configure_model, 2, str(tmp_path))
 
 
@@ -288,7 +288,7 @@ class Norms(Callback):
         pl_module.log_dict(stock)
 
 
-def _item_12(rank: int, world_size: int, root: str) -> None:
+def _hooks_and_refusals(rank: int, world_size: int, root: str) -> None:
     _fit(root, callbacks=[Norms()], gradient_clip_val=1e9)
     for callback in (WeightAveraging(), StochasticWeightAveraging(swa_lrs=1e-2)):
         with pytest.raises(NotImplementedError, match=f"`{type(callback).__name__}` copies"):
@@ -311,8 +311,8 @@ def _item_12(rank: int, world_size: int, root: str) -> None:
     assert not any("_orig_mod" in name for name, _ in module.named_parameters())
 
 
-def test_item_12_grad_norm_averaging_compile_and_async_io(tmp_path: Any) -> None:
-    run_trainer(_item_12, 2, str(tmp_path))
+def test_norms_and_compiled_units_work_and_what_does_not_is_refused(tmp_path: Any) -> None:
+    run_trainer(_hooks_and_refusals, 2, str(tmp_path))
 
 
 # --- manual optimization ------------------------------------------------------------------------

@@ -148,7 +148,10 @@ class PipelineOptions:
             ValueError: Training has no such number.
         """
         if batch_size < 1:
-            raise ValueError("a batch without samples cannot be cut into micro-batches.")
+            raise ValueError(
+                "a batch without samples cannot be cut into micro-batches: let the loader leave it "
+                "out."
+            )
         most = self.microbatches(pipeline_size)
         divisors = [n for n in range(min(most, batch_size), 0, -1) if batch_size % n == 0]
         if not training:

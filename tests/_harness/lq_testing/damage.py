@@ -13,11 +13,11 @@ def flip_bit(path: Path, offset: int, bit: int = 6) -> None:
     path.write_bytes(content)
 
 
-def zero_page(path: Path, offset: int, nbytes: int = 256) -> None:
+def zero_page(path: Path, offset: int) -> None:
     content = bytearray(path.read_bytes())
-    page = content[offset : offset + nbytes]
+    page = content[offset : offset + 256]
     assert any(page)
-    content[offset : offset + nbytes] = bytes(len(page))
+    content[offset : offset + 256] = bytes(len(page))
     path.write_bytes(content)
 
 
@@ -25,8 +25,8 @@ def truncate(path: Path, nbytes: int) -> None:
     path.write_bytes(path.read_bytes()[:nbytes])
 
 
-def weight_offset(path: Path, start: int = 0) -> int:
-    """Return where in a file the largest tensor's bytes lie, of the archive at `start`.
+def weight_offset(path: Path) -> int:
+    """Return where in a file the largest tensor's bytes lie, of its first archive.
 
     A data file of torch.distributed.checkpoint is a sequence of archives; a zip file's directory is
     found from its end, so the whole file reads as its last archive.
@@ -37,4 +37,4 @@ def weight_offset(path: Path, start: int = 0) -> int:
         largest = max(tensors, key=lambda info: info.file_size)
         with archive.open(largest) as record:
             data = record.read(64)
-    return content.index(data, start) + 3
+    return content.index(data) + 3

@@ -40,9 +40,9 @@ class LoRABlock(Block):
 class OptionalBlock(Block):
     """A block of which one matrix is used only when ``use_extra`` is set."""
 
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__(width)
-        self.extra = nn.Linear(width, width)
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(WIDTH, WIDTH)
         self.use_extra = True
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,10 +9,13 @@ from queue import Queue
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lq_lightning.pipeline.boundary import BoundaryCodec, make_boundary_codec
 from lq_lightning.pipeline.engine import PipelineEngine
+from lq_lightning.pipeline.gated import GatedBoundaries, GatedBoundary, boundaries_between
+from lq_lightning.pipeline.mixed import MixedCodec
 from lq_lightning.pipeline.schedules import stages_of_rank
 
 WIDTH = 8
@@ -76,6 +79,45 @@ def make_stages(layers: nn.ModuleList, num_stages: int, data: Tensor) -> list[To
         ToyStage(layers[i * each : (i + 1) * each], i == 0, i == num_stages - 1, data)
         for i in range(num_stages)
     ]
+
+
+def make_engine(
+    schedule: str,
+    num_microbatches: int,
+    layers: nn.ModuleList,
+    num_stages: int,
+    codecs: tuple[BoundaryCodec, BoundaryCodec],
+    group: dist.ProcessGroup,
+    control_group: dist.ProcessGroup,
+) -> PipelineEngine:
+    """The engine of this rank of a process group."""
+    stages = make_stages(layers, num_stages, make_data(num_microbatches))
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    return PipelineEngine(
+        {index: stages[index] for index in stages_of_rank(schedule, rank, num_stages, size)},
+        *(num_stages, group, control_group, torch.device("cpu"), schedule, num_microbatches),
+        *codecs,
+    )
+
+
+def make_boundaries(schedule: str, size: int, num_stages: int) -> list[GatedBoundary]:
+    """The boundaries between ranks; that behind stage 0 has the name "layer 0"."""
+    return boundaries_between(schedule, [f"layer {i}" for i in range(num_stages - 1)], size)
+
+
+def make_gated(
+    schedule: str,
+    num_microbatches: int,
+    layers: nn.ModuleList,
+    num_stages: int,
+    codecs: tuple[MixedCodec, BoundaryCodec],
+    group: dist.ProcessGroup,
+    replicas: dist.ProcessGroup,
+) -> tuple[PipelineEngine, GatedBoundaries]:
+    """The same, and its boundaries in learned widths."""
+    engine = make_engine(schedule, num_microbatches, layers, num_stages, codecs, group, group)
+    boundaries = make_boundaries(schedule, dist.get_world_size(group), num_stages)
+    return engine, GatedBoundaries(boundaries, engine, codecs[0], group, replicas)
 
 
 class ThreadWork:

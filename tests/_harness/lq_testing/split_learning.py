@@ -77,18 +77,15 @@ def frame(
 
 
 @contextlib.contextmanager
-def receiver_of(
-    sent: bytes, key: bytes | None = KEY, limits: Limits = LIMITS, *, ended: bool = True
-) -> Iterator[Receiver]:
-    """Give the receiver of bytes from a peer that then ends the connection, or goes silent."""
+def receiver_of(sent: bytes, key: bytes | None = KEY) -> Iterator[Receiver]:
+    """Give the receiver of bytes from a peer that then ends the connection."""
     peer, connected = tcp_pair()
     with peer:
-        sender, receiver = open_stream(connected, limits, PATIENT)
+        sender, receiver = open_stream(connected, LIMITS, PATIENT)
         receiver.seal = Seal(key)
         with sender.socket, receiver.socket:
             peer.sendall(sent)
-            if ended:
-                peer.shutdown(socket.SHUT_WR)
+            peer.shutdown(socket.SHUT_WR)
             yield receiver
 
 

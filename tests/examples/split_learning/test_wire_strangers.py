@@ -18,7 +18,6 @@ from lq_testing.split_learning import (
 )
 from split_learning.wire import (
     NO_AUTHENTICATION,
-    Authentication,
     AuthenticationFailed,
     Deadlines,
     Limits,
@@ -38,7 +37,7 @@ from split_learning.wire.stream import open_stream
 NONCE = "ab" * 32
 
 
-def stranger(sent: bytes, secret: Authentication = SECRET) -> tuple[WireError, bytes]:
+def stranger(sent: bytes) -> tuple[WireError, bytes]:
     """Return what the server raises for a stranger's bytes, and what it answers."""
     near, far = tcp_pair()
     sender, receiver = open_stream(far, Limits(), PATIENT)
@@ -46,7 +45,7 @@ def stranger(sent: bytes, secret: Authentication = SECRET) -> tuple[WireError, b
         near.sendall(sent)
         near.shutdown(socket.SHUT_WR)
         with pytest.raises(WireError) as raised:
-            handshake.receive_terms(sender, receiver, secret, time.monotonic() + 10)
+            handshake.receive_terms(sender, receiver, SECRET, time.monotonic() + 10)
         sender.socket.shutdown(socket.SHUT_WR)
         answer = b"".join(iter(lambda: near.recv(4096), b""))
     return raised.value, answer
