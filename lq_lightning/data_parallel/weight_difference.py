@@ -213,7 +213,8 @@ class WeightDifferenceAllGather(QuantizedAllGather):
 
         Returns:
             Those of all nodes, ``[units, N, nbytes]`` uint8, or of one node those of all its ranks,
-            ``[L, units, 1, nbytes]``, in memory of their own.
+            ``[L, units, 1, nbytes]``, in memory of their own: there are several ranks, since FSDP2
+            gathers nothing on one, which then has no replica to add differences to.
         """
         if self._context.topology.num_nodes > 1:
             return self._gather_between_nodes(exchange.messages)
