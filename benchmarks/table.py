@@ -60,6 +60,7 @@ ROWS = {
     "step_time": ("variants", "variant"),
     "trace": ("traces", "trace"),
     "update_error": ("schemes", "gradients"),
+    "tah_kernels": ("ops", ""),
     "zero_bubble": ("rows", ""),
 }
 LOSSES = (

@@ -18,7 +18,6 @@ _MIN_SCALE = tl.constexpr(2.0**-126)
 _FP32_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 _WIDER = tl.constexpr(1.0 + 2.0**-6)  # `rounding.WIDER`
 _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -112,11 +111,7 @@ def _minimum_or_nan(a, b):
 @triton.jit
 def largest_magnitude(x):
     """Bits of the largest magnitude of each row of a 2-D fp32 tile, int32; NaN is the largest."""
-    if _INTERPRETED:  # runs any other reduction than its own element by element
-        largest = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS, axis=1)
-    else:
-        largest = tl.reduce(tl.abs(x), 1, _maximum_or_nan).to(tl.int32, bitcast=True)
-    return largest
+    return tl.reduce(tl.abs(x), 1, _maximum_or_nan).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -137,12 +132,8 @@ def group_range(x, valid, FORMAT: tl.constexpr, FULL: tl.constexpr):
             column = tl.arange(0, x.shape[0])[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
             low_values = tl.where(column < valid, x, float("inf"))
             high_values = tl.where(column < valid, x, float("-inf"))
-        if _INTERPRETED:  # as integers, where NaN beats everything that a float minimum drops
-            low = tl.min(ordered(low_values.to(tl.int32, bitcast=True)), axis=1)
-            high = tl.max(ordered(high_values.to(tl.int32, bitcast=True)), axis=1)
-        else:
-            low = ordered(tl.reduce(low_values, 1, _minimum_or_nan).to(tl.int32, bitcast=True))
-            high = ordered(tl.reduce(high_values, 1, _maximum_or_nan).to(tl.int32, bitcast=True))
+        low = ordered(tl.reduce(low_values, 1, _minimum_or_nan).to(tl.int32, bitcast=True))
+        high = ordered(tl.reduce(high_values, 1, _maximum_or_nan).to(tl.int32, bitcast=True))
     return low, high
 
 
