@@ -87,7 +87,6 @@ def _states(name: StateCode) -> OptimizerQuantization:
 
 
 STOCHASTIC = GradientQuantization(rounding="stochastic")
-FEEDBACK = GradientQuantization(error_feedback=True)
 
 VARIANTS = {
     BASELINE: Variant(),
@@ -104,8 +103,6 @@ VARIANTS = {
     "TLq stochastic": Variant(gradients=replace(STOCHASTIC, method="TLq")),
     "TLq-HS stochastic": Variant(gradients=STOCHASTIC),
     "SDP4Bit stochastic": Variant(weights=WeightQuantization(), gradients=STOCHASTIC),
-    "TLq-HS feedback": Variant(gradients=FEEDBACK),
-    "SDP4Bit feedback": Variant(weights=WeightQuantization(), gradients=FEEDBACK),
     **{
         f"SDP4Bit {bits} bits": Variant(
             weights=WeightQuantization(), gradients=GradientQuantization(inter_bits=bits)

@@ -30,7 +30,6 @@ from triton.runtime.jit import JITFunction
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import GradientQuantization, WeightQuantization
 from lq_lightning.kernels.dequantize.triton_kernels import launch_dequantize
-from lq_lightning.kernels.feedback.triton_kernels import launch_feedback
 from lq_lightning.kernels.message.launch import UNROLLED_MESSAGES, Tile
 from lq_lightning.kernels.message.tiles import TILES
 from lq_lightning.kernels.quantize.triton_kernels import launch_quantize
@@ -96,11 +95,6 @@ def cases(messages: int) -> dict[str, Callable[[], None]]:
         formats = intra.message_format, target.message_format
         launch_requantize(of, NUMEL, *formats, 7, out, tile=tile)
 
-    def feedback() -> None:
-        of, out, tile = rows_of(intra, messages, 1), rows_of(inter, 1), tile_of("feedback sum", 128)
-        formats = intra.message_format, inter.message_format
-        launch_feedback(of, NUMEL, *formats, 7, rows_of(intra, 1), out, tile=tile)
-
     def decode() -> None:
         of, tile = rows_of(weights, 1, messages), tile_of("dequantize 16 add")
         launch_dequantize(of, NUMEL, weights.message_format, 1.0, True, bf16, tile=tile)
@@ -114,7 +108,6 @@ def cases(messages: int) -> dict[str, Callable[[], None]]:
         "sum and add gradients, 4 bits": lambda: reduce(inter, True),
         "sum and encode": lambda: requantize(inter),
         "sum and encode, stochastic": lambda: requantize(noisy),
-        "sum and encode, error feedback": feedback,
     }
 
 

@@ -1,5 +1,5 @@
 """What slow networks are given instead of every gradient, on emulated nodes: thin matrices, codes
-with feedback, and steps that nodes take alone.
+and what they left out, and steps that nodes take alone.
 
 Between nodes weights are replicated, as under DDP: what travels is averaged by an all-reduce, which
 sends each value ``2 (N - 1) / N`` times. Within a node gradients are averaged in full precision.
@@ -216,7 +216,6 @@ class LocalSteps:
         code: Of the differences; None sends fp32.
         lr: Of the outer SGD, whose gradient is the mean difference.
         momentum: Of the outer SGD, Nesterov's.
-        feedback: Whether what codes lack is added to the next differences.
         late: Steps that nodes go on with while differences travel, fewer than ``every``.
     """
 
@@ -224,7 +223,6 @@ class LocalSteps:
     code: LibraryCode | None = None
     lr: float = 0.7
     momentum: float = 0.6
-    feedback: bool = True
     late: int = 0
 
     def bits(self, shapes: Mapping[str, Sequence[int]], nodes: int) -> float:
@@ -263,8 +261,6 @@ class LocalTraining(StackedTraining):
         self._anchors = {n: w.detach()[::nodes].clone() for n, w in self.masters.items()}
         self._velocity = {n: torch.zeros_like(w) for n, w in self._anchors.items()}
         self._sent: dict[str, tuple[Tensor, Tensor]] = {}
-        self._lost: Tensors = {}
-        self._lost_sums: Tensors = {}
 
     def read_order(self, blocks: int) -> Tensor:
         """Return what each node's ranks read: its share of what the ranks of one training do."""
@@ -295,7 +291,7 @@ class LocalTraining(StackedTraining):
     def _send(self) -> None:
         for name, master in self.masters.items():
             own = self._anchors[name][:, None] - master.unflatten(0, (-1, self._nodes))
-            self._sent[name] = self._mean(name, own), master.detach().clone()
+            self._sent[name] = self._mean(own), master.detach().clone()
 
     @torch.no_grad()
     def _arrive(self) -> None:
@@ -309,14 +305,9 @@ class LocalTraining(StackedTraining):
         self._sent.clear()
         self.ranks.publish(self.masters, Plan())
 
-    def _mean(self, name: str, own: Tensor) -> Tensor:
+    def _mean(self, own: Tensor) -> Tensor:
         """Average ``[S, N, ...]`` over N, in codes where the parameter has some."""
-        local = self._local
-        if local.code is None or not Reduction(code=local.code).encodes(own.shape[2:]):
+        code = self._local.code
+        if code is None or not Reduction(code=code).encodes(own.shape[2:]):
             return own.mean(dim=1)
-        if local.feedback and name in self._lost:
-            own += self._lost[name]
-        mean, lost = coded_mean(local.code, own, self._lost_sums.get(name))
-        if local.feedback:
-            self._lost[name], self._lost_sums[name] = own, lost
-        return mean
+        return coded_mean(code, own)[0]

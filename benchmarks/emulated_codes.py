@@ -14,13 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lq_lightning.codecs import (
-    CodecSpec,
-    decode_reduce,
-    decode_reduce_encode,
-    encode,
-    encode_with_residual,
-)
+from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +43,12 @@ class LibraryCode:
         numel = out_RN.shape[1]
         decode_reduce(self.spec, messages, numel, scale=scale, out=out_RN, add=add)
 
-    def reduce_encode(
-        self, messages: Tensor, numel: int, target: Code, residual: Tensor | None = None
-    ) -> Tensor:
-        """Encode the sum of ``[K, R, B]`` messages over K by another code.
-
-        Args:
-            messages: In this code.
-            numel: Values of a row.
-            target: The code of the result.
-            residual: What earlier messages left out, ``[R, B]`` in this code, overwritten.
-        """
-        rows = messages.shape[1]
+    def reduce_encode(self, messages: Tensor, numel: int, target: Code) -> Tensor:
+        """Encode the sum of ``[K, R, B]`` messages over K by another code."""
         if isinstance(target, ValueCode):
             values = decode_reduce(self.spec, messages, numel)
             return target.encode(values)
-        if residual is None:
-            return decode_reduce_encode(self.spec, messages, numel, target.spec)
-        out = messages.new_empty(rows, target.spec.nbytes(numel))
-        return encode_with_residual(target.spec, messages, numel, self.spec, residual, out=out)
+        return decode_reduce_encode(self.spec, messages, numel, target.spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +83,8 @@ class ValueCode:
         values = hadamard(messages.sum(dim=0), self.spec.hadamard_size)[:, :numel] * scale
         out_RN.copy_(values + out_RN.float() if add else values)
 
-    def reduce_encode(
-        self, messages: Tensor, numel: int, target: Code, residual: Tensor | None = None
-    ) -> Tensor:
+    def reduce_encode(self, messages: Tensor, numel: int, target: Code) -> Tensor:
         """Encode the sum of ``[K, R, N']`` messages over K by another code."""
-        if residual is not None:
-            raise NotImplementedError("error feedback is kept in codes of the library only")
         values = hadamard(messages.sum(dim=0), self.spec.hadamard_size)[:, :numel]
         return target.encode(values)
 

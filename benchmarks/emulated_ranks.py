@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -41,13 +41,11 @@ class Codes:
         inter: Between nodes; of weight differences everywhere.
         intra: Within a node, of gradients; None as between nodes.
         vocabulary: As ``inter``, for embeddings and heads; None as all others.
-        feedback: Whether gradients get what earlier messages between nodes left out.
     """
 
     inter: Code
     intra: Code | None = None
     vocabulary: Code | None = None
-    feedback: bool = False
 
     def of(self, level: str) -> tuple[Code, Code]:
         """Codes of most parameters, and of the vocabulary."""
@@ -165,7 +163,7 @@ def _others(count: int, device: torch.device) -> Tensor:
 
 @dataclass
 class EmulatedUnit:
-    """The replica of one unit, and what its reductions keep.
+    """The replica of one unit.
 
     Attributes:
         unit: Its parameters.
@@ -173,7 +171,6 @@ class EmulatedUnit:
         node_size: L.
         dtype: Of the weights that the ranks compute with.
         replica: ``[S, W, n]``, those weights; None before the first refresh.
-        residuals: Of error feedback, by run.
     """
 
     unit: Unit
@@ -181,7 +178,6 @@ class EmulatedUnit:
     node_size: int
     dtype: torch.dtype
     replica: Tensor | None = None
-    residuals: dict[int, Tensor] = field(default_factory=dict)
 
     # --- weights ----------------------------------------------------------------------------
 
@@ -225,11 +221,11 @@ class EmulatedUnit:
             slots[..., run.start : run.stop] = 0
         rank = torch.arange(slots.shape[1], device=slots.device)
         out = slots[:, rank, rank] * (1.0 / len(rank))
-        for index, run in layout.quantized:
+        for _, run in layout.quantized:
             part = slots[..., run.start : run.stop]
             target = out.flatten(0, 1)[:, run.start : run.stop]
             if self.node_size > 1:
-                self._two_levels(part, target, codes, run, index)
+                self._two_levels(part, target, codes, run)
             else:  # what a rank keeps is not encoded: `out` holds it
                 self._between_nodes(part, target, codes, run)
         for run, values in zip(layout.exact_runs, exact_mean, strict=True):
@@ -256,24 +252,16 @@ class EmulatedUnit:
             found.append(mean.flatten(1, 2))
         return found
 
-    def _residual(self, index: int, messages: Tensor) -> Tensor:
-        """What run ``index`` left out of earlier messages, in the codes of ``[K, R, B]`` ones."""
-        if index not in self.residuals:
-            self.residuals[index] = torch.zeros_like(messages[0])
-        return self.residuals[index]
-
     def _between_nodes(self, slots: Tensor, out: Tensor, codes: Codes, run: Run) -> None:
         """Add what other ranks send, each a node: slots ``[S, W, W, k]``, out ``[S * W, k]``."""
         code = codes.of("inter")[run.codec]
         trainings, world = slots.shape[:2]
         receivers = torch.arange(world, device=slots.device)
-        if codes.feedback:
-            raise NotImplementedError("error feedback takes nodes of several ranks")
         sent = code.encode(slots.flatten(0, 2)).unflatten(0, (trainings, world, world))
         received = sent[:, _others(world, slots.device), receivers]  # [S, K, W, B]
         code.reduce(received.transpose(0, 1).flatten(1, 2), out, 1.0 / world, add=True)
 
-    def _two_levels(self, slots: Tensor, out: Tensor, codes: Codes, run: Run, index: int) -> None:
+    def _two_levels(self, slots: Tensor, out: Tensor, codes: Codes, run: Run) -> None:
         """Reduce slots ``[S, W, W, k]`` within nodes and between them to ``[S * W, k]``."""
         intra, inter = codes.of("intra")[run.codec], codes.of("inter")[run.codec]
         scale, numel = 1.0 / slots.shape[1], slots.shape[-1]
@@ -285,10 +273,7 @@ class EmulatedUnit:
             return
         received = sent[:, :, _others(self.nodes, slots.device), node]  # [L, S, K, N, L, B]
         received = received.movedim(2, 1).flatten(1, 4)  # [L, K * S * W, B]
-        residual = None
-        if codes.feedback:
-            residual = self._residual(index, received)
-        encoded = intra.reduce_encode(received, numel, inter, residual)
+        encoded = intra.reduce_encode(received, numel, inter)
         inter.reduce(encoded.unflatten(0, (self.nodes - 1, -1)), out, scale, add=True)
 
 

@@ -80,10 +80,6 @@ VARIANTS = {
     "quantized-node": Variant(
         weights=WeightQuantization(replica="node"), gradients=GradientQuantization()
     ),
-    "quantized-feedback": Variant(
-        weights=WeightQuantization(),
-        gradients=GradientQuantization(error_feedback=True),
-    ),
     "quantized-vocabulary-8": Variant(
         weights=WeightQuantization(), gradients=GradientQuantization(vocabulary_bits=8)
     ),

@@ -22,14 +22,7 @@ import torch
 import triton
 
 from benchmarks.common import copy_bandwidth, table, time_cuda_calls, write_report
-from lq_lightning.codecs import (
-    CodecSpec,
-    decode,
-    decode_reduce,
-    decode_reduce_encode,
-    encode,
-    encode_with_residual,
-)
+from lq_lightning.codecs import CodecSpec, decode, decode_reduce, decode_reduce_encode, encode
 
 GRADIENT_8 = CodecSpec(code="int8", group_size=128, hadamard_size=32)
 PLAIN_8 = CodecSpec(code="int8", group_size=128)
@@ -146,30 +139,6 @@ def requantize_case(
     return Case(label, run, buffers, 4, **options)
 
 
-def feedback_case(
-    label: str, stored: CodecSpec, target: CodecSpec, dtype: torch.dtype, count: int = 0
-) -> Case:
-    """Quantize with a residual: values, or the sum of ``count`` messages."""
-
-    def buffers(rows: int, numel: int) -> dict[str, torch.Tensor]:
-        shape = (rows, numel)
-        made = _message(stored, count, *shape) if count else _floats(*shape, dtype)
-        return {
-            "values": made,
-            "residual": _message(stored, 1, rows, numel)[0],
-            "out": _encoded(target, rows, numel),
-            "numel": torch.tensor(numel),
-        }
-
-    def run(made: dict[str, torch.Tensor]) -> torch.Tensor:
-        values, residual, numel = made["values"], made["residual"], int(made["numel"])
-        return encode_with_residual(
-            target, values, numel, stored, residual, seed=SEED, out=made["out"]
-        )
-
-    return Case(label, run, buffers, dtype.itemsize)
-
-
 def cases() -> list[Case]:
     """Return every operator and variant."""
     fp32, bf16 = torch.float32, torch.bfloat16
@@ -193,10 +162,6 @@ def cases() -> list[Case]:
         reduce_case("dequantize+reduce 4x int4 fp32", GRADIENT_4, 4),
         requantize_case("dequantize+reduce+requantize 4x int8", GRADIENT_8, GRADIENT_4, 4),
         requantize_case("dequantize+reduce+requantize 8x int8", GRADIENT_8, GRADIENT_4, 8),
-    ]
-    chosen += [
-        feedback_case("feedback+quantize int4 fp32", GRADIENT_8, GRADIENT_4, fp32),
-        feedback_case("feedback+reduce+requantize 2x int8", GRADIENT_8, GRADIENT_4, fp32, 2),
     ]
     noisy, once = "stochastic", {"every_size": False}
     chosen += [
@@ -277,8 +242,6 @@ def measure(case: Case, size_nbytes: int, copy_rate: float) -> dict[str, object]
     moved = sum(tensor.nbytes for tensor in first.values() if tensor.is_cuda)
     if "add" in case.name:
         moved += first["out"].nbytes
-    if "residual" in first:
-        moved += first["residual"].nbytes
     if "group row" in case.name and "x" in first:  # read once for the scale, once for the codes
         moved += first["x"].nbytes
     count = max(1, min(64, -(-WORKING_SET_NBYTES // moved)))

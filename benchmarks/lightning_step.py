@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader
 
 from lq_lightning.strategies import QuantizedFSDPStrategy
 
-STRATEGY_VARIANTS = ("fsdp2", "quantized", "quantized-node", "quantized-feedback")
+STRATEGY_VARIANTS = ("fsdp2", "quantized", "quantized-node")
 
 
 class Module(LightningModule):

@@ -132,18 +132,13 @@ def _weights(own: Code | None = None, vocabulary: Code | None = None, **changes:
     return Codes(inter=own or _library(_WEIGHTS, **changes), vocabulary=vocabulary)
 
 
-def _gradients(
-    own: Code | None = None,
-    vocabulary: Code | None = None,
-    feedback: bool = False,
-    **changes: Any,
-) -> Codes:
+def _gradients(own: Code | None = None, vocabulary: Code | None = None, **changes: Any) -> Codes:
     """Codes of gradients: 8 bits within nodes, with the transform of the level between them."""
     inter = own or _library(_INTER, **changes)
     intra = replace(
         _INTRA, group_size=inter.spec.group_size, hadamard_size=inter.spec.hadamard_size
     )
-    return Codes(inter=inter, intra=LibraryCode(intra), vocabulary=vocabulary, feedback=feedback)
+    return Codes(inter=inter, intra=LibraryCode(intra), vocabulary=vocabulary)
 
 
 def _library(spec: CodecSpec, **changes: Any) -> LibraryCode:
@@ -235,15 +230,9 @@ VARIANTS |= {
     ),
 }
 VARIANTS["fitted normal from 20"] = replace(VARIANTS["fitted normal"], early_steps=20)
-# How the gap follows the error: half of it, and a quarter.
-VARIANTS |= {f"{bits} bits": _both(gradients=_gradients(code=f"int{bits}")) for bits in (6, 5)}
-# Fewer bits between nodes, with what earlier messages left out and without.
+# How the gap follows the error: a quarter of it, half, twice as much, and more.
 VARIANTS |= {
-    f"{bits} bits{' with feedback' * feedback}": _both(
-        gradients=_gradients(feedback=feedback, code=f"int{bits}")
-    )
-    for bits in (3, 2)
-    for feedback in (False, True)
+    f"{bits} bits": _both(gradients=_gradients(code=f"int{bits}")) for bits in (6, 5, 3, 2)
 }
 
 __all__ = ["BASELINE", "PERTURBED", "PRESETS", "VARIANTS", "Preset", "Variant"]

@@ -44,7 +44,7 @@ from lq_lightning.data_parallel import (
     quantize_communication,
 )
 
-OPERATORS = ("quantize_out", "dequantize_out", "requantize_out", "feedback_out")
+OPERATORS = ("quantize_out", "dequantize_out", "requantize_out")
 UNITS = 4
 BUCKET_NUMEL = 1 << 22  # a multiple of the slots of all ranks, else its end is encoded apart
 
@@ -215,8 +215,6 @@ def unit_calls(
     gathered = torch.empty(world * numel, device=device)
     gather.replica.values = gather.replica.values.to(device)
     gather.replica.own = gather.replica.values.view(-1, numel)[0]
-    if scatter.residual is not None:
-        scatter.residual = type(scatter.residual)()
     packed = PackedGradients(tuple(range(len(params))), False)
 
     def reduce() -> None:
@@ -285,16 +283,12 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help="of the world; by default one in its middle")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--replica", choices=("full", "node"), default="full")
-    parser.add_argument("--error-feedback", action="store_true")
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--json", help="file for the report")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    quantized = Variant(
-        "quantized",
-        WeightQuantization(replica=args.replica),
-        GradientQuantization(error_feedback=args.error_feedback),
-    )
+    weights = WeightQuantization(replica=args.replica)
+    quantized = Variant("quantized", weights, GradientQuantization())
     rows: list[Row] = []
     for variant in (Variant("fsdp2", None, None), quantized):
         for nodes in map(int, args.nodes.split(",")):

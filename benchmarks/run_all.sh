@@ -53,7 +53,7 @@ nvlink() {
 }
 rates() {
     timeout 330 "${on_two_nodes[@]}" benchmarks/step_time.py --node-size 2 \
-        --variants $variants,quantized-feedback,quantized-vocabulary-8,quantized-2-bits \
+        --variants $variants,quantized-vocabulary-8,quantized-2-bits \
         --rates none,100gbit,25gbit,10gbit --steps 6 --warmup 2 --budget 6 \
         --trace "$traces" --json "$results/step_time_{rate}.json"
 }

@@ -26,7 +26,6 @@ from benchmarks.kernels import (
     Case,
     decode_case,
     encode_case,
-    feedback_case,
     reduce_case,
     requantize_case,
 )
@@ -38,7 +37,6 @@ from lq_lightning.kernels.activation import (
 )
 from lq_lightning.kernels.activation import launch as activation_launch
 from lq_lightning.kernels.dequantize import triton_kernels as dequantize_kernels
-from lq_lightning.kernels.feedback import triton_kernels as feedback_kernels
 from lq_lightning.kernels.message import launch
 from lq_lightning.kernels.message.calls import forget_calls
 from lq_lightning.kernels.message.launch import Tile
@@ -105,13 +103,11 @@ def kinds() -> dict[str, Case]:
         gradient = GRADIENT_4 if bits == 16 else GRADIENT_8
         chosen[f"dequantize {bits} hadamard"] = decode_case("", gradient, dtype)
         chosen[f"reduce {bits}"] = reduce_case("", GRADIENT_8, 4, dtype)
-        chosen[f"feedback {bits}"] = feedback_case("", GRADIENT_8, GRADIENT_4, dtype)
     for operator in ("quantize", "dequantize", "backward"):
         chosen[f"activation {operator}"] = activation_case(operator, 0)
         chosen[f"activation {operator} hadamard"] = activation_case(operator, 128)
     chosen["requantize"] = requantize_case("", GRADIENT_8, GRADIENT_4, 4)
     chosen["requantize many"] = requantize_case("", GRADIENT_8, GRADIENT_4, 8)
-    chosen["feedback sum"] = feedback_case("", GRADIENT_8, GRADIENT_4, torch.float32, 2)
     return chosen
 
 
@@ -132,7 +128,6 @@ def force(tile: Tile | None) -> None:
         quantize_kernels,
         dequantize_kernels,
         requantize_kernels,
-        feedback_kernels,
         activation_launch,
     ):
         choose = launch.choose_tile if tile is None else lambda *_: tile

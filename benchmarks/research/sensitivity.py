@@ -68,7 +68,6 @@ VARIANTS: dict[str, dict[str, GradientQuantization]] = {
     PERTURBED: {},
     "4 bits": _all(),
     "4 bits stochastic": _all(rounding="stochastic"),
-    "4 bits feedback": _all(error_feedback=True),
     "4 bits (embedding and head 8)": _by_kind(8, 4),
     "3 bits": _all(inter_bits=3),
     "2 bits": _all(inter_bits=2),
@@ -122,7 +121,7 @@ def train(args: argparse.Namespace, name: str, seed: int) -> Outcome:
                 parameter.mul_(1 + 1e-3 * torch.randn_like(parameter))
     codecs = VARIANTS[name]
     links = {
-        (node, n): Link(codecs[kind_of(n)], node, p.numel(), derive_seed(seed, index, node))
+        (node, n): Link(codecs[kind_of(n)], node, derive_seed(seed, index, node))
         for index, (n, p) in enumerate(parameters.items())
         for node in range(NODES)
         if p.ndim > 1 and kind_of(n) in codecs

@@ -27,9 +27,6 @@ from torch import Tensor, nn
 
 from lq_lightning.codecs import decode, derive_seed, encode
 from lq_lightning.data_parallel import GradientQuantization, WeightQuantization
-from lq_lightning.data_parallel.error_feedback import GradientResidual
-from lq_lightning.data_parallel.gradient_layouts import LevelLayouts
-from lq_lightning.data_parallel.layout import MessageLayout, Run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -46,8 +43,6 @@ SCHEMES = {
     "nearest, groups of 32": GradientQuantization(group_size=32),
     "stochastic, no Hadamard": GradientQuantization(method="TLq", rounding="stochastic"),
     "nearest, no Hadamard": GradientQuantization(method="TLq"),
-    "stochastic, error feedback": GradientQuantization(rounding="stochastic", error_feedback=True),
-    "nearest, error feedback": GradientQuantization(error_feedback=True),
     **{f"nearest, {bits} bits": GradientQuantization(inter_bits=bits) for bits in (6, 3, 2)},
 }
 WEIGHT_SCHEMES = {
@@ -84,34 +79,21 @@ class Link:
     Args:
         config: The scheme.
         node: Number of the node.
-        numel: Elements of the tensor, a multiple of the number of nodes.
         seed: Of stochastic rounding.
     """
 
-    def __init__(self, config: GradientQuantization, node: int, numel: int, seed: int) -> None:
+    def __init__(self, config: GradientQuantization, node: int, seed: int) -> None:
         self._spec, self._seed, self._calls = config.codec("inter"), seed, 0
         self._others = [other for other in range(NODES) if other != node]
-        numel //= NODES
-        self._layout = MessageLayout.of(
-            [Run(0, numel, True)], [config.codec("intra")], torch.float32
-        )
-        self._residual = GradientResidual() if config.error_feedback else None
 
     def send(self, gradient: Tensor) -> Tensor:
         """Return what arrives of a gradient."""
         arrived = gradient.reshape(NODES, -1).clone()
         values = arrived[self._others]
         self._calls += 1
-        seed, numel = derive_seed(self._seed, self._calls), values.shape[1]
-        shape = (len(values), self._spec.nbytes(numel))
-        message = torch.empty(shape, dtype=torch.uint8, device=values.device)
-        if self._residual is None:
-            encode(self._spec, values, seed=seed, out=message)
-        else:
-            layouts = LevelLayouts((0,), self._layout, self._layout)
-            self._residual.prepare(len(values), layouts, values.device)
-            self._residual.encode(0, values, self._spec, seed=seed, out=message)
-        arrived[self._others] = decode(self._spec, message, numel)
+        seed = derive_seed(self._seed, self._calls)
+        message = encode(self._spec, values, seed=seed)
+        arrived[self._others] = decode(self._spec, message, values.shape[1])
         return arrived.view_as(gradient)
 
 
@@ -184,7 +166,7 @@ def run(
         key: Moments(*(torch.zeros_like(parameters[key[1]]) for _ in range(2))) for key in keys
     }
     links = {
-        (scheme, name, node): Link(config, node, parameters[name].numel(), derive_seed(index, node))
+        (scheme, name, node): Link(config, node, derive_seed(index, node))
         for scheme, config in SCHEMES.items()
         for index, name in enumerate(watched)
         for node in range(NODES)

@@ -194,11 +194,6 @@ def _levels_of_planes(
     if BITS == 7:
         e, f, g, h = pairs_of_word(third, 1)
         a, b, c, d = a | (e << 6), b | (f << 6), c | (g << 6), d | (h << 6)
-    return _levels_of_codes(a, b, c, d, int_to_float, BLOCK, FORMAT)
-
-
-@triton.jit
-def _levels_of_codes(a, b, c, d, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
     return _join_eight(
         _level_at(a, int_to_float, 0, FORMAT),
         _level_at(b, int_to_float, 0, FORMAT),
@@ -210,11 +205,3 @@ def _levels_of_codes(a, b, c, d, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.c
         _level_at(d >> 16, int_to_float, 0, FORMAT),
         BLOCK,
     )
-
-
-@triton.jit
-def levels_of_pairs(a, b, c, d, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
-    """``[BLOCK]`` levels of the pairs that ``store_codes`` takes, of integer codes."""
-    SHIFT: tl.constexpr = FORMAT.fraction_bits
-    a, b, c, d = a >> SHIFT, b >> SHIFT, c >> SHIFT, d >> SHIFT
-    return _levels_of_codes(a, b, c, d, int_to_float, BLOCK, FORMAT)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from lq_lightning.kernels.message.triton_blocks import select_bytes
 from lq_lightning.kernels.message.triton_float8 import float8_words, has_float8_instructions
-from lq_lightning.kernels.message.triton_levels import levels_of_pairs, levels_of_words, load_codes
+from lq_lightning.kernels.message.triton_levels import levels_of_words, load_codes
 from lq_lightning.kernels.message.triton_planes import (
     pair_up,
     same_in_groups,
@@ -191,9 +191,6 @@ def encode_tile(
     """Quantize a transformed ``[BLOCK]`` tile and write it; ``quantize.reference.encode_block``.
 
     ``range_ptr`` is read for formats with one scale per row; see ``widen_range``.
-
-    Returns the scales of its groups and the pairs of its codes, for ``quantization_error`` (which
-    knows integer codes only).
     """
     sections = row_sections(numel, FORMAT)
     span = code_span(limit, numel, sections)
@@ -210,7 +207,6 @@ def encode_tile(
     keep = tl.where(scale == scale, -1, 0)
     if has_float8_instructions(FORMAT, True):
         a = float8_words(y, keep, FORMAT)
-        b, c, d = a, a, a
         store_words(a, row_ptr, start, span, BLOCK, 8, FULL)
     else:
         a, b, c, d = pair_up(tl.reshape(fixed_point(y, FORMAT), (BLOCK,)), BLOCK)
@@ -230,7 +226,6 @@ def encode_tile(
     store_scales(scale, row_ptr, sections[4], groups, sections[1], GROUPS, FORMAT)
     if not FORMAT.symmetric:
         store_scales(minimum, row_ptr, sections[5], groups, sections[1], GROUPS, FORMAT)
-    return scale, a, b, c, d
 
 
 @triton.jit
@@ -258,21 +253,6 @@ def encode_pass(
             *(x, row_ptr, range_ptr, row, start, limit, numel, seed_a, seed_b),
             *(BLOCK, FORMAT, NORM, FULL),
         )
-
-
-@triton.jit
-def quantization_error(x, encoded, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
-    """What a tile that ``encode_tile`` wrote with ``NORM`` 1 leaves out of ``x``.
-
-    Zero in groups that are not finite; for symmetric integer formats.
-    """
-    scale, a, b, c, d = encoded
-    GROUP: tl.constexpr = FORMAT.group_size
-    GROUPS: tl.constexpr = BLOCK // GROUP
-    levels = levels_of_pairs(a, b, c, d, int_to_float, BLOCK, FORMAT)
-    error = tl.reshape(x, (GROUPS, GROUP)) - tl.reshape(levels, (GROUPS, GROUP)) * scale[:, None]
-    error = tl.where((scale == scale)[:, None], error, 0.0)
-    return tl.reshape(error, (BLOCK,))
 
 
 @triton.jit

@@ -83,7 +83,7 @@ def encode_rows(
         fmt: the format.
         multiple: columns at whose multiples ``block_at`` may cut.
     """
-    zero_padding_bytes(out, numel, fmt)
+    _zero_padding_bytes(out, numel, fmt)
     total = round_up(fmt.layout(numel).padded_numel, multiple)
     chunks = list(row_chunks(out.shape[0], total, multiple))
     ranges: dict[int, blocks.GroupRange] = {}
@@ -98,7 +98,7 @@ def encode_rows(
         encode_block(block, norm, rows, numel, row, column, seed, fmt, ranges.get(row))
 
 
-def zero_padding_bytes(out: Tensor, numel: int, fmt: MessageFormat) -> None:
+def _zero_padding_bytes(out: Tensor, numel: int, fmt: MessageFormat) -> None:
     """Zero the bytes between the sections of encoded rows, so that equal data gives equal bytes."""
     layout = fmt.layout(numel)
     starts = (*layout.plane_offsets, layout.scale_offset, layout.minimum_offset, layout.nbytes)

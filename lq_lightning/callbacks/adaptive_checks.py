@@ -47,7 +47,7 @@ def check_run(callback: Callback, trainer: pl.Trainer, sites: Sequence[str]) -> 
 
     Raises:
         ValueError: There are two of these callbacks, the strategy, device or precision is not
-            supported, or sites are given for a pipeline.
+            supported, nodes train alone, or sites are given for a pipeline.
     """
     name, strategy = type(callback).__name__, trainer.strategy
     cls = next(c for c in type(callback).__mro__ if c.__module__.startswith("lq_lightning."))
@@ -61,6 +61,11 @@ def check_run(callback: Callback, trainer: pl.Trainer, sites: Sequence[str]) -> 
         raise ValueError(
             f"`{name}(sites={list(sites)})`: in a pipeline, bits are those of what crosses the "
             "boundaries of stages. Leave `sites` as it is, or use another strategy."
+        )
+    if getattr(strategy, "nodes_train_alone", False):
+        raise ValueError(
+            f"`{name}` averages the gradients of its gates over all ranks in every step, but with "
+            "`local_steps` nodes take steps, or skip them, alone: leave one of them out."
         )
     if strategy.root_device.type not in _DEVICES:
         raise ValueError(

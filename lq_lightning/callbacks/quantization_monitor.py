@@ -56,8 +56,7 @@ class QuantizationMonitor(Callback):
     and ``quant/bits_per_gradient`` (on the wire, scales included). Logged as totals:
     ``quant/skipped_steps``, ``quant/outside_writes`` (weights changed by something other than an
     optimizer, each refreshed in full precision). Logged for the step itself:
-    ``quant/weights_error`` and ``quant/gradients_error``, relative L2 errors over all ranks. With
-    error feedback the latter also counts what earlier steps left out, although it is no loss.
+    ``quant/weights_error`` and ``quant/gradients_error``, relative L2 errors over all ranks.
     ``quantized_pipeline`` adds ``quant/bytes_boundary_{forward,backward}`` (sent to neighbouring
     stages), ``quant/bits_per_hidden_{value,gradient}`` and ``quant/bytes_tied_gradients``; with
     learned widths ``quant/bytes_boundary_tables``, which the bits include.

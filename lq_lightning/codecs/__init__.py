@@ -5,7 +5,6 @@ from .functional import (
     decode_reduce,
     decode_reduce_encode,
     encode,
-    encode_with_residual,
     flatten_rows,
 )
 from .mixed import (
@@ -29,7 +28,6 @@ __all__ = [
     "encode",
     "encode_and_round_mixed",
     "encode_mixed",
-    "encode_with_residual",
     "flatten_rows",
     "round_trip_mixed",
 ]

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from lq_lightning.kernels.dequantize import dequantize, dequantize_out, repeat_dequantize
-from lq_lightning.kernels.feedback import feedback_out
 from lq_lightning.kernels.message.checks import check_float
 from lq_lightning.kernels.quantize import quantize, quantize_out, repeat_quantize
 from lq_lightning.kernels.requantize import repeat_requantize, requantize, requantize_out
@@ -333,59 +332,4 @@ def decode_reduce_encode(
     _check_messages("out", out, 2)
     _check_shape("out", out, (rows, spec_out.nbytes(numel)), buf_KRB.device)
     requantize_out(buf_KRB, numel, source, target, value, out, skip)
-    return out
-
-
-def encode_with_residual(
-    spec: CodecSpec,
-    values: Tensor,
-    numel: int,
-    residual_spec: CodecSpec,
-    residual_RB: Tensor,
-    *,
-    seed: int | None = None,
-    out: Tensor,
-    skip: int | None = None,
-) -> Tensor:
-    """Encode values plus a residual; the residual becomes what the codes leave out of the sum.
-
-    One pass over memory, within the transformed domain (error feedback). Groups that are not finite
-    decode to NaN, and to zero in the residual.
-
-    Args:
-        spec: the codec of the result.
-        values: ``[R, N]`` fp32, bf16 or fp16; or ``[K, R, B']`` uint8, messages of
-            ``residual_spec`` that are decoded and summed.
-        numel: N, the values in a row.
-        residual_spec: the codec of the residual, a symmetric integer one with the groups and the
-            transform of ``spec``, which is one too. The residual is rounded to nearest.
-        residual_RB: ``[R, B']`` uint8, overwritten; zeros are a residual of zero.
-        seed: needed when ``spec`` rounds stochastically.
-        out: ``[R, B]`` uint8 to write to.
-        skip: a row of ``values``, then of R + 1, to leave out.
-
-    Returns:
-        ``out``.
-
-    Raises:
-        ValueError: a codec, shape, dtype, device, stride or alignment other than above, or no seed.
-    """
-    if values.dim() < 2:
-        raise ValueError(
-            f"values has {values.dim()} dimensions; expected [R, N], or [K, R, B'] messages. Use "
-            "values.view(1, -1)."
-        )
-    source_rows = values.shape[-2]
-    rows = _rows_kept(source_rows, skip, out)
-    if values.dtype == torch.uint8:
-        _check_messages("values", values, 3)
-    else:
-        check_float("values", values.dtype)
-        _check_shape("values", values, (source_rows, numel), out.device)
-    for name, buf, codec in (("residual_RB", residual_RB, residual_spec), ("out", out, spec)):
-        _check_messages(name, buf, 2)
-        _check_shape(name, buf, (rows, codec.nbytes(numel)), values.device)
-    stored, target = _format_text(residual_spec), _format_text(spec)
-    value = _seed_value(spec, seed)
-    feedback_out(values.detach(), numel, stored, target, value, residual_RB, out, skip)
     return out

@@ -40,8 +40,7 @@ class CodecSpec:
             the normal distribution (QLoRA, appendix E), to 1.
         group_size: consecutive elements that share a scale: a power of two from 16 to 4096, or
             ``"row"`` for one scale per row, which takes a second pass over the values to encode. A
-            tensor that is viewed as one row then has one scale. For all codes and transforms, but
-            not for ``encode_with_residual``.
+            tensor that is viewed as one row then has one scale. For all codes and transforms.
         symmetric: store no minimum. All but integer codes are always symmetric.
         hadamard_size: apply a Walsh-Hadamard transform to this many consecutive elements before
             quantization and undo it after; 0 for none, else 16, 32, 64 or 128, at most

@@ -102,8 +102,7 @@ class QuantizedCommunication:
     def recover(self) -> None:
         """Leave nothing of a forward or backward that failed; call it on every rank that goes on.
 
-        Out of memory, for example. Waits for everything on its way, and forgets what error feedback
-        keeps of gradients that will not be used.
+        Out of memory, for example. Waits for everything on its way.
         """
         self.join()
         for unit in self._units:
@@ -199,17 +198,6 @@ class QuantizedCommunication:
             slots.update(gather.replica_slots())
         return slots
 
-    def drop_residuals(self) -> None:
-        """Forget what error feedback has kept; call it on every rank where a checkpoint is written.
-
-        Residuals of all ranks would be larger than the rest of a checkpoint on many nodes, so they
-        are not saved. A run that drops them where it saves continues as one that resumes there. The
-        next messages lose the quantization error of one step.
-        """
-        for unit in self._units:
-            if unit.scatter is not None and unit.scatter.residual is not None:
-                unit.scatter.residual.drop()
-
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides :meth:`replica_state_dict`: plain numbers."""
         return {"version": _STATE_VERSION, "step": self.step}
@@ -236,7 +224,6 @@ class QuantizedCommunication:
                 "it, or drop the `quantized_fsdp` entry to start from the main weights."
             )
         self._context.step = int(state["step"])
-        self.drop_residuals()
         for gather in self._difference_gathers():
             slots = {n: local_tensor(replica[n]) for n in gather.names if n in replica}
             if len(slots) == len(gather.names):

@@ -117,13 +117,6 @@ class GradientQuantization:
         rounding: ``"nearest"`` has half the variance of error (``docs/performance.md``);
             ``"stochastic"``, as in the reference implementation, keeps the reduced gradient
             unbiased, which the paper's convergence proof needs.
-        error_feedback: Whether each rank keeps what its messages between nodes left out and adds it
-            to the next ones (as LoCo does, arXiv:2407.04480). Of N nodes it takes about
-            ``1.03 / node_size * (N - 1) / N`` bytes per parameter, in the codes of the level within
-            a node (``"ULq"`` has half of that). It starts from zero wherever a checkpoint is
-            written or loaded, after a skipped step, and when other parameters of a unit get
-            gradients than before. Clipping does not reach it: after a gradient that was clipped by
-            a factor of 1000, two or three steps are noisy.
     """
 
     method: GradientMethod = "TLq-HS"
@@ -133,7 +126,6 @@ class GradientQuantization:
     group_size: int = 128
     hadamard_size: int = 32
     rounding: Rounding = "nearest"
-    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -143,7 +135,6 @@ class GradientQuantization:
         """
         owner = type(self).__name__
         check_choice(owner, "method", self.method, get_args(GradientMethod))
-        check_choice(owner, "error_feedback", self.error_feedback, (True, False))
         check_choice(owner, "rounding", self.rounding, get_args(Rounding))
         _check_bits(owner, "intra_bits", self.intra_bits)
         _check_bits(owner, "inter_bits", self.inter_bits)

@@ -31,12 +31,10 @@ class LevelLayouts(NamedTuple):
     """Layouts of the messages of one slot.
 
     Attributes:
-        packed: Indices of the parameters in the slot.
         intra: Within the node.
         inter: Between nodes.
     """
 
-    packed: tuple[int, ...]
     intra: MessageLayout
     inter: MessageLayout
 
@@ -116,4 +114,4 @@ class GradientLayouts:
         intra = MessageLayout.of(runs, self._specs("intra"), dtype)
         two_levels = self._unit.context.topology.node_size > 1
         raw = torch.float32 if two_levels else dtype
-        return LevelLayouts(packed, intra, MessageLayout.of(runs, self._specs("inter"), raw))
+        return LevelLayouts(intra, MessageLayout.of(runs, self._specs("inter"), raw))

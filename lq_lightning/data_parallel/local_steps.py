@@ -165,10 +165,14 @@ class OuterOptimizer:
             )
 
     def _buckets(self) -> Iterator[_Bucket]:
-        """What travels together; the same on all ranks with these shards."""
+        """What travels together; the same on all ranks with these shards.
+
+        In the order of the module: a sum of fp32 depends on the place in its bucket, and a run that
+        resumes does not meet the parameters in the order of its optimizers.
+        """
         open_: dict[CodecSpec | None, list[nn.Parameter]] = {}
         room: dict[CodecSpec | None, int] = {}
-        for parameter in self._kept:
+        for parameter in self._names:
             numel = local_tensor(parameter).numel()
             if numel == 0 or parameter not in self._trained:
                 continue
@@ -269,7 +273,7 @@ class OuterOptimizer:
         self.forget()
         velocities, anchors = state.get("velocity", {}), state.get("anchor", {})
         for parameter, name in self._names.items():
-            if name in velocities and parameter.requires_grad:
+            if name in velocities:  # also of what is frozen, and may thaw
                 kept = self._kept[parameter] = _new(local_tensor(parameter))
                 kept.velocity.copy_(local_tensor(velocities[name]))
                 if name in anchors:

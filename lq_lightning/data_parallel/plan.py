@@ -148,10 +148,9 @@ def describe_gradients(config: GradientQuantization | None, topology: Topology) 
             f"{topology.num_nodes} nodes"
         )
     hadamard = f", Hadamard {config.hadamard_size}" if config.method == "TLq-HS" else ""
-    feedback = ", error feedback" if config.error_feedback and topology.num_nodes > 1 else ""
     return (
         f"{config.method}: {levels}{vocabulary}, {config.rounding} rounding, groups of "
-        f"{config.group_size}{hadamard}{feedback}"
+        f"{config.group_size}{hadamard}"
     )
 
 

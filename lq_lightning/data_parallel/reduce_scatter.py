@@ -21,14 +21,8 @@ from torch import Tensor
 
 from lq_lightning._compat.fsdp2 import PackedGradients, ReduceScatter
 from lq_lightning._compat.torch import backward_id, reduce_scatter_flat
-from lq_lightning.codecs import (
-    decode_reduce,
-    decode_reduce_encode,
-    derive_seed,
-    encode,
-)
+from lq_lightning.codecs import decode_reduce, decode_reduce_encode, derive_seed, encode
 from lq_lightning.data_parallel.config import GradientQuantization
-from lq_lightning.data_parallel.error_feedback import GradientResidual
 from lq_lightning.data_parallel.gradient_layouts import GradientLayouts, LevelLayouts
 from lq_lightning.data_parallel.layout import MessageLayout
 from lq_lightning.data_parallel.unit import UnitCollective, UnitDescription, part_seed
@@ -45,10 +39,9 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
 
     With one node, or one rank per node, only the level that exists is used. Sums are formed in fp32
     in a fixed order, so the result does not depend on timing: first what this node contributes,
-    then the other nodes, by number. A result in bf16 is rounded after each of the two. With error
-    feedback, what the messages between nodes leave out is added to those of the next call. A
-    non-finite gradient is NaN or Inf on the rank that owns it, and where it was encoded so is its
-    whole group, so the gradient norm of every rank sees it.
+    then the other nodes, by number. A result in bf16 is rounded after each of the two. A non-finite
+    gradient is NaN or Inf on the rank that owns it, and where it was encoded so is its whole group,
+    so the gradient norm of every rank sees it.
 
     Args:
         config: Codecs and method.
@@ -62,8 +55,6 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         self._expected: PackedGradients | None = None
         self._calls = 0
         self._calls_step = -1
-        feeds_back = config.error_feedback and self._context.topology.num_nodes > 1
-        self.residual = GradientResidual() if feeds_back else None
 
     # --- what the next call gets ------------------------------------------------------------
 
@@ -147,8 +138,6 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         """Leave nothing of a backward that failed, whose gradients nobody will use."""
         self._expected = None
         self._context.reductions.join()
-        if self.residual is not None:
-            self.residual.drop()
 
     def _reduce(
         self,
@@ -237,17 +226,11 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         """
         inter, node = layouts.inter, self._context.topology.node
         messages = inter.allocate(len(slots) - 1, device=slots.device)
-        if self.residual is not None:
-            self.residual.prepare(len(messages), layouts, slots.device)
         inter.exact_to_messages(slots, messages, skip=node)
         seed = part_seed(self._seed(_SEED_INTER), 0)
         for index, run in inter.quantized:
             values, out = slots[:, run.start : run.stop], inter.part(messages, index)
-            spec, run_seed = inter.spec_of(run), part_seed(seed, index)
-            if self.residual is not None:
-                self.residual.encode(index, values, spec, seed=run_seed, out=out, skip=node)
-            else:
-                encode(spec, values, seed=run_seed, out=out, skip=node)
+            encode(inter.spec_of(run), values, seed=part_seed(seed, index), out=out, skip=node)
         return messages
 
     def _encode_for_node(self, slots: Tensor, layout: MessageLayout) -> Tensor:
@@ -308,27 +291,21 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         Returns:
             ``[nodes - 1, nbytes]`` uint8.
         """
-        _, intra, inter = layouts
+        intra, inter = layouts
         node = self._context.topology.node
         messages = inter.allocate(received.shape[1] - 1, device=received.device)
-        if self.residual is not None:
-            self.residual.prepare(len(messages), layouts, received.device)
         if intra.exact_runs:
             sums = torch.sum(intra.exact(received), dim=0, dtype=torch.float32)
             torch.cat((sums[:node], sums[node + 1 :]), out=inter.exact(messages))
         seed = part_seed(self._seed(_SEED_INTER), 0)
         for index, run in intra.quantized:
             codes, out = intra.part(received, index), inter.part(messages, index)
-            spec, run_seed = inter.spec_of(run), part_seed(seed, index)
-            if self.residual is not None:
-                self.residual.encode(index, codes, spec, seed=run_seed, out=out, skip=node)
-            else:
-                decode_reduce_encode(
-                    *(intra.spec_of(run), codes, run.numel, spec),
-                    seed=run_seed,
-                    out=out,
-                    skip=node,
-                )
+            decode_reduce_encode(
+                *(intra.spec_of(run), codes, run.numel, inter.spec_of(run)),
+                seed=part_seed(seed, index),
+                out=out,
+                skip=node,
+            )
         return messages
 
     def _finish(

@@ -67,7 +67,7 @@ class NodesStrategy(FullyShardedStrategy):
         self._node_size = node_size
         self._min_quantized_numel = min_quantized_numel
         if local_steps is not None and not isinstance(local_steps, LocalSteps):
-            check_count(owner, "local_steps", local_steps, 1)
+            check_count(owner, "local_steps", local_steps, 1, LocalSteps)
             local_steps = LocalSteps(every=local_steps)
         if local_steps is not None and not self._save_distributed_checkpoint:
             raise ValueError(
@@ -134,7 +134,7 @@ class NodesStrategy(FullyShardedStrategy):
         return {
             **super().settings(),
             "node_size": self.topology().node_size if self.world_size > 1 else 1,
-            "local_steps": "some" if self.nodes_train_alone else None,
+            "local_steps": "any number" if self.nodes_train_alone else None,
             "min_quantized_numel": self._min_quantized_numel,
         }
 
@@ -178,11 +178,25 @@ class NodesStrategy(FullyShardedStrategy):
     # --- setup ------------------------------------------------------------------------------------
 
     def make_copies_alike(self, module: LightningModule) -> None:
-        """Let all nodes start from the weights and buffers of the first; all ranks call it."""
-        if self.nodes_train_alone:
-            weights = [local_tensor(p) for p in module.parameters()]
-            start_alike(weights, self.device_mesh.get_group(NODE), self.root_device)
-            broadcast_module_states(module, parameters=False)
+        """Let all nodes start from the weights and buffers of the first; all ranks call it.
+
+        Raises:
+            ValueError: The user has sharded something over other ranks than those of a node.
+        """
+        if not self.nodes_train_alone:
+            return
+        own = self.device_mesh[SHARD].mesh.tolist()
+        for name, parameter in module.named_parameters():
+            ranks = parameter.device_mesh.mesh.tolist()  # type: ignore[attr-defined]
+            if ranks != own:
+                raise ValueError(
+                    f"`{name}` is sharded over the ranks {ranks}, but with `local_steps` every "
+                    f"node has a copy, here over {own}: give `fully_shard` the argument "
+                    f'`mesh=self.device_mesh["{SHARD}"]`.'
+                )
+        weights = [local_tensor(p) for p in module.parameters()]
+        start_alike(weights, self.device_mesh.get_group(NODE), self.root_device)
+        broadcast_module_states(module, parameters=False)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers, and what brings together nodes that train alone."""
@@ -202,7 +216,7 @@ class NodesStrategy(FullyShardedStrategy):
         )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, _BringTogether) for callback in callbacks):
-            callbacks.insert(0, _BringTogether())
+            callbacks.insert(0, _BringTogether(self))
         bits = "fp32" if config.bits is None else f"{config.bits} bits"
         rank_zero_info(
             f"{every.num_nodes} nodes of {every.node_size} rank(s) train alone for {config.every} "
@@ -309,15 +323,13 @@ class NodesStrategy(FullyShardedStrategy):
 class _BringTogether(Callback):
     """Brings nodes together before any other callback looks at the weights."""
 
+    def __init__(self, strategy: NodesStrategy) -> None:
+        self._strategy = strategy
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Validate one model."""
-        _bring_together(trainer)
+        self._strategy.bring_nodes_together()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End with one model."""
-        _bring_together(trainer)
-
-
-def _bring_together(trainer: Trainer) -> None:
-    if isinstance(trainer.strategy, NodesStrategy):
-        trainer.strategy.bring_nodes_together()
+        self._strategy.bring_nodes_together()

@@ -50,14 +50,19 @@ def check_flag(owner: str, name: str, value: object) -> None:
         raise _refused(owner, name, value, "True or False")
 
 
-def check_count(owner: str, name: str, value: object, least: int) -> None:
+def check_count(
+    owner: str, name: str, value: object, least: int, config: type | None = None
+) -> None:
     """Refuse what is no whole number of at least ``least``.
+
+    ``config`` is a class of which an instance could be given instead.
 
     Raises:
         ValueError: ``value`` is something else.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise _refused(owner, name, value, f"a whole number of {least} or more")
+        instead = "" if config is None else f", or a `{config.__name__}`"
+        raise _refused(owner, name, value, f"a whole number of {least} or more{instead}")
 
 
 def check_timeout(owner: str, timeout: object) -> timedelta | None:

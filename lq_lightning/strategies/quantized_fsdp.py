@@ -69,15 +69,9 @@ def _gradient_option(
 def _warn_of_options_without_effect(
     config: GradientQuantization, communication: QuantizedCommunication
 ) -> None:
-    topology = communication.topology
-    if config.error_feedback and topology.num_nodes == 1:
-        rank_zero_warn(
-            "`error_feedback=True` has no effect on one node or with `local_steps`: only messages "
-            "of gradients between nodes keep what they leave out."
-        )
     if config.vocabulary_bits is None or communication.plan.vocabulary:
         return
-    if config.separates_vocabulary(topology.levels):
+    if config.separates_vocabulary(communication.topology.levels):
         why = "no trained embedding or head of `min_quantized_numel` elements was found"
     else:
         why = f'with `method="{config.method}"` other gradients have the same bits on this topology'
@@ -282,12 +276,6 @@ class QuantizedFSDPStrategy(NodesStrategy):
                     "precision. Something writes to them on some ranks only."
                 )
 
-    def after_skipped_step(self) -> None:
-        """Keep nothing of gradients that were not used."""
-        if self.communication is not None:
-            self.communication.drop_residuals()
-        super().after_skipped_step()
-
     def on_step_error(self) -> None:
         """Let no reduction write to memory that is freed now, and keep nothing of the step."""
         if self.communication is not None:
@@ -298,18 +286,13 @@ class QuantizedFSDPStrategy(NodesStrategy):
         super().on_weights_loaded()
         if self.communication is not None:
             self.communication.invalidate()
-            self.communication.drop_residuals()
 
     def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        """Counters, and the replica that the next difference refers to.
-
-        Gradient residuals are not saved: this run drops them, as one that resumes starts without.
-        """
+        """Counters, and the replica that the next difference refers to."""
         values, tensors = super().extra_state()
         if self.num_skipped_steps:
             values["num_skipped_steps"] = self.num_skipped_steps
         if self.communication is not None:
-            self.communication.drop_residuals()
             values["communication"] = self.communication.state_dict()
             tensors["replica"] = dict(self.communication.replica_state_dict())
         return self.values_of_copies(values), tensors

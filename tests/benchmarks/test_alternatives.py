@@ -80,7 +80,7 @@ def test_emulated_thin_matrices_are_those_of_the_hooks(load: Load, real: list[An
             for name, gradient in each.items():
                 ours, theirs = found[name][0], real[0][kind][step][name]
                 assert torch.equal(theirs, real[1][kind][step][name])
-                # The emulated codes have feedback, those of the hook, of 8 bits, have none.
+                # The emulated codes add what they left out, those of the hook, of 8 bits, do not.
                 bound = 1e-5 if kind == "torch" else 0.05
                 assert (ours - theirs).norm() < bound * gradient.mean(dim=0).norm()
                 thin = step >= START and name == "weight"
@@ -120,7 +120,7 @@ def test_nodes_train_alone_between_two_exchanges(load: Load) -> None:
 
 
 def test_what_codes_lack_comes_later(load: Load) -> None:
-    """With feedback, the mean over steps tends to that of gradients."""
+    """The mean over steps tends to that of gradients."""
     made, code = load("emulated_alternatives"), load("fewer_bytes")._code(2)
     generator = torch.Generator().manual_seed(0)
     gradients = {"w": torch.randn(1, 2, 128, 64, generator=generator)}

@@ -22,7 +22,6 @@ Load = Callable[[str], ModuleType]
 
 STEPS = 3
 VOCABULARY = replace(TLQ_HS, vocabulary_bits=8)
-FEEDBACK = GradientQuantization(inter_bits=2, error_feedback=True)
 # By number of ranks: those of a node, quantization of weights and gradients, dtype of the weights.
 # At most four values are summed without codes: torch sums more in an order of its own.
 CASES: dict[int, dict[str, tuple[int, Any, Any, torch.dtype]]] = {
@@ -34,7 +33,6 @@ CASES: dict[int, dict[str, tuple[int, Any, Any, torch.dtype]]] = {
         "three nodes": (2, QWD, TLQ_HS, torch.float32),
         "bf16": (3, QWD, TLQ_HS, torch.bfloat16),
         "vocabulary": (2, None, VOCABULARY, torch.float32),
-        "feedback": (2, None, FEEDBACK, torch.float32),
     },
 }
 
@@ -91,7 +89,6 @@ def _emulated(load: Load, world: int, name: str) -> tuple[list[float], list[Tens
             vocabulary=codes.LibraryCode(gradients.codec("inter", vocabulary=True))
             if gradients.vocabulary_bits
             else None,
-            feedback=gradients.error_feedback,
         ),
     )
     optimizer = torch.optim.AdamW(masters.values(), lr=1e-2)

@@ -14,19 +14,17 @@ EXCHANGE = {"exchange": 2, "gather": 0}
 
 
 @pytest.mark.parametrize(
-    ("gpus", "feedback", "rounding", "kernels"),
+    ("gpus", "rounding", "kernels"),
     [
-        (8, False, "nearest", {**EXCHANGE, "reduction": 4, "DDP's bucket": 4}),
-        (8, True, "stochastic", {**EXCHANGE, "reduction": 4, "DDP's bucket": 4}),
-        (1, False, "stochastic", {**EXCHANGE, "reduction": 2, "DDP's bucket": 3}),
-        (1, True, "nearest", {**EXCHANGE, "reduction": 2, "DDP's bucket": 3}),
+        (8, "nearest", {**EXCHANGE, "reduction": 4, "DDP's bucket": 4}),
+        (1, "stochastic", {**EXCHANGE, "reduction": 2, "DDP's bucket": 3}),
     ],
 )
 def test_counts_are_those_of_two_nodes(
-    load: Load, gpus: int, feedback: bool, rounding: str, kernels: dict[str, int]
+    load: Load, gpus: int, rounding: str, kernels: dict[str, int]
 ) -> None:
     many_nodes = load("many_nodes")
-    gradients = GradientQuantization(rounding=rounding, error_feedback=feedback)  # type: ignore[arg-type]
+    gradients = GradientQuantization(rounding=rounding)  # type: ignore[arg-type]
     variant = many_nodes.Variant("quantized", WeightQuantization(replica="full"), gradients)
     found = []
     for nodes, rank in ((2, 0), (32, 16 * gpus), (32, 32 * gpus - 1)):

@@ -68,12 +68,12 @@ Load = Callable[[str], ModuleType]
         (
             "many_nodes.py",
             ("--nodes", "16", "--gpus", "2", "--width", "64", "--repeats", "1")
-            + ("--replica", "node", "--error-feedback"),
+            + ("--replica", "node"),
             "quantized, reduction",
         ),
         ("host_time.py", ("--layers", "2", "--repeats", "2"), "exchanges us/unit"),
         ("research/optimizer_error.py", ("--steps", "2"), "E4M3+Expand"),
-        ("research/update_error.py", ("--cpu", *SMALL, *SHORT), "nearest, error feedback"),
+        ("research/update_error.py", ("--cpu", *SMALL, *SHORT), "nearest, groups of 32"),
     ],
     ids=lambda value: value if str(value).endswith(".py") else "",
 )

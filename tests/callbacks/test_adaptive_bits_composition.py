@@ -424,6 +424,7 @@ def test_refuses_strategies_and_devices(monkeypatch: pytest.MonkeyPatch) -> None
         (Fake(FSDPStrategy), "does not work with `FSDPStrategy`"),
         (Fake(DeepSpeedStrategy), "does not work with `DeepSpeedStrategy`"),
         (Fake(SingleDeviceStrategy, "mps"), "device 'mps'"),
+        (Fake(QuantizedFSDPStrategy, nodes_train_alone=True), "with `local_steps` nodes take"),
     ):
         with pytest.raises(ValueError, match=match):
             AdaptiveBits().setup(fake, model(), "fit")  # type: ignore[arg-type]

@@ -22,19 +22,15 @@ from lq_testing.checkpoints import (
 from lq_testing.lightning_models import TinyModule, quiet
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from lq_lightning.data_parallel import GradientQuantization
-
 PLAIN = {"weights": "none", "gradients": "none"}
-FEEDBACK = GradientQuantization(rounding="nearest", error_feedback=True)
 
 # single file?, precision, options of the strategy, of the module
 EXACT = (
     (False, "bf16-mixed", SMALL, {}),
     (False, "32-true", {**SMALL, "replica": "node", "node_size": 1}, {"tied": True}),
-    (False, "32-true", {**SMALL, "gradients": FEEDBACK, "node_size": 1}, {}),
     (True, "bf16-mixed", {**SMALL, "replica": "node", "node_size": 1}, {}),
     (True, "bf16-true", PLAIN, {}),
-    (True, "32-true", {**SMALL, "gradients": FEEDBACK, "node_size": 1}, {"tied": True}),
+    (True, "32-true", {**SMALL, "node_size": 1}, {"tied": True}),
 )
 
 

@@ -32,7 +32,6 @@ def test_weight_config_names_the_value(kwargs: dict[str, object], message: str) 
         ({"method": "TLqHS"}, r"method='TLqHS'.*'TLq-HS', 'TLq', 'ULq'"),
         ({"intra_bits": 16}, "intra_bits=16"),
         ({"inter_bits": 0}, "inter_bits=0"),
-        ({"error_feedback": "false"}, "error_feedback='false'.*True, False"),
         ({"rounding": "Nearest"}, r"GradientQuantization\(rounding='Nearest'\).*'nearest'"),
         ({"hadamard_size": 24}, "hadamard_size=24.*16, 32, 64, 128"),
         ({"group_size": 16}, r"GradientQuantization\(hadamard_size=32, group_size=16\).*at most"),

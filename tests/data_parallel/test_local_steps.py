@@ -51,7 +51,8 @@ class Nodes:
             parameter.requires_grad_(name != frozen)
         fully_shard(self.model, mesh=self.mesh["s"])
         self.config = LocalSteps(every=2, outer_lr=LR, outer_momentum=MOMENTUM, bits=bits)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        others_first = reversed(list(self.model.parameters()))  # an order of its own
+        self.optimizer = torch.optim.SGD(others_first, lr=1.0)
         self.outer = self.new_outer()
 
     def new_outer(self) -> OuterOptimizer:
@@ -182,9 +183,13 @@ def _starts() -> None:
 
 
 def _states() -> None:
-    """A loaded state goes on bit by bit; bf16 weights need their anchors for it."""
-    for dtype in (torch.float32, torch.bfloat16):
-        nodes = Nodes(2, 4, dtype)
+    """A loaded state goes on bit by bit; bf16 weights need their anchors for it.
+
+    Also where sums depend on places in buckets, and with what is frozen while it is loaded.
+    """
+    fp32, bf16 = torch.float32, torch.bfloat16
+    for count, bits, dtype in ((2, 4, fp32), (2, 4, bf16), (4, None, fp32)):
+        nodes = Nodes(count, bits, dtype)
         for step in range(3):
             nodes.step(step)
         with pytest.raises(RuntimeError, match="1 steps alone: bring them together"):
@@ -202,7 +207,9 @@ def _states() -> None:
                     for name, parameter in nodes.model.items():
                         parameter.copy_(weights[name])
                 nodes.outer = nodes.new_outer()
+                nodes.model["tall"].requires_grad_(False)
                 nodes.outer.load_state(saved)
+                nodes.model["tall"].requires_grad_(True)
             for step in (3, 4):
                 nodes.step(step)
             found.append(nodes.weights())

@@ -48,7 +48,7 @@ def _stage(
     communication = quantize_communication(
         model,
         weights=QWD,
-        gradients=GradientQuantization(error_feedback=True),
+        gradients=GradientQuantization(),
         topology=Topology.of(mesh, node_size=node_size),
         min_quantized_numel=256,
     )

@@ -31,7 +31,6 @@ from lq_lightning._compat.fsdp2 import GroupParam, PackedGradients
 from lq_lightning.data_parallel import (
     GradientQuantization,
     Topology,
-    error_feedback,
     gradient_layouts,
     unit,
 )
@@ -147,37 +146,21 @@ def _each_call_is_announced(rank: int, world: int) -> None:
     with pytest.raises(AssertionError, match="`blocks.0` is reduced, but nothing said"):
         reduction.scatter(result, slots.view(-1), dist.group.WORLD, dist.ReduceOp.AVG)
     reduction.scatter.expect(PackedGradients((0,), False))
+    reductions, joined = reduction.communication._context.reductions, []
+    reductions.join = lambda: joined.append(1)  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match=f"FSDP2 packed {reduction.numel} elements"):
+        reduction.scatter(result, slots.view(-1), dist.group.WORLD, dist.ReduceOp.AVG)
+    assert joined, "what is on its way may write to memory that is freed now"
+    reduction.scatter.expect(PackedGradients((0,), False))
+    reduction.communication.recover()  # from a backward that failed before the call
+    with pytest.raises(AssertionError, match="nothing said"):
         reduction.scatter(result, slots.view(-1), dist.group.WORLD, dist.ReduceOp.AVG)
     reduction.scatter.expect(PackedGradients((0,), False))  # of a call that did not come
     reduction(slots)
 
 
-def _fails(rank: int, world: int) -> None:
-    """As out of memory does, which the user may catch."""
-    reduction = _reduction(GradientQuantization(error_feedback=True), node_size=1)
-    slots = reduction.random_slots()
-    first, second = reduction(slots), reduction(slots)
-    assert not torch.equal(first, second)
-    encode = error_feedback.encode_with_residual
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        encode(*args, **kwargs)
-        raise torch.OutOfMemoryError
-
-    error_feedback.encode_with_residual = fail
-    with pytest.raises(torch.OutOfMemoryError):
-        reduction(slots)
-    error_feedback.encode_with_residual = encode
-    assert torch.equal(reduction(slots), first), "what was not sent was added to the next message"
-    assert torch.equal(reduction(slots), second)
-    reduction.communication.recover()
-    assert torch.equal(reduction(slots), first)
-
-
 def test_a_call_needs_its_word_and_a_failed_one_leaves_nothing() -> None:
     run_ranks(_each_call_is_announced, 2)
-    run_ranks(_fails, 2)
 
 
 def test_a_failed_backward_is_joined_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +229,6 @@ def test_layouts_of_conditional_experts_do_not_pile_up() -> None:
     always = layouts.of(every, 9 * 2048, torch.float32)
     for number, packed in enumerate(chosen):
         made = layouts.of(packed, len(packed) * 2048, torch.float32)
-        assert made.packed == packed
         assert made.inter.numel == len(packed) * 2048
         if number % 10 == 0:
             assert layouts.of(every, 9 * 2048, torch.float32) is always, "in use, and yet dropped"
@@ -335,7 +317,6 @@ def test_gradients_are_quantized_once_per_accumulated_step() -> None:
         (_int8_bound, ()),
         (_stochastic, ()),
         (_own_part_stays, (1,)),
-        (_fails, ()),
         (_nonfinite, (1,)),
         (_nonfinite, (2,)),
         (_unused, ()),

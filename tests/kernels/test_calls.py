@@ -18,7 +18,6 @@ import lq_lightning
 from lq_lightning.kernels import (
     activation,
     dequantize,
-    feedback,
     float8,
     norm,
     quantize,
@@ -281,8 +280,6 @@ def codecs(x: Tensor, other: Tensor) -> Operations:
         (requantize.requantize_out, (*sum_of, 4), (encoded,), ()),
         (requantize.requantize_out, (*sum_of, 4), (encoded[:last],), (0,)),
         (requantize.requantize_out, (*sum_of, 4), (encoded[:last],), (last,)),
-        (feedback.feedback_out, (x, numel, codes, sums, 5), (message, encoded), ()),
-        (feedback.feedback_out, (x, numel, codes, sums, 6), (message, encoded), ()),
     ):
 
         def written(

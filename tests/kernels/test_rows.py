@@ -8,7 +8,6 @@ from lq_testing.codec_data import make_format
 from lq_testing.interpreter import skip_old_interpreter
 
 from lq_lightning.kernels.dequantize import reference as dequantize_reference
-from lq_lightning.kernels.feedback import reference as feedback_reference
 from lq_lightning.kernels.quantize import reference as quantize_reference
 from lq_lightning.kernels.requantize import reference as requantize_reference
 
@@ -62,7 +61,6 @@ def test_too_many_rows_of_two_strides() -> None:
 
 @pytest.mark.parametrize("skip", [0, 3, 4])
 def test_a_row_is_left_out(skip: int, device: torch.device) -> None:
-    from lq_lightning.kernels.feedback.triton_kernels import launch_feedback
     from lq_lightning.kernels.quantize.triton_kernels import launch_quantize
     from lq_lightning.kernels.requantize.triton_kernels import launch_requantize
 
@@ -76,8 +74,6 @@ def test_a_row_is_left_out(skip: int, device: torch.device) -> None:
     for reference, launch, whole in (
         (quantize_reference.quantize, launch_quantize, x),
         (requantize_reference.requantize, launch_requantize, messages),
-        (feedback_reference.feedback, launch_feedback, x),
-        (feedback_reference.feedback, launch_feedback, messages),
     ):
         results = []
         for run, values, place, left_out in (
@@ -88,11 +84,8 @@ def test_a_row_is_left_out(skip: int, device: torch.device) -> None:
             out = rows.to(place, copy=True)
             if launch is launch_quantize:
                 run(values, None, target, 5, out, left_out)
-            elif launch is launch_requantize:
-                run(values, NUMEL, source, target, 5, out, left_out)
             else:
-                residual = messages[0, :4].to(place, copy=True)
-                run(values, NUMEL, source, target, 5, residual, out, left_out)
+                run(values, NUMEL, source, target, 5, out, left_out)
             results.append(out.cpu())
         assert torch.equal(results[1], results[0])
         assert torch.equal(results[2], results[0])

@@ -241,7 +241,6 @@ class Launches:
 
 def test_large_numbers_of_messages_share_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     from lq_lightning.kernels.dequantize import triton_kernels as dequantize
-    from lq_lightning.kernels.feedback import triton_kernels as feedback
     from lq_lightning.kernels.requantize import triton_kernels as requantize
 
     fmt = make_format()
@@ -253,7 +252,7 @@ def test_large_numbers_of_messages_share_a_kernel(monkeypatch: pytest.MonkeyPatc
         return Tile(1024, 32, 4, 2)
 
     monkeypatch.setattr(requantize, "choose_tile", choose)
-    for module in (dequantize, requantize, feedback):
+    for module in (dequantize, requantize):
         launches = Launches()
         name = module.__name__.split(".")[-2] + "_rows_kernel"
         monkeypatch.setattr(module, name, launches)
@@ -261,10 +260,8 @@ def test_large_numbers_of_messages_share_a_kernel(monkeypatch: pytest.MonkeyPatc
             messages = row.expand(count, 1, -1)
             if module is dequantize:
                 module.launch_dequantize(messages, 64, fmt, 1.0, False, torch.zeros(1, 64))
-            elif module is requantize:
-                module.launch_requantize(messages, 64, fmt, fmt, 0, row)
             else:
-                module.launch_feedback(messages, 64, fmt, fmt, 0, row, row)
+                module.launch_requantize(messages, 64, fmt, fmt, 0, row)
         few, *many = launches.constants
         assert all(constants == many[0] for constants in many)
         assert few != many[0]

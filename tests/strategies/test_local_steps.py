@@ -18,6 +18,7 @@ from lq_testing.checkpoints import SMALL, StateAtStart, module, moments, run_tra
 from lq_testing.fsdp2 import same_on_all_ranks
 from lq_testing.lightning_models import Losses, TinyModule, loader, quiet, trainer
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 from lq_lightning import LocalSteps, QuantizedFSDPStrategy, QuantizedPrecision
 from lq_lightning._compat.tensors import local_tensor
@@ -148,6 +149,19 @@ def _raises(rank: int, root: str) -> None:
         _fit(root, strategy, Overflows())
 
 
+def _refuses_other_shards(rank: int, root: str) -> None:
+    """Peers of nodes would take different shards for the same one."""
+
+    class OverAllRanks(TinyModule):
+        def configure_model(self) -> None:
+            fully_shard(self.net.head)
+
+    strategy = QuantizedFSDPStrategy(local_steps=2, **NODES)
+    match = rf"head.weight` is sharded over the ranks \[0, 1, 2, 3\].* \[{rank // 2 * 2}, .*mesh="
+    with pytest.raises(ValueError, match=match):
+        _fit(root, strategy, OverAllRanks())
+
+
 def _resumes(rank: int, root: str) -> None:
     """A run saved within a cycle goes on bit by bit, in bf16 rounded by chance and in 8 bits."""
 
@@ -207,6 +221,7 @@ def _all(rank: int, world_size: int, root: str) -> None:
     for check in (_averages, _together, _resumes, _continues_elsewhere):
         check(rank, root)
     _raises(rank, root)
+    _refuses_other_shards(rank, root)
 
 
 def test_nodes_train_alone(tmp_path: Path) -> None:
@@ -240,6 +255,7 @@ def test_yaml_takes_a_number_or_a_config(tmp_path: Path) -> None:
     [
         ({"local_steps": 0}, r"local_steps=0\)` is not supported: give a whole number of 1"),
         ({"local_steps": True}, "local_steps=True"),
+        ({"local_steps": {"every": 8}}, "number of 1 or more, or a `LocalSteps`"),
         (
             {"local_steps": 8, "save_distributed_checkpoint": False},
             r"each node has optimizer states of its own.*consolidate",
