@@ -1,4 +1,4 @@
-"""Autograd of torch: which gradients the backward that runs now is for, and who owns nodes."""
+"""Autograd of torch: which gradients a backward is for, who owns nodes, and when they run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,35 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["is_owned_by_graph", "wanted_gradients", "with_shape"]
+__all__ = ["hasten_casts", "is_owned_by_graph", "wanted_gradients", "with_shape"]
+
+_AT_ONCE = 2**64 - 1  # the age of nodes that accumulate gradients
+
+
+def hasten_casts(output: Tensor) -> None:
+    """Let backward passes run the casts of leaves as soon as their gradients are there.
+
+    The engine runs the youngest node first. A cast that several graphs share is older than the
+    other nodes of most of them, so that the gradients of all casts would pile up until the end.
+
+    Args:
+        output: Of a graph; without one nothing happens.
+    """
+    stack: list[Any] = [output.grad_fn]
+    seen = {None}
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        below = [child for child, _ in node.next_functions]
+        stack += below
+        if type(node).__name__ == "ToCopyBackward0" and _accumulates(below[0]):
+            node._set_sequence_nr(_AT_ONCE)
+
+
+def _accumulates(node: Any) -> bool:
+    return type(node).__name__ == "AccumulateGrad"
 
 
 def is_owned_by_graph(node: Any) -> bool:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from lq_lightning._compat.saved_tensors import base_of, has_storage, storage_key
+from lq_lightning.foundation.parameters import is_copy_of_parameter
 
 __all__ = ["WeightStorages"]
-
-# Copies of a weight in another dtype or layout, as autocast makes them before a matrix product.
-_COPIES = ("ToCopyBackward", "TBackward", "TransposeBackward", "ViewBackward", "PermuteBackward")
 
 
 class WeightStorages:
@@ -37,14 +33,4 @@ class WeightStorages:
             return True
         if storage_key(tensor) in self._storages:
             return True
-        return self._is_cast(tensor.grad_fn)
-
-    def _is_cast(self, node: Any) -> bool:
-        while node is not None:
-            name = type(node).__name__
-            if name == "AccumulateGrad":
-                return isinstance(node.variable, nn.Parameter)
-            if not name.startswith(_COPIES) or len(node.next_functions) != 1:
-                return False
-            node = node.next_functions[0][0]
-        return False
+        return is_copy_of_parameter(tensor)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeGuard, get_args
+from typing import Literal, get_args
 
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.codecs.spec import GROUP_SIZES
-from lq_lightning.foundation.checks import check_choice
+from lq_lightning.foundation.checks import check_choice, is_number
 from lq_lightning.foundation.topology import Level
 
 __all__ = [
@@ -44,10 +44,6 @@ def _check_group_size(owner: str, group_size: object) -> None:
             f"`{owner}(group_size={group_size!r})` is not supported: give a power of two from "
             f"{_GROUP_SIZES[0]} to {_GROUP_SIZES[-1]}."
         )
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,10 +201,10 @@ class LocalSteps:
         """
         owner = type(self).__name__
         every, lr, momentum = self.every, self.outer_lr, self.outer_momentum
-        fits_momentum = _is_number(momentum) and 0 <= momentum < 1
+        fits_momentum = is_number(momentum) and 0 <= momentum < 1
         for field, value, fits, allowed in (
             ("every", every, type(every) is int and every > 0, "1 step or more"),
-            ("outer_lr", lr, _is_number(lr) and 0 < lr < math.inf, "a number above 0"),
+            ("outer_lr", lr, is_number(lr) and 0 < lr < math.inf, "a number above 0"),
             ("outer_momentum", momentum, fits_momentum, "0 or more, but less than 1"),
         ):
             if not fits:

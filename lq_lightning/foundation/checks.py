@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["check_choice"]
+from typing import TypeGuard
+
+__all__ = ["check_choice", "is_number"]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether an option is an integer or a float, which True and False are only to Python."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_choice(

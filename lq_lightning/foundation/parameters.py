@@ -1,10 +1,15 @@
-"""Names and kinds of a model's parameters."""
+"""Names and kinds of a model's parameters, and copies that stand for them."""
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
 
-__all__ = ["clean_name", "embeddings"]
+from torch import Tensor, nn
+
+__all__ = ["clean_name", "embeddings", "is_copy_of_parameter"]
+
+# Copies in another dtype or layout, as autocast makes them before a matrix product.
+_COPIES = ("ToCopyBackward", "TBackward", "TransposeBackward", "ViewBackward", "PermuteBackward")
 
 
 def clean_name(name: str) -> str:
@@ -16,3 +21,16 @@ def embeddings(module: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
     """Every ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model, once."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return [child for child in module.modules() if isinstance(child, kinds)]
+
+
+def is_copy_of_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is nothing but a parameter in another dtype or layout, by its graph."""
+    node: Any = tensor.grad_fn
+    while node is not None:
+        name = type(node).__name__
+        if name == "AccumulateGrad":
+            return isinstance(node.variable, nn.Parameter)
+        if not name.startswith(_COPIES) or len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+    return False

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lq_lightning._compat.saved_tensors import Hooks, around_checkpoints, version_of
+from lq_lightning.foundation.parameters import is_copy_of_parameter
 
 __all__ = ["SavedTensors"]
 
@@ -51,7 +52,7 @@ class _Region:
         saved = _Saved(None, self)
         saved.held = self._pack(tensor)
         self._saved.append(ref(saved))
-        if self._counted is not None:
+        if self._counted is not None and not is_copy_of_parameter(tensor):
             self._counted.append(ref(saved))
         return saved
 
@@ -99,7 +100,10 @@ class SavedTensors:
             yield
 
     def kept(self) -> list[Tensor]:
-        """Return what nodes keep now, weights too; of checkpointed regions what was computed."""
+        """Return what nodes keep now, of checkpointed regions what was computed.
+
+        Weights too, but no copies of them in another dtype or layout.
+        """
         saved = (each() for each in self._counted or ())
         return [each.tensor for each in saved if each is not None and each.tensor is not None]
 
@@ -133,7 +137,8 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(tensor)
-        if self._counted is not None:
+        # Autocast's copies of weights are shared by micro-batches, as weights are.
+        if self._counted is not None and not is_copy_of_parameter(tensor):
             self._counted.append(ref(saved))
         return saved
 

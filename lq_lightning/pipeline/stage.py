@@ -67,8 +67,8 @@ class Stage:
 
     Attributes:
         kept_nbytes: what the first micro-batch whose backward pass was split has kept, in bytes:
-            before it, and between its halves; weights are left out. None before there was one, and
-            to be set to None to count again.
+            before it, and between its halves; weights and autocast's copies of them are left out.
+            None before there was one, and to be set to None to count again.
     """
 
     def __init__(self, module: nn.Module, index: int, num_stages: int) -> None:

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lq_lightning.foundation.checks import check_choice
+from lq_lightning.foundation.checks import check_choice, is_number
 from lq_lightning.kernels.tah import TAHFormat, tah_dequantize, tah_quantize
 
 from .message import (
@@ -93,8 +93,7 @@ class TAHQuantization:
                 f"`{owner}(bits={bits}, {mix})` is not supported: they mix INT3 and INT4. Set bits "
                 "alone, or leave bits=None."
             )
-        number = isinstance(share, (int, float)) and not isinstance(share, bool)
-        if share is not None and not (number and 0 <= share <= 1):
+        if share is not None and not (is_number(share) and 0 <= share <= 1):
             raise ValueError(
                 f"`{owner}(int4_share={share!r})` is not supported: choose a number from 0 (all "
                 "INT3) to 1 (all INT4), or None."

@@ -64,6 +64,7 @@ class FullyShardedPrecision(Precision):
     precision: PrecisionName = "32-true"
     # set by a strategy whose ranks have gradients of different parameters
     clip_norm: Callable[[list[nn.Parameter], float], None] | None = None
+    casts_once = False  # within `casting_once`
 
     def __init__(self, precision: PrecisionName = "32-true") -> None:
         """Check and keep the name."""
@@ -125,8 +126,33 @@ class FullyShardedPrecision(Precision):
         """Autocast for ``"bf16-mixed"``, bf16 as default dtype for ``"bf16-true"``."""
         if self.precision == "bf16-mixed":
             # a cached cast would outlive the gathered weight it was made from
-            return torch.autocast(self.device_type, dtype=torch.bfloat16, cache_enabled=False)
+            cached = self.casts_once
+            return torch.autocast(self.device_type, dtype=torch.bfloat16, cache_enabled=cached)
         return self.tensor_init_context()
+
+    @contextmanager
+    def casting_once(self) -> Generator[None, None, None]:
+        """Around forward passes, and backward passes between them, that share casts of weights.
+
+        Not for weights that FSDP2 gathers. After a weight has changed, call
+        ``torch.clear_autocast_cache()``. Weights that need no gradient are cast in each pass, as
+        autocast keeps casts of the others only.
+        """
+        if self.precision != "bf16-mixed":
+            yield
+            return
+        self.casts_once = True
+        try:
+            # Autocast drops its casts where a thread leaves its outermost context. Here that is
+            # this one, which is switched off for the backward passes. They run in this thread,
+            # since autograd's own has no outer context: checkpointing enters one there.
+            with (
+                torch.autocast(self.device_type, enabled=False),
+                torch.autograd.set_multithreading_enabled(False),
+            ):
+                yield
+        finally:
+            self.casts_once = False
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Call the ``on_after_backward`` hooks; norms of sharded gradients are plain there."""

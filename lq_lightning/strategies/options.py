@@ -9,6 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lq_lightning.foundation.checks import is_number
+
 __all__ = [
     "check_backend",
     "check_count",
@@ -73,7 +75,7 @@ def check_timeout(owner: str, timeout: object) -> timedelta | None:
     """
     if timeout is None:
         return None
-    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout > 0:
+    if is_number(timeout) and timeout > 0:
         return timedelta(seconds=timeout)
     if isinstance(timeout, timedelta) and timeout > timedelta(0):
         return timeout

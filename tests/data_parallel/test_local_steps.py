@@ -249,6 +249,7 @@ def test_nodes_are_brought_together() -> None:
         ({"every": True}, "every=True"),
         ({"outer_lr": 0.0}, r"outer_lr=0.0\)` is not supported: give a number above 0"),
         ({"outer_lr": "0.7"}, "outer_lr='0.7'"),
+        ({"outer_lr": True}, "outer_lr=True"),
         ({"outer_momentum": 1.0}, "outer_momentum=1.0"),
         ({"bits": 9}, "bits=9"),
     ],

@@ -431,9 +431,12 @@ class Counted(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.form == "checkpointed":
-            return checkpoint(self.compute, x, use_reentrant=False)
-        return self.compute(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled="mixed" in self.form):
+            if "checkpointed" in self.form:
+                x = checkpoint(self.compute, x, use_reentrant=False)
+            else:
+                x = self.compute(x)
+        return x.float()
 
 
 @pytest.mark.parametrize(
@@ -445,6 +448,8 @@ class Counted(nn.Module):
         ("frozen a", 1, 2),
         ("frozen b", 2, 2),
         ("checkpointed", 1, 4),  # its input; then what was computed again
+        ("mixed", 1, 2),  # as plain; but not the weights' casts, which micro-batches share
+        ("mixed checkpointed", 1, 3),  # and its input in fp32
     ],
 )
 def test_bytes_kept_before_and_between_halves(form: str, before: int, between: int) -> None:

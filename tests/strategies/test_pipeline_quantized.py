@@ -89,8 +89,8 @@ def _two(rank: int, world_size: int, root: str) -> Any:
     callbacks = [ActivationQuantization(), compensation]
     run, losses = _run(root, world_size, precision, callbacks, schedule="zero_bubble")
     # What the last rank keeps for gradients of weights is more than all that it saved before.
-    assert compensation.half_size == pytest.approx(1.93, abs=0.1)
-    assert compensation.stage_bits == (7, 4)
+    assert compensation.half_size == pytest.approx(2.47, abs=0.1)
+    assert compensation.stage_bits == (8, 4)
     report = run.strategy.quantization_report()
     found.append((losses, report))
     run, losses = _run(root, world_size, None, [], forward_codec="aq_sgd")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from lq_lightning._compat.autograd import hasten_casts
 from lq_lightning._compat.modules import begin_root_forward, end_root_forward
+from lq_lightning._compat.saved_tensors import version_of
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.pipelines.logs import LogRecorder
 
@@ -49,6 +51,9 @@ class MicroBatches:
         self._step: Callable[..., Any] | None = None
         self._arguments: list[tuple[Any, ...]] = []
         self._scale: float | None = None
+        self._weights: list[Tensor] = []
+        self._version = 0
+        self._cast: set[object] = set()
         self.outputs: dict[int, StepOutput] = {}
 
     @contextmanager
@@ -64,10 +69,14 @@ class MicroBatches:
         """
         self._step, self._arguments, self._scale = getattr(self._module, step), arguments, scale
         self.outputs.clear()
+        if self._root is None:
+            self._weights = list(self._module.parameters())
         try:
-            yield
+            with self._precision.casting_once() if self._root is None else nullcontext():
+                yield
         finally:
-            self._step, self._arguments = None, []
+            self._step, self._arguments, self._weights = None, [], []
+            self._cast.clear()
 
     def enter(self, part: Callable[[Tensor | None], Any], hidden: Tensor | None) -> Any:
         """Run the part of a stage as a forward of the root unit, in the run's precision.
@@ -76,10 +85,25 @@ class MicroBatches:
         """
         self._precision.collect()
         with self._precision.forward_context():
+            if self._precision.casts_once:
+                return self._enter_with_casts(part, hidden)
             if self._root is None:
                 return part(hidden)
             begin_root_forward(self._root)
             return end_root_forward(self._root, part(hidden))
+
+    def _enter_with_casts(self, part: Callable[[Tensor | None], Any], hidden: Tensor | None) -> Any:
+        """Run the part of a stage with the casts of weights that earlier micro-batches left."""
+        version = sum(version_of(weight) for weight in self._weights)
+        if version != self._version:  # by an optimizer, or by the step itself (`max_norm`)
+            torch.clear_autocast_cache()
+            self._version = version
+            self._cast.clear()
+        output = part(hidden)
+        if part not in self._cast and isinstance(output, Tensor):
+            hasten_casts(output)
+            self._cast.add(part)
+        return output
 
     def run(self, index: int, is_last: bool) -> Any:
         """Call the user's step on a micro-batch.
