@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from lq_lightning.kernels.message.triton_blocks import and_or, select_bytes
+from lq_lightning.kernels.message.triton_blocks import HAS_PTX, and_or, select_bytes
 from lq_lightning.kernels.message.triton_float8 import float8_levels, has_float8_instructions
 from lq_lightning.kernels.message.triton_planes import load_words, pairs_of_word
 
-_HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 # What `launch.INT_TO_FLOAT` holds the bits of.
 _TWO_TO_23 = tl.constexpr(8388608.0)
 
@@ -37,7 +35,7 @@ def look_up(
     Each thread of a warp knows one number and asks the others: two instructions instead of one per
     number. All threads must be here, which the compiler is told by side effects.
     """
-    if _HAS_PTX and BITS > 1:
+    if HAS_PTX and BITS > 1:
         lane_asm: tl.constexpr = "mov.u32 $0, %laneid; // $1"
         zero = tl.zeros(index.shape, tl.int32)
         lane = tl.inline_asm_elementwise(lane_asm, "=r,r", [zero], tl.int32, True, 1)
