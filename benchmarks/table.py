@@ -52,6 +52,7 @@ ROWS = {
     "optimizer": ("cases", ""),
     "optimizer_drift": ("cases", ""),
     "optimizer_error": ("library", ""),
+    "pipeline_casts": ("rows", ""),
     "slow_network": ("rows", ""),
     "split_gradients": ("rows", ""),
     "split_link": ("rows", ""),
