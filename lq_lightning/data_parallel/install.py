@@ -170,13 +170,17 @@ def _places_in_memory(
     """Let neighbouring small units of one shape share the memory of their replicas.
 
     Their differences are then exchanged together. One of a stack would have noise of its own in
-    stochastic rounding, where units stay alone.
+    stochastic rounding, where units stay alone. Frozen units and trained ones, which are not
+    exchanged together, share nothing: else all of their stack would be exchanged alone.
     """
     alone = weights is None or weights.rounding == "stochastic"
     stacks: list[list[object]] = []
     room = 0
     for params in every_params:
-        shape = [(p.padded_shard_numel, p.numel, p.ndim, p.gather_dtype) for p in params()]
+        shape = [
+            (p.padded_shard_numel, p.numel, p.ndim, p.gather_dtype, p.requires_grad)
+            for p in params()
+        ]
         numel = sum(p.numel for p in params())
         if alone or not stacks or shape != stacks[-1][0] or numel > room:
             stacks.append([])

@@ -34,6 +34,7 @@ class ReplicaMemory:
     def __init__(self, units: int) -> None:
         self._units = units
         self.rows: Tensor | None = None
+        self._allocated: torch.cuda.Event | None = None  # None on a device without streams
 
     def row(self, index: int, numel: int, like: Tensor) -> Tensor:
         """Return the memory of one unit: ``numel`` elements of the dtype and device of ``like``.
@@ -43,6 +44,10 @@ class ReplicaMemory:
         rows = self.rows
         if rows is None or rows.shape[1] != numel or rows.dtype != like.dtype:
             self.rows = rows = like.new_empty(self._units, numel)
+            if streams.has_streams(rows.device):
+                self._allocated = streams.current_stream().record_event()
+        elif self._allocated is not None:  # before that, it may hold what its stream still reads
+            streams.current_stream().wait_event(self._allocated)
         return rows[index]
 
     def holds(self, replicas: Sequence[Replica]) -> bool:

@@ -37,7 +37,9 @@ over it, waits for that event first:
 it was allocated on, at once. So a tensor that another stream still uses is either held until its
 own stream has waited for that use (:class:`SecondStage`), or the allocator is told of the use
 (:func:`record_use`) before the last reference goes. The replica lives as long as its unit; where it
-is replaced, the replacing stream has waited for all writes to it, and its use is recorded.
+is replaced, the replacing stream has waited for all writes to it, and its use is recorded. Memory
+that units share comes from the stream of the first one that is gathered; streams of others wait for
+that point (``ReplicaMemory``), before which the same memory may have been in other use.
 
 *Order of collectives.* Collectives of one process group run in the order of the host's calls,
 whatever streams they are issued on. Whether one is issued may depend only on what all ranks know
@@ -123,10 +125,13 @@ class SecondStage:
         self._held: deque[tuple[Tensor, torch.cuda.Stream, torch.cuda.Event]] = deque()
 
     def make_room(self) -> None:
-        """Let the current stream wait until less than ``depth`` hand-overs are in use."""
+        """Let streams that handed over wait until less than ``depth`` hand-overs are in use.
+
+        Not the current stream, which may be another one: memory goes back to where it came from.
+        """
         while len(self._held) >= self._depth:
-            _, _, done = self._held.popleft()
-            current_stream().wait_event(done)
+            _, first, done = self._held.popleft()
+            first.wait_event(done)
 
     def submit(self, handed_over: Tensor, work: Callable[[], None]) -> None:
         """Run ``work``, which reads ``handed_over``, after what the current stream has so far.
@@ -163,7 +168,7 @@ class NetworkStages:
         self._transfers, self._received = SecondStage(), SecondStage()
 
     def make_room(self) -> None:
-        """Let the current stream wait until another transfer may be submitted."""
+        """Let the stream of earlier transfers' messages wait until another may be submitted."""
         self._transfers.make_room()
 
     def submit(

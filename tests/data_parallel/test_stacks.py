@@ -25,6 +25,7 @@ from lq_lightning.data_parallel import (
 )
 from lq_lightning.data_parallel.all_gather import QuantizedAllGather
 from lq_lightning.data_parallel.layout import MessageLayout, Run
+from lq_lightning.data_parallel.replica import Replica, ReplicaMemory
 
 WIDTH = 64
 
@@ -48,7 +49,7 @@ class Block(nn.Module):
 
 
 def build(
-    blocks: int, world: int = 2, **options: Any
+    blocks: int, world: int = 2, frozen: int = 0, **options: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer, QuantizedCommunication]:
     """Blocks of one shape, behind a root of another, on one of several ranks."""
     pretend_ranks(world, rank=world - 1)
@@ -57,6 +58,7 @@ def build(
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[Block() for _ in range(blocks)])
     for block in model[1:]:
         fully_shard(block, mesh=mesh)
+    model[1 : 1 + frozen].requires_grad_(False)
     fully_shard(model, mesh=mesh)
     weights = WeightQuantization(group_size=64, **options)
     communication = quantize_communication(
@@ -146,6 +148,16 @@ def test_a_stack_falls_apart_where_units_differ_and_grows_together_again(
     assert second.replica.values is not None  # type: ignore[union-attr]
 
 
+def test_units_that_have_had_memory_of_another_dtype_are_not_stacked() -> None:
+    memory, like = ReplicaMemory(2), torch.empty(0)
+    replicas = [Replica(memory, index) for index in range(2)]
+    for dtype, stacked in ((torch.float32, [False, True]), (torch.bfloat16, [False, True])):
+        for replica, expected in zip(replicas, stacked, strict=True):
+            replica.begin_refresh(like.new_zeros(4, dtype=dtype), 2, 0)
+            replica.complete()
+            assert memory.holds(replicas) == expected
+
+
 def test_which_units_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def stacks(**options: Any) -> list[int]:
         _, _, communication = build(5, **options)
@@ -154,6 +166,7 @@ def test_which_units_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return [len([g for g in gathers if g.memory is m]) for m in {g.memory: 0 for g in gathers}]
 
     assert stacks() == [1, 5]
+    assert stacks(frozen=2) == [1, 2, 3]
     assert stacks(rounding="stochastic") == [1] * 6
     monkeypatch.setattr(install, "MAX_STACKED_NUMEL", 2 * 8 * WIDTH**2 + 2 * 4 * WIDTH)
     assert stacks() == [1, 2, 2, 1]

@@ -27,7 +27,7 @@ from lq_lightning.data_parallel import (
 )
 from lq_lightning.data_parallel.exchange import ExchangeSchedule
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
-from lq_lightning.data_parallel.replica import Replica
+from lq_lightning.data_parallel.replica import Replica, ReplicaMemory
 from lq_lightning.data_parallel.unit import DeferredReductions
 from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
 from lq_lightning.foundation.streams import SecondStage
@@ -176,3 +176,14 @@ def test_memory_of_a_replica_outlives_its_use_on_the_stream_of_a_gather(restored
             replica.complete()
             torch.ones(64)
     assert not recorder.races
+
+
+def test_shared_memory_of_replicas_is_used_after_the_point_where_it_was_allocated() -> None:
+    with recorded_streams() as recorder:
+        memory, streams = ReplicaMemory(2), [recorder.new_stream() for _ in range(2)]
+        for index, stream in enumerate(streams):
+            with recorder.on_stream(stream):
+                before = torch.ones(8).sum()  # in memory that is handed out next
+                memory.row(index, 8, before)
+        first, second = streams
+        assert second.clock[first.number] == first.clock[first.number] > 0

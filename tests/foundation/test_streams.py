@@ -8,7 +8,11 @@ import torch
 from lq_testing.streams import Stream, recorded_streams
 from torch import Tensor
 
-from lq_lightning.foundation.streams import NetworkStages
+from lq_lightning.foundation.streams import NetworkStages, SecondStage
+
+
+def _write(tensor: Tensor) -> None:
+    tensor.add_(1)
 
 
 def test_a_transfer_waits_for_what_it_sends_and_not_for_work_on_what_was_received() -> None:
@@ -36,5 +40,17 @@ def test_a_transfer_waits_for_what_it_sends_and_not_for_work_on_what_was_receive
         assert seen == [0, 0, 1, 2]
         stages.join()
         assert all(first.clock[s.number] >= c[s.number] for s, c in finished)
+        torch.ones(8)
+    assert not recorder.races
+
+
+def test_what_was_handed_over_is_held_until_the_stream_it_came_from_has_waited() -> None:
+    with recorded_streams() as recorder:
+        stage, other = SecondStage(depth=1), recorder.new_stream()
+        handed = torch.ones(8)
+        stage.submit(handed, partial(_write, handed))
+        del handed
+        with recorder.on_stream(other):  # of another model, which reduces on a stream of its own
+            stage.make_room()
         torch.ones(8)
     assert not recorder.races

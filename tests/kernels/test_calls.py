@@ -358,3 +358,19 @@ def test_calls_with_all_kinds_of_arguments_one_after_the_other(
     make: Callable[[Tensor, Tensor], Operations], device: torch.device
 ) -> None:
     check_operators(make, VARIANTS, device)
+
+
+@pytest.mark.gpu
+def test_repeated_launches_go_to_the_stream_that_is_current_then(device: torch.device) -> None:
+    x = torch.randn(4, 256, device=device)
+    nbytes = parse_format(FORMAT).layout(256).nbytes
+    message, expected = torch.zeros(2, 4, nbytes, dtype=torch.uint8, device=device)
+    quantize.quantize_out(x, None, FORMAT, 0, message)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # a launch on another stream would end the capture
+        quantize.quantize_out(x, None, FORMAT, 0, message)
+    x.mul_(-3)
+    quantize.quantize_out(x, None, FORMAT, 0, expected)
+    assert not torch.equal(message, expected)
+    graph.replay()
+    assert torch.equal(message, expected)
