@@ -26,6 +26,7 @@ from lq_lightning.data_parallel import (
 from lq_lightning.data_parallel.all_gather import QuantizedAllGather
 from lq_lightning.data_parallel.layout import MessageLayout, Run
 from lq_lightning.data_parallel.replica import Replica, ReplicaMemory
+from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
 
 WIDTH = 64
 
@@ -86,6 +87,15 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(all_gather, "all_gather_flat", gather)
     monkeypatch.setattr("lq_lightning.data_parallel.weight_difference.all_gather_flat", gather)
     monkeypatch.setattr(QuantizedAllGather, "_encode", counted)
+    send = WeightDifferenceAllGather.send_exchange
+
+    def sent(self: Any, exchange: Any) -> Tensor:
+        received = send(self, exchange)
+        memory = {tensor.untyped_storage().data_ptr() for tensor in (received, exchange.messages)}
+        assert len(memory) == 2, "each is held for a stream of its own"
+        return received
+
+    monkeypatch.setattr(WeightDifferenceAllGather, "send_exchange", sent)
     return counts
 
 

@@ -187,3 +187,20 @@ def test_shared_memory_of_replicas_is_used_after_the_point_where_it_was_allocate
                 memory.row(index, 8, before)
         first, second = streams
         assert second.clock[first.number] == first.clock[first.number] > 0
+
+
+def test_replicas_that_were_written_together_are_read_after_that() -> None:
+    with recorded_streams() as recorder:
+        memory, writing = ReplicaMemory(2), recorder.new_stream()
+        replicas = [Replica(memory, index) for index in range(2)]
+        for replica in replicas:
+            replica.begin_refresh(torch.ones(8), 2, 0)
+            replica.complete()
+        writing.wait_stream(recorder.current)
+        assert memory.rows is not None
+        with recorder.on_stream(writing):
+            memory.rows.add_(1)
+            replicas[0].complete()
+            replicas[1].complete_with(replicas[0])
+        assert replicas[1].checksum() is not None
+    assert not recorder.races
