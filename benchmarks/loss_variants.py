@@ -202,6 +202,8 @@ VARIANTS |= {
     "gradients, larger transform": _both(gradients=_gradients(**_LARGER)),
     "gradients, asymmetric": _both(gradients=_gradients(**_ASYMMETRIC)),
     "gradients, NF4": _both(gradients=_gradients(**_NF4)),
+    "gradients, NF4, groups of 32": _both(gradients=_gradients(code="nf4", group_size=32)),
+    **{f"gradients, groups of {n}": _both(gradients=_gradients(group_size=n)) for n in (32, 64)},
     "gradients, fitted": _both(gradients=_gradients(_fitted(_INTER))),
     "gradients, fitted normal": _both(gradients=_gradients(_fitted(_INTER, levels="normal"))),
     "gradients, vocabulary groups of 32": _both(

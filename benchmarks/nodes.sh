@@ -19,7 +19,9 @@ usage: nodes.sh [-r RATE] [-n NODES] [-g RANKS] [-p PYTHON] SCRIPT [ARGS...]
 Each node is a network namespace behind one bridge. Traffic between nodes goes through its own
 interface, limited by a token bucket on the sending side; ranks of one node talk over NVLink or
 shared memory. NCCL_HOSTID makes NCCL see different hosts. Variables such as NCCL_NVLS_ENABLE=0 or
-NCCL_DEBUG pass through from the caller.
+NCCL_DEBUG pass through from the caller. NCCL opens 16 sockets per connection, which fast links need
+and which leave one of 100 Mb/s half idle: below 1 Gb/s set NCCL_SOCKET_NTHREADS and
+NCCL_NSOCKS_PERTHREAD to 1, as is NCCL's own default on most machines.
 
 Where there are fewer GPUs than ranks, nodes share them; ranks of one node do not. Losses and bytes
 are the same then, but computation is slower, and much slower without CUDA's MPS

@@ -61,6 +61,7 @@ CODECS: dict[str, tuple[Any, Any]] = {
     "tah-int5": ("tah", INT5),  # tiles of 64 backward
 }
 SCHEDULES = ("eager_1f1b", "1f1b", "gpipe")
+SOCKETS = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
 PRESETS = {
     # GPT2-XL: what TAH-Quant's table 1 was measured on, with micro-batches of one sequence.
     "gpt2-xl": {"layers": 48, "hidden": 1600, "heads": 25, "seq": 1024, "vocab": 50304},
@@ -342,6 +343,7 @@ def main() -> None:
             "plan": job.part.plan.summary().splitlines(),
             **{name: getattr(args, name) for name in ("schedule", "microbatches", "micro_batch")},
             "burst": os.environ.get("LQ_NODE_BURST"),
+            "nccl": {name: os.environ.get(name) for name in SOCKETS},
         }
         for rate in args.rates or [args.rate]:
             if args.rates:

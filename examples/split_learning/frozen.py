@@ -138,7 +138,9 @@ class FrozenModel:
         self, hidden: Tensor, gradient: Tensor, leaves: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return the gradients of the leaves of `forward`."""
-        with self._lock:
+        # On this thread. That of the GPU may be a client's, which waits for this answer in its own
+        # backward pass if both are one process.
+        with self._lock, torch.autograd.set_multithreading_enabled(False):
             wanted: Sequence[Tensor] = list(leaves.values())
             found = torch.autograd.grad(hidden, wanted, gradient)
             return dict(zip(leaves, found, strict=True))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["hasten_casts", "is_owned_by_graph", "wanted_gradients", "with_shape"]
+__all__ = [
+    "hasten_casts",
+    "is_owned_by_graph",
+    "let_go_of_casts",
+    "wanted_gradients",
+    "with_shape",
+]
 
 _AT_ONCE = 2**64 - 1  # the age of nodes that accumulate gradients
 
@@ -23,17 +29,39 @@ def hasten_casts(output: Tensor) -> None:
     Args:
         output: Of a graph; without one nothing happens.
     """
+    for node in _nodes(output):
+        if type(node).__name__ == "ToCopyBackward0" and _accumulates(node.next_functions[0][0]):
+            node._set_sequence_nr(_AT_ONCE)
+
+
+def let_go_of_casts(output: Tensor) -> bool:
+    """Let backward passes empty autocast's cache behind each reentrantly checkpointed region.
+
+    It is computed again from leaves that require gradients, which autocast takes for weights: it
+    would keep them, their casts and their gradients.
+
+    Args:
+        output: Of a graph; without one nothing happens.
+
+    Returns:
+        Whether there are such regions. Each graph has nodes of its own for them.
+    """
+    regions = [n for n in _nodes(output) if type(n).__name__ == "CheckpointFunctionBackward"]
+    for node in regions:
+        node.register_hook(lambda *_: torch.clear_autocast_cache())
+    return bool(regions)
+
+
+def _nodes(output: Tensor) -> Iterator[Any]:
+    """All nodes of a graph, once."""
     stack: list[Any] = [output.grad_fn]
     seen = {None}
     while stack:
         node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        below = [child for child, _ in node.next_functions]
-        stack += below
-        if type(node).__name__ == "ToCopyBackward0" and _accumulates(below[0]):
-            node._set_sequence_nr(_AT_ONCE)
+        if node not in seen:
+            seen.add(node)
+            yield node
+            stack += [child for child, _ in node.next_functions]
 
 
 def _accumulates(node: Any) -> bool:

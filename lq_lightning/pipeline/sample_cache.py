@@ -99,6 +99,7 @@ class SampleCache:
         What is not finite becomes 0, or the sample would never be finite again.
         """
         kept = values.to(self._dtype).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        kept = kept.cpu()  # one transfer for all of them, as in `load`
         for slot, row in zip(slots, kept, strict=True):
             self._row(slot).copy_(row)
 

@@ -136,7 +136,8 @@ class FullyShardedPrecision(Precision):
 
         Not for weights that FSDP2 gathers. After a weight has changed, call
         ``torch.clear_autocast_cache()``. Weights that need no gradient are cast in each pass, as
-        autocast keeps casts of the others only.
+        autocast keeps casts of the others only. The gradients of a weight that a pass uses several
+        times add up in bf16 behind its one cast.
         """
         if self.precision != "bf16-mixed":
             yield
@@ -145,14 +146,17 @@ class FullyShardedPrecision(Precision):
         try:
             # Autocast drops its casts where a thread leaves its outermost context. Here that is
             # this one, which is switched off for the backward passes. They run in this thread,
-            # since autograd's own has no outer context: checkpointing enters one there.
+            # since autograd's own has no outer context: checkpointing enters one there. Nor is
+            # there a cache for them: what computes again in autocast may do so from leaves, which
+            # autocast takes for weights.
             with (
-                torch.autocast(self.device_type, enabled=False),
+                torch.autocast(self.device_type, enabled=False, cache_enabled=False),
                 torch.autograd.set_multithreading_enabled(False),
             ):
                 yield
         finally:
             self.casts_once = False
+            torch.clear_autocast_cache()  # the user may be within an outer one
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Call the ``on_after_backward`` hooks; norms of sharded gradients are plain there."""

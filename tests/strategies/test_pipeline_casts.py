@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import lightning.pytorch as pl
 import pytest
@@ -17,6 +18,7 @@ from lq_lightning._compat.autograd import hasten_casts
 from lq_lightning.foundation.parameters import is_copy_of_parameter
 from lq_lightning.pipeline.schedules import rank_of_stage
 from lq_lightning.plugins import FullyShardedPrecision
+from lq_lightning.strategies.pipelines import steps
 from lq_lightning.strategies.pipelines.steps import MicroBatches
 
 COUNT = 3
@@ -133,27 +135,83 @@ def test_copies_go_with_the_step_and_are_not_made_of_gathered_weights() -> None:
             assert not net.layers[0](x).any()
 
 
-def test_gradients_of_casts_do_not_wait_for_the_end_of_a_backward_pass() -> None:
-    net, order = Net(), list[str]()
+def test_copies_go_with_a_step_that_fails_within_autocast() -> None:
+    layer, x, precision = nn.Linear(8, 8, bias=False), torch.randn(1, 8), _precision(once=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        failing = pytest.raises(RuntimeError, match="shape")
+        with failing, precision.casting_once(), precision.forward_context():
+            layer(layer(x)[:, 1:])
+        layer.weight.data.zero_()  # unseen by the cache
+        assert not layer(x).any()
+    assert not precision.casts_once
+
+
+@pytest.mark.parametrize("name", ["32-true", "bf16-true"])
+def test_only_mixed_precision_casts(name: Any) -> None:
+    precision = FullyShardedPrecision(name)
+    with precision.casting_once():
+        assert not precision.casts_once
+
+
+def test_evaluation_may_return_anything() -> None:
+    micro = MicroBatches(Net(), _precision(once=True))
+    with micro.running("training_step", [], None):
+        assert micro.enter(lambda _: "result", None) == "result"
+
+
+def test_inputs_of_reentrant_checkpoints_go_with_the_backward_pass() -> None:
+    """They are leaves, as weights are."""
+    net, inputs = Net("reentrant"), list[Any]()
+    micro = MicroBatches(net, _precision(once=True))
+    index = 0
+
+    def note(_: nn.Module, args: tuple[Tensor]) -> None:
+        if torch.is_grad_enabled():  # computed again
+            inputs.append(ref(args[0]))
+
+    def part(hidden: Tensor | None) -> Tensor:
+        loss: Tensor = micro.run(index, is_last=True)
+        return loss
+
+    for layer in net.layers:
+        layer.register_forward_pre_hook(note)
+    with micro.running("training_step", _batches(), 1.0):
+        for index in range(COUNT):
+            micro.enter(part, None).backward()
+            assert len(inputs) == (index + 1) * LAYERS
+            assert all(each() is None for each in inputs)
+
+
+def _casts() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_cache_enabled()
+
+
+def test_gradients_of_casts_do_not_wait_for_the_end_of_a_backward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, order, walks = Net(), list[str](), list[Tensor]()
+    monkeypatch.setattr(steps, "hasten_casts", lambda x: (walks.append(x), hasten_casts(x)))
     micro, batches = MicroBatches(net, _precision(once=True)), _batches()
     for index in (2, 1):
         hook = partial(lambda index, _: order.append(f"weight {index}"), index)
         net.layers[index].weight.register_post_accumulate_grad_hook(hook)
     for (x,) in batches:
-        x.register_hook(lambda _: order.append(f"input {torch.is_autocast_enabled('cpu')}"))
+        x.register_hook(lambda _: order.append(f"input {_casts()}"))
     index = 0
 
     def part(hidden: Tensor | None) -> Tensor:
         loss: Tensor = micro.run(index, is_last=True)
         return loss
 
-    with micro.running("training_step", batches, 1.0):
-        for index in range(COUNT):
-            micro.enter(part, None).backward()
-            if index == 0:
-                with torch.no_grad():
-                    net.layers[1].weight.mul_(2)  # cast again for the other micro-batches
-    assert order == ["weight 2", "weight 1", "input False"] * COUNT
+    for change in (True, False):  # gradients may be accumulated over several batches
+        with micro.running("training_step", batches, 1.0):
+            for index in range(COUNT):
+                micro.enter(part, None).backward()
+                if change and index == 0:
+                    with torch.no_grad():
+                        net.layers[1].weight.mul_(2)  # cast again for the other micro-batches
+    assert order == ["weight 2", "weight 1", "input False"] * COUNT * 2
+    assert len(walks) == 3  # graphs alike are not walked through again
 
 
 def test_only_casts_of_leaves_are_hastened() -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from lq_lightning._compat.autograd import hasten_casts
+from lq_lightning._compat.autograd import hasten_casts, let_go_of_casts
 from lq_lightning._compat.modules import begin_root_forward, end_root_forward
 from lq_lightning._compat.saved_tensors import version_of
 from lq_lightning.plugins import FullyShardedPrecision
@@ -102,7 +102,8 @@ class MicroBatches:
         output = part(hidden)
         if part not in self._cast and isinstance(output, Tensor):
             hasten_casts(output)
-            self._cast.add(part)
+            if not let_go_of_casts(output):
+                self._cast.add(part)
         return output
 
     def run(self, index: int, is_last: bool) -> Any:
