@@ -324,7 +324,7 @@ def _with_signs(codes, x, special):
     if _INTERPRETED:
         sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
         joined = tl.where(special, 0, (codes & 0x7F) | sign).to(tl.uint8)
-    else:  # four in a register
+    else:  # four in a register, all of one group: the mask of the first is that of each
         joined = tl.inline_asm_elementwise(
             """{
             .reg .b32 low, high, codes;

@@ -374,3 +374,15 @@ def test_repeated_launches_go_to_the_stream_that_is_current_then(device: torch.d
     assert not torch.equal(message, expected)
     graph.replay()
     assert torch.equal(message, expected)
+
+
+@pytest.mark.gpu(2)
+def test_repeated_launches_go_to_the_device_of_their_tensors() -> None:
+    x, messages = torch.randn(4, 256), []
+    for index in (0, 1, 0, 1):
+        on_device = x.to(f"cuda:{index}")
+        nbytes = parse_format(FORMAT).layout(256).nbytes
+        messages.append(on_device.new_zeros(4, nbytes, dtype=torch.uint8))
+        quantize.quantize_out(on_device, None, FORMAT, 0, messages[-1])
+    assert messages[0].any()
+    assert all(torch.equal(message.cpu(), messages[0].cpu()) for message in messages)
