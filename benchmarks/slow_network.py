@@ -58,6 +58,7 @@ CODECS: dict[str, tuple[Any, Any]] = {
     "aq_sgd": ("aq_sgd", "int8"),
     "int4": ("int4", "int6"),
     "tah": ("tah", "int6"),
+    "tah5": ("tah5", "tah5"),  # the default
     "tah-int5": ("tah", INT5),  # tiles of 64 backward
 }
 SCHEDULES = ("eager_1f1b", "1f1b", "gpipe")
