@@ -155,6 +155,7 @@ def _fitted(spec: CodecSpec, *, levels: str = "int", cap: float = float("inf")) 
 _LARGER: dict[str, Any] = {"hadamard_size": 128}
 _ASYMMETRIC: dict[str, Any] = {"symmetric": False, "hadamard_size": 128}
 _NF4: dict[str, Any] = {"code": "nf4", "hadamard_size": 128}
+_SHORT: dict[str, Any] = {"group_size": 64, "scale_dtype": "bfloat16"}
 
 DIFFERENCES, GRADIENTS = _weights(), _gradients()
 BOTH = Plan(weights=DIFFERENCES, gradients=GRADIENTS)
@@ -204,14 +205,20 @@ VARIANTS |= {
     "gradients, NF4": _both(gradients=_gradients(**_NF4)),
     "gradients, NF4, groups of 32": _both(gradients=_gradients(code="nf4", group_size=32)),
     **{f"gradients, groups of {n}": _both(gradients=_gradients(group_size=n)) for n in (32, 64)},
+    # As many bytes as groups of 128 with a scale of 32 bits.
+    "gradients, groups of 64, short scales": _both(gradients=_gradients(**_SHORT)),
+    "gradients, NF4, groups of 64, short scales": _both(gradients=_gradients(code="nf4", **_SHORT)),
     "gradients, fitted": _both(gradients=_gradients(_fitted(_INTER))),
     "gradients, fitted normal": _both(gradients=_gradients(_fitted(_INTER, levels="normal"))),
     "gradients, vocabulary groups of 32": _both(
         gradients=_gradients(vocabulary=_library(_INTER, group_size=32))
     ),
-    "gradients, vocabulary 8": _both(
-        gradients=_gradients(vocabulary=_library(_INTER, code="int8"))
-    ),
+    **{
+        f"gradients, vocabulary {bits}": _both(
+            gradients=_gradients(vocabulary=_library(_INTER, code=f"int{bits}"))
+        )
+        for bits in (5, 6, 8)
+    },
     "differences, groups of 128": _both(_weights(group_size=128)),
     "differences, transform": _both(_weights(**_LARGER)),
     "differences, asymmetric": _both(_weights(**_ASYMMETRIC)),
