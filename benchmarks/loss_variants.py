@@ -219,6 +219,9 @@ VARIANTS |= {
         )
         for bits in (5, 6, 8)
     },
+    "gradients, NF4, short scales, vocabulary 6": _both(
+        gradients=_gradients(code="nf4", **_SHORT, vocabulary=_library(_INTER, code="int6"))
+    ),
     "differences, groups of 128": _both(_weights(group_size=128)),
     "differences, transform": _both(_weights(**_LARGER)),
     "differences, asymmetric": _both(_weights(**_ASYMMETRIC)),
