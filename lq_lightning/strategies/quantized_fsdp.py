@@ -107,9 +107,9 @@ class QuantizedFSDPStrategy(NodesStrategy):
             is then sharded within each node, where all other options apply. What brings nodes
             together takes another 8/node_size bytes per parameter.
         min_quantized_numel: Smaller tensors travel in full precision.
-        units: Class names of the modules that are gathered as one piece, or a function that says so
-            of a module. ``None`` finds them: what ``configure_model`` sharded, else Hugging Face's
-            ``_no_split_modules``, else repeated blocks.
+        units: Names of modules that are gathered as one piece, or of their classes, or a function
+            that says so of a module. ``None`` finds them: what ``configure_model`` sharded, else
+            Hugging Face's ``_no_split_modules``, else repeated blocks.
         reshard_after_forward: Free a unit's weights between forward and backward.
         reduce_every_microbatch: With ``accumulate_grad_batches``, reduce gradients in every
             micro-batch (less memory) instead of once per optimizer step (less traffic).
