@@ -27,6 +27,7 @@ ReplicaMode = Literal["full", "node"]
 Rounding = Literal["nearest", "stochastic"]
 
 _INTEGER_BITS = range(2, 9)
+_VOCABULARY_BITS = 6
 # a scale per row would cover all parameters of a unit that travel as one run
 _GROUP_SIZES = tuple(size for size in GROUP_SIZES if size != "row")
 
@@ -105,8 +106,10 @@ class GradientQuantization:
         intra_bits: Bits of one code within a node, 2 to 8 (``"TLq-HS"`` and ``"TLq"`` only).
         inter_bits: Bits of one code between nodes, 2 to 8 (not used by ``"QuanGrad"``).
         vocabulary_bits: Bits of one code between nodes for embeddings and heads (see
-            :func:`vocabulary_weights`), 2 to 8; ``None`` for ``inter_bits``. With ``"ULq"`` within
-            nodes, too; not used by ``"QuanGrad"``.
+            :func:`vocabulary_weights`), 2 to 8, or ``None`` for ``inter_bits``. ``"auto"`` is 6, or
+            ``inter_bits`` if that is more, with the first two methods, and ``None`` with the
+            others: Adam divides the rare gradients of a word by little, so errors there weigh most
+            (``docs/performance.md``). With ``"ULq"`` within nodes, too; not used by ``"QuanGrad"``.
         group_size: Elements that share one scale, a power of two from 16 to 4096.
         hadamard_size: Order of the Hadamard transform (``"TLq-HS"`` only): 16, 32, 64 or 128, not
             larger than ``group_size``.
@@ -118,7 +121,7 @@ class GradientQuantization:
     method: GradientMethod = "TLq-HS"
     intra_bits: int = 8
     inter_bits: int = 4
-    vocabulary_bits: int | None = None
+    vocabulary_bits: int | Literal["auto"] | None = "auto"
     group_size: int = 128
     hadamard_size: int = 32
     rounding: Rounding = "nearest"
@@ -134,7 +137,7 @@ class GradientQuantization:
         check_choice(owner, "rounding", self.rounding, get_args(Rounding))
         _check_bits(owner, "intra_bits", self.intra_bits)
         _check_bits(owner, "inter_bits", self.inter_bits)
-        if self.vocabulary_bits is not None:
+        if self.vocabulary_bits not in ("auto", None):
             _check_bits(owner, "vocabulary_bits", self.vocabulary_bits)
         _check_group_size(owner, self.group_size)
         check_choice(owner, "hadamard_size", self.hadamard_size, (16, 32, 64, 128))
@@ -156,8 +159,8 @@ class GradientQuantization:
             bits = 8
         elif level == "intra" and self.method != "ULq":
             bits = self.intra_bits
-        elif vocabulary and self.vocabulary_bits is not None:
-            bits = self.vocabulary_bits
+        elif vocabulary:
+            bits = self._bits_of_vocabulary()
         else:
             bits = self.inter_bits
         return CodecSpec(
@@ -166,6 +169,11 @@ class GradientQuantization:
             hadamard_size=self.hadamard_size if self.method == "TLq-HS" else 0,
             rounding=self.rounding,
         )
+
+    def _bits_of_vocabulary(self) -> int:
+        if self.vocabulary_bits == "auto" and self.method in ("TLq-HS", "TLq"):
+            return max(_VOCABULARY_BITS, self.inter_bits)
+        return self.vocabulary_bits if isinstance(self.vocabulary_bits, int) else self.inter_bits
 
     def separates_vocabulary(self, levels: Iterable[Level]) -> bool:
         """Whether embeddings and heads have a codec of their own at any of these levels."""

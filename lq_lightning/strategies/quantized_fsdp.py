@@ -69,7 +69,7 @@ def _gradient_option(
 def _warn_of_options_without_effect(
     config: GradientQuantization, communication: QuantizedCommunication
 ) -> None:
-    if config.vocabulary_bits is None or communication.plan.vocabulary:
+    if not isinstance(config.vocabulary_bits, int) or communication.plan.vocabulary:
         return
     if config.separates_vocabulary(communication.topology.levels):
         why = "no trained embedding or head of `min_quantized_numel` elements was found"

@@ -82,9 +82,20 @@ def test_codecs(method: Any, level: Level, code: str, of_vocabulary: str) -> Non
     assert not shared.separates_vocabulary(["intra", "inter"])
 
 
-@pytest.mark.parametrize("bits", [1, 9, 0])
-def test_bits_are_checked(bits: int) -> None:
-    with pytest.raises(ValueError, match=rf"vocabulary_bits={bits}\)` is not supported.*2 to 8"):
+@pytest.mark.parametrize(
+    ("method", "bits", "of_vocabulary"),
+    [("TLq-HS", 4, 6), ("TLq-HS", 8, 8), ("TLq", 2, 6), ("ULq", 4, 4), ("QuanGrad", 4, 8)],
+)
+def test_by_default_two_levels_have_6_bits_at_least(
+    method: Any, bits: int, of_vocabulary: int
+) -> None:
+    config = GradientQuantization(method=method, inter_bits=bits)
+    assert config.codec("inter", vocabulary=True).code == f"int{of_vocabulary}"
+
+
+@pytest.mark.parametrize("bits", [1, 9, 0, "six"])
+def test_bits_are_checked(bits: Any) -> None:
+    with pytest.raises(ValueError, match=rf"vocabulary_bits={bits!r}\)` is not supported.*2 to 8"):
         GradientQuantization(vocabulary_bits=bits)
 
 
