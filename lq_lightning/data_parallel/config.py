@@ -108,7 +108,7 @@ class GradientQuantization:
         vocabulary_bits: Bits of one code between nodes for embeddings and heads (see
             :func:`vocabulary_weights`), 2 to 8, or ``None`` for ``inter_bits``. ``"auto"`` is 6, or
             ``inter_bits`` if that is more, with the first two methods, and ``None`` with the
-            others: Adam divides the rare gradients of a word by little, so errors there weigh most
+            others: in short trainings most of what 4 bits cost came from there
             (``docs/performance.md``). With ``"ULq"`` within nodes, too; not used by ``"QuanGrad"``.
         group_size: Elements that share one scale, a power of two from 16 to 4096.
         hadamard_size: Order of the Hadamard transform (``"TLq-HS"`` only): 16, 32, 64 or 128, not
