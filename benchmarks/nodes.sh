@@ -19,9 +19,9 @@ usage: nodes.sh [-r RATE] [-n NODES] [-g RANKS] [-p PYTHON] SCRIPT [ARGS...]
 Each node is a network namespace behind one bridge. Traffic between nodes goes through its own
 interface, limited by a token bucket on the sending side; ranks of one node talk over NVLink or
 shared memory. NCCL_HOSTID makes NCCL see different hosts. Variables such as NCCL_NVLS_ENABLE=0 or
-NCCL_DEBUG pass through from the caller. NCCL opens 16 sockets per connection, which fast links need
-and which leave one of 100 Mb/s half idle: below 1 Gb/s set NCCL_SOCKET_NTHREADS and
-NCCL_NSOCKS_PERTHREAD to 1, as is NCCL's own default on most machines.
+NCCL_DEBUG pass through from the caller. NCCL opens 16 sockets per connection, which fast links need,
+but one with -b, as is its own default on most machines: 16 leave a link of 100 Mb/s half idle.
+NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD say otherwise.
 
 Where there are fewer GPUs than ranks, nodes share them; ranks of one node do not. Losses and bytes
 are the same then, but computation is slower, and much slower without CUDA's MPS
@@ -36,11 +36,11 @@ the end, also after a failure or Ctrl-C. The exit status is that of the first no
 TEXT
 }
 
-rate=none burst=4mb nodes=2 ranks=2 python=${PYTHON:-python3}
+rate=none burst=4mb sockets=4 nodes=2 ranks=2 python=${PYTHON:-python3}
 while getopts "r:b:n:g:p:h" option; do
     case $option in
         r) rate=$OPTARG ;;
-        b) burst=$OPTARG ;;
+        b) burst=$OPTARG sockets=1 ;;
         n) nodes=$OPTARG ;;
         g) ranks=$OPTARG ;;
         p) python=$OPTARG ;;
@@ -116,8 +116,8 @@ start_node() {
     # setsid: a process group of its own, so that cleaning up reaches every rank.
     setsid ip netns exec "lq$id-$node" env ${devices[@]+"${devices[@]}"} \
         NCCL_HOSTID="lq$id-$node" NCCL_SOCKET_IFNAME="$inner" GLOO_SOCKET_IFNAME="$inner" \
-        NCCL_IB_DISABLE=1 NCCL_SOCKET_NTHREADS="${NCCL_SOCKET_NTHREADS:-4}" \
-        NCCL_NSOCKS_PERTHREAD="${NCCL_NSOCKS_PERTHREAD:-4}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}" \
+        NCCL_IB_DISABLE=1 NCCL_SOCKET_NTHREADS="${NCCL_SOCKET_NTHREADS:-$sockets}" \
+        NCCL_NSOCKS_PERTHREAD="${NCCL_NSOCKS_PERTHREAD:-$sockets}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}" \
         LQ_EMULATED_RATE="$rate" LQ_NODE_BURST="$burst" LQ_NODE_INTERFACE="$inner" \
         "$python" -m torch.distributed.run --nnodes "$nodes" --node-rank "$node" \
         --nproc-per-node "$ranks" --master-addr "$subnet.1" --master-port "$port" \

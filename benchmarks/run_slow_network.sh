@@ -34,8 +34,6 @@ done
 mkdir -p "$out"
 export PYTHON=${PYTHON:-python3} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}  # multicast is not to be had on every machine
-# The sixteen sockets of a connection that nodes.sh gives NCCL leave links of 100 Mb/s half idle.
-export NCCL_SOCKET_NTHREADS=${NCCL_SOCKET_NTHREADS:-1} NCCL_NSOCKS_PERTHREAD=${NCCL_NSOCKS_PERTHREAD:-1}
 options=("$@") failed=
 hosts() {
     local number=$1

@@ -300,6 +300,23 @@ def test_two_clients_at_one_server_train_as_if_alone() -> None:
         assert alone[0] != alone[1]
 
 
+def test_the_server_computes_gradients_on_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a GPU may be waiting for this answer, in the backward pass of a client."""
+    grad, seen = torch.autograd.grad, list[bool]()
+
+    def noted(*args: Any, **options: Any) -> Any:
+        seen.append(torch._C._is_multithreading_enabled())
+        return grad(*args, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", noted)
+    settings = SplitSettings(peft="lora", deployment="everything")
+    with serving(load(settings)) as server:
+        model = client(settings, server)
+        train(model, 1)
+        model.close()
+    assert seen == [False]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_on_a_gpu_it_is_the_training_of_a_cpu(case: dict[str, Any]) -> None:
