@@ -27,15 +27,18 @@ ReplicaMode = Literal["full", "node"]
 Rounding = Literal["nearest", "stochastic"]
 
 _INTEGER_BITS = range(2, 9)
-_VOCABULARY_BITS = 6
+# Bits of `vocabulary_bits="auto"`. Nothing else has to change with them but text, where
+# `tests/test_docs.py` finds what is no longer true.
+VOCABULARY_BITS = 6
 # a scale per row would cover all parameters of a unit that travel as one run
 _GROUP_SIZES = tuple(size for size in GROUP_SIZES if size != "row")
 
 
-def _check_bits(owner: str, field: str, bits: object) -> None:
+def _check_bits(owner: str, field: str, bits: object, instead: str = "") -> None:
     if type(bits) is not int or bits not in _INTEGER_BITS:
         raise ValueError(
-            f"`{owner}({field}={bits!r})` is not supported: integer codes have 2 to 8 bits."
+            f"`{owner}({field}={bits!r})` is not supported: integer codes have 2 to 8 "
+            f"bits{instead}."
         )
 
 
@@ -105,11 +108,11 @@ class GradientQuantization:
             (its second half, an all-gather of gradients, has no place where they stay sharded).
         intra_bits: Bits of one code within a node, 2 to 8 (``"TLq-HS"`` and ``"TLq"`` only).
         inter_bits: Bits of one code between nodes, 2 to 8 (not used by ``"QuanGrad"``).
-        vocabulary_bits: Bits of one code between nodes for embeddings and heads (see
-            :func:`vocabulary_weights`), 2 to 8, or ``None`` for ``inter_bits``. ``"auto"`` is 6, or
-            ``inter_bits`` if that is more, with the first two methods, and ``None`` with the
-            others: in short trainings most of what 4 bits cost came from there
-            (``docs/performance.md``). With ``"ULq"`` within nodes, too; not used by ``"QuanGrad"``.
+        vocabulary_bits: The same for embeddings and heads (see :func:`vocabulary_weights`), which
+            few bits cost most (``docs/performance.md``): 2 to 8, or ``None`` for ``inter_bits``.
+            ``"auto"`` is 6, or ``inter_bits`` if that is more, with ``"TLq-HS"`` and ``"TLq"``, and
+            ``None`` with ``"ULq"``, with which a number also holds within nodes (not used by
+            ``"QuanGrad"``).
         group_size: Elements that share one scale, a power of two from 16 to 4096.
         hadamard_size: Order of the Hadamard transform (``"TLq-HS"`` only): 16, 32, 64 or 128, not
             larger than ``group_size``.
@@ -138,7 +141,7 @@ class GradientQuantization:
         _check_bits(owner, "intra_bits", self.intra_bits)
         _check_bits(owner, "inter_bits", self.inter_bits)
         if self.vocabulary_bits not in ("auto", None):
-            _check_bits(owner, "vocabulary_bits", self.vocabulary_bits)
+            _check_bits(owner, "vocabulary_bits", self.vocabulary_bits, ', or give "auto" or None')
         _check_group_size(owner, self.group_size)
         check_choice(owner, "hadamard_size", self.hadamard_size, (16, 32, 64, 128))
         if self.method == "TLq-HS" and self.hadamard_size > self.group_size:
@@ -172,7 +175,7 @@ class GradientQuantization:
 
     def _bits_of_vocabulary(self) -> int:
         if self.vocabulary_bits == "auto" and self.method in ("TLq-HS", "TLq"):
-            return max(_VOCABULARY_BITS, self.inter_bits)
+            return max(VOCABULARY_BITS, self.inter_bits)
         return self.vocabulary_bits if isinstance(self.vocabulary_bits, int) else self.inter_bits
 
     def separates_vocabulary(self, levels: Iterable[Level]) -> bool:
