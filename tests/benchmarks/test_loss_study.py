@@ -61,7 +61,8 @@ def test_a_training_does_not_depend_on_those_beside_it(load: Load) -> None:
         for _ in range(preset.steps):
             run.take_step(plan)
         ends.append(run.validate()[-1])
-    torch.testing.assert_close(*ends)
+    # Products of a batch round as its size has it, and a value between two codes then either way.
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=0)
 
 
 def test_ranks_read_what_batches_yields(load: Load) -> None:
