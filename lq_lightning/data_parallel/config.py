@@ -196,7 +196,7 @@ class LocalSteps:
             (``docs/slow_network.md``).
         outer_momentum: Its momentum, 0 or more and less than 1.
         bits: Bits of one code of what is sent, 2 to 8, in the format of gradients between nodes
-            (see :class:`GradientQuantization`); ``None`` sends fp32.
+            (see :class:`GradientQuantization`), embeddings and heads included; ``None`` sends fp32.
     """
 
     every: int = 32

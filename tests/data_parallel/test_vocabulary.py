@@ -178,6 +178,9 @@ def test_the_plan_names_them() -> None:
     large = build_vocabulary(FINE, 1, min_quantized_numel=VOCAB * WIDTH + 1)[1]
     assert large.plan.vocabulary == ()
     assert "embeddings" not in large.plan.summary()  # which has no line of theirs
+    default = build_vocabulary(GradientQuantization(), 1)[1].plan
+    assert f"one rank, int{VOCABULARY_BITS} there for embeddings and heads" in default.summary()
+    assert default.vocabulary == plan.vocabulary
 
 
 @pytest.mark.parametrize(
@@ -227,6 +230,7 @@ def _warns(rank: int, world: int, root: str) -> None:
     fit(WithoutEmbedding(), eight, "vocabulary_bits=8.*no trained embedding", node_size=1)
     fit(TinyModule(), eight, "vocabulary_bits=8.*TLq-HS.*the same bits on this topology")
     fit(TinyModule(), eight, "", node_size=1)
+    fit(WithoutEmbedding(), GradientQuantization(), "", node_size=1)
 
 
 def test_options_without_effect_are_named(tmp_path: Any) -> None:
