@@ -85,7 +85,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--points", type=int, help="validations of a run (10, tiny: 2)")
     parser.add_argument("--lr", type=float, help="of the runs, instead of the preset's")
     parser.add_argument("--seed", type=int, default=0, help="of the runs")
-    parser.add_argument("--compile", action="store_true", help="torch.compile each block")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile each block and the loss"
+    )
     parser.add_argument("--node-size", type=int, default=1, help="ranks per node (default: 1)")
     parser.add_argument("--text", type=Path, help="folder with .py files (default: the stdlib)")
     parser.add_argument("--tokens", type=tokens_folder, help="that research/kernel_text.py wrote")

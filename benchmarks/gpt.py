@@ -81,8 +81,17 @@ class GPT(nn.Module):
 
     def head_loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
         """Return the mean loss of the last hidden states, a scalar."""
-        logits = self.head(self.norm(x_BTC))
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets_BT.flatten())
+        return self.token_loss(self.head(self.norm(x_BTC)), targets_BT)
+
+    def token_loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        """Return the mean cross-entropy, computed in float32, a scalar."""
+        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+    def compile_units(self) -> None:
+        """Compile each block and what follows the head, which may then be units of FSDP2."""
+        for block in self.blocks:
+            block.forward = torch.compile(block.forward)
+        self.token_loss = torch.compile(self.token_loss)  # type: ignore[method-assign]
 
     def compile_parts(self) -> None:
         """Compile each block and the loss; call before ``fully_shard``.

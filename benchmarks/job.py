@@ -80,6 +80,9 @@ VARIANTS = {
     "quantized-node": Variant(
         weights=WeightQuantization(replica="node"), gradients=GradientQuantization()
     ),
+    "quantized-vocabulary-4": Variant(
+        weights=WeightQuantization(), gradients=GradientQuantization(vocabulary_bits=None)
+    ),
     "quantized-vocabulary-8": Variant(
         weights=WeightQuantization(), gradients=GradientQuantization(vocabulary_bits=8)
     ),
@@ -115,7 +118,7 @@ class Job:
         micro_batch: Sequences per rank and step.
         node_size: Ranks of one node.
         device: Of this rank.
-        compile_blocks: Whether to ``torch.compile`` the forward of each block before sharding it.
+        compile_blocks: Whether to ``torch.compile`` each block, and the loss, before sharding.
         autocast: Whether the forward runs under autocast to bf16, as under Lightning's
             ``bf16-mixed``, with normalization and loss in fp32.
         seed: Of weights to train from, the same for all variants; None draws each shard by itself.
@@ -158,10 +161,12 @@ class Job:
             param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, variant.reduce_dtype)
         )
         options: dict[str, Any] = {"mesh": mesh["s"], "mp_policy": policy}
+        if compile_blocks:  # FSDP2's hooks stay outside
+            self.model.compile_units()
         for block in self.model.blocks:
-            if compile_blocks:  # FSDP2's hooks stay outside
-                block.forward = torch.compile(block.forward)
             fully_shard(block, **options, reshard_after_forward=not variant.keep_gathered)
+        # its gradient is the first and its weights are used last; backward needs them again at once
+        fully_shard(self.model.head, **options, reshard_after_forward=False)
         fully_shard(self.model, **options)
         if seed is None:
             self.model.to_empty(device=device)
@@ -203,8 +208,8 @@ class Job:
         if not drawn:
             self.model.to_empty(device=self.device)
             self.model.reset_local_shards(seed=0)
-        for block in self.model.blocks if compile_blocks else ():
-            block.forward = torch.compile(block.forward)
+        if compile_blocks:
+            self.model.compile_units()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         node_size = self.topology.node_size
         self.called = ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)

@@ -160,7 +160,7 @@ def trainer_times(name: str, args: argparse.Namespace, device: torch.device) -> 
             weights=VARIANTS[name].weights or "none",
             gradients=VARIANTS[name].gradients or "none",
             node_size=args.node_size,
-            units=["Block"],
+            units=["Block", "model.head"],  # as in job.py
             check_replicas_every_n_steps=0,
         ),
         precision="bf16-mixed",

@@ -222,7 +222,8 @@ def unit_calls(
         scatter(output, slots, group, dist.ReduceOp.AVG)
 
     def exchange() -> None:
-        gather.finish_exchange(gather.start_exchange())
+        started = gather.start_exchange()
+        gather.finish_exchange(started, gather.send_exchange(started))
 
     def read() -> None:
         rank = communication.topology.rank

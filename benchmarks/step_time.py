@@ -115,7 +115,9 @@ def parse_arguments() -> argparse.Namespace:
         "--rates",
         help="network rates to measure each variant at, such as none,25gbit; needs nodes.sh",
     )
-    parser.add_argument("--compile", action="store_true", help="torch.compile each block")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile each block and the loss"
+    )
     parser.add_argument("--keep-gathered", action="store_true", help="no reshard after forward")
     parser.add_argument(
         "--json", type=Path, help="write the results here; {rate} is replaced with --rates"

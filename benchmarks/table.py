@@ -43,6 +43,7 @@ ROWS = {
     "compile_times": ("rows", ""),
     "gradient_buffer": ("errors.gpt", "code"),
     "gradient_memory": ("windows", "gradients"),
+    "host_time": ("rows", ""),
     "kernels": ("cases", ""),
     "lightning_step": ("variants", "variant"),
     "long_context": ("rows", ""),

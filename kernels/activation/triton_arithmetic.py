@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 
 from lq_lightning.kernels.activation import reference
+from lq_lightning.kernels.message.triton_blocks import HAS_PTX
 
 _QUICK_GELU = tl.constexpr(reference.QUICK_GELU)
 _TANH = tl.constexpr(reference.TANH)
@@ -21,13 +21,12 @@ _MORE_THAN_ROUNDED = tl.constexpr(reference.MORE_THAN_ROUNDED)
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _SQRT_HALF = tl.constexpr(math.sqrt(0.5))
 _DENSITY = tl.constexpr(1.0 / math.sqrt(2.0 * math.pi))
-_HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
 
 @triton.jit
 def _exp2(x):
     """``2**x``, results below the smallest normal number as 0."""
-    if _HAS_PTX:
+    if HAS_PTX:
         asm: tl.constexpr = "ex2.approx.ftz.f32 $0, $1;"
         y = tl.inline_asm_elementwise(asm, "=f,f", [x], tl.float32, True, 1)
     else:
@@ -38,7 +37,7 @@ def _exp2(x):
 @triton.jit
 def _reciprocal(x):
     """``1 / x`` of what is infinite or at most ``2**126``, so that no result is subnormal."""
-    if _HAS_PTX:
+    if HAS_PTX:
         asm: tl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
         y = tl.inline_asm_elementwise(asm, "=f,f", [x], tl.float32, True, 1)
     else:

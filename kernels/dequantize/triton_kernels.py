@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
+from lq_lightning.kernels.message.calls import Launch, launch_nothing
 from lq_lightning.kernels.message.launch import (
     INT_TO_FLOAT,
     UNROLLED_IN_TAIL,
@@ -16,7 +18,6 @@ from lq_lightning.kernels.message.launch import (
     RowSteps,
     Tile,
     choose_tile,
-    on_device,
     row_stride,
 )
 from lq_lightning.kernels.message.triton_blocks import hadamard, load_run, round_output
@@ -168,14 +169,18 @@ def launch_dequantize(
     out: Tensor,
     *,
     tile: Tile | None = None,
-) -> None:
+) -> Callable[..., None]:
     """Launch the kernel; arguments as for ``reference.dequantize``.
 
-    ``tile`` overrides the choice from the tables; it changes the speed, not the bits.
+    Args:
+        tile: overrides the choice from the tables; it changes the speed, not the bits.
+
+    Returns:
+        What launches it again, given ``message`` and ``out``.
     """
     num_messages = message.shape[0]
     if out.numel() == 0:
-        return
+        return launch_nothing
     if tile is None:
         kind = f"{'dequantize' if num_messages == 1 else 'reduce'} {8 * out.element_size()}"
         if num_messages == 1:
@@ -183,27 +188,25 @@ def launch_dequantize(
         tile = choose_tile(kind, 1, out.numel(), out.device)
     steps = RowSteps.of(out, message)
     out_strides, row_strides = steps.strides
-    # Rounded to fp32 once, on the host, for every device alike.
-    factor = ctypes.c_float(scale * fmt.inverse_norm).value
-    with on_device(out):
-        dequantize_rows_kernel[steps.grid(numel, tile)](
-            message,
-            out,
-            row_stride(message, 0),
-            *row_strides,
-            *out_strides,
-            num_messages,
-            steps.rows,
-            steps.across,
-            tile.tiles,
-            numel,
-            factor,
+    launch = Launch(
+        dequantize_rows_kernel,
+        steps.grid(numel, tile),
+        (
+            *(row_stride(message, 0), *row_strides, *out_strides),
+            *(num_messages, steps.rows, steps.across, tile.tiles, numel),
+            # Rounded to fp32 once, on the host, for every device alike.
+            ctypes.c_float(scale * fmt.inverse_norm).value,
             INT_TO_FLOAT,
-            BLOCK=tile.block,
-            FORMAT=fmt,
-            UNROLLED=unrolled(num_messages),
-            ADD=add,
-            RUN=tile.run,
-            num_warps=tile.warps,
-            enable_fp_fusion=False,
-        )
+        ),
+        {
+            "BLOCK": tile.block,
+            "FORMAT": fmt,
+            "UNROLLED": unrolled(num_messages),
+            "ADD": add,
+            "RUN": tile.run,
+            "num_warps": tile.warps,
+            "enable_fp_fusion": False,
+        },
+    )
+    launch(message, out)
+    return launch

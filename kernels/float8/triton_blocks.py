@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from lq_lightning.kernels.message.triton_blocks import select_bytes
-
-_HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
+from lq_lightning.kernels.message.triton_blocks import HAS_PTX, select_bytes
 
 
 @triton.jit
@@ -44,7 +41,7 @@ def float8_word(a, b, c, d, E5M2: tl.constexpr):
     Both halves are widened before they are joined: of ``{low, high}`` ptxas 12.8 leaves the upper
     half undefined where both hold the same, as the zeros beyond the end of a matrix do.
     """
-    if _HAS_PTX:
+    if HAS_PTX:
         asm: tl.constexpr = (
             """
             {

@@ -7,14 +7,11 @@ matter. Half the additions of ``triton_blocks.hadamard``, and half the registers
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from lq_lightning.kernels.message.triton_blocks import and_or, select_bytes
+from lq_lightning.kernels.message.triton_blocks import HAS_PTX, and_or, select_bytes
 from lq_lightning.kernels.message.triton_planes import pairs_of_word
-
-_HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
 
 @triton.jit
@@ -34,7 +31,7 @@ def _two_halves(low, high):
 @triton.jit
 def _butterfly(x, y):
     """Sums and differences of two fp16 each."""
-    if _HAS_PTX:
+    if HAS_PTX:
         add: tl.constexpr = "add.rn.f16x2 $0, $1, $2;"
         sub: tl.constexpr = "sub.rn.f16x2 $0, $1, $2;"
         total = tl.inline_asm_elementwise(add, "=r,r,r", [x, y], tl.int32, True, 1)
@@ -50,7 +47,7 @@ def _butterfly(x, y):
 @triton.jit
 def _butterfly_of_halves(x):
     """The sum of the two fp16 in the low half, the low one minus the high one in the high half."""
-    if _HAS_PTX:
+    if HAS_PTX:
         asm: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;"
         swapped = select_bytes(x, x, 0x1032)
         signs = tl.full(x.shape, -0x43FFC400, tl.int32)  # 1 and -1
@@ -75,7 +72,7 @@ def _levels(pair, FORMAT: tl.constexpr):
     """Two codes in the low bits of the halves of a word, as levels in fp16."""
     # 1024 and a code are the bits of 1024 + code
     wide = and_or(pair, 0x10001 * ((1 << FORMAT.bits) - 1), 0x64006400)
-    if _HAS_PTX:
+    if HAS_PTX:
         asm: tl.constexpr = "sub.rn.f16x2 $0, $1, $2;"
         base = tl.full(pair.shape, 0x10001 * (0x6400 + FORMAT.zero_code), tl.int32)
         levels = tl.inline_asm_elementwise(asm, "=r,r,r", [wide, base], tl.int32, True, 1)

@@ -9,14 +9,12 @@ a call here. What was found for a key is kept and used for every call with the s
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import reduce
-from operator import or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .format import ALIGNMENT_NBYTES
+from .format import ALIGNMENT_NBYTES, MessageFormat
 from .launch import on_device
 
 # Of all operators together. A model has a few dozen per number of tokens.
@@ -30,12 +28,13 @@ class Launch:
 
     From the second call on it goes straight to the compiled kernel, with addresses, which Triton
     does not look at. That is right because what Triton specializes a kernel by does not change: the
-    scalars are the same, the dtypes have to be, and only aligned addresses go this way.
+    scalars are the same, dtypes and alignments have to be.
 
     Args:
-        kernel: a function of ``triton.jit``: of pointers, then scalars, then constants.
+        kernel: a function of ``triton.jit``: of pointers, then scalars, then constants. The last
+            of the scalars may be words that differ by launch.
         grid: up to three numbers of programs.
-        scalars: its other arguments that are no constants, in order.
+        scalars: its other arguments that are no constants, in order, but for the words.
         constants: its constants and the options of the compiler, by name.
     """
 
@@ -55,31 +54,56 @@ class Launch:
         self._run: Callable[..., object] | None = None
         self._rest: tuple[object, ...] = ()
 
-    def __call__(self, first: Tensor, *others: Tensor | None) -> None:
+    def __call__(self, first: Tensor, *others: Tensor | None, words: tuple[int, ...] = ()) -> None:
         """Launch the kernel on the device of the first tensor.
 
         Args:
             first: the first pointer.
             others: the other ones. None where the kernel does not use one. At every call these are
-                the same ones, and dtypes and devices are the same.
+                the same ones, and all but where and what tensors hold is (see ``facts``).
+            words: numbers of 32 bits that the kernel is not specialized by, as many at every call.
         """
-        addresses = [first.data_ptr()]
-        addresses += [0 if tensor is None else tensor.data_ptr() for tensor in others]
-        aligned = not reduce(or_, addresses) % ALIGNMENT_NBYTES
         with on_device(first):
-            if aligned and self._run is not None:
-                self._run(*addresses, *self._rest)
+            if self._run is not None:
+                addresses = [0 if tensor is None else tensor.data_ptr() for tensor in others]
+                self._run(first.data_ptr(), *addresses, *self._scalars, *words, *self._rest)
                 return
             tensors = [first if tensor is None else tensor for tensor in others]
-            compiled = self._kernel[self._grid](first, *tensors, *self._scalars, **self._constants)
-            if aligned and _DIRECT and compiled is not None:  # None from Triton's interpreter
-                names = self._kernel.arg_names[len(addresses) + len(self._scalars) :]
-                self._rest = (*self._scalars, *(self._constants[name] for name in names))
+            scalars = (*self._scalars, *words)
+            compiled = self._kernel[self._grid](first, *tensors, *scalars, **self._constants)
+            if _DIRECT and compiled is not None:  # None from Triton's interpreter
+                names = self._kernel.arg_names[1 + len(others) + len(scalars) :]
+                self._rest = tuple(self._constants[name] for name in names)
                 self._run = compiled[(*self._grid, 1, 1)[:3]]
 
 
-def launch_nothing(*tensors: Tensor | None) -> None:
+def launch_nothing(*tensors: Tensor | None, words: tuple[int, ...] = ()) -> None:
     """Take the place of a ``Launch`` where tensors are empty."""
+
+
+def encoding_launch(
+    fmt: MessageFormat, rows: int, make: Callable[[bool], Launch]
+) -> Callable[..., None]:
+    """Return a launch of a kernel that encodes rows, of its pointers but for the last.
+
+    That one is ``range_ptr`` of ``encode_tile``. Formats with one scale per row take two passes.
+
+    Args:
+        fmt: the format that is encoded.
+        rows: of it.
+        make: returns the launch of a pass, given whether that widens the range instead of encoding.
+    """
+    encode = make(False)
+    if fmt.group_size:
+        return lambda *tensors, words: encode(*tensors, None, words=words)
+    widen = make(True)
+
+    def launch(first: Tensor, *others: Tensor | None, words: tuple[int, ...]) -> None:
+        ranges = torch.full((rows, 2), -(2**31), dtype=torch.int32, device=first.device)
+        widen(first, *others, ranges, words=words)
+        encode(first, *others, ranges, words=words)
+
+    return launch
 
 
 class Call(NamedTuple):

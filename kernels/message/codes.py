@@ -15,6 +15,7 @@ codes mean. Only a new *kind* needs arithmetic of its own: ``rounding.py`` for t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -67,6 +68,30 @@ class TableCode:
 
 
 Code = IntegerCode | FloatCode | TableCode
+
+# From -1 to 1 lie 31 cells, those of the values that round to one integer after multiplication by
+# the first number; the second is the number of the cell around zero. A warp holds as many numbers.
+CELLS_PER_UNIT = 15.4
+MIDDLE_CELL = 16
+
+
+def cells_of(thresholds: Sequence[float]) -> tuple[int, ...]:
+    """Return how many thresholds lie below each of 32 cells, so that one comparison is left.
+
+    Args:
+        thresholds: ascending, between -1 and 1.
+
+    Returns:
+        32 numbers; none if two thresholds lie in one cell, or one too close to its end to tell on
+        which side a value next to it is.
+    """
+    places = [CELLS_PER_UNIT * threshold + MIDDLE_CELL for threshold in thresholds]
+    cells = [round(place) for place in places]
+    near = any(abs(abs(place - round(place)) - 0.5) < 1e-3 for place in places)
+    if near or len(set(cells)) < len(cells):
+        return ()
+    return tuple(sum(cell < index for cell in cells) for index in range(32))
+
 
 # Quantiles of the normal distribution, with zero; appendix E of QLoRA (Dettmers et al., 2023), in
 # fp32.

@@ -25,7 +25,7 @@ from functools import lru_cache
 
 import torch
 
-from .codes import CODES, Code, FloatCode, IntegerCode, TableCode
+from .codes import CODES, Code, FloatCode, IntegerCode, TableCode, cells_of
 
 ALIGNMENT_NBYTES = 16
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
@@ -91,6 +91,9 @@ def _thresholds(levels: tuple[float, ...]) -> tuple[float, ...]:
     """Return the middle between neighbours, rounded to fp32."""
     middles = [(low + high) / 2 for low, high in zip(levels[:-1], levels[1:], strict=True)]
     return struct.unpack(f"{len(middles)}f", struct.pack(f"{len(middles)}f", *middles))
+
+
+_cells = lru_cache(maxsize=64)(cells_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +169,11 @@ class MessageFormat:
     def thresholds(self) -> tuple[float, ...]:
         """Between the levels of a table code; what equals a threshold takes the lower level."""
         return _thresholds(self.levels)
+
+    @property
+    def cells(self) -> tuple[int, ...]:
+        """Where among the thresholds 32 cells lie; see ``codes.cells_of``."""
+        return _cells(self.thresholds)
 
     @property
     def max_level(self) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -11,7 +10,6 @@ import torch
 import triton
 from torch import Tensor
 
-from .format import MessageFormat
 from .tiles import SIZES, TILES
 
 MAX_GRID_Y = 65535
@@ -125,23 +123,6 @@ class RowSteps(NamedTuple):
             min(self.rows, self.across),
             triton.cdiv(self.rows, self.across),
         )
-
-
-def run_passes(fmt: MessageFormat, out: Tensor, launch: Callable[[Tensor, bool], None]) -> None:
-    """Launch a kernel that encodes rows: once, or for formats with one scale per row twice.
-
-    Args:
-        fmt: the format that is encoded.
-        out: ``[R, B]`` or ``[P, Q, B]`` the encoded rows.
-        launch: given ``range_ptr`` of ``encode_tile``, and whether to widen the range instead.
-    """
-    if fmt.group_size:
-        launch(out, False)
-        return
-    rows = out.shape[:-1].numel()
-    ranges = torch.full((rows, 2), -(2**31), dtype=torch.int32, device=out.device)
-    launch(ranges, True)
-    launch(ranges, False)
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[None]:

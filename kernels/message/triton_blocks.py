@@ -18,13 +18,13 @@ import triton.language as tl
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # Instructions that the compiler does not find by itself; what they compute is also written out.
-_HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
+HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
 
 @triton.jit
 def select_bytes(a, b, SELECTOR: tl.constexpr):
     """int32 whose byte i is byte ``SELECTOR >> 4 * i & 7`` of ``a`` (0 to 3) and ``b`` (4 to 7)."""
-    if _HAS_PTX:
+    if HAS_PTX:
         asm: tl.constexpr = "prmt.b32 $0, $1, $2, $3;"
         word = tl.inline_asm_elementwise(asm, "=r,r,r,r", [a, b, SELECTOR], tl.int32, True, 1)
     else:
@@ -39,7 +39,7 @@ def select_bytes(a, b, SELECTOR: tl.constexpr):
 @triton.jit
 def and_or(a, MASK: tl.constexpr, bits):
     """``a & MASK | bits`` of int32."""
-    if _HAS_PTX:
+    if HAS_PTX:
         asm: tl.constexpr = "lop3.b32 $0, $1, $2, $3, 0xEA;"
         word = tl.inline_asm_elementwise(asm, "=r,r,r,r", [a, MASK, bits], tl.int32, True, 1)
     else:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from lq_lightning.kernels.message.triton_blocks import and_or, select_bytes
+from lq_lightning.kernels.message.triton_blocks import HAS_PTX, and_or, select_bytes
 from lq_lightning.kernels.message.triton_float8 import float8_levels, has_float8_instructions
 from lq_lightning.kernels.message.triton_planes import load_words, pairs_of_word
 
-_HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 # What `launch.INT_TO_FLOAT` holds the bits of.
 _TWO_TO_23 = tl.constexpr(8388608.0)
 
@@ -29,23 +27,25 @@ def pick(index, TABLE: tl.constexpr, FIRST: tl.constexpr, STRIDE: tl.constexpr, 
 
 
 @triton.jit
-def _look_up(index, LEVELS: tl.constexpr, BITS: tl.constexpr):
-    """fp32 ``LEVELS[i]`` with ``i`` the low ``BITS`` bits of ``index``.
+def look_up(
+    index, TABLE: tl.constexpr, FIRST: tl.constexpr, STRIDE: tl.constexpr, BITS: tl.constexpr
+):
+    """``pick``, for many bits with fewer instructions.
 
-    Each thread of a warp knows one level and asks the others: two instructions instead of one per
-    level. All threads must be here, which the compiler is told by side effects.
+    Each thread of a warp knows one number and asks the others: two instructions instead of one per
+    number. All threads must be here, which the compiler is told by side effects.
     """
-    if _HAS_PTX:
+    if HAS_PTX and BITS > 1:
         lane_asm: tl.constexpr = "mov.u32 $0, %laneid; // $1"
         zero = tl.zeros(index.shape, tl.int32)
         lane = tl.inline_asm_elementwise(lane_asm, "=r,r", [zero], tl.int32, True, 1)
-        own = pick(lane, LEVELS, 0, 1, BITS)
+        own = pick(lane, TABLE, FIRST, STRIDE, BITS)
         WIDTH: tl.constexpr = ((32 - (1 << BITS)) << 8) | 0x1F
         asm: tl.constexpr = "shfl.sync.idx.b32 $0, $1, $2, $3, 0xffffffff;"
         arguments = [own, index, tl.full(index.shape, WIDTH, tl.int32)]
         value = tl.inline_asm_elementwise(asm, "=f,f,r,r", arguments, tl.float32, False, 1)
     else:
-        value = pick(index, LEVELS, 0, 1, BITS)
+        value = pick(index, TABLE, FIRST, STRIDE, BITS)
     return value
 
 
@@ -78,7 +78,7 @@ def _level_at(word, int_to_float, SHIFT: tl.constexpr, FORMAT: tl.constexpr):
         level = bits.to(tl.float32, bitcast=True) * (2.0 ** (126 + FORMAT.min_exponent))
     else:
         LEVELS: tl.constexpr = FORMAT.levels
-        level = _look_up(word >> SHIFT, LEVELS, BITS)
+        level = look_up(word >> SHIFT, LEVELS, 0, 1, BITS)
     return level
 
 

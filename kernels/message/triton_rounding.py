@@ -5,11 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lq_lightning.kernels.message.triton_levels import pick
+from lq_lightning.kernels.message.codes import CELLS_PER_UNIT, MIDDLE_CELL
+from lq_lightning.kernels.message.format import MessageFormat
+from lq_lightning.kernels.message.triton_levels import look_up
 
 # 1.5 * 2**23: adding it rounds an fp32 of small magnitude to an integer (half to even) and leaves
 # that integer in the low bits, without a conversion instruction.
 _ROUNDER = tl.constexpr(12582912.0)
+_CELLS_PER_UNIT = tl.constexpr(CELLS_PER_UNIT)
+_MIDDLE_CELL = tl.constexpr(MIDDLE_CELL)
 _MIN_SCALE = tl.constexpr(2.0**-126)
 _FP32_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 _WIDER = tl.constexpr(1.0 + 2.0**-6)  # `rounding.WIDER`
@@ -178,18 +182,39 @@ def scaling_of(low, high, FORMAT: tl.constexpr, NORM: tl.constexpr):
     return scale, minimum, norm, inverse
 
 
+@triton.constexpr_function
+def _next_thresholds(fmt: MessageFormat) -> tuple[float, ...]:
+    """By cell, see ``codes.cells_of``, the first threshold in it or above."""
+    return tuple((*fmt.thresholds, float("inf"))[first] for first in fmt.cells)
+
+
+@triton.constexpr_function
+def _thresholds_below(fmt: MessageFormat) -> tuple[float, ...]:
+    """By cell how many thresholds are below it, in the low bits of fp32."""
+    return tuple(_ROUNDER.value + first for first in fmt.cells)
+
+
 @triton.jit
 def _nearest_level(y, FORMAT: tl.constexpr):
-    """Codes of a table, by binary search; ``torch.bucketize`` of the reference."""
-    BITS: tl.constexpr = FORMAT.bits
-    THRESHOLDS: tl.constexpr = FORMAT.thresholds
-    code = tl.zeros(y.shape, tl.int32)
-    for step in tl.static_range(BITS):
-        # of the codes that begin with the bits found so far, where the upper half begins
-        threshold = pick(
-            code, THRESHOLDS, (1 << (BITS - 1 - step)) - 1, 2 << (BITS - 1 - step), step
-        )
-        code = code * 2 + (y > threshold).to(tl.int32)
+    """Codes of a table in the low 16 bits; ``torch.bucketize`` of the reference."""
+    if len(FORMAT.cells) > 0:  # one comparison with the only threshold that may be next to a value
+        BELOW: tl.constexpr = _thresholds_below(FORMAT)
+        NEXT: tl.constexpr = _next_thresholds(FORMAT)
+        factor = tl.full(y.shape, _CELLS_PER_UNIT, tl.float32)
+        cell = tl.fma(y, factor, tl.full(y.shape, _ROUNDER + _MIDDLE_CELL, tl.float32))
+        cell = cell.to(tl.int32, bitcast=True)
+        code = look_up(cell, BELOW, 0, 1, 5).to(tl.int32, bitcast=True)
+        code += (y > look_up(cell, NEXT, 0, 1, 5)).to(tl.int32)
+    else:  # binary search
+        BITS: tl.constexpr = FORMAT.bits
+        THRESHOLDS: tl.constexpr = FORMAT.thresholds
+        code = tl.zeros(y.shape, tl.int32)
+        for step in tl.static_range(BITS):
+            # of the codes that begin with the bits found so far, where the upper half begins
+            threshold = look_up(
+                code, THRESHOLDS, (1 << (BITS - 1 - step)) - 1, 2 << (BITS - 1 - step), step
+            )
+            code = code * 2 + (y > threshold).to(tl.int32)
     return code
 
 

@@ -245,7 +245,7 @@ def encode_pass(
     FULL: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One of the passes of ``launch.run_passes`` over a tile."""
+    """One of the passes of ``calls.encoding_launch`` over a tile."""
     if WIDEN:
         widen_range(x, range_ptr, row, start, limit, numel, BLOCK, FORMAT, FULL)
     else:

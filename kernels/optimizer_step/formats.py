@@ -50,7 +50,7 @@ MOST_MANTISSA_BITS = 7
 LEAST_MANTISSA_BITS = 2
 SIGNED_CODES = 127
 UNSIGNED_CODES = 255
-_E4M3_MAX = 448.0
+E4M3_MAX = 448.0
 
 # Bit patterns of the smallest normal number and of the largest scale, 2**126, whose reciprocal is
 # normal too.
@@ -147,7 +147,7 @@ def _e4m3_levels() -> Tensor:
     codes = torch.arange(127, dtype=torch.float64, device=_CPU)
     exponent, fraction = codes.div(8, rounding_mode="floor"), codes % 8
     normal = (1 + fraction / 8) * 2.0 ** (exponent - 7)
-    levels = torch.where(exponent == 0, fraction * 2.0**-9, normal) / _E4M3_MAX
+    levels = torch.where(exponent == 0, fraction * 2.0**-9, normal) / E4M3_MAX
     return torch.cat([levels, levels[-1:]])  # code 127 is NaN in E4M3 and not used
 
 
@@ -188,6 +188,19 @@ def codebook(fmt: StateFormat, device: torch.device) -> Tensor:
     if fmt.signed:
         levels = torch.cat([levels, -levels])
     return levels.float().to(device)
+
+
+@lru_cache(maxsize=32)
+def level_pairs(fmt: StateFormat, device: torch.device) -> Tensor:
+    """Return the magnitudes of a codebook, each with the next one: ``[fmt.num_levels, 2]`` fp32."""
+    levels = codebook(fmt, device)[: fmt.num_levels]
+    return torch.stack([levels, levels.roll(-1)], dim=1)
+
+
+def reciprocal_parts(divisor: float) -> tuple[float, float]:
+    """Return the reciprocal rounded to fp32, and what that leaves."""
+    rounded = torch.tensor(1.0 / divisor, dtype=torch.float32, device=_CPU).item()
+    return rounded, 1.0 / divisor - rounded
 
 
 @lru_cache(maxsize=2)

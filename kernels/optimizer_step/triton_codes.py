@@ -1,4 +1,4 @@
-"""Noise and codes of a group of values in Triton, bit-identical to ``reference_codes.py``.
+"""Codes of groups of values in Triton, bit-identical to ``reference_codes.py``.
 
 The codes of the split are integer arithmetic. In a codebook the level below a value is predicted:
 every spacing has a function that maps ``|x| / scale`` to the number of that level. It is computed
@@ -16,19 +16,20 @@ import triton
 import triton.language as tl
 
 from .formats import (
-    GROUP_SIZE,
+    E4M3_MAX,
     LARGEST_SCALE_BITS,
     LEAST_MANTISSA_BITS,
     MOST_MANTISSA_BITS,
     SIGNED_CODES,
     SMALLEST_BITS,
     UNSIGNED_CODES,
+    reciprocal_parts,
     widest_spans,
 )
-from .reference_codes import LEAST_NOISE, STREAMS, STRIDE
+from .reference_codes import LEAST_NOISE
+from .triton_groups import largest_of_groups, smallest_of_groups
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_GROUP = tl.constexpr(GROUP_SIZE)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _SMALLEST_BITS = tl.constexpr(SMALLEST_BITS)
 _LARGEST_SCALE_BITS = tl.constexpr(LARGEST_SCALE_BITS)
@@ -38,40 +39,24 @@ _LEAST_MANTISSA_BITS = tl.constexpr(LEAST_MANTISSA_BITS)
 _WIDEST_SPANS = tl.constexpr(widest_spans())
 _LEAST_SHIFT = tl.constexpr(23 - MOST_MANTISSA_BITS)
 _MOST_SHIFT = tl.constexpr(23 - LEAST_MANTISSA_BITS)
-_STREAMS = tl.constexpr(STREAMS)
-_STRIDE = tl.constexpr(STRIDE)
 _LEAST_NOISE = tl.constexpr(LEAST_NOISE)
-# Of the dynamic map: log10(2), and the binary logarithm of what turns |x| / scale of decade 0 into
-# parts of a decade, without signs and with, and how much it falls from one decade to the next.
+# Below every level but zero, in units of the scale, and with a logarithm.
+_LEAST_RATIO = tl.constexpr(2.0**-23)
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_OVER_E4M3_MAX = tl.constexpr(reciprocal_parts(E4M3_MAX * 2.0**-120))
+_OVER_127 = tl.constexpr(reciprocal_parts(127.0))
+_OVER_255 = tl.constexpr(reciprocal_parts(255.0))
+# Adding it rounds an fp32 of small magnitude to an integer, which is then in the low bits.
+_ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23
+_ROUNDER_BITS = tl.constexpr(0x4B400000)
+# Of the dynamic map: log10(2); the binary logarithm of what turns |x| / scale of decade 0 into
+# parts of a decade, and how much it falls from one decade to the next.
 _LOG10_2 = tl.constexpr(math.log10(2.0))
 _LOWEST_DECADE = tl.constexpr(6 * math.log2(10.0) - math.log2(0.9))
 _NEXT_DECADE = tl.constexpr(1.0 - math.log2(10.0))
 
 
-# --- noise ----------------------------------------------------------------------------------------
-
-
-@triton.jit
-def group_noise(seed_a, seed_b, group):
-    """The random word of a group; ``reference_codes.rounding_noise``."""
-    low = group.to(tl.uint32)
-    high = (group >> 32).to(tl.uint32)
-    x = low ^ seed_a.to(tl.uint32)
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D + (high * 0xC2B2AE35 ^ seed_b.to(tl.uint32))
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def element_noise(word, STREAM: tl.constexpr):
-    """32 random bits of each element of a group, uint32."""
-    steps = tl.arange(0, _GROUP).to(tl.uint32) * _STRIDE
-    return steps + word * _STREAMS[STREAM]
-
-
-# --- decoding -------------------------------------------------------------------------------------
+# --- levels of codebooks --------------------------------------------------------------------------
 
 
 @triton.jit
@@ -97,22 +82,30 @@ def _exp2(x):
 
 
 @triton.jit
-def _level(levels_ptr, index):
-    # not `tl.load`, for which the elements would move to other threads
-    if _INTERPRETED:
-        level = tl.load(levels_ptr + index)
+def _quotient(x, DIVISOR: tl.constexpr, RECIPROCAL: tl.constexpr):
+    """``x / DIVISOR``, correctly rounded for all levels of int8 and E4M3."""
+    return tl.div_rn(x, DIVISOR) if _INTERPRETED else tl.fma(x, RECIPROCAL[0], x * RECIPROCAL[1])
+
+
+@triton.jit
+def _level(number, levels_ptr, FORMAT: tl.constexpr):
+    """The level of that number, in units of the scale; ``formats.codebook``."""
+    if FORMAT.spacing == "floating":
+        # Three mantissa bits make of the number the bits of a float with E4M3's exponents.
+        small = (number << 20).to(tl.float32, bitcast=True)
+        level = _quotient(small, _E4M3_MAX * 2.0**-120, _OVER_E4M3_MAX)
+    elif FORMAT.spacing == "linear":
+        LARGEST: tl.constexpr = FORMAT.num_levels - 1
+        RECIPROCAL: tl.constexpr = _OVER_127 if FORMAT.signed else _OVER_255
+        level = _quotient(number.to(tl.float32), LARGEST * 1.0, RECIPROCAL)
+    elif _INTERPRETED:
+        level = tl.load(levels_ptr + 2 * number)
     else:
+        # not `tl.load`, for which the elements would move to other threads
         level = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 i;
-            .reg .u64 a;
-            shl.b32 i, $1, 2;
-            cvt.u64.u32 a, i;
-            add.u64 a, a, $2;
-            ld.global.nc.f32 $0, [a];
-            }""",
+            "{ .reg .u64 a; mad.wide.u32 a, $1, 8, $2; ld.global.nc.f32 $0, [a]; }",
             "=f,r,l",
-            [index, levels_ptr.to(tl.int64)],
+            [number, levels_ptr.to(tl.int64)],
             dtype=tl.float32,
             is_pure=True,
             pack=1,
@@ -121,24 +114,19 @@ def _level(levels_ptr, index):
 
 
 @triton.jit
-def _two_levels(levels_ptr, index):
-    """A level and the next one."""
-    if _INTERPRETED:
-        low = tl.load(levels_ptr + index)
-        high = tl.load(levels_ptr + index + 1)
+def _two_levels(number, levels_ptr, FORMAT: tl.constexpr):
+    """The level of that number and the next one."""
+    if FORMAT.spacing != "dynamic":
+        low = _level(number, levels_ptr, FORMAT)
+        high = _level(number + 1, levels_ptr, FORMAT)
+    elif _INTERPRETED:
+        low = tl.load(levels_ptr + 2 * number)
+        high = tl.load(levels_ptr + 2 * number + 1)
     else:
         low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 i;
-            .reg .u64 a;
-            shl.b32 i, $2, 2;
-            cvt.u64.u32 a, i;
-            add.u64 a, a, $3;
-            ld.global.nc.f32 $0, [a];
-            ld.global.nc.f32 $1, [a+4];
-            }""",
+            "{ .reg .u64 a; mad.wide.u32 a, $2, 8, $3; ld.global.nc.v2.f32 {$0, $1}, [a]; }",
             "=f,=f,r,l",
-            [index, levels_ptr.to(tl.int64)],
+            [number, levels_ptr.to(tl.int64)],
             dtype=(tl.float32, tl.float32),
             is_pure=True,
             pack=1,
@@ -157,25 +145,62 @@ def _approximate_reciprocal(x):
     return y
 
 
+# --- decoding -------------------------------------------------------------------------------------
+
+
 @triton.jit
-def decode_group(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
-    """Values of a group; ``reference_codes.decode_groups``."""
+def _numbers_and_signs(codes):
+    """Low seven bits of codes, and int32 with bit 7 of them in bit 31."""
+    if _INTERPRETED:
+        number = codes.to(tl.int32)
+        sign = number << 24
+        number &= _SIGNED_CODES
+    else:  # of four codes in a register, all at once
+        number, sign = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 numbers;
+            and.b32 numbers, $8, 0x7F7F7F7F;
+            prmt.b32 $0, numbers, 0, 0x4440;
+            prmt.b32 $1, numbers, 0, 0x4441;
+            prmt.b32 $2, numbers, 0, 0x4442;
+            prmt.b32 $3, numbers, 0, 0x4443;
+            shl.b32 $4, $8, 24;
+            shl.b32 $5, $8, 16;
+            shl.b32 $6, $8, 8;
+            mov.b32 $7, $8;
+            }""",
+            "=r,=r,=r,=r,=r,=r,=r,=r,r",
+            [codes],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=4,
+        )
+    return number, sign
+
+
+@triton.jit
+def decode_groups(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
+    """Values of a tile; ``reference_codes.decode_groups``."""
     base_bits = (scale.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.int32, bitcast=True)
     base = base_bits.to(tl.float32, bitcast=True)
-    number = codes.to(tl.int32)
-    if not FORMAT.expanded:
-        values = _level(levels_ptr, number) * base
-    elif FORMAT.signed:
-        unit = 1 << (23 - exponent.to(tl.int32))
-        bits = (number & _SIGNED_CODES) * unit + base_bits
-        values = bits.to(tl.float32, bitcast=True) - base
-        sign = (number << 24) & -0x80000000
-        values = (values.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+    if FORMAT.signed:
+        number, sign = _numbers_and_signs(codes)
     else:
-        unit = 1 << (23 - exponent.to(tl.int32))
-        bits = number * unit + (base_bits - _UNSIGNED_CODES * unit)
-        # NaN where the group was not finite: its codes are zero
-        values = tl.where(number == 0, base * 0.0, bits.to(tl.float32, bitcast=True))
+        number = codes.to(tl.int32)
+    if FORMAT.expanded:
+        # 1 << (23 - exponent), written so that a product with it stays one instruction
+        unit = 0x800000 >> exponent.to(tl.int32)
+        if FORMAT.signed:
+            values = (number * unit + base_bits).to(tl.float32, bitcast=True) - base
+        else:
+            bits = number * unit + (base_bits - _UNSIGNED_CODES * unit)
+            # NaN where the group was not finite: its codes are zero
+            values = tl.where(number == 0, base * 0.0, bits.to(tl.float32, bitcast=True))
+    else:
+        values = _level(number, levels_ptr, FORMAT) * base
+    if FORMAT.signed:
+        bits = values.to(tl.int32, bitcast=True) ^ (sign & -0x80000000)
+        values = bits.to(tl.float32, bitcast=True)
     return values
 
 
@@ -183,7 +208,7 @@ def decode_group(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _signed_split(bits, largest, span, special, noise):
+def _signed_split(bits, largest, span, noise):
     """Codes without signs, scale bits and mantissa bits; ``reference_codes._signed_split``."""
     kept = tl.where(span <= _WIDEST_SPANS[0], 3, _LEAST_MANTISSA_BITS)
     kept = tl.where(span <= _WIDEST_SPANS[1], 4, kept)
@@ -197,7 +222,29 @@ def _signed_split(bits, largest, span, special, noise):
     shifted = bits.to(tl.float32, bitcast=True) + scale_bits.to(tl.float32, bitcast=True)
     rounding = (noise >> (kept + 9).to(tl.uint32)).to(tl.int32)
     codes = shifted.to(tl.int32, bitcast=True) - scale_bits + rounding
-    return codes >> tl.where(special, 31, shift), scale_bits, kept
+    return codes >> shift, scale_bits, kept
+
+
+@triton.jit
+def _skewed(noise, skew):
+    """``noise + (noise * (1 - noise) * skew)`` of 32-bit fractions, uint32; it stays below 1."""
+    if _INTERPRETED:
+        y = tl.umulhi(tl.umulhi(noise, ~noise), skew) + noise
+    else:
+        y = tl.inline_asm_elementwise(
+            """{
+            .reg .u32 c;
+            not.b32 c, $1;
+            mul.hi.u32 c, c, $1;
+            mad.hi.u32 $0, c, $2, $1;
+            }""",
+            "=r,r,r",
+            [noise, skew],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    return y
 
 
 @triton.jit
@@ -209,8 +256,7 @@ def _unsigned_split(bits, largest, span, special, noise):
     top = (largest + unit - 1) & -unit
     # The high half of a product is that shifted right by kept + 3.
     skew = (3 << (shift + 6)).to(tl.uint32, bitcast=True)
-    skewed = tl.umulhi(tl.umulhi(noise, ~noise), skew) + noise
-    rounding = (skewed >> (32 - shift).to(tl.uint32)).to(tl.int32)
+    rounding = (_skewed(noise, skew) >> (32 - shift).to(tl.uint32)).to(tl.int32)
     codes = (bits - (top - _UNSIGNED_CODES * unit) + rounding) >> shift
     zeros = tl.where(special, 0x7FFFFFFF, _SMALLEST_BITS - 1)
     return tl.where(bits <= zeros, 0, tl.maximum(codes, 1)), top, 23 - shift
@@ -218,76 +264,116 @@ def _unsigned_split(bits, largest, span, special, noise):
 
 @triton.jit
 def _level_below(ratio, FORMAT: tl.constexpr):
-    """Number of the level at or below ``ratio``, or next to that; anything for NaN."""
+    """Number of the level at or below ``ratio``, which is at least 2**-23, or next to that."""
+    LAST: tl.constexpr = FORMAT.num_levels - 2
     if FORMAT.spacing == "floating":
         # The bits of a number that has the exponents of E4M3.
-        number = (ratio * (448.0 * 2.0**-120)).to(tl.int32, bitcast=True) >> 20
-    elif FORMAT.spacing == "linear":
-        number = (ratio * (FORMAT.num_levels - 1.0)).to(tl.int32)
+        number = (ratio * (_E4M3_MAX * 2.0**-120)).to(tl.int32, bitcast=True) >> 20
+        number = tl.minimum(number, LAST)
     else:
-        # Decades d = 0 to 6, each cut in P = 2**d parts (twice as many without signs), at
-        # z = (ratio * 10**(6 - d) - 0.1) / 0.9 * P. Levels are at the middles of the parts; the
-        # number of a decade's first level is P, less one without signs.
-        WIDER: tl.constexpr = 0.0 if FORMAT.signed else 1.0
-        decade = tl.floor(_log2(ratio) * _LOG10_2 + 7.0)
-        decade = tl.minimum(tl.maximum(decade, 0.0), 6.0)
-        parts = (1 << decade.to(tl.int32)) * (1 if FORMAT.signed else 2)
-        z = ratio * _exp2(decade * _NEXT_DECADE + (_LOWEST_DECADE + WIDER))
-        z = tl.floor(z - parts.to(tl.float32) * (1.0 / 9.0) - 0.5)
-        number = parts + z.to(tl.int32) - (0 if FORMAT.signed else 1)
-    return tl.minimum(tl.maximum(number, 0), FORMAT.num_levels - 2)
+        if FORMAT.spacing == "linear":
+            z = ratio * (FORMAT.num_levels - 1.0) - 0.5
+        else:
+            # Decades d = 0 to 6, each cut in P = 2**d parts (twice as many without signs), at
+            # (ratio * 10**(6 - d) - 0.1) / 0.9 * P. Levels are at the middles of the parts; the
+            # number of a decade's first level is P, less one without signs. A ratio just above a
+            # power of ten may count for the decade below: the level below it is the same.
+            WIDER: tl.constexpr = 0 if FORMAT.signed else 1
+            decade = tl.fma(_log2(ratio), _LOG10_2, 6.499) + _ROUNDER
+            parts = (decade.to(tl.int32, bitcast=True) << 23) + ((127 + WIDER) << 23)
+            decade = tl.fma(decade - _ROUNDER, _NEXT_DECADE, _LOWEST_DECADE + WIDER)
+            z = tl.fma(parts.to(tl.float32, bitcast=True), 8.0 / 9.0, -1.0 - WIDER)
+            z = tl.fma(ratio, _exp2(decade), z)
+        # Rounded half a level below what is meant, which never ends below zero.
+        z = tl.minimum(z, LAST) + _ROUNDER
+        number = z.to(tl.int32, bitcast=True) - _ROUNDER_BITS
+    return number
 
 
 @triton.jit
-def _level_codes(bits, scale_bits, levels_ptr, noise, FORMAT: tl.constexpr):
+def _level_codes(bits, scale_bits, special, levels_ptr, noise, FORMAT: tl.constexpr):
     """Codes without signs; ``reference_codes._level_codes``."""
     scale = scale_bits.to(tl.float32, bitcast=True)
+    size = bits.to(tl.float32, bitcast=True)
     chance = ((noise >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
     chance = tl.minimum(chance, 1.0 - _LEAST_NOISE)
     if FORMAT.signed:
-        size = bits.to(tl.float32, bitcast=True)
-        number = _level_below(size * _approximate_reciprocal(scale), FORMAT)
-        low, high = _two_levels(levels_ptr, number)
+        ratio = tl.maximum(size * _approximate_reciprocal(scale), _LEAST_RATIO)
+        number = _level_below(ratio, FORMAT)
+        low, high = _two_levels(number, levels_ptr, FORMAT)
         low = low * scale
         chance = tl.maximum(chance, tl.where(number == 0, 0.5, _LEAST_NOISE))
-        upper = chance * (high * scale - low) < size - low
+        codes = number + (chance * (high * scale - low) < size - low).to(tl.int32)
     else:
-        size = tl.where(bits < _SMALLEST_BITS, 0, bits).to(tl.float32, bitcast=True)
-        # The scale is a power of two: exact.
+        # The scale is a power of two: exact. What is raised is still below the first level above
+        # zero, to which the comparison takes all that is not zero.
         ratio = size * (0x7F000000 - scale_bits).to(tl.float32, bitcast=True)
+        ratio = tl.maximum(ratio, _LEAST_RATIO)
         number = _level_below(ratio, FORMAT)
-        low, high = _two_levels(levels_ptr, number)
+        low, high = _two_levels(number, levels_ptr, FORMAT)
         chance = tl.maximum(chance, _LEAST_NOISE)
         upper = chance * ((high - low) * (ratio + low)) < (ratio - low) * (high + low)
-        upper = tl.where(number == 0, size > 0.0, upper)
-    return number + upper.to(tl.int32)
+        zeros = tl.where(special, 0x7FFFFFFF, _SMALLEST_BITS - 1)
+        codes = tl.where(bits <= zeros, 0, number + upper.to(tl.int32))
+    return codes
 
 
 @triton.jit
-def encode_group(x, levels_ptr, noise, FORMAT: tl.constexpr):
-    """Codes, scale bits and exponent of a group; ``reference_codes.encode_groups``."""
-    bits = x.to(tl.int32, bitcast=True) & _MAGNITUDE
+def _with_signs(codes, x, special):
+    """uint8 codes with the sign of ``x`` in bit 7; 0 where ``special``."""
+    if _INTERPRETED:
+        sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+        joined = tl.where(special, 0, (codes & 0x7F) | sign).to(tl.uint8)
+    else:  # of four in a register, which are of several groups in some layouts
+        joined = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high, codes;
+            prmt.b32 low, $1, $2, 0x0040;
+            prmt.b32 high, $3, $4, 0x0040;
+            prmt.b32 codes, low, high, 0x5410;
+            prmt.b32 low, $5, $6, 0x0073;
+            prmt.b32 high, $7, $8, 0x0073;
+            prmt.b32 low, low, high, 0x5410;
+            lop3.b32 codes, codes, low, 0x80808080, 0xD8;  // from the second where the mask is 1
+            prmt.b32 low, $9, $10, 0x0040;
+            prmt.b32 high, $11, $12, 0x0040;
+            prmt.b32 low, low, high, 0x5410;
+            and.b32 $0, codes, low;
+            }""",
+            "=r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [codes, x.to(tl.int32, bitcast=True), tl.where(special, 0, -1)],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    return joined
+
+
+@triton.jit
+def encode_groups(x, levels_ptr, noise, FORMAT: tl.constexpr):
+    """Codes, scale bits and exponents of a tile; ``reference_codes.encode_groups``."""
+    bits = x.to(tl.int32, bitcast=True)
+    if FORMAT.signed or _INTERPRETED:  # nothing else has a sign, not even a GPU's NaN
+        bits &= _MAGNITUDE
     # Less than zero for what counts as zero; as unsigned then larger than everything else.
     above = bits - _SMALLEST_BITS
-    largest = tl.max(above, axis=0)
+    largest = largest_of_groups(above)
     zero = largest < 0
     broken = largest > _LARGEST_SCALE_BITS - _SMALLEST_BITS
     special = zero | broken
     safe = tl.where(special, 0, largest) + _SMALLEST_BITS
     exponent = safe
     if FORMAT.expanded:
-        smallest = tl.min(above.to(tl.uint32, bitcast=True), axis=0).to(tl.int32, bitcast=True)
-        span = tl.where(special, 0, largest - smallest)
+        smallest = smallest_of_groups(above.to(tl.uint32, bitcast=True))
+        span = tl.where(special, 0, largest - smallest.to(tl.int32, bitcast=True))
         if FORMAT.signed:
-            codes, scale_bits, exponent = _signed_split(bits, safe, span, special, noise)
+            codes, scale_bits, exponent = _signed_split(bits, safe, span, noise)
         else:
             codes, scale_bits, exponent = _unsigned_split(bits, safe, span, special, noise)
     else:
         STEP: tl.constexpr = 0xFFFF if FORMAT.signed else 0x7FFFFF
         scale_bits = (safe + STEP) & (-STEP - 1)
-        codes = _level_codes(bits, scale_bits, levels_ptr, noise, FORMAT)
-        codes = tl.where(special, 0, codes)
-    if FORMAT.signed:
-        codes |= (x.to(tl.int32, bitcast=True) >> 24) & tl.where(special, 0, 0x80)
+        codes = _level_codes(bits, scale_bits, special, levels_ptr, noise, FORMAT)
+    codes = _with_signs(codes, x, special) if FORMAT.signed else codes.to(tl.uint8)
     stored = tl.where(zero, 0, tl.where(broken, 0x7FC0, scale_bits >> 16)).to(tl.uint16)
-    return codes.to(tl.uint8), stored, exponent.to(tl.uint8)
+    return codes, stored, exponent.to(tl.uint8)

@@ -1,8 +1,7 @@
 """Triton kernel of the optimizer step, bit-identical to ``reference.py``.
 
-One launch updates many tensors, as ``launch.py`` says. A program is one warp, which works on groups
-of 128 elements: four per thread, so that all tensors have the same layout, the extrema of a group
-are one reduction over the warp, and its constants are scalars.
+One launch updates many tensors, as ``launch.py`` says. A program is one warp, which works on a few
+groups of 128 elements at once, as ``triton_groups.py`` says.
 """
 
 from __future__ import annotations
@@ -13,12 +12,19 @@ import triton.language as tl
 from lq_lightning.kernels.message.triton_blocks import round_output
 
 from .formats import GROUP_SIZE
-from .triton_codes import decode_group, element_noise, encode_group, group_noise
+from .triton_codes import decode_groups, encode_groups
+from .triton_groups import (
+    element_noise,
+    group_noise,
+    groups_of_lanes,
+    inner_columns,
+    lane_columns,
+)
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_SMALLEST_SQUARE = tl.constexpr(2.0**-100)  # 0f0D800000 below
+_NAN = tl.constexpr(0x7FC00000)
 _GROUP = tl.constexpr(GROUP_SIZE)
+_SMALLEST_SQUARE = tl.constexpr(2.0**-100)  # 0f0D800000 below
 # Of a row of the table, see `launch.py`: its length, and where the scalars begin, in fp32 words.
 TABLE_WIDTH = 18
 _TABLE_WIDTH = tl.constexpr(TABLE_WIDTH)
@@ -77,13 +83,12 @@ def _reciprocal(x):
 
 @triton.jit
 def round_stochastically(x, noise):
-    """Round fp32 to bf16; ``reference.round_stochastically``."""
-    bits = x.to(tl.int32, bitcast=True)
-    finite = (bits & _MAGNITUDE) < 0x7F800000
-    noise = (noise >> 16).to(tl.int32)
-    rounded = (tl.where(finite, bits + noise, bits) & -0x10000).to(tl.float32, bitcast=True)
-    rounded = tl.where(x == x, rounded, float("nan"))
-    return round_output(rounded, tl.bfloat16)
+    """Round fp32, the result of arithmetic, to bf16; ``reference.round_stochastically``."""
+    # Infinities stay what they are, since noise is below their last bit. The NaN that arithmetic
+    # makes, 0x7FFFFFFF, becomes one that noise cannot carry beyond NaN.
+    bits = tl.minimum(x.to(tl.int32, bitcast=True), _NAN)
+    bits += (noise >> 16).to(tl.int32, bitcast=True)
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -126,41 +131,57 @@ def _state_pointers(table, INDEX: tl.constexpr, FORMAT: tl.constexpr, ALIGNMENT:
 
 
 @triton.jit
-def _load_state(pointers, group, offsets, mask, inside, FORMAT: tl.constexpr):
-    """Codes (or values), scale and exponent as they are stored; anything beyond the end."""
-    codes = tl.load(pointers[0] + offsets, mask)
+def _load_state(pointers, group, offsets, exists, FORMAT: tl.constexpr):
+    """Codes (or values), scale and exponent as they are stored."""
+    codes = tl.load(pointers[0] + offsets, exists)
     scale = group
     exponent = group
     if FORMAT.quantized:
-        scale = tl.load(pointers[1] + group, inside)
+        scale = tl.load(pointers[1] + group)
         if FORMAT.expanded:
-            exponent = tl.load(pointers[2] + group, inside)
+            exponent = tl.load(pointers[2] + group)
     return codes, scale, exponent
+
+
+@triton.jit
+def _widened(x):
+    """fp32 of fp32 or bf16."""
+    if x.dtype.is_bf16() and not _INTERPRETED:
+        # of two in a register, which the compiler would take apart first
+        y = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        y = x.to(tl.float32)
+    return y
 
 
 @triton.jit
 def _decode_state(stored, levels_ptr, FORMAT: tl.constexpr):
     values = stored[0]
     if FORMAT.quantized:
-        values = decode_group(stored[0], stored[1], stored[2], levels_ptr, FORMAT)
+        values = decode_groups(stored[0], stored[1], stored[2], levels_ptr, FORMAT)
     return values
 
 
 @triton.jit
 def _encode_state(
     x,
-    mask,
+    exists,
     levels_ptr,
     word,
     STREAM: tl.constexpr,
     FORMAT: tl.constexpr,
-    ALIGNED: tl.constexpr,
 ):
     if FORMAT.quantized:
-        if not ALIGNED:
-            x = tl.where(mask, x, 0.0)
-        noise = element_noise(word, STREAM)
-        stored = encode_group(x, levels_ptr, noise, FORMAT)
+        x = tl.where(exists, x, 0.0)
+        noise = element_noise(word, STREAM, x.shape[1])
+        stored = encode_groups(x, levels_ptr, noise, FORMAT)
     else:
         stored = (x, 0, 0)
     return stored
@@ -170,53 +191,25 @@ def _encode_state(
 def _store_state(stored, pointers, group, offsets, mask, inside, FORMAT: tl.constexpr):
     tl.store(pointers[0] + offsets, stored[0], mask)
     if FORMAT.quantized:
-        tl.store(pointers[1] + group, stored[1], inside)
+        # every lane of a group writes the same
+        tl.store(pointers[1] + group, tl.broadcast_to(stored[1], group.shape), inside)
         if FORMAT.expanded:
-            tl.store(pointers[2] + group, stored[2], inside)
+            tl.store(pointers[2] + group, tl.broadcast_to(stored[2], group.shape), inside)
 
 
 @triton.jit
-def _locate(group, num_groups, length, row_groups, ALIGNED: tl.constexpr):
-    """Offsets of the elements of a group, which of them exist, and whether it does."""
-    column = tl.arange(0, _GROUP)
-    inside = group < num_groups
+def _locate(group, length, row_groups, ALIGNED: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Offsets of the elements of groups, and which of them exist."""
+    column = lane_columns(AT_ONCE)
+    inner = inner_columns(AT_ONCE)
     if ALIGNED:
-        offsets = group.to(tl.int64) * _GROUP + column
-        mask = column < tl.where(inside, _GROUP, 0) if _INTERPRETED else inside
+        offsets = group.to(tl.int64) * _GROUP + column + inner
+        exists = tl.full(group.shape, True, tl.int1)  # a constant: loads take no mask
     else:
         start = (group % row_groups).to(tl.int64) * _GROUP
-        offsets = (group // row_groups).to(tl.int64) * length + start + column
-        mask = column < tl.where(inside, length - start, 0)
-    return offsets, mask, inside
-
-
-@triton.jit
-def _load_groups(
-    pointers,
-    first_group,
-    num_groups,
-    length,
-    row_groups,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    TWO: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    COUNT: tl.constexpr,
-):
-    """Parameter, gradient and stored states of ``COUNT`` groups; anything beyond ``num_groups``."""
-    p_ptr, g_ptr, m_ptrs, v_ptrs = pointers
-    loaded = ()
-    for index in tl.static_range(COUNT):
-        group = first_group + index
-        offsets, mask, inside = _locate(group, num_groups, length, row_groups, ALIGNED)
-        m = _load_state(m_ptrs, group, offsets, mask, inside, FIRST)
-        v = m
-        if TWO:
-            v = _load_state(v_ptrs, group, offsets, mask, inside, SECOND)
-        p = tl.load(p_ptr + offsets, mask)
-        g = tl.load(g_ptr + offsets, mask)
-        loaded = loaded + ((p, g, m, v),)
-    return loaded
+        offsets = (group // row_groups).to(tl.int64) * length + start + column + inner
+        exists = column + inner < length - start
+    return offsets, exists
 
 
 @triton.jit
@@ -234,9 +227,9 @@ def optimizer_step_kernel(
     STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr,
     GROUPS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """Update ``GROUPS`` groups of one tensor, ``UNROLL`` at a time: decode -> update -> encode."""
+    """Update ``GROUPS`` groups of one tensor, ``AT_ONCE`` at a time: decode -> update -> encode."""
     program = tl.program_id(0)
     tensor = tl.load(tensor_of_program_ptr + program)
     table = table_ptr + tensor * _TABLE_WIDTH
@@ -261,51 +254,33 @@ def optimizer_step_kernel(
         tl.load(scalars + 6),
         tl.load(scalars + 7),
     )
-    noise_group = tl.load(table + 12) + first_group
+    noise_group = tl.load(table + 12)
     seed = tl.load(table + 13)
     seed_a, seed_b = seed.to(tl.int32), (seed >> 32).to(tl.int32)
-    pointers = (p_ptr, g_ptr, m_ptrs, v_ptrs)
-    stop = tl.minimum(GROUPS, num_groups - first_group)
-    limit = first_group + stop
-    ahead = _load_groups(
-        pointers, first_group, limit, length, row_groups, FIRST, SECOND, TWO, ALIGNED, UNROLL
-    )
-    for start in range(0, stop, UNROLL):
-        # The loads of the next groups, then all arithmetic, then all stores.
-        loaded = ahead
-        ahead = _load_groups(
-            pointers,
-            first_group + start + UNROLL,
-            limit,
-            length,
-            row_groups,
-            FIRST,
-            SECOND,
-            TWO,
-            ALIGNED,
-            UNROLL,
-        )
-        results = ()
-        for index in tl.static_range(UNROLL):
-            p, g, m, v = loaded[index]
-            group = first_group + start + index
-            offsets, mask, inside = _locate(group, num_groups, length, row_groups, ALIGNED)
-            m = _decode_state(m, first_levels_ptr, FIRST)
-            v = _decode_state(v, second_levels_ptr, SECOND) if TWO else m
-            p, m, v = _update(p.to(tl.float32), g.to(tl.float32), m, v, s, RULE)
-            word = group_noise(seed_a, seed_b, noise_group + start + index)
-            if STOCHASTIC:
-                p = round_stochastically(p, element_noise(word, 0))
-            else:
-                p = round_output(p, P_DTYPE)
-            m = _encode_state(m, mask, first_levels_ptr, word, 1, FIRST, ALIGNED)
-            v = _encode_state(v, mask, second_levels_ptr, word, 2, SECOND, ALIGNED) if TWO else m
-            results = results + ((p, m, v),)
-        for index in tl.static_range(UNROLL):
-            p, m, v = results[index]
-            group = first_group + start + index
-            offsets, mask, inside = _locate(group, num_groups, length, row_groups, ALIGNED)
-            tl.store(p_ptr + offsets, p, mask)
-            _store_state(m, m_ptrs, group, offsets, mask, inside, FIRST)
-            if TWO:
-                _store_state(v, v_ptrs, group, offsets, mask, inside, SECOND)
+    limit = tl.minimum(first_group + GROUPS, num_groups)
+    for start in range(first_group, limit, AT_ONCE):
+        group = start + groups_of_lanes(AT_ONCE)
+        inside = group < limit
+        # After the last group the same one again, which is not stored twice.
+        group = tl.minimum(group, limit - 1)
+        offsets, exists = _locate(group, length, row_groups, ALIGNED, AT_ONCE)
+        mask = inside & exists
+        # All loads, so that they are on their way together.
+        m = _load_state(m_ptrs, group, offsets, exists, FIRST)
+        v = _load_state(v_ptrs, group, offsets, exists, SECOND) if TWO else m
+        p = _widened(tl.load(p_ptr + offsets, exists))
+        g = _widened(tl.load(g_ptr + offsets, exists))
+        m = _decode_state(m, first_levels_ptr, FIRST)
+        v = _decode_state(v, second_levels_ptr, SECOND) if TWO else m
+        p, m, v = _update(p, g, m, v, s, RULE)
+        word = group_noise(seed_a, seed_b, noise_group + group)
+        if STOCHASTIC:
+            p = round_stochastically(p, element_noise(word, 0, AT_ONCE))
+        else:
+            p = round_output(p, P_DTYPE)
+        tl.store(p_ptr + offsets, p, mask)
+        m = _encode_state(m, exists, first_levels_ptr, word, 1, FIRST)
+        _store_state(m, m_ptrs, group, offsets, mask, inside, FIRST)
+        if TWO:
+            v = _encode_state(v, exists, second_levels_ptr, word, 2, SECOND)
+            _store_state(v, v_ptrs, group, offsets, mask, inside, SECOND)

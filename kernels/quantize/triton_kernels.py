@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
-from lq_lightning.kernels.message.launch import (
-    RowSteps,
-    Tile,
-    choose_tile,
-    on_device,
-    run_passes,
-)
+from lq_lightning.kernels.message.calls import Launch, encoding_launch, launch_nothing
+from lq_lightning.kernels.message.launch import RowSteps, Tile, choose_tile
 from lq_lightning.kernels.message.reference import seed_words
 from lq_lightning.kernels.message.triton_blocks import hadamard, load_run
 from lq_lightning.kernels.message.triton_frame import for_each_tile, row_offset
@@ -121,45 +118,44 @@ def launch_quantize(
     skip: int | None = None,
     *,
     tile: Tile | None = None,
-) -> None:
+) -> Callable[..., None]:
     """Launch the kernel; arguments as for ``reference.quantize``.
 
-    ``tile`` overrides the choice from the tables; it changes the speed, not the bits.
+    Args:
+        tile: overrides the choice from the tables; it changes the speed, not the bits.
+
+    Returns:
+        What launches it again, given ``x``, ``reference``, ``out`` and the words of the seed.
     """
     numel = x.shape[-1]
     if out.numel() == 0 or numel == 0:
-        return
+        return launch_nothing
     if tile is None:
         kind = f"{'quantize' if reference is None else 'difference'} {8 * x.element_size()}"
         kind += " hadamard" if fmt.hadamard_size else ""
         tile = choose_tile(kind, fmt.block_multiple, x.numel(), x.device)
-    other = x if reference is None else reference
-    steps = RowSteps.of(out, x, other)
+    chosen, steps = tile, RowSteps.of(out, x, x if reference is None else reference)
     out_strides, x_strides, other_strides = steps.strides
 
-    def launch(ranges: Tensor, widen: bool) -> None:
-        quantize_rows_kernel[steps.grid(fmt.layout(numel).padded_numel, tile)](
-            x,
-            other,
-            out,
-            ranges,
-            *x_strides,
-            *other_strides,
-            *out_strides,
-            steps.rows,
-            steps.across,
-            steps.rows if skip is None else skip,
-            tile.tiles,
-            numel,
-            *seed_words(seed),
-            BLOCK=tile.block,
-            FORMAT=fmt,
-            DIFFERENCE=reference is not None,
-            WIDEN=widen,
-            RUN=tile.run,
-            num_warps=tile.warps,
-            enable_fp_fusion=False,
+    def make(widen: bool) -> Launch:
+        return Launch(
+            quantize_rows_kernel,
+            steps.grid(fmt.layout(numel).padded_numel, chosen),
+            (
+                *(*x_strides, *other_strides, *out_strides, steps.rows, steps.across),
+                *(steps.rows if skip is None else skip, chosen.tiles, numel),
+            ),
+            {
+                "BLOCK": chosen.block,
+                "FORMAT": fmt,
+                "DIFFERENCE": reference is not None,
+                "WIDEN": widen,
+                "RUN": chosen.run,
+                "num_warps": chosen.warps,
+                "enable_fp_fusion": False,
+            },
         )
 
-    with on_device(x):
-        run_passes(fmt, out, launch)
+    launch = encoding_launch(fmt, steps.rows, make)
+    launch(x, reference, out, words=seed_words(seed))
+    return launch

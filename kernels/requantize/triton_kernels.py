@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lq_lightning.kernels.dequantize.triton_kernels import reduce_tile, unrolled
 from lq_lightning.kernels.message import MessageFormat
+from lq_lightning.kernels.message.calls import Launch, encoding_launch, launch_nothing
 from lq_lightning.kernels.message.launch import (
     INT_TO_FLOAT,
     UNROLLED_MESSAGES,
     Tile,
     choose_tile,
-    on_device,
     row_grid,
     row_stride,
-    run_passes,
 )
 from lq_lightning.kernels.message.reference import seed_words
 from lq_lightning.kernels.message.triton_blocks import hadamard
@@ -39,9 +40,9 @@ def _requantize_tile(
     out_stride,
     num_messages,
     skip,
+    int_to_float,
     seed_a,
     seed_b,
-    int_to_float,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
     UNROLLED: tl.constexpr,
@@ -72,8 +73,8 @@ def _requantize_tile(
 
 @triton.jit(
     do_not_specialize=[
-        *("num_messages", "rows", "skip", "tiles", "seed_a", "seed_b"),
-        "int_to_float",
+        *("num_messages", "rows", "skip", "tiles", "int_to_float"),
+        *("seed_a", "seed_b"),
     ]
 )
 def requantize_rows_kernel(
@@ -88,9 +89,9 @@ def requantize_rows_kernel(
     skip,
     tiles,
     numel,
+    int_to_float,
     seed_a,
     seed_b,
-    int_to_float,
     BLOCK: tl.constexpr,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
@@ -106,7 +107,7 @@ def requantize_rows_kernel(
         numel,
         BLOCK,
         (message_ptr, out_ptr, range_ptr),
-        (message_stride, row_stride, out_stride, num_messages, skip, seed_a, seed_b, int_to_float),
+        (message_stride, row_stride, out_stride, num_messages, skip, int_to_float, seed_a, seed_b),
         (SOURCE, TARGET, UNROLLED, WIDEN, RUN),
     )
 
@@ -121,43 +122,45 @@ def launch_requantize(
     skip: int | None = None,
     *,
     tile: Tile | None = None,
-) -> None:
+) -> Callable[..., None]:
     """Launch the kernel; arguments as for ``reference.requantize``.
 
-    ``tile`` overrides the choice from the tables; it changes the speed, not the bits.
+    Args:
+        tile: overrides the choice from the tables; it changes the speed, not the bits.
+
+    Returns:
+        What launches it again, given ``message``, ``out`` and the words of the seed.
     """
     num_messages, rows = message.shape[0], out.shape[0]
     if rows == 0 or numel == 0:
-        return
+        return launch_nothing
     if tile is None:
         kind = "requantize" if num_messages <= UNROLLED_MESSAGES else "requantize many"
         multiple = max(source.block_multiple, target.block_multiple)
         tile = choose_tile(kind, multiple, rows * numel, message.device)
+    chosen = tile
 
-    def launch(ranges: Tensor, widen: bool) -> None:
-        requantize_rows_kernel[row_grid(rows, target.layout(numel).padded_numel, tile)](
-            message,
-            out,
-            ranges,
-            row_stride(message, 0),
-            row_stride(message, 1),
-            row_stride(out, 0),
-            num_messages,
-            rows,
-            rows if skip is None else skip,
-            tile.tiles,
-            numel,
-            *seed_words(seed),
-            INT_TO_FLOAT,
-            BLOCK=tile.block,
-            SOURCE=source,
-            TARGET=target,
-            UNROLLED=unrolled(num_messages),
-            WIDEN=widen,
-            RUN=tile.run,
-            num_warps=tile.warps,
-            enable_fp_fusion=False,
+    def make(widen: bool) -> Launch:
+        return Launch(
+            requantize_rows_kernel,
+            row_grid(rows, target.layout(numel).padded_numel, chosen),
+            (
+                *(row_stride(message, 0), row_stride(message, 1), row_stride(out, 0)),
+                *(num_messages, rows, rows if skip is None else skip, chosen.tiles, numel),
+                INT_TO_FLOAT,
+            ),
+            {
+                "BLOCK": chosen.block,
+                "SOURCE": source,
+                "TARGET": target,
+                "UNROLLED": unrolled(num_messages),
+                "WIDEN": widen,
+                "RUN": chosen.run,
+                "num_warps": chosen.warps,
+                "enable_fp_fusion": False,
+            },
         )
 
-    with on_device(out):
-        run_passes(target, out, launch)
+    launch = encoding_launch(target, rows, make)
+    launch(message, out, words=seed_words(seed))
+    return launch

@@ -5,19 +5,19 @@ A unit's place is its index among the INT4 units, or ``-1 - index`` among the IN
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
+from lq_lightning.kernels.message.triton_blocks import HAS_PTX
+
 _FP32_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 _LOG_2 = tl.constexpr(0.6931471805599453)
-_HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
 
 @triton.jit
 def _log2(x):
     """Logarithm of normal numbers: one instruction instead of a polynomial, within 2**-22."""
-    if _HAS_PTX:
+    if HAS_PTX:
         asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
         y = tl.inline_asm_elementwise(asm, "=f,f", [x], tl.float32, True, 1)
     else:

@@ -27,6 +27,7 @@ __all__ = [
     "offloads_to_cpu",
     "pack_shards",
     "param_groups",
+    "same_addresses",
     "shard_group",
     "shard_identity",
     "tensor_parallel_parameters",
@@ -166,22 +167,19 @@ def _describe(fsdp_param: Any, sharded: nn.Parameter) -> GroupParam:
     )
 
 
-@torch.no_grad()
-def pack_shards(params: list[GroupParam], like: Tensor) -> Tensor:
-    """Cast and pack this rank's shards into one slot, as FSDP2 does before an all-gather.
+def pack_shards(params: list[GroupParam], slots: Tensor) -> None:
+    """Cast and pack this rank's shards into slots, as FSDP2 does before an all-gather.
 
     Args:
-        params: The parameters of a group, in its order.
-        like: ``[n]`` in the gather dtype, or uint8 if the parameters have several; gives the shape,
-            dtype and device of the result.
+        params: The parameters of one or several groups, in their order.
+        slots: ``[groups, n]``, contiguous, in the gather dtype, or uint8 if a group has several.
     """
-    slot = torch.empty_like(like)
     shards = [p.fsdp_param._sharded_param_data for p in params]
-    if slot.dtype == torch.uint8:
+    if slots.dtype == torch.uint8:
         dtypes = [p.gather_dtype for p in params]
         shards = [s.to(d).view(torch.uint8) for s, d in zip(shards, dtypes, strict=True)]
-    torch._foreach_copy_(torch.split(slot, [s.numel() for s in shards]), shards, non_blocking=True)
-    return slot
+    places = slots.view(-1).split_with_sizes([s.numel() for s in shards])
+    torch._foreach_copy_(places, shards, non_blocking=True)
 
 
 class PackedGradients(NamedTuple):
@@ -273,6 +271,11 @@ def write_fingerprint(params: list[GroupParam]) -> tuple[tuple[int, ...], ...]:
         outer = sharded.untyped_storage()._cdata
         prints.append((outer, local.data_ptr(), _version(sharded), _version(local)))
     return tuple(prints)
+
+
+def same_addresses(a: tuple[tuple[int, ...], ...], b: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether two fingerprints differ in version counters at most."""
+    return len(a) == len(b) and all(x[:2] == y[:2] for x, y in zip(a, b, strict=True))
 
 
 class ShardIdentity(NamedTuple):

@@ -100,56 +100,54 @@ class QuantizedAllGather(UnitCollective, AllGather):
         context = self._context
         return derive_seed(context.seed, 1, context.step, context.topology.rank, self._index)
 
-    def _encode(self, layout: MessageLayout, slot: Tensor, reference: Tensor | None) -> Tensor:
-        """Encode one slot (minus ``reference``) into a message ``[1, nbytes]`` uint8.
+    def _encode(self, layout: MessageLayout, slots: Tensor, reference: Tensor | None) -> Tensor:
+        """Encode slots of units (minus ``reference``) into messages ``[units, nbytes]`` uint8.
 
         Args:
-            layout: Of the message.
-            slot: ``[n]``; gaps are overwritten with zeros.
-            reference: ``[n]``; its gaps become those of the slot, as they will anyway.
+            layout: Of the messages.
+            slots: ``[units, n]``; gaps are overwritten with zeros.
+            reference: ``[units, n]``; its gaps hold zeros until a message is decoded.
         """
-        message = layout.allocate(1, device=slot.device)
-        layout.exact_to_messages(slot, message[0], reference)
-        seed, values = self._seed(), slot.view(1, -1)
-        base = None if reference is None else reference.view(1, -1)
+        messages = layout.allocate(len(slots), device=slots.device)
+        layout.exact_to_messages(slots, messages, reference)
+        seed = self._seed()
         for index, run in layout.quantized:
+            part = slice(run.start, run.stop)
             encode(
                 layout.spec_of(run),
-                values[:, run.start : run.stop],
+                slots[:, part],
                 seed=part_seed(seed, index),
-                reference=None if base is None else base[:, run.start : run.stop],
-                out=layout.part(message, index),
+                reference=None if reference is None else reference[:, part],
+                out=layout.part(messages, index),
             )
-        if reference is not None and layout.gap_indices:
-            layout.exact_to_slots(message[0], reference)
         traffic = self._context.traffic
-        traffic.exchanges += 1
-        traffic.weights_messages += layout.nbytes
-        traffic.weights_elements += layout.numel
-        return message
+        traffic.exchanges += len(slots)
+        traffic.weights_messages += len(slots) * layout.nbytes
+        traffic.weights_elements += len(slots) * layout.numel
+        return messages
 
-    def _gather_between_nodes(self, message: Tensor) -> Tensor:
-        """Gather ``[1, nbytes]`` messages of the ranks with this local rank to ``[N, nbytes]``."""
-        return self._gather_messages(message, self._context.inter_group)
+    def _gather_between_nodes(self, messages: Tensor) -> Tensor:
+        """Gather ``[units, nbytes]`` messages of this local rank to ``[units, N, nbytes]``."""
+        return self._gather_messages(messages, self._context.inter_group).transpose(0, 1)
 
     def _gather_within_node(self, by_node: Tensor) -> Tensor:
-        """Gather ``[N, nbytes]`` messages of the local ranks to ``[L, N, nbytes]``.
+        """Gather ``[units, N, nbytes]`` of the local ranks to ``[L, units, N, nbytes]``.
 
         With several nodes of several ranks, messages cross the slow network once per node and are
         passed on inside it, which a flat ring over all ranks does not do.
         """
-        every = self._gather_messages(by_node.view(1, -1), self._context.intra_group)
-        return every.view(-1, *by_node.shape)
+        return self._gather_messages(by_node, self._context.intra_group)
 
-    def _gather_messages(self, message: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """All-gather ``[1, nbytes]`` messages over ``group`` to ``[ranks, nbytes]``."""
+    def _gather_messages(self, messages: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """All-gather ``[...]`` messages over ``group`` to ``[ranks, ...]``."""
         if group.size() == 1:
-            return message
-        messages = message.new_empty(group.size(), message.shape[1])
-        if message.shape[1]:
-            all_gather_flat(messages.view(-1), message.view(-1), group)
-        self._count_sent(message.shape[1], group)
-        return messages
+            return messages.unsqueeze(0)
+        messages = messages.contiguous()
+        every = messages.new_empty(group.size(), *messages.shape)
+        if messages.shape[-1]:
+            all_gather_flat(every.view(-1), messages.view(-1), group)
+        self._count_sent(messages.numel(), group)
+        return every
 
     def _count_sent(self, nbytes: int, group: dist.ProcessGroup) -> None:
         """Count a gather of ``nbytes`` per rank over ``group``."""
@@ -163,16 +161,21 @@ class QuantizedAllGather(UnitCollective, AllGather):
             traffic.weights_intra += intra
             traffic.weights_inter += inter
 
-    def _decode_by_node(
-        self, layout: MessageLayout, messages: Tensor, slots: Tensor, *, add: bool
-    ) -> None:
-        """Decode ``[L, N, nbytes]`` messages into (or onto) ``[N * L, n]`` slots in rank order."""
-        local, nodes = messages.shape[:2]
-        self._decode(layout, messages.transpose(0, 1), slots.view(nodes, local, -1), add=add)
-
     @staticmethod
     def _decode(layout: MessageLayout, messages: Tensor, slots: Tensor, *, add: bool) -> None:
-        """Decode messages ``[R, nbytes]`` or ``[P, Q, nbytes]`` into (or onto) as many slots."""
+        """Decode ``[L, units, N, nbytes]`` messages into (or onto) ``[units, N * L, n]`` slots.
+
+        Args:
+            layout: Of the messages.
+            messages: Those of several local ranks are contiguous.
+            slots: In rank order, contiguous.
+            add: Onto them.
+        """
+        if len(messages) == 1:
+            messages = messages[0]
+        else:  # nodes of all units have one stride, so that one call goes through all messages
+            messages = messages.flatten(1, 2).transpose(0, 1)
+            slots = slots.view(*messages.shape[:2], -1)
         for index, run in layout.quantized:
             part, target = layout.part(messages, index), slots[..., run.start : run.stop]
             decode(layout.spec_of(run), part, run.numel, out=target, add=add)

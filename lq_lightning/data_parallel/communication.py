@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -118,9 +119,7 @@ class QuantizedCommunication:
         stepped = None
         if optimizer is not None:
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._exchanges.run(
-            gather for gather in self._difference_gathers() if gather.holds_any(stepped)
-        )
+        self._exchanges.run(self._stacks_to_exchange(stepped))
 
     def invalidate(self) -> None:
         """Let the next gathers refresh the replicas in full precision. Every rank must call this.
@@ -132,6 +131,17 @@ class QuantizedCommunication:
         """
         for gather in self._difference_gathers():
             gather.replica.invalidate()
+
+    def _stacks_to_exchange(
+        self, stepped: set[int] | None
+    ) -> Iterator[Sequence[WeightDifferenceAllGather]]:
+        """Yield what is exchanged together; what decides that is the same on every rank."""
+        for _, stack in groupby(self._difference_gathers(), lambda gather: id(gather.memory)):
+            gathers = [gather for gather in stack if gather.holds_any(stepped)]
+            if gathers and gathers[0].exchanges_alike(gathers[1:]):
+                yield gathers
+            else:
+                yield from ([gather] for gather in gathers)
 
     @property
     def outside_writes(self) -> dict[str, int]:

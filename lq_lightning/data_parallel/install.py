@@ -32,6 +32,7 @@ from lq_lightning.data_parallel.plan import (
     tensor_plans,
 )
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
+from lq_lightning.data_parallel.replica import ReplicaMemory
 from lq_lightning.data_parallel.unit import UnitContext, UnitDescription
 from lq_lightning.data_parallel.vocabulary import vocabulary_weights
 from lq_lightning.data_parallel.weight_all_gather import WeightAllGather
@@ -42,6 +43,10 @@ from lq_lightning.foundation.topology import Topology
 from lq_lightning.foundation.traffic import Traffic
 
 __all__ = ["quantize_communication"]
+
+# Parameters of neighbouring units whose differences are exchanged together, 16 MB in 4 bits: each
+# exchange costs the host as much as one of a unit, and forward waits for all of the first one.
+MAX_STACKED_NUMEL = 1 << 25
 
 
 def quantize_communication(
@@ -92,8 +97,10 @@ def quantize_communication(
     votes = _make_votes(module, groups.every, device) if differences else None
     context = _make_context(topology, groups, seed, frozenset(names_of[id(p)] for p in words))
     units, tensors = [], []
+    every_params = [GroupParams(group) for _, _, group in found]
+    places = _places_in_memory(every_params, weights)
     for index, (name, unit_module, group) in enumerate(found):
-        params = GroupParams(group)
+        params = every_params[index]
         description = UnitDescription(
             name=name or "root",
             index=index,
@@ -102,11 +109,13 @@ def quantize_communication(
             min_quantized_numel=min_quantized_numel,
             context=context,
         )
-        unit = _install(description, unit_module, group, weights, gradients, votes)
+        unit = _install(description, unit_module, group, weights, gradients, votes, places[index])
         units.append(unit)
         tensors.extend(_plan_unit(description, unit))
     plan = CommunicationPlan(
-        tuple(tensors), describe_weights(weights), describe_gradients(gradients, topology)
+        tuple(tensors),
+        describe_weights(weights),
+        describe_gradients(gradients, topology, any(t.vocabulary for t in tensors)),
     )
     return QuantizedCommunication(units, context, plan, device, votes)
 
@@ -157,6 +166,36 @@ def _check_meshes(module: nn.Module, found: list[tuple[str, FSDPModule, Any]]) -
             )
 
 
+def _places_in_memory(
+    every_params: Sequence[GroupParams], weights: WeightQuantization | None
+) -> list[tuple[ReplicaMemory, int]]:
+    """Let neighbouring small units of one shape share the memory of their replicas.
+
+    Their differences are then exchanged together. One of a stack would have noise of its own in
+    stochastic rounding, where units stay alone. Frozen units and trained ones, which are not
+    exchanged together, share nothing: else all of their stack would be exchanged alone.
+    """
+    alone = weights is None or weights.rounding == "stochastic"
+    stacks: list[list[object]] = []
+    room = 0
+    for params in every_params:
+        shape = [
+            (p.padded_shard_numel, p.numel, p.ndim, p.gather_dtype, p.requires_grad)
+            for p in params()
+        ]
+        numel = sum(p.numel for p in params())
+        if alone or not stacks or shape != stacks[-1][0] or numel > room:
+            stacks.append([])
+            room = MAX_STACKED_NUMEL
+        stacks[-1].append(shape)
+        room -= numel
+    return [
+        (memory, index)
+        for memory, stack in ((ReplicaMemory(len(stack)), stack) for stack in stacks)
+        for index in range(len(stack))
+    ]
+
+
 def _install(
     description: UnitDescription,
     module: FSDPModule,
@@ -164,6 +203,7 @@ def _install(
     weights: WeightQuantization | None,
     gradients: GradientQuantization | None,
     votes: WriteVotes | None,
+    place: tuple[ReplicaMemory, int],
 ) -> QuantizedUnit:
     gather_normal_tensors(group)
     gather: QuantizedAllGather | None = None
@@ -171,7 +211,7 @@ def _install(
         if votes is None:
             gather = WeightAllGather(weights, description)
         else:
-            gather = WeightDifferenceAllGather(weights, description, votes)
+            gather = WeightDifferenceAllGather(weights, description, votes, *place)
         module.set_custom_all_gather(gather)
     scatter = None
     if gradients is not None:

@@ -144,6 +144,8 @@ class MessageLayout:
         gap_indices: Which of those exact runs are gaps of quantized ones.
         exact_stop: End of the exact part, which starts where the codes end.
         nbytes: Bytes of the whole message, a multiple of 16.
+        quantized: The quantized runs, each with its index.
+        pieces: Elements in front of each exact run and in it, in turns.
     """
 
     runs: tuple[Run, ...]
@@ -154,6 +156,8 @@ class MessageLayout:
     gap_indices: tuple[int, ...]
     exact_stop: int
     nbytes: int
+    quantized: tuple[tuple[int, Run], ...]
+    pieces: tuple[int, ...]
 
     @classmethod
     def of(
@@ -173,6 +177,8 @@ class MessageLayout:
                 gap_indices += range(len(exact_runs), len(exact_runs) + len(run.gaps))
             exact_runs += run.gaps if run.quantized else (run,)
         stop = offsets[-1] + sum(run.numel for run in exact_runs) * raw_dtype.itemsize
+        before = [0, *(run.stop for run in exact_runs)]
+        pairs = zip(exact_runs, before, strict=False)
         return cls(
             tuple(runs),
             tuple(specs),
@@ -182,17 +188,14 @@ class MessageLayout:
             tuple(gap_indices),
             stop,
             -(-stop // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES,
+            tuple((index, run) for index, run in enumerate(runs) if run.quantized),
+            tuple(size for run, end in pairs for size in (run.start - end, run.numel)),
         )
 
     @property
     def codes_nbytes(self) -> int:
         """Bytes of all codes, with which a message starts."""
         return self.offsets[-1]
-
-    @property
-    def quantized(self) -> list[tuple[int, Run]]:
-        """The quantized runs, each with its index."""
-        return [(index, run) for index, run in enumerate(self.runs) if run.quantized]
 
     def spec_of(self, run: Run) -> CodecSpec:
         """Codec of a quantized run."""
@@ -290,15 +293,11 @@ class MessageLayout:
 
     def write_exact(self, values: Tensor, slots: Tensor) -> None:
         """Write ``[..., E]`` exact values to their places in ``[..., n]`` slots of any dtype."""
-        sizes = [run.numel for run in self.exact_runs]
-        parts = values.to(slots.dtype).split_with_sizes(sizes, dim=-1)
+        parts = values.to(slots.dtype).split_with_sizes(self.pieces[1::2], dim=-1)
         copy_all(self._exact_views(slots), parts)
 
     def _exact_views(self, slots: Tensor) -> tuple[Tensor, ...]:
         """Views of the exact runs in ``[..., n]`` slots, each ``[..., numel]``."""
-        sizes, stop = [], 0
-        for run in self.exact_runs:
-            sizes += [run.start - stop, run.numel]
-            stop = run.stop
+        rest = slots.shape[-1] - self.exact_runs[-1].stop
         # one operator, where slices would be one for each view
-        return slots.split_with_sizes([*sizes, slots.shape[-1] - stop], dim=-1)[1::2]
+        return slots.split_with_sizes((*self.pieces, rest), dim=-1)[1::2]

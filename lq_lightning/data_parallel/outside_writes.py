@@ -36,6 +36,7 @@ from lq_lightning._compat.fsdp2 import (
     GroupParam,
     ShardIdentity,
     data_was_assigned,
+    same_addresses,
     shard_identity,
     write_fingerprint,
 )
@@ -60,6 +61,7 @@ class WriteWatch:
         self._known: tuple[tuple[int, ...], ...] = ()
         self._frozen_written = False
         self._identities: list[ShardIdentity] = []
+        self._identities_checked = False
         self.note()
 
     def note(self) -> None:
@@ -67,6 +69,7 @@ class WriteWatch:
         params = self._params()
         self._known = write_fingerprint(params)
         self._identities = [shard_identity(p) for p in params]
+        self._identities_checked = False
         self._frozen_written = False
 
     def note_step(self) -> None:
@@ -97,6 +100,10 @@ class WriteWatch:
         return True
 
     def _note_checked(self) -> None:
+        fingerprint = write_fingerprint(self._params())
+        if self._identities_checked and same_addresses(fingerprint, self._known):
+            self._known, self._frozen_written = fingerprint, False  # written in place
+            return
         known = self._identities
         self.note()
         for name, param, identity in zip(self._names, self._params(), known, strict=True):
@@ -107,6 +114,7 @@ class WriteWatch:
                     "Write into the parameter instead: "
                     "`with torch.no_grad(): parameter.copy_(value)`."
                 )
+        self._identities_checked = True
 
 
 class WriteVotes:

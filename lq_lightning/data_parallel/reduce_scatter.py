@@ -155,19 +155,21 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
             reductions.join()  # FSDP2 may add this result to one of them
         messages = self._first_level(slots.view(topology.world_size, -1), layouts, output, scale)
 
-        def last_level() -> None:
+        def exchange() -> Tensor:
             if topology.num_nodes == 1:
-                received = self._exchange_within_node(messages)[:, 0]
-                self._finish(received, layouts.intra, output, scale)
-            else:
-                received = self._exchange_between_nodes(messages)
-                self._finish(received, layouts.inter, output, scale, add=True)
+                return self._exchange_within_node(messages)[:, 0]
+            return self._exchange_between_nodes(messages)
+
+        def finish(received: Tensor) -> None:
+            several = topology.num_nodes > 1
+            layout = layouts.inter if several else layouts.intra
+            self._finish(received, layout, output, scale, add=several)
 
         self._count_messages(messages, layouts.inter)
         if deferred:
-            reductions.submit(messages, last_level)
+            reductions.submit(messages, exchange, finish)
         else:
-            last_level()
+            finish(exchange())
 
     def _first_level(
         self, slots: Tensor, layouts: LevelLayouts, output: Tensor, scale: float

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lq_lightning.foundation import streams
 
-__all__ = ["Freshness", "Replica"]
+__all__ = ["Freshness", "Replica", "ReplicaMemory"]
 
 
 class Freshness(enum.Enum):
@@ -18,6 +19,42 @@ class Freshness(enum.Enum):
     STALE = "refresh it from the main weights"
     RESTORED = "refresh it from what was saved of it"
     FRESH = "read it"
+
+
+class ReplicaMemory:
+    """Memory for the replicas of units of one shape, in which what they share is one operator.
+
+    Args:
+        units: How many.
+
+    Attributes:
+        rows: ``[units, slots * n]``; None before the first refresh.
+    """
+
+    def __init__(self, units: int) -> None:
+        self._units = units
+        self.rows: Tensor | None = None
+        self._allocated: torch.cuda.Event | None = None  # None on a device without streams
+
+    def row(self, index: int, numel: int, like: Tensor) -> Tensor:
+        """Return the memory of one unit: ``numel`` elements of the dtype and device of ``like``.
+
+        Units that were given memory for another dtype keep it until they ask again.
+        """
+        rows = self.rows
+        if rows is None or rows.shape[1] != numel or rows.dtype != like.dtype:
+            self.rows = rows = like.new_empty(self._units, numel)
+            if streams.has_streams(rows.device):
+                self._allocated = streams.current_stream().record_event()
+        elif self._allocated is not None:  # before that, it may hold what its stream still reads
+            streams.current_stream().wait_event(self._allocated)
+        return rows[index]
+
+    def holds(self, replicas: Sequence[Replica]) -> bool:
+        """Whether the rows are what these replicas use, one after another."""
+        if self.rows is None or len(replicas) != len(self.rows):
+            return False
+        return all(r.values is not None and r.rows is self.rows for r in replicas)
 
 
 class Replica:
@@ -40,18 +77,26 @@ class Replica:
     weights that are half old. Every rank has to cause the same events in the same order, because
     what a gather does, and with it the order of collectives, follows from the state alone.
 
+    Args:
+        memory: Of units of one shape; by default its own.
+        index: Of this unit in it.
+
     Attributes:
         state: What the next gather has to do.
         values: ``[slots * n]``, a slot for each rank or for each node; None before a refresh.
         own: ``[n]``, this rank's slot: a view of ``values``.
+        rows: What ``values`` is a row of.
+        written: When the last complete write is done; None on a device without streams.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: ReplicaMemory | None = None, index: int = 0) -> None:
+        self._memory, self._row = memory or ReplicaMemory(1), index
+        self.rows: Tensor | None = None
         self.state = Freshness.STALE
         self.values: Tensor | None = None
         self.own: Tensor | None = None
         self._saved: Tensor | None = None  # [n], iff RESTORED
-        self._written: torch.cuda.Event | None = None
+        self.written: torch.cuda.Event | None = None
 
     @property
     def slot(self) -> Tensor | None:
@@ -93,7 +138,8 @@ class Replica:
         if self.values is None or self.own is None or self.own.dtype != slot.dtype:
             if self.values is not None:
                 streams.record_use(self.values)
-            self.values = slot.new_empty(num_slots * slot.numel())
+            self.values = self._memory.row(self._row, num_slots * slot.numel(), slot)
+            self.rows = self._memory.rows
             self.own = self.values.view(num_slots, -1)[index]
         self.own.copy_(source)
         streams.record_use(source)  # allocated on another stream: by FSDP2, or by who restored it
@@ -115,13 +161,17 @@ class Replica:
         if self.values is None:
             raise AssertionError("there is no replica to complete")
         if streams.has_streams(self.values.device):
-            self._written = streams.current_stream().record_event()
+            self.written = streams.current_stream().record_event()
         self.state = Freshness.FRESH
+
+    def complete_with(self, other: Replica) -> None:
+        """Do as :meth:`complete` of another replica did just before."""
+        self.written, self.state = other.written, Freshness.FRESH
 
     def wait(self) -> None:
         """Let the current stream wait until the last complete write is done."""
-        if self._written is not None:
-            streams.current_stream().wait_event(self._written)
+        if self.written is not None:
+            streams.current_stream().wait_event(self.written)
 
     def checksum(self) -> Tensor | None:
         """Order-sensitive 64-bit checksum, ``[1]`` int64; None if the replica is not in use."""

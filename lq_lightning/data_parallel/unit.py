@@ -13,7 +13,7 @@ from lq_lightning._compat.fsdp2 import GroupParam
 from lq_lightning._compat.torch import after_backward, backward_id
 from lq_lightning.codecs import CodecSpec, derive_seed
 from lq_lightning.data_parallel.layout import Segment, segment_runs
-from lq_lightning.foundation.streams import SecondStage
+from lq_lightning.foundation.streams import NetworkStages
 from lq_lightning.foundation.topology import Topology
 from lq_lightning.foundation.traffic import ErrorSums, Traffic
 
@@ -32,13 +32,13 @@ __all__ = [
 class DeferredReductions:
     """Runs the last level of gradient reductions beside the rest of backward.
 
-    The network is the slowest part of a reduction, and only the optimizer needs its result. On a
-    stream of its own it overlaps with the first level of the units that follow, and FSDP2 need not
+    The network is the slowest part of a reduction, and only the optimizer needs its result. On
+    streams of its own it overlaps with the first level of the units that follow, and FSDP2 need not
     hold up backward for it. The stream that calls backward waits for it in the end.
     """
 
     def __init__(self) -> None:
-        self._stage = SecondStage()
+        self._stages = NetworkStages()
         self._backward = -1
 
     def make_room(self) -> None:
@@ -49,19 +49,21 @@ class DeferredReductions:
         """
         if self._backward not in (-1, backward_id()):
             self.join()
-        self._stage.make_room()
+        self._stages.make_room()
 
-    def submit(self, messages: Tensor, work: Callable[[], None]) -> None:
-        """Run ``work``, which reads ``messages``, on the stream of this object."""
+    def submit(
+        self, messages: Tensor, exchange: Callable[[], Tensor], finish: Callable[[Tensor], None]
+    ) -> None:
+        """Run ``exchange`` of messages, and ``finish`` with what it received, beside backward."""
         if self._backward != backward_id():
             self._backward = backward_id()
             after_backward(self.join)
-        self._stage.submit(messages, work)
+        self._stages.submit(messages, exchange, finish)
 
     def join(self) -> None:
         """Let the current stream wait for all reductions."""
         self._backward = -1
-        self._stage.join()
+        self._stages.join()
 
 
 @dataclass(slots=True)

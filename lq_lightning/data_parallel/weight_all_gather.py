@@ -33,6 +33,6 @@ class WeightAllGather(QuantizedAllGather):
             return
         self._count_baseline(input_tensor)
         layout = self._current_layout(input_tensor.dtype)
-        message = self._encode(layout, input_tensor, reference=None)
+        message = self._encode(layout, input_tensor.view(1, -1), reference=None)
         messages = self._gather_within_node(self._gather_between_nodes(message))
-        self._decode_by_node(layout, messages, output_tensor.view(group.size(), -1), add=False)
+        self._decode(layout, messages, output_tensor.view(1, group.size(), -1), add=False)

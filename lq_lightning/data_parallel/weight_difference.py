@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat.fsdp2 import pack_shards
+from lq_lightning._compat.fsdp2 import GroupParam, pack_shards
 from lq_lightning._compat.tensors import to_sharded_dtensor
 from lq_lightning._compat.torch import all_gather_flat, all_gather_parts
 from lq_lightning.data_parallel.all_gather import QuantizedAllGather
 from lq_lightning.data_parallel.config import WeightQuantization
 from lq_lightning.data_parallel.layout import MessageLayout
 from lq_lightning.data_parallel.outside_writes import WriteVotes, WriteWatch
-from lq_lightning.data_parallel.replica import Freshness, Replica
+from lq_lightning.data_parallel.replica import Freshness, Replica, ReplicaMemory
 from lq_lightning.data_parallel.unit import UnitDescription
 from lq_lightning.foundation import streams
 
@@ -30,11 +31,17 @@ class Exchange(NamedTuple):
     """An exchange on its way.
 
     Attributes:
+        replicas: Of the units.
+        slots: Their values ``[units, slots, n]``.
+        own: This rank's slots of them, ``[units, n]``.
         layout: Layout of the messages.
-        messages: ``[N, nbytes]`` uint8: of the ranks with this local rank, one for each node.
-        exact: This rank's main slot ``[n]``, if errors are measured.
+        messages: ``[units, nbytes]`` uint8, of this rank.
+        exact: This rank's main slots ``[units, n]``, if errors are measured.
     """
 
+    replicas: tuple[Replica, ...]
+    slots: Tensor
+    own: Tensor
     layout: MessageLayout
     messages: Tensor
     exact: Tensor | None
@@ -44,10 +51,10 @@ class WeightDifferenceAllGather(QuantizedAllGather):
     """All-gather of quantized weight differences (SDP4Bit §3.1, Algorithm 2).
 
     Every rank keeps a replica of the weights it computes with. After each optimizer step, each rank
-    encodes the difference between its main shard and its slot of the replica; all ranks, the owner
-    included, add the decoded differences (:meth:`start_exchange`, :meth:`finish_exchange`). Main
-    weights stay exact, so the next difference contains what this one lost. The gathers that FSDP2
-    asks for in forward and backward only read the replica.
+    encodes the difference between its main shard and its slot of the replica (``start_exchange``),
+    sends it (``send_exchange``), and all ranks, the owner included, add the decoded differences
+    (``finish_exchange``). Main weights stay exact, so the next difference contains what this one
+    lost. The gathers that FSDP2 asks for in forward and backward only read the replica.
 
     A gather refreshes the replica in full precision where it is not fresh: the first time, after
     :meth:`invalidate`, after an exchange that failed, and when ranks have agreed that something
@@ -64,18 +71,27 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         config: Codec and method.
         unit: The unit.
         votes: How ranks agree that something other than an optimizer step has written to weights.
+        memory: Of the replicas of units of one shape; by default its own.
+        index: Of the unit in it.
 
     Attributes:
+        memory: See above.
         replica: Its values are ``[world * n]``, or ``[nodes * n]`` if a node shares them.
     """
 
     skips_frozen = True
 
     def __init__(
-        self, config: WeightQuantization, unit: UnitDescription, votes: WriteVotes
+        self,
+        config: WeightQuantization,
+        unit: UnitDescription,
+        votes: WriteVotes,
+        memory: ReplicaMemory | None = None,
+        index: int = 0,
     ) -> None:
         super().__init__(config, unit)
-        self.replica = Replica()
+        self.memory = memory or ReplicaMemory(1)
+        self.replica = Replica(self.memory, index)
         self._watch = WriteWatch(unit.names, unit.params)
         self._votes = votes
         votes.add(self.name, self.replica, self._watch)
@@ -90,6 +106,14 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         if param_ids is None:
             return True
         return any(id(p.sharded_param) in param_ids for p in self._params())
+
+    def params(self) -> list[GroupParam]:
+        """The unit's parameters as they are now."""
+        return self._params()
+
+    def trained(self) -> list[bool]:
+        """Which of them are trained now."""
+        return [p.requires_grad for p in self._params()]
 
     # --- saved state ------------------------------------------------------------------------
 
@@ -127,49 +151,92 @@ class WeightDifferenceAllGather(QuantizedAllGather):
 
     # --- the exchange after an optimizer step -----------------------------------------------
 
-    def start_exchange(self) -> Exchange | None:
-        """Encode how this rank's shard changed and send it to the other nodes.
+    def exchanges_alike(self, others: Sequence[WeightDifferenceAllGather]) -> bool:
+        """Whether :meth:`start_exchange` may take these units together with this one.
 
-        Call on every rank after an optimizer step, then :meth:`finish_exchange`, possibly on
-        another CUDA stream. The parameters must not be written before the former is done.
+        They must be all that share their memory with it, and have replicas to add differences to.
+        """
+        every, trained = (self, *others), self.trained()
+        return (
+            self.memory.holds([unit.replica for unit in every])
+            and all(unit.replica.state is Freshness.FRESH for unit in every)
+            and all(unit.trained() == trained for unit in others)
+        )
+
+    def begin_exchange(self) -> bool:
+        """Say that the main weights were updated; return whether the difference is to be sent."""
+        if not self.replica.begin_exchange() or self.replica.own is None:
+            return False
+        self._watch.note_step()
+        self.replica.wait()
+        return True
+
+    def start_exchange(self, others: Sequence[WeightDifferenceAllGather] = ()) -> Exchange | None:
+        """Encode how this rank's shards changed.
+
+        Call on every rank after an optimizer step, then :meth:`send_exchange` and
+        :meth:`finish_exchange`, possibly on other CUDA streams. The parameters must not be written
+        before this is done.
+
+        Args:
+            others: Further units, for which :meth:`exchanges_alike`; the messages are the same as
+                in exchanges of their own, but need one launch of a kernel and one collective.
 
         Returns:
-            What :meth:`finish_exchange` needs; None if there is nothing to send: all parameters are
-            frozen, or the next gather refreshes the replica anyway.
+            What the others need; None if there is nothing to send: all parameters are frozen, or
+            the next gather refreshes the replica anyway.
         """
-        if not any(p.requires_grad and p.padded_shard_numel for p in self._params()):
+        units = (self, *others)
+        if not any(p.requires_grad and p.padded_shard_numel for p in self.params()):
             return None
-        replica = self.replica
-        if not replica.begin_exchange() or replica.own is None:
+        begun = [unit.begin_exchange() for unit in units]
+        values, own = self.replica.values, self.replica.own
+        if not all(begun) or values is None or own is None:
             return None
-        self._watch.note_step()
-        replica.wait()
-        own = replica.own
+        rows = self.memory.rows if others else values.view(1, -1)
+        if rows is None:
+            raise AssertionError("replicas that share memory must have some")
+        start = own.storage_offset() - values.storage_offset()
+        slots = rows.view(len(units), -1, own.numel())
+        reference = slots[:, start // own.numel()]
         layout = self._current_layout(own.dtype)
-        main = pack_shards(self._params(), own)
+        main = own.new_empty(len(units), own.numel())
+        pack_shards([param for unit in units for param in unit.params()], main)
         measured = self._context.measure_errors and own.is_floating_point()
         exact = main.clone() if measured else None
-        messages = self._gather_between_nodes(self._encode(layout, main, reference=own))
-        return Exchange(layout, messages, exact)
+        messages = self._encode(layout, main, reference)
+        replicas = tuple(unit.replica for unit in units)
+        return Exchange(replicas, slots, reference, layout, messages, exact)
 
-    def finish_exchange(self, exchange: Exchange) -> None:
-        """Pass the messages on inside the node and add the differences to the replica."""
-        values, own = self.replica.values, self.replica.own
-        if values is None or own is None:
-            raise AssertionError("start_exchange() found a replica, but there is none")
-        slots = values.view(-1, own.numel())
-        messages = exchange.messages
+    def send_exchange(self, exchange: Exchange) -> Tensor:
+        """Send the messages over the slowest network that there is, and nothing else.
+
+        Returns:
+            Those of all nodes, ``[units, N, nbytes]`` uint8, or of one node those of all its ranks,
+            ``[L, units, 1, nbytes]``, in memory of their own: there are several ranks, since FSDP2
+            gathers nothing on one, which then has no replica to add differences to.
+        """
+        if self._context.topology.num_nodes > 1:
+            return self._gather_between_nodes(exchange.messages)
+        own = exchange.messages.unsqueeze(1)
+        return own.clone() if self.shared_by_node else self._gather_within_node(own)
+
+    def finish_exchange(self, exchange: Exchange, received: Tensor) -> None:
+        """Pass the messages on inside the node and add the differences to the replicas."""
         if self.shared_by_node:
-            self._decode(exchange.layout, messages, slots, add=True)
-        else:
-            every = self._gather_within_node(messages)
-            self._decode_by_node(exchange.layout, every, slots, add=True)
+            received = received.unsqueeze(0)
+        elif self._context.topology.num_nodes > 1:
+            received = self._gather_within_node(received)
+        self._decode(exchange.layout, received, exchange.slots, add=True)
         if exchange.exact is not None:
             streams.record_use(exchange.exact)
             for run in exchange.layout.runs:
                 part = slice(run.start, run.stop)
-                self._context.weight_errors.add(own[part], exchange.exact[part])
-        self.replica.complete()
+                self._context.weight_errors.add(exchange.own[:, part], exchange.exact[:, part])
+        first, *others = exchange.replicas
+        first.complete()
+        for replica in others:
+            replica.complete_with(first)
 
     # --- the collective ---------------------------------------------------------------------
 
@@ -186,17 +253,16 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         memory from the start: FSDP2 writes this rank's main slot into the output first.
         """
         topology = self._context.topology
-        expected = input_tensor.numel() * topology.world_size == self._expected_numel(
-            input_tensor.dtype
-        )
+        replica, own = self.replica, self.replica.own
+        dtype, numel = input_tensor.dtype, input_tensor.numel()
+        fits = own is not None and own.dtype == dtype and own.numel() == numel
+        expected = fits or numel == self._expected_numel(dtype)
         if group.size() != topology.world_size or not expected:
             all_gather_flat(output_tensor, input_tensor, group)
             return
         self._votes.before_gather(self._context.step)
         self._count_baseline(input_tensor)
-        replica = self.replica
-        fresh = replica.state is Freshness.FRESH
-        if not fresh or replica.own is None or replica.own.dtype != input_tensor.dtype:
+        if not fits or replica.state is not Freshness.FRESH:
             self._refresh(input_tensor, group)
         replica.wait()
         if replica.values is None:
@@ -207,11 +273,11 @@ class WeightDifferenceAllGather(QuantizedAllGather):
             output_tensor.set_(replica.values)  # type: ignore[call-overload]
 
     def _expected_numel(self, dtype: torch.dtype) -> int:
+        """Elements of this rank's slot in a gather of all parameters."""
         params = self._params()
-        world = self._context.topology.world_size
         if dtype == torch.uint8:
-            return world * sum(p.padded_shard_numel * p.gather_dtype.itemsize for p in params)
-        return world * sum(p.padded_shard_numel for p in params)
+            return sum(p.padded_shard_numel * p.gather_dtype.itemsize for p in params)
+        return sum(p.padded_shard_numel for p in params)
 
     def _refresh(self, slot: Tensor, group: dist.ProcessGroup) -> None:
         """Gather the main weights, or restored ones, into the replica in full precision."""

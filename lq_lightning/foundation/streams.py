@@ -1,4 +1,4 @@
-"""CUDA streams: the only place that makes, names and switches them, and two-stage work on them.
+"""CUDA streams: the only place that makes, names and switches them, and work on them in stages.
 
 [Note: streams]
 
@@ -11,11 +11,18 @@ stream               work
 computing            forward, backward, optimizer steps: the stream current where users call us
 FSDP2's gather ones  copy-in of shards, then our gather: it reads or refreshes the replica
 FSDP2's reduce one   our reduce-scatter up to the last level
-exchange, first      after an optimizer step: difference, encode, gather between nodes
-exchange, second     the gather within the node, decode, add to the replica
-reductions, second   the last level of gradient reductions
+exchange, first      after an optimizer step: difference, encode
+exchange, second     the gather between nodes; of one node, the gather within it
+exchange, third      the gather within the node, decode, add to the replica
+reductions, second   the last exchange of gradient reductions
+reductions, third    decode its messages and add them to the result
 votes                the reduction of a few bytes that ranks agree by
 ==================== ==============================================================================
+
+*Nothing but transfers on the network's streams.* Wherever a stream would decode one unit before it
+sends the next one, the network would wait meanwhile, once for every unit. So transfers over the
+slowest network follow each other on a stream that does nothing else, and wait for what they send
+alone (:class:`NetworkStages`).
 
 *What waits for what.* A stage that hands something over records an event; who reads it, or writes
 over it, waits for that event first:
@@ -30,7 +37,9 @@ over it, waits for that event first:
 it was allocated on, at once. So a tensor that another stream still uses is either held until its
 own stream has waited for that use (:class:`SecondStage`), or the allocator is told of the use
 (:func:`record_use`) before the last reference goes. The replica lives as long as its unit; where it
-is replaced, the replacing stream has waited for all writes to it, and its use is recorded.
+is replaced, the replacing stream has waited for all writes to it, and its use is recorded. Memory
+that units share comes from the stream of the first one that is gathered; streams of others wait for
+that point (``ReplicaMemory``), before which the same memory may have been in other use.
 
 *Order of collectives.* Collectives of one process group run in the order of the host's calls,
 whatever streams they are issued on. Whether one is issued may depend only on what all ranks know
@@ -55,6 +64,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "NetworkStages",
     "SecondStage",
     "current_stream",
     "has_streams",
@@ -145,3 +155,41 @@ class SecondStage:
             first.wait_event(done)
         if self._stream is not None:
             current_stream().wait_stream(self._stream)
+
+
+class NetworkStages:
+    """The second and third stage of a pipeline: a transfer, and work on what it received.
+
+    Each has a CUDA stream of its own: a transfer starts when the one before it is done and what it
+    sends is there, even if nothing was done yet with what that one received.
+    """
+
+    def __init__(self) -> None:
+        self._transfers, self._received = SecondStage(), SecondStage()
+
+    def make_room(self) -> None:
+        """Let the stream of earlier transfers' messages wait until another may be submitted."""
+        self._transfers.make_room()
+
+    def submit(
+        self, sent: Tensor, transfer: Callable[[], Tensor], finish: Callable[[Tensor], None]
+    ) -> None:
+        """Run ``transfer``, which reads ``sent``, and then ``finish`` with what it returned.
+
+        Args:
+            sent: Held until the transfer is done.
+            transfer: Returns memory of its own, which is held until ``finish`` is done.
+            finish: Reads that.
+        """
+
+        def stage() -> None:
+            self._received.make_room()
+            received = transfer()
+            self._received.submit(received, lambda: finish(received))
+
+        self._transfers.submit(sent, stage)
+
+    def join(self) -> None:
+        """Let the current stream wait for everything submitted, and hold nothing any more."""
+        self._transfers.join()
+        self._received.join()

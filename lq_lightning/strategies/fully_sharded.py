@@ -68,9 +68,9 @@ class FullyShardedStrategy(SteppingStrategy):
     """FSDP2 over all ranks for any LightningModule; a plain single-device run on one rank.
 
     Args:
-        units: Class names of the modules that are gathered as one piece, or a predicate. ``None``:
-            what ``configure_model`` sharded, else Hugging Face's ``_no_split_modules``, else
-            repeated blocks.
+        units: Names of modules that are gathered as one piece, or of their classes, or a predicate.
+            ``None``: what ``configure_model`` sharded, else Hugging Face's ``_no_split_modules``,
+            else repeated blocks.
         reshard_after_forward: Free a unit's weights between forward and backward.
         reduce_every_microbatch: With ``accumulate_grad_batches``, reduce gradients in every
             micro-batch (less memory) instead of once per optimizer step (less traffic).

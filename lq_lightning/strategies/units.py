@@ -14,7 +14,7 @@ from lq_lightning.foundation.blocks import has_parameters, is_block, is_silent_c
 __all__ = ["ShardingPlan", "UnitSelector", "check_selector", "find_units"]
 
 UnitSelector = Sequence[str] | Callable[[nn.Module], bool] | None
-"""Class names of the units, or a predicate over modules, or ``None`` to find repeated blocks."""
+"""Classes or modules by name, or a predicate over modules, or ``None`` to find repeated blocks."""
 
 
 class ShardingPlan(NamedTuple):
@@ -119,7 +119,7 @@ def check_selector(units: UnitSelector) -> None:
     if not names or not all(isinstance(name, str) for name in units):
         raise TypeError(
             f"`units={units!r}` is not supported: give a list of class names such as ['Block'], or "
-            "a function that takes a module and returns whether it is a unit."
+            "of names of modules, or a function of a module that returns whether it is a unit."
         )
 
 
@@ -129,7 +129,8 @@ def _select(
     units: Sequence[str] | Callable[[nn.Module], bool],
 ) -> list[str]:
     check_selector(units)
-    present = Counter(type(m).__name__ for m in named.values() if has_parameters(m))
+    full = {name: module for name, module in named.items() if has_parameters(module)}
+    present = Counter(type(m).__name__ for m in full.values())
     known = ", ".join(sorted(present))
     if callable(units):
         chosen = [name for name, module in named.items() if units(module)]
@@ -139,13 +140,13 @@ def _select(
                 f"classes: {known}."
             )
     else:
-        unknown = [name for name in units if name not in present]
+        unknown = [name for name in units if name not in present and name not in full]
         if unknown:
             raise ValueError(
                 f"`units={list(units)}`: `{type(root).__name__}` has no submodule of class "
-                f"{unknown}. Its submodules have the classes: {known}."
+                f"{unknown}, nor one of that name. Its submodules have the classes: {known}."
             )
-        chosen = [name for name, module in named.items() if type(module).__name__ in units]
+        chosen = [n for n, m in named.items() if n in units or type(m).__name__ in units]
     for name in chosen:
         if is_silent_container(named[name]):
             raise ValueError(

@@ -36,5 +36,5 @@ def test_counts_are_those_of_two_nodes(
     two, *many = found
     assert many == [two, two]
     assert {part: two[part].kernels for part in kernels} == kernels
-    of_units = kernels["exchange"] + kernels["gather"] + kernels["reduction"]
-    assert two["step"].kernels == many_nodes.UNITS * of_units
+    of_units = many_nodes.UNITS * (kernels["gather"] + kernels["reduction"])
+    assert two["step"].kernels == kernels["exchange"] + of_units, "all units in one exchange"

@@ -71,6 +71,7 @@ Load = Callable[[str], ModuleType]
             + ("--replica", "node"),
             "quantized, reduction",
         ),
+        ("host_time.py", ("--layers", "2", "--repeats", "2"), "exchanges us/unit"),
         ("research/optimizer_error.py", ("--steps", "2"), "E4M3+Expand"),
         ("research/update_error.py", ("--cpu", *SMALL, *SHORT), "nearest, groups of 32"),
     ],

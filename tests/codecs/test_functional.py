@@ -15,6 +15,7 @@ from lq_lightning.codecs import (
     decode_reduce_encode,
     encode,
     flatten_rows,
+    functional,
 )
 
 PLAIN = CodecSpec(code="int4", group_size=64)
@@ -215,6 +216,35 @@ def test_traces_without_a_break(dynamic: bool) -> None:
 def test_bad_input_is_named(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+@pytest.mark.parametrize("name", ["quantize", "dequantize", "requantize"])
+def test_a_repeated_call_gets_what_the_operator_would(
+    monkeypatch: pytest.MonkeyPatch, name: str, repeated: bool
+) -> None:
+    """On a GPU, where a call like an earlier one stands for checks and operator."""
+    x, codes = torch.randn(2, 300), torch.zeros(2, SMOOTH.nbytes(300), dtype=torch.uint8)
+    out = torch.full_like(x if name == "dequantize" else codes, 7)
+    operator, asked = getattr(functional, f"{name}_out"), []
+
+    def answer(*args: object) -> bool:
+        asked.append([a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args])
+        return repeated
+
+    monkeypatch.setattr(functional, "_may_repeat", lambda tensor: True)
+    monkeypatch.setattr(functional, f"repeat_{name}", answer)
+    monkeypatch.setattr(functional, f"{name}_out", lambda *args: answer(*args) or operator(*args))
+    result = {
+        "quantize": lambda: encode(SMOOTH, x, seed=5, out=out),
+        "dequantize": lambda: decode(SMOOTH, codes, 300, scale=0.5, out=out),
+        "requantize": lambda: decode_reduce_encode(
+            SMOOTH, codes[None], 300, SMOOTH, seed=5, out=out
+        ),
+    }
+    assert result[name]() is out
+    assert bool((out == 7).all()) == repeated
+    assert asked == asked[:1] * (1 if repeated else 2)
 
 
 @pytest.mark.gpu

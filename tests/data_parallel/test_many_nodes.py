@@ -106,7 +106,7 @@ def test_weights_of_nodes_of_two_ranks(add: bool) -> None:
         codes, out = layout.part(message, index), target[None, run.start : run.stop]
         decode(layout.spec_of(run), codes, run.numel, out=out, add=add)
         layout.exact_to_slots(message[0], target)
-    gather._decode_by_node(layout, messages, slots, add=add)
+    gather._decode(layout, messages.unsqueeze(1), slots.unsqueeze(0), add=add)
     assert torch.equal(slots, expected)
 
 

@@ -169,24 +169,26 @@ def test_a_failed_backward_is_joined_by_the_next_one(monkeypatch: pytest.MonkeyP
     callbacks: list[Callable[[], None]] = []
     running = [1]
 
-    class Stage:
+    class Stages:
         def make_room(self) -> None:
             order.append("room")
 
-        def submit(self, messages: Tensor, work: Callable[[], None]) -> None:
-            work()
+        def submit(
+            self, sent: Tensor, transfer: Callable[[], Tensor], finish: Callable[[Tensor], None]
+        ) -> None:
+            finish(transfer())
 
         def join(self) -> None:
             order.append("join")
 
-    monkeypatch.setattr(unit, "SecondStage", Stage)
+    monkeypatch.setattr(unit, "NetworkStages", Stages)
     monkeypatch.setattr(unit, "backward_id", lambda: running[0])
     monkeypatch.setattr(unit, "after_backward", callbacks.append)
     reductions, messages = unit.DeferredReductions(), torch.empty(0)
     for number in (1, 1, 2, 2):
         running[0] = number
         reductions.make_room()
-        reductions.submit(messages, lambda: order.append("work"))
+        reductions.submit(messages, lambda: messages, lambda _: order.append("work"))
     assert order == ["room", "work", "room", "work", "join", "room", "work", "room", "work"]
     assert len(callbacks) == 2
     order.clear()

@@ -356,17 +356,19 @@ def test_drift_is_named_and_mended(replica: str) -> None:
 def _replica_is_the_only_copy(rank: int, world: int) -> None:
     model, optimizer, communication = build(weights=QWD, policy=BF16)
     train(model, optimizer, 2)
+    numel, memory = 0, {}
     for gather in communication._difference_gathers():
         replica = gather.replica.values
-        params = gather._params()
-        numel = world * sum(p.padded_shard_numel for p in params)
-        assert replica.untyped_storage().nbytes() == 2 * numel
+        numel += world * sum(p.padded_shard_numel for p in gather._params())
+        storage = replica.untyped_storage()
+        memory[storage.data_ptr()] = storage.nbytes()
         values = [*vars(gather).values(), *vars(gather.replica).values()]
         held = {v.untyped_storage().data_ptr() for v in values if isinstance(v, Tensor)}
         assert held == {replica.untyped_storage().data_ptr()}
         before = replica.clone()
         replicas(model)  # FSDP2 writes main weights into the output of each gather
         assert torch.equal(replica, before)
+    assert sum(memory.values()) == 2 * numel
 
 
 def test_full_replica_takes_two_bytes_per_parameter() -> None:

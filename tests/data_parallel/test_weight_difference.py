@@ -213,20 +213,20 @@ class WideBlock(Block):
         return super().forward(x) + (hidden @ self.wide.weight).mean() * 1e-3
 
 
-def _streams_change_nothing(rank: int, world: int, replica: str) -> None:
+def _streams_change_nothing(rank: int, world: int, replica: str, node_size: int) -> None:
     """Everything in order on FSDP2's streams must give the same bits as the overlapping run."""
     config = WeightQuantization(replica=replica)  # type: ignore[arg-type]
     losses, weights = [], []
     in_backward = reduce_scatter.backward_id
     for overlap in (False, True):
         model, optimizer, communication = build(
-            weights=config, gradients=TLQ_HS, policy=BF16, node_size=2, block=WideBlock
+            weights=config, gradients=TLQ_HS, policy=BF16, node_size=node_size, block=WideBlock
         )
         communication._exchanges._device = torch.device("cuda" if overlap else "cpu")
         reduce_scatter.backward_id = in_backward if overlap else lambda: -1
         losses.append(train(model, optimizer, 12))
         weights.append(replicas(model))
-        deferred = communication._context.reductions._stage._stream is not None
+        deferred = communication._context.reductions._stages._transfers._stream is not None
         assert deferred == overlap
         assert communication.check_replicas(on_drift="raise") == []
     assert losses[0] == losses[1]
@@ -306,6 +306,8 @@ def test_units_of_mixed_dtypes_travel_exactly() -> None:
         (_optimizers_exchange_their_own_units, ()),
         (_resumes, ("full",)),
         (_resumes, ("node",)),
+        (_streams_change_nothing, ("full", 1)),
+        (_streams_change_nothing, ("node", 1)),
     ],
 )
 def test_on_two_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -317,8 +319,8 @@ def test_on_two_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
     ("fn", "args"),
     [
         (_replica_modes_agree, ()),
-        (_streams_change_nothing, ("full",)),
-        (_streams_change_nothing, ("node",)),
+        (_streams_change_nothing, ("full", 2)),
+        (_streams_change_nothing, ("node", 2)),
     ],
 )
 def test_on_four_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:

@@ -10,13 +10,26 @@ from lq_testing.interpreter import skip_old_interpreter
 from torch import Tensor
 
 from lq_lightning.kernels.optimizer_step import FORMATS, StateFormat, state_format
-from lq_lightning.kernels.optimizer_step.formats import GROUP_SIZE, codebook
+from lq_lightning.kernels.optimizer_step.formats import (
+    E4M3_MAX,
+    GROUP_SIZE,
+    codebook,
+    level_pairs,
+    reciprocal_parts,
+)
 from lq_lightning.kernels.optimizer_step.reference_codes import (
     decode_groups,
     encode_groups,
     rounding_noise,
 )
-from lq_lightning.kernels.optimizer_step.triton_codes import encode_group
+from lq_lightning.kernels.optimizer_step.triton_codes import (
+    encode_groups as encode_groups_in_triton,
+)
+from lq_lightning.kernels.optimizer_step.triton_groups import (
+    groups_of_lanes,
+    inner_columns,
+    lane_columns,
+)
 
 QUANTIZED = [name for name in FORMATS if name != "float32"]
 CPU = torch.device("cpu")
@@ -181,28 +194,51 @@ def test_noise_depends_on_position_only() -> None:
 # --- Triton ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_levels_are_quotients(name: str, signed: bool) -> None:
+    """The kernel multiplies by both parts of a reciprocal and rounds once."""
+    fmt = state_format(name, signed)
+    levels = codebook(fmt, CPU)[: fmt.num_levels - (name == "fp8")]
+    number = torch.arange(len(levels), dtype=torch.int32)
+    x = (number << 20).view(torch.float32) if name == "fp8" else number.float()
+    divisor = E4M3_MAX * 2.0**-120 if name == "fp8" else fmt.num_levels - 1.0
+    rounded, rest = reciprocal_parts(divisor)
+    assert torch.equal((x.double() * rounded + (x * rest).double()).float(), levels)
+
+
 @triton.jit
 def encode_kernel(
-    x_ptr, noise_ptr, codes_ptr, scale_ptr, exponent_ptr, levels_ptr, FORMAT: tl.constexpr
+    x_ptr,
+    noise_ptr,
+    codes_ptr,
+    scale_ptr,
+    exponent_ptr,
+    levels_ptr,
+    FORMAT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    group = tl.program_id(0)
-    offsets = group * 128 + tl.arange(0, 128)
+    group = tl.program_id(0) * AT_ONCE + groups_of_lanes(AT_ONCE)
+    offsets = group * 128 + lane_columns(AT_ONCE) + inner_columns(AT_ONCE)
     x = tl.load(x_ptr + offsets)
     noise = tl.load(noise_ptr + offsets).to(tl.uint32)
-    codes, scale, exponent = encode_group(x, levels_ptr, noise, FORMAT)
+    codes, scale, exponent = encode_groups_in_triton(x, levels_ptr, noise, FORMAT)
     tl.store(codes_ptr + offsets, codes)
-    tl.store(scale_ptr + group, scale)
-    tl.store(exponent_ptr + group, exponent)
+    tl.store(scale_ptr + group, tl.broadcast_to(scale, group.shape))
+    tl.store(exponent_ptr + group, tl.broadcast_to(exponent, group.shape))
 
 
-def encode(x: Tensor, noise: Tensor, fmt: StateFormat) -> tuple[Tensor, Tensor, Tensor | None]:
+def encode(
+    x: Tensor, noise: Tensor, fmt: StateFormat, at_once: int = 4
+) -> tuple[Tensor, Tensor, Tensor | None]:
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale = torch.empty(len(x), dtype=torch.bfloat16, device=x.device)
     exponent = torch.empty(len(x), dtype=torch.uint8, device=x.device)
-    levels = x if fmt.expanded else codebook(fmt, x.device)
-    encode_kernel[(len(x),)](
+    levels = level_pairs(fmt, x.device) if fmt.spacing == "dynamic" else x
+    encode_kernel[(len(x) // at_once,)](
         *(x, noise, codes, scale.view(torch.uint16), exponent, levels),
         FORMAT=fmt,
+        AT_ONCE=at_once,
         num_warps=1,
         enable_fp_fusion=False,
     )

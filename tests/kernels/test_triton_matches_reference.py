@@ -13,6 +13,7 @@ from lq_testing.interpreter import skip_old_interpreter
 
 from lq_lightning.kernels.dequantize import reference as dequantize_reference
 from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat, TableCode
+from lq_lightning.kernels.message.codes import CELLS_PER_UNIT
 from lq_lightning.kernels.message.launch import INT_TO_FLOAT, UNROLLED_MESSAGES, Tile
 from lq_lightning.kernels.message.triton_rows import decode_tile, encode_tile
 from lq_lightning.kernels.quantize import reference as quantize_reference
@@ -159,6 +160,23 @@ def test_one_scale_per_row(
     assert values[1].isnan().all()
     assert values[[0, 2]].isfinite().all()
     check_requantize(message[1:, None], numel, fmt, make_format("int6", group_size=0), device)
+
+
+@pytest.mark.parametrize("levels", [None, (-0.02, 0.0, 0.02, 1.0)], ids=["cells", "search"])
+def test_values_near_thresholds_of_a_table(
+    levels: tuple[float, ...] | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And at the ends of cells; the second table has two thresholds in one."""
+    if levels is not None:
+        monkeypatch.setitem(CODES, "near", TableCode(levels))
+    fmt = make_format("nf4" if levels is None else "near", group_size=1024)
+    assert bool(fmt.cells) == (levels is None)
+    middles = torch.tensor(fmt.thresholds)
+    ends = (torch.arange(-15, 16) + 0.5) / CELLS_PER_UNIT
+    points = torch.cat([middles, ends, torch.tensor(fmt.parameters.levels)])
+    bits = points.view(torch.int32)[:, None] + torch.arange(-3, 4, dtype=torch.int32)
+    x = bits.view(torch.float32).flatten().clamp(-1, 1)
+    check_quantize(torch.cat([x, torch.ones(1)])[None], fmt, device)  # a scale of 1
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 65, 1023, 1024, 1025, 2048])

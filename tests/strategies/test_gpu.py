@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lq_testing import run_ranks
+from lq_testing.checkpoints import weights
+from lq_testing.fsdp2 import same_on_all_ranks
 from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
 from torch.distributed.fsdp import FSDPModule
 
-from lq_lightning import QuantizedFSDPStrategy
+from lq_lightning import LocalSteps, QuantizedFSDPStrategy
 from lq_lightning._compat.torch import all_linked_by_nvlink
 from lq_lightning.callbacks import QuantizationMonitor
 
@@ -62,6 +64,37 @@ def test_two_gpus_train_and_resume_bit_exactly(tmp_path: Path) -> None:
 @pytest.mark.gpu(4)
 def test_two_by_two_gpus_train_and_resume_bit_exactly(tmp_path: Path) -> None:
     run_trainer(_trains_and_resumes, 4, str(tmp_path), 2)
+
+
+def _trains_alone(rank: int, world: int, root: str, node_size: int) -> None:
+    """Nodes end together, near ranks that never part, and go on bit by bit."""
+    exact = _fit(root, world, {"weights": "none", "gradients": "none"})[1]
+    for bits, bytes_per_value in ((None, (4.0, 4.1)), (4, (0.5, 0.7))):
+        local = LocalSteps(every=2, outer_lr=1.0, outer_momentum=0.0, bits=bits)
+        options = {"local_steps": local, "node_size": node_size}
+        fit = functools.partial(_fit, root, world, options)
+        run, losses = fit(max_epochs=2)
+        assert same_on_all_ranks(list(weights(run.lightning_module).values()))
+        assert max(abs(a - b) for a, b in zip(losses, exact, strict=False)) < 0.3
+        sent = run.strategy.quantization_report().counts["bytes_weights_inter"]
+        numel = sum(p.to_local().numel() for p in run.lightning_module.parameters())
+        exchanges = len(losses) // 2
+        low, high = bytes_per_value
+        assert low <= sent / numel / exchanges < high, sent / numel / exchanges
+        short, first = fit(max_epochs=1)
+        path = f"{root}/alone-{bits}.ckpt"
+        short.save_checkpoint(path)
+        assert first + fit(max_epochs=2, ckpt_path=path)[1] == losses
+
+
+@pytest.mark.gpu(2)
+def test_two_gpus_train_alone_and_are_brought_together(tmp_path: Path) -> None:
+    run_trainer(_trains_alone, 2, str(tmp_path), 1)
+
+
+@pytest.mark.gpu(4)
+def test_two_nodes_of_two_gpus_train_alone(tmp_path: Path) -> None:
+    run_trainer(_trains_alone, 4, str(tmp_path), 2)
 
 
 def _off_and_compiled(rank: int, world: int, root: str) -> None:

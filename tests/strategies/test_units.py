@@ -122,6 +122,7 @@ def test_units_option() -> None:
         "blocks.1",
         "embed",
     )
+    assert find_units(model, ["Block", "head"]).units == ("blocks.0", "blocks.1", "head")
     chosen = find_units(model, lambda module: isinstance(module, nn.Linear))
     assert set(chosen.units) >= {"head", "blocks.0.up"}
     with pytest.raises(ValueError, match=r"no submodule of class \['Bloc'\].*Block, Embedding"):

@@ -1,0 +1,239 @@
+"""Host time of training steps, and of one unit's exchanges in them, without a GPU or a network.
+
+A GPT of the layers of a real one, but so narrow that its values cost no time, takes training steps
+on one rank of a world of which no other exists (torch's "fake" backend). CPU tensors go the way of
+CUDA tensors: through the operators to the launchers of the Triton kernels, compiled for Hopper,
+whose launches end in front of the driver. So what is timed is what Python, Triton and torch do,
+without what CUDA and streams add. `FSDP2` is measured in the same run: what it takes is the floor.
+
+Times are thread time, the least of many steps; those of parts are sums over a step, per call. They
+are larger than those of a loop around one call, because in a step every call finds the processor's
+caches filled by others. Example::
+
+    python benchmarks/host_time.py --nodes 2 --gpus 1 --json benchmarks/results/host_time.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+if os.environ.get("TRITON_INTERPRET") != "1":  # as in tests, where launches are left out
+    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
+
+import no_gpu
+import torch
+import torch.distributed as dist
+from common import table, write_report
+from gpt import GPT, GPTConfig
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lq_lightning.codecs import functional
+from lq_lightning.data_parallel import (
+    GradientQuantization,
+    Topology,
+    WeightQuantization,
+    quantize_communication,
+)
+from lq_lightning.data_parallel.exchange import ExchangeSchedule
+from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
+from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
+from lq_lightning.kernels.message import MessageFormat
+from lq_lightning.kernels.message.calls import keep_call
+
+PARTS: dict[str, tuple[type, str]] = {
+    "reductions": (TwoLevelReduceScatter, "__call__"),
+    "gathers": (WeightDifferenceAllGather, "__call__"),
+    "exchanges": (ExchangeSchedule, "run"),
+}
+KERNELS = ("quantize", "dequantize", "requantize")
+SEEDS = {"quantize": 3, "requantize": 4}  # which argument is one
+
+
+@dataclass(slots=True)
+class Row:
+    """One line of the report.
+
+    Attributes:
+        variant: Whose step.
+        forward_ms: Host time of a forward pass.
+        backward_ms: Of a backward pass.
+        update_ms: Of the optimizer's step, exchanges included.
+        step_ms: Of all.
+        launches: Of our kernels in a step.
+        us_per_unit: By part, its time in a step divided by the number of units.
+    """
+
+    variant: str
+    forward_ms: float
+    backward_ms: float
+    update_ms: float
+    step_ms: float
+    launches: float
+    us_per_unit: dict[str, float] = field(default_factory=dict)
+
+
+def launched(name: str) -> Callable[..., None]:
+    """Return what an operator does for CUDA tensors, in place of its reference on a CPU."""
+    operator = import_module(f"lq_lightning.kernels.{name}.op")
+    kernels = import_module(f"lq_lightning.kernels.{name}.triton_kernels")
+    launch = getattr(kernels, f"launch_{name}")
+
+    def first_time(*arguments: Any) -> None:
+        made = launch(*arguments)
+        key = [str(a) if isinstance(a, MessageFormat) else a for a in arguments]
+        if name in SEEDS:  # which are not in the key
+            del key[SEEDS[name]]
+        keep_call(operator._key(*key), (), made)
+
+    return first_time
+
+
+@contextmanager
+def pretended_gpu() -> Iterator[None]:
+    """Let codecs take CPU tensors the way of CUDA tensors; without launches in the interpreter."""
+    with ExitStack() as stack:
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            nothing = dict.fromkeys((f"{name}_out" for name in KERNELS), lambda *_: None)
+            stack.enter_context(mock.patch.multiple(functional, **nothing))
+        else:
+            no_gpu.use()
+            for name in KERNELS:
+                reference = import_module(f"lq_lightning.kernels.{name}.op").cpu
+                stack.enter_context(mock.patch.object(reference, name, launched(name)))
+            plain = lambda tensor: type(tensor) is Tensor  # noqa: E731
+            stack.enter_context(mock.patch.object(functional, "_may_repeat", plain))
+        yield
+
+
+@contextmanager
+def timed_parts(spent: dict[str, float]) -> Iterator[None]:
+    """Add up the time of each part while this is entered."""
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*arguments: Any, **options: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return call(*arguments, **options)
+            finally:
+                spent[name] = spent.get(name, 0.0) + time.thread_time() - start
+
+        return wrapper
+
+    with ExitStack() as stack:
+        for name, (owner, method) in PARTS.items():
+            wrapper = timed(name, getattr(owner, method))
+            stack.enter_context(mock.patch.object(owner, method, wrapper))
+        yield
+
+
+class Steps:
+    """Training steps of one variant.
+
+    Args:
+        config: Of the model.
+        nodes: In the world.
+        gpus: Ranks of a node.
+        quantized: Whether collectives are quantized.
+    """
+
+    def __init__(self, config: GPTConfig, nodes: int, gpus: int, quantized: bool) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(config)
+        mesh = init_device_mesh("cpu", (nodes * gpus,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        self.units = len(self.model.blocks) + 1
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        if quantized:
+            communication = quantize_communication(
+                self.model,
+                weights=WeightQuantization(),
+                gradients=GradientQuantization(),
+                topology=Topology.of(mesh, node_size=gpus),
+            )
+            communication.register_optimizer(self.optimizer)
+        self.tokens = torch.zeros(1, config.seq, dtype=torch.int64)
+
+    def take(self) -> tuple[float, float, float]:
+        """Take one step; return the seconds of forward, backward and update."""
+        times = [time.thread_time()]
+        loss = self.model(self.tokens)
+        times.append(time.thread_time())
+        loss.backward()
+        times.append(time.thread_time())
+        self.optimizer.step()
+        times.append(time.thread_time())
+        self.optimizer.zero_grad()
+        forward, backward, update = (b - a for a, b in zip(times, times[1:], strict=False))
+        return forward, backward, update
+
+
+def measure(steps: Steps, name: str, repeats: int) -> Row:
+    """Take steps, and return the least time of each phase and part."""
+    for _ in range(3):
+        steps.take()
+    best, parts, launches = [float("inf")] * 4, {}, no_gpu.Launcher.count
+    for _ in range(repeats):
+        times = steps.take()
+        best = [min(pair) for pair in zip(best, (*times, sum(times)), strict=True)]
+    launches = no_gpu.Launcher.count - launches
+    for _ in range(repeats):
+        spent: dict[str, float] = {}
+        with timed_parts(spent):
+            steps.take()
+        for part, seconds in spent.items():
+            parts[part] = min(parts.get(part, float("inf")), 1e6 * seconds / steps.units)
+    return Row(name, *(1e3 * seconds for seconds in best), launches / repeats, parts)
+
+
+def main() -> None:
+    """Measure FSDP2 and quantized communication."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--gpus", type=int, default=1, help="ranks of one node")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument("--json", help="file for the report")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    config = GPTConfig(layers=args.layers, hidden=args.hidden, heads=1, seq=2, vocab=256)
+    world = args.nodes * args.gpus
+    dist.init_process_group("fake", store=FakeStore(), rank=world // 2, world_size=world)
+    rows = []
+    with pretended_gpu():
+        for name in ("fsdp2", "quantized"):
+            steps = Steps(config, args.nodes, args.gpus, name == "quantized")
+            rows.append(measure(steps, name, args.repeats))
+    dist.destroy_process_group()
+    header = ["variant", "forward ms", "backward ms", "update ms", "step ms", "launches"]
+    header += [f"{part} us/unit" for part in PARTS]
+    lines = [
+        [
+            row.variant,
+            *(f"{ms:.2f}" for ms in (row.forward_ms, row.backward_ms, row.update_ms, row.step_ms)),
+            f"{row.launches:.0f}",
+            *(f"{row.us_per_unit[part]:.0f}" if row.us_per_unit else "-" for part in PARTS),
+        ]
+        for row in rows
+    ]
+    print(table(lines, header))
+    write_report(args.json, "host_time", {"rows": [asdict(row) for row in rows]})
+
+
+if __name__ == "__main__":
+    main()
