@@ -1,8 +1,8 @@
 """What the README and docs/ say is true: code runs, numbers are those of reports, links lead on.
 
 Python blocks of a page run from top to bottom in one namespace, on one CPU rank. A block that
-begins with ``# not run`` is only compiled, and its names of this package are looked up; so is one
-below ``<!-- needs: PACKAGE -->`` where that package is missing.
+begins with ``# not run`` is only compiled, and what it calls of this package is looked up; so is
+one below ``<!-- needs: PACKAGE -->`` where that package is missing.
 """
 
 from __future__ import annotations
@@ -27,13 +27,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 from lq_testing.lightning_models import quiet
 
-from lq_lightning import (
-    AdaptiveBits,
-    GradientQuantization,
-    QuantizedFSDPStrategy,
-    QuantizedPipelineStrategy,
-    WeightQuantization,
-)
+import lq_lightning
+from lq_lightning import GradientQuantization, WeightQuantization
 from lq_lightning.data_parallel import vocabulary_weights
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,12 +62,22 @@ def pages_with(language: str) -> list[Any]:
 # --- code -----------------------------------------------------------------------------------------
 
 
-def _look_up_imports(source: str) -> None:
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lq_lightning"):
-            module = importlib.import_module(str(node.module))
-            missing = [name.name for name in node.names if not hasattr(module, name.name)]
-            assert not missing, f"{node.module} has no {missing}"
+OURS = ("lq_lightning", "split_learning")
+
+
+def _look_up_names(sources: list[str]) -> None:
+    """Check that what blocks import of ours exists, and takes the arguments it is called with."""
+    known: dict[str, Any] = {}
+    for source in sources:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith(OURS):
+                module = importlib.import_module(str(node.module))
+                missing = [name.name for name in node.names if not hasattr(module, name.name)]
+                assert not missing, f"{node.module} has no {missing}"
+                known |= {name.name: getattr(module, name.name) for name in node.names}
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", None) in known:
+                options = {key.arg: None for key in node.keywords if key.arg}
+                inspect.signature(known[node.func.id]).bind_partial(*node.args, **options)
 
 
 @pytest.mark.uninitialized_memory_ok  # transformers fills what it allocates later
@@ -84,8 +89,8 @@ def test_python_runs_from_top_to_bottom(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = blocks(page, "python")
-    for block in found:
-        _look_up_imports(block.source)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    _look_up_names([block.source for block in found])
     for package in ("transformers", "peft", "accelerate"):
         if any(f"from {package} import" in block.source for block in found):
             pytest.importorskip(package)
@@ -119,17 +124,45 @@ def test_yaml_is_accepted(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", pages_with("bash"))
-def test_commands_are_bash_and_name_what_exists(page: Path) -> None:
+def test_commands_are_bash_and_make_what_exists(page: Path) -> None:
     commands = "\n".join(block.source for block in blocks(page, "bash"))
     done = subprocess.run(["bash", "-n"], input=commands, capture_output=True, text=True)
     assert not done.stderr
-    named = re.findall(r"\b(?:benchmarks|examples)/[\w/]+\.(?:py|sh|yaml)", page.read_text())
-    assert not [path for path in named if not (ROOT / path).exists()]
     made = set(re.findall(r"^([\w-]+(?: [\w-]+)*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     targets = {target for line in made for target in line.split()}
     assert set(re.findall(r"\bmake ([a-z-]+)", commands)) <= targets
     for module in re.findall(r"-m (lq_lightning[\w.]+)", commands):
         assert importlib.util.find_spec(module), module
+
+
+SCRIPT = r"(?<![\w/])(?:benchmarks|examples)/[\w/]+"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_scripts_that_are_named_exist_and_have_the_options(page: Path) -> None:
+    named = re.findall(rf"{SCRIPT}\.(?:py|sh|yaml)", page.read_text())
+    assert not [path for path in named if not (ROOT / path).exists()]
+    for path, options in _called_scripts(page.read_text()):
+        unknown = [each for each in options if not re.search(_declared(each), _beside(path))]
+        assert not unknown, f"{path} has no {unknown}"
+
+
+def _called_scripts(text: str) -> list[tuple[Path, list[str]]]:
+    """Return the scripts that a page calls, in blocks or within a line, with their options."""
+    lines = re.sub(r" *\\\n *", " ", text)
+    calls = re.findall(rf"({SCRIPT}\.py)\b([^`\n]*)", lines)
+    return [(ROOT / path, re.findall(r" (--[a-z][\w-]*)(?![\w.-])", rest)) for path, rest in calls]
+
+
+def _declared(option: str) -> str:
+    """Match an option of a parser, or the field that one is made of."""
+    return rf'(?m)"{option}"|^    {option[2:].replace("-", "_")}: '
+
+
+@cache
+def _beside(path: Path) -> str:
+    """Return the text of a script and of what lies in its folder, where its options may be."""
+    return "".join(each.read_text() for each in [path, *path.parent.rglob("*.py")])
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -242,32 +275,61 @@ def test_pages_stay_short() -> None:
     assert not {name: lines[name] for name, most in MAX_LINES.items() if lines[name] > most}
 
 
-def test_every_option_is_explained() -> None:
-    page = (ROOT / "docs" / "options.md").read_text()
-    inherited: set[str] = {"reshard_after_forward"}  # whose other default the text names
-    for strategy in (QuantizedFSDPStrategy, QuantizedPipelineStrategy):
-        section = page.partition(f"## {strategy.__name__}\n")[2].partition("\n## ")[0]
-        rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE))
-        known = {
-            name: parameter.default
-            for name, parameter in inspect.signature(strategy).parameters.items()
-            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-        }
-        assert set(rows) | inherited == set(known)
-        for name, shown in rows.items():
-            if shown.startswith("`"):
-                assert ast.literal_eval(shown.strip("`")) == known[name], name
-        inherited |= set(rows) - {"local_steps"}  # which pipelines do not have
+def _public(name: str) -> Any:
+    return getattr(lq_lightning, name, None) or getattr(lq_lightning.optim, name)
 
 
-def test_every_option_of_trained_bit_widths_is_explained() -> None:
+def _rows_of_options(name: str) -> dict[str, str]:
+    """Return what the page of options says of a class: defaults by option."""
     page = (ROOT / "docs" / "options.md").read_text()
-    section = page.partition("## AdaptiveBits\n")[2].partition("\n## ")[0]
-    rows = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", section, re.MULTILINE))
-    known = inspect.signature(AdaptiveBits).parameters
+    _, *sections = re.split(rf"^##+ {name}\n", page, flags=re.MULTILINE)
+    assert len(sections) == 1, name
+    section = re.split(r"^#", sections[0], flags=re.MULTILINE)[0]
+    return dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE))
+
+
+def _parameters(name: str) -> dict[str, inspect.Parameter]:
+    found = dict(inspect.signature(_public(name)).parameters)
+    if name == "QuantizedPipelineStrategy":  # whose page names those of the other strategy once
+        shared = _parameters("QuantizedFSDPStrategy")
+        differ = {key for key in shared if found.pop(key, shared[key]) != shared[key]}
+        assert differ == {"reshard_after_forward"}
+    return found
+
+
+WITH_OPTIONS = [
+    *(name for name in lq_lightning.__all__ if name[0].isupper()),
+    "OptimizerQuantization",
+]
+OPTIMIZERS = {"QuantizedAdam", "QuantizedAdamW", "QuantizedLion", "QuantizedSGD"}
+WITHOUT_OPTIONS = {"ActivationPlan", "CommunicationPlan", "FullyShardedPrecision", "Topology"} | {
+    "QuantizedActivations",
+    "QuantizedCommunication",
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(WITH_OPTIONS) - WITHOUT_OPTIONS - OPTIMIZERS))
+def test_every_option_is_explained(name: str) -> None:
+    rows, known = _rows_of_options(name), _parameters(name)
     assert list(rows) == list(known)
-    for name, shown in rows.items():
-        assert ast.literal_eval(shown) == known[name].default, name
+    for option, shown in rows.items():
+        default = known[option].default
+        if shown.startswith("`"):
+            assert eval(shown.strip("`"), {}) == default, option
+        else:  # in words: a default that depends on what there is, or is no literal
+            assert (default is inspect.Parameter.empty) == (shown == "required"), option
+            assert not isinstance(default, (bool, int, float, str)), option
+
+
+def test_every_argument_of_optimizers_is_named() -> None:
+    page = (ROOT / "docs" / "options.md").read_text()
+    found = dict(re.findall(r"^\| `(Quantized\w+)` \| `(\w+=.*)` \|$", page, re.MULTILINE))
+    assert set(found) == OPTIMIZERS
+    for name, shown in found.items():
+        parameters = _parameters(name)
+        for shared in ("params", "quantization", "full_precision"):
+            parameters.pop(shared)
+        assert eval(f"dict({shown})", {}) == {k: v.default for k, v in parameters.items()}
 
 
 def _messages() -> list[str]:
