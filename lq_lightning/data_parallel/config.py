@@ -109,14 +109,14 @@ class GradientQuantization:
         intra_bits: Bits of one code within a node, 2 to 8 (``"TLq-HS"`` and ``"TLq"`` only).
         inter_bits: Bits of one code between nodes, 2 to 8 (not used by ``"QuanGrad"``).
         vocabulary_bits: The same for embeddings and heads (see :func:`vocabulary_weights`), which
-            few bits cost most (``docs/performance.md``): 2 to 8, or ``None`` for ``inter_bits``.
+            few bits cost most (``docs/accuracy.md``): 2 to 8, or ``None`` for ``inter_bits``.
             ``"auto"`` is 6, or ``inter_bits`` if that is more, with ``"TLq-HS"`` and ``"TLq"``, and
             ``None`` with ``"ULq"``, with which a number also holds within nodes (not used by
             ``"QuanGrad"``).
         group_size: Elements that share one scale, a power of two from 16 to 4096.
         hadamard_size: Order of the Hadamard transform (``"TLq-HS"`` only): 16, 32, 64 or 128, not
             larger than ``group_size``.
-        rounding: ``"nearest"`` has half the variance of error (``docs/performance.md``);
+        rounding: ``"nearest"`` has half the variance of error (``docs/accuracy.md``);
             ``"stochastic"``, as in the reference implementation, keeps the reduced gradient
             unbiased, which the paper's convergence proof needs.
     """
