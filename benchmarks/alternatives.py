@@ -81,6 +81,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--budget", type=float, default=6.0, help="seconds; then two steps do")
     parser.add_argument("--limit", type=float, default=25.0, help="seconds that a cell may take")
+    parser.add_argument(
+        "--micro-batch",
+        type=int,
+        help="sequences per rank in timed steps (125m: 16, 1.4b: 8): half where two share a GPU",
+    )
     parser.add_argument("--loss-steps", type=int, help="of a run (640, tiny: 64)")
     parser.add_argument("--points", type=int, help="validations of a run (10, tiny: 2)")
     parser.add_argument("--lr", type=float, help="of the runs, instead of the preset's")
@@ -128,7 +133,7 @@ def measure(size: str, name: str, args: argparse.Namespace, device: torch.device
     every = VARIANTS[name].every
     options = vars(args) | {
         "config": GPTConfig(**SIZES[size]),
-        "micro_batch": MICRO_BATCH[size],
+        "micro_batch": args.micro_batch or MICRO_BATCH[size],
         "keep_gathered": False,
         "trace": None,
     }
@@ -240,7 +245,7 @@ def setup(args: argparse.Namespace, data: Data | None) -> dict[str, Any]:
         "compile": args.compile,
         "rates": [rate or network.UNLIMITED for rate in args.rates],
         "parameters": parameters,
-        "micro_batch": {size: MICRO_BATCH[size] for size in parameters},
+        "micro_batch": {size: args.micro_batch or MICRO_BATCH[size] for size in parameters},
     }
     if data is not None:
         found["losses"] = {
