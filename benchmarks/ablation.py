@@ -7,6 +7,9 @@ The ablation of SDP4Bit (table 1 and figure 5) in one command and one table::
     python benchmarks/ablation.py --preset gpt_125m --tokens kernel_tokens --json ablation.json
     python benchmarks/ablation.py --merge ablation_*.json --figure ablation.png
 
+``SDP4Bit`` is the paper's, 4 bits between nodes throughout. The library's default has more for
+embeddings and heads: ``SDP4Bit vocabulary N``, which reports name as ``default``.
+
 Variants named ``AdamW ...`` quantize the optimizer's states (COAT). ``full precision perturbed``
 quantizes nothing and starts from weights that are 0.1% off: so far chance alone takes a run.
 ``--moments`` keeps moments of full precision for ``research/optimizer_error.py``.
@@ -45,7 +48,7 @@ from ablation_report import (
     write_merged,
     write_outcomes,
 )
-from ablation_variants import PRESETS, VARIANTS, Preset, Variant
+from ablation_variants import DEFAULT, PRESETS, VARIANTS, Preset, Variant
 from corpus import tokens_folder
 from gpt import GPT, GPTConfig
 from torch import Tensor, nn
@@ -245,6 +248,7 @@ def report(args: argparse.Namespace, outcomes: Outcomes, data: Data) -> None:
         "beta2": args.beta2,
         "stop_after": args.stop_after,
         "compiled": args.compile,
+        "default": DEFAULT,
         "world_size": world,
         "node_size": args.node_size,
     }

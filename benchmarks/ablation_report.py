@@ -102,7 +102,7 @@ def merged(paths: list[Path]) -> dict[str, Any]:
     """
     same = (
         *("preset", "world_size", "node_size", "stop_after", "corpus_tokens", "trunk_steps"),
-        *("tuning", "stages", "sites", "train", "rank", "alpha"),
+        *("tuning", "stages", "sites", "train", "rank", "alpha", "vocabulary_code"),
     )
     joined: dict[str, Any] = {}
     variants: dict[str, list[Any]] = {}

@@ -86,7 +86,12 @@ def _states(name: StateCode) -> OptimizerQuantization:
     return OptimizerQuantization(first_moment=name, second_moment=name)
 
 
-STOCHASTIC = GradientQuantization(rounding="stochastic")
+# The paper's, with embeddings and heads as all others.
+PAPER = GradientQuantization(vocabulary_bits=None)
+STOCHASTIC = replace(PAPER, rounding="stochastic")
+# The library's default has more bits for them, which its name says.
+_WORDS = GradientQuantization().codec("inter", vocabulary=True).code.removeprefix("int")
+DEFAULT = f"SDP4Bit vocabulary {_WORDS}"
 
 VARIANTS = {
     BASELINE: Variant(),
@@ -94,10 +99,11 @@ VARIANTS = {
     PERTURBED: Variant(perturbation=1e-3),
     "qW": Variant(weights=WeightQuantization(method="qW")),
     "qWD": Variant(weights=WeightQuantization()),
-    "ULq": Variant(gradients=GradientQuantization(method="ULq")),
-    "TLq": Variant(gradients=GradientQuantization(method="TLq")),
-    "TLq-HS": Variant(gradients=GradientQuantization()),
-    "SDP4Bit": Variant(weights=WeightQuantization(), gradients=GradientQuantization()),
+    "ULq": Variant(gradients=replace(PAPER, method="ULq")),
+    "TLq": Variant(gradients=replace(PAPER, method="TLq")),
+    "TLq-HS": Variant(gradients=PAPER),
+    "SDP4Bit": Variant(weights=WeightQuantization(), gradients=PAPER),
+    DEFAULT: Variant(weights=WeightQuantization(), gradients=GradientQuantization()),
     "qWD stochastic": Variant(weights=WeightQuantization(rounding="stochastic")),
     "ULq stochastic": Variant(gradients=replace(STOCHASTIC, method="ULq")),
     "TLq stochastic": Variant(gradients=replace(STOCHASTIC, method="TLq")),
@@ -105,18 +111,22 @@ VARIANTS = {
     "SDP4Bit stochastic": Variant(weights=WeightQuantization(), gradients=STOCHASTIC),
     **{
         f"SDP4Bit {bits} bits": Variant(
-            weights=WeightQuantization(), gradients=GradientQuantization(inter_bits=bits)
+            weights=WeightQuantization(), gradients=replace(PAPER, inter_bits=bits)
         )
         for bits in (6, 3, 2)
     },
-    # Embeddings and heads in 8 bits, all other gradients in fewer.
-    "SDP4Bit vocabulary 8": Variant(
-        weights=WeightQuantization(), gradients=GradientQuantization(vocabulary_bits=8)
-    ),
+    # Embeddings and heads in more bits than all other gradients.
+    **{
+        f"SDP4Bit vocabulary {bits}": Variant(
+            weights=WeightQuantization(), gradients=replace(PAPER, vocabulary_bits=bits)
+        )
+        for bits in (5, 6, 8)
+        if f"SDP4Bit vocabulary {bits}" != DEFAULT
+    },
     **{
         f"SDP4Bit {bits} bits vocabulary 8": Variant(
             weights=WeightQuantization(),
-            gradients=GradientQuantization(inter_bits=bits, vocabulary_bits=8),
+            gradients=replace(PAPER, inter_bits=bits, vocabulary_bits=8),
         )
         for bits in (3, 2)
     },
@@ -124,9 +134,10 @@ VARIANTS = {
     "AdamW dynamic8": Variant(states=_states("dynamic8")),
     "AdamW fp8": Variant(states=_states("fp8")),
     "AdamW int8": Variant(states=_states("int8")),
-    "SDP4Bit + AdamW expanded_fp8": Variant(
-        weights=WeightQuantization(),
-        gradients=GradientQuantization(),
-        states=_states("expanded_fp8"),
-    ),
+    **{
+        f"{name} + AdamW expanded_fp8": Variant(
+            weights=WeightQuantization(), gradients=gradients, states=_states("expanded_fp8")
+        )
+        for name, gradients in (("SDP4Bit", PAPER), (DEFAULT, GradientQuantization()))
+    },
 }

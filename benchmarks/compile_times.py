@@ -71,6 +71,7 @@ def cases(messages: int) -> dict[str, Callable[[], None]]:
     """Return launches of every kernel whose number of messages or rows nodes and ranks decide."""
     gradients = GradientQuantization()
     intra, inter = gradients.codec("intra"), gradients.codec("inter")
+    words = gradients.codec("inter", vocabulary=True)
     weights = WeightQuantization().codec()
     noisy = replace(inter, rounding="stochastic")
     values, bf16 = torch.zeros(1, NUMEL), torch.zeros(messages, NUMEL, dtype=torch.bfloat16)
@@ -108,6 +109,9 @@ def cases(messages: int) -> dict[str, Callable[[], None]]:
         "sum and add gradients, 4 bits": lambda: reduce(inter, True),
         "sum and encode": lambda: requantize(inter),
         "sum and encode, stochastic": lambda: requantize(noisy),
+        "encode gradients of embeddings": lambda: encode(words),
+        "sum and add gradients of embeddings": lambda: reduce(words, True),
+        "sum and encode those of embeddings": lambda: requantize(words),
     }
 
 

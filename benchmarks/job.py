@@ -80,6 +80,9 @@ VARIANTS = {
     "quantized-node": Variant(
         weights=WeightQuantization(replica="node"), gradients=GradientQuantization()
     ),
+    "quantized-vocabulary-4": Variant(
+        weights=WeightQuantization(), gradients=GradientQuantization(vocabulary_bits=None)
+    ),
     "quantized-vocabulary-8": Variant(
         weights=WeightQuantization(), gradients=GradientQuantization(vocabulary_bits=8)
     ),

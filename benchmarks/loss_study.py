@@ -8,11 +8,12 @@ between real ones, and forward reads the replica of decoded differences::
     python benchmarks/loss_study.py --preset gpt_1m --seeds 0-63 --variants "full precision;both"
     python benchmarks/loss_study.py --merge llama*.json
 
-All variants of a seed see the same weights, batches and learning rates. With ``--starts N`` each
-seed runs N times, the others from weights that are 0.1% off: in full precision this shows how far
-chance alone takes a run (``full precision perturbed``), and every variant is compared with the mean
-of all full-precision runs of its seed. Standard errors are over seeds. Text: the standard library
-of the running Python, or what ``research/kernel_text.py`` prepared.
+``both`` is the library's default. All variants of a seed see the same weights, batches and learning
+rates. With ``--starts N`` each seed runs N times, the others from weights that are 0.1% off: in
+full precision this shows how far chance alone takes a run (``full precision perturbed``), and every
+variant is compared with the mean of all full-precision runs of its seed. Standard errors are over
+seeds. Text: the standard library of the running Python, or what ``research/kernel_text.py``
+prepared.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from ablation_report import (
 )
 from corpus import tokens_folder
 from loss_report import summary
-from loss_variants import BASELINE, PERTURBED, PRESETS, VARIANTS, Preset
+from loss_variants import BASELINE, PERTURBED, PRESETS, VARIANTS, VOCABULARY_CODE, Preset
 from stacked_models import losses
 from stacked_training import Lane, StackedTraining
 from torch import Tensor
@@ -55,6 +56,7 @@ class Study:
         known: Variants by name; each has ``at``, the plan of a step.
         make: Starts the trainings of a variant, from it and the arguments of ``StackedTraining``.
         summary: Lays out outcomes for a terminal, given the options.
+        settings: What else reports say; only those that say the same can be joined.
     """
 
     benchmark: str
@@ -62,6 +64,7 @@ class Study:
     known: Mapping[str, Any]
     make: Callable[..., StackedTraining]
     summary: Callable[[Outcomes, argparse.Namespace], str]
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def train(name: str, lanes: list[Lane], data: Data, args: argparse.Namespace) -> list[Outcome]:
@@ -140,6 +143,7 @@ def report(args: argparse.Namespace, outcomes: Outcomes, data: Data) -> None:
         "world_size": args.nodes * args.node_size,
         "node_size": args.node_size,
         "compiled": args.compile,
+        **args.settings,
     }
     ordered = in_order(outcomes, args.known)
     write_outcomes(args.json, args.benchmark, preset, data, tokens, ordered, settings)
@@ -229,5 +233,6 @@ if __name__ == "__main__":
             known=VARIANTS,
             make=lambda variant, *rest: StackedTraining(*rest),
             summary=lambda outcomes, args: summary(outcomes),
+            settings={"vocabulary_code": VOCABULARY_CODE},
         )
     )

@@ -12,6 +12,7 @@ from stacked_models import Sizes
 
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import GradientQuantization, WeightQuantization
+from lq_lightning.kernels.message import CODES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +127,9 @@ _FACTORS = tuple(1 - 0.06 * index for index in range(9))
 _WEIGHTS = WeightQuantization().codec()
 _INTRA = GradientQuantization().codec("intra")
 _INTER = GradientQuantization().codec("inter")
+_WORDS = GradientQuantization().codec("inter", vocabulary=True)
+# What reports say of it: embeddings and heads in all variants that do not name others.
+VOCABULARY_CODE = _WORDS.code
 
 
 def _weights(own: Code | None = None, vocabulary: Code | None = None, **changes: Any) -> Codes:
@@ -133,16 +137,29 @@ def _weights(own: Code | None = None, vocabulary: Code | None = None, **changes:
 
 
 def _gradients(own: Code | None = None, vocabulary: Code | None = None, **changes: Any) -> Codes:
-    """Codes of gradients: 8 bits within nodes, with the transform of the level between them."""
+    """Codes of gradients: 8 bits within nodes, with the transform of the level between them.
+
+    Embeddings and heads have as many bits as the library gives them by default beside such a code,
+    and its groups and transform; where they have none of their own they travel with the others.
+    """
     inter = own or _library(_INTER, **changes)
     intra = replace(
         _INTRA, group_size=inter.spec.group_size, hadamard_size=inter.spec.hadamard_size
     )
-    return Codes(inter=inter, intra=LibraryCode(intra), vocabulary=vocabulary)
+    if vocabulary is None:
+        beside = GradientQuantization(inter_bits=CODES[inter.spec.code].bits)
+        vocabulary = _library(inter.spec, code=beside.codec("inter", vocabulary=True).code)
+    same = vocabulary == inter
+    return Codes(inter=inter, intra=LibraryCode(intra), vocabulary=None if same else vocabulary)
 
 
 def _library(spec: CodecSpec, **changes: Any) -> LibraryCode:
     return LibraryCode(replace(spec, **changes))
+
+
+def _largest(spec: CodecSpec) -> int:
+    """Return the largest value of an integer code, which its error shrinks with."""
+    return 2 ** (CODES[spec.code].bits - 1) - 1
 
 
 def _fitted(spec: CodecSpec, *, levels: str = "int", cap: float = float("inf")) -> FittedCode:
@@ -161,7 +178,7 @@ DIFFERENCES, GRADIENTS = _weights(), _gradients()
 BOTH = Plan(weights=DIFFERENCES, gradients=GRADIENTS)
 _CAPPED = 0.2  # of a group's norm; 4 bits lose .118 of a normal one
 
-_VOCABULARY = r"tokens|head\.|embed_tokens"
+_VOCABULARY = r"tokens|positions|head\."
 _ATTENTION = r"qkv|out\.|self_attn"
 _MLP = r"up\.|down\.|mlp"
 _EARLY = 40
@@ -171,15 +188,27 @@ def _both(weights: Codes = DIFFERENCES, gradients: Codes = GRADIENTS) -> Variant
     return Variant(plan=Plan(weights=weights, gradients=gradients))
 
 
+def with_bits(bits: int, of_vocabulary: int) -> Variant:
+    """Return default differences with gradients in so many bits between nodes."""
+    vocabulary = _library(_INTER, code=f"int{of_vocabulary}")
+    return _both(gradients=_gradients(code=f"int{bits}", vocabulary=vocabulary))
+
+
 VARIANTS = {
     BASELINE: Variant(),
-    "both": Variant(plan=BOTH),
+    "both": Variant(plan=BOTH),  # the library's default
     "differences": Variant(plan=Plan(weights=DIFFERENCES)),
     "gradients": Variant(plan=Plan(gradients=GRADIENTS)),
 }
 # The same with noise of the size of the codes' errors (of normal values): what chance of that size
 # does. What differs from it is due to the codes.
-_NOISE = _gradients(NoiseCode(_INTER, 0.118)), _weights(NoiseCode(_WEIGHTS, 0.148))
+_NOISE = (
+    _gradients(
+        NoiseCode(_INTER, 0.118),
+        NoiseCode(_WORDS, 0.118 * _largest(_INTER) / _largest(_WORDS)),
+    ),
+    _weights(NoiseCode(_WEIGHTS, 0.148)),
+)
 VARIANTS |= {
     "noise": _both(_NOISE[1], _NOISE[0]),
     "noise, differences": Variant(plan=Plan(weights=_NOISE[1])),
@@ -213,12 +242,8 @@ VARIANTS |= {
     "gradients, vocabulary groups of 32": _both(
         gradients=_gradients(vocabulary=_library(_INTER, group_size=32))
     ),
-    **{
-        f"gradients, vocabulary {bits}": _both(
-            gradients=_gradients(vocabulary=_library(_INTER, code=f"int{bits}"))
-        )
-        for bits in (5, 6, 8)
-    },
+    # All in 4 bits was the default once.
+    **{f"gradients, vocabulary {bits}": with_bits(4, bits) for bits in (4, 5, 6, 8)},
     "gradients, NF4, short scales, vocabulary 6": _both(
         gradients=_gradients(code="nf4", **_SHORT, vocabulary=_library(_INTER, code="int6"))
     ),
@@ -247,4 +272,13 @@ VARIANTS |= {
     f"{bits} bits": _both(gradients=_gradients(code=f"int{bits}")) for bits in (6, 5, 3, 2)
 }
 
-__all__ = ["BASELINE", "PERTURBED", "PRESETS", "VARIANTS", "Preset", "Variant"]
+__all__ = [
+    "BASELINE",
+    "PERTURBED",
+    "PRESETS",
+    "VARIANTS",
+    "VOCABULARY_CODE",
+    "Preset",
+    "Variant",
+    "with_bits",
+]

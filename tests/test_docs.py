@@ -21,12 +21,20 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 from lq_testing.lightning_models import quiet
 
-from lq_lightning import AdaptiveBits, QuantizedFSDPStrategy, QuantizedPipelineStrategy
+from lq_lightning import (
+    AdaptiveBits,
+    GradientQuantization,
+    QuantizedFSDPStrategy,
+    QuantizedPipelineStrategy,
+    WeightQuantization,
+)
+from lq_lightning.data_parallel import vocabulary_weights
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -175,6 +183,36 @@ def test_numbers_are_those_of_the_reports(reports: list[str], table: str) -> Non
                 if not any(abs(value - float(number)) <= near for value in printed):
                     wrong.append(f"{number} in {line}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_more_bits_for_embeddings_and_heads_cost() -> None:
+    transformers = pytest.importorskip("transformers")
+    llama = transformers.LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    with torch.device("meta"):
+        models = [transformers.GPT2LMHeadModel(transformers.GPT2Config())]
+        models.append(transformers.LlamaForCausalLM(llama))
+    gradients, differences = GradientQuantization(), WeightQuantization().codec()
+    few, many = (gradients.codec("inter", vocabulary=words) for words in (False, True))
+    shares = []
+    for model in models:
+        coded = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+        words = sum(p.numel() for p in vocabulary_weights(model))
+        more = many.nbytes(words) - few.nbytes(words)
+        for before in (few.nbytes(coded), few.nbytes(coded) + differences.nbytes(coded)):
+            shares.append(f"{more / before:.0%}")
+    bits, page = many.code.removeprefix("int"), (ROOT / "docs" / "options.md").read_text()
+    assert f'`"auto"`, the default, is {bits}, or' in page
+    assert f"With {bits} instead of {few.code.removeprefix('int')} bits the codes" in page
+    assert f"{shares[0]} more bytes for GPT-2 (124M parameters) and {shares[2]} more" in page
+    assert f"together {shares[1]} and {shares[3]}." in page
+    assert f'``"auto"`` is {bits}, or' in str(GradientQuantization.__doc__)
 
 
 def test_the_check_of_numbers_sees_wrong_ones() -> None:

@@ -52,14 +52,18 @@ CURVE_STEPS = 50
 VAL_BATCH = 32
 
 
-def _all(**fields: Any) -> dict[str, GradientQuantization]:
-    return dict.fromkeys(KINDS, GradientQuantization(**fields))
+def _bits(bits: int = 4, **fields: Any) -> GradientQuantization:
+    return GradientQuantization(inter_bits=bits, vocabulary_bits=None, **fields)
+
+
+def _all(bits: int = 4, **fields: Any) -> dict[str, GradientQuantization]:
+    return dict.fromkeys(KINDS, _bits(bits, **fields))
 
 
 def _by_kind(edges: int, blocks: int) -> dict[str, GradientQuantization]:
     """Bits of embedding and head, and of blocks."""
     bits = {"embedding": edges, "head": edges, "blocks": blocks}
-    return {kind: GradientQuantization(inter_bits=of_kind) for kind, of_kind in bits.items()}
+    return {kind: _bits(of_kind) for kind, of_kind in bits.items()}
 
 
 # What is encoded, by kind of parameter; other kinds are exact.
@@ -69,10 +73,10 @@ VARIANTS: dict[str, dict[str, GradientQuantization]] = {
     "4 bits": _all(),
     "4 bits stochastic": _all(rounding="stochastic"),
     "4 bits (embedding and head 8)": _by_kind(8, 4),
-    "3 bits": _all(inter_bits=3),
-    "2 bits": _all(inter_bits=2),
+    "3 bits": _all(3),
+    "2 bits": _all(2),
     "2 bits (embedding and head 8)": _by_kind(8, 2),
-    **{f"2 bits ({kind} alone)": {kind: GradientQuantization(inter_bits=2)} for kind in KINDS},
+    **{f"2 bits ({kind} alone)": {kind: _bits(2)} for kind in KINDS},
 }
 
 

@@ -324,7 +324,7 @@ def _with_signs(codes, x, special):
     if _INTERPRETED:
         sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
         joined = tl.where(special, 0, (codes & 0x7F) | sign).to(tl.uint8)
-    else:  # four in a register, all of one group: the mask of the first is that of each
+    else:  # of four in a register, which are of several groups in some layouts
         joined = tl.inline_asm_elementwise(
             """{
             .reg .b32 low, high, codes;
@@ -335,7 +335,10 @@ def _with_signs(codes, x, special):
             prmt.b32 high, $7, $8, 0x0073;
             prmt.b32 low, low, high, 0x5410;
             lop3.b32 codes, codes, low, 0x80808080, 0xD8;  // from the second where the mask is 1
-            and.b32 $0, codes, $9;
+            prmt.b32 low, $9, $10, 0x0040;
+            prmt.b32 high, $11, $12, 0x0040;
+            prmt.b32 low, low, high, 0x5410;
+            and.b32 $0, codes, low;
             }""",
             "=r,r,r,r,r,r,r,r,r,r,r,r,r",
             [codes, x.to(tl.int32, bitcast=True), tl.where(special, 0, -1)],

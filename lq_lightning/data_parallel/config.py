@@ -27,14 +27,18 @@ ReplicaMode = Literal["full", "node"]
 Rounding = Literal["nearest", "stochastic"]
 
 _INTEGER_BITS = range(2, 9)
+# Bits of `vocabulary_bits="auto"`. Nothing else has to change with them but text, where
+# `tests/test_docs.py` finds what is no longer true.
+VOCABULARY_BITS = 6
 # a scale per row would cover all parameters of a unit that travel as one run
 _GROUP_SIZES = tuple(size for size in GROUP_SIZES if size != "row")
 
 
-def _check_bits(owner: str, field: str, bits: object) -> None:
+def _check_bits(owner: str, field: str, bits: object, instead: str = "") -> None:
     if type(bits) is not int or bits not in _INTEGER_BITS:
         raise ValueError(
-            f"`{owner}({field}={bits!r})` is not supported: integer codes have 2 to 8 bits."
+            f"`{owner}({field}={bits!r})` is not supported: integer codes have 2 to 8 "
+            f"bits{instead}."
         )
 
 
@@ -104,9 +108,11 @@ class GradientQuantization:
             (its second half, an all-gather of gradients, has no place where they stay sharded).
         intra_bits: Bits of one code within a node, 2 to 8 (``"TLq-HS"`` and ``"TLq"`` only).
         inter_bits: Bits of one code between nodes, 2 to 8 (not used by ``"QuanGrad"``).
-        vocabulary_bits: Bits of one code between nodes for embeddings and heads (see
-            :func:`vocabulary_weights`), 2 to 8; ``None`` for ``inter_bits``. With ``"ULq"`` within
-            nodes, too; not used by ``"QuanGrad"``.
+        vocabulary_bits: The same for embeddings and heads (see :func:`vocabulary_weights`), which
+            few bits cost most (``docs/performance.md``): 2 to 8, or ``None`` for ``inter_bits``.
+            ``"auto"`` is 6, or ``inter_bits`` if that is more, with ``"TLq-HS"`` and ``"TLq"``, and
+            ``None`` with ``"ULq"``, with which a number also holds within nodes (not used by
+            ``"QuanGrad"``).
         group_size: Elements that share one scale, a power of two from 16 to 4096.
         hadamard_size: Order of the Hadamard transform (``"TLq-HS"`` only): 16, 32, 64 or 128, not
             larger than ``group_size``.
@@ -118,7 +124,7 @@ class GradientQuantization:
     method: GradientMethod = "TLq-HS"
     intra_bits: int = 8
     inter_bits: int = 4
-    vocabulary_bits: int | None = None
+    vocabulary_bits: int | Literal["auto"] | None = "auto"
     group_size: int = 128
     hadamard_size: int = 32
     rounding: Rounding = "nearest"
@@ -134,8 +140,8 @@ class GradientQuantization:
         check_choice(owner, "rounding", self.rounding, get_args(Rounding))
         _check_bits(owner, "intra_bits", self.intra_bits)
         _check_bits(owner, "inter_bits", self.inter_bits)
-        if self.vocabulary_bits is not None:
-            _check_bits(owner, "vocabulary_bits", self.vocabulary_bits)
+        if self.vocabulary_bits not in ("auto", None):
+            _check_bits(owner, "vocabulary_bits", self.vocabulary_bits, ', or give "auto" or None')
         _check_group_size(owner, self.group_size)
         check_choice(owner, "hadamard_size", self.hadamard_size, (16, 32, 64, 128))
         if self.method == "TLq-HS" and self.hadamard_size > self.group_size:
@@ -156,8 +162,8 @@ class GradientQuantization:
             bits = 8
         elif level == "intra" and self.method != "ULq":
             bits = self.intra_bits
-        elif vocabulary and self.vocabulary_bits is not None:
-            bits = self.vocabulary_bits
+        elif vocabulary:
+            bits = self._bits_of_vocabulary()
         else:
             bits = self.inter_bits
         return CodecSpec(
@@ -166,6 +172,11 @@ class GradientQuantization:
             hadamard_size=self.hadamard_size if self.method == "TLq-HS" else 0,
             rounding=self.rounding,
         )
+
+    def _bits_of_vocabulary(self) -> int:
+        if self.vocabulary_bits == "auto" and self.method in ("TLq-HS", "TLq"):
+            return max(VOCABULARY_BITS, self.inter_bits)
+        return self.vocabulary_bits if isinstance(self.vocabulary_bits, int) else self.inter_bits
 
     def separates_vocabulary(self, levels: Iterable[Level]) -> bool:
         """Whether embeddings and heads have a codec of their own at any of these levels."""
@@ -185,7 +196,7 @@ class LocalSteps:
             (``docs/slow_network.md``).
         outer_momentum: Its momentum, 0 or more and less than 1.
         bits: Bits of one code of what is sent, 2 to 8, in the format of gradients between nodes
-            (see :class:`GradientQuantization`); ``None`` sends fp32.
+            (see :class:`GradientQuantization`), embeddings and heads included; ``None`` sends fp32.
     """
 
     every: int = 32

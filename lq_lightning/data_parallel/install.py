@@ -113,7 +113,9 @@ def quantize_communication(
         units.append(unit)
         tensors.extend(_plan_unit(description, unit))
     plan = CommunicationPlan(
-        tuple(tensors), describe_weights(weights), describe_gradients(gradients, topology)
+        tuple(tensors),
+        describe_weights(weights),
+        describe_gradients(gradients, topology, any(t.vocabulary for t in tensors)),
     )
     return QuantizedCommunication(units, context, plan, device, votes)
 

@@ -129,15 +129,23 @@ def describe_weights(config: WeightQuantization | None) -> str:
     )
 
 
-def describe_gradients(config: GradientQuantization | None, topology: Topology) -> str:
-    """One phrase about the gradient codecs and the levels that this topology has."""
+def describe_gradients(
+    config: GradientQuantization | None, topology: Topology, vocabulary: bool = False
+) -> str:
+    """One phrase about the gradient codecs and the levels that this topology has.
+
+    Args:
+        config: Codecs and method; None for full precision.
+        topology: Ranks and nodes.
+        vocabulary: Whether embeddings or heads were found that have a codec of their own.
+    """
     if config is None:
         return "full precision"
     intra, inter = config.codec("intra").code, config.codec("inter").code
-    vocabulary = ""
-    if config.separates_vocabulary(topology.levels):
+    words = ""
+    if vocabulary:
         code = config.codec("inter", vocabulary=True).code
-        vocabulary = f", {code} there for embeddings and heads"
+        words = f", {code} there for embeddings and heads"
     if topology.num_nodes == 1:
         levels = f"{intra} within the one node"
     elif topology.node_size == 1:
@@ -149,7 +157,7 @@ def describe_gradients(config: GradientQuantization | None, topology: Topology) 
         )
     hadamard = f", Hadamard {config.hadamard_size}" if config.method == "TLq-HS" else ""
     return (
-        f"{config.method}: {levels}{vocabulary}, {config.rounding} rounding, groups of "
+        f"{config.method}: {levels}{words}, {config.rounding} rounding, groups of "
         f"{config.group_size}{hadamard}"
     )
 

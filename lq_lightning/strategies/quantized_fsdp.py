@@ -69,7 +69,7 @@ def _gradient_option(
 def _warn_of_options_without_effect(
     config: GradientQuantization, communication: QuantizedCommunication
 ) -> None:
-    if config.vocabulary_bits is None or communication.plan.vocabulary:
+    if not isinstance(config.vocabulary_bits, int) or communication.plan.vocabulary:
         return
     if config.separates_vocabulary(communication.topology.levels):
         why = "no trained embedding or head of `min_quantized_numel` elements was found"
@@ -91,10 +91,11 @@ class QuantizedFSDPStrategy(NodesStrategy):
             ``"none"`` on one node whose GPUs are all linked by NVLink, ``"qWD"`` anywhere else. Or
             a full ``WeightQuantization``.
         gradients: How gradients are reduced: ``"TLq-HS"`` in 8 bits within a node and 4 bits
-            between nodes after a Hadamard transform; ``"TLq"`` without the transform; ``"ULq"`` 4
-            bits everywhere; ``"QuanGrad"`` 8 bits everywhere (AGoQ); ``"none"`` is FSDP2's own
-            reduction. ``"auto"`` is ``"none"`` on one node whose GPUs are all linked by NVLink,
-            ``"TLq-HS"`` anywhere else. Or a full ``GradientQuantization``.
+            between nodes (more for embeddings and heads) after a Hadamard transform; ``"TLq"``
+            without the transform; ``"ULq"`` 4 bits everywhere; ``"QuanGrad"`` 8 bits everywhere
+            (AGoQ); ``"none"`` is FSDP2's own reduction. ``"auto"`` is ``"none"`` on one node whose
+            GPUs are all linked by NVLink, ``"TLq-HS"`` anywhere else. Or a full
+            ``GradientQuantization``.
         replica: Where ``weights="qWD"`` keeps the weights that differences refer to: ``"full"`` on
             every rank (2 bytes per parameter, no other weight traffic) or ``"node"`` shared by the
             ranks of a node (2/node_size bytes, gathered inside the node when used). ``"auto"`` is

@@ -16,7 +16,7 @@ from lq_testing.models import WIDTH, Block, TinyLM, batch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lq_lightning.data_parallel import GradientQuantization
+from lq_lightning.data_parallel import GradientQuantization, vocabulary_weights
 
 Load = Callable[[str], ModuleType]
 
@@ -86,9 +86,7 @@ def _emulated(load: Load, world: int, name: str) -> tuple[list[float], list[Tens
         and ranks.library_codes(
             gradients.codec("inter"),
             gradients.codec("intra"),
-            vocabulary=codes.LibraryCode(gradients.codec("inter", vocabulary=True))
-            if gradients.vocabulary_bits
-            else None,
+            vocabulary=codes.LibraryCode(gradients.codec("inter", vocabulary=True)),
         ),
     )
     optimizer = torch.optim.AdamW(masters.values(), lr=1e-2)
@@ -148,6 +146,9 @@ def test_models_are_those_of_the_modules(load: Load, arch: str) -> None:
     found.sum().backward()
     module = _module(load, sizes, vocab)
     assert [n for n, _ in module.named_parameters()] == list(stacked)
+    words = {id(p) for p in vocabulary_weights(module)}
+    found_words = [n for n, p in module.named_parameters() if id(p) in words]
+    assert models.vocabulary(list(stacked)) == found_words
     for row in range(2):
         own = {n: w[row].detach().requires_grad_() for n, w in stacked.items()}
         if arch == "gpt":

@@ -19,6 +19,7 @@ from torch import nn
 from lq_lightning import QuantizedFSDPStrategy
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import GradientQuantization, vocabulary_weights
+from lq_lightning.data_parallel.config import VOCABULARY_BITS
 from lq_lightning.data_parallel.layout import (
     MessageLayout,
     Run,
@@ -48,9 +49,25 @@ def test_a_head_may_be_of_any_class() -> None:
     model = nn.Module()
     model.table = nn.Embedding(64, 8)
     model.head = nn.Parameter(torch.zeros(64, 16))  # of another width, as in ALBERT
+    model.transposed = nn.Parameter(torch.zeros(8, 64))
     model.scores = nn.Parameter(torch.zeros(64, 4, 2))
     model.bias = nn.Parameter(torch.zeros(64))
-    assert names(model) == ["head", "table.weight"]
+    assert names(model) == ["head", "transposed", "table.weight"]
+
+
+def test_adapters_of_embeddings_and_heads_are_found() -> None:
+    peft = pytest.importorskip("peft")
+    model = nn.Module()
+    model.words, model.inner = nn.Embedding(64, 8), nn.Linear(8, 32)
+    model.scores = nn.Linear(8, 64)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=["words", "inner", "scores"])
+    )
+    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    assert {name.removeprefix("base_model.model.") for name in trained & set(names(adapted))} == {
+        "words.lora_embedding_A.default",
+        "scores.lora_B.default.weight",
+    }
 
 
 def test_a_vocabulary_as_small_as_the_model_is_wide_has_no_heads() -> None:
@@ -82,9 +99,30 @@ def test_codecs(method: Any, level: Level, code: str, of_vocabulary: str) -> Non
     assert not shared.separates_vocabulary(["intra", "inter"])
 
 
-@pytest.mark.parametrize("bits", [1, 9, 0])
-def test_bits_are_checked(bits: int) -> None:
-    with pytest.raises(ValueError, match=rf"vocabulary_bits={bits}\)` is not supported.*2 to 8"):
+@pytest.mark.parametrize(
+    ("method", "bits", "given", "of_vocabulary"),
+    [
+        ("TLq-HS", 4, "auto", VOCABULARY_BITS),
+        ("TLq-HS", 8, "auto", 8),
+        ("TLq", 2, "auto", VOCABULARY_BITS),
+        ("ULq", 4, "auto", 4),
+        ("QuanGrad", 4, "auto", 8),
+        ("TLq-HS", 4, None, 4),
+        ("TLq-HS", 8, 3, 3),
+    ],
+)
+def test_by_default_two_levels_have_more_bits(
+    method: Any, bits: int, given: Any, of_vocabulary: int
+) -> None:
+    config = GradientQuantization(method=method, inter_bits=bits, vocabulary_bits=given)
+    assert config.codec("inter", vocabulary=True).code == f"int{of_vocabulary}"
+    assert GradientQuantization().vocabulary_bits == "auto"
+
+
+@pytest.mark.parametrize("bits", [1, 9, 0, True, 6.0, "six"])
+def test_bits_are_checked(bits: Any) -> None:
+    message = rf'vocabulary_bits={bits!r}\)` is not supported.*2 to 8 bits, or give "auto" or None'
+    with pytest.raises(ValueError, match=message):
         GradientQuantization(vocabulary_bits=bits)
 
 
@@ -139,6 +177,10 @@ def test_the_plan_names_them() -> None:
     assert f"gradients in vocabulary_bits: {named}" in plan.summary()
     large = build_vocabulary(FINE, 1, min_quantized_numel=VOCAB * WIDTH + 1)[1]
     assert large.plan.vocabulary == ()
+    assert "embeddings" not in large.plan.summary()  # which has no line of theirs
+    default = build_vocabulary(GradientQuantization(), 1)[1].plan
+    assert f"one rank, int{VOCABULARY_BITS} there for embeddings and heads" in default.summary()
+    assert default.vocabulary == plan.vocabulary
 
 
 @pytest.mark.parametrize(
@@ -188,6 +230,7 @@ def _warns(rank: int, world: int, root: str) -> None:
     fit(WithoutEmbedding(), eight, "vocabulary_bits=8.*no trained embedding", node_size=1)
     fit(TinyModule(), eight, "vocabulary_bits=8.*TLq-HS.*the same bits on this topology")
     fit(TinyModule(), eight, "", node_size=1)
+    fit(WithoutEmbedding(), GradientQuantization(), "", node_size=1)
 
 
 def test_options_without_effect_are_named(tmp_path: Any) -> None:

@@ -280,7 +280,9 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rule='rmsprop' is not known; allowed: adamw"):
         optimizer_step(**{**values, "rule": "rmsprop"})
     with pytest.raises(ValueError, match=r"per_program=3 must be a multiple of at_once=2"):
-        launch_optimizer_step([], [], torch.empty(0, 8), [], [], "adamw", False, 3, 2)
+        launch_optimizer_step(
+            values["prepared"], [], torch.empty(0, 8), [], [], "adamw", False, 3, 2
+        )
     with pytest.raises(ValueError, match=r"2 states were prepared; 'lion' has 1"):
         optimizer_step(**{**values, "rule": "lion"})
     with pytest.raises(ValueError, match=r"grads has 1 entries for 2 parameters"):

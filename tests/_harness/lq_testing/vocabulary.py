@@ -15,7 +15,7 @@ from lq_lightning.data_parallel import (
 )
 from lq_testing.devices import device
 
-COARSE = GradientQuantization(inter_bits=2)
+COARSE = GradientQuantization(inter_bits=2, vocabulary_bits=None)
 FINE = GradientQuantization(inter_bits=2, vocabulary_bits=8)
 VOCAB, WIDTH, POSITIONS = 200, 48, 48
 
