@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lq_lightning.foundation.blocks import has_parameters, is_block, is_silent_container
+from lq_lightning.pipeline.absent import AbsentModule
 
 __all__ = ["ShardingPlan", "UnitSelector", "check_selector", "find_units"]
 
@@ -140,11 +141,17 @@ def _select(
                 f"classes: {known}."
             )
     else:
+        elsewhere = tuple(f"{n}." for n, m in named.items() if isinstance(m, AbsentModule))
         unknown = [name for name in units if name not in present and name not in full]
+        unknown = [name for name in unknown if not f"{name}.".startswith(elsewhere)]
         if unknown:
+            ends = tuple(f".{name}" for name in unknown)
+            similar = [name for name in full if name.endswith(ends)][:3]
             raise ValueError(
                 f"`units={list(units)}`: `{type(root).__name__}` has no submodule of class "
-                f"{unknown}, nor one of that name. Its submodules have the classes: {known}."
+                f"{unknown}, nor one of that name"
+                + (f" (there is {similar})" if similar else "")
+                + f". Its submodules have the classes: {known}."
             )
         chosen = [n for n, m in named.items() if n in units or type(m).__name__ in units]
     for name in chosen:

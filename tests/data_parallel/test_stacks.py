@@ -158,6 +158,31 @@ def test_a_stack_falls_apart_where_units_differ_and_grows_together_again(
     assert second.replica.values is not None  # type: ignore[union-attr]
 
 
+def test_a_part_of_a_stack_is_not_taken_for_the_whole(exchanged: list[int]) -> None:
+    model, optimizer, _ = build(3)
+    step(model, optimizer, 0)
+    optimizer.param_groups[0]["params"] = list(model[1:3].parameters())
+    step(model, optimizer, 1)
+    assert exchanged == [1, 3, 1, 1]
+
+
+def test_assigned_data_that_was_noted_unchecked_is_still_refused() -> None:
+    model, _, communication = build(1)
+    watch = communication._units[1].gather._watch  # type: ignore[union-attr]
+    weight: Any = model[1].up.weight
+
+    def written() -> bool:
+        with torch.no_grad():
+            weight.add_(1)
+        return watch.take()
+
+    assert written()
+    weight._local_tensor.data = weight._local_tensor.clone()
+    watch.note()  # as when a checkpoint is loaded
+    with pytest.raises(RuntimeError, match="`1.up.weight` was assigned"):
+        written()
+
+
 def test_units_that_have_had_memory_of_another_dtype_are_not_stacked() -> None:
     memory, like = ReplicaMemory(2), torch.empty(0)
     replicas = [Replica(memory, index) for index in range(2)]
@@ -180,6 +205,23 @@ def test_which_units_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stacks(rounding="stochastic") == [1] * 6
     monkeypatch.setattr(install, "MAX_STACKED_NUMEL", 2 * 8 * WIDTH**2 + 2 * 4 * WIDTH)
     assert stacks() == [1, 2, 2, 1]
+
+
+@pytest.mark.parametrize(("first", "second"), [((16, 16), (256,)), ((5, 16), (6, 16))])
+def test_units_of_other_shapes_that_are_sharded_alike_are_not_stacked(
+    first: tuple[int, ...], second: tuple[int, ...]
+) -> None:
+    pretend_ranks(2)
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Module()
+    model.units = nn.ModuleList(nn.ParameterList([torch.ones(s)]) for s in (first, second))
+    for unit in (*model.units, model):
+        fully_shard(unit, mesh=mesh)
+    communication = quantize_communication(
+        model, weights=WeightQuantization(), gradients=None, topology=Topology.of(mesh)
+    )
+    gathers: list[Any] = [unit.gather for unit in communication._units]
+    assert gathers[0].memory is not gathers[1].memory
 
 
 @pytest.mark.parametrize(("local", "nodes", "units"), [(1, 3, 4), (2, 1, 3), (2, 3, 4), (3, 2, 1)])

@@ -25,6 +25,8 @@ from lq_lightning import (
     QuantizedFSDPStrategy,
     WeightQuantization,
 )
+from lq_lightning.pipeline.partition import keep_stages
+from lq_lightning.pipeline.plan import plan_stages
 from lq_lightning.strategies.checks import check_shardable
 from lq_lightning.strategies.units import find_units
 
@@ -127,12 +129,25 @@ def test_units_option() -> None:
     assert set(chosen.units) >= {"head", "blocks.0.up"}
     with pytest.raises(ValueError, match=r"no submodule of class \['Bloc'\].*Block, Embedding"):
         find_units(model, ["Bloc"])
+    with pytest.raises(
+        ValueError, match=r"nor one of that name \(there is \['blocks.0.up', 'blocks.1."
+    ):
+        find_units(model, ["up"])
     with pytest.raises(ValueError, match="selects no module of `TinyLM`"):
         find_units(model, lambda module: False)
     with pytest.raises(ValueError, match="without `forward`"):
         find_units(model, ["ModuleList"])
     with pytest.raises(TypeError, match="give a list of class names"):
         find_units(model, "Block")
+
+
+def test_names_of_what_another_stage_of_a_pipeline_holds_are_known() -> None:
+    model = TinyLM(layers=4)
+    keep_stages(model, plan_stages(model, 2), [0])
+    units = ["blocks.1", "blocks.2", "blocks.3.up", "head"]
+    assert find_units(model, units).units == ("blocks.1",)
+    with pytest.raises(ValueError, match=r"no submodule of class \['heads'\]"):
+        find_units(model, [*units, "heads"])
 
 
 def test_scalar_and_lazy_parameters_are_named() -> None:
