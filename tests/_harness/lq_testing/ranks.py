@@ -315,6 +315,8 @@ def _main(job: _Job, sender: Connection) -> None:
     gc.freeze()  # one collection of what the fork server loaded takes longer than most tests
     os.environ.clear()
     os.environ.update(job.env)
+    if job.backend == "gloo":  # FSDP2 without a mesh would take a GPU that it sees
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with open(job.stack_file, "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
         try:
