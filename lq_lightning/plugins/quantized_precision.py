@@ -48,7 +48,7 @@ class QuantizedPrecision(FullyShardedPrecision):
     device.
 
     Args:
-        compute: ``"32-true"``, ``"bf16-true"`` or ``"bf16-mixed"``, in place of the Trainer's
+        precision: ``"32-true"``, ``"bf16-true"`` or ``"bf16-mixed"``, in place of the Trainer's
             ``precision``, which cannot be given beside a plugin.
         optimizer_state: ``"expanded_fp8"`` is FP8 with dynamic range expansion (COAT §4), at most
             2.2 bytes per parameter; ``"dynamic8"`` the 8-bit dynamic map; ``"fp8"`` and ``"int8"``
@@ -66,13 +66,13 @@ class QuantizedPrecision(FullyShardedPrecision):
 
     def __init__(
         self,
-        compute: PrecisionName = "32-true",
+        precision: PrecisionName = "32-true",
         optimizer_state: Literal["expanded_fp8", "dynamic8", "fp8", "int8", "none"]
         | OptimizerQuantization = "expanded_fp8",
         gradient_buffer: Literal["int8", "fp8_e4m3", "none"] | CodecSpec = "int8",
     ) -> None:
         """Check the options."""
-        super().__init__(compute)
+        super().__init__(precision)
         self._states: OptimizerQuantization | None
         if isinstance(optimizer_state, OptimizerQuantization):
             self._states = optimizer_state

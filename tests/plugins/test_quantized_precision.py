@@ -322,7 +322,7 @@ def test_nothing_to_buffer_names_the_option(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compute": "16-mixed"}, r"precision='16-mixed'.*'bf16-mixed'"),
+        ({"precision": "16-mixed"}, r"precision='16-mixed'.*'bf16-mixed'"),
         ({"optimizer_state": "fp4"}, r"optimizer_state='fp4'.*'expanded_fp8'"),
         ({"gradient_buffer": "int4"}, r"gradient_buffer='int4'.*'fp8_e4m3'"),
     ],
@@ -358,7 +358,7 @@ trainer:
   plugins:
     - class_path: lq_lightning.plugins.QuantizedPrecision
       init_args:
-        compute: bf16-mixed
+        precision: bf16-mixed
         optimizer_state: {first_moment: dynamic8, min_numel: 256}
         gradient_buffer: fp8_e4m3
 """
