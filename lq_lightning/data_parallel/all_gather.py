@@ -144,8 +144,7 @@ class QuantizedAllGather(UnitCollective, AllGather):
             return messages.unsqueeze(0)
         messages = messages.contiguous()
         every = messages.new_empty(group.size(), *messages.shape)
-        if messages.shape[-1]:
-            all_gather_flat(every.view(-1), messages.view(-1), group)
+        all_gather_flat(every.view(-1), messages.view(-1), group)
         self._count_sent(messages.numel(), group)
         return every
 

@@ -39,10 +39,10 @@ class ReplicaMemory:
     def row(self, index: int, numel: int, like: Tensor) -> Tensor:
         """Return the memory of one unit: ``numel`` elements of the dtype and device of ``like``.
 
-        Units that were given memory for another dtype keep it until they ask again.
+        Units that were given memory for another dtype keep it.
         """
         rows = self.rows
-        if rows is None or rows.shape[1] != numel or rows.dtype != like.dtype:
+        if rows is None or rows.dtype != like.dtype:
             self.rows = rows = like.new_empty(self._units, numel)
             if streams.has_streams(rows.device):
                 self._allocated = streams.current_stream().record_event()
@@ -85,6 +85,7 @@ class Replica:
         state: What the next gather has to do.
         values: ``[slots * n]``, a slot for each rank or for each node; None before a refresh.
         own: ``[n]``, this rank's slot: a view of ``values``.
+        own_index: Which slot that is.
         rows: What ``values`` is a row of.
         written: When the last complete write is done; None on a device without streams.
     """
@@ -95,6 +96,7 @@ class Replica:
         self.state = Freshness.STALE
         self.values: Tensor | None = None
         self.own: Tensor | None = None
+        self.own_index = 0
         self._saved: Tensor | None = None  # [n], iff RESTORED
         self.written: torch.cuda.Event | None = None
 
@@ -125,7 +127,7 @@ class Replica:
         """Write this rank's own slot, for a gather of all slots that :meth:`complete` follows.
 
         Args:
-            slot: This rank's main weights in the gather's dtype, ``[n]``.
+            slot: This rank's main weights, ``[n]``, in the gather's dtype, which stays the same.
             num_slots: Slots of the replica.
             index: This rank's.
 
@@ -135,12 +137,10 @@ class Replica:
         source = slot if self._saved is None else self._saved
         self.invalidate()
         self.wait()
-        if self.values is None or self.own is None or self.own.dtype != slot.dtype:
-            if self.values is not None:
-                streams.record_use(self.values)
+        if self.values is None or self.own is None:
             self.values = self._memory.row(self._row, num_slots * slot.numel(), slot)
             self.rows = self._memory.rows
-            self.own = self.values.view(num_slots, -1)[index]
+            self.own, self.own_index = self.values.view(num_slots, -1)[index], index
         self.own.copy_(source)
         streams.record_use(source)  # allocated on another stream: by FSDP2, or by who restored it
         return self.values, self.own

@@ -196,9 +196,8 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         rows = self.memory.rows if others else values.view(1, -1)
         if rows is None:
             raise AssertionError("replicas that share memory must have some")
-        start = own.storage_offset() - values.storage_offset()
         slots = rows.view(len(units), -1, own.numel())
-        reference = slots[:, start // own.numel()]
+        reference = slots[:, self.replica.own_index]
         layout = self._current_layout(own.dtype)
         main = own.new_empty(len(units), own.numel())
         pack_shards([param for unit in units for param in unit.params()], main)
@@ -252,17 +251,16 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         With ``replica="full"`` the output is made to share the replica's memory. It must not be its
         memory from the start: FSDP2 writes this rank's main slot into the output first.
         """
-        topology = self._context.topology
-        replica, own = self.replica, self.replica.own
+        topology, replica = self._context.topology, self.replica
+        # FSDP2 copies all gathers to memory of the first one's sizes and dtypes: one look will do.
         dtype, numel = input_tensor.dtype, input_tensor.numel()
-        fits = own is not None and own.dtype == dtype and own.numel() == numel
-        expected = fits or numel == self._expected_numel(dtype)
+        expected = replica.own is not None or numel == self._expected_numel(dtype)
         if group.size() != topology.world_size or not expected:
             all_gather_flat(output_tensor, input_tensor, group)
             return
         self._votes.before_gather(self._context.step)
         self._count_baseline(input_tensor)
-        if not fits or replica.state is not Freshness.FRESH:
+        if replica.state is not Freshness.FRESH:
             self._refresh(input_tensor, group)
         replica.wait()
         if replica.values is None:
@@ -273,7 +271,10 @@ class WeightDifferenceAllGather(QuantizedAllGather):
             output_tensor.set_(replica.values)  # type: ignore[call-overload]
 
     def _expected_numel(self, dtype: torch.dtype) -> int:
-        """Elements of this rank's slot in a gather of all parameters."""
+        """Elements of this rank's slot in a gather of all parameters.
+
+        Tensor subclasses may have other tensors gathered (``fsdp_pre_all_gather``).
+        """
         params = self._params()
         if dtype == torch.uint8:
             return sum(p.padded_shard_numel * p.gather_dtype.itemsize for p in params)

@@ -57,7 +57,13 @@ from lq_lightning.strategies.sharding import (
 )
 from lq_lightning.strategies.steps import SteppingStrategy
 from lq_lightning.strategies.stop_signal import StopSignal
-from lq_lightning.strategies.units import ShardingPlan, UnitSelector, check_selector, find_units
+from lq_lightning.strategies.units import (
+    ChosenUnits,
+    ShardingPlan,
+    UnitSelector,
+    check_selector,
+    find_units,
+)
 
 __all__ = ["DEFAULT_TIMEOUT", "FullyShardedStrategy"]
 
@@ -150,7 +156,7 @@ class FullyShardedStrategy(SteppingStrategy):
         """Called once per module after it was sharded; the result is kept with the module."""
         return None
 
-    def unit_selector(self) -> UnitSelector:
+    def unit_selector(self) -> UnitSelector | ChosenUnits:
         """Which modules are gathered as one piece."""
         return self._units
 

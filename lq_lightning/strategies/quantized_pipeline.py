@@ -39,7 +39,7 @@ from lq_lightning.strategies.pipelines.stages import (
     shared_tensors,
 )
 from lq_lightning.strategies.sharding import check_settings, compile_units
-from lq_lightning.strategies.units import UnitSelector, find_units
+from lq_lightning.strategies.units import ChosenUnits, UnitSelector, find_units
 
 __all__ = ["PipelineLayout", "QuantizedPipelineStrategy"]
 
@@ -70,20 +70,6 @@ class PipelineLayout:
     rank: int
     stages: tuple[int, ...]
     kept_nbytes: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Layers:
-    """Selects the layers of a rank's stages as units."""
-
-    ids: frozenset[int]
-
-    @property
-    def source(self) -> str:
-        return "the layers of this rank"
-
-    def __call__(self, module: nn.Module) -> bool:
-        return id(module) in self.ids
 
 
 class QuantizedPipelineStrategy(PipelinedStrategy):
@@ -136,7 +122,8 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
         replica: Where the weights that differences refer to are kept.
         node_size: Ranks per node; ``None`` takes it from Lightning.
         min_quantized_numel: Smaller tensors travel in full precision.
-        units: Which modules are gathered as one piece; ``None`` are the layers.
+        units: Which modules of the whole model are gathered as one piece, on the stage that holds
+            them; ``None`` are the layers.
         reshard_after_forward: Has to be False with several stages: weights stay gathered during a
             batch, as every micro-batch needs them.
         reduce_every_microbatch: With ``accumulate_grad_batches``, reduce gradients after every
@@ -319,14 +306,9 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
             }
         return {**super().settings(), **own}
 
-    def unit_selector(self) -> UnitSelector:
-        """The units of the stage: its layers, unless the options say otherwise."""
-        cut_module = self._cut
-        if self._units is not None or cut_module is None:
-            return self._units
-        module, plan = self._require_module(), cut_module.plan
-        names = [name for stage in cut_module.stages for name in plan.stages[stage]]
-        return _Layers(frozenset(id(module.get_submodule(name)) for name in names))
+    def unit_selector(self) -> UnitSelector | ChosenUnits:
+        """The units of the whole model, of which a stage shards what it holds."""
+        return self._units if self._cut is None else self._cut.units
 
     def place_module(self, module: LightningModule) -> None:
         """Keep the stages of this rank, and shard them over the ranks that hold the same.
@@ -359,7 +341,7 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
 
     def _cut_now(self, module: LightningModule, ranks: PipelineRanks) -> CutModule:
         check_module(type(self).__name__, module)
-        record = cut(module, self._options, ranks, self.settings())
+        record = cut(module, self._options, ranks, self.settings(), self._units)
         remember_cut(module, record)
         numels = ", ".join(f"{numel:,}" for numel in record.numels)
         rank_zero_info(

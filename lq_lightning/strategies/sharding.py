@@ -24,7 +24,7 @@ from lq_lightning.foundation.broadcast import broadcast_module_states
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_fully_sharded, check_shardable
 from lq_lightning.strategies.root_forward import ManualForward, SubmoduleCalls
-from lq_lightning.strategies.units import ShardingPlan, UnitSelector, find_units
+from lq_lightning.strategies.units import ChosenUnits, ShardingPlan, UnitSelector, find_units
 
 __all__ = [
     "ShardedModule",
@@ -63,7 +63,7 @@ class Sharding:
         layer_sync: Replaces layers by synchronized ones (batch norm), if there is one.
     """
 
-    units: UnitSelector
+    units: UnitSelector | ChosenUnits
     reshard_after_forward: bool
     compile_units: bool
     precision: FullyShardedPrecision

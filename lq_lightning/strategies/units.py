@@ -10,12 +10,30 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lq_lightning.foundation.blocks import has_parameters, is_block, is_silent_container
-from lq_lightning.pipeline.absent import AbsentModule
 
-__all__ = ["ShardingPlan", "UnitSelector", "check_selector", "find_units"]
+__all__ = [
+    "ChosenUnits",
+    "ShardingPlan",
+    "UnitSelector",
+    "check_selector",
+    "choose_units",
+    "find_units",
+]
 
 UnitSelector = Sequence[str] | Callable[[nn.Module], bool] | None
 """Classes or modules by name, or a predicate over modules, or ``None`` to find repeated blocks."""
+
+
+class ChosenUnits(NamedTuple):
+    """Modules of a whole model that are to be units wherever a part of it is sharded.
+
+    Attributes:
+        names: Of the modules.
+        source: How they were found.
+    """
+
+    names: frozenset[str]
+    source: str
 
 
 class ShardingPlan(NamedTuple):
@@ -54,38 +72,59 @@ class ShardingPlan(NamedTuple):
         )
 
 
-def find_units(root: nn.Module, units: UnitSelector = None) -> ShardingPlan:
+def find_units(root: nn.Module, units: UnitSelector | ChosenUnits = None) -> ShardingPlan:
     """Choose the modules of ``root`` that become FSDP2 units.
 
-    In order: modules that already are FSDP2 units; what ``units`` selects; the
-    ``_no_split_modules`` of Hugging Face models inside; repeated blocks, which are the direct
-    children of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that have parameters in
-    submodules of their own, two or more of a class. A module without such submodules (a lone
-    ``Linear``) is never found automatically, nor is one inside of another that was, and one that
-    shares a parameter with something outside stays in the root.
+    They are the modules that already are FSDP2 units, or else those of :func:`choose_units` that
+    have parameters. One that shares a parameter with something outside stays in the root.
+
+    Args:
+        root: The model, or a part of it in which modules have kept their names.
+        units: How to choose, or what was chosen in the whole model, of which ``root`` may hold
+            nothing.
+
+    Raises:
+        ValueError, TypeError: As :func:`choose_units`.
+    """
+    named = _submodules(root)
+    existing = tuple(name for name, module in named.items() if isinstance(module, FSDPModule))
+    if existing or isinstance(root, FSDPModule):
+        return ShardingPlan(_innermost_first(existing), "`configure_model`")
+    names, source = units if isinstance(units, ChosenUnits) else choose_units(root, units)
+    chosen = [name for name in named if name in names]
+    kept = _sharing(root, chosen)
+    chosen = [name for name in chosen if name not in kept and has_parameters(named[name])]
+    candidates = () if chosen else _candidates(root, named)
+    return ShardingPlan(_innermost_first(chosen), source, tuple(kept.items()), candidates)
+
+
+def choose_units(root: nn.Module, units: UnitSelector = None) -> ChosenUnits:
+    """Choose modules of a whole model.
+
+    In order: what ``units`` selects; the ``_no_split_modules`` of Hugging Face models inside;
+    repeated blocks, which are the direct children of a ``ModuleList``, ``ModuleDict`` or
+    ``Sequential`` that have parameters in submodules of their own, two or more of a class. A module
+    without such submodules (a lone ``Linear``) is never found automatically, nor is one inside of
+    another that was.
 
     Raises:
         ValueError: ``units`` selects nothing, a container without ``forward``, or the root itself.
         TypeError: ``units`` is neither a sequence of names nor a callable.
     """
-    named = {name: module for name, module in root.named_modules() if name}
-    existing = tuple(name for name, module in named.items() if isinstance(module, FSDPModule))
-    if existing or isinstance(root, FSDPModule):
-        return ShardingPlan(_innermost_first(existing), "`configure_model`")
+    named = _submodules(root)
     if units is not None:
-        chosen = _select(root, named, units)
-        source = getattr(units, "source", "the `units` option")
-    elif classes := _no_split_classes(root):
-        chosen = _outermost([n for n, m in named.items() if type(m).__name__ in classes])
+        return ChosenUnits(frozenset(_select(root, named, units)), "the `units` option")
+    if classes := _no_split_classes(root):
+        names = _outermost([n for n, m in named.items() if type(m).__name__ in classes])
         source = f"`_no_split_modules` ({', '.join(sorted(classes))})"
-        if not chosen:
-            chosen, source = list(_repeated_blocks(root, "")), "repeated blocks"
-    else:
-        chosen, source = list(_repeated_blocks(root, "")), "repeated blocks"
-    kept = _sharing(root, chosen)
-    chosen = [name for name in chosen if name not in kept and has_parameters(named[name])]
-    candidates = () if chosen else _candidates(root, named)
-    return ShardingPlan(_innermost_first(chosen), source, tuple(kept.items()), candidates)
+        if names:
+            return ChosenUnits(frozenset(names), source)
+    blocks = set(_repeated_blocks(root))
+    return ChosenUnits(frozenset(n for n, m in named.items() if m in blocks), "repeated blocks")
+
+
+def _submodules(root: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in root.named_modules() if name}
 
 
 def _outermost(names: Sequence[str]) -> list[str]:
@@ -141,9 +180,7 @@ def _select(
                 f"classes: {known}."
             )
     else:
-        elsewhere = tuple(f"{n}." for n, m in named.items() if isinstance(m, AbsentModule))
         unknown = [name for name in units if name not in present and name not in full]
-        unknown = [name for name in unknown if not f"{name}.".startswith(elsewhere)]
         if unknown:
             ends = tuple(f".{name}" for name in unknown)
             similar = [name for name in full if name.endswith(ends)][:3]
@@ -172,23 +209,15 @@ def _no_split_classes(root: nn.Module) -> set[str]:
     return classes
 
 
-def _repeated_blocks(module: nn.Module, name: str) -> Iterator[str]:
-    children = dict(module.named_children())
-    found: set[str] = set()
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-        by_class: dict[type, list[str]] = defaultdict(list)
-        for key, child in children.items():
-            if is_block(child):
-                by_class[type(child)].append(key)
-        for keys in by_class.values():
-            if len(keys) > 1:
-                found.update(keys)
-    for key, child in children.items():
-        full = f"{name}.{key}" if name else key
-        if key in found:
-            yield full
+def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    holds = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    blocks = [child for child in module.children() if holds and is_block(child)]
+    alike = Counter(type(block) for block in blocks)
+    for child in module.children():
+        if child in blocks and alike[type(child)] > 1:
+            yield child
         else:
-            yield from _repeated_blocks(child, full)
+            yield from _repeated_blocks(child)
 
 
 def _sharing(root: nn.Module, chosen: Sequence[str]) -> dict[str, str]:

@@ -183,14 +183,16 @@ def test_assigned_data_that_was_noted_unchecked_is_still_refused() -> None:
         written()
 
 
-def test_units_that_have_had_memory_of_another_dtype_are_not_stacked() -> None:
-    memory, like = ReplicaMemory(2), torch.empty(0)
-    replicas = [Replica(memory, index) for index in range(2)]
-    for dtype, stacked in ((torch.float32, [False, True]), (torch.bfloat16, [False, True])):
-        for replica, expected in zip(replicas, stacked, strict=True):
-            replica.begin_refresh(like.new_zeros(4, dtype=dtype), 2, 0)
-            replica.complete()
-            assert memory.holds(replicas) == expected
+def test_units_that_turn_out_to_have_several_dtypes_are_not_stacked() -> None:
+    for second, stacked in ((torch.float32, True), (torch.bfloat16, False)):
+        memory = ReplicaMemory(2)
+        replicas = [Replica(memory, index) for index in range(2)]
+        for replica, dtype in zip(replicas, (torch.float32, second), strict=True):
+            assert not memory.holds(replicas)
+            replica.begin_refresh(torch.zeros(4, dtype=dtype), 2, 0)
+            assert replica.own is not None
+            assert replica.own.dtype == dtype
+        assert memory.holds(replicas) == stacked
 
 
 def test_which_units_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,14 +209,21 @@ def test_which_units_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stacks() == [1, 2, 2, 1]
 
 
-@pytest.mark.parametrize(("first", "second"), [((16, 16), (256,)), ((5, 16), (6, 16))])
-def test_units_of_other_shapes_that_are_sharded_alike_are_not_stacked(
-    first: tuple[int, ...], second: tuple[int, ...]
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.ones(16, 16), torch.ones(256)),
+        (torch.ones(5, 16), torch.ones(6, 16)),
+        (torch.ones(6, 16), torch.ones(6, 16, dtype=torch.bfloat16)),
+    ],
+)
+def test_units_of_other_shapes_and_dtypes_that_are_sharded_alike_are_not_stacked(
+    first: Tensor, second: Tensor
 ) -> None:
     pretend_ranks(2)
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Module()
-    model.units = nn.ModuleList(nn.ParameterList([torch.ones(s)]) for s in (first, second))
+    model.units = nn.ModuleList(nn.ParameterList([unit]) for unit in (first, second))
     for unit in (*model.units, model):
         fully_shard(unit, mesh=mesh)
     communication = quantize_communication(
@@ -222,6 +231,28 @@ def test_units_of_other_shapes_that_are_sharded_alike_are_not_stacked(
     )
     gathers: list[Any] = [unit.gather for unit in communication._units]
     assert gathers[0].memory is not gathers[1].memory
+
+
+@pytest.mark.parametrize(
+    ("times", "dtype", "ranks", "kept"),
+    [
+        (1, torch.float32, [0, 1], True),
+        (1, torch.float32, [1], False),  # as of `reshard_after_forward=1`
+        (2, torch.float32, [0, 1], False),  # as of `fsdp_pre_all_gather`
+        (4, torch.uint8, [0, 1], True),  # as of several dtypes
+        (1, torch.uint8, [0, 1], False),
+    ],
+)
+def test_only_gathers_of_the_shards_of_all_ranks_make_replicas(
+    exchanged: list[int], times: int, dtype: torch.dtype, ranks: list[int], kept: bool
+) -> None:
+    _, _, communication = build(1)
+    gather: Any = communication._units[1].gather
+    numel = times * sum(p.padded_shard_numel for p in gather.params())
+    slot, output = torch.arange(numel).to(dtype), torch.zeros(len(ranks) * numel, dtype=dtype)
+    gather(output, slot, dist.new_group(ranks))
+    assert torch.equal(output, slot.repeat(len(ranks)))
+    assert (gather.replica.values is not None) == kept
 
 
 @pytest.mark.parametrize(("local", "nodes", "units"), [(1, 3, 4), (2, 1, 3), (2, 3, 4), (3, 2, 1)])

@@ -193,6 +193,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (ClipsPart, {}, r"call `self.clip_gradients\(optimizer"),
     (TinyModule, {"layers": 1}, "1 layers, fewer than the 2 stages"),
     (TinyModule, {"split": [2, 0]}, "leaves stage 1 without layers"),
+    (TinyModule, {"units": ["Block", "Bloc"]}, r"of class \['Bloc'\].*Block, Embedding, LayerNorm"),
     (TinyModule, {"forward_codec": "tah"}, "tiles of 64 channels.*24"),
     (TinyModule, {"num_microbatches": 3}, "batch of 8 samples cannot be cut"),
     (Compiled, {"schedule": "zero_bubble"}, r"blocks\.0` is compiled. Use '1f1b'"),

@@ -135,9 +135,16 @@ def test_two_stages_equal_one_device(tmp_path: Any) -> None:
 
 def _replicas(rank: int, world_size: int, root: str) -> Any:
     found = []
-    for schedule in ("1f1b", "zero_bubble"):
+    layers = {f"net.blocks.{2 * (rank // 2) + index}" for index in range(2)}
+    others = {"net.head" if rank > 1 else "net.embed"}
+    for schedule, units in (("1f1b", None), ("zero_bubble", ["Embedding", "Block", "net.head"])):
         strategy = QuantizedPipelineStrategy(
-            pipeline_size=2, schedule=schedule, weights="none", gradients="none", **EXACT
+            pipeline_size=2,
+            schedule=schedule,
+            weights="none",
+            gradients="none",
+            units=units,
+            **EXACT,
         )
         data = Tokens(96)
         sampler = DistributedSampler(data, num_replicas=2, rank=rank % 2, shuffle=False)
@@ -146,6 +153,8 @@ def _replicas(rank: int, world_size: int, root: str) -> Any:
             root, strategy, world_size, batches, module=_module(tied=True), gradient_clip_val=0.3
         )
         found.append(norms)
+        assert strategy.sharding_plan is not None
+        assert set(strategy.sharding_plan.units) == (layers | others if units else layers)
     return found
 
 

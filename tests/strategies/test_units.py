@@ -28,7 +28,7 @@ from lq_lightning import (
 from lq_lightning.pipeline.partition import keep_stages
 from lq_lightning.pipeline.plan import plan_stages
 from lq_lightning.strategies.checks import check_shardable
-from lq_lightning.strategies.units import find_units
+from lq_lightning.strategies.units import UnitSelector, choose_units, find_units
 
 
 def test_repeated_blocks_are_found() -> None:
@@ -88,6 +88,11 @@ def test_a_second_name_for_a_whole_block_is_no_sharing() -> None:
     model = TinyLM(layers=2)
     model.alias = model.blocks[0]
     assert len(find_units(model).units) == 2
+    named_first, listed_again = nn.Module(), nn.Module()
+    named_first.alias, named_first.model = model.blocks[1], model
+    assert find_units(named_first).units == ("model.blocks.0", "alias")
+    listed_again.model, listed_again.lists = model, nn.ModuleDict({"again": model.blocks})
+    assert find_units(listed_again).units == ("model.blocks.0", "model.blocks.1")
 
 
 def test_no_split_modules_of_transformers_come_first() -> None:
@@ -141,13 +146,18 @@ def test_units_option() -> None:
         find_units(model, "Block")
 
 
-def test_names_of_what_another_stage_of_a_pipeline_holds_are_known() -> None:
-    model = TinyLM(layers=4)
-    keep_stages(model, plan_stages(model, 2), [0])
-    units = ["blocks.1", "blocks.2", "blocks.3.up", "head"]
-    assert find_units(model, units).units == ("blocks.1",)
-    with pytest.raises(ValueError, match=r"no submodule of class \['heads'\]"):
-        find_units(model, [*units, "heads"])
+def test_a_stage_of_a_pipeline_has_the_units_of_the_whole_model_that_it_holds() -> None:
+    def held(stage: int, units: UnitSelector) -> tuple[str, ...]:
+        model = TinyLM(layers=4)
+        chosen = choose_units(model, units)
+        keep_stages(model, plan_stages(model, 2), [stage])
+        return find_units(model, chosen).units
+
+    units = ["Embedding", "Block", "blocks.3.up", "head"]
+    assert held(0, units) == ("blocks.0", "blocks.1", "embed")
+    assert held(1, units) == ("blocks.3.up", "blocks.2", "blocks.3", "head")
+    for stage, expected in enumerate([("embed",), ()]):
+        assert held(stage, lambda module: isinstance(module, nn.Embedding)) == expected
 
 
 def test_scalar_and_lazy_parameters_are_named() -> None:

@@ -21,6 +21,7 @@ from lq_lightning.strategies.pipelines.gradients import SharedTensor
 from lq_lightning.strategies.pipelines.options import PipelineOptions
 from lq_lightning.strategies.pipelines.ranks import PipelineRanks
 from lq_lightning.strategies.sharding import already_configured
+from lq_lightning.strategies.units import ChosenUnits, UnitSelector, choose_units
 
 __all__ = ["CutModule", "cut", "cut_of", "place", "remember_cut", "shared_tensors"]
 
@@ -35,6 +36,7 @@ class CutModule:
         settings: Options that the cut depends on.
         plan: Which stage holds what.
         stages: Those of this rank, with their layers.
+        units: What is gathered as one piece in the whole model.
         order: Place of every parameter and buffer in the state dict of the whole model.
         aliases: Name of a tied parameter in this part -> its first name in the whole model.
         ties: For names of tied parameters in the whole state dict, the first of them.
@@ -47,6 +49,7 @@ class CutModule:
     settings: Mapping[str, object]
     plan: PipelinePlan
     stages: tuple[int, ...]
+    units: ChosenUnits
     order: Mapping[str, int]
     aliases: Mapping[str, str]
     ties: Mapping[str, str]
@@ -76,6 +79,7 @@ def cut(
     options: PipelineOptions,
     ranks: PipelineRanks,
     settings: Mapping[str, object],
+    units: UnitSelector,
 ) -> CutModule:
     """Keep of a whole module, in place, what the stages of this rank need.
 
@@ -84,13 +88,16 @@ def cut(
         options: How to cut it.
         ranks: This rank's place.
         settings: Kept in the record.
+        units: Chosen in the whole module, so that all ranks refuse the same; None are its layers.
 
     Raises:
-        ValueError, NotImplementedError: As ``plan_stages``.
+        ValueError, NotImplementedError: As ``plan_stages`` and ``choose_units``.
     """
     num_stages = ranks.size * options.stages_per_rank
     plan = plan_stages(module, num_stages, options.split, trunk=options.trunk)
     stages = stages_of_rank(options.schedule, ranks.rank, num_stages, ranks.size)
+    layers = ChosenUnits(frozenset(plan.layers), "the layers of this rank")
+    chosen = layers if units is None else choose_units(module, units)
     names = [clean_name(name) for name in module.state_dict()]
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
@@ -111,6 +118,7 @@ def cut(
         settings=settings,
         plan=plan,
         stages=stages,
+        units=chosen,
         order={name: place for place, name in enumerate(names)},
         aliases={name: ties[name] for name in kept & ties.keys()},
         ties=ties,
