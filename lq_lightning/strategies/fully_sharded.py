@@ -219,7 +219,7 @@ class FullyShardedStrategy(SteppingStrategy):
         Raises:
             ValueError: Device, backend or ``CheckpointIO`` do not fit.
         """
-        self._is_set_up = False
+        self._is_set_up = self._training_began = False
         self._deferred_load = None
         self._check_devices()
         self.check_checkpoint_io()
