@@ -18,7 +18,11 @@ from torch import nn
 
 from lq_lightning import QuantizedFSDPStrategy
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.data_parallel import GradientQuantization, vocabulary_weights
+from lq_lightning.data_parallel import (
+    GradientQuantization,
+    WeightQuantization,
+    vocabulary_weights,
+)
 from lq_lightning.data_parallel.config import VOCABULARY_BITS
 from lq_lightning.data_parallel.layout import (
     MessageLayout,
@@ -222,7 +226,7 @@ def _warns(rank: int, world: int, root: str) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             runner.fit(module, loader(8))
-        told = [str(w.message) for w in caught if "vocabulary_bits=" in str(w.message)]
+        told = [str(w.message) for w in caught if "has no effect" in str(w.message)]
         assert len(told) == (rank == 0 and bool(message)), told
         assert all(re.search(message, text) for text in told)
 
@@ -230,6 +234,13 @@ def _warns(rank: int, world: int, root: str) -> None:
     fit(WithoutEmbedding(), eight, "vocabulary_bits=8.*no trained embedding", node_size=1)
     fit(TinyModule(), eight, "vocabulary_bits=8.*TLq-HS.*the same bits on this topology")
     fit(TinyModule(), eight, "", node_size=1)
+    alone: dict[str, Any] = {"node_size": 1, "local_steps": 2, "weights": "qWD"}
+    given = r"weights='qWD', gradients=GradientQuantization\(vocabulary_bits=8\)\)` has no effect"
+    fit(TinyModule(), eight, f"{given}: every node is one rank", **alone)
+    config = WeightQuantization(bits=3)
+    for weights, why in ((config, "brings its own"), ("qW", "keeps replicas")):
+        message = rf"Strategy\(replica='node'\)` has no effect.*{why}"
+        fit(TinyModule(), GradientQuantization(), message, weights=weights, replica="node")
     fit(WithoutEmbedding(), GradientQuantization(), "", node_size=1)
 
 
