@@ -253,7 +253,7 @@ class QuantizedFSDPStrategy(NodesStrategy):
         if gradients is not None:
             _warn_of_options_without_effect(gradients, communication)
         plan = communication.plan
-        tell = rank_zero_warn if plan.full_precision else rank_zero_info
+        tell = rank_zero_warn if plan.leaves_out_much else rank_zero_info
         tell(plan.summary())
         return communication
 
