@@ -51,7 +51,8 @@ def _configs_with(option: str, cls: type) -> list[tuple[str, str]]:
         for name, hint in get_type_hints(ours.__init__).items()  # type: ignore[misc]
         if name in inspect.signature(cls.__init__).parameters  # type: ignore[misc]
         for config in get_args(hint)
-        if is_dataclass(config) and option in (field.name for field in fields(config))
+        if isinstance(config, type) and is_dataclass(config)
+        if option in (field.name for field in fields(config))
     ]
 
 

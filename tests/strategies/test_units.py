@@ -240,7 +240,7 @@ def test_unknown_options_are_named_with_the_known_ones() -> None:
             QuantizedFSDPStrategy(**{option: 6})  # type: ignore[arg-type]
 
     class Own(QuantizedFSDPStrategy):
-        def __init__(self, weights: "OnlyForTypeCheckers" = "auto") -> None:  # type: ignore[name-defined]  # noqa: F821
+        def __init__(self, weights: OnlyForTypes = "auto") -> None:  # type: ignore  # noqa: F821
             super().__init__(weights=weights)
 
     with pytest.raises(
