@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import re
-from collections.abc import Mapping
 from importlib import import_module
 
 __all__ = ["MINIMUM_VERSIONS", "unmet_requirements"]
 
-MINIMUM_VERSIONS = {  # those of pyproject.toml, which a program cannot read where it is installed
+MINIMUM_VERSIONS = {  # those of pyproject.toml, which is not installed
     "torch": "2.11",
     "lightning": "2.6.4",
     "torchmetrics": "1.0",
@@ -17,17 +17,14 @@ MINIMUM_VERSIONS = {  # those of pyproject.toml, which a program cannot read whe
 }
 
 
-def unmet_requirements(minimum_versions: Mapping[str, str] = MINIMUM_VERSIONS) -> str | None:
+def unmet_requirements() -> str | None:
     """Say which packages are missing or too old, and what to do; None if there is none.
 
     Only the numbers of a release count, so that pre-releases and builds of one's own pass:
     "2.12.0a0+git" is at least 2.12.
-
-    Args:
-        minimum_versions: By the name of a package, which is also the name to import.
     """
     problems, names = [], []
-    for name, minimum in minimum_versions.items():
+    for name, minimum in MINIMUM_VERSIONS.items():
         found = _version(name)
         if found is None or _release(found) < _release(minimum):
             problems.append(f"{name} >= {minimum}, found {found or 'none'}")
@@ -50,6 +47,6 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _release(version: str) -> tuple[int, ...]:
+def _release(version: str) -> tuple[float, ...]:
     numbers = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, numbers[0].split("."))) if numbers else (10**6,)  # unknown: it may do
+    return tuple(map(int, numbers[0].split("."))) if numbers else (math.inf,)  # unknown: let it try
