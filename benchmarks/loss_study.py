@@ -166,6 +166,8 @@ def seeds_of(text: str) -> list[int]:
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise argparse.ArgumentTypeError(f"{text!r} is not of the form 0-63 or 0,5,7")
+        if dash and int(last) < int(first):
+            raise argparse.ArgumentTypeError(f"{part!r} has no seeds: give {last}-{first}")
         found += range(int(first), int(last or first) + 1)
     return found
 
@@ -215,6 +217,11 @@ def parse_arguments(study: Study) -> argparse.Namespace:
     unknown = sorted(set(args.variants) - set(known))
     if unknown:
         parser.error(f"unknown variants {unknown}: choose among {'; '.join(known)}")
+    if BASELINE not in args.variants and not args.json and not args.merge:
+        parser.error(
+            f"--variants has nothing to compare with: add {BASELINE!r}, or write a report with "
+            "--json and --merge it with one that has it"
+        )
     vars(args).update({field.name: getattr(study, field.name) for field in fields(study)})
     return args
 

@@ -5,6 +5,12 @@ Importing this package registers ``Trainer(strategy="quantized_fsdp")`` and
 ``lightning.pytorch``, not with the separate package ``pytorch_lightning``.
 """
 
+from lq_lightning._compat.requirements import unmet_requirements
+
+# Before what only other versions have is imported.
+if (_unmet := unmet_requirements()) is not None:
+    raise ImportError(_unmet)
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lq_lightning.__about__ import __version__
@@ -23,6 +29,7 @@ from lq_lightning.callbacks import (
     QuantizationMonitor,
     StageBitCompensation,
 )
+from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import (
     CommunicationPlan,
     GradientQuantization,
@@ -34,7 +41,13 @@ from lq_lightning.data_parallel import (
     WeightQuantization,
     quantized_all_reduce_hook,
 )
-from lq_lightning.optim import QuantizedAdam, QuantizedAdamW, QuantizedLion, QuantizedSGD
+from lq_lightning.optim import (
+    OptimizerQuantization,
+    QuantizedAdam,
+    QuantizedAdamW,
+    QuantizedLion,
+    QuantizedSGD,
+)
 from lq_lightning.pipeline.aq_sgd import AQSGDQuantization
 from lq_lightning.pipeline.tah import TAHQuantization
 from lq_lightning.plugins import FullyShardedPrecision, QuantizedPrecision
@@ -48,11 +61,13 @@ __all__ = [
     "ActivationQuantization",
     "ActivationRule",
     "AdaptiveBits",
+    "CodecSpec",
     "CommunicationPlan",
     "FullyShardedPrecision",
     "GradientQuantization",
     "LocalSteps",
     "MemoryBudget",
+    "OptimizerQuantization",
     "QuantizationMonitor",
     "QuantizedActivations",
     "QuantizedAdam",

@@ -275,10 +275,6 @@ def test_pages_stay_short() -> None:
     assert not {name: lines[name] for name, most in MAX_LINES.items() if lines[name] > most}
 
 
-def _public(name: str) -> Any:
-    return getattr(lq_lightning, name, None) or getattr(lq_lightning.optim, name)
-
-
 def _rows_of_options(name: str) -> dict[str, str]:
     """Return what the page of options says of a class: defaults by option."""
     page = (ROOT / "docs" / "options.md").read_text()
@@ -289,7 +285,7 @@ def _rows_of_options(name: str) -> dict[str, str]:
 
 
 def _parameters(name: str) -> dict[str, inspect.Parameter]:
-    found = dict(inspect.signature(_public(name)).parameters)
+    found = dict(inspect.signature(getattr(lq_lightning, name)).parameters)
     if name == "QuantizedPipelineStrategy":  # whose page names those of the other strategy once
         shared = _parameters("QuantizedFSDPStrategy")
         differ = {key for key in shared if found.pop(key, shared[key]) != shared[key]}
@@ -297,12 +293,10 @@ def _parameters(name: str) -> dict[str, inspect.Parameter]:
     return found
 
 
-WITH_OPTIONS = [
-    *(name for name in lq_lightning.__all__ if name[0].isupper()),
-    "OptimizerQuantization",
-]
+WITH_OPTIONS = [name for name in lq_lightning.__all__ if name[0].isupper()]
 OPTIMIZERS = {"QuantizedAdam", "QuantizedAdamW", "QuantizedLion", "QuantizedSGD"}
 WITHOUT_OPTIONS = {"ActivationPlan", "CommunicationPlan", "FullyShardedPrecision", "Topology"} | {
+    "CodecSpec",
     "QuantizedActivations",
     "QuantizedCommunication",
 }
@@ -319,6 +313,13 @@ def test_every_option_is_explained(name: str) -> None:
         else:  # in words: a default that depends on what there is, or is no literal
             assert (default is inspect.Parameter.empty) == (shown == "required"), option
             assert not isinstance(default, (bool, int, float, str)), option
+
+
+def test_classes_of_the_page_of_options_are_at_the_top() -> None:
+    page = (ROOT / "docs" / "options.md").read_text()
+    named = re.findall(r"(?:^##+ |`)([A-Z][A-Za-z]*[a-z][A-Z]\w*)", page, re.MULTILINE)
+    assert set(named) <= set(lq_lightning.__all__)
+    assert {"CodecSpec", "OptimizerQuantization"} <= set(named)
 
 
 def test_every_argument_of_optimizers_is_named() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, Literal
 
 from lq_lightning.codecs.mixed import RANGES, Ranges
-from lq_lightning.foundation.checks import check_choice
+from lq_lightning.foundation.checks import check_choice, is_number
 
 __all__ = ["MAX_WIDTH", "AdaptiveBitsConfig", "Regularizer"]
 
@@ -44,10 +44,11 @@ class AdaptiveBitsConfig:
         ranges: Of lines of up to 8 bits: ``"fitted"`` to their mean and deviation, which clips the
             values that are farthest off, or ``"full"``, from the minimum to the maximum; see
             ``encode_mixed``. (The paper says nothing about it.)
+        owner: Class that messages name; not kept.
 
     Raises:
-        ValueError: A value that is out of its range, or ``target`` that cannot be reached from
-            ``start_bits`` by going down.
+        ValueError: A value that is no number or out of its range, or ``target`` that cannot be
+            reached from ``start_bits`` by going down.
     """
 
     target: float = 4.0
@@ -62,35 +63,36 @@ class AdaptiveBitsConfig:
     tolerance: float = 0.1
     reach_in_steps: int | None = None
     ranges: Ranges = "fitted"
+    owner: InitVar[str] = "AdaptiveBitsConfig"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, owner: str) -> None:
         """Check the values."""
-        name = type(self).__name__
-        check_choice(name, "regularizer", self.regularizer, ("l2", "l1"))
-        check_choice(name, "ranges", self.ranges, RANGES)
+        check_choice(owner, "regularizer", self.regularizer, ("l2", "l1"))
+        check_choice(owner, "ranges", self.ranges, RANGES)
         for field in ("alpha", "learning_rate", "tolerance"):
-            _check_range(name, field, getattr(self, field), 0.0, math.inf, open_below=True)
-        _check_range(name, "beta", self.beta, 0.0, math.inf)
-        _check_range(name, "settled_scale", self.settled_scale, 0.0, 1.0)
-        _check_range(name, "min_bits", self.min_bits, 1.0, MAX_WIDTH)
-        _check_range(name, "max_bits", self.max_bits, 1.0, MAX_WIDTH)
+            _check_range(owner, field, getattr(self, field), 0.0, math.inf, open_below=True)
+        _check_range(owner, "beta", self.beta, 0.0, math.inf)
+        _check_range(owner, "settled_scale", self.settled_scale, 0.0, 1.0)
+        _check_range(owner, "min_bits", self.min_bits, 1.0, MAX_WIDTH)
+        _check_range(owner, "max_bits", self.max_bits, 1.0, MAX_WIDTH)
         if self.reach_in_steps is not None:
-            _check_range(name, "reach_in_steps", self.reach_in_steps, 1, math.inf)
+            _check_range(owner, "reach_in_steps", self.reach_in_steps, 1, math.inf)
         if self.min_bits >= self.max_bits:
             raise ValueError(
-                f"`{name}(min_bits={self.min_bits:g}, max_bits={self.max_bits:g})` leaves nothing "
+                f"`{owner}(min_bits={self.min_bits:g}, max_bits={self.max_bits:g})` leaves nothing "
                 "to choose from: `max_bits` must be larger."
             )
         for field in ("target", "start_bits"):
             value = getattr(self, field)
-            if not self.min_bits < value < self.max_bits:  # the sigmoid reaches neither end
+            if not (is_number(value) and self.min_bits < value < self.max_bits):
                 raise ValueError(
-                    f"`{name}({field}={value:g})` must lie between `min_bits` and `max_bits`, "
-                    f"which are {self.min_bits:g} and {self.max_bits:g}."
+                    f"`{owner}({field}={value!r})` must be a number above "
+                    f"`min_bits={self.min_bits:g}` and below `max_bits={self.max_bits:g}`: gates "
+                    "come close to both and reach neither."
                 )
         if self.start_bits < self.target:
             raise ValueError(
-                f"`{name}(start_bits={self.start_bits:g}, target={self.target:g})`: bits are "
+                f"`{owner}(start_bits={self.start_bits:g}, target={self.target:g})`: bits are "
                 "brought down to the target, so they must start at it or above it."
             )
 
@@ -105,7 +107,7 @@ class AdaptiveBitsConfig:
             target: Mean bits.
             **changes: Other values of attributes.
         """
-        low = {"max_bits": 8.0, "start_bits": 6.0} if target < 3.5 else {}
+        low = {"max_bits": 8.0, "start_bits": 6.0} if is_number(target) and target < 3.5 else {}
         return cls(**{"target": target, **low, **changes})
 
     @property
@@ -118,8 +120,8 @@ class AdaptiveBitsConfig:
 def _check_range(
     owner: str, field: str, value: float, low: float, high: float, *, open_below: bool = False
 ) -> None:
-    above = value > low if open_below else value >= low
-    if isinstance(value, bool) or not (above and value <= high) or value == math.inf:
+    above = is_number(value) and (value > low if open_below else value >= low)
+    if not above or value > high or value == math.inf:
         least = f"more than {low:g}" if open_below else f"{low:g} or more"
         most = "finite" if high == math.inf else f"at most {high:g}"
         raise ValueError(f"`{owner}({field}={value!r})` must be {least}, and {most}.")

@@ -70,8 +70,8 @@ class AdaptiveBits(Callback):
         ValueError: A value that is not listed above; or, before training starts: strategy, device
             or precision are not supported, there is a second one in the Trainer, the model has no
             such site, it has not one optimizer, or its hyperparameters hold quantized modules.
-        RuntimeError: In the first step: a site is not run, or differs between ranks. When a
-            checkpoint is loaded: it has other gates.
+        RuntimeError: Lightning finds two of one class in the Trainer. In the first step: a site is
+            not run, or differs between ranks. When a checkpoint is loaded: it has other gates.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class AdaptiveBits(Callback):
         ends = {"min_bits": min_bits, "max_bits": max_bits, "start_bits": start_bits}
         self.config = AdaptiveBitsConfig.preset(
             target,
+            owner=type(self).__name__,
             alpha=alpha,
             regularizer=regularizer,
             beta=beta,
@@ -107,16 +108,11 @@ class AdaptiveBits(Callback):
             ranges=ranges,
             **{name: value for name, value in ends.items() if value is not None},
         )
-        if histogram_every_n_steps < 0:
-            raise ValueError(
-                f"`{type(self).__name__}(histogram_every_n_steps={histogram_every_n_steps})` must "
-                "be 0 or more."
-            )
+        adaptive_checks.check_count(self, "histogram_every_n_steps", histogram_every_n_steps, 0)
         self._sites = [sites] if isinstance(sites, str) else list(sites)
         self._per = per
         self._positions = positions
         adaptive_checks.check_positions(self, per, positions)
-        self._make_gate("")  # checks both
         self._histogram_every_n_steps = histogram_every_n_steps
         self._model: weakref.ref[nn.Module] | None = None
         self._optimizer: GateOptimizer | None = None

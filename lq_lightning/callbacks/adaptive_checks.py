@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -10,10 +11,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lq_lightning.adaptive import GateOptimizer
+from lq_lightning.adaptive.gate import Lines
+from lq_lightning.foundation.checks import check_choice
 
 from .strategy_check import check_strategy
 
 __all__ = [
+    "check_count",
     "check_hyperparameters",
     "check_optimizers",
     "check_positions",
@@ -24,17 +28,34 @@ __all__ = [
 _DEVICES = ("cpu", "cuda")
 
 
-def check_positions(callback: Callback, per: str, positions: int | None) -> None:
-    """Refuse a longest sequence without lines per position, and the reverse.
+def check_count(callback: Callback, field: str, value: object, least: int) -> None:
+    """Refuse what is no whole number of at least ``least``.
 
     Raises:
-        ValueError: One is there without the other.
+        ValueError: ``value`` is something else.
     """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(
+            f"`{type(callback).__name__}({field}={value!r})` must be a whole number of {least} or "
+            "more."
+        )
+
+
+def check_positions(callback: Callback, per: str, positions: int | None) -> None:
+    """Refuse unknown lines, a longest sequence without lines per position, and the reverse.
+
+    Raises:
+        ValueError: One is there without the other, or is none.
+    """
+    owner = type(callback).__name__
+    check_choice(owner, "per", per, get_args(Lines))
     if (per == "position") != (positions is not None):
         raise ValueError(
-            f"`{type(callback).__name__}(per={per!r}, positions={positions!r})`: `positions`, the "
-            "longest sequence, belongs to per='position', which needs it."
+            f"`{owner}(per={per!r}, positions={positions!r})`: `positions`, the longest sequence, "
+            "belongs to per='position', which needs it."
         )
+    if positions is not None:
+        check_count(callback, "positions", positions, 1)
 
 
 def check_run(callback: Callback, trainer: pl.Trainer, sites: Sequence[str]) -> None:

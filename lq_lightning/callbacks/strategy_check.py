@@ -22,8 +22,13 @@ def check_strategy(name: str, strategy: Strategy) -> None:
 
     Raises:
         ValueError: It is none of those of this package, DDP, ``ModelParallelStrategy`` and those of
-            a single device.
+            a single device, or one of the package ``pytorch_lightning``, whose classes are others.
     """
+    if any(c.__module__.partition(".")[0] == "pytorch_lightning" for c in type(strategy).__mro__):
+        raise ValueError(
+            f"`{name}` works with `lightning.pytorch`, but this Trainer is of the other package, "
+            "`pytorch_lightning`: import Trainer and LightningModule from lightning.pytorch."
+        )
     known = (ModelParallelStrategy, DDPStrategy, SingleDeviceStrategy)
     if not isinstance(strategy, known) or isinstance(strategy, DeepSpeedStrategy):
         raise ValueError(

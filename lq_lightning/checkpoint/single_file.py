@@ -97,7 +97,7 @@ def load_full_checkpoint(
 
 def _check_file(path: Path) -> None:
     if not path.is_file():
-        raise FileNotFoundError(f"Checkpoint file not found: {path}{hint_replaced(path)}")
+        raise FileNotFoundError(f"Checkpoint not found: {path}{hint_replaced(path)}")
 
 
 def _verify(path: Path, ranks: RankGroup) -> None:

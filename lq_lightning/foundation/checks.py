@@ -13,7 +13,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def check_choice(
-    owner: str, field: str, value: object, allowed: tuple[object, ...], config: type | None = None
+    owner: str, field: str, value: object, allowed: tuple[object, ...], *configs: type
 ) -> None:
     """Refuse a value outside the choices of an option.
 
@@ -22,7 +22,7 @@ def check_choice(
         field: The option.
         value: Given by the user.
         allowed: The choices.
-        config: Class of which an instance could be given instead.
+        *configs: Classes of which an instance could be given instead.
 
     Raises:
         ValueError: ``value`` is not among ``allowed``.
@@ -31,10 +31,12 @@ def check_choice(
     mistaken = isinstance(value, bool) and bool not in map(type, allowed)
     if value not in allowed or mistaken:
         names = ", ".join(repr(item) for item in allowed)
-        instead = ""
-        if config is not None:
-            article = "an" if config.__name__[0] in "AEIOU" else "a"
-            instead = f", or give {article} `{config.__name__}`"
+        *others, last = [
+            f"{'an' if config.__name__[0] in 'AEIOU' else 'a'} `{config.__name__}`"
+            for config in configs
+        ] or [""]
+        classes = f"{', '.join(others)} or {last}" if others else last
+        instead = f", or give {classes}" if classes else ""
         raise ValueError(
             f"`{owner}({field}={value!r})` is not supported: choose one of {names}{instead}."
         )

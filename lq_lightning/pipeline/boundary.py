@@ -22,6 +22,7 @@ __all__ = [
     "BoundaryCodec",
     "Message",
     "TAHQuantization",
+    "codec_classes",
     "make_boundary_codec",
 ]
 
@@ -31,6 +32,12 @@ CODEC_NAMES = ("none", "bf16", "fp8", *_INTEGERS, "tah", "tah5", "aq_sgd", "amaq
 # is not of the paper, has the former in both directions.
 _FORWARD_TILE = 64
 _BACKWARD_TILE = 32
+
+
+def codec_classes(backward: bool) -> tuple[type, ...]:
+    """Return the classes of which an instance may be given in place of a name."""
+    forward_only = () if backward else (AQSGDQuantization,)
+    return (TAHQuantization, *forward_only, CodecSpec)
 
 
 def make_boundary_codec(
@@ -62,7 +69,7 @@ def make_boundary_codec(
                 "of the last epoch. Choose 'int8', 'int6' or 'tah5'."
             )
         return AQSGDCodec("aq_sgd", AQSGDQuantization() if isinstance(codec, str) else codec)
-    check_choice("make_boundary_codec", "codec", codec, CODEC_NAMES, CodecSpec)
+    check_choice("make_boundary_codec", "codec", codec, CODEC_NAMES, *codec_classes(backward))
     if codec == "amaq":
         return MixedCodec()
     if codec in ("none", "bf16"):

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -36,10 +36,27 @@ def check_option_names(cls: type, given: Mapping[str, Any]) -> None:
     unknown = [name for name in given if name not in parameters]
     if unknown:
         allowed = ", ".join(name for name in parameters if name != "self")
+        shown = f"{unknown[0]}={given[unknown[0]]!r}"
+        configs = _configs_with(unknown[0], cls)
+        remedy = " or ".join(f"`{name}={config}({shown})`" for name, config in configs)
         raise TypeError(
-            f"`{cls.__name__}` has no option `{unknown[0]}={given[unknown[0]]!r}`. "
+            f"`{cls.__name__}` has no option `{shown}`. {f'Give {remedy}. ' if remedy else ''}"
             f"Options are: {allowed}."
         )
+
+
+def _configs_with(option: str, cls: type) -> list[tuple[str, str]]:
+    """Options of a class that take a configuration, and its class, where that has this option."""
+    # Annotations of a user's subclass may have names that exist for type checkers only.
+    ours = next(c for c in cls.__mro__ if c.__module__.startswith("lq_lightning."))
+    return [
+        (name, config.__name__)
+        for name, hint in get_type_hints(ours.__init__).items()  # type: ignore[misc]
+        if name in inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+        for config in get_args(hint)
+        if isinstance(config, type) and is_dataclass(config)
+        if option in (field.name for field in fields(config))
+    ]
 
 
 def given_options(

@@ -36,10 +36,8 @@ GradientName = Literal["auto", "TLq-HS", "TLq", "ULq", "QuanGrad", "none"]
 ReplicaName = Literal["auto", "full", "node"]
 
 
-def _check_name(
-    option: str, value: object, allowed: tuple[object, ...], config: type | None = None
-) -> None:
-    check_choice("QuantizedFSDPStrategy", option, value, allowed, config)
+def _check_name(option: str, value: object, allowed: tuple[object, ...], *configs: type) -> None:
+    check_choice("QuantizedFSDPStrategy", option, value, allowed, *configs)
 
 
 def _weight_option(

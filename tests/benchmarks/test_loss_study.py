@@ -40,6 +40,21 @@ def test_every_variant_runs(run: Run, tmp_path: Path) -> None:
     assert losses["gradients, vocabulary 4"] != losses["both"]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--seeds", "3-1"), "'3-1' has no seeds: give 1-3"),
+        (("--variants", "both"), "nothing to compare with: add 'full precision'"),
+    ],
+)
+def test_runs_that_would_say_nothing_are_refused(
+    options: tuple[str, str], message: str, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run("loss_study.py", "--cpu", "--preset", "gpt_smoke", "--steps", "1", *options)
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("bits", [4, 2, 6])
 def test_gradients_are_those_of_the_library(load: Load, bits: int) -> None:
     variants, library = load("loss_variants"), GradientQuantization(inter_bits=bits)

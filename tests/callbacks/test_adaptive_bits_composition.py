@@ -376,6 +376,8 @@ def test_refusals_before_the_first_step(tmp_path: Path) -> None:
         assert "configure_model" not in module.__dict__
 
     refused("two `AdaptiveBits` in the Trainer", callbacks=[Other()])
+    # As docs/troubleshooting.md has it.
+    refused("Found more than one stateful callback", kind=RuntimeError, callbacks=[AdaptiveBits()])
     refused("configure_optimizers` returns 2", TwoOptimizers())
     refused(r"`TinyModule` has no module of that name.*boundaries", bits={"sites": ["net.blok.*"]})
     refused(r"holds the module `net`.*ignore=\['net'\]", Keeps(TinyModule().net))
@@ -395,11 +397,16 @@ def test_refusals_before_the_first_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"target": 20.0}, "target=20"),
+        ({"target": 20.0}, r"`AdaptiveBits\(target=20.0"),
+        ({"target": 1}, "target=1.* above `min_bits=1` and below `max_bits=8`: .* reach neither"),
+        ({"target": "four"}, r"`AdaptiveBits\(target='four'\)` must be a number"),
+        ({"target": True}, "target=True.* must be a number"),
+        ({"beta": "much"}, r"`AdaptiveBits\(beta='much'\)` must be 0 or more"),
         ({"target": 7.0, "start_bits": 6.0}, r"start_bits=6, target=7"),
         ({"per": "position"}, "`positions`, the longest sequence"),
         ({"positions": 8}, "`positions`, the longest sequence"),
-        ({"per": "token", "positions": 8}, "`positions`"),
+        ({"per": "position", "positions": 0}, r"Bits\(positions=0\)` must be a whole number of 1"),
+        ({"per": "token"}, r"`AdaptiveBits\(per='token'\).*'channel', 'position'"),
         ({"histogram_every_n_steps": -1}, "histogram_every_n_steps=-1"),
         ({"regularizer": "l0"}, "regularizer='l0'"),
     ],
@@ -407,6 +414,12 @@ def test_refusals_before_the_first_step(tmp_path: Path) -> None:
 def test_refuses_options(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         AdaptiveBits(**options)
+
+
+class Foreign:
+    """A strategy of the separate package, as far as it matters."""
+
+    __module__ = "pytorch_lightning.strategies.single_device"
 
 
 def test_refuses_strategies_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,6 +436,7 @@ def test_refuses_strategies_and_devices(monkeypatch: pytest.MonkeyPatch) -> None
     for fake, match in (
         (Fake(FSDPStrategy), "does not work with `FSDPStrategy`"),
         (Fake(DeepSpeedStrategy), "does not work with `DeepSpeedStrategy`"),
+        (Fake(Foreign), "`pytorch_lightning`: import Trainer and LightningModule from lightning"),
         (Fake(SingleDeviceStrategy, "mps"), "device 'mps'"),
         (Fake(QuantizedFSDPStrategy, nodes_train_alone=True), "with `local_steps` nodes take"),
     ):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from lq_testing.interpreter import skip_old_interpreter
 
 from lq_lightning.kernels.dequantize import reference as dequantize_reference
 from lq_lightning.kernels.message import MessageFormat
@@ -62,6 +63,7 @@ def test_noise_differs_beyond_every_border() -> None:
             assert (rows[first] == rows[second]).float().mean() < 0.1
 
 
+@skip_old_interpreter
 def test_row_offsets_beyond_32_bits(tmp_path: Path) -> None:
     """Four rows, 2**30 elements apart, in a sparse file: int32 offsets would overflow."""
     if torch.cuda.is_available():

@@ -54,6 +54,8 @@ def test_values_are_checked(options: dict[str, Any], message: str) -> None:
 def test_unknown_options_are_named() -> None:
     with pytest.raises(TypeError, match="has no option `stages=3`.*pipeline_size"):
         QuantizedPipelineStrategy(stages=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"`forward_codec=AQSGDQuantization\(cache_nbytes=3\)`"):
+        QuantizedPipelineStrategy(cache_nbytes=3)  # type: ignore[call-arg]
 
 
 def test_registered() -> None:
@@ -143,8 +145,12 @@ def test_nodes_of_a_stage(world: int, pipeline: int, per_node: int, node_size: i
 
 
 def test_unknown_codecs_name_the_option() -> None:
-    with pytest.raises(ValueError, match=r"Strategy\(backward_codec='int9'\).*'int8'.*CodecSpec"):
+    classes = "a `TAHQuantization` or a `CodecSpec`"
+    with pytest.raises(ValueError, match=rf"Strategy\(backward_codec='int9'\).*'int8'.*{classes}"):
         QuantizedPipelineStrategy(backward_codec="int9")  # type: ignore[arg-type]
+    classes = "a `TAHQuantization`, an `AQSGDQuantization` or a `CodecSpec`"
+    with pytest.raises(ValueError, match=rf"Strategy\(forward_codec='tah6'\).*{classes}"):
+        QuantizedPipelineStrategy(forward_codec="tah6")  # type: ignore[arg-type]
 
 
 # --- refused on two ranks -----------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -231,6 +232,21 @@ def test_timeout_in_seconds(given: Any, kept: timedelta | None) -> None:
 def test_unknown_options_are_named_with_the_known_ones() -> None:
     with pytest.raises(TypeError, match=r"no option `weight_bits=4`.*weights, gradients, replica"):
         QuantizedFSDPStrategy(weight_bits=4)  # type: ignore[call-arg]
+    for option, remedy in (
+        ("vocabulary_bits", r"Give `gradients=GradientQuantization(vocabulary_bits=6)`. Options"),
+        ("bits", "`weights=WeightQuantization(bits=6)` or `local_steps=LocalSteps(bits=6)`"),
+    ):
+        with pytest.raises(TypeError, match=re.escape(remedy)):
+            QuantizedFSDPStrategy(**{option: 6})  # type: ignore[arg-type]
+
+    class Own(QuantizedFSDPStrategy):
+        def __init__(self, weights: OnlyForTypes = "auto") -> None:  # type: ignore  # noqa: F821
+            super().__init__(weights=weights)
+
+    with pytest.raises(
+        TypeError, match=r"Give `weights=WeightQuantization\(bits=6\)`. Options are"
+    ):
+        Own(bits=6)  # type: ignore[call-arg]
 
 
 def test_configs_are_taken_as_they_are() -> None:

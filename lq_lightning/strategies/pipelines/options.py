@@ -13,7 +13,12 @@ from torch.optim import LBFGS, Optimizer
 
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.foundation.checks import check_choice
-from lq_lightning.pipeline.boundary import CODEC_NAMES, BoundaryCodec, make_boundary_codec
+from lq_lightning.pipeline.boundary import (
+    CODEC_NAMES,
+    BoundaryCodec,
+    codec_classes,
+    make_boundary_codec,
+)
 from lq_lightning.pipeline.mixed import MixedCodec
 from lq_lightning.pipeline.schedules import SCHEDULES, check_schedule
 from lq_lightning.strategies.options import check_count
@@ -73,7 +78,8 @@ class PipelineOptions:
             )
         for name in ("forward_codec", "backward_codec"):
             if isinstance(codec := getattr(self, name), str):
-                check_choice(owner, name, codec, CODEC_NAMES, CodecSpec)
+                classes = codec_classes(backward=name == "backward_codec")
+                check_choice(owner, name, codec, CODEC_NAMES, *classes)
         self.make_codecs()
         if self.pipeline_size is not None:
             self.check_schedule(self.pipeline_size)
