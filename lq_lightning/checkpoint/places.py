@@ -5,9 +5,11 @@ Nodes that train alone have a copy of the model each, whose optimizers have stat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lq_lightning.checkpoint.folder import ShardedCheckpoint
 
-__all__ = ["copy_key", "is_copy_key", "optimizer_key", "optimizer_place"]
+__all__ = ["check_has_optimizers", "copy_key", "is_copy_key", "optimizer_key", "optimizer_place"]
 
 
 def optimizer_key(index: int) -> str:
@@ -33,3 +35,20 @@ def optimizer_place(checkpoint: ShardedCheckpoint, index: int, copy: int) -> tup
     others = {path[0] for path in checkpoint.paths.values() if is_copy_key(path[0])}
     number = copy % (1 + len(others))
     return (copy_key(number), optimizer_key(index)) if number else (optimizer_key(index),)
+
+
+def check_has_optimizers(saved: ShardedCheckpoint | Sequence[object]) -> None:
+    """Tell a checkpoint of the time before optimizers are made; call it for one of step 0.
+
+    Args:
+        saved: A folder, or the optimizer states of a file.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if not (saved.keys_under(optimizer_key(0)) if isinstance(saved, ShardedCheckpoint) else saved):
+        raise ValueError(
+            "the checkpoint was saved before training began, as by a run that failed at its start, "
+            "and holds no state of an optimizer. There is nothing to continue from: delete it, and "
+            "start without `ckpt_path`."
+        )

@@ -19,7 +19,12 @@ from lq_lightning._compat.lightning import fill_wrapping_checkpoint_io
 from lq_lightning.checkpoint import state
 from lq_lightning.checkpoint.files import is_local, is_sharded_checkpoint
 from lq_lightning.checkpoint.folder import ShardedCheckpoint, save_sharded_checkpoint
-from lq_lightning.checkpoint.places import copy_key, optimizer_key, optimizer_place
+from lq_lightning.checkpoint.places import (
+    check_has_optimizers,
+    copy_key,
+    optimizer_key,
+    optimizer_place,
+)
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint
 from lq_lightning.foundation.broadcast import broadcast_module_states
@@ -360,6 +365,8 @@ class CheckpointingStrategy(ModelParallelStrategy):
         source = checkpoint.get(_SOURCE)
         extra = dict(checkpoint.get(EXTRA, {}))
         whole = {kind: extra.pop(key, {}) for kind, key in EXTRA_TENSORS.items()}
+        if checkpoint["global_step"] == 0 and any(o.state_dict() for o in self.optimizers):
+            check_has_optimizers(source or checkpoint["optimizer_states"])
         for index, optimizer in enumerate(self.optimizers):
             if source is not None:
                 place = optimizer_place(source, index, self.copy_number)

@@ -89,14 +89,19 @@ def quantize_communication(
         )
     found = list(fsdp_units(module))
     _check_meshes(module, found)
-    names_of = {id(p): clean_name(n) for n, p in module.named_parameters(remove_duplicate=False)}
+    all_names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        all_names.setdefault(id(parameter), []).append(clean_name(name))
+    names_of = {key: names[-1] for key, names in all_names.items()}
+    tied = {names[-1]: tuple(names[:-1]) for names in all_names.values()}
     words = vocabulary_weights(module) if vocabulary is None else vocabulary
     device = next(module.parameters()).device
     groups = RankGroups.of(topology, shard_group(found[0][2]), device)
     differences = weights is not None and weights.method == "qWD"
     votes = _make_votes(module, groups.every, device) if differences else None
     context = _make_context(topology, groups, seed, frozenset(names_of[id(p)] for p in words))
-    units, tensors = [], []
+    units: list[QuantizedUnit] = []
+    tensors: list[TensorPlan] = []
     every_params = [GroupParams(group) for _, _, group in found]
     places = _places_in_memory(every_params, weights)
     for index, (name, unit_module, group) in enumerate(found):
@@ -111,7 +116,7 @@ def quantize_communication(
         )
         unit = _install(description, unit_module, group, weights, gradients, votes, places[index])
         units.append(unit)
-        tensors.extend(_plan_unit(description, unit))
+        tensors += (t._replace(tied=tied[t.name]) for t in _plan_unit(description, unit))
     plan = CommunicationPlan(
         tuple(tensors),
         describe_weights(weights),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,6 +24,7 @@ class TensorPlan(NamedTuple):
         gradients: How its gradients travel.
         reason: Why something is not quantized; empty if all is.
         vocabulary: Whether its gradients are encoded in ``vocabulary_bits``.
+        tied: Its other names.
     """
 
     name: str
@@ -31,6 +33,7 @@ class TensorPlan(NamedTuple):
     gradients: str
     reason: str
     vocabulary: bool = False
+    tied: tuple[str, ...] = ()
 
 
 class CommunicationPlan(NamedTuple):
@@ -66,6 +69,11 @@ class CommunicationPlan(NamedTuple):
         """Embeddings and heads whose gradients have bits of their own."""
         return tuple(t for t in self.tensors if t.vocabulary)
 
+    @property
+    def leaves_out_much(self) -> bool:
+        """Whether more travels in full precision than norms and biases of a model usually do."""
+        return _numel(self.full_precision) > _USUAL_SHARE * _numel(self.trained)
+
     def summary(self) -> str:
         """A few lines for people: what is quantized, what is not, why, and what to do about it."""
         lines = [f"weights: {self.weights}", f"gradients: {self.gradients}"]
@@ -78,7 +86,11 @@ class CommunicationPlan(NamedTuple):
                 "elements"
             )
         if self.vocabulary:
-            lines.append(f"gradients in vocabulary_bits: {_some_names(self.vocabulary)}")
+            lines.append(
+                "gradients in `vocabulary_bits`, as embeddings and heads or of their shape: "
+                f"{_some_names(self.vocabulary, most=12)}; "
+                "`GradientQuantization(vocabulary_bits=None)` sends them like all others"
+            )
         if self.frozen:
             how = "sent once" if all(t.weights == "skipped" for t in self.frozen) else "not trained"
             lines.append(f"frozen, {how}: {_some_names(self.frozen)}")
@@ -98,6 +110,8 @@ class CommunicationPlan(NamedTuple):
 
 
 _MAX_REASONS = 6
+# Of the elements that are trained. In a GPT of 128 channels norms and biases are one percent.
+_USUAL_SHARE = 0.05
 
 
 def _numel(tensors: Sequence[TensorPlan]) -> int:
@@ -111,10 +125,22 @@ def _percent(part: int, whole: int) -> str:
     return f"{min(max(round(100 * part / whole), 1), 99)}%"
 
 
-def _some_names(tensors: Sequence[TensorPlan]) -> str:
-    shown = ", ".join(t.name for t in tensors[:3]) + (", ..." if len(tensors) > 3 else "")
+def _some_names(tensors: Sequence[TensorPlan], most: int = 3) -> str:
+    """Number and names, of which those that differ in numbers only are one: ``6x blocks.*.up``."""
+    alike: dict[str, list[TensorPlan]] = {}
+    for tensor in tensors:
+        alike.setdefault(re.sub(r"(?<![^.])\d+(?=\.)", "*", tensor.name), []).append(tensor)
+    names = [
+        f"{len(group)}x {pattern}" if len(group) > 1 else _name(group[0])
+        for pattern, group in alike.items()
+    ]
+    shown = ", ".join(names[:most]) + (", ..." if len(names) > most else "")
     plural = "s" * (len(tensors) != 1)
     return f"{len(tensors)} tensor{plural}, {_numel(tensors):,} elements ({shown})"
+
+
+def _name(tensor: TensorPlan) -> str:
+    return f"{tensor.name} tied to {' and '.join(tensor.tied)}" if tensor.tied else tensor.name
 
 
 def describe_weights(config: WeightQuantization | None) -> str:

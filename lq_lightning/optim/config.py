@@ -145,7 +145,7 @@ def reason_for_full_precision(
     if all(not fmt.quantized for fmt in config.formats(2)):
         return "all formats are float32"
     if param.dim() < 2:
-        return "one dimension, which sharding cuts anywhere"
+        return f"{param.dim()}-D"
     if param.numel() < config.min_numel:
         return f"fewer than {config.min_numel} elements"
     if row_length(param.shape) < MIN_ROW_LENGTH:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
@@ -155,7 +156,8 @@ class QuantizedPrecision(FullyShardedPrecision):
         plan = twin.quantization_plan()
         kept = [entry for entry in plan if entry.reason]
         nbytes = sum(entry.nbytes for entry in plan)
-        reasons = ", ".join(sorted({entry.reason for entry in kept if entry.reason}))
+        counts = Counter(entry.reason for entry in kept)
+        reasons = ", ".join(f"{count} ({reason})" for reason, count in counts.most_common())
         rank_zero_info(
             f"{type(twin).__name__}: states of {len(plan) - len(kept)} of {len(plan)} tensors are "
             f"{config.first_moment}/{config.second_moment} codes, {nbytes / 2**20:.1f} MiB before "

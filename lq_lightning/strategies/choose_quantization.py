@@ -97,4 +97,5 @@ def _reason(notes: list[str], topology: Topology, nvlink: bool) -> str:
         return ""
     link = "with NVLink inside" if nvlink else "where no NVLink between all of them was found"
     nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
-    return f"chose {', '.join(notes)} for {nodes} of {topology.node_size} ranks {link}"
+    ranks = "1 rank" if topology.node_size == 1 else f"{topology.node_size} ranks"
+    return f"chose {', '.join(notes)} for {nodes} of {ranks} {link}"

@@ -45,6 +45,7 @@ from lq_lightning.strategies.options import (
     check_flag,
     check_option_names,
     check_timeout,
+    given_options,
 )
 from lq_lightning.strategies.root_forward import register_step_methods
 from lq_lightning.strategies.sharding import (
@@ -95,6 +96,8 @@ class FullyShardedStrategy(SteppingStrategy):
         TypeError: An option does not exist, or ``units`` selects nothing that is a module.
     """
 
+    given: dict[str, object]  # options without those that have their defaults
+
     def __new__(cls, *args: Any, **kwargs: Any) -> FullyShardedStrategy:
         """Name unknown options.
 
@@ -102,7 +105,9 @@ class FullyShardedStrategy(SteppingStrategy):
             TypeError: An option does not exist.
         """
         check_option_names(cls, kwargs)
-        return super().__new__(cls)
+        strategy = super().__new__(cls)
+        strategy.given = given_options(cls, args, kwargs)
+        return strategy
 
     def __init__(
         self,
@@ -219,7 +224,7 @@ class FullyShardedStrategy(SteppingStrategy):
         Raises:
             ValueError: Device, backend or ``CheckpointIO`` do not fit.
         """
-        self._is_set_up = False
+        self._is_set_up = self._training_began = False
         self._deferred_load = None
         self._check_devices()
         self.check_checkpoint_io()

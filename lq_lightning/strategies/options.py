@@ -1,14 +1,15 @@
-"""Checks of the strategies' options, which name the value, what is allowed and what to do."""
+"""The strategies' options: errors and warnings that name the value, and what to do."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from typing import Any, get_args, get_type_hints
 
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lq_lightning.foundation.checks import is_number
 
@@ -18,6 +19,8 @@ __all__ = [
     "check_flag",
     "check_option_names",
     "check_timeout",
+    "given_options",
+    "warn_without_effect",
 ]
 
 
@@ -54,6 +57,39 @@ def _configs_with(option: str, cls: type) -> list[tuple[str, str]]:
         if isinstance(config, type) and is_dataclass(config)
         if option in (field.name for field in fields(config))
     ]
+
+
+def given_options(
+    cls: type, args: Sequence[object], kwargs: Mapping[str, object]
+) -> dict[str, object]:
+    """Options in a call of ``cls`` that do not have their defaults."""
+    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    given = {**dict(zip(list(parameters)[1:], args, strict=False)), **kwargs}
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    return {n: v for n, v in given.items() if n not in defaults or v != defaults[n]}
+
+
+def warn_without_effect(
+    owner: str, given: Mapping[str, object], names: Iterable[str], why: str
+) -> None:
+    """Warn on rank zero of options that do nothing in this run, if any of ``names`` was given.
+
+    ``"none"`` does not count, as nothing is what it asks for.
+    """
+    found = {name: given[name] for name in names if given.get(name, "none") != "none"}
+    if found:
+        options = ", ".join(f"{name}={_brief(value)}" for name, value in found.items())
+        rank_zero_warn(f"`{owner}({options})` has no effect: {why}.")
+
+
+def _brief(value: object) -> str:
+    """``repr`` without the fields of a config that have their defaults."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    found = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+    defaults = {field.name: field.default for field in fields(value)}
+    shown = ", ".join(f"{n}={_brief(v)}" for n, v in found.items() if v != defaults[n])
+    return f"{type(value).__name__}({shown})"
 
 
 def _refused(owner: str, name: str, value: object, allowed: str) -> ValueError:

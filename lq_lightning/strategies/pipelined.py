@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,7 +23,7 @@ from lq_lightning.strategies.pipelines.checkpoints import (
 )
 from lq_lightning.strategies.pipelines.data import draw_alike
 from lq_lightning.strategies.pipelines.gradients import PipelineGradients, SharedTensor
-from lq_lightning.strategies.pipelines.options import check_stage_optimizer
+from lq_lightning.strategies.pipelines.options import PipelineOptions, check_stage_optimizer
 from lq_lightning.strategies.pipelines.ranks import PipelineRanks
 from lq_lightning.strategies.pipelines.run import PipelineRun
 from lq_lightning.strategies.pipelines.stages import CutModule, cut_of
@@ -167,7 +168,11 @@ class PipelinedStrategy(QuantizedFSDPStrategy):
         super().setup_optimizers(trainer)
         self._fsdp_precision.clip_norm = self._gradients_of_stage = None
         if self._ranks is None:
+            self._say_that_nothing_is_cut()
             return
+        if all(shared.codec is None for shared in self._shared):
+            why = "no weights of `min_quantized_numel` elements are on several ranks"
+            self._warn_without_effect(("tied_gradients",), why)
         self._deferred = None  # a schedule always defers
         for optimizer in self.optimizers:
             check_stage_optimizer(type(self).__name__, optimizer)
@@ -175,6 +180,20 @@ class PipelinedStrategy(QuantizedFSDPStrategy):
             module, shared = self._require_module(), self._shared
             self._gradients_of_stage = PipelineGradients(module, self.optimizers[0], shared)
             self._fsdp_precision.clip_norm = self._gradients_of_stage.clip
+
+    @property
+    def why_nothing_travels(self) -> str:
+        """Why no other rank shares what this one trains, if none does."""
+        if self._ranks is None:
+            return super().why_nothing_travels
+        return "each stage is on one rank, so that its weights and gradients do not travel"
+
+    def _say_that_nothing_is_cut(self) -> None:
+        why = "with one rank along the pipeline the model is not cut, and nothing crosses stages"
+        names = [field.name for field in fields(PipelineOptions) if field.name != "pipeline_size"]
+        self._warn_without_effect(names, why)
+        if "pipeline_size" not in self.given:
+            rank_zero_info(f"{type(self).__name__}: {why}")
 
     def gradient_norm(self) -> Tensor:
         """The L2 norm of all gradients of the model, tied ones counted once.

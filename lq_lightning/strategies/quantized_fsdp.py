@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -27,7 +27,7 @@ from lq_lightning.strategies.choose_quantization import (
 )
 from lq_lightning.strategies.fully_sharded import DEFAULT_TIMEOUT
 from lq_lightning.strategies.nodes import NodesStrategy
-from lq_lightning.strategies.options import check_count
+from lq_lightning.strategies.options import check_count, warn_without_effect
 
 __all__ = ["QuantizedFSDPStrategy"]
 
@@ -219,20 +219,25 @@ class QuantizedFSDPStrategy(NodesStrategy):
         """Install the quantized collectives."""
         self.make_copies_alike(module)
         topology = self.copy_topology()
-        if topology.world_size == 1 or (self._weights is None and self._gradients is None):
+        if topology.world_size == 1:
             return None
         is_open = self._gradients == "auto" or isinstance(self._weights, WeightOption)
         nvlink = is_open and nvlink_inside_nodes(self.root_device, topology.node_size)
         weights, gradients, reason = choose_quantization(
             self._weights, self._gradients, topology, nvlink
         )
+        if isinstance(self.given.get("weights"), WeightQuantization):
+            self._warn_without_effect(("replica",), "the `WeightQuantization` brings its own")
+        elif weights is None or weights.method != "qWD":
+            self._warn_without_effect(("replica",), 'only `weights="qWD"` keeps replicas')
         if reason:
             rank_zero_info(f"{type(self).__name__} {reason}")
         if weights is None and gradients is None:
-            rank_zero_info(
-                "Nothing is quantized: the link between these ranks is no bottleneck. Give "
-                '`weights="qWD"` and `gradients="TLq-HS"` to quantize all the same.'
-            )
+            if is_open:
+                rank_zero_info(
+                    "Nothing is quantized: the link between these ranks is no bottleneck. Give "
+                    '`weights="qWD"` and `gradients="TLq-HS"` to quantize all the same.'
+                )
             return None
         communication = quantize_communication(
             module,
@@ -246,16 +251,32 @@ class QuantizedFSDPStrategy(NodesStrategy):
         if gradients is not None:
             _warn_of_options_without_effect(gradients, communication)
         plan = communication.plan
-        tell = rank_zero_warn if plan.full_precision else rank_zero_info
+        tell = rank_zero_warn if plan.leaves_out_much else rank_zero_info
         tell(plan.summary())
         return communication
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers and let their steps start weight exchanges."""
         super().setup_optimizers(trainer)
+        if self.copy_topology().world_size == 1:
+            names = ("weights", "gradients", "replica")
+            self._warn_without_effect(names, self.why_nothing_travels)
         if self.communication is not None:
             for optimizer in self.optimizers:
                 self.communication.register_optimizer(optimizer)
+
+    @property
+    def why_nothing_travels(self) -> str:
+        """Why no other rank shares what this one trains, if none does."""
+        if self.nodes_train_alone:
+            return (
+                "every node is one rank, and all that nodes exchange that train alone is what "
+                "`local_steps` says (`LocalSteps(bits=...)`)"
+            )
+        return "there is one rank, which sends nothing"
+
+    def _warn_without_effect(self, names: Iterable[str], why: str) -> None:
+        warn_without_effect(type(self).__name__, self.given, names, why)
 
     def after_optimizer_step(self) -> None:
         """Compare the replicas now and then, then bring nodes together if it is time to."""

@@ -34,6 +34,7 @@ from lq_lightning.strategies.pipelines.stages import (
     CutModule,
     cut,
     cut_of,
+    describe_shared,
     place,
     remember_cut,
     shared_tensors,
@@ -337,6 +338,8 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
         if known is None:
             for shared in self._shared:
                 shared.share_value()
+            if self._shared:
+                rank_zero_info(describe_shared(self._shared, self._options.tied_gradients))
         self._connect_learner(self._make_run(module, record, ranks), ranks, record.plan)
 
     def _cut_now(self, module: LightningModule, ranks: PipelineRanks) -> CutModule:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -42,6 +44,7 @@ class SteppingStrategy(CheckpointingStrategy):
     _skip_nonfinite_steps: bool
     _stop_signal: StopSignal | None = None
     _deferred: DeferredReduction | None = None
+    _training_began = False
     num_skipped_steps = 0
 
     # --- for subclasses -----------------------------------------------------------------------
@@ -163,6 +166,10 @@ class SteppingStrategy(CheckpointingStrategy):
         if self._deferred is not None:
             self._deferred.start_batch(self._require_module().trainer)
 
+    def on_train_start(self) -> None:
+        """Note that there is something to continue from here on."""
+        self._training_began = True
+
     def on_train_end(self) -> None:
         """Stop all ranks after a signal that no batch followed."""
         if self._stop_signal is not None:
@@ -217,6 +224,29 @@ class SteppingStrategy(CheckpointingStrategy):
             rank_zero_warn(message)
         elif group.rank() == 0:
             warnings.warn(f"node of rank {self.global_rank}: {message}", stacklevel=2)
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | Path,
+        storage_options: Any | None = None,
+    ) -> None:
+        """Write a checkpoint, unless ``fit`` failed before training began.
+
+        ``OnExceptionCheckpoint`` saves then, too, and would replace what the next run could
+        continue from by weights without optimizer.
+        """
+        trainer = self._require_module().trainer
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits and trainer.interrupted and not self._training_began:
+            rank_zero_warn(
+                f"`{filepath}` is not saved: the run failed before training began, so that there "
+                "is nothing to continue from. What is there stays."
+            )
+            return
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # --- evaluation, errors -------------------------------------------------------------------
 

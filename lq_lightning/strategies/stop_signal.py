@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lq_lightning._compat.lightning import note_sigterm, replace_stop_check
 
@@ -64,6 +64,7 @@ class StopSignal:
             launcher.kill(signum)
         self._requested = True
         if self._trainer.state.fn != TrainerFn.FITTING:
+            rank_zero_info(f"[rank: {dist.get_rank()}] Received SIGTERM: {signum}")
             note_sigterm(self._trainer)
 
     def _check(self) -> None:
@@ -81,6 +82,14 @@ class StopSignal:
 
     def _stop(self) -> None:
         note_sigterm(self._trainer)
+        own = torch.tensor([int(self._requested)], device=self._device)
+        flags = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(flags, own)
+        signalled = ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
+        rank_zero_info(
+            f"Received SIGTERM (rank {signalled} of {len(flags)}): all ranks stop after optimizer "
+            f"step {self._trainer.global_step}"
+        )
         self._trainer.strategy.barrier("SIGTERM")
         raise SIGTERMException
 

@@ -67,6 +67,12 @@ def _loading(rank: int, world_size: int, root: str) -> None:
         assert all(torch.equal(trained[n], w) for n, w in weights(model).items())
         with pytest.raises(KeyError, match="contains only the model"):
             fit(root, module(), strategy(full), ckpt_path=f"{folder}/weights.ckpt")
+        # before training
+        run = trainer(strategy(full), root)
+        run.validate(module(), loader(8), verbose=False)
+        run.save_checkpoint(f"{folder}/early.ckpt")
+        with pytest.raises(ValueError, match="saved before training began.*delete it"):
+            fit(root, module(), strategy(full), ckpt_path=f"{folder}/early.ckpt")
         # an optimizer without state
         run, _ = fit(root, module(optimizer="sgd"), strategy(full))
         run.save_checkpoint(f"{folder}/sgd.ckpt")

@@ -80,6 +80,7 @@ def tensor(name: str, numel: int, *, trained: bool = True, reason: str = "") -> 
 
 def test_the_summary_is_about_what_is_trained() -> None:
     tensors = (
+        *(tensor(f"0.{i}.up", 10_000, trained=False) for i in range(3)),
         *(tensor(f"base{i}", 10_000, trained=False) for i in range(4)),
         tensor("lora", 940),
         tensor("bias", 60, reason="1-D"),
@@ -90,12 +91,14 @@ def test_the_summary_is_about_what_is_trained() -> None:
         "weights: qWD",
         "gradients: TLq-HS",
         "94% of what is trained travels quantized: 1 of 2 tensors, 940 of 1,000 elements",
-        "frozen, sent once: 4 tensors, 40,000 elements (base0, base1, base2, ...)",
+        "frozen, sent once: 7 tensors, 70,000 elements (3x *.*.up, base0, base1, ...)",
         "in full precision, 1-D: 1 tensor, 60 elements (bias)",
     ]
     assert "100% of what is trained" in plan._replace(tensors=tensors[:-1]).summary()
     nearly = (tensor("most", 10**6), tensor("bias", 1, reason="1-D"))
     assert "99% of what is trained" in plan._replace(tensors=nearly).summary()
+    assert plan.leaves_out_much
+    assert not plan._replace(tensors=nearly).leaves_out_much
 
 
 def test_the_summary_says_what_to_do_where_nothing_is_quantized() -> None:

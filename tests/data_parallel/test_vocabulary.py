@@ -18,7 +18,11 @@ from torch import nn
 
 from lq_lightning import QuantizedFSDPStrategy
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.data_parallel import GradientQuantization, vocabulary_weights
+from lq_lightning.data_parallel import (
+    GradientQuantization,
+    WeightQuantization,
+    vocabulary_weights,
+)
 from lq_lightning.data_parallel.config import VOCABULARY_BITS
 from lq_lightning.data_parallel.layout import (
     MessageLayout,
@@ -174,7 +178,13 @@ def test_the_plan_names_them() -> None:
     assert found == ["tokens.weight", "positions.weight", "head.weight"]
     assert "int2 between 2 nodes of one rank, int8 there for embeddings and heads" in plan.summary()
     named = "3 tensors, 21,504 elements (tokens.weight, positions.weight, head.weight)"
-    assert f"gradients in vocabulary_bits: {named}" in plan.summary()
+    assert f"or of their shape: {named}; `GradientQuantization(vocabulary_bits=None)`" in (
+        plan.summary()
+    )
+    tied = build_vocabulary(FINE, 1, tied=True)[1].plan
+    assert "(head.weight tied to tokens.weight, positions.weight);" in tied.summary()
+    more = [plan.vocabulary[0]._replace(name=name) for name in "abcdefgh"]
+    assert "(a, b, c, d, e, f, g, h);" in plan._replace(tensors=tuple(more)).summary()
     large = build_vocabulary(FINE, 1, min_quantized_numel=VOCAB * WIDTH + 1)[1]
     assert large.plan.vocabulary == ()
     assert "embeddings" not in large.plan.summary()  # which has no line of theirs
@@ -217,20 +227,29 @@ class WithoutEmbedding(TinyModule):
 
 def _warns(rank: int, world: int, root: str) -> None:
     def fit(module: TinyModule, config: GradientQuantization, message: str, **options: Any) -> None:
-        strategy = QuantizedFSDPStrategy(gradients=config, min_quantized_numel=64, **options)
+        strategy = QuantizedFSDPStrategy(gradients=config, **{"min_quantized_numel": 64, **options})
         runner: Trainer = trainer(strategy, root)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             runner.fit(module, loader(8))
-        told = [str(w.message) for w in caught if "vocabulary_bits=" in str(w.message)]
+        told = [str(w.message) for w in caught if "has no effect" in str(w.message)]
         assert len(told) == (rank == 0 and bool(message)), told
         assert all(re.search(message, text) for text in told)
+        alarmed = any("of what is trained travels" in str(w.message) for w in caught)
+        assert alarmed == (rank == 0 and "min_quantized_numel" in options)
 
     eight = GradientQuantization(vocabulary_bits=8)
     fit(WithoutEmbedding(), eight, "vocabulary_bits=8.*no trained embedding", node_size=1)
     fit(TinyModule(), eight, "vocabulary_bits=8.*TLq-HS.*the same bits on this topology")
     fit(TinyModule(), eight, "", node_size=1)
-    fit(WithoutEmbedding(), GradientQuantization(), "", node_size=1)
+    alone: dict[str, Any] = {"node_size": 1, "local_steps": 2, "weights": "qWD"}
+    given = r"weights='qWD', gradients=GradientQuantization\(vocabulary_bits=8\)\)` has no effect"
+    fit(TinyModule(), eight, f"{given}: every node is one rank", **alone)
+    config = WeightQuantization(bits=3)
+    for weights, why in ((config, "brings its own"), ("qW", "keeps replicas")):
+        message = rf"Strategy\(replica='node'\)` has no effect.*{why}"
+        fit(TinyModule(), GradientQuantization(), message, weights=weights, replica="node")
+    fit(WithoutEmbedding(), GradientQuantization(), "", node_size=1, min_quantized_numel=2000)
 
 
 def test_options_without_effect_are_named(tmp_path: Any) -> None:

@@ -101,7 +101,7 @@ def test_plan_and_bytes() -> None:
     quantize_optimizer(optimizer, module=model)
     plan = {entry.name: entry for entry in optimizer.quantization_plan()}  # type: ignore[attr-defined]
     assert plan["0.weight"].reason == "embedding"
-    assert plan["1.bias"].reason == "one dimension, which sharding cuts anywhere"
+    assert plan["1.bias"].reason == "1-D"
     assert plan["1.weight"].reason is None
     for param in model.parameters():
         param.grad = torch.randn_like(param)
@@ -119,7 +119,7 @@ def test_plan_and_bytes() -> None:
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [
-        ((1 << 20,), "one dimension"),
+        ((1 << 20,), "1-D"),
         ((63, 64), "fewer than 4096 elements"),
         ((4096, 31), "rows of fewer than 32"),
         ((4096, 32), None),

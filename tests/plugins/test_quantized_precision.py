@@ -6,6 +6,7 @@ import functools
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -85,7 +86,11 @@ def test_states_are_codes_and_the_loss_follows(tmp_path: Path) -> None:
     exact = fit(str(tmp_path), plugin=off, max_epochs=2)[1]
     monitor = LearningRateMonitor()
     logger = CSVLogger(tmp_path)
-    run, losses = fit(str(tmp_path), max_epochs=2, callbacks=[monitor], logger=logger)
+    with mock.patch("lq_lightning.plugins.quantized_precision.rank_zero_info") as info:
+        run, losses = fit(str(tmp_path), max_epochs=2, callbacks=[monitor], logger=logger)
+    assert info.call_args.args[0].endswith(
+        "before sharding; in fp32: 7 (1-D), 3 (rows of fewer than 32 elements), 1 (embedding)"
+    )
     assert type(run.optimizers[0]) is QuantizedAdamW
     assert all(codes.dtype == torch.uint8 for codes in state_of(run, "_codes"))
     # `wide`, and `down` of two blocks; the others have short rows, or are 1-D or an embedding

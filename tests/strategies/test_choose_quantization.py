@@ -43,6 +43,7 @@ def test_auto_follows_the_topology(
         assert weights == WeightQuantization(replica=replica)  # type: ignore[arg-type]
         assert gradients == GradientQuantization()
         assert f"replica={replica!r}" in reason
+    assert f"of {node_size} rank{'s' * (node_size > 1)} w" in reason
 
 
 def test_what_the_user_gives_is_kept() -> None:

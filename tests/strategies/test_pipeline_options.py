@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
-from typing import Any
+import warnings
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
 from lq_lightning import QuantizedPipelineStrategy
+from lq_lightning.data_parallel import GradientQuantization
+from lq_lightning.strategies.pipelines.gradients import SharedTensor
 from lq_lightning.strategies.pipelines.options import PipelineOptions
 from lq_lightning.strategies.pipelines.ranks import stage_topology
+from lq_lightning.strategies.pipelines.stages import describe_shared
 
 run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=60.0)
 NONE = {"forward_codec": "none", "backward_codec": "none"}
@@ -65,10 +69,34 @@ def test_pipeline_has_to_divide_the_world() -> None:
 
 
 def test_one_rank_is_a_plain_run(tmp_path: Any) -> None:
-    run = trainer(QuantizedPipelineStrategy(), str(tmp_path), devices=1)
-    run.fit(TinyModule(), loader())
+    with (
+        mock.patch("lq_lightning.strategies.pipelined.rank_zero_info") as info,
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("error", message=".*has no effect")
+        run = trainer(QuantizedPipelineStrategy(), str(tmp_path), devices=1)
+        run.fit(TinyModule(), loader())
+    assert "one rank along the pipeline the model is not cut" in info.call_args.args[0]
     assert run.strategy.pipeline is None
     assert run.strategy.quantization_report() is None
+
+
+def test_one_rank_names_options_without_effect(tmp_path: Any) -> None:
+    options = {"weights": "qWD", "replica": "node", "on_drift": "resync"}
+    options["gradients"] = GradientQuantization(vocabulary_bits=8)
+    pipeline = {"schedule": "gpipe", "forward_codec": "int8", "backward_codec": "none"}
+    strategy = QuantizedPipelineStrategy(None, **pipeline, **options)
+    with pytest.warns(UserWarning, match="has no effect") as caught:
+        trainer(strategy, str(tmp_path), devices=1).fit(TinyModule(), loader(8))
+    messages = [str(w.message) for w in caught if "has no effect" in str(w.message)]
+    given = "weights='qWD', gradients=GradientQuantization(vocabulary_bits=8), replica='node'"
+    boundaries = "schedule='gpipe', forward_codec='int8'"
+    assert messages == [
+        f"`QuantizedPipelineStrategy({given})` has no effect: there is one rank, which sends "
+        "nothing.",
+        f"`QuantizedPipelineStrategy({boundaries})` has no effect: with one rank along the "
+        "pipeline the model is not cut, and nothing crosses stages.",
+    ]
 
 
 def _options(**given: Any) -> PipelineOptions:
@@ -223,10 +251,21 @@ def _refuse(rank: int, world_size: int, root: str) -> list[str]:
         with pytest.raises((NotImplementedError, ValueError, RuntimeError, IndexError)) as raised:
             run.fit(model, loader(16, batch_size=8))
         messages.append(str(raised.value))
-    run = trainer(QuantizedPipelineStrategy(**NONE), root, devices=world_size)
-    skip = "`Skips.training_step` uses something made in front"
-    with pytest.warns(UserWarning, match=skip) if rank == 0 else contextlib.nullcontext():
+    unused = {"tied_gradients": "int4", "weights": "qWD", "gradients": "none"}
+    run = trainer(QuantizedPipelineStrategy(**NONE, **unused), root, devices=world_size)
+    info = "lq_lightning.strategies.quantized_pipeline.rank_zero_info"
+    with warnings.catch_warnings(record=True) as caught, mock.patch(info) as said:
+        warnings.simplefilter("always")
         run.fit(Skips(layers=2), loader(8, batch_size=8))
+    for warning in (
+        "`Skips.training_step` uses something made in front",
+        r"Strategy\(tied_gradients='int4'\)` has no effect: no weights of .* are on several ranks",
+        r"Strategy\(weights='qWD'\)` has no effect: each stage is on one rank",
+    ):
+        assert any(re.search(warning, str(w.message)) for w in caught) == (rank == 0), warning
+    tied = describe_shared(run.strategy._shared, "int4")
+    assert tied.startswith("gradients of `net.tiny` travel in full precision")
+    assert mock.call(tied) in said.mock_calls
     weight = torch.nn.Parameter(torch.ones(4))
     weight.grad = torch.ones(4)
     assert torch.nn.utils.clip_grad_norm_([weight], 1.0) == 2.0  # elsewhere it is as ever
@@ -237,6 +276,13 @@ def test_refused_on_every_rank(tmp_path: Any) -> None:
     for messages in run_trainer(_refuse, 2, str(tmp_path)):
         for (_, _, pattern), message in zip(REFUSED, messages, strict=True):
             assert re.search(pattern, message), (pattern, message)
+
+
+def test_codes_of_tied_gradients_are_named() -> None:
+    codec = _options(backward_codec="tah5").tied_codec()
+    shared = [SharedTensor("net.embed.weight", None, cast(Any, None), codec)]
+    told = "`net.embed.weight` travel in int8 between the ranks that hold it (tied_gradients='auto'"
+    assert told in describe_shared(shared, "auto")
 
 
 class Draws(TinyModule):

@@ -10,7 +10,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.tuner import Tuner
 from lq_testing import run_ranks
@@ -127,7 +133,11 @@ def _single_device_programs(rank: int, world_size: int, root: str) -> None:
     assert losses.values == expected.values
     assert "forward" in module.net.blocks[0].__dict__
     with pytest.raises(ValueError, match=r"no submodule of class \['Blok'\]"):
-        trainer(QuantizedFSDPStrategy(units=["Blok"]), root, devices=1).fit(Silent(), loader())
+        _fit_and_save(QuantizedFSDPStrategy(units=["Blok"]), root)
+    assert not Path(root, "on_exception.ckpt").exists()  # nothing has been trained
+    with pytest.raises(ZeroDivisionError):
+        _fit_and_save(QuantizedFSDPStrategy(), root, Failing())
+    assert torch.load(f"{root}/on_exception.ckpt", weights_only=True)["global_step"] == 1
     # meta device
     module = MetaModule()
     trainer("quantized_fsdp", root, devices=1).fit(module, loader(64))
@@ -139,6 +149,17 @@ def _single_device_programs(rank: int, world_size: int, root: str) -> None:
     run.save_checkpoint(f"{root}/own.ckpt")
     TinyModule.load_from_checkpoint(f"{root}/own.ckpt")
     run.test(sharded, loader(8), ckpt_path=f"{root}/own.ckpt", verbose=False)
+
+
+def _fit_and_save(strategy: Any, root: str, *callbacks: Callback) -> None:
+    every = [OnExceptionCheckpoint(root), *callbacks]
+    run = trainer(strategy, root, devices=1, callbacks=every, enable_checkpointing=True)
+    run.fit(Silent(), loader())
+
+
+class Failing(Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        raise ZeroDivisionError
 
 
 class Silent(TinyModule):

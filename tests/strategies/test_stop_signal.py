@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -78,9 +79,13 @@ def _stops(rank: int, world_size: int, root: str, where: str, gpu: bool) -> None
     whole = _fit(root, gpu, **options).values
     handler = signal.getsignal(signal.SIGTERM)
     save = OnExceptionCheckpoint(root, filename=where)
-    first = _fit(
-        root, gpu, Signal(where, rank=1), save, enable_checkpointing=True, **options
-    ).values
+    said: list[str] = []
+    with mock.patch("lq_lightning.strategies.stop_signal.rank_zero_info", said.append):
+        first = _fit(
+            root, gpu, Signal(where, rank=1), save, enable_checkpointing=True, **options
+        ).values
+    told = f"Received SIGTERM (rank 1 of 2): all ranks stop after optimizer step {len(first)}"
+    assert said == [told]
     assert signal.getsignal(signal.SIGTERM) is handler
     # the batch of the signal, if there is one, is trained; on GPUs up to two more
     expected = 2 if where == "validation" else 3

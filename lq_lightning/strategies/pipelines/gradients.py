@@ -29,6 +29,7 @@ class SharedTensor:
         codec: What gradients travel as; None for their own dtype.
 
     Attributes:
+        name, parameter, codec: As given.
         sent_nbytes: Bytes of gradients that this rank has sent to the others.
     """
 
@@ -43,7 +44,7 @@ class SharedTensor:
         self.parameter = parameter
         self.sent_nbytes = 0
         self._group = group
-        self._codec = codec
+        self.codec = codec
 
     @property
     def is_first(self) -> bool:
@@ -69,12 +70,12 @@ class SharedTensor:
         if not local.numel():
             return
         others = self._group.size() - 1
-        if self._codec is None:
+        if self.codec is None:
             # What an all-reduce sends in rings; gloo and NCCL may choose otherwise.
             self.sent_nbytes += 2 * others * local.nbytes // (others + 1)
             dist.all_reduce(local, group=self._group)
         else:
-            self.sent_nbytes += others * self._sum_codes(local, self._codec)
+            self.sent_nbytes += others * self._sum_codes(local, self.codec)
 
     def _sum_codes(self, gradient: Tensor, codec: CodecSpec) -> int:
         """Sum in fp32 what all ranks decode from the same bytes, so that the copies stay equal."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,15 @@ from lq_lightning.strategies.pipelines.ranks import PipelineRanks
 from lq_lightning.strategies.sharding import already_configured
 from lq_lightning.strategies.units import ChosenUnits, UnitSelector, choose_units
 
-__all__ = ["CutModule", "cut", "cut_of", "place", "remember_cut", "shared_tensors"]
+__all__ = [
+    "CutModule",
+    "cut",
+    "cut_of",
+    "describe_shared",
+    "place",
+    "remember_cut",
+    "shared_tensors",
+]
 
 _RECORD = "_lq_cut"  # kept in the module, so that both are freed together
 
@@ -166,6 +174,18 @@ def shared_tensors(
             codec = options.tied_codec() if numel >= min_quantized_numel else None
             found.append(SharedTensor(name, own, group, codec))
     return found
+
+
+def describe_shared(found: Iterable[SharedTensor], option: str) -> str:
+    """One line per parameter for people; ``option`` is the strategy's ``tied_gradients``."""
+    lines = []
+    for shared in found:
+        code = "full precision" if shared.codec is None else shared.codec.code
+        lines.append(
+            f"gradients of `{shared.name}` travel in {code} between the ranks that hold it "
+            f"(tied_gradients={option!r})"
+        )
+    return "\n".join(lines)
 
 
 def _places(shared: SharedParameter, num_stages: int, size: int, schedule: str) -> list[int]:
