@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lq_lightning.foundation.checks import check_choice
+from lq_lightning.foundation.checks import check_choice, is_whole
 
 from .allocation import Allocation, allocate, least_nbytes
 from .calibrate import (
@@ -90,7 +90,7 @@ class MemoryBudget:
             ValueError: ``size`` is none of what is allowed.
         """
         size = self.size
-        if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        if is_whole(size) and size > 0:
             return size
         if isinstance(size, float) and 0.0 < size <= 1.0:
             return int(size * total_nbytes)

@@ -12,7 +12,7 @@ from torch import nn
 
 from lq_lightning.adaptive import GateOptimizer
 from lq_lightning.adaptive.gate import Lines
-from lq_lightning.foundation.checks import check_choice
+from lq_lightning.foundation.checks import check_choice, is_whole
 
 from .strategy_check import check_strategy
 
@@ -34,7 +34,7 @@ def check_count(callback: Callback, field: str, value: object, least: int) -> No
     Raises:
         ValueError: ``value`` is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_whole(value) or value < least:
         raise ValueError(
             f"`{type(callback).__name__}({field}={value!r})` must be a whole number of {least} or "
             "more."

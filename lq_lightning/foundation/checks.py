@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
-__all__ = ["check_choice", "is_number"]
+__all__ = ["check_choice", "is_number", "is_whole"]
 
 
 def is_number(value: object) -> TypeGuard[float]:
     """Whether an option is an integer or a float, which True and False are only to Python."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether an option is an integer, which True and False are only to Python."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_choice(

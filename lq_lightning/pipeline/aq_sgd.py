@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lq_lightning.codecs import CodecSpec, decode, encode
-from lq_lightning.foundation.checks import check_choice
+from lq_lightning.foundation.checks import check_choice, is_whole
 from lq_lightning.kernels.message import SCALE_DTYPES
 
 from .message import (
@@ -74,7 +74,7 @@ class AQSGDQuantization:
         check_choice(owner, "cache_dtype", self.cache_dtype, get_args(CacheDtype))
         for field, least in (("cache_nbytes", 1), ("memory_nbytes", 0)):
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not is_whole(value) or value < least:
                 raise ValueError(
                     f"`{owner}({field}={value!r})` is not supported: choose a number of bytes, at "
                     f"least {least}."

@@ -11,6 +11,7 @@ from typing import Literal
 from torch import nn
 
 from lq_lightning._compat.modules import is_compiled_in_place, is_compiled_wrapper
+from lq_lightning.foundation.checks import is_whole
 from lq_lightning.foundation.trunk import Trunk, find_trunk, names_around
 
 from .absent import check_replaceable
@@ -199,7 +200,7 @@ def _counts(
 
 def _given_counts(split: Sequence[int], trunk: Trunk, num_stages: int) -> tuple[int, ...]:
     counts = tuple(split)
-    if any(isinstance(n, bool) or not isinstance(n, int) for n in counts):
+    if not all(map(is_whole, counts)):
         raise ValueError(f"`split={list(counts)}` must hold whole numbers of layers.")
     for stage, count in enumerate(counts):
         if count < 1:

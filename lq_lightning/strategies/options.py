@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lq_lightning.foundation.checks import is_number
+from lq_lightning.foundation.checks import is_number, is_whole
 
 __all__ = [
     "check_backend",
@@ -116,7 +116,7 @@ def check_count(
     Raises:
         ValueError: ``value`` is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_whole(value) or value < least:
         instead = "" if config is None else f", or a `{config.__name__}`"
         raise _refused(owner, name, value, f"a whole number of {least} or more{instead}")
 
