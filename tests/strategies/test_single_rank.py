@@ -133,11 +133,18 @@ def _single_device_programs(rank: int, world_size: int, root: str) -> None:
     assert losses.values == expected.values
     assert "forward" in module.net.blocks[0].__dict__
     with pytest.raises(ValueError, match=r"no submodule of class \['Blok'\]"):
-        _fit_and_save(QuantizedFSDPStrategy(units=["Blok"]), root)
+        _saving_trainer(QuantizedFSDPStrategy(units=["Blok"]), root).fit(Silent(), loader())
     assert not Path(root, "on_exception.ckpt").exists()  # nothing has been trained
+    failing = Failing()
+    run = _saving_trainer(QuantizedFSDPStrategy(), root, failing)
     with pytest.raises(ZeroDivisionError):
-        _fit_and_save(QuantizedFSDPStrategy(), root, Failing())
+        run.fit(Silent(), loader())
     assert torch.load(f"{root}/on_exception.ckpt", weights_only=True)["global_step"] == 1
+    Path(root, "on_exception.ckpt").unlink()
+    failing.at_start = True
+    with pytest.raises(ZeroDivisionError):
+        run.fit(Silent(), loader())
+    assert not Path(root, "on_exception.ckpt").exists()  # nothing has been trained this time
     # meta device
     module = MetaModule()
     trainer("quantized_fsdp", root, devices=1).fit(module, loader(64))
@@ -151,13 +158,18 @@ def _single_device_programs(rank: int, world_size: int, root: str) -> None:
     run.test(sharded, loader(8), ckpt_path=f"{root}/own.ckpt", verbose=False)
 
 
-def _fit_and_save(strategy: Any, root: str, *callbacks: Callback) -> None:
+def _saving_trainer(strategy: Any, root: str, *callbacks: Callback) -> pl.Trainer:
     every = [OnExceptionCheckpoint(root), *callbacks]
-    run = trainer(strategy, root, devices=1, callbacks=every, enable_checkpointing=True)
-    run.fit(Silent(), loader())
+    return trainer(strategy, root, devices=1, callbacks=every, enable_checkpointing=True)
 
 
 class Failing(Callback):
+    at_start = False
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        if self.at_start:
+            raise ZeroDivisionError
+
     def on_train_batch_end(self, *args: Any) -> None:
         raise ZeroDivisionError
 
