@@ -3,6 +3,8 @@
 First every operator is compared with the CPU reference, bit by bit, on random data; if one
 differs, no speed is printed and the exit code is 1. Then each is timed (median over graph replays,
 buffers rotated through more than the L2 cache). GB/s counts each byte read once and written once.
+Beside the copy of 2 GiB, which short kernels cannot reach, stands one as short as each:
+``torch.neg`` that reads and writes as many bytes, timed likewise.
 
     python benchmarks/kernels.py --out outputs/kernels.json
 """
@@ -14,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -235,6 +238,19 @@ def one_element_copy() -> float:
     return time_cuda_calls([lambda: torch.neg(x, out=y)] * 64)
 
 
+def buffer_sets(nbytes: int) -> int:
+    """Return how many sets of so many bytes are more than the L2 cache holds."""
+    return max(1, min(64, -(-WORKING_SET_NBYTES // nbytes)))
+
+
+@cache
+def equal_copy(nbytes: int) -> float:
+    """Return the seconds of an elementwise kernel that reads and writes so many bytes in all."""
+    shape = (buffer_sets(nbytes), 2, nbytes // 8)
+    calls = [lambda x=x: torch.neg(x[0], out=x[1]) for x in torch.zeros(shape, device="cuda")]
+    return time_cuda_calls(calls, repeats=15)
+
+
 def measure(case: Case, size_nbytes: int, copy_rate: float) -> dict[str, object]:
     """Time a case with a float tensor of ``size_nbytes``."""
     numel = size_nbytes // case.floats
@@ -244,8 +260,7 @@ def measure(case: Case, size_nbytes: int, copy_rate: float) -> dict[str, object]
         moved += first["out"].nbytes
     if "group row" in case.name and "x" in first:  # read once for the scale, once for the codes
         moved += first["x"].nbytes
-    count = max(1, min(64, -(-WORKING_SET_NBYTES // moved)))
-    sets = [first, *[case.buffers(1, numel) for _ in range(count - 1)]]
+    sets = [first, *[case.buffers(1, numel) for _ in range(buffer_sets(moved) - 1)]]
     seconds = time_cuda_calls([lambda made=made: case.run(made) for made in sets], repeats=15)
     return {
         "op": case.name,
@@ -257,6 +272,7 @@ def measure(case: Case, size_nbytes: int, copy_rate: float) -> dict[str, object]
         "ns_per_1000_values": seconds * 1e12 / numel,
         "gb_per_s": moved / seconds / 1e9,
         "share_of_copy": moved / seconds / copy_rate,
+        "share_of_equal_copy": equal_copy(moved) / seconds,
     }
 
 
@@ -308,10 +324,12 @@ def main() -> int:
             f"{r['ns_per_1000_values']:.2f}",
             f"{r['gb_per_s']:.0f}",
             f"{r['share_of_copy']:.0%}",
+            f"{r['share_of_equal_copy']:.0%}",
         )
         for r in results
     ]
-    print(table(rows, ["op", "MB", "us", "B/value", "ns/1000", "GB/s", "of copy"]))
+    heads = ["op", "MB", "us", "B/value", "ns/1000", "GB/s", "of copy", "of an equal copy"]
+    print(table(rows, heads))
     host = {case.name: host_time_per_call(case) * 1e6 for case in chosen if case.every_size}
     print(f"host time per call: {min(host.values()):.0f} to {max(host.values()):.0f} us")
     report = {
