@@ -298,7 +298,7 @@ def main() -> None:
         results = joined([report["results"] for report in reports])
         print(show(results))
         if args.json:
-            environments = [e for r in reports for e in r.get("environments", [r["environment"]])]
+            environments = [e for r in reports for e in r.get("environments") or [r["environment"]]]
             report = {"benchmark": "alternatives", "environments": environments}
             args.json.write_text(json.dumps(report | {"results": results}, indent=2) + "\n")
         return

@@ -26,6 +26,10 @@ from .reference_codes import (
 _SMALLEST_SQUARE = 2.0**-100
 _CHUNK_NUMEL = 1 << 17
 
+# MKL chooses the kernel of a root at its first call; where several threads make that call, one may
+# compute its part coarsely (torch's issue 188792: 2 of 1800 processes here).
+torch.ones(1, dtype=torch.float64, device="cpu").sqrt_()
+
 
 @dataclass(frozen=True, slots=True)
 class State:

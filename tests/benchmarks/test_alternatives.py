@@ -173,6 +173,8 @@ def test_alternatives_are_measured(run: Run, tmp_path: Path) -> None:
     assert "ddp-powersgd-8" in shown
     run("alternatives.py", *TEXT, *short, "--rows", "tiny:ddp,loss:ddp", "--json", reports[1])
     merged = run("alternatives.py", "--merge", *reports[:2], "--json", reports[2])
+    again = run("alternatives.py", "--merge", reports[2], "--json", reports[2])
+    assert again == merged
     results = json.loads(Path(reports[2]).read_text())["results"]
     assert [row["method"] for row in results["rows"]][-1] == "ddp"
     assert set(results["losses"]) == {"ddp-powersgd-8", "local-8", "ddp"}
