@@ -25,7 +25,9 @@ NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD say otherwise.
 
 Where there are fewer GPUs than ranks, nodes share them; ranks of one node do not. Losses and bytes
 are the same then, but computation is slower, and much slower without CUDA's MPS
-(nvidia-cuda-mps-control -d), which lets processes compute side by side.
+(nvidia-cuda-mps-control -d), which lets processes compute side by side. Each then gets 16 hardware
+queues unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise: with the few that MPS gives, streams wait
+for each other.
 
 Give the script the node size too, e.g.:
 
@@ -68,6 +70,7 @@ fi
 if [ "$gpus" -gt 0 ] && [ $((nodes * ranks)) -gt "$gpus" ]; then
     echo "nodes.sh: $((nodes * ranks)) ranks share $gpus GPUs" >&2
     export LQ_RANKS_PER_GPU=$(((nodes * ranks + gpus - 1) / gpus))  # for the reports
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-16}
 fi
 
 id=$((BASHPID % 10000))  # interface names have at most 15 characters
