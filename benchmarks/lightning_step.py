@@ -70,7 +70,7 @@ class Module(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer of ``job.Job``."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=self.device.type == "cuda")
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
     def batches(self, count: int) -> list[Tensor]:
         """Return ``count`` batches, four different ones in turn, on this rank's device."""
