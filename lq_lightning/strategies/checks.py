@@ -35,7 +35,7 @@ def check_shardable(root: nn.Module) -> None:
 
     Raises:
         TypeError: A submodule is wrapped by FSDP1, DDP or DataParallel.
-        ValueError: A parameter is a scalar or lazily initialised.
+        ValueError: A parameter is a scalar, empty or lazily initialised, or its gradient is sparse.
         NotImplementedError: A unit is sharded over a 2-D mesh (HSDP), or a parameter by tensor
             parallelism.
     """
@@ -45,6 +45,12 @@ def check_shardable(root: nn.Module) -> None:
                 f"`{name or 'the LightningModule'}` is wrapped in `{type(module).__name__}`, which "
                 "cannot be combined with FSDP2. Remove the wrapper: the strategy shards the model "
                 "itself, or use `torch.distributed.fsdp.fully_shard` in `configure_model`."
+            )
+        looks_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if looks_up and module.sparse and module.weight.requires_grad:
+            raise ValueError(
+                f"`{name}` has sparse gradients, and FSDP2 reduces dense ones only. Build it with "
+                f"`{type(module).__name__}(sparse=False)`."
             )
     managed: set[int] = set()
     for name, _, group in fsdp_units(root):
@@ -73,13 +79,19 @@ def check_shardable(root: nn.Module) -> None:
                 f"parameter `{name}` is a scalar, which FSDP2 cannot shard. Make it a tensor of "
                 "shape (1,), for example `nn.Parameter(torch.ones(1))`."
             )
+        if parameter.numel() == 0 and parameter.requires_grad:
+            raise ValueError(
+                f"parameter `{name}` of shape {tuple(parameter.shape)} has no elements, and FSDP2 "
+                "cannot reduce its gradient. Leave it out, or freeze it: `requires_grad_(False)`."
+            )
 
 
 def check_fully_sharded(root: nn.Module) -> None:
-    """Make sure that nothing is left that ranks would update differently.
+    """Make sure that nothing is left that ranks would update differently or FSDP2 cannot reduce.
 
     Raises:
         RuntimeError: A parameter belongs to no unit, so its gradient is never reduced.
+        ValueError: Trained parameters of one unit have several dtypes.
     """
     left = [n for n, p in root.named_parameters() if not isinstance(p, DTensor)]
     if left:
@@ -89,6 +101,18 @@ def check_fully_sharded(root: nn.Module) -> None:
             "ranks. This happens with `fully_shard(..., ignored_params=...)` and with parameters "
             "added after sharding; create all parameters in `__init__` or `configure_model`."
         )
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    for unit, _, group in fsdp_units(root):
+        trained = [p.sharded_param for p in GroupParams(group)() if p.sharded_param.requires_grad]
+        by_dtype = {parameter.dtype: names[id(parameter)] for parameter in trained}
+        if len(by_dtype) > 1:
+            found = " and ".join(f"{dtype} (`{name}`)" for dtype, name in by_dtype.items())
+            raise ValueError(
+                f"unit `{unit or 'root'}` has trained parameters of {found}, and FSDP2 reduces the "
+                "gradients of a unit in one dtype. Make them alike (`model.float()`, and "
+                "`precision='bf16-mixed'` to compute in bf16), or shard the modules of one dtype "
+                "as units of their own: `units=[...]`."
+            )
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:

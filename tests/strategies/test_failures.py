@@ -127,6 +127,7 @@ def _before_the_first_step(rank: int, world_size: int, root: str) -> None:
         (Wrapped(DistributedDataParallel), TypeError, r"in `DistributedDataP.*Remove the wrapper"),
         (Wrapped(nn.DataParallel), TypeError, r"in `DataParallel`.*Remove the wrapper"),
         (Scalar(), ValueError, r"`temperature` is a scalar"),
+        (Wrapped(nn.Module.bfloat16), ValueError, r"unit `root` .* torch.bfloat16 \(`net.head.w"),
         (ScalarOnMeta(), ValueError, r"`temperature` is a scalar"),
     ):
         losses = Losses()

@@ -161,11 +161,19 @@ def test_a_stage_of_a_pipeline_has_the_units_of_the_whole_model_that_it_holds() 
         assert held(stage, lambda module: isinstance(module, nn.Embedding)) == expected
 
 
-def test_scalar_and_lazy_parameters_are_named() -> None:
+def test_parameters_that_cannot_be_sharded_are_named() -> None:
     model = TinyLM()
     model.temperature = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match=r"`temperature` is a scalar.*\(1,\)"):
         check_shardable(model)
+    empty = nn.ParameterList([torch.empty(3, 0)])
+    with pytest.raises(ValueError, match=r"`0` of shape \(3, 0\) has no elements"):
+        check_shardable(empty)
+    check_shardable(empty.requires_grad_(False))
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        with pytest.raises(ValueError, match=r"`0` has sparse.*`Embedding.*\(sparse=False"):
+            check_shardable(nn.Sequential(kind(8, 4, sparse=True)))
+        check_shardable(kind(8, 4, sparse=True).requires_grad_(False))
     lazy = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(ValueError, match=r"`0.weight` is lazily initialised"):
         check_shardable(lazy)
