@@ -123,7 +123,8 @@ class StageModule(nn.Module):
         """Find what crosses the boundaries for the micro-batch ``index``, on the first stage.
 
         Runs the step up to and through the first layer without gradients; torch's random numbers
-        and buffers stay as they were, such as running statistics. With FSDP2 it is a forward of the root: all ranks of its mesh must probe.
+        and buffers, such as running statistics, stay as they were. With FSDP2 it is a forward of
+        the root: all ranks of its mesh must probe.
 
         Raises:
             RuntimeError: this is not the first stage.

@@ -23,6 +23,7 @@ from lq_lightning.pipeline.parts import StageModule
 from lq_lightning.pipeline.schedules import rank_of_stage
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.pipelines.logs import replay
+from lq_lightning.strategies.pipelines.metrics import sum_over_pipelines
 from lq_lightning.strategies.pipelines.options import PipelineOptions
 from lq_lightning.strategies.pipelines.outcome import OutcomeBroadcast
 from lq_lightning.strategies.pipelines.ranks import PipelineRanks
@@ -88,6 +89,7 @@ class PipelineRun:
         }
         last = rank_of_stage(options.schedule, num_stages - 1, num_stages, ranks.size)
         self._outcome = OutcomeBroadcast(ranks, last)
+        sum_over_pipelines(module, ranks, self._outcome.share_output)
         self.codecs = options.make_codecs()
         self.remembers = isinstance(self.codecs[0], AQSGDCodec)
         self._learned = isinstance(self.codecs[0], MixedCodec)
