@@ -212,6 +212,15 @@ class Skips(TinyModule):
         return self.net(tokens) + embedded
 
 
+class FrozenStage(TinyModule):
+    """Trains what the last stage has."""
+
+    def configure_optimizers(self) -> Any:
+        self.net.requires_grad_(False)
+        self.net.head.requires_grad_(True)
+        return torch.optim.AdamW(p for p in self.parameters() if p.requires_grad)
+
+
 class RaisesAnything(TinyModule):
     """As a lack of memory would."""
 
@@ -224,6 +233,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (OwnBackward, {}, "`OwnBackward.backward` is overridden"),
     (Iterates, {}, "dataloader_iter"),
     (Lbfgs, {}, "LBFGS"),
+    (FrozenStage, {}, r"the stages of a rank have none.* all of `self.parameters\(\)`"),
     (ClipsPart, {}, r"call `self.clip_gradients\(optimizer"),
     (TinyModule, {"layers": 1}, "1 layers, fewer than the 2 stages"),
     (TinyModule, {"split": [2, 0]}, "leaves stage 1 without layers"),
