@@ -9,7 +9,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["set_step_value", "step_value"]
+__all__ = ["has_separate_lists", "set_step_value", "step_value"]
 
 
 def step_value(metric: Metric) -> Tensor | None:
@@ -22,3 +22,9 @@ def set_step_value(metric: Any, value: Tensor | None) -> None:
     """Let a ``Metric`` look as if ``metric(...)`` had returned ``value``; its states stay."""
     metric._forward_cache = value
     metric._update_count = max(metric._update_count, 1)  # otherwise `compute` warns
+
+
+def has_separate_lists(metric: Metric) -> bool:
+    """Whether a list of its states is gathered entry by entry, not joined before."""
+    states = metric._reductions.items()
+    return any(how is None and isinstance(metric._defaults[name], list) for name, how in states)

@@ -20,6 +20,7 @@ __all__ = [
     "backward_id",
     "group_timeout",
     "inherit_timeout",
+    "meet",
     "note_optimizer_step",
     "recompile_limit",
     "reduce_scatter_flat",
@@ -73,6 +74,20 @@ def reduce_scatter_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup)
 def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     """Let learning-rate schedulers know that the optimizer stepped; they warn if it did not."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def meet(key: str, timeout: timedelta) -> bool:
+    """Whether all ranks call this with the same key in time.
+
+    They find out from the store, not by a collective, which may be occupied or never end.
+    """
+    store = distributed_c10d._get_default_store()
+    try:
+        store.set(f"{key}/{dist.get_rank()}", "here")
+        store.wait([f"{key}/{rank}" for rank in range(dist.get_world_size())], timeout)
+    except RuntimeError:  # too late, or there is no store any more
+        return False
+    return True
 
 
 def group_timeout(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:

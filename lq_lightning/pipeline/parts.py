@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -122,7 +123,8 @@ class StageModule(nn.Module):
         """Find what crosses the boundaries for the micro-batch ``index``, on the first stage.
 
         Runs the step up to and through the first layer without gradients; torch's random numbers
-        stay as they were. With FSDP2 it is a forward of the root: all ranks of its mesh must probe.
+        and buffers, such as running statistics, stay as they were. With FSDP2 it is a forward of
+        the root: all ranks of its mesh must probe.
 
         Raises:
             RuntimeError: this is not the first stage.
@@ -138,6 +140,22 @@ class StageModule(nn.Module):
 
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         devices = [device] if device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices):
+        with torch.no_grad(), torch.random.fork_rng(devices), _unchanged_buffers(self._module[0]):
             boundary: BoundaryMeta = self._enter(part, None)
         return boundary
+
+
+@contextmanager
+def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    """Undo what is done to buffers inside, in place or by putting other tensors there."""
+    saved = [
+        (owner, name, buffer, buffer.clone())
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        for owner, name, buffer, value in saved:
+            buffer.copy_(value)
+            setattr(owner, name, buffer)

@@ -1,12 +1,17 @@
-"""Say which kind of failure it was: another rank has gone, or shards were used as if whole."""
+"""What kind of failure it was: of all ranks, of another one, or shards were used as if whole."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from itertools import count
 
 import torch.distributed as dist
+
+from lq_lightning._compat.torch import meet
 
 __all__ = [
     "LostRankError",
@@ -14,7 +19,12 @@ __all__ = [
     "explain_sharded_use",
     "is_lost_rank",
     "lost_rank_error",
+    "why_not_saved",
 ]
+
+# How long ranks may fail one after the other and still save together: a slow batch.
+_TOGETHER = timedelta(seconds=60)
+_failures = count()
 
 # gloo, TCPStore and NCCL words for "the other side is not there any more"
 _LOST = re.compile(
@@ -70,6 +80,33 @@ def explain_lost_rank(rank: int, world_size: int) -> Iterator[None]:
         if world_size > 1 and is_lost_rank(error):
             raise lost_rank_error(error, rank, world_size) from error
         raise
+
+
+def why_not_saved(global_step: int, training_began: bool) -> str | None:
+    """Find out, on a rank that fails, why there is no checkpoint to save; None if there is.
+
+    All ranks save together. One that fails alone would wait for others that wait for it in a step,
+    until the timeout of the run, and the error would not be seen before.
+
+    Args:
+        global_step: Of the run; ranks at different ones have no common state.
+        training_began: Whether there is anything to continue from.
+    """
+    if not training_began:
+        return "the run failed before training began, so that there is nothing to continue from"
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    error, attempt = sys.exc_info()[1], next(_failures)
+    if error is not None and (isinstance(error, LostRankError) or is_lost_rank(error)):
+        return "another rank has gone, and all are needed for a checkpoint"
+    place = f"{type(error).__name__} at step {global_step}"
+    if meet(f"lq_lightning/failure {attempt}: {place}", _TOGETHER):
+        return None
+    return (
+        f"this rank failed ({type(error).__name__}: {error}), but not all ranks did so at step "
+        f"{global_step} within {_TOGETHER.total_seconds():.0f} s, and all are needed for a "
+        "checkpoint"
+    )
 
 
 def explain_sharded_use(error: BaseException) -> None:

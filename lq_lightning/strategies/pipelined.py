@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -23,7 +24,11 @@ from lq_lightning.strategies.pipelines.checkpoints import (
 )
 from lq_lightning.strategies.pipelines.data import draw_alike
 from lq_lightning.strategies.pipelines.gradients import PipelineGradients, SharedTensor
-from lq_lightning.strategies.pipelines.options import PipelineOptions, check_stage_optimizer
+from lq_lightning.strategies.pipelines.options import (
+    PipelineOptions,
+    check_stage_optimizer,
+    make_stage_optimizer,
+)
 from lq_lightning.strategies.pipelines.ranks import PipelineRanks
 from lq_lightning.strategies.pipelines.run import PipelineRun
 from lq_lightning.strategies.pipelines.stages import CutModule, cut_of
@@ -164,8 +169,13 @@ class PipelinedStrategy(QuantizedFSDPStrategy):
 
         Raises:
             NotImplementedError: It cannot run in parts.
+            ValueError: On all ranks: one has nothing to give to it.
         """
-        super().setup_optimizers(trainer)
+        make = partial(super().setup_optimizers, trainer)
+        if self._ranks is None:
+            make()
+        else:
+            self.checkpoint_ranks.together(partial(make_stage_optimizer, make))
         self._fsdp_precision.clip_norm = self._gradients_of_stage = None
         if self._ranks is None:
             self._say_that_nothing_is_cut()

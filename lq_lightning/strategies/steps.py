@@ -27,6 +27,7 @@ from lq_lightning.strategies.failures import (
     explain_sharded_use,
     is_lost_rank,
     lost_rank_error,
+    why_not_saved,
 )
 from lq_lightning.strategies.gradients import DeferredReduction, gradients_are_finite
 from lq_lightning.strategies.root_forward import ManualForward, root_forward
@@ -45,6 +46,7 @@ class SteppingStrategy(CheckpointingStrategy):
     _stop_signal: StopSignal | None = None
     _deferred: DeferredReduction | None = None
     _training_began = False
+    _why_not_saved: str | None = None
     num_skipped_steps = 0
 
     # --- for subclasses -----------------------------------------------------------------------
@@ -233,20 +235,36 @@ class SteppingStrategy(CheckpointingStrategy):
         filepath: str | Path,
         storage_options: Any | None = None,
     ) -> None:
-        """Write a checkpoint, unless ``fit`` failed before training began.
-
-        ``OnExceptionCheckpoint`` saves then, too, and would replace what the next run could
-        continue from by weights without optimizer.
-        """
-        trainer = self._require_module().trainer
-        fits = trainer.state.fn == TrainerFn.FITTING
-        if fits and trainer.interrupted and not self._training_began:
-            rank_zero_warn(
-                f"`{filepath}` is not saved: the run failed before training began, so that there "
-                "is nothing to continue from. What is there stays."
+        """Write a checkpoint, unless ``fit`` failed so that there is none; a warning says why."""
+        if self._why_not_saved is not None:
+            warnings.warn(
+                f"rank {self.global_rank}: `{filepath}` is not saved: {self._why_not_saved}. What "
+                "is there stays.",
+                stacklevel=2,
             )
             return
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state, with which a save begins; nothing if none can follow.
+
+        ``OnExceptionCheckpoint`` saves on every rank that fails, and it may be the only one.
+        """
+        trainer = self._require_module().trainer
+        self._why_not_saved = None
+        if trainer.state.fn == TrainerFn.FITTING and trainer.interrupted:
+            self._why_not_saved = why_not_saved(trainer.global_step, self._training_began)
+        return {} if self._why_not_saved is not None else super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state; nothing if no save can follow."""
+        return {} if self._why_not_saved is not None else super().optimizer_state(optimizer)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks, but not behind a save that did not take place."""
+        if name == "Trainer.save_checkpoint" and self._why_not_saved is not None:
+            return
+        super().barrier(name)
 
     # --- evaluation, errors -------------------------------------------------------------------
 

@@ -310,8 +310,19 @@ def test_half_precision_embeddings_are_replaced_in_their_dtype() -> None:
         _ = ranks.modules[1].embed.weight
 
 
-def test_a_probe_draws_no_random_numbers_and_needs_no_gradients() -> None:
+def test_a_probe_leaves_random_numbers_and_buffers_and_needs_no_gradients() -> None:
     modes = []
+
+    class Counting(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("mean", torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+            return super().forward(x)
 
     def step(model: Any, tokens: Tensor) -> Tensor:
         modes.append(torch.is_grad_enabled())
@@ -320,7 +331,7 @@ def test_a_probe_draws_no_random_numbers_and_needs_no_gradients() -> None:
             x = block(x)
         return loss_of(model.head(x), tokens)
 
-    ranks = cut(TinyLM(layers=2), step, BATCHES, 2)
+    ranks = cut(TinyLM(Counting, layers=2), step, BATCHES, 2)
     outputs = []
     for probe in (False, True):
         torch.manual_seed(3)
@@ -329,6 +340,11 @@ def test_a_probe_draws_no_random_numbers_and_needs_no_gradients() -> None:
         outputs.append(ranks.stages[0]())
     assert torch.equal(*outputs)
     assert modes == [False, True, False, True]
+    before = {name: buffer.clone() for name, buffer in ranks.modules[0].named_buffers()}
+    ranks.stages[0].probe(0)
+    after = dict(ranks.modules[0].named_buffers())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 def test_evaluation_in_inference_mode_then_training() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lq_testing import RankError, run_ranks
 from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
 from torch import nn
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from lq_lightning import QuantizedFSDPStrategy
+from lq_lightning.strategies import failures
 from lq_lightning.strategies.failures import LostRankError, explain_lost_rank
 
 SMALL = {"min_quantized_numel": 64}
@@ -62,6 +64,44 @@ def test_a_dead_rank_is_named(tmp_path: Path, where: str, options: dict[str, Any
         run_trainer(_dying, 2, str(tmp_path), where, options, timeout=60.0)
     assert "SIGKILL" in error.value.failures[1]
     assert "LostRankError: rank 0 of 2 lost contact with another rank" in error.value.failures[0]
+
+
+class Fails(Callback):
+    """Some ranks raise between two steps."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.ranks = ranks
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 1 and trainer.global_rank in self.ranks:
+            raise KeyError("of this rank")
+
+
+def _saving(rank: int, world_size: int, root: str, where: str) -> None:
+    failures._TOGETHER = timedelta(seconds=1)
+    for ranks in ((0, 1), (1,)):
+        save = OnExceptionCheckpoint(root, filename=f"{len(ranks)}")
+        run = trainer(
+            QuantizedFSDPStrategy(**SMALL, save_distributed_checkpoint=where == "folder"),
+            root,
+            callbacks=[Fails(*ranks), save],
+            enable_checkpointing=True,
+        )
+        alone = len(ranks) == 1
+        why = r"rank 1: .*1.ckpt` is not saved: this rank failed \(KeyError" if rank else "has gone"
+        start = time.monotonic()
+        with (
+            pytest.raises(KeyError if rank in ranks else LostRankError),
+            pytest.warns(UserWarning, match=why) if alone else nullcontext(),
+        ):
+            run.fit(TinyModule(), loader())
+        assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("where", ["folder", "file"])
+def test_ranks_that_fail_alone_do_not_wait_for_a_checkpoint(tmp_path: Path, where: str) -> None:
+    run_trainer(_saving, 2, str(tmp_path), where, timeout=60.0)
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["2.ckpt"]
 
 
 def _hanging(rank: int, world_size: int, root: str) -> float:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lq_lightning.strategies.pipelines.logs import LogRecorder, replay
+from lq_lightning.strategies.pipelines.metrics import sum_over_pipelines, unchanged
 
 
 class Logging(pl.LightningModule):
@@ -134,3 +135,18 @@ def test_one_name_has_one_meaning() -> None:
         module.log("x", 1.0, prog_bar=True)
         with pytest.raises(ValueError, match="different arguments in one step.*prog_bar"):
             module.log("x", 1.0)
+
+
+def test_metrics_of_parts() -> None:
+    module = Logging()
+    metrics = [module.inner.mean, module.collection]
+    with unchanged(metrics):
+        assert module.inner.mean(3.0).isnan()
+        assert all(value.isnan() for value in module.collection(3.0).values())
+        module.collection.update(3.0)
+    assert not module.inner.mean.update_called
+    assert module.inner.mean(5.0) == 5.0
+    assert module.collection(5.0)["sum"] == module.collection["sum"].compute() == 5.0
+    module.inner.mean.add_state("boxes", [], dist_reduce_fx=None)
+    with pytest.raises(NotImplementedError, match="metric `inner.mean`.*dist_reduce_fx='cat'"):
+        sum_over_pipelines(module, None, lambda state: state)

@@ -212,6 +212,23 @@ class Skips(TinyModule):
         return self.net(tokens) + embedded
 
 
+class LogsEmbeddings(TinyModule):
+    """Logs what only the first stage computes."""
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Any:
+        self.log("size", self.net.embed(tokens).square().mean())
+        return super().training_step(tokens, batch_idx)
+
+
+class FrozenStage(TinyModule):
+    """Trains what the last stage has."""
+
+    def configure_optimizers(self) -> Any:
+        self.net.requires_grad_(False)
+        self.net.head.requires_grad_(True)
+        return torch.optim.AdamW(p for p in self.parameters() if p.requires_grad)
+
+
 class RaisesAnything(TinyModule):
     """As a lack of memory would."""
 
@@ -224,6 +241,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (OwnBackward, {}, "`OwnBackward.backward` is overridden"),
     (Iterates, {}, "dataloader_iter"),
     (Lbfgs, {}, "LBFGS"),
+    (FrozenStage, {}, r"the stages of a rank have none.* all of `self.parameters\(\)`"),
     (ClipsPart, {}, r"call `self.clip_gradients\(optimizer"),
     (TinyModule, {"layers": 1}, "1 layers, fewer than the 2 stages"),
     (TinyModule, {"split": [2, 0]}, "leaves stage 1 without layers"),
@@ -257,8 +275,11 @@ def _refuse(rank: int, world_size: int, root: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught, mock.patch(info) as said:
         warnings.simplefilter("always")
         run.fit(Skips(layers=2), loader(8, batch_size=8))
+        run = trainer(QuantizedPipelineStrategy(**NONE), root, devices=world_size)
+        run.fit(LogsEmbeddings(layers=2), loader(8, batch_size=8))
     for warning in (
         "`Skips.training_step` uses something made in front",
+        r"`LogsEmbeddings.training_step` logs NaN as \['size'\] in the first batch",
         r"Strategy\(tied_gradients='int4'\)` has no effect: no weights of .* are on several ranks",
         r"Strategy\(weights='qWD'\)` has no effect: each stage is on one rank",
     ):

@@ -9,8 +9,11 @@ import lightning.pytorch as pl
 import torch
 from lq_testing import run_ranks
 from lq_testing.lightning_models import Losses, TinyModule, Tokens, loader, trainer
+from lq_testing.models import VOCAB
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics import SumMetric
+from torchmetrics.classification import BinaryAUROC
 
 from lq_lightning import QuantizedPipelineStrategy
 
@@ -24,12 +27,20 @@ class Module(TinyModule):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.dictionary = self.clips = False
+        self.tokens_seen, self.auroc = SumMetric(), BinaryAUROC()  # lists of floats and integers
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Any:
         self.log("tokens", float(tokens.numel()), reduce_fx="sum", sync_dist=True)
+        self.tokens_seen(tokens.numel())  # in front of the layers, where each stage comes
+        self.log("tokens_seen", self.tokens_seen, on_step=False, on_epoch=True)
         loss = self.net(tokens)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return {"loss": loss, "rows": tokens[:, 0]} if self.dictionary else loss
+
+    def validation_step(self, tokens: Tensor, batch_idx: int) -> None:
+        super().validation_step(tokens, batch_idx)
+        self.auroc(tokens[:, 0] / VOCAB, tokens[:, 1] % 2)
+        self.log("auroc", self.auroc)
 
     def predict_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
         x = self.net.embed(tokens)
@@ -130,7 +141,8 @@ def test_two_stages_equal_one_device(tmp_path: Any) -> None:
         losses, norms, rates, metrics = together["1f1b plain"]
         assert len(losses) == len(norms) == 12
         assert rates[:4] == [1e-2, 1e-2, 5e-3, 5e-3]
-        assert {"loss_step", "loss_epoch", "val", "tokens"} <= metrics.keys()
+        names = {"loss_step", "loss_epoch", "val", "tokens", "tokens_seen", "auroc"}
+        assert names <= metrics.keys()
 
 
 def _replicas(rank: int, world_size: int, root: str) -> Any:

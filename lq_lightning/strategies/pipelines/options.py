@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from lq_lightning.pipeline.mixed import MixedCodec
 from lq_lightning.pipeline.schedules import SCHEDULES, check_schedule
 from lq_lightning.strategies.options import check_count
 
-__all__ = ["PipelineOptions", "check_module", "check_stage_optimizer"]
+__all__ = ["PipelineOptions", "check_module", "check_stage_optimizer", "make_stage_optimizer"]
 
 # With four micro-batches per rank the bubble is below a fifth of a step, whatever the size:
 # (p - 1) / (4p + p - 1).
@@ -232,3 +232,21 @@ def check_stage_optimizer(owner: str, optimizer: Optimizer) -> None:
             f"`LBFGS` does not work with `{owner}`: it evaluates the loss several times in a step "
             "and needs the products of all parameters with each other. Use AdamW, for example."
         )
+
+
+def make_stage_optimizer(configure: Callable[[], None]) -> None:
+    """Call what makes the optimizer, and say what to do where all weights of a rank are frozen.
+
+    Raises:
+        ValueError: There is nothing to optimize on this rank.
+    """
+    try:
+        configure()
+    except ValueError as error:
+        if "empty parameter list" not in str(error):
+            raise
+        raise ValueError(
+            "`configure_optimizers` gives an optimizer no parameters, since the stages of a rank "
+            "have none that are trained. Give it all of `self.parameters()`, of which an optimizer "
+            "leaves the frozen ones as they are, or let stages end elsewhere (`split`)."
+        ) from error

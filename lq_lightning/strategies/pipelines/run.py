@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,8 +24,9 @@ from lq_lightning.pipeline.parts import StageModule
 from lq_lightning.pipeline.schedules import rank_of_stage
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.pipelines.logs import replay
+from lq_lightning.strategies.pipelines.metrics import sum_over_pipelines
 from lq_lightning.strategies.pipelines.options import PipelineOptions
-from lq_lightning.strategies.pipelines.outcome import OutcomeBroadcast
+from lq_lightning.strategies.pipelines.outcome import Outcome, OutcomeBroadcast
 from lq_lightning.strategies.pipelines.ranks import PipelineRanks
 from lq_lightning.strategies.pipelines.stages import CutModule
 from lq_lightning.strategies.pipelines.steps import MicroBatches, joined_extra
@@ -88,6 +90,7 @@ class PipelineRun:
         }
         last = rank_of_stage(options.schedule, num_stages - 1, num_stages, ranks.size)
         self._outcome = OutcomeBroadcast(ranks, last)
+        sum_over_pipelines(module, ranks, self._outcome.share_output)
         self.codecs = options.make_codecs()
         self.remembers = isinstance(self.codecs[0], AQSGDCodec)
         self._learned = isinstance(self.codecs[0], MixedCodec)
@@ -208,10 +211,11 @@ class PipelineRun:
         with self._micro.running(batch.step, batch.arguments, scale):
             self.engine.step(batch.boundary, batch.samples, len(batch.arguments))
             outputs = self._micro.in_order()
-        loss = self._share(batch.step, [output.loss for output in outputs])
+        outcome = self._share(batch.step, [output.loss for output in outputs])
+        loss = outcome.loss
         if not self._has_trained and loss is not None:
             self._has_trained = True  # a look at the loss waits for the GPU
-            _check_first_loss(type(self.module).__name__, batch.step, loss)
+            _check_first_values(type(self.module).__name__, batch.step, loss, outcome)
         extra = joined_extra(outputs)
         return {**extra, "loss": loss} if extra and loss is not None else loss
 
@@ -231,11 +235,11 @@ class PipelineRun:
         result = concatenate(parts) if parts else None
         return self._outcome.share_output(result) if everywhere else result
 
-    def _share(self, step: str, losses: list[Tensor | None]) -> Tensor | None:
-        """Log on all ranks what the last stage would have logged, and return the mean loss."""
+    def _share(self, step: str, losses: list[Tensor | None]) -> Outcome:
+        """Log on all ranks what the last stage would have logged; return that and the mean loss."""
         outcome = self._outcome.share(step, losses, self._micro.logs.take())
         replay(self.module, outcome.calls, outcome.values, self._ranks.stage_group)
-        return outcome.loss
+        return outcome
 
     def report(self) -> QuantizationReport:
         """What this rank has sent to neighbouring stages in training."""
@@ -257,14 +261,22 @@ class PipelineRun:
         )
 
 
-def _check_first_loss(owner: str, step: str, loss: Tensor) -> None:
+def _check_first_values(owner: str, step: str, loss: Tensor, outcome: Outcome) -> None:
     """Warn of NaN, which is what later stages have in place of values of the first one."""
+    logged = zip(outcome.calls, outcome.values.tolist(), strict=True)
+    names = [call.name for call, value in logged if call.has_value and math.isnan(value)]
     if bool(loss.isnan()):
         rank_zero_warn(
             "The loss of the first batch is NaN. If it is not without a pipeline, "
             f"`{owner}.{step}` uses something made in front of the layers, such as embeddings for "
             "a skip connection, behind the first of them, but stages pass on the hidden state "
             "alone. Let the layers hand it on within that, or use `quantized_fsdp`."
+        )
+    elif names:
+        rank_zero_warn(
+            f"`{owner}.{step}` logs NaN as {names} in the first batch. If it does not without a "
+            "pipeline, these are made of what an earlier stage computes, but only the last one "
+            "logs. Log what is made of the hidden state behind the layers, or of the batch."
         )
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torchmetrics import Metric, MetricCollection
 
 from lq_lightning._compat.autograd import hasten_casts, let_go_of_casts
 from lq_lightning._compat.modules import begin_root_forward, end_root_forward
 from lq_lightning._compat.saved_tensors import version_of
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.pipelines.logs import LogRecorder
+from lq_lightning.strategies.pipelines.metrics import unchanged
 
 __all__ = ["MicroBatches", "StepOutput", "joined_extra"]
 
@@ -46,6 +48,7 @@ class MicroBatches:
     def __init__(self, module: LightningModule, precision: FullyShardedPrecision) -> None:
         self.logs = LogRecorder(module)
         self._module = module
+        self._metrics = [m for m in module.modules() if isinstance(m, (Metric, MetricCollection))]
         self._precision = precision
         self._root = module if isinstance(module, FSDPModule) else None
         self._step: Callable[..., Any] | None = None
@@ -119,7 +122,12 @@ class MicroBatches:
         """
         if self._step is None:
             raise AssertionError("a stage ran outside of a schedule")
-        with self.logs.recording() if is_last else self.logs.muted():
+        with ExitStack() as around:
+            if is_last:
+                around.enter_context(self.logs.recording())
+            else:
+                around.enter_context(self.logs.muted())
+                around.enter_context(unchanged(self._metrics))
             result = self._step(*self._arguments[index])
         if self._scale is None:
             return result
