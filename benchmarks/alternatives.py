@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 from ablation import config_of, validate
 from ablation_data import Data, batches, load
+from ablation_report import write_merged
 from ablation_variants import PRESETS, Preset
 from alternatives_report import arithmetic_ms, joined, show
 from common import write_report
@@ -294,13 +295,10 @@ def main() -> None:
     """Measure as a rank, or show several reports as one."""
     args = parse_arguments()
     if args.merge:
-        reports = [json.loads(path.read_text()) for path in args.merge]
-        results = joined([report["results"] for report in reports])
+        results = joined([json.loads(path.read_text())["results"] for path in args.merge])
         print(show(results))
         if args.json:
-            environments = [e for r in reports for e in r.get("environments") or [r["environment"]]]
-            report = {"benchmark": "alternatives", "environments": environments}
-            args.json.write_text(json.dumps(report | {"results": results}, indent=2) + "\n")
+            write_merged(args.merge, "alternatives", results, args.json)
         return
     with process_group(args) as device:
         run(args, device)

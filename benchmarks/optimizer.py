@@ -71,7 +71,7 @@ def _trained(
     optimizer = make(params)
     for step in range(1, 4):
         for param, grad in zip(params, _gradients(step, dtype), strict=True):
-            param.grad = grad.to(device)
+            param.grad = grad.to(device, copy=True)
         optimizer.step()
     states = [v for p in params for k, v in sorted(optimizer.state[p].items()) if k != "step"]
     return [value.detach().cpu() for value in [*params, *states]]

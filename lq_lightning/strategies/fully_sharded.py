@@ -225,6 +225,7 @@ class FullyShardedStrategy(SteppingStrategy):
             ValueError: Device, backend or ``CheckpointIO`` do not fit.
         """
         self._is_set_up = self._training_began = False
+        self._why_not_saved = None
         self._deferred_load = None
         self._check_devices()
         self.check_checkpoint_io()

@@ -251,8 +251,9 @@ class SteppingStrategy(CheckpointingStrategy):
         ``OnExceptionCheckpoint`` saves on every rank that fails, and it may be the only one.
         """
         trainer = self._require_module().trainer
-        self._why_not_saved = None
-        if trainer.state.fn == TrainerFn.FITTING and trainer.interrupted:
+        if not (trainer.state.fn == TrainerFn.FITTING and trainer.interrupted):
+            self._why_not_saved = None
+        elif self._why_not_saved is None:  # else another callback has waited for the others
             self._why_not_saved = why_not_saved(trainer.global_step, self._training_began)
         return {} if self._why_not_saved is not None else super().lightning_module_state_dict()
 

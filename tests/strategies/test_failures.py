@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -80,28 +81,32 @@ class Fails(Callback):
 def _saving(rank: int, world_size: int, root: str, where: str) -> None:
     failures._TOGETHER = timedelta(seconds=1)
     for ranks in ((0, 1), (1,)):
-        save = OnExceptionCheckpoint(root, filename=f"{len(ranks)}")
+        saves = [OnExceptionCheckpoint(root, filename=f"{len(ranks)}{end}") for end in "ab"]
         run = trainer(
             QuantizedFSDPStrategy(**SMALL, save_distributed_checkpoint=where == "folder"),
             root,
-            callbacks=[Fails(*ranks), save],
+            callbacks=[Fails(*ranks), *saves],
             enable_checkpointing=True,
         )
         alone = len(ranks) == 1
-        why = r"rank 1: .*1.ckpt` is not saved: this rank failed \(KeyError" if rank else "has gone"
+        why = (
+            r"rank 1: .*1a.ckpt` is not saved: this rank failed \(KeyError" if rank else "has gone"
+        )
         start = time.monotonic()
         with (
             pytest.raises(KeyError if rank in ranks else LostRankError),
             pytest.warns(UserWarning, match=why) if alone else nullcontext(),
+            mock.patch.object(failures, "meet", wraps=failures.meet) as meet,
         ):
             run.fit(TinyModule(), loader())
         assert time.monotonic() - start < 30
+        assert meet.call_count == (rank if alone else 2)  # no callback waits again
 
 
 @pytest.mark.parametrize("where", ["folder", "file"])
 def test_ranks_that_fail_alone_do_not_wait_for_a_checkpoint(tmp_path: Path, where: str) -> None:
     run_trainer(_saving, 2, str(tmp_path), where, timeout=60.0)
-    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["2.ckpt"]
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["2a.ckpt", "2b.ckpt"]
 
 
 def _hanging(rank: int, world_size: int, root: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -122,12 +122,10 @@ class MicroBatches:
         """
         if self._step is None:
             raise AssertionError("a stage ran outside of a schedule")
-        with ExitStack() as around:
-            if is_last:
-                around.enter_context(self.logs.recording())
-            else:
-                around.enter_context(self.logs.muted())
-                around.enter_context(unchanged(self._metrics))
+        with (
+            self.logs.recording() if is_last else self.logs.muted(),
+            nullcontext() if is_last else unchanged(self._metrics),
+        ):
             result = self._step(*self._arguments[index])
         if self._scale is None:
             return result
