@@ -23,11 +23,11 @@ NCCL_DEBUG pass through from the caller. NCCL opens 16 sockets per connection, w
 but one with -b, as is its own default on most machines: 16 leave a link of 100 Mb/s half idle.
 NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD say otherwise.
 
-Where there are fewer GPUs than ranks, nodes share them; ranks of one node do not. Losses and bytes
-are the same then, but computation is slower, and much slower without CUDA's MPS
-(nvidia-cuda-mps-control -d), which lets processes compute side by side. Each then gets 16 hardware
-queues unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise: with the few that MPS gives, streams wait
-for each other.
+CUDA_VISIBLE_DEVICES=1 leaves the other GPUs to other jobs. Where there are fewer GPUs than ranks,
+nodes share them; ranks of one node do not. Losses and bytes are the same then, but computation is
+slower, and much slower without CUDA's MPS (nvidia-cuda-mps-control -d), which lets processes compute
+side by side. Each then gets 16 hardware queues unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise:
+with the few that MPS gives, streams wait for each other.
 
 Give the script the node size too, e.g.:
 
@@ -61,9 +61,11 @@ for tool in ip tc; do
     command -v "$tool" >/dev/null || fail "$tool not found: install iproute2"
 done
 
-gpus=0
+gpus=0 visible=()
 if command -v nvidia-smi >/dev/null; then
     gpus=$(nvidia-smi --list-gpus | grep -c '^GPU ') || fail "nvidia-smi lists no GPU"
+    IFS=, read -ra visible <<<"${CUDA_VISIBLE_DEVICES-$(seq -s, 0 $((gpus - 1)))}"
+    gpus=${#visible[@]}
 fi
 [ "$gpus" = 0 ] || [ "$ranks" -le "$gpus" ] ||
     fail "-g $ranks: the ranks of one node need a GPU each, and there are $gpus"
@@ -113,7 +115,7 @@ make_node() {
 start_node() {
     local node=$1 inner=v$1 devices=() list=() rank
     if [ "$gpus" -gt 0 ]; then
-        for rank in $(seq 0 $((ranks - 1))); do list+=($(((node * ranks + rank) % gpus))); done
+        for rank in $(seq 0 $((ranks - 1))); do list+=("${visible[(node * ranks + rank) % gpus]}"); done
         devices=("CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${list[*]}")")
     fi
     # setsid: a process group of its own, so that cleaning up reaches every rank.
