@@ -227,7 +227,7 @@ def main() -> None:
             row.variant,
             *(f"{ms:.2f}" for ms in (row.forward_ms, row.backward_ms, row.update_ms, row.step_ms)),
             f"{row.launches:.0f}",
-            *(f"{row.us_per_unit[part]:.0f}" if row.us_per_unit else "-" for part in PARTS),
+            *(f"{row.us_per_unit[part]:.0f}" if part in row.us_per_unit else "-" for part in PARTS),
         ]
         for row in rows
     ]

@@ -18,6 +18,7 @@ from lq_lightning._compat.fsdp2 import (
     shard_group,
     uses_hsdp,
 )
+from lq_lightning._compat.gathers import serve_gathers
 from lq_lightning._compat.torch import split_group
 from lq_lightning.codecs import derive_seed
 from lq_lightning.data_parallel.all_gather import QuantizedAllGather
@@ -217,6 +218,7 @@ def _install(
             gather = WeightAllGather(weights, description)
         else:
             gather = WeightDifferenceAllGather(weights, description, votes, *place)
+            serve_gathers(group, gather.read)
         module.set_custom_all_gather(gather)
     scatter = None
     if gradients is not None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lq_lightning._compat.fsdp2 import GroupParam, pack_shards
+from lq_lightning._compat.gathers import GatheredWeights
 from lq_lightning._compat.tensors import to_sharded_dtensor
 from lq_lightning._compat.torch import all_gather_flat, all_gather_parts
 from lq_lightning.data_parallel.all_gather import QuantizedAllGather
@@ -54,7 +55,8 @@ class WeightDifferenceAllGather(QuantizedAllGather):
     encodes the difference between its main shard and its slot of the replica (``start_exchange``),
     sends it (``send_exchange``), and all ranks, the owner included, add the decoded differences
     (``finish_exchange``). Main weights stay exact, so the next difference contains what this one
-    lost. The gathers that FSDP2 asks for in forward and backward only read the replica.
+    lost. The gathers that FSDP2 asks for in forward and backward only read the replica
+    (:meth:`read`).
 
     A gather refreshes the replica in full precision where it is not fresh: the first time, after
     :meth:`invalidate`, after an exchange that failed, and when ranks have agreed that something
@@ -94,6 +96,7 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         self.replica = Replica(self.memory, index)
         self._watch = WriteWatch(unit.names, unit.params)
         self._votes = votes
+        self._voted = False  # for the gather that comes now
         votes.add(self.name, self.replica, self._watch)
 
     @property
@@ -258,7 +261,9 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         if group.size() != topology.world_size or not expected:
             all_gather_flat(output_tensor, input_tensor, group)
             return
-        self._votes.before_gather(self._context.step)
+        if not self._voted:
+            self._votes.before_gather(self._context.step)
+        self._voted = False
         self._count_baseline(input_tensor)
         if replica.state is not Freshness.FRESH:
             self._refresh(input_tensor, group)
@@ -269,6 +274,18 @@ class WeightDifferenceAllGather(QuantizedAllGather):
             self._gather_node(output_tensor, replica.values)
         else:
             output_tensor.set_(replica.values)  # type: ignore[call-overload]
+
+    def read(self) -> GatheredWeights | None:
+        """Return the replica where it is all that a gather gives; None where one is needed."""
+        replica = self.replica
+        if replica.state is not Freshness.FRESH or self.shared_by_node:
+            return None
+        self._votes.before_gather(self._context.step)
+        if replica.state is not Freshness.FRESH or replica.values is None or replica.own is None:
+            self._voted = True
+            return None
+        self._count_baseline(replica.own)
+        return GatheredWeights(replica.values, replica.written)
 
     def _expected_numel(self, dtype: torch.dtype) -> int:
         """Elements of this rank's slot in a gather of all parameters.

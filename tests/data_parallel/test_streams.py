@@ -49,6 +49,18 @@ def _on_own_stream(recorder: Recorder, call: Callable[..., Any]) -> Callable[...
     return wrapped
 
 
+def _copied_out_from(recorder: Recorder, read: Callable[..., Any]) -> Callable[..., Any]:
+    """Let what FSDP2 copies from wait for the event that it gets, as it does on a GPU."""
+
+    def wrapped(*args: Any) -> Any:
+        found = read(*args)
+        if found is not None:
+            recorder.current.wait_event(found.written)
+        return found
+
+    return wrapped
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Stands in for what a mutant leaves out."""
 
@@ -132,6 +144,8 @@ def _races(rank: int, world: int, node_size: int, replica: str, mutant: str) -> 
         recorder = stack.enter_context(recorded_streams())
         if node_size > 1:  # three exchanges, so that the first is let go of on the way; else two
             stack.enter_context(replaced(install, "MAX_STACKED_NUMEL", 0))
+        read = _copied_out_from(recorder, WeightDifferenceAllGather.read)
+        stack.enter_context(replaced(WeightDifferenceAllGather, "read", read))
         model, optimizer, communication = _build(world, rank, node_size, replica)
         stack.enter_context(replaced(SecondStage, "submit", counting))
         for owner in (WeightDifferenceAllGather, TwoLevelReduceScatter):
