@@ -33,6 +33,7 @@ from lq_lightning.data_parallel.plan import (
     tensor_plans,
 )
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
+from lq_lightning.data_parallel.reduction_stack import ReductionStack
 from lq_lightning.data_parallel.replica import ReplicaMemory
 from lq_lightning.data_parallel.unit import UnitContext, UnitDescription
 from lq_lightning.data_parallel.vocabulary import vocabulary_weights
@@ -45,8 +46,9 @@ from lq_lightning.foundation.traffic import Traffic
 
 __all__ = ["quantize_communication"]
 
-# Parameters of neighbouring units whose differences are exchanged together, 16 MB in 4 bits: each
-# exchange costs the host as much as one of a unit, and forward waits for all of the first one.
+# Parameters of neighbouring units whose differences are exchanged together, 16 MB in 4 bits, and
+# whose gradients are reduced together: each exchange costs the host as much as one of a unit.
+# Forward waits for all of the first one, and gradients wait in 4 bytes each for their stack.
 MAX_STACKED_NUMEL = 1 << 25
 
 
@@ -104,7 +106,9 @@ def quantize_communication(
     units: list[QuantizedUnit] = []
     tensors: list[TensorPlan] = []
     every_params = [GroupParams(group) for _, _, group in found]
-    places = _places_in_memory(every_params, weights)
+    draws = [c is None or c.rounding == "stochastic" for c in (weights, gradients)]
+    places = _places_in_memory(_stacks(every_params, alone=draws[0]))
+    reduced_with = _reduction_stacks(_stacks(every_params, alone=draws[1]))
     for index, (name, unit_module, group) in enumerate(found):
         params = every_params[index]
         description = UnitDescription(
@@ -115,7 +119,10 @@ def quantize_communication(
             min_quantized_numel=min_quantized_numel,
             context=context,
         )
-        unit = _install(description, unit_module, group, weights, gradients, votes, places[index])
+        unit = _install(
+            *(description, unit_module, group, weights, gradients, votes),
+            *(places[index], reduced_with[index]),
+        )
         units.append(unit)
         tensors += (t._replace(tied=tied[t.name]) for t in _plan_unit(description, unit))
     plan = CommunicationPlan(
@@ -172,16 +179,13 @@ def _check_meshes(module: nn.Module, found: list[tuple[str, FSDPModule, Any]]) -
             )
 
 
-def _places_in_memory(
-    every_params: Sequence[GroupParams], weights: WeightQuantization | None
-) -> list[tuple[ReplicaMemory, int]]:
-    """Let neighbouring small units of one shape share the memory of their replicas.
+def _stacks(every_params: Sequence[GroupParams], alone: bool) -> list[int]:
+    """Say for each unit how many are in its stack: neighbouring small units of one shape.
 
-    Their differences are then exchanged together. One of a stack would have noise of its own in
-    stochastic rounding, where units stay alone. Frozen units and trained ones, which are not
-    exchanged together, share nothing: else all of their stack would be exchanged alone.
+    What they do together costs the host little more than what one of them does. One of a stack
+    would have noise of its own in stochastic rounding, where units stay alone. Frozen units and
+    trained ones share nothing: else all of their stack would be exchanged alone.
     """
-    alone = weights is None or weights.rounding == "stochastic"
     stacks: list[list[object]] = []
     room = 0
     for params in every_params:
@@ -195,11 +199,19 @@ def _places_in_memory(
             room = MAX_STACKED_NUMEL
         stacks[-1].append(shape)
         room -= numel
-    return [
-        (memory, index)
-        for memory, stack in ((ReplicaMemory(len(stack)), stack) for stack in stacks)
-        for index in range(len(stack))
-    ]
+    return [len(stack) for stack in stacks]
+
+
+def _places_in_memory(stacks: Sequence[int]) -> list[tuple[ReplicaMemory, int]]:
+    """Let the units of a stack share the memory of their replicas."""
+    memories = [(ReplicaMemory(units), units) for units in stacks]
+    return [(memory, index) for memory, units in memories for index in range(units)]
+
+
+def _reduction_stacks(stacks: Sequence[int]) -> list[ReductionStack | None]:
+    """Let the units of a stack share the memory of gradients that are to be reduced."""
+    made = [(ReductionStack(units) if units > 1 else None, units) for units in stacks]
+    return [stack for stack, units in made for _ in range(units)]
 
 
 def _install(
@@ -210,6 +222,7 @@ def _install(
     gradients: GradientQuantization | None,
     votes: WriteVotes | None,
     place: tuple[ReplicaMemory, int],
+    stack: ReductionStack | None,
 ) -> QuantizedUnit:
     gather_normal_tensors(group)
     gather: QuantizedAllGather | None = None
@@ -222,7 +235,7 @@ def _install(
         module.set_custom_all_gather(gather)
     scatter = None
     if gradients is not None:
-        scatter = TwoLevelReduceScatter(gradients, description)
+        scatter = TwoLevelReduceScatter(gradients, description, stack)
         module.set_custom_reduce_scatter(scatter)
         announce_packed_gradients(group, scatter.expect)
     return QuantizedUnit(name=description.name, gather=gather, scatter=scatter)

@@ -20,18 +20,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lq_lightning._compat.fsdp2 import PackedGradients, ReduceScatter
+from lq_lightning._compat.tensors import copy_all
 from lq_lightning._compat.torch import backward_id, reduce_scatter_flat
-from lq_lightning.codecs import decode_reduce, decode_reduce_encode, derive_seed, encode
+from lq_lightning.codecs import derive_seed
 from lq_lightning.data_parallel.config import GradientQuantization
-from lq_lightning.data_parallel.gradient_layouts import GradientLayouts, LevelLayouts
+from lq_lightning.data_parallel.gradient_layouts import GradientLayouts
 from lq_lightning.data_parallel.layout import MessageLayout
-from lq_lightning.data_parallel.unit import UnitCollective, UnitDescription, part_seed
+from lq_lightning.data_parallel.reduction_levels import ReductionLevels
+from lq_lightning.data_parallel.reduction_stack import ReductionStack, StackedGradients
+from lq_lightning.data_parallel.unit import UnitCollective, UnitDescription
 from lq_lightning.foundation import streams
 from lq_lightning.foundation.traffic import ring_bytes
 
 __all__ = ["TwoLevelReduceScatter"]
-
-_SEED_INTRA, _SEED_INTER = 2, 3
 
 
 class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
@@ -46,13 +47,28 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
     Args:
         config: Codecs and method.
         unit: The unit.
+        stack: Of the units that this one may be reduced together with; None: there are none.
+
+    Attributes:
+        layouts: Of messages.
+        levels: What is done within a node and between nodes.
+        stack: See above.
     """
 
-    def __init__(self, config: GradientQuantization, unit: UnitDescription) -> None:
+    def __init__(
+        self,
+        config: GradientQuantization,
+        unit: UnitDescription,
+        stack: ReductionStack | None = None,
+    ) -> None:
         super().__init__(unit)
         self._config = config
         self.layouts = GradientLayouts(config, unit)
+        self.levels = ReductionLevels(unit.context, self._seed)
+        self.stack = stack
         self._expected: PackedGradients | None = None
+        self._packs_into: ReductionStack | None = None
+        self._allocations = 0
         self._calls = 0
         self._calls_step = -1
 
@@ -63,7 +79,7 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
 
         FSDP2 hands the call nothing but a flat buffer.
         """
-        self._expected = packed
+        self._expected, self._packs_into, self._allocations = packed, None, 0
 
     def _take_expected(self) -> PackedGradients:
         packed, self._expected = self._expected, None
@@ -87,8 +103,31 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Allocate an input or output buffer, ``size`` elements of ``dtype`` on ``device``."""
+        """Allocate an input or output buffer, ``size`` elements of ``dtype`` on ``device``.
+
+        FSDP2 allocates the input first. That of a unit that is reduced with others is in their
+        memory; outputs never are, as FSDP2 takes each for a storage of its own.
+        """
+        self._allocations += 1
+        if self._expected is not None and self._allocations == 1 and len(size) == 1:
+            row = self._row(self._expected, int(size[0]), dtype, device)
+            if row is not None:
+                return row
         return torch.empty(*size, dtype=dtype, device=device)
+
+    def _row(
+        self, packed: PackedGradients, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor | None:
+        """Memory of the stack for what is packed now, ``[numel]``; None if it is reduced alone."""
+        context, stack = self._context, self.stack
+        alone = stack is None or packed.read_in_backward or context.measure_errors
+        if stack is None or alone or not _may_be_deferred(device):
+            return None
+        context.reductions.begin()
+        layouts = self.layouts.of(packed.indices, numel // context.topology.world_size, dtype)
+        row = stack.row(layouts, numel, dtype, device)
+        self._packs_into = None if row is None else stack
+        return row
 
     def __call__(
         self,
@@ -126,8 +165,16 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
             in_backward = packed.read_in_backward or exact is not None
             # of a sum, FSDP2 divides the result itself
             may_defer = not in_backward and op == dist.ReduceOp.AVG
-            layouts = self.layouts.of(packed.indices, output_tensor.numel(), input_tensor.dtype)
-            self._reduce(output_tensor, input_tensor, layouts, scale, may_defer)
+            stack, self._packs_into = self._packs_into, None
+            if stack is not None and may_defer:
+                self._reduce_with_others(stack, output_tensor, scale)
+            else:
+                layouts = self.layouts.of(packed.indices, output_tensor.numel(), input_tensor.dtype)
+                alone = StackedGradients(input_tensor.view(1, -1), [output_tensor], layouts)
+                self._reduce(alone, scale, may_defer and _may_be_deferred(input_tensor.device))
+                if stack is not None:  # FSDP2 keeps the row until it is read
+                    stack.forget()
+                    self.stack = None
         except BaseException:  # out of memory, for example, after which a user may go on
             self.recover()
             raise
@@ -136,68 +183,48 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
 
     def recover(self) -> None:
         """Leave nothing of a backward that failed, whose gradients nobody will use."""
-        self._expected = None
+        self._expected = self._packs_into = None
+        if self.stack is not None:
+            self.stack.forget()
+        self._context.reductions.drop()
         self._context.reductions.join()
 
-    def _reduce(
-        self,
-        output: Tensor,
-        slots: Tensor,
-        layouts: LevelLayouts,
-        scale: float,
-        may_defer: bool,
-    ) -> None:
+    def _reduce(self, stacked: StackedGradients, scale: float, deferred: bool) -> None:
+        """Reduce gradients of one unit, or of a stack."""
         topology, reductions = self._context.topology, self._context.reductions
-        deferred = may_defer and streams.has_streams(slots.device) and backward_id() != -1
         if deferred:
             reductions.make_room()
         else:
             reductions.join()  # FSDP2 may add this result to one of them
-        messages = self._first_level(slots.view(topology.world_size, -1), layouts, output, scale)
-
-        def exchange() -> Tensor:
-            if topology.num_nodes == 1:
-                return self._exchange_within_node(messages)[:, 0]
-            return self._exchange_between_nodes(messages)
+        outputs, layouts = stacked.outputs, stacked.layouts
+        slots = stacked.slots.view(len(outputs), topology.world_size, -1)
+        if len(outputs) == 1:
+            sums = outputs[0].view(1, -1)
+        else:
+            sums = outputs[0].new_empty(len(outputs), outputs[0].numel())
+        messages = self.levels.start(slots, layouts, sums, scale)
 
         def finish(received: Tensor) -> None:
-            several = topology.num_nodes > 1
-            layout = layouts.inter if several else layouts.intra
-            self._finish(received, layout, output, scale, add=several)
+            self.levels.finish(received, layouts, sums, scale)
+            if len(outputs) > 1:
+                copy_all(tuple(outputs), sums.unbind())
+                streams.record_use(sums)  # allocated on the stream of the first level
 
         self._count_messages(messages, layouts.inter)
         if deferred:
-            reductions.submit(messages, exchange, finish)
+            reductions.submit(messages, lambda: self.levels.exchange(messages), finish)
         else:
-            finish(exchange())
+            finish(self.levels.exchange(messages))
 
-    def _first_level(
-        self, slots: Tensor, layouts: LevelLayouts, output: Tensor, scale: float
-    ) -> Tensor:
-        """Do all before the slowest exchange, and write what this node contributes to ``output``.
+    def _reduce_with_others(self, stack: ReductionStack, output: Tensor, scale: float) -> None:
+        """Let gradients that are packed in a row of the stack be reduced with the others'."""
 
-        Args:
-            slots: ``[world, n]``.
-            layouts: Of the messages.
-            output: ``[n]``; with one node nothing is written yet.
-            scale: Factor of the sum.
+        def reduce() -> None:
+            self._reduce(stack.take(), scale, deferred=True)
 
-        Returns:
-            The messages of the slowest exchange, uint8: ``[nodes - 1, nbytes]``, or of one node
-            ``[node_size, 1, nbytes]``.
-        """
-        topology = self._context.topology
-        if topology.node_size == 1:
-            # not moved: no message is for it
-            torch.mul(slots[topology.node], scale, out=output)
-            return self._encode_for_nodes(slots, layouts)  # which writes zeros over gaps
-        messages = self._encode_for_node(slots, layouts.intra)
-        if topology.num_nodes == 1:
-            return messages
-        received = self._exchange_within_node(messages)
-        messages = self._reduce_and_encode(received, layouts)
-        self._finish(received[:, topology.node], layouts.intra, output, scale)
-        return messages
+        self._context.reductions.wait_for_more(stack, reduce)
+        if stack.add(output):
+            self._context.reductions.make_room()
 
     def _start_call(self, output: Tensor) -> None:
         context = self._context
@@ -219,127 +246,15 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         reduce_scatter_flat(exact, slots.float(), group)
         return exact * scale
 
-    def _encode_for_nodes(self, slots: Tensor, layouts: LevelLayouts) -> Tensor:
-        """Encode ``[nodes, n]`` slots for the other nodes, to ``[nodes - 1, nbytes]``.
-
-        Gaps become zeros in all slots, that of this node included.
-        """
-        inter, node = layouts.inter, self._context.topology.node
-        messages = inter.allocate(len(slots) - 1, device=slots.device)
-        inter.exact_to_messages(slots, messages, skip=node)
-        seed = part_seed(self._seed(_SEED_INTER), 0)
-        for index, run in inter.quantized:
-            values, out = slots[:, run.start : run.stop], inter.part(messages, index)
-            encode(inter.spec_of(run), values, seed=part_seed(seed, index), out=out, skip=node)
-        return messages
-
-    def _encode_for_node(self, slots: Tensor, layout: MessageLayout) -> Tensor:
-        """Encode all slots, ordered by the local rank that collects them.
-
-        Args:
-            slots: ``[nodes * node_size, n]``, slot ``m * node_size + l`` for rank ``l`` of node
-                ``m``.
-
-        Returns:
-            ``[node_size, nodes, nbytes]`` uint8.
-        """
-        topology = self._context.topology
-        nodes, local = topology.num_nodes, topology.node_size
-        messages = layout.allocate(local, nodes, device=slots.device)
-        by_node, for_node = slots.view(nodes, local, -1), messages.transpose(0, 1)
-        layout.exact_to_messages(by_node, for_node)
-        seed = part_seed(self._seed(_SEED_INTRA), 0)
-        for index, run in layout.quantized:
-            values, out = by_node[..., run.start : run.stop], layout.part(for_node, index)
-            encode(layout.spec_of(run), values, seed=part_seed(seed, index), out=out)
-        return messages
-
-    def _exchange_within_node(self, messages: Tensor) -> Tensor:
-        """All-to-all of ``[node_size, ...]``: row ``i`` goes to local rank ``i``.
-
-        Returns:
-            ``[node_size, ...]``: row ``j`` comes from local rank ``j``.
-        """
-        ranks, received = messages.shape[0], torch.empty_like(messages)
-        if messages.shape[-1]:
-            dist.all_to_all_single(
-                received.view(-1), messages.view(-1), group=self._context.intra_group
-            )
-        self._context.traffic.gradients_intra += messages.numel() // ranks * (ranks - 1)
-        return received
-
-    def _exchange_between_nodes(self, messages: Tensor) -> Tensor:
-        """All-to-all of ``[nodes - 1, nbytes]``, one row for and from each other node."""
-        topology = self._context.topology
-        received = torch.empty_like(messages)
-        splits = [messages.shape[1]] * topology.num_nodes
-        splits[topology.node] = 0
-        if messages.shape[1]:
-            dist.all_to_all_single(
-                received.view(-1),
-                messages.view(-1),
-                output_split_sizes=splits,
-                input_split_sizes=splits,
-                group=self._context.inter_group,
-            )
-        self._context.traffic.gradients_inter += messages.numel()
-        return received
-
-    def _reduce_and_encode(self, received: Tensor, layouts: LevelLayouts) -> Tensor:
-        """Sum ``[node_size, nodes, nbytes]`` over the node and encode for the other nodes.
-
-        Returns:
-            ``[nodes - 1, nbytes]`` uint8.
-        """
-        intra, inter = layouts
-        node = self._context.topology.node
-        messages = inter.allocate(received.shape[1] - 1, device=received.device)
-        if intra.exact_runs:
-            sums = torch.sum(intra.exact(received), dim=0, dtype=torch.float32)
-            torch.cat((sums[:node], sums[node + 1 :]), out=inter.exact(messages))
-        seed = part_seed(self._seed(_SEED_INTER), 0)
-        for index, run in intra.quantized:
-            codes, out = intra.part(received, index), inter.part(messages, index)
-            decode_reduce_encode(
-                *(intra.spec_of(run), codes, run.numel, inter.spec_of(run)),
-                seed=part_seed(seed, index),
-                out=out,
-                skip=node,
-            )
-        return messages
-
-    def _finish(
-        self,
-        received: Tensor,
-        layout: MessageLayout,
-        output: Tensor,
-        scale: float,
-        *,
-        add: bool = False,
-    ) -> None:
-        """Sum ``[K, nbytes]`` messages over ``K`` and write or add ``scale`` times that."""
-        exact = None
-        if layout.exact_runs:
-            exact = layout.exact(received).sum(dim=0, dtype=torch.float32).mul_(scale)
-            if add:  # read before decoding adds the noise of its neighbours to gaps
-                exact.add_(layout.read_exact(output))
-        for index, run in layout.quantized:
-            decode_reduce(
-                layout.spec_of(run),
-                layout.part(received, index).unsqueeze(1),
-                run.numel,
-                scale=scale,
-                out=output[run.start : run.stop].view(1, -1),
-                add=add,
-            )
-        if exact is not None:
-            layout.write_exact(exact, output)
-
     def _count_messages(self, messages: Tensor, layout: MessageLayout) -> None:
         """Count the payload of the slowest level that this topology has."""
         traffic = self._context.traffic
         traffic.gradients_messages += messages.numel()
-        traffic.gradients_elements += layout.numel * len(messages)
+        traffic.gradients_elements += layout.numel * (messages.shape[0] * messages.shape[1])
+
+
+def _may_be_deferred(device: torch.device) -> bool:
+    return streams.has_streams(device) and backward_id() != -1
 
 
 def _scale_of(op: Any, world_size: int) -> float:

@@ -35,35 +35,70 @@ class DeferredReductions:
     The network is the slowest part of a reduction, and only the optimizer needs its result. On
     streams of its own it overlaps with the first level of the units that follow, and FSDP2 need not
     hold up backward for it. The stream that calls backward waits for it in the end.
+
+    A reduction may wait for others that it is done together with. In front of any other one, and
+    when backward ends, it is done without them. So what decides on the order of collectives is the
+    order in which units are reduced, which is the same on every rank.
     """
 
     def __init__(self) -> None:
         self._stages = NetworkStages()
         self._backward = -1
+        self._waiting: tuple[object, Callable[[], None]] | None = None
+        self._ending = False
+
+    def begin(self) -> None:
+        """Say that the backward that runs now will reduce something.
+
+        Another one that has not ended may have failed, without waiting. What it left still writes
+        to gradients whose memory may be in use again, so this one waits first.
+        """
+        if self._backward not in (-1, backward_id()) and not self._ending:
+            self.join()
 
     def make_room(self) -> None:
-        """Let the current stream wait until another reduction may be deferred.
-
-        A backward that failed has ended without waiting. What it left still writes to gradients
-        whose memory may be in use again, so the next one waits first.
-        """
-        if self._backward not in (-1, backward_id()):
-            self.join()
+        """Let the current stream wait until another reduction may be deferred."""
+        self.begin()
+        self._reduce_waiting()
         self._stages.make_room()
+
+    def wait_for_more(self, stack: object, reduce: Callable[[], None]) -> None:
+        """Let ``reduce`` be called later, unless it is meanwhile replaced for the same stack."""
+        if self._waiting is not None and self._waiting[0] is not stack:
+            self._reduce_waiting()
+        self._join_after_backward()
+        self._waiting = (stack, reduce)
 
     def submit(
         self, messages: Tensor, exchange: Callable[[], Tensor], finish: Callable[[Tensor], None]
     ) -> None:
         """Run ``exchange`` of messages, and ``finish`` with what it received, beside backward."""
-        if self._backward != backward_id():
-            self._backward = backward_id()
-            after_backward(self.join)
+        self._join_after_backward()
         self._stages.submit(messages, exchange, finish)
 
     def join(self) -> None:
         """Let the current stream wait for all reductions."""
-        self._backward = -1
-        self._stages.join()
+        self._ending = True
+        try:
+            self._reduce_waiting()
+        finally:
+            self._ending = False
+            self._backward = -1
+            self._stages.join()
+
+    def drop(self) -> None:
+        """Forget what waits for more: of a backward that failed, nobody will use it."""
+        self._waiting = None
+
+    def _join_after_backward(self) -> None:
+        if self._backward != backward_id() and not self._ending:
+            self._backward = backward_id()
+            after_backward(self.join)
+
+    def _reduce_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting[1]()
 
 
 @dataclass(slots=True)

@@ -57,7 +57,7 @@ def test_nodes_of_one_rank(node: int) -> None:
     reduction = UnitReduction(unit(node, 1))
     slots, layout = reduction.random_slots(), reduction.layouts.inter
     (index, run), *_ = layout.quantized
-    messages = reduction.scatter._encode_for_nodes(slots.clone(), reduction.layouts)
+    messages = reduction.scatter.levels.encode_for_nodes(slots.clone()[None], layout)[:, 0]
     others = [slots[other : other + 1] for other in range(NODES) if other != node]
     assert len(messages) == len(others) == NODES - 1
     spec = layout.spec_of(run)
@@ -72,14 +72,16 @@ def test_nodes_of_two_ranks(node: int) -> None:
     reduction = UnitReduction(unit(2 * node + 1, 2))
     slots, (intra, inter) = reduction.random_slots(), reduction.layouts
     (index, run), *_ = intra.quantized
-    within = reduction.scatter._encode_for_node(slots.clone(), intra)
+    levels = reduction.scatter.levels
+    within_of_units = levels.encode_for_node(slots.clone()[None], intra)
+    within = within_of_units[:, 0]
     for local in range(2):
         for to in range(NODES):
             slot = slots[2 * to + local][None]
             expected = encode(intra.spec_of(run), slot[:, run.start : run.stop])
             assert torch.equal(intra.part(within[local, to][None], index), expected)
             assert torch.equal(intra.exact(within[local, to][None]), intra.read_exact(slot))
-    between = reduction.scatter._reduce_and_encode(within, reduction.layouts)
+    between = levels.reduce_and_encode(within_of_units, reduction.layouts)[:, 0]
     others = [other for other in range(NODES) if other != node]
     for message, other in zip(between, others, strict=True):
         codes = intra.part(within[:, other : other + 1], index)

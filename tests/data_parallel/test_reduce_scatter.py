@@ -101,8 +101,10 @@ def _stochastic(rank: int, world: int) -> None:
 
     # every slot holds the same values: rounding noise is another for each message
     same = torch.randn(reduction.numel, generator=torch.Generator().manual_seed(0)).to(device())
-    messages = reduction.scatter._encode_for_nodes(same.repeat(world, 1), reduction.layouts)
-    assert messages.shape == (world - 1, reduction.layouts.inter.nbytes)
+    inter = reduction.layouts.inter
+    slots = same.repeat(1, world, 1)
+    messages = reduction.scatter.levels.encode_for_nodes(slots, inter)[:, 0].contiguous()
+    assert messages.shape == (world - 1, inter.nbytes)
     every = [torch.empty_like(messages) for _ in range(world)]
     dist.all_gather(every, messages)
     assert len(torch.cat(every).unique(dim=0)) == world * (world - 1)
