@@ -16,7 +16,7 @@ import pytest
 import torch
 from lq_testing import run_ranks
 from lq_testing.models import TinyLM, batch
-from lq_testing.streams import Recorder, Stream, recorded_streams, replaced
+from lq_testing.streams import Recorder, Stream, on_own_stream, recorded_streams, replaced
 from torch.distributed.fsdp import fully_shard
 
 from lq_lightning.data_parallel import (
@@ -32,21 +32,6 @@ from lq_lightning.data_parallel.replica import Replica, ReplicaMemory
 from lq_lightning.data_parallel.unit import DeferredReductions
 from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
 from lq_lightning.foundation.streams import SecondStage
-
-
-def _on_own_stream(recorder: Recorder, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a collective as FSDP2 does: on a stream that waits for backward, which waits for it."""
-    own = recorder.new_stream()
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        caller = recorder.current
-        own.wait_stream(caller)
-        with recorder.on_stream(own):
-            result = call(*args, **kwargs)
-        caller.wait_event(own.record_event())
-        return result
-
-    return wrapped
 
 
 def _copied_out_from(recorder: Recorder, read: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,7 +134,7 @@ def _races(rank: int, world: int, node_size: int, replica: str, mutant: str) -> 
         model, optimizer, communication = _build(world, rank, node_size, replica)
         stack.enter_context(replaced(SecondStage, "submit", counting))
         for owner in (WeightDifferenceAllGather, TwoLevelReduceScatter):
-            own = _on_own_stream(recorder, owner.__call__)
+            own = on_own_stream(recorder, owner.__call__)
             stack.enter_context(replaced(owner, "__call__", own))
         stack.enter_context(_without(mutant))
         _train(model, optimizer, communication, rank)

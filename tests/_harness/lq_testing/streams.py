@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from lq_lightning.foundation import streams
 
-__all__ = ["Event", "Race", "Recorder", "Stream", "recorded_streams", "replaced"]
+__all__ = ["Event", "Race", "Recorder", "Stream", "on_own_stream", "recorded_streams", "replaced"]
 
 # They take a tensor for its shape, dtype and device, not for its values.
 _ALLOCATIONS = {"aten::new_empty", "aten::new_empty_strided", "aten::empty_like", "aten::new_zeros"}
@@ -274,3 +274,18 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def on_own_stream(recorder: Recorder, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a collective as FSDP2 does: on a stream that waits for backward, which waits for it."""
+    own = recorder.new_stream()
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        caller = recorder.current
+        own.wait_stream(caller)
+        with recorder.on_stream(own):
+            result = call(*args, **kwargs)
+        caller.wait_event(own.record_event())
+        return result
+
+    return wrapped

@@ -1,0 +1,157 @@
+"""Small units of one shape that are reduced together: as if each were alone, and in fewer calls."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lq_testing import run_ranks
+from lq_testing.models import OptionalBlock, TinyLM, batch
+from lq_testing.streams import Recorder, on_own_stream, recorded_streams, replaced
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+from lq_lightning._compat.modules import reset_iteration
+from lq_lightning.data_parallel import (
+    GradientQuantization,
+    QuantizedCommunication,
+    Topology,
+    install,
+    quantize_communication,
+)
+from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
+
+BLOCKS = 4
+
+
+def _build(world: int, rank: int, node_size: int, **options: Any) -> tuple[TinyLM, Any]:
+    torch.manual_seed(0)
+    model = TinyLM(OptionalBlock, layers=BLOCKS)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    communication = quantize_communication(
+        model,
+        weights=None,
+        gradients=GradientQuantization(group_size=32, **options),
+        topology=Topology(world_size=world, rank=rank, node_size=node_size),
+        min_quantized_numel=256,
+    )
+    return model, communication
+
+
+def _gradients(model: TinyLM) -> list[Tensor]:
+    found: list[Any] = [p.grad for p in model.parameters()]
+    return [torch.empty(0) if g is None else g.to_local().clone() for g in found]
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise MemoryError
+
+
+def _fail(model: TinyLM, communication: QuantizedCommunication, rank: int) -> None:
+    """A backward that ends in the middle of a stack, after which a user goes on."""
+    with replaced(model.blocks[1], "forward", _Failing.apply), pytest.raises(MemoryError):
+        model(batch(0, rank)).backward()
+    communication.recover()
+    reset_iteration(model)
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _steps(model: TinyLM, communication: Any, rank: int, calls: list[int]) -> dict[str, Any]:
+    """Gradients of several backward passes, and how many exchanges each took."""
+    found: dict[str, Any] = {}
+
+    def backward(name: str, keep: bool = False) -> None:
+        calls.clear()
+        model(batch(len(found), rank)).backward()
+        found[name] = (len(calls), _gradients(model))
+        if not keep:
+            for parameter in model.parameters():
+                parameter.grad = None
+
+    backward("all")
+    backward("first of two", keep=True)
+    backward("added to earlier ones")
+    model.blocks[2].use_extra = False
+    backward("a unit with fewer gradients")
+    model.blocks[2].use_extra = True
+    blocks, model.blocks = model.blocks, torch.nn.ModuleList([*model.blocks[:1], *model.blocks[2:]])
+    backward("without a unit")
+    model.blocks = blocks
+    communication.measure_errors = True
+    backward("measured")
+    communication.measure_errors = False
+    _fail(model, communication, rank)
+    backward("again")
+    return found
+
+
+def _trained(
+    rank: int, world: int, node_size: int, most: int, **options: Any
+) -> tuple[dict[str, Any], list[Any], Any]:
+    calls: list[int] = []
+    exchange = dist.all_to_all_single
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return exchange(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        recorder: Recorder = stack.enter_context(recorded_streams())
+        stack.enter_context(replaced(install, "MAX_STACKED_NUMEL", most))
+        stack.enter_context(replaced(dist, "all_to_all_single", counted))
+        own = on_own_stream(recorder, TwoLevelReduceScatter.__call__)
+        stack.enter_context(replaced(TwoLevelReduceScatter, "__call__", own))
+        model, communication = _build(world, rank, node_size, **options)
+        found = _steps(model, communication, rank, calls)
+        return found, recorder.races, communication.traffic()
+
+
+def _compared(rank: int, world: int, node_sizes: list[int]) -> dict[int, dict[str, Any]]:
+    compared: dict[int, dict[str, Any]] = {}
+    for node_size in node_sizes:
+        alone, races_alone, sent_alone = _trained(rank, world, node_size, 0)
+        stacked, races, sent = _trained(rank, world, node_size, install.MAX_STACKED_NUMEL)
+        assert not races_alone, races_alone[:3]
+        assert not races, races[:3]
+        assert sent == sent_alone
+        compared[node_size] = {
+            name: (
+                all(map(torch.equal, alone[name][1], stacked[name][1])),
+                alone[name][0],
+                stacked[name][0],
+            )
+            for name in alone
+        }
+    return compared
+
+
+@pytest.mark.parametrize(("world", "node_sizes"), [(2, [1, 2]), (4, [1, 2])])
+def test_gradients_are_those_of_units_that_are_alone(world: int, node_sizes: list[int]) -> None:
+    for compared in run_ranks(_compared, world, node_sizes):
+        for node_size, found in compared.items():
+            assert all(equal for equal, *_ in found.values()), (node_size, found)
+            levels = 1 if node_size in (1, world) else 2
+            calls = {name: counts for name, (_, *counts) in found.items()}
+            every, one_by_one = levels * 2, levels * (BLOCKS + 1)
+            assert calls == {
+                "all": [one_by_one, every],
+                "first of two": [one_by_one, every],
+                "added to earlier ones": [one_by_one, one_by_one],
+                # three in the stack before it and after it
+                "a unit with fewer gradients": [one_by_one, every + 2 * levels],
+                "without a unit": [one_by_one - levels, every],
+                "measured": [one_by_one, one_by_one],
+                "again": [one_by_one, every],
+            }, (node_size, calls)
