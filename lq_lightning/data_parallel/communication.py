@@ -104,10 +104,10 @@ class QuantizedCommunication:
 
         Out of memory, for example. Waits for everything on its way.
         """
-        self.join()
-        for unit in self._units:
+        for unit in self._units:  # first, so that nothing is reduced any more
             if unit.scatter is not None:
                 unit.scatter.recover()
+        self.join()
 
     def note_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Say that the weights were updated by an optimizer on every rank; exchanges them.

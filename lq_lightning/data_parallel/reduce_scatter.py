@@ -184,9 +184,9 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
     def recover(self) -> None:
         """Leave nothing of a backward that failed, whose gradients nobody will use."""
         self._expected = self._packs_into = None
+        self._context.reductions.drop()
         if self.stack is not None:
             self.stack.forget()
-        self._context.reductions.drop()
         self._context.reductions.join()
 
     def _reduce(self, stacked: StackedGradients, scale: float, deferred: bool) -> None:

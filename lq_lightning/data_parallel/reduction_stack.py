@@ -48,13 +48,14 @@ class ReductionStack:
     ) -> Tensor | None:
         """Return the next unit's memory, ``[numel]``; None if it is unlike those before.
 
-        :meth:`add` uses it up. Until then the next caller gets the same.
+        :meth:`add` uses it up.
         """
-        if self._slots is None:
+        if not self._outputs:
             self._slots = torch.empty(self._units, numel, dtype=dtype, device=device)
             self._layouts = layouts
         slots = self._slots
-        if (slots.shape[1], slots.dtype, self._layouts) != (numel, dtype, layouts):
+        alike = (numel, dtype, layouts)
+        if slots is None or (slots.shape[1], slots.dtype, self._layouts) != alike:
             return None
         return slots[len(self._outputs)]
 

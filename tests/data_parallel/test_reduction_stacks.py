@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from lq_lightning._compat.modules import reset_iteration
+from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import (
     GradientQuantization,
     QuantizedCommunication,
@@ -22,7 +23,10 @@ from lq_lightning.data_parallel import (
     install,
     quantize_communication,
 )
+from lq_lightning.data_parallel.gradient_layouts import LevelLayouts
+from lq_lightning.data_parallel.layout import MessageLayout, Run
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
+from lq_lightning.data_parallel.reduction_stack import ReductionStack
 
 BLOCKS = 4
 
@@ -58,11 +62,15 @@ class _Failing(torch.autograd.Function):
         raise MemoryError
 
 
-def _fail(model: TinyLM, communication: QuantizedCommunication, rank: int) -> None:
+def _fail(
+    model: TinyLM, communication: QuantizedCommunication, rank: int, calls: list[int]
+) -> None:
     """A backward that ends in the middle of a stack, after which a user goes on."""
     with replaced(model.blocks[1], "forward", _Failing.apply), pytest.raises(MemoryError):
         model(batch(0, rank)).backward()
+    calls.clear()
     communication.recover()
+    assert not calls, "what waited is not reduced"
     reset_iteration(model)
     for parameter in model.parameters():
         parameter.grad = None
@@ -86,13 +94,13 @@ def _steps(model: TinyLM, communication: Any, rank: int, calls: list[int]) -> di
     model.blocks[2].use_extra = False
     backward("a unit with fewer gradients")
     model.blocks[2].use_extra = True
-    blocks, model.blocks = model.blocks, torch.nn.ModuleList([*model.blocks[:1], *model.blocks[2:]])
+    blocks, model.blocks = model.blocks, torch.nn.ModuleList([*model.blocks[:2], *model.blocks[3:]])
     backward("without a unit")
     model.blocks = blocks
     communication.measure_errors = True
     backward("measured")
     communication.measure_errors = False
-    _fail(model, communication, rank)
+    _fail(model, communication, rank, calls)
     backward("again")
     return found
 
@@ -118,40 +126,62 @@ def _trained(
         return found, recorder.races, communication.traffic()
 
 
-def _compared(rank: int, world: int, node_sizes: list[int]) -> dict[int, dict[str, Any]]:
-    compared: dict[int, dict[str, Any]] = {}
-    for node_size in node_sizes:
-        alone, races_alone, sent_alone = _trained(rank, world, node_size, 0)
-        stacked, races, sent = _trained(rank, world, node_size, install.MAX_STACKED_NUMEL)
-        assert not races_alone, races_alone[:3]
-        assert not races, races[:3]
-        assert sent == sent_alone
-        compared[node_size] = {
-            name: (
-                all(map(torch.equal, alone[name][1], stacked[name][1])),
-                alone[name][0],
-                stacked[name][0],
-            )
-            for name in alone
-        }
-    return compared
+def _compare(rank: int, world: int, node_size: int, most: int) -> dict[str, list[int]]:
+    """Compare stacks with units alone; return the numbers of exchanges of both."""
+    alone, races_alone, sent_alone = _trained(rank, world, node_size, 0)
+    stacked, races, sent = _trained(rank, world, node_size, most)
+    assert not races_alone, races_alone[:3]
+    assert not races, races[:3]
+    assert sent == sent_alone
+    for name, (_, gradients) in alone.items():
+        assert all(map(torch.equal, gradients, stacked[name][1])), (name, node_size)
+    return {name: [alone[name][0], stacked[name][0]] for name in alone}
 
 
-@pytest.mark.parametrize(("world", "node_sizes"), [(2, [1, 2]), (4, [1, 2])])
-def test_gradients_are_those_of_units_that_are_alone(world: int, node_sizes: list[int]) -> None:
-    for compared in run_ranks(_compared, world, node_sizes):
-        for node_size, found in compared.items():
-            assert all(equal for equal, *_ in found.values()), (node_size, found)
-            levels = 1 if node_size in (1, world) else 2
-            calls = {name: counts for name, (_, *counts) in found.items()}
+def _compare_all(rank: int, world: int) -> list[dict[str, list[int]]]:
+    if world == 2:  # and stacks of two units
+        two = 2 * sum(p.numel() for p in OptionalBlock().parameters())
+        _compare(rank, world, 1, two)
+    return [_compare(rank, world, size, install.MAX_STACKED_NUMEL) for size in (1, 2)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_are_those_of_units_that_are_alone(world: int) -> None:
+    for found in run_ranks(_compare_all, world):
+        for levels, calls in zip((1, world // 2), found, strict=True):
             every, one_by_one = levels * 2, levels * (BLOCKS + 1)
             assert calls == {
                 "all": [one_by_one, every],
                 "first of two": [one_by_one, every],
                 "added to earlier ones": [one_by_one, one_by_one],
-                # three in the stack before it and after it
+                # which is alone, between others that are stacked
                 "a unit with fewer gradients": [one_by_one, every + 2 * levels],
                 "without a unit": [one_by_one - levels, every],
                 "measured": [one_by_one, one_by_one],
                 "again": [one_by_one, every],
-            }, (node_size, calls)
+            }, (levels, calls)
+
+
+def test_a_stack_takes_what_is_packed_alike() -> None:
+    stack, layouts, others = ReductionStack(3), _layouts(16), _layouts(32)
+    device = torch.device("cpu")
+    first = stack.row(layouts, 64, torch.float32, device)
+    assert first is not None
+    assert stack.row(others, 64, torch.float32, device) is not None, "it is still empty"
+    first = stack.row(layouts, 64, torch.float32, device)
+    assert first is not None
+    first.fill_(1)
+    output = torch.zeros(32)
+    assert not stack.add(output)
+    assert stack.row(others, 64, torch.float32, device) is None
+    assert stack.row(layouts, 32, torch.float32, device) is None
+    assert stack.row(layouts, 64, torch.bfloat16, device) is None
+    taken = stack.take()
+    assert taken.slots.tolist() == [[1.0] * 64]
+    assert taken.outputs == [output]
+
+
+def _layouts(group_size: int) -> LevelLayouts:
+    spec = CodecSpec(code="int8", group_size=group_size)
+    layout = MessageLayout.of([Run(0, 32, True)], [spec], torch.float32)
+    return LevelLayouts(layout, layout)
