@@ -20,6 +20,7 @@ from lq_lightning.data_parallel import (
     GradientQuantization,
     QuantizedCommunication,
     Topology,
+    Traffic,
     install,
     quantize_communication,
 )
@@ -76,8 +77,10 @@ def _fail(
         parameter.grad = None
 
 
-def _steps(model: TinyLM, communication: Any, rank: int, calls: list[int]) -> dict[str, Any]:
-    """Gradients of several backward passes, and how many exchanges each took."""
+def _steps(
+    model: TinyLM, communication: Any, rank: int, calls: list[int]
+) -> tuple[dict[str, Any], Traffic]:
+    """Gradients of several backward passes, how many exchanges each took, and what they sent."""
     found: dict[str, Any] = {}
 
     def backward(name: str, keep: bool = False) -> None:
@@ -100,14 +103,15 @@ def _steps(model: TinyLM, communication: Any, rank: int, calls: list[int]) -> di
     communication.measure_errors = True
     backward("measured")
     communication.measure_errors = False
+    sent = communication.traffic()
     _fail(model, communication, rank, calls)
     backward("again")
-    return found
+    return found, sent
 
 
 def _trained(
     rank: int, world: int, node_size: int, most: int, **options: Any
-) -> tuple[dict[str, Any], list[Any], Any]:
+) -> tuple[dict[str, Any], list[Any], Traffic]:
     calls: list[int] = []
     exchange = dist.all_to_all_single
 
@@ -122,8 +126,8 @@ def _trained(
         own = on_own_stream(recorder, TwoLevelReduceScatter.__call__)
         stack.enter_context(replaced(TwoLevelReduceScatter, "__call__", own))
         model, communication = _build(world, rank, node_size, **options)
-        found = _steps(model, communication, rank, calls)
-        return found, recorder.races, communication.traffic()
+        found, sent = _steps(model, communication, rank, calls)
+        return found, recorder.races, sent
 
 
 def _compare(rank: int, world: int, node_size: int, most: int) -> dict[str, list[int]]:
