@@ -3,8 +3,8 @@
 A GPT of the layers of a real one, but so narrow that its values cost no time, takes training steps
 on one rank of a world of which no other exists (torch's "fake" backend). CPU tensors go the way of
 CUDA tensors: through the operators to the launchers of the Triton kernels, compiled for Hopper,
-whose launches end in front of the driver. So what is timed is what Python, Triton and torch do,
-without what CUDA and streams add. `FSDP2` is measured in the same run: what it takes is the floor.
+whose launches end in front of the driver, and streams do nothing. So what is timed is what Python,
+Triton and torch do, without what CUDA adds. `FSDP2` is measured in the same run: what it takes is the floor.
 
 Times are thread time, the least of many steps; those of parts are sums over a step, per call. They
 are larger than those of a loop around one call, because in a step every call finds the processor's
@@ -20,7 +20,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import Any
@@ -49,6 +49,7 @@ from lq_lightning.data_parallel import (
 from lq_lightning.data_parallel.exchange import ExchangeSchedule
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
 from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
+from lq_lightning.foundation import streams
 from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message.calls import keep_call
 
@@ -100,6 +101,23 @@ def launched(name: str) -> Callable[..., None]:
     return first_time
 
 
+class NoStream:
+    """Stands for a CUDA stream and for its events."""
+
+    def wait_event(self, event: NoStream) -> None:
+        """Wait for nothing."""
+
+    def wait_stream(self, stream: NoStream) -> None:
+        """Wait for nothing."""
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+    def record_event(self, event: object = None) -> NoStream:
+        """Return what can be waited for."""
+        return self
+
+
 @contextmanager
 def pretended_gpu() -> Iterator[None]:
     """Let codecs take CPU tensors the way of CUDA tensors; without launches in the interpreter."""
@@ -114,6 +132,15 @@ def pretended_gpu() -> Iterator[None]:
                 stack.enter_context(mock.patch.object(reference, name, launched(name)))
             plain = lambda tensor: type(tensor) is Tensor  # noqa: E731
             stack.enter_context(mock.patch.object(functional, "_may_repeat", plain))
+        nowhere = NoStream()
+        for name, value in {
+            "has_streams": lambda device: True,
+            "current_stream": lambda: nowhere,
+            "new_stream": lambda: nowhere,
+            "on_stream": lambda stream: nullcontext(),
+            "record_use": lambda tensor: None,
+        }.items():
+            stack.enter_context(mock.patch.object(streams, name, value))
         yield
 
 

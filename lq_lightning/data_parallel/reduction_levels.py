@@ -85,7 +85,7 @@ class ReductionLevels:
         node = self._context.topology.node
         messages = inter.allocate(nodes - 1, units, device=slots.device)
         seed = part_seed(self._seed(_SEED_INTER), 0)
-        if nodes == 2:  # one call for all units
+        if nodes == 2 and units > 1:  # one call for all of them
             self._encode(inter, slots[:, 1 - node], messages[0], seed)
             return messages
         for unit, own in enumerate(slots):
