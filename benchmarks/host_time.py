@@ -4,9 +4,10 @@ A GPT of the layers of a real one, but so narrow that its values cost no time, t
 on one rank of a world of which no other exists (torch's "fake" backend). CPU tensors go the way of
 CUDA tensors: through the operators to the launchers of the Triton kernels, compiled for Hopper,
 whose launches end in front of the driver, and streams do nothing. So what is timed is what Python,
-Triton and torch do, without what CUDA adds. `FSDP2` is measured in the same run: what it takes is the floor.
+Triton and torch do, without what CUDA adds. `FSDP2` is measured in the same run: what it takes is
+the floor.
 
-Times are thread time, the least of many steps; those of parts are sums over a step, per call. They
+Times are thread time, the least of many steps; those of parts are sums over a step, per unit. They
 are larger than those of a loop around one call, because in a step every call finds the processor's
 caches filled by others. Example::
 
