@@ -8,9 +8,12 @@ order is spread over streams:
 ==================== ==============================================================================
 stream               work
 ==================== ==============================================================================
-computing            forward, backward, optimizer steps: the stream current where users call us
-FSDP2's gather ones  copy-in of shards, then our gather: it reads or refreshes the replica
-FSDP2's reduce one   our reduce-scatter up to the last level
+computing            forward, backward, optimizer steps: the stream current where users call us.
+                     FSDP2 copies weights out of full replicas here
+FSDP2's gather ones  copy-in of shards, then our gather: it refreshes the replica, or gathers it
+                     within a node
+FSDP2's reduce one   our reduce-scatter up to the last level; of a stack, at its last unit, or
+                     on the computing one when backward ends
 exchange, first      after an optimizer step: difference, encode
 exchange, second     the gather between nodes; of one node, the gather within it
 exchange, third      the gather within the node, decode, add to the replica
@@ -27,7 +30,8 @@ alone (:class:`NetworkStages`).
 *What waits for what.* A stage that hands something over records an event; who reads it, or writes
 over it, waits for that event first:
 
-- A gather waits for the last write to its replica (exchange or refresh), not for other units.
+- A gather waits for the last write to its replica (exchange or refresh), not for other units; of a
+  full replica that has been written it is no more than FSDP2's wait for that event.
 - The next exchange of a unit waits for the same event, and the first stream as a whole for the
   computing one, which reads what the gathers copied out.
 - An optimizer step waits for all exchanges, which read the main weights: it would change them.
@@ -36,10 +40,12 @@ over it, waits for that event first:
 *What is held until when.* The caching allocator gives freed memory to the next tensor of the stream
 it was allocated on, at once. So a tensor that another stream still uses is either held until its
 own stream has waited for that use (:class:`SecondStage`), or the allocator is told of the use
-(:func:`record_use`) before the last reference goes. The replica lives as long as its unit; where it
-is replaced, the replacing stream has waited for all writes to it, and its use is recorded. Memory
-that units share comes from the stream of the first one that is gathered; streams of others wait for
-that point (``ReplicaMemory``), before which the same memory may have been in other use.
+(:func:`record_use`) before the last reference goes. Gradients that wait for others of their stack
+are in memory of the computing stream, which is told where they are read (``ReductionStack``). The
+replica lives as long as its unit; where it is replaced, the replacing stream has waited for all
+writes to it, and its use is recorded. Memory that units share comes from the stream of the first
+one that is gathered; streams of others wait for that point (``ReplicaMemory``), before which the
+same memory may have been in other use.
 
 *Order of collectives.* Collectives of one process group run in the order of the host's calls,
 whatever streams they are issued on. Whether one is issued may depend only on what all ranks know
