@@ -18,7 +18,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResul
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from lq_lightning._compat.gathers import GatheredWeights, serve_gathers
-from lq_lightning.data_parallel import Topology, WeightQuantization, quantize_communication
+from lq_lightning.data_parallel import (
+    QuantizedCommunication,
+    Topology,
+    WeightQuantization,
+    quantize_communication,
+)
 from lq_lightning.data_parallel.outside_writes import WriteVotes
 from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
 
@@ -68,7 +73,9 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gathers]:
     dist.destroy_process_group()
 
 
-def build(node_size: int = 1, **options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+def build(
+    node_size: int = 1, **options: Any
+) -> tuple[nn.Sequential, torch.optim.Optimizer, QuantizedCommunication]:
     """Two blocks that FSDP2 shards over two ranks, of which the other sends what this one does."""
     pretend_ranks(2)
     mesh = init_device_mesh("cpu", (2,))
@@ -85,7 +92,7 @@ def build(node_size: int = 1, **options: Any) -> tuple[nn.Sequential, torch.opti
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     communication.register_optimizer(optimizer)
-    return model, optimizer
+    return model, optimizer, communication
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -95,7 +102,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_only_the_first_gather_and_refreshes_are_those_of_fsdp2(gathers: Gathers) -> None:
-    model, optimizer = build()
+    model, optimizer, _ = build()
     step(model, optimizer)
     assert gathers.since() == (BLOCKS, BLOCKS, 1), "forward refreshes, backward reads"
     step(model, optimizer)
@@ -109,7 +116,7 @@ def test_only_the_first_gather_and_refreshes_are_those_of_fsdp2(gathers: Gathers
 
 
 def test_a_gather_outside_of_a_pass_votes_once(gathers: Gathers) -> None:
-    model, optimizer = build()
+    model, optimizer, communication = build()
     step(model, optimizer)
     gathers.since()
     block: Any = model[0]
@@ -123,19 +130,23 @@ def test_a_gather_outside_of_a_pass_votes_once(gathers: Gathers) -> None:
     block.unshard()
     assert gathers.since() == (0, 0, 0), "it is gathered already"
     block.reshard()
+    communication.invalidate()
+    block.unshard()
+    assert gathers.since() == (1, 0, 1), "one that has to gather votes, too"
+    block.reshard()
     block.unshard()
     assert gathers.since() == (0, 1, 1)
 
 
 def test_fsdp2_gathers_what_nodes_share(gathers: Gathers) -> None:
-    model, optimizer = build(node_size=2, replica="node")
+    model, optimizer, _ = build(node_size=2, replica="node")
     for votes in range(2):
         step(model, optimizer)
         assert gathers.since() == (2 * BLOCKS, 0, 1), votes
 
 
 def test_units_that_backward_does_not_need_are_not_read_for_it(gathers: Gathers) -> None:
-    model, optimizer = build()
+    model, optimizer, _ = build()
     block: Any = model[0]  # whose input has no gradient
     block.set_unshard_in_backward(False)
     step(model, optimizer)
