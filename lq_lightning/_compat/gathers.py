@@ -25,7 +25,7 @@ class GatheredWeights(NamedTuple):
 
 
 def serve_gathers(group: Any, read: Callable[[], GatheredWeights | None]) -> None:
-    """Let a group's gathers take what ``read`` returns and do nothing else.
+    """Let a group's gathers take what ``read`` returns, and nothing that an earlier call said.
 
     FSDP2 would cast and copy this rank's shards into a new buffer on one stream and call its custom
     all-gather on another, which costs the host three times as much as the rest. The sizes that it
@@ -36,7 +36,7 @@ def serve_gathers(group: Any, read: Callable[[], GatheredWeights | None]) -> Non
         group: FSDP2's parameter group.
         read: Called where FSDP2 would gather over all shards; None lets it.
     """
-    original = group.unshard
+    original = getattr(group.unshard, "by_fsdp2", group.unshard)
     known: Any = None  # FSDP2's own result, without its tensors
 
     def unshard(async_op: bool = False) -> None:
@@ -55,6 +55,7 @@ def serve_gathers(group: Any, read: Callable[[], GatheredWeights | None]) -> Non
                 all_gather_output=None, all_gather_event=None, all_gather_work=None
             )
 
+    unshard.by_fsdp2 = original  # type: ignore[attr-defined]
     group.unshard = unshard
 
 

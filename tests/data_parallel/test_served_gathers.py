@@ -174,11 +174,13 @@ def test_parameters_with_hooks_for_gathers_are_gathered_by_fsdp2(hooks: bool) ->
         group._all_gather_result = AllGatherResult(shard, None, None, [], [], [4])
 
     group.unshard = unshard
-    serve_gathers(group, lambda: GatheredWeights(torch.zeros(8), None))
-    for _ in range(2):
+    serve_gathers(group, lambda: pytest.fail("replaced by the next one"))
+    found = iter((None, GatheredWeights(torch.zeros(8), None)))
+    serve_gathers(group, lambda: next(found))
+    for _ in range(3):
         group._all_gather_result = None
         group.unshard(True)
-    assert gathered == [True] * (1 + hooks)
+    assert gathered == [True] * (2 + hooks)
     assert group._all_gather_result.all_gather_output.tolist() == (
         [1.0] * 4 if hooks else [0.0] * 8
     )
