@@ -49,14 +49,12 @@ from lq_lightning.data_parallel import (
 )
 from lq_lightning.data_parallel.exchange import ExchangeSchedule
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
-from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
 from lq_lightning.foundation import streams
 from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message.calls import keep_call
 
 PARTS: dict[str, tuple[type, str]] = {
     "reductions": (TwoLevelReduceScatter, "__call__"),
-    "gathers": (WeightDifferenceAllGather, "__call__"),
     "exchanges": (ExchangeSchedule, "run"),
 }
 KERNELS = ("quantize", "dequantize", "requantize")
@@ -255,7 +253,7 @@ def main() -> None:
             row.variant,
             *(f"{ms:.2f}" for ms in (row.forward_ms, row.backward_ms, row.update_ms, row.step_ms)),
             f"{row.launches:.0f}",
-            *(f"{row.us_per_unit[part]:.0f}" if part in row.us_per_unit else "-" for part in PARTS),
+            *(f"{row.us_per_unit[part]:.0f}" if row.us_per_unit else "-" for part in PARTS),
         ]
         for row in rows
     ]

@@ -28,9 +28,9 @@ def serve_gathers(group: Any, read: Callable[[], GatheredWeights | None]) -> Non
     """Let a group's gathers take what ``read`` returns, and nothing that an earlier call said.
 
     FSDP2 would cast and copy this rank's shards into a new buffer on one stream and call its custom
-    all-gather on another, which costs the host three times as much as the rest. The sizes that it
-    copies out by are those of the group's first gather, which is always its own, as is every one of
-    parameters with hooks for gathers (``fsdp_pre_all_gather``).
+    all-gather on another, which takes the host longer than copying out. The sizes that it copies by
+    are those of the group's first gather, which is always its own, as is every one of parameters
+    with hooks for gathers (``fsdp_pre_all_gather``).
 
     Args:
         group: FSDP2's parameter group.
@@ -60,7 +60,7 @@ def serve_gathers(group: Any, read: Callable[[], GatheredWeights | None]) -> Non
 
 
 def _would_gather(group: Any) -> bool:
-    """Mirror the conditions of ``FSDPParamGroup.unshard``; not from a part of the ranks."""
+    """Mirror the conditions of ``FSDPParamGroup.unshard``, for a gather over all shards."""
     in_pre_backward = group._training_state == TrainingState.PRE_BACKWARD
     return (
         group._all_gather_result is None

@@ -106,9 +106,9 @@ def quantize_communication(
     units: list[QuantizedUnit] = []
     tensors: list[TensorPlan] = []
     every_params = [GroupParams(group) for _, _, group in found]
-    draws = [c is None or c.rounding == "stochastic" for c in (weights, gradients)]
-    places = _places_in_memory(_stacks(every_params, alone=draws[0]))
-    reduced_with = _reduction_stacks(_stacks(every_params, alone=draws[1]))
+    stacks, alone = _stacks(every_params), [1] * len(found)
+    places = _places_in_memory(stacks if _may_stack(weights) else alone)
+    reduced_with = _reduction_stacks(stacks if _may_stack(gradients) else alone)
     for index, (name, unit_module, group) in enumerate(found):
         params = every_params[index]
         description = UnitDescription(
@@ -179,11 +179,15 @@ def _check_meshes(module: nn.Module, found: list[tuple[str, FSDPModule, Any]]) -
             )
 
 
-def _stacks(every_params: Sequence[GroupParams], alone: bool) -> list[int]:
-    """Say for each unit how many are in its stack: neighbouring small units of one shape.
+def _may_stack(config: WeightQuantization | GradientQuantization | None) -> bool:
+    """Whether units may be handled together: in a stack, one would be rounded with other noise."""
+    return config is not None and config.rounding != "stochastic"
 
-    What they do together costs the host little more than what one of them does. One of a stack
-    would have noise of its own in stochastic rounding, where units stay alone. Frozen units and
+
+def _stacks(every_params: Sequence[GroupParams]) -> list[int]:
+    """Return the sizes of all stacks: of neighbouring small units of one shape, or of one unit.
+
+    What they do together costs the host little more than what one of them does. Frozen units and
     trained ones share nothing: else all of their stack would be exchanged alone.
     """
     stacks: list[list[object]] = []
@@ -194,7 +198,7 @@ def _stacks(every_params: Sequence[GroupParams], alone: bool) -> list[int]:
             for p in params()
         ]
         numel = sum(p.numel for p in params())
-        if alone or not stacks or shape != stacks[-1][0] or numel > room:
+        if not stacks or shape != stacks[-1][0] or numel > room:
             stacks.append([])
             room = MAX_STACKED_NUMEL
         stacks[-1].append(shape)

@@ -120,8 +120,9 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
     ) -> Tensor | None:
         """Memory of the stack for what is packed now, ``[numel]``; None if it is reduced alone."""
         context, stack = self._context, self.stack
-        alone = stack is None or packed.read_in_backward or context.measure_errors
-        if stack is None or alone or not _may_be_deferred(device):
+        if stack is None or packed.read_in_backward or context.measure_errors:
+            return None
+        if not _may_be_deferred(device):
             return None
         context.reductions.begin()
         layouts = self.layouts.of(packed.indices, numel // context.topology.world_size, dtype)

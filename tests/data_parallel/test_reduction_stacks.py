@@ -32,7 +32,7 @@ from lq_lightning.data_parallel.reduction_stack import ReductionStack
 BLOCKS = 4
 
 
-def _build(world: int, rank: int, node_size: int, **options: Any) -> tuple[TinyLM, Any]:
+def _build(world: int, rank: int, node_size: int) -> tuple[TinyLM, Any]:
     torch.manual_seed(0)
     model = TinyLM(OptionalBlock, layers=BLOCKS)
     for block in model.blocks:
@@ -41,7 +41,7 @@ def _build(world: int, rank: int, node_size: int, **options: Any) -> tuple[TinyL
     communication = quantize_communication(
         model,
         weights=None,
-        gradients=GradientQuantization(group_size=32, **options),
+        gradients=GradientQuantization(group_size=32),
         topology=Topology(world_size=world, rank=rank, node_size=node_size),
         min_quantized_numel=256,
     )
@@ -99,6 +99,12 @@ def _steps(
     model.blocks[2].use_extra = True
     blocks, model.blocks = model.blocks, torch.nn.ModuleList([*model.blocks[:2], *model.blocks[3:]])
     backward("without a unit")
+    ends = [p for name, p in model.named_parameters() if not name.startswith("blocks.")]
+    for parameter in ends:
+        parameter.requires_grad_(False)
+    backward("without anything after a part of a stack")
+    for parameter in ends:
+        parameter.requires_grad_(True)
     model.blocks = blocks
     communication.measure_errors = True
     backward("measured")
@@ -110,7 +116,7 @@ def _steps(
 
 
 def _trained(
-    rank: int, world: int, node_size: int, most: int, **options: Any
+    rank: int, world: int, node_size: int, most: int
 ) -> tuple[dict[str, Any], list[Any], Traffic]:
     calls: list[int] = []
     exchange = dist.all_to_all_single
@@ -125,7 +131,7 @@ def _trained(
         stack.enter_context(replaced(dist, "all_to_all_single", counted))
         own = on_own_stream(recorder, TwoLevelReduceScatter.__call__)
         stack.enter_context(replaced(TwoLevelReduceScatter, "__call__", own))
-        model, communication = _build(world, rank, node_size, **options)
+        model, communication = _build(world, rank, node_size)
         found, sent = _steps(model, communication, rank, calls)
         return found, recorder.races, sent
 
@@ -161,6 +167,7 @@ def test_gradients_are_those_of_units_that_are_alone(world: int) -> None:
                 # which is alone, between others that are stacked
                 "a unit with fewer gradients": [one_by_one, every + 2 * levels],
                 "without a unit": [one_by_one - levels, every],
+                "without anything after a part of a stack": [levels * (BLOCKS - 1), levels],
                 "measured": [one_by_one, one_by_one],
                 "again": [one_by_one, every],
             }, (levels, calls)
