@@ -45,7 +45,6 @@ class DeferredReductions:
         self._stages = NetworkStages()
         self._backward = -1
         self._waiting: tuple[object, Callable[[], None]] | None = None
-        self._ending = False
 
     def begin(self) -> None:
         """Say that the backward that runs now will reduce something.
@@ -53,7 +52,7 @@ class DeferredReductions:
         Another one that has not ended may have failed, without waiting. What it left still writes
         to gradients whose memory may be in use again, so this one waits first.
         """
-        if self._backward not in (-1, backward_id()) and not self._ending:
+        if self._backward not in (-1, backward_id()):
             self.join()
 
     def make_room(self) -> None:
@@ -78,11 +77,9 @@ class DeferredReductions:
 
     def join(self) -> None:
         """Let the current stream wait for all reductions."""
-        self._ending = True
         try:
             self._reduce_waiting()
         finally:
-            self._ending = False
             self._backward = -1
             self._stages.join()
 
@@ -91,7 +88,7 @@ class DeferredReductions:
         self._waiting = None
 
     def _join_after_backward(self) -> None:
-        if self._backward != backward_id() and not self._ending:
+        if self._backward != backward_id():
             self._backward = backward_id()
             after_backward(self.join)
 

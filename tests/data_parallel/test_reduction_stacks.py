@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from lq_lightning._compat.modules import reset_iteration
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import (
     GradientQuantization,
-    QuantizedCommunication,
     Topology,
     Traffic,
     install,
@@ -63,15 +63,11 @@ class _Failing(torch.autograd.Function):
         raise MemoryError
 
 
-def _fail(
-    model: TinyLM, communication: QuantizedCommunication, rank: int, calls: list[int]
-) -> None:
+def _fail(model: TinyLM, rank: int, go_on: Callable[[], None]) -> None:
     """A backward that ends in the middle of a stack, after which a user goes on."""
     with replaced(model.blocks[1], "forward", _Failing.apply), pytest.raises(MemoryError):
         model(batch(0, rank)).backward()
-    calls.clear()
-    communication.recover()
-    assert not calls, "what waited is not reduced"
+    go_on()
     reset_iteration(model)
     for parameter in model.parameters():
         parameter.grad = None
@@ -110,8 +106,15 @@ def _steps(
     backward("measured")
     communication.measure_errors = False
     sent = communication.traffic()
-    _fail(model, communication, rank, calls)
-    backward("again")
+    _fail(model, rank, communication.join)  # which reduces what waits, outside of any backward
+
+    def recover() -> None:
+        calls.clear()
+        communication.recover()
+        assert not calls, "what waited is not reduced"
+
+    _fail(model, rank, recover)
+    backward("after a failure")
     return found, sent
 
 
@@ -169,7 +172,7 @@ def test_gradients_are_those_of_units_that_are_alone(world: int) -> None:
                 "without a unit": [one_by_one - levels, every],
                 "without anything after a part of a stack": [levels * (BLOCKS - 1), levels],
                 "measured": [one_by_one, one_by_one],
-                "again": [one_by_one, every],
+                "after a failure": [one_by_one, every],
             }, (levels, calls)
 
 
