@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
-from lq_testing import poison_uninitialized_memory
+from lq_testing import SHARED_GPUS, poison_uninitialized_memory
 
 # Triton decides when it is first imported whether kernels run in its interpreter. Files of folders
 # below, whose `conftest.py` imports it, may be named on the command line.
@@ -38,15 +38,26 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there are too few devices (asked without initialising CUDA)."""
+    """Skip GPU tests where there are too few devices (asked without initialising CUDA).
+
+    With ``LQ_SHARE_GPUS=1`` ranks share those there are, but for tests of the links between them.
+    """
     available = torch.cuda.device_count()
+    share = bool(os.environ.get("LQ_SHARE_GPUS")) and available > 0
     for item in items:
         marker = item.get_closest_marker("gpu")
-        if marker is None:
+        needed = marker.args[0] if marker is not None and marker.args else int(marker is not None)
+        if available >= needed:
             continue
-        needed = marker.args[0] if marker.args else marker.kwargs.get("count", 1)
-        if available < needed:
+        if share and not item.get_closest_marker("own_gpus"):
+            item.fixturenames.append("_shared_gpus")  # type: ignore[attr-defined]
+        else:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, found {available}"))
+
+
+@pytest.fixture
+def _shared_gpus(_clean_environment: None) -> None:
+    os.environ[SHARED_GPUS] = "1"
 
 
 @pytest.fixture(autouse=True)

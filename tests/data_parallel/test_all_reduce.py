@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy
 from lq_testing import run_ranks
+from lq_testing.lightning_models import trainer
 from lq_testing.models import TinyLM, batch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -334,32 +336,24 @@ class LightningLM(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.3)  # linear in the gradients
 
 
-def _fit(rank: int, world: int, quantized: bool) -> list[Tensor]:
+def _fit(rank: int, world: int, root: str, quantized: bool) -> list[Tensor]:
     L.seed_everything(0, verbose=False)
     options: dict[str, Any] = {}
     if quantized:
         options["ddp_comm_state"] = QuantizedAllReduce(min_nbytes=1000, min_quantized_numel=256)
         options["ddp_comm_hook"] = quantized_all_reduce_hook
-    trainer = L.Trainer(
-        strategy=DDPStrategy(**options),
-        accelerator="gpu",
-        devices=world,
-        max_steps=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    run = trainer(DDPStrategy(**options), root, world, accelerator="gpu", max_steps=4)
     data = torch.cat([batch(step, 0) for step in range(8)])
     model = LightningLM()
-    trainer.fit(model, DataLoader(data, batch_size=4))
+    run.fit(model, DataLoader(data, batch_size=4))
     return [p.detach().cpu() for p in model.parameters()]
 
 
 @pytest.mark.gpu(2)
-def test_stock_ddp_strategy_takes_the_hook() -> None:
+def test_stock_ddp_strategy_takes_the_hook(tmp_path: Path) -> None:
     runs = [
-        run_ranks(_fit, 2, quantized, backend=None, torchrun=True) for quantized in (True, False)
+        run_ranks(_fit, 2, str(tmp_path), quantized, backend=None, torchrun=True)
+        for quantized in (True, False)
     ]
     L.seed_everything(0, verbose=False)
     start = [p.detach() for p in LightningLM().parameters()]

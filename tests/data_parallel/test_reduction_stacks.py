@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lq_testing import run_ranks
-from lq_testing.models import OptionalBlock, TinyLM, batch
+from lq_testing.devices import device
+from lq_testing.fsdp2 import tokens
+from lq_testing.models import OptionalBlock, TinyLM
 from lq_testing.streams import Recorder, on_own_stream, recorded_streams, replaced
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -34,7 +36,7 @@ BLOCKS = 4
 
 def _build(world: int, rank: int, node_size: int) -> tuple[TinyLM, Any]:
     torch.manual_seed(0)
-    model = TinyLM(OptionalBlock, layers=BLOCKS)
+    model = TinyLM(OptionalBlock, layers=BLOCKS).to(device())
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -63,25 +65,23 @@ class _Failing(torch.autograd.Function):
         raise MemoryError
 
 
-def _fail(model: TinyLM, rank: int, go_on: Callable[[], None]) -> None:
+def _fail(model: TinyLM, go_on: Callable[[], None]) -> None:
     """A backward that ends in the middle of a stack, after which a user goes on."""
     with replaced(model.blocks[1], "forward", _Failing.apply), pytest.raises(MemoryError):
-        model(batch(0, rank)).backward()
+        model(tokens(0)).backward()
     go_on()
     reset_iteration(model)
     for parameter in model.parameters():
         parameter.grad = None
 
 
-def _steps(
-    model: TinyLM, communication: Any, rank: int, calls: list[int]
-) -> tuple[dict[str, Any], Traffic]:
+def _steps(model: TinyLM, communication: Any, calls: list[int]) -> tuple[dict[str, Any], Traffic]:
     """Gradients of several backward passes, how many exchanges each took, and what they sent."""
     found: dict[str, Any] = {}
 
     def backward(name: str, keep: bool = False) -> None:
         calls.clear()
-        model(batch(len(found), rank)).backward()
+        model(tokens(len(found))).backward()
         found[name] = (len(calls), _gradients(model))
         if not keep:
             for parameter in model.parameters():
@@ -106,14 +106,14 @@ def _steps(
     backward("measured")
     communication.measure_errors = False
     sent = communication.traffic()
-    _fail(model, rank, communication.join)  # which reduces what waits, outside of any backward
+    _fail(model, communication.join)  # which reduces what waits, outside of any backward
 
     def recover() -> None:
         calls.clear()
         communication.recover()
         assert not calls, "what waited is not reduced"
 
-    _fail(model, rank, recover)
+    _fail(model, recover)
     backward("after a failure")
     return found, sent
 
@@ -135,7 +135,7 @@ def _trained(
         own = on_own_stream(recorder, TwoLevelReduceScatter.__call__)
         stack.enter_context(replaced(TwoLevelReduceScatter, "__call__", own))
         model, communication = _build(world, rank, node_size)
-        found, sent = _steps(model, communication, rank, calls)
+        found, sent = _steps(model, communication, calls)
         return found, recorder.races, sent
 
 
@@ -176,20 +176,40 @@ def test_gradients_are_those_of_units_that_are_alone(world: int) -> None:
             }, (levels, calls)
 
 
+def _on_gpus(rank: int, world: int, node_size: int) -> None:
+    torch.use_deterministic_algorithms(True)  # else gradients of embeddings differ between runs
+    for _ in range(3):
+        alone, stacked = _compare(rank, world, node_size, install.MAX_STACKED_NUMEL)["all"]
+        assert stacked < alone
+
+
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+@pytest.mark.gpu(2)
+def test_on_two_gpus() -> None:
+    run_ranks(_on_gpus, 2, 1, backend="nccl", env=DETERMINISTIC, timeout=200)
+
+
+@pytest.mark.gpu(4)
+def test_on_four_gpus() -> None:
+    run_ranks(_on_gpus, 4, 2, backend="nccl", env=DETERMINISTIC, timeout=200)
+
+
 def test_a_stack_takes_what_is_packed_alike() -> None:
     stack, layouts, others = ReductionStack(3), _layouts(16), _layouts(32)
-    device = torch.device("cpu")
-    first = stack.row(layouts, 64, torch.float32, device)
+    cpu = torch.device("cpu")
+    first = stack.row(layouts, 64, torch.float32, cpu)
     assert first is not None
-    assert stack.row(others, 64, torch.float32, device) is not None, "it is still empty"
-    first = stack.row(layouts, 64, torch.float32, device)
+    assert stack.row(others, 64, torch.float32, cpu) is not None, "it is still empty"
+    first = stack.row(layouts, 64, torch.float32, cpu)
     assert first is not None
     first.fill_(1)
     output = torch.zeros(32)
     assert not stack.add(output)
-    assert stack.row(others, 64, torch.float32, device) is None
-    assert stack.row(layouts, 32, torch.float32, device) is None
-    assert stack.row(layouts, 64, torch.bfloat16, device) is None
+    assert stack.row(others, 64, torch.float32, cpu) is None
+    assert stack.row(layouts, 32, torch.float32, cpu) is None
+    assert stack.row(layouts, 64, torch.bfloat16, cpu) is None
     taken = stack.take()
     assert taken.slots.tolist() == [[1.0] * 64]
     assert taken.outputs == [output]

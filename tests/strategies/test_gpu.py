@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def _trains_and_resumes(rank: int, world: int, root: str, node_size: int) -> Non
                 _fit, root, world, options, precision=precision, gradient_clip_val=1.0
             )
             run, losses = fit(max_epochs=2, callbacks=[QuantizationMonitor(every_n_steps=2)])
-            assert run.strategy.root_device == torch.device("cuda", rank)
+            local_rank = int(os.environ["LOCAL_RANK"])
+            assert run.strategy.root_device == torch.device("cuda", local_rank)
             assert isinstance(run.lightning_module, FSDPModule)
             near = zip(losses, exact, strict=False)
             assert max(abs(a - b) for a, b in near) < 0.3, (precision, replica)
@@ -121,6 +123,7 @@ def _one_node(rank: int, world: int, root: str) -> None:
 
 
 @pytest.mark.gpu(4)
+@pytest.mark.own_gpus
 def test_nothing_is_quantized_by_default_inside_one_nvlink_node(tmp_path: Path) -> None:
     run_trainer(_one_node, 4, str(tmp_path))
 

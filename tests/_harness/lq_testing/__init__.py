@@ -4,6 +4,6 @@ Child processes inherit `sys.path`, so functions that run on the ranks can impor
 """
 
 from lq_testing.poison import poison_uninitialized_memory
-from lq_testing.ranks import RankError, free_port, run_ranks
+from lq_testing.ranks import SHARED_GPUS, RankError, free_port, run_ranks
 
-__all__ = ["RankError", "free_port", "poison_uninitialized_memory", "run_ranks"]
+__all__ = ["SHARED_GPUS", "RankError", "free_port", "poison_uninitialized_memory", "run_ranks"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lq_testing.models import TinyLM, batch
+from lq_testing.ranks import SHARED_GPUS
 
 
 class Tokens(Dataset[Tensor]):
@@ -88,9 +90,11 @@ def quiet() -> None:
 def trainer(strategy: Any, root: str, devices: int = 2, **options: Any) -> pl.Trainer:
     """A CPU Trainer without logger, progress bar and checkpoints."""
     quiet()
+    shared = SHARED_GPUS in os.environ
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
-        "devices": devices,
+        "devices": 1 if shared else devices,
+        "num_nodes": devices if shared else 1,
         "max_epochs": 1,
         "logger": False,
         "enable_progress_bar": False,

@@ -39,6 +39,9 @@ _PRELOAD = [
     "pytest",
     "hypothesis",
 ]
+# Set for tests whose ranks share GPUs: NCCL, which refuses two ranks of one host on one GPU, then
+# takes each for a host of its own.
+SHARED_GPUS = "LQ_RANKS_SHARE_GPUS"
 # After a rank has failed the others usually follow (connection reset); wait this long to hear why.
 _GRACE_S = 2.0
 _STACK_WAIT_S = 0.5
@@ -146,6 +149,9 @@ def run_ranks(
         try:
             for rank in range(world_size):
                 rank_env = {**os.environ, **(env or {})}
+                if SHARED_GPUS in rank_env:
+                    rank_env |= _shared_gpu_env(rank)
+                    node_size = 1
                 if torchrun:
                     rank_env |= _torchrun_env(rank, world_size, node_size or world_size, port)
                 job = _Job(
@@ -200,6 +206,17 @@ def _torchrun_env(rank: int, world_size: int, node_size: int, port: int) -> dict
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "run_ranks",
+    }
+
+
+def _shared_gpu_env(rank: int) -> dict[str, str]:
+    import torch
+
+    return {
+        "CUDA_VISIBLE_DEVICES": str(rank % torch.cuda.device_count()),
+        "LOCAL_RANK": "0",
+        "NCCL_HOSTID": f"rank{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
     }
 
 
