@@ -87,7 +87,8 @@ def initialize_root(module: FSDPModule) -> None:
 
 def begin_root_forward(module: FSDPModule) -> None:
     """Gather the root's own parameters as its forward pre-hook does."""
-    module._get_fsdp_state()._pre_forward(cast(nn.Module, module), (), {})
+    # With one argument, as FSDP2 of torch 2.11 looks for the first one where it moves them to a GPU.
+    module._get_fsdp_state()._pre_forward(cast(nn.Module, module), (None,), {})
 
 
 def end_root_forward(module: FSDPModule, output: Any) -> Any:

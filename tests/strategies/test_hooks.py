@@ -115,11 +115,27 @@ class CallsInBf16(TinyModule):
     """A float input to a layer of the root, whose weights are bf16 while they are gathered."""
 
     def on_train_epoch_end(self) -> None:
-        self.dtypes = {self.net.head(torch.ones(1, 24)).dtype}
+        x = torch.ones(1, 24, device=self.device)
+        self.dtypes = {self.net.head(x).dtype}
+        with self.trainer.strategy.root_forward():
+            assert self.net.head.weight.shape == (31, 24)
+            assert not isinstance(self.net.head.weight, DTensor)
 
 
 def test_submodules_can_be_called_in_hooks(tmp_path: Path) -> None:
     run_trainer(_calls, 2, str(tmp_path))
+
+
+def _calls_on_gpus(rank: int, world_size: int, root: str) -> None:
+    module = CallsInBf16()
+    options = {"accelerator": "gpu", "precision": "bf16-mixed"}
+    _fit(root, module, strategy={"min_quantized_numel": 64}, **options)
+    assert module.dtypes == {torch.bfloat16}
+
+
+@pytest.mark.gpu(2)
+def test_submodules_can_be_called_in_hooks_on_two_gpus(tmp_path: Path) -> None:
+    run_trainer(_calls_on_gpus, 2, str(tmp_path))
 
 
 # --- penalties on weights -----------------------------------------------------------------------

@@ -375,25 +375,29 @@ class Forgetful(Adversarial):
         loss.backward()
 
 
-def _manual(rank: int, world_size: int, root: str) -> None:
+def _manual(rank: int, world_size: int, root: str, accelerator: str) -> None:
+    run = functools.partial(trainer, root=root, accelerator=accelerator)
     for accumulate in (1, 2):
         torch.manual_seed(0)
         reference = Adversarial(accumulate)
-        trainer("ddp_find_unused_parameters_true", root).fit(reference, loader(32))
+        run("ddp_find_unused_parameters_true").fit(reference, loader(32))
         for units in (None, ["Sequential"]):
             torch.manual_seed(0)
             module = Adversarial(accumulate)
             strategy = QuantizedFSDPStrategy(**PLAIN, units=units)
-            trainer(strategy, root).fit(module, loader(32))
+            run(strategy).fit(module, loader(32))
             torch.testing.assert_close(
                 torch.tensor(module.history), torch.tensor(reference.history)
             )
     with pytest.raises(RuntimeError, match="self.manual_backward"):
-        trainer(QuantizedFSDPStrategy(**PLAIN), root).fit(Forgetful(), loader())
+        run(QuantizedFSDPStrategy(**PLAIN)).fit(Forgetful(), loader())
 
 
-def test_manual_optimization_with_two_optimizers_equals_ddp(tmp_path: Any) -> None:
-    run_trainer(_manual, 2, str(tmp_path))
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(2))])
+def test_manual_optimization_with_two_optimizers_equals_ddp(
+    tmp_path: Any, accelerator: str
+) -> None:
+    run_trainer(_manual, 2, str(tmp_path), accelerator)
 
 
 # --- precision, buffers, non-finite gradients ---------------------------------------------------
