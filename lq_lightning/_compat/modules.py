@@ -87,7 +87,7 @@ def initialize_root(module: FSDPModule) -> None:
 
 def begin_root_forward(module: FSDPModule) -> None:
     """Gather the root's own parameters as its forward pre-hook does."""
-    # With one argument, as FSDP2 of torch 2.11 looks for the first one where it moves them to a GPU.
+    # FSDP2 of torch 2.11, which moves arguments to a GPU, needs one.
     module._get_fsdp_state()._pre_forward(cast(nn.Module, module), (None,), {})
 
 
