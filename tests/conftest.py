@@ -46,7 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     share = bool(os.environ.get("LQ_SHARE_GPUS")) and available > 0
     for item in items:
         marker = item.get_closest_marker("gpu")
-        needed = marker.args[0] if marker is not None and marker.args else int(marker is not None)
+        if marker is None:
+            continue
+        needed = marker.args[0] if marker.args else marker.kwargs.get("count", 1)
         if available >= needed:
             continue
         if share and not item.get_closest_marker("own_gpus"):

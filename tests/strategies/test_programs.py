@@ -28,10 +28,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _to_kwargs
 from torchmetrics import MeanMetric
 
 from lq_lightning import QuantizedFSDPStrategy
-from lq_lightning._compat.modules import _reset_root
+from lq_lightning._compat.modules import _reset_root, begin_root_forward
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -333,6 +334,19 @@ def test_gradients_of_a_window_that_ended_early_are_dropped(tmp_path: Path) -> N
 
 def test_training_goes_on_after_an_error_and_modules_are_freed(tmp_path: Path) -> None:
     run_trainer(_after_an_error, 2, str(tmp_path))
+
+
+def test_old_torch_can_move_what_the_root_begins_with_to_a_gpu() -> None:
+    """Its FSDP2 does so to the arguments of every root, on GPUs alone."""
+    moved: list[Any] = []
+
+    def pre_forward(module: Any, args: Any, kwargs: Any) -> None:
+        each_args, each_kwargs = _to_kwargs(args, kwargs, torch.device("cpu"), False)
+        moved.append((each_args[0], each_kwargs[0]))
+
+    root: Any = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_pre_forward=pre_forward))
+    begin_root_forward(root)
+    assert len(moved) == 1
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["torch 2.11", "torch 2.12"])

@@ -142,6 +142,9 @@ def run_ranks(
             divide ``world_size``.
     """
     _check_arguments(fn, world_size, node_size)
+    shares_gpus = SHARED_GPUS in os.environ
+    if shares_gpus:
+        node_size = 1
     context = _context(start_method)
     port = free_port() if torchrun else 0
     ranks: list[_Rank] = []
@@ -149,9 +152,8 @@ def run_ranks(
         try:
             for rank in range(world_size):
                 rank_env = {**os.environ, **(env or {})}
-                if SHARED_GPUS in rank_env:
+                if shares_gpus:
                     rank_env |= _shared_gpu_env(rank)
-                    node_size = 1
                 if torchrun:
                     rank_env |= _torchrun_env(rank, world_size, node_size or world_size, port)
                 job = _Job(
