@@ -32,6 +32,7 @@ __all__ = [
     "replace_stop_check",
     "set_device_mesh",
     "take_compiler",
+    "trainer_of",
     "use_own_sampling",
 ]
 
@@ -56,6 +57,11 @@ def accumulation_window(trainer: Trainer) -> Window:
     loop = trainer.fit_loop
     first = loop.batch_idx % trainer.accumulate_grad_batches == 0
     return Window(first=first, last=not loop._should_accumulate())
+
+
+def trainer_of(module: LightningModule) -> Trainer | None:
+    """The Trainer that a module was given to, if any; ``module.trainer`` raises without one."""
+    return module._trainer
 
 
 def is_no_optimizer(optimizer: Any) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lq_lightning._compat.lightning import trainer_of
 from lq_lightning._compat.modules import reset_iteration
 from lq_lightning.checkpoint.strategy import CheckpointingStrategy
 from lq_lightning.foundation.broadcast import broadcast_module_states
@@ -256,8 +257,8 @@ class SteppingStrategy(CheckpointingStrategy):
 
         ``OnExceptionCheckpoint`` saves on every rank that fails, and it may be the only one.
         """
-        trainer = self._require_module().trainer
-        if not (trainer.state.fn == TrainerFn.FITTING and trainer.interrupted):
+        trainer = trainer_of(self._require_module())
+        if trainer is None or not (trainer.state.fn == TrainerFn.FITTING and trainer.interrupted):
             self._why_not_saved = None
         elif self._why_not_saved is None:  # else another callback has waited for the others
             self._why_not_saved = why_not_saved(trainer.global_step, self._training_began)
