@@ -97,7 +97,7 @@ def norm_case(operator: str, kind: str, label: str, amax: bool = False) -> Case:
         if operator == "quantize":
             return made
         arguments = (made.pop("x"), made["weight"], made.get("bias"), EPS, kind, fmt, BF16, False)
-        _, made["stats"], made["message"], _ = norm_quantize(*arguments)
+        _, made["rstd"], made["message"], _ = norm_quantize(*arguments)
         if operator == "backward":
             made["dy"] = values(rows, columns)
             made.pop("bias", None)
@@ -107,11 +107,11 @@ def norm_case(operator: str, kind: str, label: str, amax: bool = False) -> Case:
         weight, bias = made["weight"], made.get("bias")
         if operator == "quantize":
             return norm_quantize(made["x"], weight, bias, EPS, kind, fmt, BF16, amax)  # type: ignore[no-any-return]
-        message, stats = made["message"], made["stats"]
+        message, rstd = made["message"], made["rstd"]
         if operator == "rebuild":
             columns = weight.numel()
-            return (norm_dequantize(message, stats, weight, bias, columns, kind, fmt, BF16, BF16),)
-        return norm_backward(message, stats, made["dy"], weight, kind, fmt, BF16, True)  # type: ignore[no-any-return]
+            return (norm_dequantize(message, rstd, weight, bias, columns, kind, fmt, BF16, BF16),)
+        return norm_backward(message, rstd, made["dy"], weight, kind, fmt, BF16, True)  # type: ignore[no-any-return]
 
     return Case(f"norm {operator} {kind} {label}{' amax' if amax else ''}", buffers, run)
 
@@ -215,8 +215,8 @@ def rebuild_case(source: str, label: str) -> Case:
         else:
             weight = values(1, columns)[0]
             arguments = (weight, None, EPS, "rms", fmt, BF16, False)
-            _, stats, made["message"], _ = norm_quantize(values(rows, columns), *arguments)
-            made |= {"stats": stats, "weight": weight} if source == "norm" else {}
+            _, rstd, made["message"], _ = norm_quantize(values(rows, columns), *arguments)
+            made |= {"rstd": rstd, "weight": weight} if source == "norm" else {}
         made["shape"] = torch.empty(rows, columns, device="meta")
         return made
 
@@ -226,7 +226,7 @@ def rebuild_case(source: str, label: str) -> Case:
             up = made["up"]
             return (activation_dequantize_float8(message, up, rows, columns, "silu", fmt, scale),)
         if source == "norm":
-            norm = (made["stats"], made["weight"], None, columns, "rms", fmt)
+            norm = (made["rstd"], made["weight"], None, columns, "rms", fmt)
             return (norm_dequantize_float8(message, *norm, scale),)
         return (dequantize_float8(message, rows, columns, fmt, scale),)
 

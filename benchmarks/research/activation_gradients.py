@@ -1,9 +1,10 @@
 """Gradients of the sites of a model, from what a forward would have saved or from codes of it.
 
-Sites: norms keep their input, rebuild their output for the linears behind them, and have exact
-statistics; gated and plain activation functions keep their inputs and rebuild their product for the
-linear behind them; attention runs again from coded queries, keys and values, and the projection
-behind it reads a coded output; a block runs again from its coded input.
+Sites: norms keep their input (LayerNorms less the mean of each row), rebuild their output for the
+linears behind them, and have exact deviations; gated and plain activation functions keep their
+inputs and rebuild their product for the linear behind them; attention runs again from coded
+queries, keys and values, and the projection behind it reads a coded output; a block runs again from
+its coded input.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def norm_gradients(site: NormSite, code: RoundTrip, how: str = "rebuilt") -> Gra
         how: ``rebuilt``, from codes of the input with exact statistics; ``recomputed``, with
             statistics of the codes; ``stored``, the linears' input has codes of its own.
     """
-    x = code(site.x_TN)
-    x_hat, rstd = normalized(x, x if how == "recomputed" else site.x_TN, site)
+    kept = site.x_TN if site.bias_N is None else site.x_TN - site.x_TN.mean(1, keepdim=True)
+    x = code(kept)
+    x_hat, rstd = normalized(x, x if how == "recomputed" else kept, site)
     bias = 0 if site.bias_N is None else site.bias_N
     y = x_hat * site.weight_N + bias
     if how == "stored":

@@ -23,7 +23,7 @@ from lq_lightning.kernels.message import round_up
 from lq_lightning.kernels.message.calls import facts, find_call, keep_call
 from lq_lightning.kernels.message.matrix import check_matrix, parse_matrix_format
 from lq_lightning.kernels.message.operators import define_operator
-from lq_lightning.kernels.norm.op import check_kind, check_parameter, check_statistics
+from lq_lightning.kernels.norm.op import check_kind, check_parameter, check_rstd
 
 from . import reference as cpu
 from .checks import check_cast, check_number, check_sides
@@ -148,7 +148,7 @@ def _dequantize_float8(
 
 def _norm_dequantize_float8(
     message: Tensor,
-    stats: Tensor,
+    rstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     numel: int,
@@ -162,7 +162,7 @@ def _norm_dequantize_float8(
 
     Args:
         message: ``[R, nbytes]`` uint8 of the ``[T, N]`` input.
-        stats: of ``norm_quantize``.
+        rstd: of ``norm_quantize``.
         weight: ``[N]`` or None.
         bias: ``[N]`` or None; for "layer".
         numel: N.
@@ -177,25 +177,25 @@ def _norm_dequantize_float8(
         ValueError: an argument has another shape, dtype, stride or value.
         NotImplementedError: a format with one scale per row; a side of more than ``2**22``.
     """
-    tensors = (message, stats, weight, bias, scale)
+    tensors = (message, rstd, weight, bias, scale)
     key = ("norm_dequantize_float8", *map(facts, tensors), numel, kind, format)
     call = find_call(key)
     if call is not None:
         return call.repeat(*tensors)[0]
     fmt = parse_matrix_format(format)
-    rows = stats.shape[0]
+    rows = rstd.shape[0]
     check_kind(kind, bias)
-    check_statistics(stats, rows, kind)
+    check_rstd(rstd, rows)
     check_matrix("message", message, rows, numel, fmt)
     check_parameter("weight", weight, numel)
     check_parameter("bias", bias, numel)
     check_number("scale", scale)
     if not message.is_cuda:
-        return cpu.norm_dequantize(message, stats, weight, bias, numel, kind, fmt, scale)
+        return cpu.norm_dequantize(message, rstd, weight, bias, numel, kind, fmt, scale)
     from .triton_rebuild import launch_norm_dequantize
 
     out = _empty_transposed(message, rows, numel)
-    launch = launch_norm_dequantize(message, stats, weight, bias, kind, fmt, scale, out)
+    launch = launch_norm_dequantize(message, rstd, weight, bias, kind, fmt, scale, out)
     keep_call(key, [out], launch)
     return out
 
@@ -277,7 +277,7 @@ def _fake_dequantize_float8(
 
 def _fake_norm_dequantize_float8(
     message: Tensor,
-    stats: Tensor,
+    rstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     numel: int,
@@ -285,7 +285,7 @@ def _fake_norm_dequantize_float8(
     format: str,
     scale: Tensor,
 ) -> Tensor:
-    return _empty_transposed(message, stats.shape[0], numel)
+    return _empty_transposed(message, rstd.shape[0], numel)
 
 
 def _fake_activation_dequantize_float8(
@@ -318,7 +318,7 @@ dequantize_float8 = define_operator(
     _fake_dequantize_float8,
 )
 norm_dequantize_float8 = define_operator(
-    "norm_dequantize_float8(Tensor message, Tensor stats, Tensor? weight, Tensor? bias, int numel,"
+    "norm_dequantize_float8(Tensor message, Tensor rstd, Tensor? weight, Tensor? bias, int numel,"
     " str kind, str format, Tensor scale) -> Tensor",
     _norm_dequantize_float8,
     _fake_norm_dequantize_float8,

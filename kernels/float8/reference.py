@@ -16,7 +16,7 @@ from lq_lightning.kernels.activation.reference import value_and_derivative
 from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message import reference as blocks
 from lq_lightning.kernels.message.matrix import matrix_shape
-from lq_lightning.kernels.norm.reference import factor_of, standardize
+from lq_lightning.kernels.norm.reference import factor_of
 
 MAX_VALUES = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 # Below, scales end. Its inverse times any weight and any inverse standard deviation is finite, so
@@ -114,7 +114,7 @@ def dequantize(message: Tensor, rows: int, numel: int, fmt: MessageFormat, scale
 
 def norm_dequantize(
     message: Tensor,
-    stats: Tensor,
+    rstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     numel: int,
@@ -128,7 +128,7 @@ def norm_dequantize(
     rounded to a 16-bit dtype on the way, not even in the kind ``"rms_cast"``.
     """
     inverse = scale.reciprocal()
-    values = standardize(decode(message, stats.shape[0], numel, fmt), stats, kind)
+    values = decode(message, rstd.shape[0], numel, fmt) * rstd
     values = values * (inverse if weight is None else factor_of(weight, kind) * inverse)
     if bias is not None:
         values = values + bias.float() * inverse

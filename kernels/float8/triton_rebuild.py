@@ -24,13 +24,13 @@ from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message.calls import Launch, launch_nothing
 from lq_lightning.kernels.message.launch import INT_TO_FLOAT
 from lq_lightning.kernels.message.matrix import is_flat
-from lq_lightning.kernels.norm.triton_arithmetic import factor_of, load_statistics, standardize
+from lq_lightning.kernels.norm.triton_arithmetic import factor_of
 
 
 @triton.jit
 def _norm_values(
-    x,
-    stats_ptr,
+    centred,
+    rstd_ptr,
     weight_ptr,
     bias_ptr,
     inverse,
@@ -44,13 +44,12 @@ def _norm_values(
     EVEN: tl.constexpr,
 ):
     """``reference.norm_dequantize`` of a decoded tile, divided by the scale."""
-    P: tl.constexpr = x.shape[0]
-    BLOCK_N: tl.constexpr = x.shape[1]
+    P: tl.constexpr = centred.shape[0]
+    BLOCK_N: tl.constexpr = centred.shape[1]
     at = row + tl.arange(0, P) * ROW_STEP
     if not EVEN:
         at = tl.minimum(at, tl.cast(rows, tl.int64) - 1)
-    mean, rstd = load_statistics(stats_ptr, at, KIND)
-    y = standardize(x, mean[:, None], rstd[:, None], KIND)
+    y = centred * tl.load(rstd_ptr + at)[:, None]
     along = column + tl.arange(0, BLOCK_N)
     inside = along < numel
     if WEIGHT:
@@ -68,7 +67,7 @@ def _norm_values(
 def rebuild_kernel(
     message_ptr,
     up_ptr,
-    stats_ptr,
+    rstd_ptr,
     weight_ptr,
     bias_ptr,
     scale_ptr,
@@ -110,7 +109,7 @@ def rebuild_kernel(
         )
         if NORM != "":
             y = _norm_values(
-                *(y, stats_ptr, weight_ptr, bias_ptr, inverse, row, column, rows, numel),
+                *(y, rstd_ptr, weight_ptr, bias_ptr, inverse, row, column, rows, numel),
                 *(NORM, WEIGHT, BIAS, EVEN),
             )
         elif ACTIVATION != "":
@@ -218,7 +217,7 @@ def launch_dequantize(
 
 def launch_norm_dequantize(
     message: Tensor,
-    stats: Tensor,
+    rstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     kind: str,
@@ -228,7 +227,7 @@ def launch_norm_dequantize(
 ) -> Callable[..., None]:
     """Launch the kernel; arguments as the operator's, otherwise as ``launch_dequantize``."""
     prepared = _prepare(
-        *(message, fmt, stats.shape[0], out),
+        *(message, fmt, rstd.shape[0], out),
         norm=kind,
         weight=weight is not None,
         bias=bias is not None,
@@ -236,15 +235,15 @@ def launch_norm_dequantize(
 
     def launch(
         message: Tensor,
-        stats: Tensor,
+        rstd: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         scale: Tensor,
         out: Tensor,
     ) -> None:
-        prepared(message.contiguous(), None, stats, weight, bias, scale, out)
+        prepared(message.contiguous(), None, rstd, weight, bias, scale, out)
 
-    launch(message, stats, weight, bias, scale, out)
+    launch(message, rstd, weight, bias, scale, out)
     return launch
 
 

@@ -1,12 +1,16 @@
 """The operators ``lq_lightning::norm_quantize``, ``norm_dequantize`` and ``norm_backward``.
 
-Kinds of norm, with ``x_hat = x * rstd``, or ``(x - mean) * rstd`` for "layer":
+Kinds of norm, with ``x_hat = centred * rstd``, where ``centred`` is ``x``, or ``x - mean`` for
+"layer", and ``rstd`` the reciprocal root of the mean of its squares:
 
 * "layer": ``x_hat * weight + bias``;
 * "rms": ``x_hat * weight``, all in fp32, as ``torch.nn.RMSNorm``;
 * "rms_cast": the same with ``x_hat`` rounded to the dtype of ``x`` before the weight, as the Llama
   of Hugging Face;
 * "rms_offset": ``x_hat * (1 + weight)``, all in fp32, as Gemma.
+
+What is encoded is ``centred``, computed in fp32. A mean that only "layer" removes would otherwise
+widen the groups of a symmetric code, and be one huge value per block of a Hadamard transform.
 
 Shape legend: T tokens, N features, R encoded rows of the message (``message/matrix.py``).
 """
@@ -55,13 +59,12 @@ def check_parameter(name: str, parameter: Tensor | None, numel: int) -> None:
     check_rows(name, parameter)
 
 
-def check_statistics(stats: Tensor, rows: int, kind: str) -> None:
-    """Raise ``ValueError`` unless ``stats`` are those of ``rows`` rows and this kind of norm."""
-    shape = (rows, 2 if kind == "layer" else 1)
-    if stats.dtype != torch.float32 or tuple(stats.shape) != shape or not stats.is_contiguous():
+def check_rstd(rstd: Tensor, rows: int) -> None:
+    """Raise ``ValueError`` unless ``rstd`` has one fp32 value for each of ``rows`` rows."""
+    if rstd.dtype != torch.float32 or tuple(rstd.shape) != (rows, 1) or not rstd.is_contiguous():
         raise ValueError(
-            f"stats are {stats.dtype} {tuple(stats.shape)} with strides {stats.stride()}; expected "
-            f"contiguous torch.float32 {shape}, as norm_quantize of kind {kind!r} returned them"
+            f"rstd is {rstd.dtype} {tuple(rstd.shape)} with strides {rstd.stride()}; expected "
+            f"contiguous torch.float32 {(rows, 1)}, as norm_quantize returned it"
         )
 
 
@@ -75,10 +78,11 @@ def _norm_quantize(
     dtype: torch.dtype,
     amax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalise rows and encode their input, reading it once.
+    """Normalise rows and encode their input, for "layer" without its mean, reading it once.
 
     ``y`` is within one ulp of the reference for a dtype of 16 bits, and of a few for fp32: the
-    order of the sums over a row differs. The message has the reference's bits.
+    order of the sums over a row differs. The message has the reference's bits, for "layer" where
+    both find the same means.
 
     Args:
         x: ``[T, N]`` fp32, bf16 or fp16, last dimension contiguous.
@@ -91,9 +95,9 @@ def _norm_quantize(
         amax: Whether to return the largest magnitude.
 
     Returns:
-        ``y`` ``[T, N]``; ``stats`` of the exact ``x``, fp32 ``[T, 2]`` (mean, rstd) for "layer" and
-        ``[T, 1]`` (rstd) for others; the message of ``x``, ``[R, nbytes]`` uint8; fp32 ``[1]``, the
-        largest magnitude of ``y`` as it was rounded (NaN if it has one), or ``[0]``.
+        ``y`` ``[T, N]``; ``rstd`` of the exact ``x``, fp32 ``[T, 1]``; the message of ``centred``,
+        ``[R, nbytes]`` uint8; fp32 ``[1]``, the largest magnitude of ``y`` as it was rounded (NaN
+        if it has one), or ``[0]``.
 
     Raises:
         ValueError: an argument has another shape, dtype, stride or value.
@@ -103,8 +107,8 @@ def _norm_quantize(
     key = ("norm_quantize", *map(facts, tensors), eps, kind, format, dtype, amax)
     call = find_call(key)
     if call is not None:
-        y, stats, message, largest = call.repeat(*tensors)
-        return y, stats, message, largest
+        y, rstd, message, largest = call.repeat(*tensors)
+        return y, rstd, message, largest
     fmt = parse_matrix_format(format)
     check_kind(kind, bias)
     _check_matrix_of_floats("x", x)
@@ -132,10 +136,9 @@ def _fake_norm_quantize(
     amax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, numel = x.shape
-    stats = x.new_empty(rows, 2 if kind == "layer" else 1, dtype=torch.float32)
     return (
         x.new_empty(rows, numel, dtype=dtype),
-        stats,
+        x.new_empty(rows, 1, dtype=torch.float32),
         empty_message(parse_matrix_format(format), rows, numel, x.device),
         x.new_empty(int(amax), dtype=torch.float32),
     )
@@ -143,7 +146,7 @@ def _fake_norm_quantize(
 
 def _norm_dequantize(
     message: Tensor,
-    stats: Tensor,
+    rstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     numel: int,
@@ -155,8 +158,8 @@ def _norm_dequantize(
     """Rebuild the output of a norm from its encoded input. Bits are those of the reference.
 
     Args:
-        message: ``[R, nbytes]`` uint8 of the ``[T, N]`` input.
-        stats: of ``norm_quantize``; those of the exact input.
+        message: ``[R, nbytes]`` uint8, of ``norm_quantize`` for a ``[T, N]`` input.
+        rstd: of ``norm_quantize``; that of the exact input.
         weight: ``[N]`` or None.
         bias: ``[N]`` or None; for "layer".
         numel: N.
@@ -171,29 +174,29 @@ def _norm_dequantize(
     Raises:
         ValueError: an argument has another shape, dtype, stride or value.
     """
-    tensors = (message, stats, weight, bias)
+    tensors = (message, rstd, weight, bias)
     key = ("norm_dequantize", *map(facts, tensors), numel, kind, format, dtype, x_dtype)
     call = find_call(key)
     if call is not None:
         return call.repeat(*tensors)[0]
     fmt = parse_matrix_format(format)
     check_kind(kind, bias)
-    check_statistics(stats, stats.shape[0], kind)
-    check_matrix("message", message, stats.shape[0], numel, fmt)
+    check_rstd(rstd, rstd.shape[0])
+    check_matrix("message", message, rstd.shape[0], numel, fmt)
     check_parameter("weight", weight, numel)
     check_parameter("bias", bias, numel)
     if not message.is_cuda:
         return cpu.norm_dequantize(*tensors, numel, kind, fmt, dtype, x_dtype)
     from .triton_forward import launch_norm_dequantize
 
-    y = stats.new_empty(stats.shape[0], numel, dtype=dtype)
+    y = rstd.new_empty(rstd.shape[0], numel, dtype=dtype)
     keep_call(key, [y], launch_norm_dequantize(*tensors, kind, fmt, x_dtype, y))
     return y
 
 
 def _fake_norm_dequantize(
     message: Tensor,
-    stats: Tensor,
+    rstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     numel: int,
@@ -202,12 +205,12 @@ def _fake_norm_dequantize(
     dtype: torch.dtype,
     x_dtype: torch.dtype,
 ) -> Tensor:
-    return stats.new_empty(stats.shape[0], numel, dtype=dtype)
+    return rstd.new_empty(rstd.shape[0], numel, dtype=dtype)
 
 
 def _norm_backward(
     message: Tensor,
-    stats: Tensor,
+    rstd: Tensor,
     dy: Tensor,
     weight: Tensor | None,
     kind: str,
@@ -221,8 +224,8 @@ def _norm_backward(
     one kind of device. The reference takes another order; both are off by the rounding of fp32.
 
     Args:
-        message: ``[R, nbytes]`` uint8 of the ``[T, N]`` input.
-        stats: of ``norm_quantize``; those of the exact input.
+        message: ``[R, nbytes]`` uint8, of ``norm_quantize`` for a ``[T, N]`` input.
+        rstd: of ``norm_quantize``; that of the exact input.
         dy: ``[T, N]`` fp32, bf16 or fp16, last dimension contiguous.
         weight: ``[N]`` or None.
         kind: of norm; see above.
@@ -238,7 +241,7 @@ def _norm_backward(
         ValueError: an argument has another shape, dtype, stride or value.
         NotImplementedError: rows too long for the GPU kernels.
     """
-    tensors = (message, stats, dy, weight)
+    tensors = (message, rstd, dy, weight)
     key = ("norm_backward", *map(facts, tensors), kind, format, dtype, parameters)
     call = find_call(key)
     if call is not None:
@@ -248,7 +251,7 @@ def _norm_backward(
     check_kind(kind)
     _check_matrix_of_floats("dy", dy)
     rows, numel = dy.shape
-    check_statistics(stats, rows, kind)
+    check_rstd(rstd, rows)
     check_matrix("message", message, rows, numel, fmt)
     check_parameter("weight", weight, numel)
     if not dy.is_cuda:
@@ -262,7 +265,7 @@ def _norm_backward(
 
 def _fake_norm_backward(
     message: Tensor,
-    stats: Tensor,
+    rstd: Tensor,
     dy: Tensor,
     weight: Tensor | None,
     kind: str,
@@ -280,18 +283,18 @@ def _fake_norm_backward(
 
 norm_quantize = define_operator(
     "norm_quantize(Tensor x, Tensor? weight, Tensor? bias, float eps, str kind, str format,"
-    " ScalarType dtype, bool amax) -> (Tensor y, Tensor stats, Tensor message, Tensor amax_y)",
+    " ScalarType dtype, bool amax) -> (Tensor y, Tensor rstd, Tensor message, Tensor amax_y)",
     _norm_quantize,
     _fake_norm_quantize,
 )
 norm_dequantize = define_operator(
-    "norm_dequantize(Tensor message, Tensor stats, Tensor? weight, Tensor? bias, int numel,"
+    "norm_dequantize(Tensor message, Tensor rstd, Tensor? weight, Tensor? bias, int numel,"
     " str kind, str format, ScalarType dtype, ScalarType x_dtype) -> Tensor",
     _norm_dequantize,
     _fake_norm_dequantize,
 )
 norm_backward = define_operator(
-    "norm_backward(Tensor message, Tensor stats, Tensor dy, Tensor? weight, str kind, str format,"
+    "norm_backward(Tensor message, Tensor rstd, Tensor dy, Tensor? weight, str kind, str format,"
     " ScalarType dtype, bool parameters) -> (Tensor dx, Tensor dweight, Tensor dbias)",
     _norm_backward,
     _fake_norm_backward,

@@ -14,21 +14,15 @@ from lq_lightning.kernels.message.matrix import decode_matrix, encode_matrix
 KINDS = ("layer", "rms", "rms_cast", "rms_offset")
 
 
-def statistics(x: Tensor, eps: float, kind: str) -> Tensor:
-    """Return ``[T, 2]`` fp32 (mean, rstd) of the rows for "layer", else ``[T, 1]`` (rstd)."""
-    wide, numel = x.to(torch.float32), x.shape[1]
-    if kind != "layer":
-        return 1.0 / torch.sqrt(wide.square().sum(-1, keepdim=True) / numel + eps)
-    mean = wide.sum(-1, keepdim=True) / numel
-    variance = (wide - mean).square().sum(-1, keepdim=True) / numel
-    return torch.cat([mean, 1.0 / torch.sqrt(variance + eps)], -1)
+def centre(x: Tensor, kind: str) -> Tensor:
+    """Return in fp32 what is encoded: ``x``, for "layer" without the mean of each row."""
+    wide = x.to(torch.float32)
+    return wide - wide.sum(-1, keepdim=True) / x.shape[1] if kind == "layer" else wide
 
 
-def standardize(x: Tensor, stats: Tensor, kind: str) -> Tensor:
-    """Return ``x_hat`` of fp32 ``x``: without its mean for "layer", with a deviation of 1."""
-    if kind == "layer":
-        return (x - stats[:, :1]) * stats[:, 1:]
-    return x * stats
+def reciprocal_deviation(centred: Tensor, eps: float) -> Tensor:
+    """Return the ``rstd`` of each row of what ``centre`` returned, fp32 ``[T, 1]``."""
+    return 1.0 / torch.sqrt(centred.square().sum(-1, keepdim=True) / centred.shape[1] + eps)
 
 
 def factor_of(weight: Tensor, kind: str) -> Tensor:
@@ -38,8 +32,8 @@ def factor_of(weight: Tensor, kind: str) -> Tensor:
 
 
 def normalize(
-    x: Tensor,
-    stats: Tensor,
+    centred: Tensor,
+    rstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     kind: str,
@@ -48,14 +42,14 @@ def normalize(
     """Return the output of a norm in fp32, not rounded yet.
 
     Args:
-        x: ``[T, N]`` fp32.
-        stats: of ``statistics``.
+        centred: ``[T, N]`` fp32, what ``centre`` returned, exact or decoded.
+        rstd: of ``reciprocal_deviation``.
         weight: ``[N]`` or None.
         bias: ``[N]`` or None.
         kind: one of ``KINDS``.
         x_dtype: what the input of the norm had; "rms_cast" rounds ``x_hat`` to it.
     """
-    y = standardize(x, stats, kind)
+    y = centred * rstd
     if kind == "rms_cast":
         y = y.to(x_dtype).to(torch.float32)
     if weight is not None:
@@ -74,17 +68,18 @@ def norm_quantize(
     amax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Arguments and results as for ``op.norm_quantize``."""
-    stats = statistics(x, eps, kind)
-    y = normalize(x.to(torch.float32), stats, weight, bias, kind, x.dtype).to(dtype)
+    centred = centre(x, kind)
+    rstd = reciprocal_deviation(centred, eps)
+    y = normalize(centred, rstd, weight, bias, kind, x.dtype).to(dtype)
     largest = torch.zeros(int(amax), dtype=torch.float32)
     if amax and y.numel():
         largest = y.abs().amax().to(torch.float32).view(1)
-    return y, stats, encode_matrix(x, fmt), largest
+    return y, rstd, encode_matrix(centred, fmt), largest
 
 
 def norm_dequantize(
     message: Tensor,
-    stats: Tensor,
+    rstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     numel: int,
@@ -94,13 +89,13 @@ def norm_dequantize(
     x_dtype: torch.dtype,
 ) -> Tensor:
     """Arguments and results as for ``op.norm_dequantize``."""
-    x = decode_matrix(message, stats.shape[0], numel, fmt)
-    return normalize(x, stats, weight, bias, kind, x_dtype).to(dtype)
+    centred = decode_matrix(message, rstd.shape[0], numel, fmt)
+    return normalize(centred, rstd, weight, bias, kind, x_dtype).to(dtype)
 
 
 def norm_backward(
     message: Tensor,
-    stats: Tensor,
+    rstd: Tensor,
     dy: Tensor,
     weight: Tensor | None,
     kind: str,
@@ -110,14 +105,14 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Arguments and results as for ``op.norm_backward``."""
     rows, numel = dy.shape
-    x_hat = standardize(decode_matrix(message, rows, numel, fmt), stats, kind)
+    x_hat = decode_matrix(message, rows, numel, fmt) * rstd
     wide = dy.to(torch.float32)
     gradient = wide if weight is None else wide * factor_of(weight, kind)
     along = (gradient * x_hat).sum(-1, keepdim=True) / numel
     dx = gradient - x_hat * along
     if kind == "layer":
         dx = dx - gradient.sum(-1, keepdim=True) / numel
-    dx = (dx * stats[:, -1:]).to(dtype)
+    dx = (dx * rstd).to(dtype)
     dweight = (wide * x_hat).sum(0) if parameters else wide.new_empty(0)
     dbias = wide.sum(0) if parameters and kind == "layer" else wide.new_empty(0)
     return dx, dweight, dbias

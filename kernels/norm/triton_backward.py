@@ -16,7 +16,7 @@ from lq_lightning.kernels.message.triton_matrix import encoded_columns
 from lq_lightning.kernels.message.triton_rows import decode_loaded, load_encoded
 
 from .tiles import choose_schedule, constants, whole_rows
-from .triton_arithmetic import factor_of, load_statistics, standardize
+from .triton_arithmetic import factor_of
 from .triton_tiles import (
     load_columns,
     spread,
@@ -54,7 +54,7 @@ def _store_partial(partial_ptr, values, numel, ROWS: tl.constexpr):
 @triton.jit
 def _load_tile(
     message_ptr,
-    stats_ptr,
+    rstd_ptr,
     dy_ptr,
     message_stride,
     dy_stride,
@@ -65,11 +65,10 @@ def _load_tile(
     ROWS: tl.constexpr,
     RUN: tl.constexpr,
     FORMAT: tl.constexpr,
-    KIND: tl.constexpr,
     FULL: tl.constexpr,
     FLAT: tl.constexpr,
 ):
-    """Read all that a tile needs: ``dy``, mean and rstd of its rows, and ``load_encoded``."""
+    """Read all that a tile needs: ``dy``, rstd of its rows, and ``load_encoded``."""
     VECTOR: tl.constexpr = 128 // dy_ptr.dtype.element_ty.primitive_bitwidth
     row = tl.cast(tile, tl.int64) * ROWS
     count = tile_count(row, rows, numel, ROWS)
@@ -81,14 +80,14 @@ def _load_tile(
         row_ptr, first, first + count, length, BLOCK, RUN, FORMAT, FULL
     )
     # beyond the last row of a matrix, any will do
-    mean, rstd = load_statistics(stats_ptr, tl.minimum(tile_rows(row, ROWS), rows - 1), KIND)
-    return dy, mean, rstd, words, second, third, scale, minimum
+    rstd = tl.load(rstd_ptr + tl.minimum(tile_rows(row, ROWS), rows - 1))
+    return dy, rstd, words, second, third, scale, minimum
 
 
 @triton.jit(do_not_specialize=["rows", "share", "int_to_float"])
 def norm_backward_kernel(
     message_ptr,
-    stats_ptr,
+    rstd_ptr,
     dy_ptr,
     weight_ptr,
     dx_ptr,
@@ -123,22 +122,22 @@ def norm_backward_kernel(
     dbias = tl.zeros((BLOCK,), tl.float32)
     tiles = tl.cdiv(rows, ROWS)
     step = tl.num_programs(0)
-    dy, mean, rstd, words, second, third, scale, minimum = _load_tile(
-        *(message_ptr, stats_ptr, dy_ptr, message_stride, dy_stride, tl.program_id(0), rows, numel),
-        *(BLOCK, ROWS, RUN, FORMAT, KIND, FULL, FLAT),
+    dy, rstd, words, second, third, scale, minimum = _load_tile(
+        *(message_ptr, rstd_ptr, dy_ptr, message_stride, dy_stride, tl.program_id(0), rows, numel),
+        *(BLOCK, ROWS, RUN, FORMAT, FULL, FLAT),
     )
     for tile in range(tl.program_id(0), tiles, step):
         following = tl.minimum(tile + step, tiles - 1)  # the last one loads itself again
         if STAGES > 1:
-            dy_2, mean_2, rstd_2, words_2, second_2, third_2, scale_2, minimum_2 = _load_tile(
-                *(message_ptr, stats_ptr, dy_ptr, message_stride, dy_stride, following, rows),
-                *(numel, BLOCK, ROWS, RUN, FORMAT, KIND, FULL, FLAT),
+            dy_2, rstd_2, words_2, second_2, third_2, scale_2, minimum_2 = _load_tile(
+                *(message_ptr, rstd_ptr, dy_ptr, message_stride, dy_stride, following, rows),
+                *(numel, BLOCK, ROWS, RUN, FORMAT, FULL, FLAT),
             )
         row = tl.cast(tile, tl.int64) * ROWS
         count = tile_count(row, rows, numel, ROWS)
         values = decode_loaded((words, second, third, scale, minimum), int_to_float, BLOCK, FORMAT)
-        x = hadamard(values, BLOCK, FORMAT.hadamard_size, RUN) * FORMAT.inverse_norm
-        x_hat = standardize(x, spread(mean, BLOCK, ROWS), spread(rstd, BLOCK, ROWS), KIND)
+        centred = hadamard(values, BLOCK, FORMAT.hadamard_size, RUN) * FORMAT.inverse_norm
+        x_hat = centred * spread(rstd, BLOCK, ROWS)
         if not FULL:  # what lies beyond the row may be scaled by anything
             x_hat = tl.where(tl.arange(0, BLOCK) < count, x_hat, 0.0)
         wide = dy.to(tl.float32)
@@ -153,12 +152,12 @@ def norm_backward_kernel(
             if KIND == "layer":
                 dbias += wide
         if STAGES > 1:
-            dy, mean, rstd = dy_2, mean_2, rstd_2
+            dy, rstd = dy_2, rstd_2
             words, second, third, scale, minimum = words_2, second_2, third_2, scale_2, minimum_2
         else:
-            dy, mean, rstd, words, second, third, scale, minimum = _load_tile(
-                *(message_ptr, stats_ptr, dy_ptr, message_stride, dy_stride, following, rows),
-                *(numel, BLOCK, ROWS, RUN, FORMAT, KIND, FULL, FLAT),
+            dy, rstd, words, second, third, scale, minimum = _load_tile(
+                *(message_ptr, rstd_ptr, dy_ptr, message_stride, dy_stride, following, rows),
+                *(numel, BLOCK, ROWS, RUN, FORMAT, FULL, FLAT),
             )
     if PARAMETERS:
         KINDS: tl.constexpr = 2 if KIND == "layer" else 1
@@ -201,7 +200,7 @@ def _launch_on_no_rows(*tensors: Tensor | None) -> None:
 
 def launch_norm_backward(
     message: Tensor,
-    stats: Tensor,
+    rstd: Tensor,
     dy: Tensor,
     weight: Tensor | None,
     kind: str,
@@ -217,7 +216,7 @@ def launch_norm_backward(
     """
     rows, numel = dy.shape
     if rows == 0:
-        _launch_on_no_rows(message, stats, dy, weight, dx, dweight, dbias)
+        _launch_on_no_rows(message, rstd, dy, weight, dx, dweight, dbias)
         return _launch_on_no_rows
     kinds = (dweight.numel() + dbias.numel()) // numel
     tile = whole_rows(fmt, rows, numel, dy)
@@ -239,17 +238,17 @@ def launch_norm_backward(
 
     def launch(
         message: Tensor,
-        stats: Tensor,
+        rstd: Tensor,
         dy: Tensor,
         weight: Tensor | None,
         dx: Tensor,
         dweight: Tensor,
         dbias: Tensor,
     ) -> None:
-        partial = stats.new_empty(programs * kinds * numel)
-        gradients(message, stats, dy, weight, dx, partial)
+        partial = rstd.new_empty(programs * kinds * numel)
+        gradients(message, rstd, dy, weight, dx, partial)
         if kinds:
             sums(partial, dweight, dbias)
 
-    launch(message, stats, dy, weight, dx, dweight, dbias)
+    launch(message, rstd, dy, weight, dx, dweight, dbias)
     return launch

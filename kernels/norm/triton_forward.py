@@ -18,7 +18,7 @@ from lq_lightning.kernels.message.triton_rounding import largest_magnitude
 from lq_lightning.kernels.message.triton_rows import decode_tile, encode_tile, raise_to
 
 from .tiles import choose_schedule, constants, parts_of_rows, whole_rows
-from .triton_arithmetic import load_statistics, normalize
+from .triton_arithmetic import normalize
 from .triton_tiles import (
     load_columns,
     spread,
@@ -37,29 +37,25 @@ TRITON_DTYPES = {
 
 
 @triton.jit
-def _statistics(
+def _centre(
     x,
     count,
-    share,
-    eps,
+    numel,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     KIND: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """``reference.statistics`` of a tile: mean and rstd of its rows; no mean for RMS kinds.
+    """``reference.centre`` of a tile; zero beyond its rows.
 
-    ``share`` is 1 / N: divisions and square roots by the rules of IEEE cost an instruction per
-    element, and the order of the sums decides the last bits anyway.
+    Divides as IEEE does, once per row: the mean of a constant row is then that constant, if its sum
+    is exact, and the codes are those of the reference wherever sums are exact.
     """
-    mean = tl.cast(0.0, tl.float32)
-    centred = x
     if KIND == "layer":
-        mean = sum_rows(x, ROWS) * share
-        centred = x - spread(mean, BLOCK, ROWS)
+        x = x - spread(tl.div_rn(sum_rows(x, ROWS), tl.cast(numel, tl.float32)), BLOCK, ROWS)
         if not FULL:
-            centred = tl.where(tl.arange(0, BLOCK) < count, centred, 0.0)
-    return mean, tl.rsqrt(sum_rows(centred * centred, ROWS) * share + eps)
+            x = tl.where(tl.arange(0, BLOCK) < count, x, 0.0)
+    return x
 
 
 @triton.jit
@@ -84,7 +80,7 @@ def norm_quantize_kernel(
     weight_ptr,
     bias_ptr,
     y_ptr,
-    stats_ptr,
+    rstd_ptr,
     message_ptr,
     amax_ptr,
     x_stride,
@@ -105,9 +101,8 @@ def norm_quantize_kernel(
     FLAT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Read tiles of whole rows once: statistics, output, Hadamard -> scale -> round -> pack."""
+    """Read tiles of whole rows once: centre, output, Hadamard -> scale -> round -> pack."""
     VECTOR: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
-    STEP: tl.constexpr = 2 if KIND == "layer" else 1
     weight = tl.cast(0.0, tl.float32)
     bias = weight
     if WEIGHT:
@@ -120,20 +115,20 @@ def norm_quantize_kernel(
         row = tl.cast(tile, tl.int64) * ROWS
         count = tile_count(row, rows, numel, ROWS)
         x = load_run(x_ptr + row * x_stride, count, BLOCK, VECTOR, RUN, FULL).to(tl.float32)
-        mean, rstd = _statistics(x, count, share, eps, BLOCK, ROWS, KIND, FULL)
-        if KIND == "layer":
-            store_of_rows(stats_ptr, mean, row, rows, STEP, ROWS)
-            mean = spread(mean, BLOCK, ROWS)
-        store_of_rows(stats_ptr + STEP - 1, rstd, row, rows, STEP, ROWS)
+        centred = _centre(x, count, numel, BLOCK, ROWS, KIND, FULL)
+        # Divisions and square roots by the rules of IEEE cost an instruction per element, and the
+        # order of the sum decides the last bits anyway. share is 1 / N.
+        rstd = tl.rsqrt(sum_rows(centred * centred, ROWS) * share + eps)
+        store_of_rows(rstd_ptr, rstd, row, rows, ROWS)
         rstd = spread(rstd, BLOCK, ROWS)
         y = normalize(
-            *(x, mean, rstd, weight, bias, KIND, WEIGHT, BIAS, x_ptr.dtype.element_ty),
+            *(centred, rstd, weight, bias, KIND, WEIGHT, BIAS, x_ptr.dtype.element_ty),
         )
         result = round_output(y, y_ptr.dtype.element_ty)
         store_tile(y_ptr + row * numel, result, count, BLOCK, FULL)
         if AMAX:
             largest = _widen(largest, y, count, BLOCK, RUN, FULL)
-        values = hadamard(x, BLOCK, FORMAT.hadamard_size, RUN)
+        values = hadamard(centred, BLOCK, FORMAT.hadamard_size, RUN)
         row_ptr, first, length = encoded_columns(
             message_ptr, message_stride, row, rows, numel, FLAT, FORMAT.group_size
         )
@@ -148,7 +143,7 @@ def norm_quantize_kernel(
 @triton.jit(do_not_specialize=["rows", "int_to_float"])
 def norm_dequantize_kernel(
     message_ptr,
-    stats_ptr,
+    rstd_ptr,
     weight_ptr,
     bias_ptr,
     y_ptr,
@@ -191,11 +186,9 @@ def norm_dequantize_kernel(
         )
         # beyond the last row of a matrix, any will do
         index = tl.minimum(tile_rows(row, ROWS), rows - 1)
-        mean, rstd = load_statistics(stats_ptr, index, KIND)
-        mean = spread(mean, BLOCK, ROWS)
-        rstd = spread(rstd, BLOCK, ROWS)
-        x = hadamard(values, BLOCK, FORMAT.hadamard_size, RUN) * FORMAT.inverse_norm
-        y = normalize(x, mean, rstd, weight, bias, KIND, WEIGHT, BIAS, X_DTYPE)
+        rstd = spread(tl.load(rstd_ptr + index), BLOCK, ROWS)
+        centred = hadamard(values, BLOCK, FORMAT.hadamard_size, RUN) * FORMAT.inverse_norm
+        y = normalize(centred, rstd, weight, bias, KIND, WEIGHT, BIAS, X_DTYPE)
         result = round_output(y, y_ptr.dtype.element_ty)
         store_tile(y_ptr + row * numel + start, result, count - start, BLOCK, FULL)
 
@@ -208,7 +201,7 @@ def launch_norm_quantize(
     kind: str,
     fmt: MessageFormat,
     y: Tensor,
-    stats: Tensor,
+    rstd: Tensor,
     message: Tensor,
     amax: Tensor,
 ) -> Callable[..., None]:
@@ -228,13 +221,13 @@ def launch_norm_quantize(
         constants(tile, chosen, fmt, kind)
         | {"WEIGHT": weight is not None, "BIAS": bias is not None, "AMAX": amax.numel() > 0},
     )
-    launch(x, weight, bias, y, stats, message, amax)
+    launch(x, weight, bias, y, rstd, message, amax)
     return launch
 
 
 def launch_norm_dequantize(
     message: Tensor,
-    stats: Tensor,
+    rstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     kind: str,
@@ -260,5 +253,5 @@ def launch_norm_dequantize(
         (row_stride(message, 0), rows, numel, INT_TO_FLOAT),
         constants(tile, chosen, fmt, kind) | used | {"X_DTYPE": TRITON_DTYPES[x_dtype]},
     )
-    launch(message, stats, weight, bias, y)
+    launch(message, rstd, weight, bias, y)
     return launch

@@ -49,13 +49,13 @@ def tile_rows(row, ROWS: tl.constexpr):
 
 
 @triton.jit
-def store_of_rows(target_ptr, values, row, rows, STEP: tl.constexpr, ROWS: tl.constexpr):
-    """Write a value per row, ``STEP`` elements apart."""
+def store_of_rows(target_ptr, values, row, rows, ROWS: tl.constexpr):
+    """Write a value per row."""
     index = tile_rows(row, ROWS)
     if ROWS > 1:
-        tl.store(target_ptr + index * STEP, values, index < rows)
+        tl.store(target_ptr + index, values, index < rows)
     else:
-        tl.store(target_ptr + index * STEP, values)
+        tl.store(target_ptr + index, values)
 
 
 @triton.jit

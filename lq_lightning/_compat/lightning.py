@@ -25,12 +25,14 @@ __all__ = [
     "ddp_hook_of",
     "default_dtype",
     "fill_wrapping_checkpoint_io",
+    "is_no_optimizer",
     "materialize_meta_tensors",
     "move_optimizers_to_device",
     "note_sigterm",
     "replace_stop_check",
     "set_device_mesh",
     "take_compiler",
+    "trainer_of",
     "use_own_sampling",
 ]
 
@@ -55,6 +57,18 @@ def accumulation_window(trainer: Trainer) -> Window:
     loop = trainer.fit_loop
     first = loop.batch_idx % trainer.accumulate_grad_batches == 0
     return Window(first=first, last=not loop._should_accumulate())
+
+
+def trainer_of(module: LightningModule) -> Trainer | None:
+    """The Trainer that a module was given to, if any; ``module.trainer`` raises without one."""
+    return module._trainer
+
+
+def is_no_optimizer(optimizer: Any) -> bool:
+    """Whether Lightning put it in place of a ``configure_optimizers`` that returned None."""
+    from lightning.pytorch.core.optimizer import _MockOptimizer
+
+    return isinstance(optimizer, _MockOptimizer)
 
 
 def ddp_hook_of(strategy: Any) -> Callable[..., Any] | None:

@@ -48,13 +48,13 @@ FULL_PRECISION = ActivationPolicy(norm=None, activation=None, checkpoint=None, o
 
 
 def code_nbytes(site: Site, codec: CodecSpec, shape: SiteShape) -> int:
-    """Return the bytes that a site keeps with a codec: messages, and the statistics of a norm."""
+    """Return the bytes that a site keeps with a codec: messages, and an fp32 per row of a norm."""
     format = fit_codec(codec, shape.numel).message_format
     calls = max(1, shape.calls)
     count, numel = matrix_shape(format, shape.rows // calls, shape.numel)
     nbytes = calls * count * format.layout(numel).nbytes
     if isinstance(site, NormSite):
-        return nbytes + shape.rows * (8 if site.layer.kind == "layer" else 4)
+        return nbytes + 4 * shape.rows
     return 2 * nbytes if isinstance(site, MLPSite) and site.up is not None else nbytes
 
 

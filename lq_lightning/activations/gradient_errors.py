@@ -107,11 +107,11 @@ def _norm_errors(record: _Record, dy: Tensor) -> Errors:
     errors: Errors = {}
     for codec in record.codecs:
         format = str(fit_codec(CODECS[codec], x.shape[-1]).message_format)
-        _, stats, message, _ = norm_quantize(
+        _, rstd, message, _ = norm_quantize(
             x, weight, bias, layer.eps, layer.kind, format, torch.float32, False
         )
         dx, dweight, _ = norm_backward(
-            message, stats, dy, weight, layer.kind, format, torch.float32, weight is not None
+            message, rstd, dy, weight, layer.kind, format, torch.float32, weight is not None
         )
         found = errors[codec] = {}
         if record.wanted[0]:
@@ -119,7 +119,7 @@ def _norm_errors(record: _Record, dy: Tensor) -> Errors:
         if weight is not None and record.wanted[1]:
             found["weight"] = _relative(dweight - gradients[1], gradients[1])
         rebuilt = norm_dequantize(
-            *(message, stats, weight, bias, x.shape[-1], layer.kind, format),
+            *(message, rstd, weight, bias, x.shape[-1], layer.kind, format),
             *(torch.float32, torch.float32),
         )
         found.update(_weight_errors(record, y, rebuilt))

@@ -50,7 +50,14 @@ class CodeMeter:
             _active = None
 
     def note(
-        self, kind: SiteKind, x: Tensor, message: Tensor, format: str, *, positive: bool
+        self,
+        kind: SiteKind,
+        x: Tensor,
+        message: Tensor,
+        format: str,
+        *,
+        positive: bool,
+        centred: bool,
     ) -> None:
         """Count one code, and its error if errors are measured; see ``note_code``."""
         self.nbytes += message.numel()
@@ -59,6 +66,8 @@ class CodeMeter:
             exact = x.detach().reshape(-1, x.shape[-1]).float()
             codes = MatrixCodes(exact.shape[1], format)
             decoded = codes.rebuild((message,), exact.shape[0], torch.float32)
+            if centred:
+                exact = exact - exact.mean(-1, keepdim=True)
             if positive:
                 exact, decoded = exact.relu(), decoded.relu()
             error = decoded - exact
@@ -76,7 +85,13 @@ _active: CodeMeter | None = None
 
 
 def note_code(
-    kind: SiteKind, x: Tensor, message: Tensor, format: str, *, positive: bool = False
+    kind: SiteKind,
+    x: Tensor,
+    message: Tensor,
+    format: str,
+    *,
+    positive: bool = False,
+    centred: bool = False,
 ) -> None:
     """Tell the meter that counts, if there is one, of a code.
 
@@ -86,7 +101,8 @@ def note_code(
         message: Its codes.
         format: Of the message, a ``MessageFormat`` as a string.
         positive: Only positive values matter.
+        centred: The code is of ``x`` less the mean of each row.
     """
     if not torch.compiler.is_compiling() and _active is not None:
         with torch.no_grad():
-            _active.note(kind, x, message, format, positive=positive)
+            _active.note(kind, x, message, format, positive=positive, centred=centred)

@@ -39,11 +39,12 @@ class NormLayer:
 
 
 class _QuantizedNorm(torch.autograd.Function):
-    """AGoQ, section 4.1.1, with one deviation: the statistics are kept exactly (fp32).
+    """AGoQ, section 4.1.1, with two deviations: exact deviations, and codes without row means.
 
-    The paper recomputes them from the code; 4 or 8 bytes per row save a pass over the row wherever
-    the output is rebuilt, and the bound of the paper's case 2 with an exact root is below that of
-    its case 1.
+    The paper recomputes the deviation of a row from its code. 4 bytes per row (fp32) save a pass
+    over the row wherever the output is rebuilt, and the bound of the paper's case 2 with an exact
+    root is below that of its case 1. A LayerNorm does not see the mean of a row; in a code it would
+    take levels away from what it does see.
     """
 
     @staticmethod
@@ -58,17 +59,17 @@ class _QuantizedNorm(torch.autograd.Function):
         dtype: torch.dtype,
         amax: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        y, stats, message, largest = norm_quantize(
+        y, rstd, message, largest = norm_quantize(
             as_matrix(x), weight, bias, eps, kind, format, dtype, amax
         )
-        ctx.save_for_backward(message, stats, weight)
-        ctx.mark_non_differentiable(message, stats, largest)
+        ctx.save_for_backward(message, rstd, weight)
+        ctx.mark_non_differentiable(message, rstd, largest)
         ctx.set_materialize_grads(False)
         ctx.kind, ctx.format = kind, format
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.tensors = (True, weight is not None, bias is not None)
         ctx.dtypes = tuple(None if p is None else p.dtype for p in (weight, bias))
-        return y, stats, message, largest
+        return y, rstd, message, largest
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -76,10 +77,10 @@ class _QuantizedNorm(torch.autograd.Function):
         if dy is None:
             return (None, None, None, *none)
         refuse_second_derivative(ctx, "a normalization layer")
-        message, stats, weight = ctx.saved_tensors
+        message, rstd, weight = ctx.saved_tensors
         wanted_x, wanted_weight, wanted_bias = wanted_gradients(ctx, ctx.tensors)
         dx, dweight, dbias = norm_backward(
-            *(message, stats, as_matrix(dy), weight, ctx.kind, ctx.format, ctx.x_dtype),
+            *(message, rstd, as_matrix(dy), weight, ctx.kind, ctx.format, ctx.x_dtype),
             wanted_weight or wanted_bias,
         )
         weight_dtype, bias_dtype = ctx.dtypes
@@ -135,14 +136,14 @@ def quantized_norm(
         ``[..., N]``, with a source.
     """
     dtype = output_dtype(layer, x.dtype, weight, x.device.type)
-    y, stats, message, largest = _QuantizedNorm.apply(  # type: ignore[no-untyped-call]
+    y, rstd, message, largest = _QuantizedNorm.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, layer.eps, layer.kind, format, dtype, amax
     )
     y = with_shape(y, x.shape)  # here, so that it may be changed in place
-    note_code("norm", x, message, format)
+    note_code("norm", x, message, format, centred=layer.kind == "layer")
     codes = NormCodes(x.shape[-1], layer.kind, format, x.dtype)
     constants = [None if p is None else p.detach() for p in (weight, bias)]
     if copies:
         constants = [None if p is None else p.clone() for p in constants]
-    attach(y, Source(codes, (message, stats, *constants), largest))
+    attach(y, Source(codes, (message, rstd, *constants), largest))
     return y

@@ -67,7 +67,7 @@ class Codes(Protocol):
 
 @dataclass(frozen=True)
 class NormCodes:
-    """Of a normalization layer's output; tensors: message, statistics, weight, bias.
+    """Of a normalization layer's output; tensors: message, rstd, weight, bias.
 
     Attributes:
         numel: values in a row.
@@ -83,9 +83,9 @@ class NormCodes:
 
     def rebuild(self, tensors: tuple[Tensor | None, ...], rows: int, dtype: torch.dtype) -> Tensor:
         """See ``Codes``."""
-        message, stats, weight, bias = tensors
+        message, rstd, weight, bias = tensors
         y: Tensor = norm_dequantize(
-            message, stats, weight, bias, self.numel, self.kind, self.format, dtype, self.x_dtype
+            message, rstd, weight, bias, self.numel, self.kind, self.format, dtype, self.x_dtype
         )
         return y
 
@@ -93,9 +93,9 @@ class NormCodes:
         self, tensors: tuple[Tensor | None, ...], rows: int, scale: Tensor
     ) -> Tensor:
         """See ``Codes``."""
-        message, stats, weight, bias = tensors
+        message, rstd, weight, bias = tensors
         y: Tensor = norm_dequantize_float8(
-            message, stats, weight, bias, self.numel, self.kind, self.format, scale
+            message, rstd, weight, bias, self.numel, self.kind, self.format, scale
         )
         return y
 

@@ -116,14 +116,14 @@ def _norm_run(
     kind = site.layer.kind
 
     def both() -> None:
-        y, stats, message, _ = norm_quantize(
+        y, rstd, message, _ = norm_quantize(
             x, weight, bias, site.layer.eps, kind, format, x.dtype, site.amax
         )
         if read:
             norm_dequantize(
-                message, stats, weight, bias, x.shape[-1], kind, format, x.dtype, x.dtype
+                message, rstd, weight, bias, x.shape[-1], kind, format, x.dtype, x.dtype
             )
-        norm_backward(message, stats, y, weight, kind, format, x.dtype, weight is not None)
+        norm_backward(message, rstd, y, weight, kind, format, x.dtype, weight is not None)
 
     return torch.no_grad()(both)
 

@@ -176,7 +176,8 @@ class ShardedCheckpoint:
     def _open(self, verify: bool) -> Metadata:
         """Check all that is small; the same on every rank."""
         if not self.path.exists():
-            raise FileNotFoundError(f"Checkpoint not found: {self.path}{hint_replaced(self.path)}")
+            hint = hint_replaced(self.path)
+            raise FileNotFoundError(f"Checkpoint file not found: {self.path}{hint}")
         small = [META_FILENAME, METADATA_FILENAME]
         missing = [name for name in small if not (self.path / name).is_file()]
         if missing:

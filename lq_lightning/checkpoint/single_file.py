@@ -73,7 +73,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def load_full_checkpoint(
-    path: Path, weights_only: bool | None, ranks: RankGroup = ALONE, verify: bool = True
+    path: str | Path, weights_only: bool | None, ranks: RankGroup = ALONE, verify: bool = True
 ) -> dict[str, Any]:
     """Read a full checkpoint without copying its tensors into memory (they are memory-mapped).
 
@@ -89,15 +89,16 @@ def load_full_checkpoint(
         ValueError: The file is not complete, or damaged.
         pickle.UnpicklingError: It needs ``weights_only=False``.
     """
-    ranks.together(lambda: _check_file(path))
+    given, path = path, Path(path)
+    ranks.together(lambda: _check_file(path, given))  # said as Lightning does
     if verify:
         _verify(path, ranks)
     return ranks.together(lambda: load_archive(path, weights_only is not False, mmap=True))
 
 
-def _check_file(path: Path) -> None:
+def _check_file(path: Path, given: str | Path) -> None:
     if not path.is_file():
-        raise FileNotFoundError(f"Checkpoint not found: {path}{hint_replaced(path)}")
+        raise FileNotFoundError(f"Checkpoint file not found: {given}{hint_replaced(path)}")
 
 
 def _verify(path: Path, ranks: RankGroup) -> None:

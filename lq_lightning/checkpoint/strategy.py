@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
@@ -247,6 +248,8 @@ class CheckpointingStrategy(ModelParallelStrategy):
             TypeError: ``storage_options`` are given for a sharded checkpoint.
             ValueError: A sharded checkpoint is to be written to a URL.
         """
+        if not dist.is_initialized() and self.global_rank > 0:
+            return  # before a run: processes do not know each other, and each has the whole model
         ranks = self.checkpoint_ranks
         path = ranks.broadcast(filepath)  # of the caller's type, which a custom CheckpointIO gets
         values: dict[str, Any] = {}
@@ -330,7 +333,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
                 checkpoint.setdefault("optimizer_states", [])
             return checkpoint
         if is_local(path) and type(self.checkpoint_io) in (TorchCheckpointIO, AtomicCheckpointIO):
-            return load_full_checkpoint(Path(path), weights_only, ranks, verify)
+            return load_full_checkpoint(path, weights_only, ranks, verify)
         return dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -169,6 +169,12 @@ class QuantizedOptimizer(Optimizer):
 
     # --- step -------------------------------------------------------------------------------------
 
+    # Compiled code breaks here and goes on behind it. Traced, every new step counter would need
+    # another graph, and kernels that compute codes bit by bit gain nothing from one.
+    @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
+        reason="quantized optimizers update parameters in kernels of their own: call `step` "
+        "outside of functions compiled with `fullgraph=True`"
+    )
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.

@@ -64,6 +64,8 @@ class FullyShardedPrecision(Precision):
     precision: PrecisionName = "32-true"
     # set by a strategy whose ranks have gradients of different parameters
     clip_norm: Callable[[list[nn.Parameter], float], None] | None = None
+    # set by a strategy that leaves out steps; called before anything may change the gradients
+    look_at_gradients: Callable[[Optimizer], None] | None = None
     casts_once = False  # within `casting_once`
 
     def __init__(self, precision: PrecisionName = "32-true") -> None:
@@ -176,6 +178,12 @@ class FullyShardedPrecision(Precision):
         """Around the reduction of that sum; behind it the gradients are complete."""
         yield
 
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip each element, after a look at what that hides (with manual optimization as well)."""
+        if self.look_at_gradients is not None:
+            self.look_at_gradients(optimizer)
+        super().clip_grad_by_value(optimizer, clip_val)
+
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm of all gradients of the model, wherever they are."""
         if self.clip_norm is None:
@@ -185,6 +193,8 @@ class FullyShardedPrecision(Precision):
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         trainer = model.trainer
+        if self.look_at_gradients is not None:
+            self.look_at_gradients(optimizer)
         whole = self.clip_norm is None
         with nullcontext() if whole else refuse_norm_clipping(_PART):
             with PlainNorms():

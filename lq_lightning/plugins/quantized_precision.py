@@ -14,7 +14,12 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lq_lightning._compat.lightning import Window, accumulation_window, ddp_hook_of
+from lq_lightning._compat.lightning import (
+    Window,
+    accumulation_window,
+    ddp_hook_of,
+    is_no_optimizer,
+)
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import QuantizedGradientBuffer, quantized_all_reduce_hook
 from lq_lightning.foundation.checks import check_choice
@@ -110,14 +115,15 @@ class QuantizedPrecision(FullyShardedPrecision):
             raise AssertionError("strategies wrap the LightningModule itself")
         self._check_strategy(module)
         self.device_type = module.trainer.strategy.root_device.type
+        stepping = [optimizer for optimizer in optimizers if not is_no_optimizer(optimizer)]
         if self._states is not None:
-            for optimizer in optimizers:
+            for optimizer in stepping:
                 self._quantize(optimizer, self._states, module)
         self._plain = [
             None if isinstance(optimizer, QuantizedOptimizer) else type(optimizer).__name__
-            for optimizer in optimizers
+            for optimizer in stepping
         ]
-        if optimizers and self._accumulates(module):
+        if stepping and self._accumulates(module):
             if getattr(model, "find_unused_parameters", False) and self._buffer_code != "none":
                 raise ValueError(
                     "`QuantizedPrecision(gradient_buffer=...)` does not work with "

@@ -39,7 +39,7 @@ from lq_lightning.checkpoint import state
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_callbacks, check_optimizer
 from lq_lightning.strategies.failures import explain_lost_rank
-from lq_lightning.strategies.gradients import DeferredReduction
+from lq_lightning.strategies.gradients import DeferredReduction, FiniteGradients
 from lq_lightning.strategies.options import (
     check_backend,
     check_flag,
@@ -82,7 +82,8 @@ class FullyShardedStrategy(SteppingStrategy):
         reduce_every_microbatch: With ``accumulate_grad_batches``, reduce gradients in every
             micro-batch (less memory) instead of once per optimizer step (less traffic).
         skip_nonfinite_steps: Leave out optimizer steps with infinite or NaN gradients, on all ranks
-            together, and count them in ``num_skipped_steps``.
+            together, and count them in ``num_skipped_steps``. Gradients are looked at before
+            ``on_before_optimizer_step`` and clipping, and once more after both.
         compile_units: ``torch.compile`` the forward of each unit.
         save_distributed_checkpoint: On several ranks write checkpoint directories with one file per
             rank; otherwise, and always on one rank, single files.
@@ -145,7 +146,7 @@ class FullyShardedStrategy(SteppingStrategy):
         self._units: UnitSelector = units
         self._reshard_after_forward = reshard_after_forward
         self._reduce_every_microbatch = reduce_every_microbatch
-        self._skip_nonfinite_steps = skip_nonfinite_steps
+        self._finite_gradients = FiniteGradients() if skip_nonfinite_steps else None
         self._compile_units = compile_units
 
     # --- for subclasses -------------------------------------------------------------------------
@@ -230,6 +231,8 @@ class FullyShardedStrategy(SteppingStrategy):
         self._check_devices()
         self.check_checkpoint_io()
         self._fsdp_precision.device_type = self.root_device.type
+        finite = self._finite_gradients
+        self._fsdp_precision.look_at_gradients = None if finite is None else finite.look
         if self._device_mesh is not None and dist.is_initialized():
             Strategy.setup_environment(self)
             set_device_mesh(self._require_module(), self._device_mesh)
@@ -351,7 +354,7 @@ class FullyShardedStrategy(SteppingStrategy):
         self.num_skipped_steps = 0
         self._deferred = DeferredReduction(self._require_module()) if self._is_sharded else None
         for index, optimizer in enumerate(self.optimizers):
-            if self._skip_nonfinite_steps and isinstance(optimizer, LBFGS):
+            if self._finite_gradients is not None and isinstance(optimizer, LBFGS):
                 raise NotImplementedError(
                     "`skip_nonfinite_steps=True` does not work with `LBFGS`, which evaluates the "
                     "loss several times in a step: set it to False or use another optimizer."

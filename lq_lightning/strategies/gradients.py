@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -16,7 +19,7 @@ from lq_lightning._compat.lightning import accumulation_window
 from lq_lightning._compat.modules import discard_unreduced_gradients
 from lq_lightning._compat.tensors import local_tensor
 
-__all__ = ["DeferredReduction", "gradients_are_finite"]
+__all__ = ["DeferredReduction", "FiniteGradients"]
 
 
 class DeferredReduction:
@@ -55,14 +58,42 @@ class DeferredReduction:
         self._pending = False
 
 
-def gradients_are_finite(
-    optimizer: Optimizer, device: torch.device, group: dist.ProcessGroup | None
-) -> bool:
-    """Whether all gradients of an optimizer are finite, on all ranks of a group (None: all)."""
-    gradients = [p.grad for g in optimizer.param_groups for p in g["params"]]
-    local = [local_tensor(g) for g in gradients if g is not None]
-    largest = torch.nn.utils.get_total_norm([g for g in local if g.numel()], float("inf"))
-    bad = (~torch.isfinite(largest)).to(device, torch.int32)
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
-        dist.all_reduce(bad, dist.ReduceOp.MAX, group=group)
-    return not bad.item()
+class FiniteGradients:
+    """Whether the gradients of an optimizer are finite, before hooks and clipping as well as after.
+
+    Clipping by value, or a hook that clamps, makes an infinite gradient finite but not right.
+    """
+
+    def __init__(self) -> None:
+        """Start without a finding."""
+        self._largest: WeakKeyDictionary[Optimizer, list[Tensor]] = WeakKeyDictionary()
+
+    def look(self, optimizer: Optimizer | LightningOptimizer) -> None:
+        """Note this rank's gradients as they are now; does not wait for the device."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        gradients = [p.grad for g in optimizer.param_groups for p in g["params"]]
+        local = [local_tensor(g) for g in gradients if g is not None]
+        largest = torch.nn.utils.get_total_norm([g for g in local if g.numel()], float("inf"))
+        self._largest.setdefault(optimizer, []).append(largest)
+
+    def forget(self) -> None:
+        """Drop what was noted of gradients that no step followed."""
+        self._largest.clear()
+
+    def decide(
+        self, optimizer: Optimizer, device: torch.device, group: dist.ProcessGroup | None
+    ) -> bool:
+        """Return whether all ranks of a group (None: all) found finite gradients every time.
+
+        Args:
+            optimizer: about to step.
+            device: where the ranks exchange what they found.
+            group: ranks that take or leave out the step together.
+        """
+        self.look(optimizer)
+        largest = torch.stack([value.to(device) for value in self._largest.pop(optimizer)])
+        bad = (~torch.isfinite(largest)).any().to(torch.int32)
+        if dist.is_initialized() and dist.get_world_size(group) > 1:
+            dist.all_reduce(bad, dist.ReduceOp.MAX, group=group)
+        return not bad.item()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lq_lightning._compat.lightning import trainer_of
 from lq_lightning._compat.modules import reset_iteration
 from lq_lightning.checkpoint.strategy import CheckpointingStrategy
 from lq_lightning.foundation.broadcast import broadcast_module_states
@@ -29,7 +30,7 @@ from lq_lightning.strategies.failures import (
     lost_rank_error,
     why_not_saved,
 )
-from lq_lightning.strategies.gradients import DeferredReduction, gradients_are_finite
+from lq_lightning.strategies.gradients import DeferredReduction, FiniteGradients
 from lq_lightning.strategies.root_forward import ManualForward, root_forward
 from lq_lightning.strategies.sharding import ShardedModule, sharded
 from lq_lightning.strategies.stop_signal import StopSignal
@@ -42,7 +43,7 @@ class SteppingStrategy(CheckpointingStrategy):
 
     _attached_module: LightningModule | None
     _reduce_every_microbatch: bool
-    _skip_nonfinite_steps: bool
+    _finite_gradients: FiniteGradients | None  # None: steps are never left out
     _stop_signal: StopSignal | None = None
     _deferred: DeferredReduction | None = None
     _training_began = False
@@ -164,7 +165,9 @@ class SteppingStrategy(CheckpointingStrategy):
             yield
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Drop what an interrupted accumulation left."""
+        """Drop what an interrupted accumulation, or gradients without a step, left."""
+        if self._finite_gradients is not None:
+            self._finite_gradients.forget()
         if self._deferred is not None:
             self._deferred.start_batch(self._require_module().trainer)
 
@@ -190,8 +193,8 @@ class SteppingStrategy(CheckpointingStrategy):
         manual = self._manual
         run = closure if manual is None else _then(closure, manual.before_update)
         with explain_lost_rank(self.global_rank, self.world_size):
-            if self._skip_nonfinite_steps:
-                result, stepped = self._step_if_finite(optimizer, run, **kwargs)
+            if self._finite_gradients is not None:
+                result, stepped = self._step_if(self._finite_gradients, optimizer, run, **kwargs)
             else:
                 result, stepped = super().optimizer_step(optimizer, run, model, **kwargs), True
             if self._deferred is not None:
@@ -202,12 +205,16 @@ class SteppingStrategy(CheckpointingStrategy):
                 manual.after_update()
         return result
 
-    def _step_if_finite(
-        self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
+    def _step_if(
+        self,
+        finite: FiniteGradients,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        **kwargs: Any,
     ) -> tuple[Any, bool]:
         precision = cast(FullyShardedPrecision, self.precision_plugin)
         result = precision.run_closure(self._require_module(), optimizer, closure)
-        if gradients_are_finite(optimizer, self.root_device, self.step_group):
+        if finite.decide(optimizer, self.root_device, self.step_group):
             optimizer.step(**kwargs)
             return result, True
         self.num_skipped_steps += 1
@@ -250,8 +257,8 @@ class SteppingStrategy(CheckpointingStrategy):
 
         ``OnExceptionCheckpoint`` saves on every rank that fails, and it may be the only one.
         """
-        trainer = self._require_module().trainer
-        if not (trainer.state.fn == TrainerFn.FITTING and trainer.interrupted):
+        trainer = trainer_of(self._require_module())
+        if trainer is None or not (trainer.state.fn == TrainerFn.FITTING and trainer.interrupted):
             self._why_not_saved = None
         elif self._why_not_saved is None:  # else another callback has waited for the others
             self._why_not_saved = why_not_saved(trainer.global_step, self._training_began)

@@ -8,6 +8,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from lq_lightning.activations import ActivationPolicy, quantize_activations
+from lq_lightning.activations.meter import CodeMeter
 from lq_lightning.activations.norm import output_dtype
 from lq_lightning.activations.recognize import recognize_norm
 from lq_lightning.activations.sites import NormSite, site_of
@@ -35,6 +36,29 @@ def test_rms_norm_without_eps(dtype: torch.dtype) -> None:
     for gradient, reference in zip(found, expected, strict=True):
         error = (gradient.float() - reference.float()).norm() / reference.float().norm()
         assert error < 0.02
+
+
+@pytest.mark.parametrize("recipe", ["agoq", "coat", "fp8-4bit"])
+@pytest.mark.parametrize("mean", [0.0, 10.0])
+def test_rows_with_a_mean_lose_no_more_than_others(mean: float, recipe: str) -> None:
+    """A LayerNorm does not see the mean: neither its gradients nor the next layer's do."""
+    model = nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 64))
+    nn.init.normal_(model[0].weight)
+    x = (torch.randn(256, 128) + mean).requires_grad_()
+    dy = torch.randn(256, 64)
+    leaves = [x, model[0].weight, model[1].weight]
+    expected = torch.autograd.grad(model(x), leaves, dy)
+    handle = quantize_activations(model, recipe)
+    meter = CodeMeter(measure=True)
+    meter.start()
+    found = torch.autograd.grad(model(x), leaves, dy)
+    meter.stop()
+    handle.remove()
+    for gradient, reference in zip(found, expected, strict=True):
+        assert float((gradient - reference).norm() / reference.norm()) < 0.15
+    error, norm = meter.take_errors("norm")
+    assert 0.01**2 < error / norm < 0.12**2
+    assert norm == pytest.approx(x.numel(), rel=0.05)
 
 
 def test_an_eps_that_depends_on_the_dtype_is_not_taken_for_torchs() -> None:

@@ -38,7 +38,7 @@ def test_consolidated_files_hold_the_same(
     consolidate_checkpoint(one, tmp_path / "b.safetensors", "safetensors")
     assert load_file(tmp_path / "b.safetensors").keys() == weights.keys()
     for arguments, message in (
-        (["absent", "x"], "Checkpoint not found: "),
+        (["absent", "x"], "Checkpoint file not found: "),
         ([str(sharded), str(sharded)], "choose another name"),
         ([str(sharded), str(sharded / "meta.pt")], "choose another name"),
         ([str(one), str(one)], "choose another name"),

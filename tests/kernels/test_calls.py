@@ -229,13 +229,13 @@ def norms(x: Tensor, other: Tensor) -> Operations:
     for kind, amax in (("rms", True), ("layer", False)):
         bias = weight if kind == "layer" else None
         args = (1e-5, kind, FORMAT, x.dtype, amax)
-        _, stats, message, _ = norm.norm_quantize(x, weight, bias, *args)
+        _, rstd, message, _ = norm.norm_quantize(x, weight, bias, *args)
         yield norm.norm_quantize, (x, weight, bias, *args)
         rebuilt = (x.shape[1], kind, FORMAT)
-        yield norm.norm_dequantize, (message, stats, weight, bias, *rebuilt, x.dtype, x.dtype)
-        yield norm.norm_backward, (message, stats, x, weight, kind, FORMAT, x.dtype, amax)
+        yield norm.norm_dequantize, (message, rstd, weight, bias, *rebuilt, x.dtype, x.dtype)
+        yield norm.norm_backward, (message, rstd, x, weight, kind, FORMAT, x.dtype, amax)
         one = torch.ones(1)
-        yield float8.norm_dequantize_float8, (message, stats, None, bias, *rebuilt, one)
+        yield float8.norm_dequantize_float8, (message, rstd, None, bias, *rebuilt, one)
 
 
 def activations(x: Tensor, other: Tensor) -> Operations:

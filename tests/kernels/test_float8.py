@@ -151,9 +151,9 @@ def test_rebuild_of_norms(kind: str, with_weight: bool) -> None:
     x, numel = torch.randn(21, 64) + 0.5, 64
     weight = 1 + 0.2 * torch.randn(numel).bfloat16() if with_weight else None
     bias = torch.randn(numel) if with_weight and kind == "layer" else None
-    _, stats, message, amax = norm_quantize(x, weight, bias, 1e-5, kind, FOUR, torch.float32, True)
+    _, rstd, message, amax = norm_quantize(x, weight, bias, 1e-5, kind, FOUR, torch.float32, True)
     scale = float8_cast(x, amax, E4M3, False, False)[2]
-    arguments = (message, stats, weight, bias, numel, kind, FOUR)
+    arguments = (message, rstd, weight, bias, numel, kind, FOUR)
     y = norm_dequantize(*arguments, torch.float32, torch.float32)
     # 4-bit codes reach beyond the exact output's largest value, which decides the scale.
     y = y.clamp(-amax, amax)
@@ -187,9 +187,9 @@ def test_opcheck(device: str) -> None:
     for rows, columns in ((True, True), (False, True), (True, False), (False, False)):
         torch.library.opcheck(float8_cast, (x[:, :50], amax, E5M2, rows, columns))
         torch.library.opcheck(float8_quantize, (x[:, :50], E5M2, rows, columns))
-    _, stats, message, _ = norm_quantize(x, weight, None, 1e-5, "rms", FOUR, x.dtype, False)
+    _, rstd, message, _ = norm_quantize(x, weight, None, 1e-5, "rms", FOUR, x.dtype, False)
     torch.library.opcheck(dequantize_float8, (message, 5, 64, FOUR, amax))
-    norm = (message, stats, weight, None, 64, "rms", FOUR, amax)
+    norm = (message, rstd, weight, None, 64, "rms", FOUR, amax)
     torch.library.opcheck(norm_dequantize_float8, norm)
     empty = message.new_empty(0, 0)
     for up in (message, empty):
@@ -217,13 +217,13 @@ def test_wrong_arguments_are_refused() -> None:
         dequantize_float8(message, 5, 64, FOUR, one)
     with pytest.raises(NotImplementedError, match="one scale per row"):
         dequantize_float8(message, 4, 64, FOUR.replace("/64/", "/row/"), one)
-    stats = torch.ones(4, 1)
+    rstd = torch.ones(4, 1)
     with pytest.raises(ValueError, match="kind='batch' is not a kind"):
-        norm_dequantize_float8(message, stats, None, None, 64, "batch", FOUR, one)
-    with pytest.raises(ValueError, match="stats are"):
-        norm_dequantize_float8(message, stats, None, None, 64, "layer", FOUR, one)
+        norm_dequantize_float8(message, rstd, None, None, 64, "batch", FOUR, one)
+    with pytest.raises(ValueError, match="rstd is"):
+        norm_dequantize_float8(message, rstd[:, 0], None, None, 64, "layer", FOUR, one)
     with pytest.raises(ValueError, match="weight is torch.float32"):
-        norm_dequantize_float8(message, stats, x[0, 1:], None, 64, "rms", FOUR, one)
+        norm_dequantize_float8(message, rstd, x[0, 1:], None, 64, "rms", FOUR, one)
     meta = torch.empty(0, 0, dtype=torch.uint8, device="meta")
     with pytest.raises(NotImplementedError, match="a matrix of 8388608 rows, 64 values apart"):
         dequantize_float8(meta, 2**23, 64, FOUR, one.to("meta"))

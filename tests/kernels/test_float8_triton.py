@@ -218,7 +218,7 @@ def test_messages_with_gaps(device: torch.device) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_rebuild_of_norms(kind: str, with_weight: bool, device: torch.device) -> None:
     from lq_lightning.kernels.float8.triton_rebuild import launch_norm_dequantize
-    from lq_lightning.kernels.norm.reference import statistics
+    from lq_lightning.kernels.norm.reference import centre, reciprocal_deviation
 
     for rows, numel in ((128, 128), (45, 200)):
         fmt = make_format(hadamard_size=0 if with_weight else 128)
@@ -226,14 +226,15 @@ def test_rebuild_of_norms(kind: str, with_weight: bool, device: torch.device) ->
         x[5, 9] = INF
         weight = torch.randn(numel).to(DTYPES[KINDS.index(kind) % 3]) if with_weight else None
         bias = torch.randn(numel).bfloat16() if with_weight and kind == "layer" else None
-        stats = statistics(x, 1e-5, kind)
-        message, scale = encode_matrix(x, fmt), torch.tensor([0.01])
+        centred = centre(x, kind)
+        rstd = reciprocal_deviation(centred, 1e-5)
+        message, scale = encode_matrix(centred, fmt), torch.tensor([0.01])
         parameters = [weight, bias]
-        expected = reference.norm_dequantize(message, stats, *parameters, numel, kind, fmt, scale)
+        expected = reference.norm_dequantize(message, rstd, *parameters, numel, kind, fmt, scale)
         actual = torch.empty_like(expected, device=device)
         moved = [None if part is None else part.to(device) for part in parameters]
         launch_norm_dequantize(
-            *(message.to(device), stats.to(device), *moved, kind, fmt, scale.to(device), actual)
+            *(message.to(device), rstd.to(device), *moved, kind, fmt, scale.to(device), actual)
         )
         assert_same_bytes(actual, expected)
 

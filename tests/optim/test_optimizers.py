@@ -311,3 +311,33 @@ def test_closure_and_frozen_learning_rate() -> None:
 
     assert optimizer.step(closure) == before.square().sum()
     assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_compiled_step_is_the_step(scheduled: bool) -> None:
+    """It runs as it is: weights and codes have equal bits, and nothing is traced step by step."""
+    torch.compiler.reset()
+    results = []
+    for compiled in (False, True):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        if scheduled:
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        twin = quantize_optimizer(optimizer)
+        step = torch.compile(twin.step, backend="eager") if compiled else twin.step
+        for index in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1) + 0.01 * parameter.detach()
+            step()
+            assert twin.state[model[0].weight]["step"] == index + 1
+        results.append([*model.parameters(), *twin.state[model[0].weight].values()])
+    for plain, other in zip(*results, strict=True):
+        assert torch.equal(plain, other)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def whole(x: Tensor) -> Tensor:
+        twin.step()
+        return x + 1
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="call `step` outside of functions"):
+        whole(torch.ones(1))

@@ -308,6 +308,27 @@ def test_optimizers_that_a_module_quantizes_resume(tmp_path: Path, strategy: str
     assert len(state_of(second, "_codes")) > 0
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_without_an_optimizer_it_fits_as_without_the_plugin(
+    tmp_path: Path, accumulate: int
+) -> None:
+    class Evaluates(Wide):
+        def configure_optimizers(self) -> None:
+            return None
+
+    module, path = Evaluates(), tmp_path / "last.ckpt"
+    before = module.net.head.weight.detach().clone()
+    for resumed in (None, path):
+        plugin = QuantizedPrecision()
+        options = {"plugins": [plugin], "accumulate_grad_batches": accumulate}
+        run = trainer("auto", str(tmp_path), 1, **options, max_epochs=2 if resumed else 1)
+        run.fit(module, loader(16), ckpt_path=resumed)
+        run.save_checkpoint(path)
+        assert plugin.gradient_buffer is None
+        assert run.global_step == (8 if resumed else 4) // accumulate
+    assert torch.equal(module.net.head.weight, before)
+
+
 def test_nothing_to_buffer_names_the_option(tmp_path: Path) -> None:
     module = TinyModule("adamw", 1e-2)  # its largest matrix has fewer than 4096 elements
     run = trainer(

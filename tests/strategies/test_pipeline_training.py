@@ -196,7 +196,8 @@ class Bad(Module):
 def _not_finite(rank: int, world_size: int, root: str) -> None:
     torch.manual_seed(0)
     strategy = QuantizedPipelineStrategy(skip_nonfinite_steps=True, **EXACT)
-    run, module, _ = _fit(root, strategy, world_size, module=Bad(layers=2))
+    clipping = {"gradient_clip_val": 1e6, "gradient_clip_algorithm": "value"}
+    run, module, _ = _fit(root, strategy, world_size, module=Bad(layers=2), **clipping)
     assert strategy.num_skipped_steps == 1
     assert run.global_step == 12
     assert all(p.isfinite().all() for p in module.parameters())

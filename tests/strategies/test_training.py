@@ -457,6 +457,14 @@ class Bursting(TinyModule):
         return loss
 
 
+class BurstingElement(TinyModule):
+    """One element of a gradient is infinite in the second step, on one rank."""
+
+    def on_after_backward(self) -> None:
+        if self.global_step == 1 and self.global_rank == 1:
+            self.net.head.weight.grad.to_local()[0, 0] = float("inf")
+
+
 class SeesNan(Callback):
     def __init__(self) -> None:
         self.finite: list[bool] = []
@@ -475,14 +483,16 @@ def _nonfinite(rank: int, world_size: int, root: str) -> None:
         assert seen.finite[:2] == [True, False]  # on this rank too
         assert not all(torch.isfinite(p.full_tensor()).all() for p in module.parameters())
         torch.manual_seed(0)
-        module = Bursting()
-        strategy = QuantizedFSDPStrategy(**options, skip_nonfinite_steps=True)
-        run, losses = _fit(root, module, strategy, gradient_clip_val=1.0)
-        assert strategy.num_skipped_steps == 1
-        assert all(torch.isfinite(p.full_tensor()).all() for p in module.parameters())
-        assert run.global_step == 4
-        if strategy.communication is not None:
-            assert strategy.communication.step == 3
+        for kind, algorithm in ((Bursting, "norm"), (BurstingElement, "value")):
+            module = kind()
+            strategy = QuantizedFSDPStrategy(**options, skip_nonfinite_steps=True)
+            clipping = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": algorithm}
+            run, losses = _fit(root, module, strategy, **clipping)
+            assert strategy.num_skipped_steps == 1
+            assert all(torch.isfinite(p.full_tensor()).all() for p in module.parameters())
+            assert run.global_step == 4
+            if strategy.communication is not None:
+                assert strategy.communication.step == 3
 
 
 def test_nonfinite_gradients_reach_all_ranks_and_can_be_skipped(tmp_path: Any) -> None:
