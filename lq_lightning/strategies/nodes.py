@@ -23,7 +23,7 @@ from lq_lightning.data_parallel import (
     Topology,
     start_alike,
 )
-from lq_lightning.foundation.broadcast import broadcast_module_states
+from lq_lightning.foundation.broadcast import broadcast_module_states, check_same_model
 from lq_lightning.foundation.groups import RankGroups
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.strategies.failures import explain_lost_rank
@@ -194,7 +194,9 @@ class NodesStrategy(FullyShardedStrategy):
                     f"node has a copy, here over {own}: give `fully_shard` the argument "
                     f'`mesh=self.device_mesh["{SHARD}"]`.'
                 )
-        weights = [local_tensor(p) for p in module.parameters()]
+        check_same_model(module, parameters=True)
+        by_name = sorted(module.named_parameters())
+        weights = [local_tensor(p) for _, p in by_name]
         start_alike(weights, self.device_mesh.get_group(NODE), self.root_device)
         broadcast_module_states(module, parameters=False)
 
@@ -279,10 +281,9 @@ class NodesStrategy(FullyShardedStrategy):
         """The ranks of the node, where each trains a copy."""
         return RankGroup(group=self.step_group) if self.nodes_train_alone else super().copy_ranks
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state, once nodes are together."""
+    def before_save(self) -> None:
+        """Save one model."""
         self.bring_nodes_together()
-        return super().lightning_module_state_dict()
 
     def on_weights_loaded(self) -> None:
         """Start the next cycle from the loaded weights."""

@@ -57,6 +57,9 @@ class SteppingStrategy(CheckpointingStrategy):
     def after_skipped_step(self) -> None:
         """Called on all ranks after an optimizer step was left out."""
 
+    def before_save(self) -> None:
+        """Called on all ranks, which are about to save a state together."""
+
     def on_step_error(self) -> None:
         """Called after an error in a step method or backward, before FSDP2's state is reset."""
 
@@ -255,7 +258,10 @@ class SteppingStrategy(CheckpointingStrategy):
             self._why_not_saved = None
         elif self._why_not_saved is None:  # else another callback has waited for the others
             self._why_not_saved = why_not_saved(trainer.global_step, self._training_began)
-        return {} if self._why_not_saved is not None else super().lightning_module_state_dict()
+        if self._why_not_saved is not None:
+            return {}
+        self.before_save()
+        return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state; nothing if no save can follow."""
@@ -263,9 +269,19 @@ class SteppingStrategy(CheckpointingStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks, but not behind a save that did not take place."""
-        if name == "Trainer.save_checkpoint" and self._why_not_saved is not None:
-            return
-        super().barrier(name)
+        if self._why_not_saved is None:
+            super().barrier(name)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decide with all ranks, but alone behind a save that did not take place."""
+        if self._why_not_saved is not None:
+            return decision
+        return super().reduce_boolean_decision(decision, all)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint, unless the one that was to replace it is not saved."""
+        if self._why_not_saved is None:
+            super().remove_checkpoint(filepath)
 
     # --- evaluation, errors -------------------------------------------------------------------
 
