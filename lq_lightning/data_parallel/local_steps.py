@@ -181,7 +181,7 @@ class OuterOptimizer:
         if most != -least:
             raise RuntimeError(
                 f"nodes have taken {-least} to {most} optimizer steps since they were brought "
-                "together, or some have run out of batches. All of them need the same number: give "
+                "together, or some ran out of batches. All of them need the same number: give "
                 "every rank equally many batches."
             )
         if any(bad):

@@ -24,9 +24,11 @@ def broadcast_module_states(
     Raises:
         ValueError: See :func:`check_same_model`.
     """
-    check_same_model(root, parameters=parameters, group=group)
+    states = _states(root, parameters)
+    if states:
+        check_same_model(root, parameters=parameters, group=group)
     device = _device(group)
-    for _, tensor in sorted(_states(root, parameters).items()):
+    for _, tensor in sorted(states.items()):
         if tensor.is_meta or isinstance(tensor, DTensor):
             continue
         staged = tensor.detach().to(device) if device else tensor.detach()

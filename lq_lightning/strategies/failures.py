@@ -44,7 +44,7 @@ _SHARDED = re.compile(
 
 
 class LostRankError(RuntimeError):
-    """A collective failed because another rank died or stopped answering."""
+    """A collective failed because another rank died, stopped answering or ended its run."""
 
 
 def is_lost_rank(error: BaseException) -> bool:
@@ -58,10 +58,11 @@ def is_lost_rank(error: BaseException) -> bool:
 def lost_rank_error(error: BaseException, rank: int, world_size: int) -> LostRankError:
     """An error that names what happened instead of the socket that noticed it."""
     return LostRankError(
-        f"rank {rank} of {world_size} lost contact with another rank, which died or got stuck: "
-        f"{str(error).splitlines()[0]}\n"
+        f"rank {rank} of {world_size} lost contact with another rank, which died, got stuck "
+        f"or ran out of batches: {str(error).splitlines()[0]}\n"
         "Look for the first error in the output of the other ranks (a Python exception, 'Killed' "
-        "for out of memory, or a signal). This rank is not the cause."
+        "for out of memory, or a signal). If there is none, one has ended before the others: give "
+        "every rank equally many batches."
     )
 
 
@@ -98,7 +99,7 @@ def why_not_saved(global_step: int, training_began: bool) -> str | None:
         return None
     error, attempt = sys.exc_info()[1], next(_failures)
     if error is not None and (isinstance(error, LostRankError) or is_lost_rank(error)):
-        return "another rank has gone, and all are needed for a checkpoint"
+        return "another rank has gone or has ended its run, and all are needed for a checkpoint"
     place = f"{type(error).__name__} at step {global_step}"
     if meet(f"lq_lightning/failure {attempt}: {place}", _TOGETHER):
         return None
