@@ -11,20 +11,25 @@ from itertools import count
 
 import torch.distributed as dist
 
-from lq_lightning._compat.torch import meet
+from lq_lightning._compat.torch import leave_note, meet, read_note
 
 __all__ = [
     "LostRankError",
+    "begin_run",
     "explain_lost_rank",
     "explain_sharded_use",
     "is_lost_rank",
     "lost_rank_error",
+    "tell_others",
     "why_not_saved",
 ]
 
 # How long ranks may fail one after the other and still save together: a slow batch.
 _TOGETHER = timedelta(seconds=60)
 _failures = count()
+# How long to look for what another rank says of its failure, once a collective has failed.
+_LISTEN = timedelta(seconds=1)
+_runs = 0
 
 # gloo, TCPStore and NCCL words for "the other side is not there any more"
 _LOST = re.compile(
@@ -55,8 +60,27 @@ def is_lost_rank(error: BaseException) -> bool:
     return ours and bool(_LOST.search(str(error)))
 
 
+def begin_run() -> None:
+    """Forget errors of runs before; all ranks call it equally often."""
+    global _runs
+    _runs += 1
+
+
+def tell_others(error: BaseException, rank: int) -> None:
+    """Let ranks that will lose contact with this one know its error. Nobody waits for them."""
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    leave_note(_note(), f"rank {rank} failed: {type(error).__name__}: {text}")
+
+
+def _note() -> str:
+    return f"lq_lightning/run {_runs} failed"
+
+
 def lost_rank_error(error: BaseException, rank: int, world_size: int) -> LostRankError:
     """An error that names what happened instead of the socket that noticed it."""
+    told = read_note(_note(), _LISTEN)
+    if told is not None:
+        return LostRankError(f"rank {rank} of {world_size} stopped because {told}")
     return LostRankError(
         f"rank {rank} of {world_size} lost contact with another rank, which died, got stuck "
         f"or ran out of batches: {str(error).splitlines()[0]}\n"

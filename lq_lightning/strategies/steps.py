@@ -27,6 +27,7 @@ from lq_lightning.strategies.failures import (
     explain_sharded_use,
     is_lost_rank,
     lost_rank_error,
+    tell_others,
     why_not_saved,
 )
 from lq_lightning.strategies.gradients import DeferredReduction, gradients_are_finite
@@ -90,6 +91,8 @@ class SteppingStrategy(CheckpointingStrategy):
             try:
                 yield
             except Exception as error:
+                if self.world_size > 1 and not is_lost_rank(error):
+                    tell_others(error, self.global_rank)
                 if self._is_sharded and not is_lost_rank(error):
                     self.on_step_error()
                     reset_iteration(self._require_module())
@@ -313,6 +316,8 @@ class SteppingStrategy(CheckpointingStrategy):
             raise lost_rank_error(exception, self.global_rank, self.world_size) from exception
         if self._is_sharded:
             explain_sharded_use(exception)
+        if self.world_size > 1 and not explained:
+            tell_others(exception, self.global_rank)
 
 
 _NOTHING = nullcontext()
