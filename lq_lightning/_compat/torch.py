@@ -93,7 +93,7 @@ def meet(key: str, timeout: timedelta) -> bool:
 
 
 def leave_note(key: str, text: str) -> None:
-    """Leave a text for the other ranks in the store, if there is one and nobody has left another."""
+    """Leave a text for the other ranks in the store, if there is one; only the first is kept."""
     try:
         distributed_c10d._get_default_store().compare_set(key, "", text)
     except (RuntimeError, ValueError):  # there is no store, or none any more

@@ -157,7 +157,9 @@ class OuterOptimizer:
         self._trained.clear()
         self.steps = 0
 
-    def _check(self, state: str, parameters: Iterable[nn.Parameter], bad: bool = False) -> list[int]:
+    def _check(
+        self, state: str, parameters: Iterable[nn.Parameter], bad: bool = False
+    ) -> list[int]:
         """Compare with the other nodes; a node that exchanges meets one that begins here, too."""
         nodes = self._topology.num_nodes
         votes = [0] * nodes

@@ -267,9 +267,7 @@ class PipelineRun:
             stacklevel=2,
         )
 
-    def _share(
-        self, step: str, losses: list[Tensor | None], shares: list[float] | None
-    ) -> Outcome:
+    def _share(self, step: str, losses: list[Tensor | None], shares: list[float] | None) -> Outcome:
         """Log on all ranks what the last stage would have logged; return that and the mean loss."""
         outcome = self._outcome.share(step, losses, self._micro.logs.take(shares))
         replay(self.module, outcome.calls, outcome.values, self._ranks.stage_group)
