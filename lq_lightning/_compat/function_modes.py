@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode,
-    _pop_mode,
-    _push_mode,
-)
+from torch import overrides
+from torch.overrides import TorchFunctionMode
 
 __all__ = ["StepMode", "without_step_mode"]
 
@@ -22,11 +18,11 @@ class StepMode(TorchFunctionMode):
 @contextmanager
 def without_step_mode() -> Iterator[None]:
     """Take off a :class:`StepMode` that is the innermost mode, for layers that may be compiled."""
-    if not isinstance(_get_current_function_mode(), StepMode):
+    if not isinstance(overrides._get_current_function_mode(), StepMode):  # type: ignore[no-untyped-call]
         yield
         return
-    mode = _pop_mode()
+    mode = overrides._pop_mode()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        _push_mode(mode)
+        overrides._push_mode(mode)  # type: ignore[no-untyped-call]

@@ -302,7 +302,8 @@ def _check_first_values(owner: str, step: str, loss: Tensor, outcome: Outcome) -
             "The loss of the first batch is NaN. If it is not without a pipeline, "
             f"`{owner}.{step}` uses something made in front of the layers, such as embeddings for "
             "a skip connection, behind the first of them, but stages pass on the hidden state "
-            "alone. Let the layers hand it on within that, or use `quantized_fsdp`."
+            "alone. Let the layers hand it on within that, or use `quantized_fsdp`. Or a "
+            "micro-batch has no target: see `count_targets`."
         )
     elif names:
         rank_zero_warn(

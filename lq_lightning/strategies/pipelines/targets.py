@@ -36,10 +36,11 @@ __all__ = ["COUNT", "BatchMeans"]
 
 _MEANS = (functional.cross_entropy, functional.nll_loss)
 _SIGNATURES = {function: inspect.signature(function) for function in _MEANS}
-_PLAIN = (type(None), bool, int, float, str, type(...))
+_PLAIN: tuple[type, ...] = (type(None), bool, int, float, str, type(...))
 _PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_RANDOM = ("rand", "bernoulli", "multinomial", "normal", "dropout", "poisson", "uniform_")
-_RANDOM += ("exponential_", "geometric_", "cauchy_")
+# Parts of names of functions.
+_RANDOM = ["rand", "bernoulli", "multinomial", "normal", "dropout", "poisson", "uniform_"]
+_RANDOM += ["exponential_", "geometric_", "cauchy_"]
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
 _IN_PLACE |= {"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
 COUNT = "a function from a (micro-)batch to its number of targets"
@@ -165,7 +166,7 @@ class _Watch(StepMode):
     def __init__(self, means: BatchMeans, leaves: Sequence[Tensor]) -> None:
         super().__init__()
         self._means = means
-        self._nodes = WeakIdKeyDictionary()
+        self._nodes: Any = WeakIdKeyDictionary()
         for place, tensor in enumerate(leaves):
             self._nodes[tensor] = _Leaf(place)
         self._read = False  # whether Python took numbers from the batch, which may be anywhere
