@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lq_lightning._compat.function_modes import without_step_mode
+from lq_lightning._compat.step_mode import without_step_mode
 from lq_lightning.foundation.nested import tensors_in
 
 __all__ = ["BoundaryMeta", "LayerCalls", "StageEnd", "as_called_layer", "hidden_name"]

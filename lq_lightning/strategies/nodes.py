@@ -23,7 +23,8 @@ from lq_lightning.data_parallel import (
     Topology,
     start_alike,
 )
-from lq_lightning.foundation.broadcast import broadcast_module_states, check_same_model
+from lq_lightning.foundation.agreement import check_same_entries, describe
+from lq_lightning.foundation.broadcast import broadcast_module_states
 from lq_lightning.foundation.groups import RankGroups
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.strategies.failures import explain_lost_rank
@@ -181,7 +182,8 @@ class NodesStrategy(FullyShardedStrategy):
         """Let all nodes start from the weights and buffers of the first; all ranks call it.
 
         Raises:
-            ValueError: The user has sharded something over other ranks than those of a node.
+            ValueError: The user has sharded something over other ranks than those of a node. On all
+                ranks: nodes have built different models.
         """
         if not self.nodes_train_alone:
             return
@@ -194,8 +196,15 @@ class NodesStrategy(FullyShardedStrategy):
                     f"node has a copy, here over {own}: give `fully_shard` the argument "
                     f'`mesh=self.device_mesh["{SHARD}"]`.'
                 )
-        check_same_model(module, parameters=True)
         by_name = sorted(module.named_parameters())
+        check_same_entries(
+            {name: describe(t) for name, t in (*by_name, *module.named_buffers())},
+            None,
+            self.root_device,
+            differ="nodes do not have the same model",
+            advice="Build it alike on all of them: names, shapes and dtypes of parameters and "
+            "buffers must not depend on the node, its ranks or its data.",
+        )
         weights = [local_tensor(p) for _, p in by_name]
         start_alike(weights, self.device_mesh.get_group(NODE), self.root_device)
         broadcast_module_states(module, parameters=False)

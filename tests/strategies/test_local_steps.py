@@ -5,6 +5,7 @@ Four CPU ranks play two nodes of two.
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -188,6 +189,38 @@ def _refuses_other_models(rank: int, root: str) -> None:
             _fit(root, strategy, model)
 
 
+class AnyOrder(TinyModule):
+    """Modules, parameters and buffers in another order on each node."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        node = int(os.environ["RANK"]) // 2
+        layers = {name: torch.nn.BatchNorm1d(WIDTH) for name in ("ab", "ba")}
+        for name in sorted(layers, key=lambda name: name[node]):
+            layers[name].running_mean.fill_(1.0 if name == "ab" else 2.0)
+            layers[name].weight.data.fill_(3.0 if name == "ab" else 4.0)
+            self.add_module(name, layers[name])
+
+    def configure_optimizers(self) -> Any:
+        node = int(os.environ["RANK"]) // 2
+        named = sorted(self.named_parameters(), key=lambda item: item[0], reverse=node == 1)
+        return torch.optim.SGD((p for _, p in named), lr=0.1)
+
+
+def _exchanges_by_name(rank: int, root: str) -> None:
+    run, _ = _fit(root, QuantizedFSDPStrategy(local_steps=2, **NODES), AnyOrder())
+    model: Any = run.lightning_module
+    found = weights(model)
+    for name, mean, weight in (("ab", 1.0, 3.0), ("ba", 2.0, 4.0)):
+        assert (getattr(model, name).running_mean == mean).all()
+        assert (found[f"{name}.weight"] == weight).all()  # not used, and so without a gradient
+    assert _alike([found[name] for name in sorted(found)])
+    start = dict(module().named_parameters())
+    moved = {n: (found[n] - p).norm() / p.norm() for n, p in start.items() if p.ndim > 1}
+    assert all(distance < 0.5 for distance in moved.values())
+
+
 def _saves_if_all_fail(rank: int, root: str) -> None:
     """Whether all ranks save is asked before nodes, which may be anywhere, are brought together."""
     failures._TOGETHER = timedelta(seconds=2)
@@ -273,6 +306,7 @@ def _all(rank: int, world_size: int, root: str) -> None:
     _raises(rank, root)
     _refuses_other_shards(rank, root)
     _refuses_other_models(rank, root)
+    _exchanges_by_name(rank, root)
     _saves_if_all_fail(rank, root)
 
 
