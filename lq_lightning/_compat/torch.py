@@ -20,8 +20,10 @@ __all__ = [
     "backward_id",
     "group_timeout",
     "inherit_timeout",
+    "leave_note",
     "meet",
     "note_optimizer_step",
+    "read_note",
     "recompile_limit",
     "reduce_scatter_flat",
     "split_group",
@@ -88,6 +90,24 @@ def meet(key: str, timeout: timedelta) -> bool:
     except RuntimeError:  # too late, or there is no store any more
         return False
     return True
+
+
+def leave_note(key: str, text: str) -> None:
+    """Leave a text for the other ranks in the store, if there is one; only the first is kept."""
+    try:
+        distributed_c10d._get_default_store().compare_set(key, "", text)
+    except (RuntimeError, ValueError):  # there is no store, or none any more
+        return
+
+
+def read_note(key: str, timeout: timedelta) -> str | None:
+    """Return the text that a rank left under a key, or None if there is none in time."""
+    try:
+        store = distributed_c10d._get_default_store()
+        store.wait([key], timeout)
+        return bytes(store.get(key)).decode()
+    except (RuntimeError, ValueError):
+        return None
 
 
 def group_timeout(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:

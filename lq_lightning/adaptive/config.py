@@ -7,7 +7,7 @@ from dataclasses import InitVar, dataclass
 from typing import Any, Literal
 
 from lq_lightning.codecs.mixed import RANGES, Ranges
-from lq_lightning.foundation.checks import check_choice, is_number
+from lq_lightning.foundation.checks import check_choice, is_number, is_whole
 
 __all__ = ["MAX_WIDTH", "AdaptiveBitsConfig", "Regularizer"]
 
@@ -75,8 +75,11 @@ class AdaptiveBitsConfig:
         _check_range(owner, "settled_scale", self.settled_scale, 0.0, 1.0)
         _check_range(owner, "min_bits", self.min_bits, 1.0, MAX_WIDTH)
         _check_range(owner, "max_bits", self.max_bits, 1.0, MAX_WIDTH)
-        if self.reach_in_steps is not None:
-            _check_range(owner, "reach_in_steps", self.reach_in_steps, 1, math.inf)
+        steps = self.reach_in_steps
+        if steps is not None and (not is_whole(steps) or steps < 1):
+            raise ValueError(
+                f"`{owner}(reach_in_steps={steps!r})` must be a whole number of 1 or more, or None."
+            )
         if self.min_bits >= self.max_bits:
             raise ValueError(
                 f"`{owner}(min_bits={self.min_bits:g}, max_bits={self.max_bits:g})` leaves nothing "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lq_lightning.codecs.mixed import RANGES, Ranges, WidthTable
-from lq_lightning.foundation.checks import check_choice
+from lq_lightning.foundation.checks import check_choice, is_whole
 from lq_lightning.foundation.transfer import send_to
 
 from .config import AdaptiveBitsConfig
@@ -69,8 +69,10 @@ class BitGate:
                 f"`{type(self).__name__}(per='position')` needs `lines`, the longest sequence: "
                 "the first one need not be."
             )
-        if lines is not None and (isinstance(lines, bool) or lines < 1):
-            raise ValueError(f"`{type(self).__name__}(lines={lines!r})` must be positive.")
+        if lines is not None and (not is_whole(lines) or lines < 1):
+            raise ValueError(
+                f"`{type(self).__name__}(lines={lines!r})` must be a whole number of 1 or more."
+            )
         if ranges is not None:
             check_choice(type(self).__name__, "ranges", ranges, RANGES)
         self.config = config

@@ -87,7 +87,7 @@ class GatePlacement:
         """
         lines = [{name: gate.lines for name, gate in self.gates.items()}]
         lines = self.gather(lines[0])
-        for name in self.gates:
+        for name in dict.fromkeys(name for rank in lines for name in rank):
             found = [rank.get(name) for rank in lines]
             if None in found:
                 where = "" if len(found) == 1 else f" on rank {found.index(None)}"

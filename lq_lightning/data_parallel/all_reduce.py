@@ -27,6 +27,7 @@ from lq_lightning._compat.tensors import copy_all
 from lq_lightning._compat.torch import all_gather_flat
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, derive_seed, encode
 from lq_lightning.data_parallel.unit import full_precision_reason
+from lq_lightning.foundation.checks import is_whole
 from lq_lightning.foundation.groups import RankGroups
 from lq_lightning.foundation.topology import Topology
 
@@ -132,9 +133,10 @@ class QuantizedAllReduce:
             ("min_quantized_numel", min_quantized_numel, 1),
             ("node_size", 1 if node_size is None else node_size, 1),
         ):
-            if value < least:
+            if not is_whole(value) or value < least:
                 raise ValueError(
-                    f"`QuantizedAllReduce({name}={value})` is not valid: give {least} or more."
+                    f"`QuantizedAllReduce({name}={value!r})` is not valid: give a whole number of "
+                    f"{least} or more."
                 )
         self.codec = codec
         self.min_nbytes = min_nbytes

@@ -24,6 +24,7 @@ from lq_lightning._compat.tensors import empty_like_sharded, local_tensor
 from lq_lightning._compat.torch import after_backward, backward_id
 from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode
 from lq_lightning.data_parallel.unit import full_precision_reason
+from lq_lightning.foundation.checks import is_whole
 from lq_lightning.kernels.accumulate import accumulate_, buffer_layout, read_accumulated_
 
 __all__ = ["KeptGradient", "QuantizedGradientBuffer"]
@@ -194,9 +195,10 @@ class QuantizedGradientBuffer:
     def __init__(
         self, module: nn.Module, *, codec: CodecSpec | None = None, min_quantized_numel: int = 4096
     ) -> None:
-        if min_quantized_numel < 1:
+        if not is_whole(min_quantized_numel) or min_quantized_numel < 1:
             raise ValueError(
-                f"`min_quantized_numel={min_quantized_numel}` is not valid: give a positive number."
+                f"`min_quantized_numel={min_quantized_numel!r}` is not valid: give a whole number "
+                "of 1 or more."
             )
         self._codec = codec
         self._accumulating = False

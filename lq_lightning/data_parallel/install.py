@@ -39,6 +39,7 @@ from lq_lightning.data_parallel.unit import UnitContext, UnitDescription
 from lq_lightning.data_parallel.vocabulary import vocabulary_weights
 from lq_lightning.data_parallel.weight_all_gather import WeightAllGather
 from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
+from lq_lightning.foundation.checks import is_whole
 from lq_lightning.foundation.groups import RankGroups
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.foundation.topology import Topology
@@ -85,9 +86,9 @@ def quantize_communication(
             number is out of range.
         NotImplementedError: A unit is sharded over two mesh axes (HSDP).
     """
-    if min_quantized_numel < 1:
+    if not is_whole(min_quantized_numel) or min_quantized_numel < 1:
         raise ValueError(
-            f"`min_quantized_numel={min_quantized_numel}` is not valid: give a positive number; "
+            f"`min_quantized_numel={min_quantized_numel!r}` is not valid: give a whole number; "
             "1 quantizes every tensor of two or more dimensions."
         )
     found = list(fsdp_units(module))

@@ -7,7 +7,7 @@ same shard in the other nodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, 
 from lq_lightning.data_parallel.config import LocalSteps
 from lq_lightning.data_parallel.replica import checksum
 from lq_lightning.data_parallel.unit import full_precision_reason
+from lq_lightning.foundation.agreement import check_same_entries, describe
 from lq_lightning.foundation.groups import RankGroups
 from lq_lightning.foundation.topology import Topology
 
@@ -87,7 +88,9 @@ class OuterOptimizer:
         self._config = config
         self._topology = topology
         self._groups = groups
-        self._names = dict(names)
+        # By name wherever tensors meet those of other nodes, whose modules and optimizers may be
+        # in another order.
+        self._names = dict(sorted(names.items(), key=lambda item: item[1]))
         self._min_quantized_numel = min_quantized_numel
         self._device = device
         self._kept: dict[nn.Parameter, _Kept] = {}
@@ -102,12 +105,23 @@ class OuterOptimizer:
         All ranks call it before a step of that optimizer, and add one to :attr:`steps` behind it,
         also those of a node that then leaves the step out: what is exchanged follows from these
         calls alone, so that it is the same on all nodes.
+
+        Raises:
+            ValueError: On all ranks: nodes do not begin to train the same parameters. On this one:
+                the optimizer has parameters of none.
         """
-        every = [p for group in optimizer.param_groups for p in group["params"]]
-        trained = [p for p in every if p.requires_grad]
+        every = {p for group in optimizer.param_groups for p in group["params"]}
+        if not every <= self._names.keys():
+            raise ValueError(
+                f"`{type(optimizer).__name__}` trains {len(every - self._names.keys())} "
+                "parameter(s) that are not in the model, so that no node would get what the others "
+                "learn of them: register them in the LightningModule before `fit`."
+            )
+        trained = [p for p in self._names if p in every and p.requires_grad]
         self._trained.update(trained)
         new = [p for p in trained if p not in self._kept]
         if new:
+            self._check("new", new)
             weights = [local_tensor(p) for p in new]
             start_alike(weights, self._groups.inter, self._device)
             for parameter, weight in zip(new, weights, strict=True):
@@ -135,25 +149,42 @@ class OuterOptimizer:
         Raises:
             RuntimeError: On all ranks, before anything is exchanged: weights of a node are not
                 finite, or nodes have taken different numbers of steps.
+            ValueError: Likewise, nodes have trained different parameters.
         """
-        self._check()
+        self._check_steps()
         for bucket in self._buckets():
             self._take_step(bucket)
         self._trained.clear()
         self.steps = 0
 
-    def _check(self) -> None:
-        nodes, weights = self._topology.num_nodes, [local_tensor(p) for p in self._kept]
+    def _check(
+        self, state: str, parameters: Iterable[nn.Parameter], bad: bool = False
+    ) -> list[int]:
+        """Compare with the other nodes; a node that exchanges meets one that begins here, too."""
+        nodes = self._topology.num_nodes
+        votes = [0] * nodes
+        votes[self._topology.node] = int(bad)
+        return check_same_entries(
+            {self._names[p]: f"{state} ({describe(p)})" for p in parameters},
+            self._groups.every,
+            self._device,
+            differ="nodes do not train the same parameters",
+            advice="With `local_steps` all nodes train the same ones, from the same step on: give "
+            "optimizers the same parameters and set `requires_grad` alike on every rank (or, if "
+            "nodes run out of batches at different times, give every rank equally many).",
+            votes=[*votes, self.steps, -self.steps],
+        )
+
+    def _check_steps(self) -> None:
+        weights = [local_tensor(p) for p in self._kept]
         largest = torch.nn.utils.get_total_norm([w for w in weights if w.numel()], float("inf"))
-        vote = torch.zeros(nodes + 2, dtype=torch.int64, device=self._device)
-        vote[self._topology.node] = ~torch.isfinite(largest)
-        vote[nodes], vote[nodes + 1] = self.steps, -self.steps
-        dist.all_reduce(vote, dist.ReduceOp.MAX, group=self._groups.every)
-        *bad, most, least = vote.tolist()
+        trained = [p for p in self._names if p in self._trained]
+        *bad, most, least = self._check("trained", trained, not torch.isfinite(largest))
         if most != -least:
             raise RuntimeError(
                 f"nodes have taken {-least} to {most} optimizer steps since they were brought "
-                "together. All of them need the same number: give every rank equally many batches."
+                "together, or some ran out of batches. All of them need the same number: give "
+                "every rank equally many batches."
             )
         if any(bad):
             found = ", ".join(str(node) for node, flag in enumerate(bad) if flag)
@@ -167,8 +198,7 @@ class OuterOptimizer:
     def _buckets(self) -> Iterator[_Bucket]:
         """What travels together; the same on all ranks with these shards.
 
-        In the order of the module: a sum of fp32 depends on the place in its bucket, and a run that
-        resumes does not meet the parameters in the order of its optimizers.
+        In the order of names: a sum of fp32 depends on the place in its bucket.
         """
         open_: dict[CodecSpec | None, list[nn.Parameter]] = {}
         room: dict[CodecSpec | None, int] = {}

@@ -200,9 +200,9 @@ class WriteVotes:
         *not_seen, earliest = result[half:]
         if latest + earliest != 255:
             raise RuntimeError(
-                "ranks have run different numbers of forward passes between optimizer steps. All "
-                "collectives of FSDP2 need the same number on every rank, in evaluation too: give "
-                "every rank equally many batches."
+                "ranks have run different numbers of forward passes between optimizer steps, or "
+                "some ran out of batches. All collectives of FSDP2 need the same number on every "
+                "rank, in evaluation too: give every rank equally many batches."
             )
         for (name, replica, _), some, not_all in zip(self._units, seen, not_seen, strict=True):
             heeded = some and (by_all is None or by_all == (not not_all))

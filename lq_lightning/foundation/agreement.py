@@ -1,15 +1,69 @@
-"""Numbers that ranks agree on while they go on with other work."""
+"""What ranks have to agree on: tensors that they exchange, and numbers of their steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lq_lightning.foundation import streams
 
-__all__ = ["MaxReduction"]
+__all__ = ["MaxReduction", "check_same_entries", "describe"]
+
+
+def describe(tensor: Tensor) -> str:
+    """Dtype and shape of a tensor; the whole one of a DTensor."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def check_same_entries(
+    entries: Mapping[str, str],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    *,
+    differ: str,
+    advice: str,
+    votes: Sequence[int] = (),
+) -> list[int]:
+    """Make sure that ranks are about to exchange the same tensors, in one small all-reduce.
+
+    Only hashes travel, unless they differ.
+
+    Args:
+        entries: Description of each tensor by its name, in any order.
+        group: All its ranks call this; ``None`` is the world.
+        device: From where the group sends.
+        differ: Begins the error, such as "ranks have different buffers".
+        advice: What to do about it; ends the error.
+        votes: Integers that travel along, equally many on every rank.
+
+    Returns:
+        The maxima of ``votes`` over the ranks.
+
+    Raises:
+        ValueError: On all ranks: entries differ; the first difference by name.
+    """
+    text = repr(sorted(entries.items())).encode()
+    own = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
+    # the least of all is what ~ makes of the largest ~
+    vote = torch.tensor([own, ~own, *votes], dtype=torch.int64, device=device)
+    dist.all_reduce(vote, dist.ReduceOp.MAX, group=group)
+    most, least, *rest = vote.tolist()
+    if most == ~least:
+        return rest
+    every: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(every, dict(entries), group=group)
+    ranks = dist.get_process_group_ranks(group)
+    other = next(index for index, found in enumerate(every) if found != every[0])
+    name = min(n for n in {*every[0], *every[other]} if every[0].get(n) != every[other].get(n))
+    here, there = (every[index].get(name, "missing") for index in (0, other))
+    raise ValueError(
+        f"{differ}: `{name}` is {here} on rank {ranks[0]} and {there} on rank {ranks[other]}. "
+        f"{advice}"
+    )
 
 
 class MaxReduction:

@@ -22,8 +22,8 @@ def broadcast_module_states(
     device = None
     if dist.get_backend(group) == "nccl":
         device = "cuda"
-    tensors = list(root.buffers()) + (list(root.parameters()) if parameters else [])
-    for tensor in tensors:
+    named = [*sorted(root.named_buffers()), *sorted(root.named_parameters() if parameters else ())]
+    for _, tensor in named:  # by name, whatever the order of modules
         if tensor.is_meta or isinstance(tensor, DTensor):
             continue
         staged = tensor.detach().to(device) if device else tensor.detach()

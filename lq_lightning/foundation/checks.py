@@ -32,8 +32,8 @@ def check_choice(
     Raises:
         ValueError: ``value`` is not among ``allowed``.
     """
-    # True is 1 and False is 0 to Python, not to users
-    mistaken = isinstance(value, bool) and bool not in map(type, allowed)
+    # True is 1, False is 0 and 128.0 is 128 to Python, not to users
+    mistaken = isinstance(value, (bool, float)) and type(value) not in map(type, allowed)
     if value not in allowed or mistaken:
         names = ", ".join(repr(item) for item in allowed)
         *others, last = [

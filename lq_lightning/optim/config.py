@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lq_lightning.foundation.checks import is_whole
 from lq_lightning.foundation.parameters import embeddings
 from lq_lightning.kernels.optimizer_step import StateFormat, row_length, state_format
 
@@ -66,7 +67,7 @@ class OptimizerQuantization:
                 )
         for name in ("min_numel", "seed"):
             value = getattr(self, name)
-            if not isinstance(value, int):
+            if not is_whole(value):
                 raise ValueError(
                     f"OptimizerQuantization({name}={value!r}) is not an integer; give one."
                 )

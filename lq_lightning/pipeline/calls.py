@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lq_lightning._compat.step_mode import without_step_mode
 from lq_lightning.foundation.nested import tensors_in
 
 __all__ = ["BoundaryMeta", "LayerCalls", "StageEnd", "as_called_layer", "hidden_name"]
@@ -196,7 +197,8 @@ class LayerCalls:
             self._changed = index
         if forward is None:
             raise AssertionError(f"{name} is on another stage")
-        output = forward(*args, **kwargs)
+        with without_step_mode():
+            output = forward(*args, **kwargs)
         if self._probing:
             self._embedded_shape, self._embedded_dtype = tuple(hidden.shape), hidden.dtype
             self._extras = _extras(name, output)

@@ -175,8 +175,12 @@ class PipelineEngine:
         self._agreement.check(
             facts,
             "All stages of a pipeline need the same batch: let the sampler tell ranks apart by "
-            "their data-parallel rank only, shuffle with the same seed, and call `seed_everything` "
-            "before data is made at random.",
+            "their data-parallel rank only, and shuffle with the same seed. What a data set draws "
+            "at random is the same if every rank calls `seed_everything` with one seed before data "
+            "are loaded, and the data set draws from torch's, numpy's or Python's global generator "
+            "alone; or from a generator that it seeds by the index of the sample: "
+            "`torch.Generator().manual_seed(seed + index)`. One that is seeded by nothing "
+            "(`np.random.default_rng()`), by the rank or a `worker_init_fn` of its own differs.",
         )
 
     def share(self, value: T | None) -> T:

@@ -8,7 +8,9 @@ decide alike, however many are announced before the first arrives.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,6 +70,8 @@ class SampleCache:
         self._slots: OrderedDict[int, int] = OrderedDict()  # least recently used first
         self._memory: dict[int, Tensor] = {}
         self._file: Tensor | None = None
+        self._handle = -1  # of the same file
+        self._rows_on_disk = 0
 
     def __len__(self) -> int:
         """Return the number of samples that are held."""
@@ -97,6 +101,9 @@ class SampleCache:
         """Keep ``[len(slots), numel]`` values; of equal slots the last.
 
         What is not finite becomes 0, or the sample would never be finite again.
+
+        Raises:
+            OSError: There is no room for the file to grow.
         """
         kept = values.to(self._dtype).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         kept = kept.cpu()  # one transfer for all of them, as in `load`
@@ -110,13 +117,38 @@ class SampleCache:
             return self._memory[slot]
         if self._file is None:
             self._file = self._open((self._capacity - self._in_memory) * self.numel)
-        first = (slot - self._in_memory) * self.numel
-        return self._file[first : first + self.numel]
+        row = slot - self._in_memory
+        if row >= self._rows_on_disk:
+            self._grow(row + 1)
+        return self._file[row * self.numel : (row + 1) * self.numel]
 
     def _open(self, numel: int) -> Tensor:
         handle, path = tempfile.mkstemp(prefix="lq_lightning_", dir=self._folder)
-        os.close(handle)
-        try:  # sparse: takes disk space as it fills
+        self._handle = handle
+        weakref.finalize(self, os.close, handle)
+        try:  # sparse: takes disk space as it grows
             return torch.from_file(path, shared=True, size=numel, dtype=self._dtype)
         finally:
             os.unlink(path)
+
+    def _grow(self, rows: int) -> None:
+        """Take disk space for the first rows: a full disk ends the process where they are written.
+
+        (A page of a mapped file that gets no space raises SIGBUS, which no Python sees.)
+        """
+        nbytes = self.numel * self._dtype.itemsize
+        start, end = self._rows_on_disk * nbytes, rows * nbytes
+        try:
+            os.posix_fallocate(self._handle, start, end - start)
+        except OSError as error:
+            free = shutil.disk_usage(self._folder).free
+            raise OSError(
+                error.errno,
+                f"`AQSGDQuantization` keeps hidden states of samples in a file in "
+                f"`{self._folder}`, which has to grow from {start} to {end} bytes, and up to "
+                f"{(self._capacity - self._in_memory) * nbytes}, but there are {free} bytes free "
+                f"({os.strerror(error.errno or 0)}). Free some, give a `folder` on a larger disk "
+                "or more `memory_nbytes`, or hold fewer samples, by a smaller `cache_nbytes`, on "
+                "all ranks.",
+            ) from error
+        self._rows_on_disk = rows

@@ -11,20 +11,25 @@ from itertools import count
 
 import torch.distributed as dist
 
-from lq_lightning._compat.torch import meet
+from lq_lightning._compat.torch import leave_note, meet, read_note
 
 __all__ = [
     "LostRankError",
+    "begin_run",
     "explain_lost_rank",
     "explain_sharded_use",
     "is_lost_rank",
     "lost_rank_error",
+    "tell_others",
     "why_not_saved",
 ]
 
 # How long ranks may fail one after the other and still save together: a slow batch.
 _TOGETHER = timedelta(seconds=60)
 _failures = count()
+# How long to look for what another rank says of its failure, once a collective has failed.
+_LISTEN = timedelta(seconds=1)
+_runs = 0
 
 # gloo, TCPStore and NCCL words for "the other side is not there any more"
 _LOST = re.compile(
@@ -44,7 +49,7 @@ _SHARDED = re.compile(
 
 
 class LostRankError(RuntimeError):
-    """A collective failed because another rank died or stopped answering."""
+    """A collective failed because another rank died, stopped answering or ended its run."""
 
 
 def is_lost_rank(error: BaseException) -> bool:
@@ -55,13 +60,33 @@ def is_lost_rank(error: BaseException) -> bool:
     return ours and bool(_LOST.search(str(error)))
 
 
+def begin_run() -> None:
+    """Forget errors of runs before; all ranks call it equally often."""
+    global _runs
+    _runs += 1
+
+
+def tell_others(error: BaseException, rank: int) -> None:
+    """Let ranks that will lose contact with this one know its error. Nobody waits for them."""
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    leave_note(_note(), f"rank {rank} failed: {type(error).__name__}: {text}")
+
+
+def _note() -> str:
+    return f"lq_lightning/run {_runs} failed"
+
+
 def lost_rank_error(error: BaseException, rank: int, world_size: int) -> LostRankError:
     """An error that names what happened instead of the socket that noticed it."""
+    told = read_note(_note(), _LISTEN)
+    if told is not None:
+        return LostRankError(f"rank {rank} of {world_size} stopped because {told}")
     return LostRankError(
-        f"rank {rank} of {world_size} lost contact with another rank, which died or got stuck: "
-        f"{str(error).splitlines()[0]}\n"
+        f"rank {rank} of {world_size} lost contact with another rank, which died, got stuck "
+        f"or ran out of batches: {str(error).splitlines()[0]}\n"
         "Look for the first error in the output of the other ranks (a Python exception, 'Killed' "
-        "for out of memory, or a signal). This rank is not the cause."
+        "for out of memory, or a signal). If there is none, one has ended before the others: give "
+        "every rank equally many batches."
     )
 
 
@@ -98,7 +123,7 @@ def why_not_saved(global_step: int, training_began: bool) -> str | None:
         return None
     error, attempt = sys.exc_info()[1], next(_failures)
     if error is not None and (isinstance(error, LostRankError) or is_lost_rank(error)):
-        return "another rank has gone, and all are needed for a checkpoint"
+        return "another rank has gone or has ended its run, and all are needed for a checkpoint"
     place = f"{type(error).__name__} at step {global_step}"
     if meet(f"lq_lightning/failure {attempt}: {place}", _TOGETHER):
         return None

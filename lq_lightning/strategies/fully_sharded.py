@@ -38,7 +38,7 @@ from lq_lightning._compat.torch import inherit_timeout
 from lq_lightning.checkpoint import state
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_callbacks, check_optimizer
-from lq_lightning.strategies.failures import explain_lost_rank
+from lq_lightning.strategies.failures import begin_run, explain_lost_rank
 from lq_lightning.strategies.gradients import DeferredReduction, FiniteGradients
 from lq_lightning.strategies.options import (
     check_backend,
@@ -225,6 +225,7 @@ class FullyShardedStrategy(SteppingStrategy):
         Raises:
             ValueError: Device, backend or ``CheckpointIO`` do not fit.
         """
+        begin_run()
         self._is_set_up = self._training_began = False
         self._why_not_saved = None
         self._deferred_load = None

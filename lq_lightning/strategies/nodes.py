@@ -23,6 +23,7 @@ from lq_lightning.data_parallel import (
     Topology,
     start_alike,
 )
+from lq_lightning.foundation.agreement import check_same_entries, describe
 from lq_lightning.foundation.broadcast import broadcast_module_states
 from lq_lightning.foundation.groups import RankGroups
 from lq_lightning.foundation.parameters import clean_name
@@ -181,7 +182,8 @@ class NodesStrategy(FullyShardedStrategy):
         """Let all nodes start from the weights and buffers of the first; all ranks call it.
 
         Raises:
-            ValueError: The user has sharded something over other ranks than those of a node.
+            ValueError: The user has sharded something over other ranks than those of a node. On all
+                ranks: nodes have built different models.
         """
         if not self.nodes_train_alone:
             return
@@ -194,7 +196,16 @@ class NodesStrategy(FullyShardedStrategy):
                     f"node has a copy, here over {own}: give `fully_shard` the argument "
                     f'`mesh=self.device_mesh["{SHARD}"]`.'
                 )
-        weights = [local_tensor(p) for p in module.parameters()]
+        by_name = sorted(module.named_parameters())
+        check_same_entries(
+            {name: describe(t) for name, t in (*by_name, *module.named_buffers())},
+            None,
+            self.root_device,
+            differ="nodes do not have the same model",
+            advice="Build it alike on all of them: names, shapes and dtypes of parameters and "
+            "buffers must not depend on the node, its ranks or its data.",
+        )
+        weights = [local_tensor(p) for _, p in by_name]
         start_alike(weights, self.device_mesh.get_group(NODE), self.root_device)
         broadcast_module_states(module, parameters=False)
 
@@ -279,10 +290,9 @@ class NodesStrategy(FullyShardedStrategy):
         """The ranks of the node, where each trains a copy."""
         return RankGroup(group=self.step_group) if self.nodes_train_alone else super().copy_ranks
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state, once nodes are together."""
+    def before_save(self) -> None:
+        """Save one model."""
         self.bring_nodes_together()
-        return super().lightning_module_state_dict()
 
     def on_weights_loaded(self) -> None:
         """Start the next cycle from the loaded weights."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
@@ -117,6 +117,10 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
             embedding that is also the head) travel as between them, once per optimizer step:
             ``"int8"``, ``"int4"`` or ``"none"``. ``"auto"`` is ``"none"`` where ``backward_codec``
             is, else ``"int8"``. They are as large as the vocabulary: over slow links untie them.
+        count_targets: A function from a batch, or a part of one, to the number of its targets, by
+            which the losses of micro-batches are weighted, and what they log as means. ``None``:
+            means of ``cross_entropy`` are those of the batch where its targets are made of the
+            batch alone, and a warning says so where that cannot be seen.
         weights: As in ``QuantizedFSDPStrategy``, among the ranks of a stage; so are all options
             from here on.
         gradients: How gradients are reduced.
@@ -163,6 +167,7 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
         | CodecSpec = "tah5",
         backward_codec: CodecName | TAHQuantization | CodecSpec = "tah5",
         tied_gradients: Literal["auto", "int8", "int4", "none"] = "auto",
+        count_targets: Callable[[Any], Any] | None = None,
         weights: Literal["auto", "qWD", "qW", "none"] | WeightQuantization = "auto",
         gradients: Literal["auto", "TLq-HS", "TLq", "ULq", "QuanGrad", "none"]
         | GradientQuantization = "auto",
@@ -212,6 +217,7 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
             forward_codec=forward_codec,
             backward_codec=backward_codec,
             tied_gradients=tied_gradients,
+            count_targets=count_targets,
         )
         self._options.check(type(self).__name__)
         if reshard_after_forward and pipeline_size != 1:

@@ -28,6 +28,7 @@ from lq_lightning.strategies.failures import (
     explain_sharded_use,
     is_lost_rank,
     lost_rank_error,
+    tell_others,
     why_not_saved,
 )
 from lq_lightning.strategies.gradients import DeferredReduction, FiniteGradients
@@ -57,6 +58,9 @@ class SteppingStrategy(CheckpointingStrategy):
 
     def after_skipped_step(self) -> None:
         """Called on all ranks after an optimizer step was left out."""
+
+    def before_save(self) -> None:
+        """Called on all ranks, which are about to save a state together."""
 
     def on_step_error(self) -> None:
         """Called after an error in a step method or backward, before FSDP2's state is reset."""
@@ -88,6 +92,8 @@ class SteppingStrategy(CheckpointingStrategy):
             try:
                 yield
             except Exception as error:
+                if self.world_size > 1 and not is_lost_rank(error):
+                    tell_others(error, self.global_rank)
                 if self._is_sharded and not is_lost_rank(error):
                     self.on_step_error()
                     reset_iteration(self._require_module())
@@ -262,7 +268,10 @@ class SteppingStrategy(CheckpointingStrategy):
             self._why_not_saved = None
         elif self._why_not_saved is None:  # else another callback has waited for the others
             self._why_not_saved = why_not_saved(trainer.global_step, self._training_began)
-        return {} if self._why_not_saved is not None else super().lightning_module_state_dict()
+        if self._why_not_saved is not None:
+            return {}
+        self.before_save()
+        return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state; nothing if no save can follow."""
@@ -270,9 +279,19 @@ class SteppingStrategy(CheckpointingStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks, but not behind a save that did not take place."""
-        if name == "Trainer.save_checkpoint" and self._why_not_saved is not None:
-            return
-        super().barrier(name)
+        if self._why_not_saved is None:
+            super().barrier(name)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decide with all ranks, but alone behind a save that did not take place."""
+        if self._why_not_saved is not None:
+            return decision
+        return super().reduce_boolean_decision(decision, all)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint, unless the one that was to replace it is not saved."""
+        if self._why_not_saved is None:
+            super().remove_checkpoint(filepath)
 
     # --- evaluation, errors -------------------------------------------------------------------
 
@@ -304,6 +323,8 @@ class SteppingStrategy(CheckpointingStrategy):
             raise lost_rank_error(exception, self.global_rank, self.world_size) from exception
         if self._is_sharded:
             explain_sharded_use(exception)
+        if self.world_size > 1 and not explained:
+            tell_others(exception, self.global_rank)
 
 
 _NOTHING = nullcontext()

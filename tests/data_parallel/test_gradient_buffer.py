@@ -206,7 +206,7 @@ def test_non_finite_gradients_reach_the_optimizer() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="give a positive number"):
+    with pytest.raises(ValueError, match="give a whole number of 1 or more"):
         QuantizedGradientBuffer(make_model(), min_quantized_numel=0)
     with pytest.raises(ValueError, match=r"no gradient of `TinyLM` would be quantized"):
         QuantizedGradientBuffer(make_model(), min_quantized_numel=10**6)

@@ -26,6 +26,8 @@ SHAPES = {"uneven": (51, 24), "vector": (24,), "tall": (64, 8)}
 class Nodes:
     """A model sharded over the ranks of each node, whose steps add what they are told to.
 
+    Modules and optimizers of odd nodes have their parameters in another order.
+
     Args:
         nodes: Their number; the world is 4.
         bits: Of the exchange.
@@ -45,14 +47,17 @@ class Nodes:
         self.nodes, self.node = nodes, dist.get_rank() * nodes // 4
         self.mesh = _mesh(nodes)
         self.model = nn.ParameterDict(
-            {name: nn.Parameter(start * _start(name).to(dtype)) for name in SHAPES}
+            {
+                name: nn.Parameter(start * _start(name).to(dtype))
+                for name in sorted(SHAPES, reverse=bool(self.node % 2))
+            }
         )
         for name, parameter in self.model.items():
             parameter.requires_grad_(name != frozen)
         fully_shard(self.model, mesh=self.mesh["s"])
         self.config = LocalSteps(every=2, outer_lr=LR, outer_momentum=MOMENTUM, bits=bits)
-        others_first = reversed(list(self.model.parameters()))  # an order of its own
-        self.optimizer = torch.optim.SGD(others_first, lr=1.0)
+        own_order = sorted(SHAPES, key=lambda name: (name[self.node :], name))
+        self.optimizer = torch.optim.SGD([self.model[name] for name in own_order], lr=1.0)
         self.outer = self.new_outer()
 
     def new_outer(self) -> OuterOptimizer:
@@ -80,7 +85,7 @@ class Nodes:
             self.outer.bring_together()
 
     def weights(self) -> dict[str, Tensor]:
-        return {n: p.full_tensor().detach().clone() for n, p in self.model.items()}
+        return {n: p.full_tensor().detach().clone() for n, p in sorted(self.model.items())}
 
     def are_alike(self) -> bool:
         return same_on_all_ranks(list(self.weights().values()))
@@ -233,8 +238,37 @@ def _errors() -> None:
         assert all(torch.equal(value, before[name]) for name, value in nodes.weights().items())
 
 
+def _differences() -> None:
+    """Nodes that train other parameters are told so on every rank, before anything is mixed up."""
+    node = dist.get_rank() // 2
+    begins = r"`tall` is new \(float32 \[64, 8\]\) on rank 0 and missing on rank 2.*`requires_grad`"
+    for frozen, match in ((["", "tall"][node], begins), (["", "vector"][node], "`vector` is new")):
+        nodes = Nodes(2, 4, frozen=frozen)
+        with pytest.raises(ValueError, match=match):
+            nodes.step(0)
+    later = Nodes(2, 4, frozen="tall")
+    later.step(0)
+    if node == 1:  # only this one goes on with it; the other comes to exchange what it has
+        later.model["tall"].requires_grad_(True)
+    before = later.weights()
+    with pytest.raises(ValueError, match=r"`tall` is missing on rank 0 and new .* on rank 2"):
+        later.step(1)
+    if node == 1:
+        assert all(torch.equal(value, before[name]) for name, value in later.weights().items())
+    less = Nodes(2, 4)
+    less.step(0)
+    less.outer.bring_together()
+    less.model["vector"].requires_grad_(node == 0)  # known, and trained by one node alone
+    less.step(1)
+    with pytest.raises(ValueError, match=r"`vector` is trained .* on rank 0 and missing on rank 2"):
+        less.step(2)
+    less.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(ValueError, match=r"1 parameter\(s\) .* not in the model"):
+        less.step(3)
+
+
 def _all(rank: int, world_size: int) -> None:
-    for check in (_outer_steps, _bytes, _starts, _states, _errors):
+    for check in (_outer_steps, _bytes, _starts, _states, _errors, _differences):
         check()
 
 

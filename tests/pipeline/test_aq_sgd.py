@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,32 @@ def test_the_file_has_no_name_and_goes(tmp_path: Path) -> None:
     torch.testing.assert_close(received, x, rtol=2**-8, atol=1e-3)
     sender.close()
     assert not sender._caches
+
+
+def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end the process by a signal once pages are written that have no place."""
+    sender, _ = ends(4, 1, folder=tmp_path)
+    taken: list[tuple[int, int]] = []
+
+    def fallocate(handle: int, start: int, nbytes: int) -> None:
+        if start + nbytes > 2 * SAMPLE_NBYTES:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken.append((start, nbytes))
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    x = torch.randn(3, TOKENS, CHANNELS)
+    for _ in range(2):  # space is taken once
+        sender.encode(x, message([1, 2, 3]))
+    assert sum(nbytes for _, nbytes in taken) == 2 * SAMPLE_NBYTES
+    match = (
+        rf"in a file in `{tmp_path}`, .* grow from 1024 to 1536 bytes, and up to 1536, .*"
+        r"No space left.*`folder` on a larger disk"
+    )
+    with pytest.raises(OSError, match=match):
+        sender.encode(x[:1], message([4]))
+    open_files = len(os.listdir("/proc/self/fd"))
+    sender.close()
+    assert len(os.listdir("/proc/self/fd")) == open_files - 1
 
 
 def test_ends_may_differ_in_where_they_keep_samples_only(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lq_testing import RankError, run_ranks
-from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
+from lq_testing.lightning_models import Fails, Losses, TinyModule, loader, trainer
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -67,17 +67,6 @@ def test_a_dead_rank_is_named(tmp_path: Path, where: str, options: dict[str, Any
     assert "LostRankError: rank 0 of 2 lost contact with another rank" in error.value.failures[0]
 
 
-class Fails(Callback):
-    """Some ranks raise between two steps."""
-
-    def __init__(self, *ranks: int) -> None:
-        self.ranks = ranks
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == 1 and trainer.global_rank in self.ranks:
-            raise KeyError("of this rank")
-
-
 def _saving(rank: int, world_size: int, root: str, where: str) -> None:
     failures._TOGETHER = timedelta(seconds=1)
     for ranks in ((0, 1), (1,)):
@@ -85,7 +74,7 @@ def _saving(rank: int, world_size: int, root: str, where: str) -> None:
         run = trainer(
             QuantizedFSDPStrategy(**SMALL, save_distributed_checkpoint=where == "folder"),
             root,
-            callbacks=[Fails(*ranks), *saves],
+            callbacks=[Fails(1, *ranks), *saves],
             enable_checkpointing=True,
         )
         alone = len(ranks) == 1

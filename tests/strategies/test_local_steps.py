@@ -5,6 +5,9 @@ Four CPU ranks play two nodes of two.
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lq_testing.checkpoints import SMALL, StateAtStart, module, moments, run_trainer, weights
 from lq_testing.fsdp2 import same_on_all_ranks
-from lq_testing.lightning_models import Losses, TinyModule, loader, quiet, trainer
+from lq_testing.lightning_models import Fails, Losses, TinyModule, loader, quiet, trainer
+from lq_testing.models import WIDTH
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
@@ -24,6 +28,8 @@ from lq_lightning import LocalSteps, QuantizedFSDPStrategy, QuantizedPrecision
 from lq_lightning._compat.tensors import local_tensor
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
 from lq_lightning.optim import OptimizerQuantization
+from lq_lightning.strategies import failures
+from lq_lightning.strategies.failures import LostRankError
 from lq_lightning.strategies.stop_signal import StopSignal
 
 NODES = {**SMALL, "node_size": 2}
@@ -162,6 +168,83 @@ def _refuses_other_shards(rank: int, root: str) -> None:
         _fit(root, strategy, OverAllRanks())
 
 
+def _refuses_other_models(rank: int, root: str) -> None:
+    """Shapes and optimizers that depend on the node are named before anything is exchanged."""
+
+    class OtherShape(TinyModule):
+        def configure_model(self) -> None:
+            self.net.blocks[1].up = torch.nn.Linear(WIDTH, 4 * WIDTH + rank // 2)
+
+    class OtherBlocks(TinyModule):
+        def configure_optimizers(self) -> Any:
+            self.net.blocks[rank // 2].requires_grad_(False)
+            return torch.optim.AdamW(p for p in self.parameters() if p.requires_grad)
+
+    for model, match in (
+        (OtherShape(), r"same model: `net.blocks.1.up.bias` is float32 .* on rank 2\. Build it"),
+        (OtherBlocks(), r"`net.blocks.0.down.weight` is missing on rank 0 and new .* on rank 2"),
+    ):
+        strategy = QuantizedFSDPStrategy(local_steps=2, **NODES)
+        with pytest.raises(ValueError, match=match):
+            _fit(root, strategy, model)
+
+
+class AnyOrder(TinyModule):
+    """Modules, parameters and buffers in another order on each node."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        node = int(os.environ["RANK"]) // 2
+        layers = {name: torch.nn.BatchNorm1d(WIDTH) for name in ("ab", "ba")}
+        for name in sorted(layers, key=lambda name: name[node]):
+            layers[name].running_mean.fill_(1.0 if name == "ab" else 2.0)
+            layers[name].weight.data.fill_(3.0 if name == "ab" else 4.0)
+            self.add_module(name, layers[name])
+
+    def configure_optimizers(self) -> Any:
+        node = int(os.environ["RANK"]) // 2
+        named = sorted(self.named_parameters(), key=lambda item: item[0], reverse=node == 1)
+        return torch.optim.SGD((p for _, p in named), lr=0.1)
+
+
+def _exchanges_by_name(rank: int, root: str) -> None:
+    run, _ = _fit(root, QuantizedFSDPStrategy(local_steps=2, **NODES), AnyOrder())
+    model: Any = run.lightning_module
+    found = weights(model)
+    for name, mean, weight in (("ab", 1.0, 3.0), ("ba", 2.0, 4.0)):
+        assert (getattr(model, name).running_mean == mean).all()
+        assert (found[f"{name}.weight"] == weight).all()  # not used, and so without a gradient
+    assert _alike([found[name] for name in sorted(found)])
+    start = dict(module().named_parameters())
+    moved = {n: (found[n] - p).norm() / p.norm() for n, p in start.items() if p.ndim > 1}
+    assert all(distance < 0.5 for distance in moved.values())
+
+
+def _saves_if_all_fail(rank: int, root: str) -> None:
+    """Whether all ranks save is asked before nodes, which may be anywhere, are brought together."""
+    failures._TOGETHER = timedelta(seconds=2)
+    for failing in (range(4), (3,)):
+        folder = f"{root}/failed{len(failing)}"
+        saves = [
+            OnExceptionCheckpoint(folder, filename="own"),
+            ModelCheckpoint(folder, save_on_exception=True, save_last=True),
+        ]
+        strategy = QuantizedFSDPStrategy(local_steps=3, **NODES)
+        callbacks = [Fails(1, *failing), *saves]
+        run = trainer(strategy, root, 4, callbacks=callbacks, enable_checkpointing=True)
+        why = "is not saved: .*KeyError" if rank in failing else "another rank has gone"
+        with (
+            pytest.raises(KeyError if rank in failing else LostRankError),
+            pytest.warns(UserWarning, match=why) if len(failing) == 1 else nullcontext(),
+        ):
+            run.fit(module(), loader(16 * BATCHES))
+        if len(failing) > 1:
+            dist.barrier()
+            assert {path.name for path in Path(folder).iterdir()} >= {"own.ckpt", "last.ckpt"}
+    assert not Path(folder).exists() or not list(Path(folder).iterdir())
+
+
 def _resumes(rank: int, root: str) -> None:
     """A run saved within a cycle goes on bit by bit, in bf16 rounded by chance and in 8 bits."""
 
@@ -222,6 +305,9 @@ def _all(rank: int, world_size: int, root: str) -> None:
         check(rank, root)
     _raises(rank, root)
     _refuses_other_shards(rank, root)
+    _refuses_other_models(rank, root)
+    _exchanges_by_name(rank, root)
+    _saves_if_all_fail(rank, root)
 
 
 def test_nodes_train_alone(tmp_path: Path) -> None:

@@ -143,10 +143,13 @@ class LogRecorder:
             f"`{type(self._module).__name__}`: keep it as `self.<name>`."
         )
 
-    def take(self) -> Logged:
+    def take(self, shares: Sequence[float] | None = None) -> Logged:
         """Return what was recorded since the last time, reduced over micro-batches; forget it.
 
         Numbers are reduced as ``reduce_fx`` says (mean, unless given); batch sizes are added up.
+
+        Args:
+            shares: What the micro-batches have in a mean, relative to each other; None if as much.
         """
         entries, self._entries = self._entries, {}
         device = self._module.device
@@ -156,10 +159,13 @@ class LogRecorder:
             sizes = [size for size in entry.batch_sizes if size is not None]
             if sizes:
                 arguments["batch_size"] = sum(sizes)
+            numbers = entry.values
+            if shares is not None and arguments["reduce_fx"] == "mean":
+                numbers = _weighted(numbers, shares)
             reduction = _REDUCTIONS[arguments["reduce_fx"]]
             number = (
-                reduction(torch.stack(entry.values))
-                if entry.values
+                reduction(torch.stack(numbers))
+                if numbers
                 else torch.full((), float("nan"), dtype=torch.float64, device=device)
             )
             values.append(number.reshape(1))
@@ -172,6 +178,16 @@ class LogRecorder:
                 )
             )
         return Logged(calls=tuple(calls), values=torch.cat(values))
+
+
+def _weighted(values: list[Tensor], shares: Sequence[float]) -> list[Tensor]:
+    """Values of which the mean is that over targets; as they are if not all have one."""
+    if len(values) != len(shares):
+        return values
+    return [
+        value * share if share else torch.zeros_like(value)
+        for value, share in zip(values, shares, strict=True)
+    ]
 
 
 def replay(

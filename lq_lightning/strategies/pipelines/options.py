@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,7 @@ class PipelineOptions:
         forward_codec: What hidden states travel as.
         backward_codec: What their gradients travel as.
         tied_gradients: What gradients of tied weights travel as between stages.
+        count_targets: Counts the targets of a (micro-)batch.
     """
 
     pipeline_size: int | None
@@ -55,6 +57,7 @@ class PipelineOptions:
     forward_codec: Any
     backward_codec: Any
     tied_gradients: str
+    count_targets: Callable[[Any], Any] | None = None
 
     def check(self, owner: str) -> None:
         """Refuse values that no run could have.
@@ -67,6 +70,11 @@ class PipelineOptions:
             check_count(owner, name, 1 if value is None else value, 1)
         check_choice(owner, "schedule", self.schedule, SCHEDULES)
         check_choice(owner, "tied_gradients", self.tied_gradients, ("auto", "int4", "int8", "none"))
+        if self.count_targets is not None and not callable(self.count_targets):
+            raise ValueError(
+                f"`{owner}(count_targets={self.count_targets!r})` is not supported: give a "
+                "function from a batch to the number of its targets, or None."
+            )
         if not isinstance(self.split, (str, Sequence, Mapping)) or (
             isinstance(self.split, str) and self.split != "parameters"
         ):
@@ -100,6 +108,24 @@ class PipelineOptions:
                 "'amaq', or choose another backward_codec, such as 'tah5'."
             )
         return forward, forward  # the same widths
+
+    def shares(self, batches: Sequence[Any]) -> list[float] | None:
+        """Targets of each micro-batch relative to their mean; None if nobody counts them.
+
+        Raises:
+            ValueError: A number is negative or not finite.
+        """
+        if self.count_targets is None:
+            return None
+        counts = [float(self.count_targets(batch)) for batch in batches]
+        if not all(0 <= count < math.inf for count in counts):
+            raise ValueError(
+                f"`count_targets` returned {counts} for the micro-batches of a batch: return the "
+                "number of targets, 0 or more."
+            )
+        # of a batch without any target the loss is what the step says
+        mean = sum(counts) / len(counts)
+        return [count / mean if mean else 1.0 for count in counts]
 
     def tied_codec(self) -> CodecSpec | None:
         """Codec of gradients of weights that several stages hold; None for full precision."""

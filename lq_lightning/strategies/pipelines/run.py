@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,8 +31,11 @@ from lq_lightning.strategies.pipelines.outcome import Outcome, OutcomeBroadcast
 from lq_lightning.strategies.pipelines.ranks import PipelineRanks
 from lq_lightning.strategies.pipelines.stages import CutModule
 from lq_lightning.strategies.pipelines.steps import MicroBatches, joined_extra
+from lq_lightning.strategies.pipelines.targets import COUNT
 
 __all__ = ["PipelineRun"]
+
+_BATCHES_TO_CHECK = 3  # for means over targets, which waits for the GPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +47,14 @@ class _Batch:
         arguments: Of each micro-batch.
         boundary: What crosses the boundaries.
         samples: Identities of its samples, for codecs that remember them.
+        shares: Targets of each micro-batch relative to their mean; None if nobody counts them.
     """
 
     step: str
     arguments: list[tuple[Any, ...]]
     boundary: BoundaryMeta
     samples: Tensor | None
+    shares: list[float] | None
 
 
 class PipelineRun:
@@ -108,6 +114,7 @@ class PipelineRun:
         self._seen: set[tuple[tuple[int, ...], torch.dtype]] = set()
         self._batch: _Batch | None = None
         self._has_trained = False
+        self._batches_to_check = _BATCHES_TO_CHECK
 
     def prepare(self, step: str, arguments: tuple[Any, ...], training: bool) -> int:
         """Cut a batch into micro-batches, and find out what crosses the boundaries for them.
@@ -133,7 +140,10 @@ class PipelineRun:
         boundary = self._boundary(f"{step} {count} {batch_signature(batch)}", step, parts)
         for stage in self._stages.values():
             stage.set_boundary(boundary)
-        self._batch = _Batch(step=step, arguments=parts, boundary=boundary, samples=samples)
+        shares = None if step == "predict_step" else self._options.shares([p[0] for p in parts])
+        self._batch = _Batch(
+            step=step, arguments=parts, boundary=boundary, samples=samples, shares=shares
+        )
         return count
 
     def _boundary(self, key: str, step: str, parts: list[tuple[Any, ...]]) -> BoundaryMeta:
@@ -208,10 +218,12 @@ class PipelineRun:
             stage with what else the step returned; None if a micro-batch had no loss.
         """
         batch = self._take()
-        with self._micro.running(batch.step, batch.arguments, scale):
+        with self._micro.running(batch.step, batch.arguments, scale, batch.shares):
             self.engine.step(batch.boundary, batch.samples, len(batch.arguments))
             outputs = self._micro.in_order()
-        outcome = self._share(batch.step, [output.loss for output in outputs])
+        losses = [output.loss for output in outputs]
+        self._check_means(batch.step, losses)
+        outcome = self._share(batch.step, losses, batch.shares)
         loss = outcome.loss
         if not self._has_trained and loss is not None:
             self._has_trained = True  # a look at the loss waits for the GPU
@@ -229,15 +241,35 @@ class PipelineRun:
             What the step returned for all micro-batches, joined; None on other stages.
         """
         batch = self._take()
-        with self._micro.running(batch.step, batch.arguments, None):
+        with self._micro.running(batch.step, batch.arguments, None, batch.shares):
             parts = self.engine.evaluate(batch.boundary, batch.samples, len(batch.arguments))
-        self._share(batch.step, [])
+        self._share(batch.step, [], batch.shares)
         result = concatenate(parts) if parts else None
         return self._outcome.share_output(result) if everywhere else result
 
-    def _share(self, step: str, losses: list[Tensor | None]) -> Outcome:
+    def _check_means(self, step: str, losses: list[Tensor | None]) -> None:
+        """Warn where the mean over micro-batches is not that of the batch; in the first batches."""
+        means, self._micro.means = self._micro.means, None
+        if not self._outcome.is_source or means is None or self._batches_to_check == 0:
+            return
+        self._batches_to_check -= 1
+        counts = means.left_out()
+        if counts is None:
+            return
+        self._batches_to_check = 0
+        found = [None if loss is None else round(loss.item(), 4) for loss in losses]
+        warnings.warn(
+            f"the micro-batches of a batch have {counts} targets and losses of {found}, whose mean "
+            "is not that over all targets. Let the strategy weight them, by `count_targets`, "
+            f"{COUNT}; or let `{step}` compute its loss by `cross_entropy` with "
+            "`reduction='mean'` from targets that are made of the batch alone, where that is done "
+            "by itself.",
+            stacklevel=2,
+        )
+
+    def _share(self, step: str, losses: list[Tensor | None], shares: list[float] | None) -> Outcome:
         """Log on all ranks what the last stage would have logged; return that and the mean loss."""
-        outcome = self._outcome.share(step, losses, self._micro.logs.take())
+        outcome = self._outcome.share(step, losses, self._micro.logs.take(shares))
         replay(self.module, outcome.calls, outcome.values, self._ranks.stage_group)
         return outcome
 
@@ -270,7 +302,8 @@ def _check_first_values(owner: str, step: str, loss: Tensor, outcome: Outcome) -
             "The loss of the first batch is NaN. If it is not without a pipeline, "
             f"`{owner}.{step}` uses something made in front of the layers, such as embeddings for "
             "a skip connection, behind the first of them, but stages pass on the hidden state "
-            "alone. Let the layers hand it on within that, or use `quantized_fsdp`."
+            "alone. Let the layers hand it on within that, or use `quantized_fsdp`. Or a "
+            "micro-batch has no target: see `count_targets`."
         )
     elif names:
         rank_zero_warn(

@@ -18,6 +18,7 @@ from lq_lightning._compat.saved_tensors import version_of
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.pipelines.logs import LogRecorder
 from lq_lightning.strategies.pipelines.metrics import unchanged
+from lq_lightning.strategies.pipelines.targets import BatchMeans
 
 __all__ = ["MicroBatches", "StepOutput", "joined_extra"]
 
@@ -43,6 +44,7 @@ class MicroBatches:
 
     Attributes:
         logs: What steps log on the last stage.
+        means: Corrects means over targets in the schedule that runs; None if it must not.
     """
 
     def __init__(self, module: LightningModule, precision: FullyShardedPrecision) -> None:
@@ -54,6 +56,8 @@ class MicroBatches:
         self._step: Callable[..., Any] | None = None
         self._arguments: list[tuple[Any, ...]] = []
         self._scale: float | None = None
+        self._shares: Sequence[float] | None = None
+        self.means: BatchMeans | None = None
         self._weights: list[Tensor] = []
         self._version = 0
         self._cast: set[object] = set()
@@ -61,7 +65,11 @@ class MicroBatches:
 
     @contextmanager
     def running(
-        self, step: str, arguments: list[tuple[Any, ...]], scale: float | None
+        self,
+        step: str,
+        arguments: list[tuple[Any, ...]],
+        scale: float | None,
+        shares: Sequence[float] | None = None,
     ) -> Generator[None, None, None]:
         """Around the schedule of one batch.
 
@@ -69,8 +77,12 @@ class MicroBatches:
             step: Name of the module's method.
             arguments: Of each micro-batch.
             scale: What losses are multiplied with before backward; None in evaluation.
+            shares: Targets of each micro-batch relative to their mean; None if nobody counts them.
         """
         self._step, self._arguments, self._scale = getattr(self._module, step), arguments, scale
+        self._shares = shares
+        counts = shares is None and step != "predict_step" and len(arguments) > 1
+        self.means = BatchMeans(arguments) if counts else None
         self.outputs.clear()
         if self._root is None:
             self._weights = list(self._module.parameters())
@@ -125,15 +137,22 @@ class MicroBatches:
         with (
             self.logs.recording() if is_last else self.logs.muted(),
             nullcontext() if is_last else unchanged(self._metrics),
+            self.means.watching(index) if is_last and self.means is not None else nullcontext(),
         ):
             result = self._step(*self._arguments[index])
         if self._scale is None:
             return result
         loss, extra = _split_output(type(self._module).__name__, result)
+        if loss is not None and self._shares is not None:
+            loss = self._weighted(loss, self._shares[index])
         self.outputs[index] = StepOutput(None if loss is None else loss.detach(), extra)
         if loss is None:  # all ranks hear of it when the schedule is done
             return torch.zeros((), device=self._module.device, requires_grad=True)
         return loss * self._scale
+
+    def _weighted(self, loss: Tensor, share: float) -> Tensor:
+        # without a target there may be no number that 0 makes 0, nor its gradient
+        return loss * share if share else torch.zeros_like(loss).requires_grad_()
 
     def in_order(self) -> list[StepOutput]:
         """Outputs of the last batch by micro-batch, on the rank of the last stage."""

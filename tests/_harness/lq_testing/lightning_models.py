@@ -74,6 +74,17 @@ class Losses(Callback):
         self.values.append(outputs["loss"].item())
 
 
+class Fails(Callback):
+    """Some ranks raise after some steps, before the next."""
+
+    def __init__(self, step: int, *ranks: int) -> None:
+        self.step, self.ranks = step, ranks
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step and trainer.global_rank in self.ranks:
+            raise KeyError("of this rank")
+
+
 def loader(size: int = 32, batch_size: int = 4) -> DataLoader[Tensor]:
     return DataLoader(Tokens(size), batch_size=batch_size)
 

@@ -1,0 +1,287 @@
+"""Means over targets: over those of the whole batch, where a step sees one micro-batch at a time.
+
+[Note: means over a batch]
+``cross_entropy`` divides by the number of targets that it does not ignore. Micro-batches differ in
+that number (padding), so that the mean of their means is not the mean of the batch, and one without
+any target has 0 / 0. Let micro-batch i of M have n_i targets, and the batch n: with its mean
+multiplied by ``M n_i / n``, and 0 where n_i is, the mean over micro-batches is that of the batch,
+in losses, in what is logged and in gradients.
+
+Backward passes of the first micro-batches run before the forward passes of the last ones, so n has
+to be known at the first loss. Targets are mostly made from the batch alone, by a few functions such
+as slices and comparisons. These are noted while the first micro-batch runs, and done again with the
+tensors of the other ones, whose own steps then have to call the same functions. Where targets are
+made otherwise (from hidden states, at random, from numbers that Python read from them), the
+micro-batches stay as they are, and a warning gives the numbers if they differ.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lq_lightning._compat.saved_tensors import has_storage, outer_hooks, storage_key
+from lq_lightning._compat.step_mode import StepMode
+from lq_lightning.foundation.nested import tensors_in
+
+__all__ = ["COUNT", "BatchMeans"]
+
+_MEANS = (functional.cross_entropy, functional.nll_loss)
+_SIGNATURES = {function: inspect.signature(function) for function in _MEANS}
+_PLAIN: tuple[type, ...] = (type(None), bool, int, float, str, type(...))
+_PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format)
+# Parts of names of functions.
+_RANDOM = ["rand", "bernoulli", "multinomial", "normal", "dropout", "poisson", "uniform_"]
+_RANDOM += ["exponential_", "geometric_", "cauchy_"]
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
+_IN_PLACE |= {"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
+COUNT = "a function from a (micro-)batch to its number of targets"
+_CONSTANTS = {"arange", "zeros", "ones", "full", "eye"}
+_READS = {"item", "tolist", "numpy", "__array__", "__int__", "__float__", "__index__"}
+
+
+class _UnknownError(Exception):
+    """A tensor is not made from the batch alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A tensor of the batch, by its place."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a function makes of such tensors and constants."""
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    in_place: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """A slice, whose bounds may be made of the batch, too."""
+
+    start: Any
+    stop: Any
+    step: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A mean over targets in a step, up to the values of the batch.
+
+    Attributes:
+        target: How its targets are made.
+        ignored: The target that does not count.
+        weighted: Whether classes have weights.
+    """
+
+    target: Any
+    ignored: int
+    weighted: bool
+
+
+class BatchMeans:
+    """Makes means over targets those of a batch; see [Note: means over a batch].
+
+    Args:
+        arguments: Of the step, for each micro-batch.
+    """
+
+    def __init__(self, arguments: Sequence[tuple[Any, ...]]) -> None:
+        self._leaves = [list(tensors_in(own)) for own in arguments]
+        self._calls: list[tuple[_Call | None, Tensor | None]] = []  # with all of their targets
+        self._unused: dict[int, list[Tensor]] = {}
+
+    def watching(self, index: int) -> StepMode:
+        """Around the step of a micro-batch, on the last stage."""
+        return _Watch(self, self._leaves[index])
+
+    def factor(
+        self, number: int, call: _Call | None, found: Tensor, count: Callable[[Tensor], Tensor]
+    ) -> Tensor | None:
+        """What the mean of a micro-batch has to be multiplied with; None if that is not known.
+
+        Args:
+            number: Of the call in the step.
+            call: Nothing if it is not known how its targets are made.
+            found: Its number of targets.
+            count: Counts those of another micro-batch.
+
+        Raises:
+            RuntimeError: Micro-batches before this one made their targets otherwise.
+        """
+        if number >= len(self._calls):
+            self._calls.append((call, None if call is None else self._total(call.target, count)))
+        first, total = self._calls[min(number, len(self._calls) - 1)]
+        if total is None:
+            self._unused.setdefault(number, []).append(found)
+            return None
+        if call != first:
+            raise RuntimeError(
+                "a step makes the targets of its losses otherwise in one micro-batch than in "
+                "another, so that they cannot be counted before all have run: give the strategy "
+                f"`count_targets`, {COUNT}."
+            )
+        return found * len(self._leaves) / total
+
+    def _total(self, target: Any, count: Callable[[Tensor], Tensor]) -> Tensor | None:
+        try:
+            made = [_make(target, leaves, {}) for leaves in self._leaves]
+            return torch.stack([count(tensor) for tensor in made]).sum(0)
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            return None  # shapes or numbers are others in another micro-batch
+
+    def left_out(self) -> list[int] | None:
+        """Targets by micro-batch where they differ and means do not heed it; waits for the device.
+
+        Where there was no such call, those of the batch that are not -100.
+        """
+        every = [numbers for numbers in self._unused.values() if len(numbers) == len(self._leaves)]
+        if not self._calls:
+            places = [p for p, t in enumerate(self._leaves[0]) if t.dim() and t.dtype == torch.long]
+            every += [[(own[place] != -100).sum() for own in self._leaves] for place in places]
+        for numbers in every:
+            counts = torch.stack(numbers).tolist()
+            if len(set(counts)) > 1:
+                return [round(count) for count in counts]
+        return None
+
+
+class _Watch(StepMode):
+    """Follows what a step makes of its batch, and corrects its means."""
+
+    def __init__(self, means: BatchMeans, leaves: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._means = means
+        self._nodes: Any = WeakIdKeyDictionary()
+        for place, tensor in enumerate(leaves):
+            self._nodes[tensor] = _Leaf(place)
+        self._read = False  # whether Python took numbers from the batch, which may be anywhere
+        self._number = 0
+        self._around = (outer_hooks(), torch.is_grad_enabled())
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call the function and note what it made."""
+        named = dict(kwargs or {})
+        result = function(*args, **named)
+        if torch.compiler.is_compiling():
+            return result
+        if function in _MEANS:
+            return self._corrected(function, args, named, result)
+        name = getattr(function, "__name__", "")
+        if name in _READS:
+            self._read |= any(tensor in self._nodes for tensor in tensors_in(args))
+        elif name in _IN_PLACE or "out" in named or (name.endswith("_") and name[-2:] != "__"):
+            self._note_change(function, args, named)
+        elif isinstance(result, Tensor) and result not in self._nodes:
+            made = self._made(function, args, named)
+            if made is not None:
+                self._nodes[result] = made
+        return result
+
+    def _made(self, function: Any, args: Any, named: Any, in_place: bool = False) -> _Made | None:
+        name = getattr(function, "__name__", "")
+        if any(part in name for part in _RANDOM):
+            return None
+        if name not in _CONSTANTS and not any(t in self._nodes for t in tensors_in((args, named))):
+            return None
+        try:
+            own = {key: self._encode(value) for key, value in named.items()}
+            return _Made(function, self._encode(args), own, in_place)
+        except _UnknownError:
+            return None
+
+    def _note_change(self, function: Any, args: Any, named: Any) -> None:
+        changed = named.get("out", args[0] if args else None)
+        if not isinstance(changed, Tensor) or not has_storage(changed):
+            return
+        same = [t for t in self._nodes if storage_key(t) == storage_key(changed)]
+        made = None
+        if len(same) == 1 and isinstance(self._nodes.get(changed), _Made) and "out" not in named:
+            made = self._made(function, args, named, in_place=True)
+        for tensor in same:  # views among them would not know of the change
+            del self._nodes[tensor]
+        if made is not None:
+            self._nodes[changed] = made
+
+    def _encode(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            node = self._nodes.get(value)
+            if node is None:
+                raise _UnknownError
+            return node
+        if isinstance(value, (tuple, list)):
+            items = [self._encode(item) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, slice):
+            return _Slice(*map(self._encode, (value.start, value.stop, value.step)))
+        if not isinstance(value, _PLAIN):
+            raise _UnknownError
+        return value
+
+    def _corrected(self, function: Any, args: Any, named: Any, result: Any) -> Any:
+        bound = _SIGNATURES[function].bind(*args, **named)
+        bound.apply_defaults()
+        own = bound.arguments
+        target, weight, ignored = own["target"], own["weight"], own["ignore_index"]
+        legacy = own["size_average"] is not None or own["reduce"] is not None
+        if legacy or own["reduction"] != "mean" or target.is_floating_point():
+            return result
+        count = partial(_count, ignored=ignored, weight=weight)
+        node = self._nodes.get(target)
+        # what a checkpoint computes again in backward cannot be corrected there
+        inside = self._around != (outer_hooks(), torch.is_grad_enabled())
+        unknown = node is None or inside or self._read
+        call = None if unknown else _Call(node, ignored, weight is not None)
+        found = count(target)
+        factor = self._means.factor(self._number, call, found, count)
+        self._number += 1
+        if factor is None:
+            return result
+        return torch.where(found > 0, result, 0) * factor.to(result.dtype)
+
+
+@torch.no_grad()
+def _count(target: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
+    counts = target != ignored
+    return counts.sum() if weight is None else (weight[target.where(counts, 0)] * counts).sum()
+
+
+@torch.no_grad()
+def _make(node: Any, leaves: Sequence[Tensor], known: dict[int, Any]) -> Any:
+    """Make of other leaves what ``node`` says; ``known`` is what was made, by the node's id."""
+    if isinstance(node, _Leaf):
+        return leaves[node.place]
+    if isinstance(node, _Slice):
+        return slice(*(_make(part, leaves, known) for part in (node.start, node.stop, node.step)))
+    if isinstance(node, (tuple, list)):
+        return type(node)(_make(item, leaves, known) for item in node)
+    if not isinstance(node, _Made):
+        return node
+    if id(node) not in known:
+        args = _make(node.args, leaves, known)
+        named = {key: _make(value, leaves, known) for key, value in node.kwargs.items()}
+        if node.in_place:
+            args = (args[0].clone(), *args[1:])
+        result = node.function(*args, **named)
+        known[id(node)] = args[0] if node.in_place else result
+    return known[id(node)]
