@@ -34,8 +34,8 @@ from lq_lightning._compat.lightning import (
     use_own_sampling,
 )
 from lq_lightning._compat.modules import initialize_root
-from lq_lightning._compat.torch import inherit_timeout
 from lq_lightning.checkpoint import state
+from lq_lightning.foundation.groups import prepare_groups, shared_mesh
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_callbacks, check_optimizer
 from lq_lightning.strategies.failures import explain_lost_rank
@@ -230,15 +230,16 @@ class FullyShardedStrategy(SteppingStrategy):
         self._check_devices()
         self.check_checkpoint_io()
         self._fsdp_precision.device_type = self.root_device.type
-        if self._device_mesh is not None and dist.is_initialized():
-            Strategy.setup_environment(self)
-            set_device_mesh(self._require_module(), self._device_mesh)
-            return
-        self._data_parallel_size = self.world_size
-        self._tensor_parallel_size = 1
         with explain_lost_rank(self.global_rank, self.world_size):
-            super().setup_environment()
-        inherit_timeout(self.device_mesh)
+            if self._device_mesh is not None and dist.is_initialized():
+                Strategy.setup_environment(self)
+                prepare_groups(self._timeout)
+            else:
+                self._setup_distributed()
+                prepare_groups(self._timeout)
+                axes = {"data_parallel": self.world_size, "tensor_parallel": 1}
+                self._device_mesh = shared_mesh(self.root_device.type, axes)
+        set_device_mesh(self._require_module(), self._device_mesh)
 
     def _check_devices(self) -> None:
         devices = len(self.parallel_devices or ())

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lq_lightning._compat.lightning import accumulation_window
 from lq_lightning.checkpoint import state
 from lq_lightning.checkpoint.ranks import RankGroup
+from lq_lightning.foundation.groups import distrust_groups
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.strategies.pipelines.checkpoints import (
     by_name,
@@ -127,6 +128,12 @@ class PipelinedStrategy(QuantizedFSDPStrategy):
                 "samples: each sample travels in full precision once again, so that the first "
                 "epoch is slower, and the run does not continue bit for bit."
             )
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let no later run receive what this one has sent."""
+        if self._run is not None and self._run.engine.has_failed:
+            distrust_groups()
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         """Free what codecs keep of samples, too."""
