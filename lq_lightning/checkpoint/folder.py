@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from lq_lightning.checkpoint.files import (
     incomplete_name,
     move_into_place,
     remove,
+    sole_writer,
     sync,
 )
 from lq_lightning.checkpoint.metadata import METADATA_FILENAME, needed_nbytes, read_metadata
@@ -63,8 +64,20 @@ def save_sharded_checkpoint(
         ranks: Those that write; all of them must call this. DTensors may be sharded over fewer.
 
     Raises:
-        RuntimeError: A rank could not write, or the first one not rename; raised on every rank.
+        RuntimeError: A rank could not write, or the first one not rename, or another process is
+            writing the same checkpoint; raised on every rank.
     """
+    with ExitStack() as held:
+
+        def begin() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(sole_writer(path))
+
+        _on_first(ranks, path, begin)
+        _write(tensors, meta, path, ranks)
+
+
+def _write(tensors: dict[str, Any], meta: dict[str, Any], path: Path, ranks: RankGroup) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -75,7 +88,7 @@ def save_sharded_checkpoint(
 
     def begin() -> None:
         remove(unfinished)
-        unfinished.mkdir(parents=True)
+        unfinished.mkdir()
 
     _on_first(ranks, path, begin)
     writer = ChecksumWriter(unfinished)

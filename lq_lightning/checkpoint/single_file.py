@@ -65,11 +65,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a file or directory; it disappears at once, never in parts."""
-        target = Path(path)
-        if not is_local(path) or target.is_symlink() or not target.is_dir():
+        if is_local(path):
+            remove_at_once(Path(path))
+        else:
             super().remove_checkpoint(path)
-            return
-        remove_at_once(target)
 
 
 def load_full_checkpoint(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lq_lightning._compat.lightning import fill_wrapping_checkpoint_io
 from lq_lightning.checkpoint import state
-from lq_lightning.checkpoint.files import is_local, is_sharded_checkpoint
+from lq_lightning.checkpoint.files import is_local, is_sharded_checkpoint, move_links, put_back
 from lq_lightning.checkpoint.folder import ShardedCheckpoint, save_sharded_checkpoint
 from lq_lightning.checkpoint.places import (
     check_has_optimizers,
@@ -55,6 +55,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         self._verify_checkpoints = verify_checkpoints
         self._deferred_load: Callable[[], None] | None = None
         self._is_set_up = False
+        self._newest_checkpoint: Path | None = None  # that was saved to a file system
 
     # --- for subclasses -----------------------------------------------------------------------
 
@@ -266,6 +267,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
                     "path without URL scheme, or `save_distributed_checkpoint=False`."
                 )
             self._save_sharded(checkpoint, values, tensors, Path(path))
+            self._newest_checkpoint = Path(path)
             return
         if values or tensors:
             keep = self.shard_ranks.is_first
@@ -282,6 +284,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
                 )
 
         ranks.together(write)
+        self._newest_checkpoint = Path(path) if is_local(path) else None
 
     def _save_sharded(
         self,
@@ -300,6 +303,13 @@ class CheckpointingStrategy(ModelParallelStrategy):
         if values:
             checkpoint[EXTRA] = values
         save_sharded_checkpoint(stored, checkpoint, path, self.checkpoint_ranks)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint; links that were last made to it point to the newest one first."""
+        newest = self._newest_checkpoint
+        if self.is_global_zero and newest is not None and is_local(filepath):
+            move_links(Path(filepath), newest)
+        super().remove_checkpoint(filepath)
 
     # --- loading ------------------------------------------------------------------------------
 
@@ -322,6 +332,8 @@ class CheckpointingStrategy(ModelParallelStrategy):
         """
         ranks, verify = self.checkpoint_ranks, self._verify_checkpoints
         path = ranks.broadcast(checkpoint_path)
+        if is_local(path):
+            ranks.together(lambda: put_back(Path(path)) if ranks.is_first else None)
         if is_sharded_checkpoint(path):
             source = ShardedCheckpoint(Path(path), weights_only, ranks, verify)
             checkpoint = source.read_meta()

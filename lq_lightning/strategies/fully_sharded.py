@@ -29,12 +29,14 @@ from lq_lightning._compat.lightning import (
     check_precision_with,
     materialize_meta_tensors,
     move_optimizers_to_device,
+    replace_checkpoint_links,
     set_device_mesh,
     take_compiler,
     use_own_sampling,
 )
 from lq_lightning._compat.modules import initialize_root
 from lq_lightning.checkpoint import state
+from lq_lightning.checkpoint.files import replace_link
 from lq_lightning.foundation.groups import prepare_groups, shared_mesh
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_callbacks, check_optimizer
@@ -278,6 +280,7 @@ class FullyShardedStrategy(SteppingStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Shard the module if that was not done yet, then make the optimizers."""
         module = self._require_module()
+        replace_checkpoint_links(trainer, replace_link)
         shared = self.world_size > 1
         if not shared and not any(isinstance(m, FSDPModule) for m in module.modules()):
             self._setup_single(trainer, module)
