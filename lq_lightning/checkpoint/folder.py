@@ -31,6 +31,7 @@ from lq_lightning.checkpoint.checksums import (
 from lq_lightning.checkpoint.files import (
     hint_replaced,
     incomplete_name,
+    is_local,
     move_into_place,
     remove,
     sole_writer,
@@ -42,12 +43,32 @@ from lq_lightning.checkpoint.ranks import ALONE, RankGroup
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes 0.1 s to import: not before it is needed
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["ShardedCheckpoint", "save_sharded_checkpoint"]
+__all__ = ["ShardedCheckpoint", "check_folder", "save_sharded_checkpoint"]
 
 META_FILENAME = "meta.pt"
 
 
 # --- writing ----------------------------------------------------------------------------------
+
+
+def check_folder(path: str | Path, storage_options: Any | None) -> None:
+    """Refuse to write a checkpoint directory to where none can be.
+
+    Raises:
+        TypeError: ``storage_options`` are given.
+        ValueError: ``path`` is a URL.
+    """
+    if storage_options is not None:
+        raise TypeError(
+            "`save_checkpoint(storage_options=...)` does not apply to sharded checkpoints, "
+            "which are written to a file system: leave it out, or set "
+            "`save_distributed_checkpoint=False` and use a `CheckpointIO` that takes it."
+        )
+    if not is_local(path):
+        raise ValueError(
+            f"`{path}`: sharded checkpoints go to a file system that all ranks see. Use a "
+            "path without URL scheme, or `save_distributed_checkpoint=False`."
+        )
 
 
 def save_sharded_checkpoint(

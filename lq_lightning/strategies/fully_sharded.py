@@ -36,7 +36,9 @@ from lq_lightning._compat.lightning import (
 )
 from lq_lightning._compat.modules import initialize_root
 from lq_lightning.checkpoint import state
+from lq_lightning.checkpoint.by_name import check_alike
 from lq_lightning.checkpoint.files import replace_link
+from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.foundation.groups import prepare_groups, shared_mesh
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_callbacks, check_optimizer
@@ -305,6 +307,8 @@ class FullyShardedStrategy(SteppingStrategy):
             if self._is_sharded:
                 for optimizer in self.optimizers:
                     check_optimizer(optimizer)
+                ranks = RankGroup(group=self.device_mesh.get_group("data_parallel"))
+                check_alike(module, self.optimizers, ranks)
             move_optimizers_to_device(self.optimizers, self.root_device)
 
     def _setup_single(self, trainer: Trainer, module: LightningModule) -> None:

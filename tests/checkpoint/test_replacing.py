@@ -180,7 +180,12 @@ def _killed_between_renames(rank: int, world_size: int, root: str) -> None:
     run.save_checkpoint(f"{root}/last.ckpt")
 
 
-def _starts_again(rank: int, world_size: int, root: str, path: str) -> None:
+def _start_again(rank: int, world_size: int, *roots: str) -> None:
+    for root, path in zip(roots, ("last", f"{roots[1]}/last.ckpt"), strict=True):
+        _goes_on(root, path)
+
+
+def _goes_on(root: str, path: str) -> None:
     saves = ModelCheckpoint(root, save_last=True, every_n_epochs=1)
     options = {"callbacks": [saves], "enable_checkpointing": True, "max_epochs": 2}
     run, losses = fit(root, module(), strategy(**PLAIN), ckpt_path=path, **options)
@@ -191,13 +196,13 @@ def _starts_again(rank: int, world_size: int, root: str, path: str) -> None:
     assert "last.replaced.ckpt" not in names
 
 
-@pytest.mark.parametrize("path", ["last", "{}/last.ckpt"])
-def test_a_run_killed_between_two_renames_goes_on(tmp_path: Path, path: str) -> None:
-    root = str(tmp_path)
+def test_a_run_killed_between_two_renames_goes_on(tmp_path: Path) -> None:
+    roots = [tmp_path / name for name in ("last", "path")]
     with pytest.raises(RankError, match="SIGKILL"):
-        run_trainer(_killed_between_renames, 2, root)
-    assert not (tmp_path / "last.ckpt").exists()
-    run_trainer(_starts_again, 2, root, path.format(root))
+        run_trainer(_killed_between_renames, 2, str(roots[0]))
+    assert not (roots[0] / "last.ckpt").exists()
+    shutil.copytree(*roots)
+    run_trainer(_start_again, 2, *map(str, roots))
 
 
 # --- two runs ------------------------------------------------------------------------------------
