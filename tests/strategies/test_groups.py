@@ -69,7 +69,9 @@ def _several_fits(rank: int, world_size: int, root: str) -> None:
         assert _left() == left, kind
 
 
-def _workers_after_destroyed_groups(rank: int, world_size: int, root: str, ports: list[int]) -> None:
+def _workers_after_destroyed_groups(
+    rank: int, world_size: int, root: str, ports: list[int]
+) -> None:
     gc.disable()  # what is left of a run stays until a worker of the next one collects it
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     workers = {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 30}
