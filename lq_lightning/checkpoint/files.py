@@ -236,13 +236,19 @@ def _check_replaced(path: Path) -> None:
         )
 
 
-def put_back(path: Path) -> None:
-    """Give a checkpoint its name again if a process was killed while it replaced it."""
+def put_back(path: Path) -> bool:
+    """Give a checkpoint its name again if a process was killed while it replaced it.
+
+    Returns:
+        Whether that was so.
+    """
     aside = _aside_name(path)
-    if os.path.lexists(aside) and not os.path.lexists(path):
-        aside.rename(path)
-        sync(path.parent)
-        rank_zero_info(f"the previous `{path}` is back, which a killed run was about to replace")
+    if os.path.lexists(path) or not os.path.lexists(aside):
+        return False
+    aside.rename(path)
+    sync(path.parent)
+    rank_zero_info(f"the previous `{path}` is back, which a killed run was about to replace")
+    return True
 
 
 def remove_at_once(path: Path) -> None:

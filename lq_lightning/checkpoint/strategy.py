@@ -319,7 +319,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         ranks, verify = self.checkpoint_ranks, self._verify_checkpoints
         path = ranks.broadcast(checkpoint_path)
         if is_local(path):
-            ranks.together(lambda: put_back(Path(path)) if ranks.is_first else None)
+            ranks.together(lambda: ranks.is_first and put_back(Path(path)))
         if is_sharded_checkpoint(path):
             source = ShardedCheckpoint(Path(path), weights_only, ranks, verify)
             checkpoint = source.read_meta()

@@ -41,7 +41,7 @@ from lq_lightning.checkpoint.files import replace_link
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.foundation.groups import prepare_groups, shared_mesh
 from lq_lightning.plugins import FullyShardedPrecision
-from lq_lightning.strategies.checks import check_callbacks, check_optimizer
+from lq_lightning.strategies.checks import check_callbacks, check_optimizer, check_start
 from lq_lightning.strategies.failures import explain_lost_rank
 from lq_lightning.strategies.gradients import DeferredReduction
 from lq_lightning.strategies.options import (
@@ -283,6 +283,8 @@ class FullyShardedStrategy(SteppingStrategy):
         """Shard the module if that was not done yet, then make the optimizers."""
         module = self._require_module()
         replace_checkpoint_links(trainer, replace_link)
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_start(trainer.callbacks, self.checkpoint_ranks)  # type: ignore[attr-defined]
         shared = self.world_size > 1
         if not shared and not any(isinstance(m, FSDPModule) for m in module.modules()):
             self._setup_single(trainer, module)

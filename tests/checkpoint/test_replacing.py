@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lq_testing import RankError
 from lq_testing.checkpoints import fit, module, run_trainer, strategy
@@ -203,6 +203,20 @@ def test_a_run_killed_between_two_renames_goes_on(tmp_path: Path) -> None:
     assert not (roots[0] / "last.ckpt").exists()
     shutil.copytree(*roots)
     run_trainer(_start_again, 2, *map(str, roots))
+
+
+def test_a_checkpoint_of_an_exception_that_was_set_aside_is_not_passed_over(
+    tmp_path: Path,
+) -> None:
+    root, saves = str(tmp_path), OnExceptionCheckpoint(tmp_path)
+    run, _ = fit(root, module(), strategy(), devices=1, max_steps=2, limit_train_batches=2)
+    run.save_checkpoint(tmp_path / "on_exception.replaced.ckpt")  # as on killing in between
+    options: Any = {"callbacks": [saves], "devices": 1, "max_steps": 3, "max_epochs": None}
+    options["enable_checkpointing"] = True
+    with pytest.raises(RuntimeError, match=r"on_exception.ckpt`.*start once more"):
+        fit(root, module(), strategy(), **options)
+    run, losses = fit(root, module(), strategy(), **options)
+    assert (run.global_step, len(losses)) == (3, 1)
 
 
 # --- two runs ------------------------------------------------------------------------------------
