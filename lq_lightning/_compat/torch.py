@@ -68,7 +68,8 @@ def in_step(key: str, groups: Sequence[dist.ProcessGroup]) -> bool:
     """
     store, same = distributed_c10d._get_default_store(), True
     for group in groups:
-        name, started = f"{key}/{group.group_name}", str(group._get_sequence_number_for_group())
+        name = f"{key}/{group.group_name}"
+        started = str(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
         if group.rank() == 0:
             store.set(name, started)
         else:

@@ -56,8 +56,10 @@ class _Made:
         """Every group once, in the order in which they were made; the default group cannot be."""
         found: list[dist.ProcessGroup] = []
         for made in self.groups.values():
-            several = isinstance(made, DeviceMesh)
-            found += [made.get_group(i) for i in range(made.ndim)] if several else [made]
+            if isinstance(made, DeviceMesh):
+                found += map(made.get_group, range(made.ndim))
+            else:
+                found.append(made)
         return [group for group in dict.fromkeys(found) if group is not self.world]
 
 
