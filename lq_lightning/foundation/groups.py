@@ -154,8 +154,10 @@ def prepare_groups(timeout: timedelta | None) -> None:
         timeout: How long to wait for the others.
     """
     _made.refresh()
+    if dist.get_world_size() == 1:
+        return
     key = f"lq_lightning/runs/{next(_runs)}"
-    if dist.get_world_size() == 1 or not any_rank(f"{key}/failed", _made.failed, timeout):
+    if not any_rank(f"{key}/failed", _made.failed, timeout):
         return
     broken = _made.broken or not in_step(key, _made.all_groups())
     if any_rank(f"{key}/broken", broken, timeout):

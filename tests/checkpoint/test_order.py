@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lq_lightning import OptimizerQuantization, QuantizedPrecision
+from lq_lightning.checkpoint import by_name
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO
+from lq_lightning.checkpoint.state import load_optimizer
 from lq_lightning.foundation.parameters import clean_name
 
 PLAIN = {"weights": "none", "gradients": "none"}
@@ -91,21 +93,16 @@ def _equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def _orders(rank: int, world_size: int, root: str) -> dict[str, dict[str, Tensor]]:
     """Save and load where ranks have other orders; return what the checkpoints have to hold."""
     expected = {}
-    for kind, plugins in (
-        ("fp32", []),
-        ("8 bits", [QuantizedPrecision("32-true", OptimizerQuantization(min_numel=64))]),
-    ):
-        for full in (True, False):
-            use = strategy(full, **PLAIN)
-            model = Ordered(reverse=rank == 1)
-            run, _ = _fit(root, model, use, plugins=plugins)
-            path = f"{root}/{kind}{full}.ckpt"
-            run.save_checkpoint(path)
-            expected[path] = _states(run, model)
-            for reverse in (rank == 0, True):
-                use = strategy(full, **PLAIN)
-                _, found = _fit(root, Ordered(reverse), use, path, plugins=plugins)
-                _equal(found, expected[path])
+    coded = QuantizedPrecision("32-true", OptimizerQuantization(min_numel=64))
+    cases: Any = (("fp32True", True, []), ("fp32False", False, []), ("8 bits", True, [coded]))
+    for name, full, plugins in cases:
+        model, path = Ordered(reverse=rank == 1), f"{root}/{name}.ckpt"
+        run, _ = _fit(root, model, strategy(full, **PLAIN), plugins=plugins)
+        run.save_checkpoint(path)
+        expected[path] = _states(run, model)
+        other = Ordered(reverse=rank == 0)
+        _, found = _fit(root, other, strategy(full, **PLAIN), path, plugins=plugins)
+        _equal(found, expected[path])
     _positions_only(rank, root)
     _differences(rank, root)
     return expected
@@ -163,6 +160,26 @@ def test_one_process_finds_its_states_in_another_order(tmp_path: Path) -> None:
     plain.save_checkpoint(saved, path)
     _, found = _fit(root, Ordered(), strategy(), path, devices=1)  # as plain Lightning's
     _equal(found, _states(run, model))
+
+
+def test_names_that_torch_keeps_are_used_and_foreign_parameters_are_left_alone() -> None:
+    model = torch.nn.ModuleDict({"b": torch.nn.Linear(2, 2), "a": torch.nn.Linear(2, 2)})
+    named = list(model.named_parameters())
+    saving = torch.optim.SGD(named[::-1], lr=1.0, momentum=0.9)
+    model["a"](model["b"](torch.ones(1, 2))).sum().backward()
+    saving.step()
+    loading = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    state = by_name.state_by_name(model, loading, saving.state_dict())
+    assert state is not None
+    load_optimizer(model, loading, state)
+    for name, parameter in named:
+        buffer = saving.state[parameter]["momentum_buffer"]
+        assert torch.equal(loading.state[parameter]["momentum_buffer"], buffer), name
+    part = torch.optim.SGD(model["a"].named_parameters(), lr=1.0)  # names of the part alone
+    assert by_name.state_by_name(model, loading, part.state_dict()) is None
+    foreign = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    assert by_name.with_names(model, foreign, saved := foreign.state_dict()) is saved
+    assert by_name.state_by_name(model, foreign, {**saved, by_name.NAMES: ["a.bias"]}) is None
 
 
 @pytest.mark.parametrize(
