@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -29,6 +32,7 @@ __all__ = [
     "materialize_meta_tensors",
     "move_optimizers_to_device",
     "note_sigterm",
+    "replace_checkpoint_links",
     "replace_stop_check",
     "set_device_mesh",
     "take_compiler",
@@ -106,6 +110,27 @@ def replace_stop_check(
     for owner, name, replacement in names:
         setattr(owner, name, replacement)
     return True
+
+
+def replace_checkpoint_links(trainer: Trainer, replace: Callable[[Path, Path], None]) -> None:
+    """Let ``ModelCheckpoint(save_last="link")`` replace its link by ``replace(link, target)``.
+
+    Lightning removes the old link first, so that a killed run may leave none.
+    """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    own = ModelCheckpoint._link_checkpoint
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and type(callback)._link_checkpoint is own:
+            callback._link_checkpoint = partial(_link, replace)  # type: ignore[method-assign]
+
+
+def _link(
+    replace: Callable[[Path, Path], None], trainer: Trainer, filepath: str, linkpath: str
+) -> None:
+    if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+        replace(Path(linkpath), Path(filepath))
+    trainer.strategy.barrier()
 
 
 def note_sigterm(trainer: Trainer) -> None:

@@ -17,8 +17,10 @@ __all__ = [
     "all_gather_flat",
     "all_gather_parts",
     "all_linked_by_nvlink",
+    "any_rank",
     "backward_id",
     "group_timeout",
+    "in_step",
     "inherit_timeout",
     "leave_note",
     "meet",
@@ -39,6 +41,42 @@ def backward_id() -> int:
     """Number of the backward that runs now in this thread; -1 if none does."""
     number: int = torch._C._current_graph_task_id()
     return number
+
+
+def any_rank(key: str, flag: bool, timeout: timedelta | None) -> bool:
+    """Whether ``flag`` is true on any rank; returns when all ranks have called this with the key.
+
+    Ranks meet in the store, so that this works whatever state their process groups are in.
+
+    Args:
+        key: Not used before in this run.
+        flag: This rank's.
+        timeout: How long to wait for the others; None waits as long as the store does.
+    """
+    store = distributed_c10d._get_default_store()
+    store.add(f"{key}/flags", int(flag))
+    if store.add(f"{key}/ranks", 1) == dist.get_world_size():
+        store.set(f"{key}/all", "here")
+    keys = [f"{key}/all"]
+    store.wait(keys) if timeout is None else store.wait(keys, timeout)
+    raised: int = store.add(f"{key}/flags", 0)
+    return raised > 0
+
+
+def in_step(key: str, groups: Sequence[dist.ProcessGroup]) -> bool:
+    """Whether this rank has started as many operations in each group as the group's first rank.
+
+    All ranks of the groups call this with one key, which was not used before.
+    """
+    store, same = distributed_c10d._get_default_store(), True
+    for group in groups:
+        name = f"{key}/{group.group_name}"
+        started = str(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        if group.rank() == 0:
+            store.set(name, started)
+        else:
+            same &= store.get(name).decode() == started
+    return same
 
 
 def all_gather_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:

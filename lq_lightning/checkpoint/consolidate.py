@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lq_lightning._compat.checkpoint import unflatten_checkpoint
+from lq_lightning.checkpoint.by_name import by_position
 from lq_lightning.checkpoint.files import is_sharded_checkpoint, write_in_place
 from lq_lightning.checkpoint.folder import ShardedCheckpoint
 from lq_lightning.checkpoint.places import is_copy_key
@@ -114,24 +115,15 @@ def _read_sharded(checkpoint: ShardedCheckpoint, everything: bool) -> dict[str, 
             content.setdefault(EXTRA, {})[key] = state.pop(kind)
     optimizers = sorted((k for k in state if k.startswith("optimizer_")), key=_number)
     if optimizers:
-        content["optimizer_states"] = [_by_position(state.pop(key)) for key in optimizers]
+        states = [state.pop(key) for key in optimizers]
+        content["optimizer_states"] = [
+            by_position(found.get("state", {}), found["param_groups"]) for found in states
+        ]
     return content
 
 
 def _number(key: str) -> int:
     return int(key.removeprefix("optimizer_"))
-
-
-def _by_position(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Number the parameters as ``torch.optim.Optimizer.state_dict`` does."""
-    position: dict[str, int] = {}
-    groups = []
-    for group in optimizer["param_groups"]:
-        for name in group["params"]:
-            position[name] = len(position)
-        groups.append({**group, "params": [position[name] for name in group["params"]]})
-    state = {position[name]: value for name, value in optimizer.get("state", {}).items()}
-    return {"state": state, "param_groups": groups}
 
 
 def _select(state: dict[str, Any], prefix: str) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,10 @@ from lq_lightning.checkpoint.checksums import (
 from lq_lightning.checkpoint.files import (
     hint_replaced,
     incomplete_name,
+    is_local,
     move_into_place,
     remove,
+    sole_writer,
     sync,
 )
 from lq_lightning.checkpoint.metadata import METADATA_FILENAME, needed_nbytes, read_metadata
@@ -41,12 +43,32 @@ from lq_lightning.checkpoint.ranks import ALONE, RankGroup
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes 0.1 s to import: not before it is needed
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["ShardedCheckpoint", "save_sharded_checkpoint"]
+__all__ = ["ShardedCheckpoint", "check_folder", "save_sharded_checkpoint"]
 
 META_FILENAME = "meta.pt"
 
 
 # --- writing ----------------------------------------------------------------------------------
+
+
+def check_folder(path: str | Path, storage_options: Any | None) -> None:
+    """Refuse to write a checkpoint directory to where none can be.
+
+    Raises:
+        TypeError: ``storage_options`` are given.
+        ValueError: ``path`` is a URL.
+    """
+    if storage_options is not None:
+        raise TypeError(
+            "`save_checkpoint(storage_options=...)` does not apply to sharded checkpoints, "
+            "which are written to a file system: leave it out, or set "
+            "`save_distributed_checkpoint=False` and use a `CheckpointIO` that takes it."
+        )
+    if not is_local(path):
+        raise ValueError(
+            f"`{path}`: sharded checkpoints go to a file system that all ranks see. Use a "
+            "path without URL scheme, or `save_distributed_checkpoint=False`."
+        )
 
 
 def save_sharded_checkpoint(
@@ -63,8 +85,20 @@ def save_sharded_checkpoint(
         ranks: Those that write; all of them must call this. DTensors may be sharded over fewer.
 
     Raises:
-        RuntimeError: A rank could not write, or the first one not rename; raised on every rank.
+        RuntimeError: A rank could not write, or the first one not rename, or another process is
+            writing the same checkpoint; raised on every rank.
     """
+    with ExitStack() as held:
+
+        def begin() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(sole_writer(path))
+
+        _on_first(ranks, path, begin)
+        _write(tensors, meta, path, ranks)
+
+
+def _write(tensors: dict[str, Any], meta: dict[str, Any], path: Path, ranks: RankGroup) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -75,7 +109,7 @@ def save_sharded_checkpoint(
 
     def begin() -> None:
         remove(unfinished)
-        unfinished.mkdir(parents=True)
+        unfinished.mkdir()
 
     _on_first(ranks, path, begin)
     writer = ChecksumWriter(unfinished)

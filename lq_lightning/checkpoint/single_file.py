@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,26 @@ from lq_lightning.checkpoint.files import (
 )
 from lq_lightning.checkpoint.ranks import ALONE, RankGroup
 
-__all__ = ["AtomicCheckpointIO", "load_full_checkpoint"]
+__all__ = ["AtomicCheckpointIO", "load_full_checkpoint", "naming"]
+
+
+@contextmanager
+def naming(path: object) -> Generator[None, None, None]:
+    """Let every error say which checkpoint it is about, and stay what it is.
+
+    Args:
+        path: Of the checkpoint; None if it is in memory only.
+    """
+    try:
+        yield
+    except Exception as error:
+        if path is not None and str(path) not in str(error):
+            if isinstance(error, OSError) and error.strerror:
+                error.strerror = f"{error.strerror} (checkpoint `{path}`)"
+            else:
+                text, *rest = error.args or ("",)
+                error.args = (f"checkpoint `{path}`: {text}", *rest)
+        raise
 
 
 def _save(obj: object, path: Path) -> None:
@@ -51,7 +72,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or not is_local(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        write_in_place(Path(path), lambda unfinished: _save(checkpoint, unfinished))
+        with naming(path):
+            write_in_place(Path(path), lambda unfinished: _save(checkpoint, unfinished))
 
     def load_checkpoint(self, path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
         """Load one file, with the arguments of ``TorchCheckpointIO``.
@@ -65,11 +87,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a file or directory; it disappears at once, never in parts."""
-        target = Path(path)
-        if not is_local(path) or target.is_symlink() or not target.is_dir():
+        if is_local(path):
+            remove_at_once(Path(path))
+        else:
             super().remove_checkpoint(path)
-            return
-        remove_at_once(target)
 
 
 def load_full_checkpoint(

@@ -134,6 +134,7 @@ def load_optimizer(
     optimizer: Optimizer,
     state: Mapping[str, Any],
     aliases: Mapping[str, str] = _NO_ALIASES,
+    strict: bool = True,
 ) -> None:
     """Load a full optimizer state, keyed by position as torch does, or by parameter name.
 
@@ -142,6 +143,7 @@ def load_optimizer(
         optimizer: To be loaded.
         state: Of the optimizer, or by name of one that has more parameters.
         aliases: Name of a parameter in ``module`` -> its name in ``state``, where they differ.
+        strict: Whether a state by name has to have all of the optimizer's parameters.
 
     Raises:
         ValueError: The parameter groups do not fit.
@@ -155,7 +157,7 @@ def load_optimizer(
         by_key.update(zip(saved["params"], group["params"], strict=False))
     if any(isinstance(key, str) for key in by_key):
         by_key = {names[id(p)]: p for g in optimizer.param_groups for p in g["params"]}
-        groups = _match_groups(optimizer, names, groups, strict=True)
+        groups = _match_groups(optimizer, names, groups, strict)
         position = _positions(optimizer)
         entries = {clean_name(key): value for key, value in state["state"].items()}
         converted = {
@@ -223,7 +225,10 @@ def optimizer_state_by_name(
         {**group, "params": [name_at[position] for position in group["params"]]}
         for group in state["param_groups"]
     ]
-    by_name = {name_at[position]: value for position, value in state["state"].items()}
+    by_name = {  # states of no parameter have keys of their own
+        key if isinstance(key, str) else name_at[key]: value
+        for key, value in state["state"].items()
+    }
     return {"state": by_name, "param_groups": groups}
 
 
@@ -265,7 +270,7 @@ def _match_groups(
         found = next((home[name] for name in members if name in home), None)
         if found is None:
             found = saved[index] if not members and index < len(saved) else group
-        values = {key: value for key, value in found.items() if key != "params"}
+        values = {k: v for k, v in found.items() if k not in ("params", "param_names")}
         matched.append({**values, "params": [position[id(p)] for p in group["params"]]})
     return matched
 

@@ -17,22 +17,21 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lq_lightning._compat.lightning import fill_wrapping_checkpoint_io
-from lq_lightning.checkpoint import state
-from lq_lightning.checkpoint.files import is_local, is_sharded_checkpoint
-from lq_lightning.checkpoint.folder import ShardedCheckpoint, save_sharded_checkpoint
-from lq_lightning.checkpoint.places import (
-    check_has_optimizers,
-    copy_key,
-    optimizer_key,
-    optimizer_place,
+from lq_lightning.checkpoint import by_name, places, state
+from lq_lightning.checkpoint.files import is_local, is_sharded_checkpoint, move_links, put_back
+from lq_lightning.checkpoint.folder import (
+    ShardedCheckpoint,
+    check_folder,
+    save_sharded_checkpoint,
 )
 from lq_lightning.checkpoint.ranks import RankGroup
-from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint
+from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint, naming
 from lq_lightning.foundation.broadcast import broadcast_module_states
 
 __all__ = ["CheckpointingStrategy"]
 
-_SOURCE = "_sharded_checkpoint"  # key under which an open ShardedCheckpoint passes through Trainer
+# Keys under which an open ShardedCheckpoint, and where anything came from, pass through Trainer.
+_SOURCE, _PATH = "_sharded_checkpoint", "_checkpoint_path"
 EXTRA = "lq_lightning"  # key of this package's own entry in a checkpoint
 # Kinds of tensors by parameter name in that entry, of which folders say "replica" for "tensors".
 EXTRA_TENSORS = {"replica": "tensors", "velocity": "velocity", "anchor": "anchor"}
@@ -56,6 +55,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         self._verify_checkpoints = verify_checkpoints
         self._deferred_load: Callable[[], None] | None = None
         self._is_set_up = False
+        self._newest_checkpoint: Path | None = None  # that was saved to a file system
 
     # --- for subclasses -----------------------------------------------------------------------
 
@@ -91,13 +91,15 @@ class CheckpointingStrategy(ModelParallelStrategy):
 
     def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state as one process has it, on the first rank; all ranks call it."""
-        keep = self.checkpoint_ranks.is_first
-        whole: dict[str, Any] = state.gather_tensors(optimizer.state_dict(), keep=keep)
-        return whole if keep else {}
+        return by_name.gather_optimizer(self._require_module(), optimizer, self.checkpoint_ranks)
 
     def load_whole_optimizer_state(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
         """Load what one process or :meth:`whole_optimizer_state` saved; all ranks call it."""
-        state.load_optimizer(self._require_module(), optimizer, whole)
+        module = self._require_module()
+        named = by_name.state_by_name(module, optimizer, whole)
+        if named is None:
+            by_name.check_order(module, optimizer, self.shard_ranks)
+        state.load_optimizer(module, optimizer, named or whole, strict=module.strict_loading)
 
     def on_weights_loaded(self) -> None:
         """Called after the weights were replaced by those of a checkpoint."""
@@ -227,7 +229,8 @@ class CheckpointingStrategy(ModelParallelStrategy):
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if not self._holds_part:
-            return Strategy.optimizer_state(self, optimizer)
+            found = Strategy.optimizer_state(self, optimizer)
+            return by_name.with_names(self._require_module(), optimizer, found)
         self._show_shards()
         if not self.saves_sharded:
             return self.whole_optimizer_state(optimizer)
@@ -257,18 +260,9 @@ class CheckpointingStrategy(ModelParallelStrategy):
         if "optimizer_states" in checkpoint:
             values, tensors = self.extra_state()
         if self.saves_sharded:
-            if storage_options is not None:
-                raise TypeError(
-                    "`save_checkpoint(storage_options=...)` does not apply to sharded checkpoints, "
-                    "which are written to a file system: leave it out, or set "
-                    "`save_distributed_checkpoint=False` and use a `CheckpointIO` that takes it."
-                )
-            if not is_local(path):
-                raise ValueError(
-                    f"`{path}`: sharded checkpoints go to a file system that all ranks see. Use a "
-                    "path without URL scheme, or `save_distributed_checkpoint=False`."
-                )
+            check_folder(path, storage_options)
             self._save_sharded(checkpoint, values, tensors, Path(path))
+            self._newest_checkpoint = Path(path)
             return
         if values or tensors:
             keep = self.shard_ranks.is_first
@@ -280,11 +274,11 @@ class CheckpointingStrategy(ModelParallelStrategy):
 
         def write() -> None:
             if ranks.is_first:
-                self.checkpoint_io.save_checkpoint(
-                    checkpoint, path, storage_options=storage_options
-                )
+                with naming(path):
+                    self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
         ranks.together(write)
+        self._newest_checkpoint = Path(path) if is_local(path) else None
 
     def _save_sharded(
         self,
@@ -293,16 +287,18 @@ class CheckpointingStrategy(ModelParallelStrategy):
         tensors: dict[str, dict[str, Any]],
         path: Path,
     ) -> None:
-        stored = {"state_dict": checkpoint.pop("state_dict")}
+        stored = places.take_tensors(checkpoint, self.copy_number)
         stored |= {kind: found for kind, found in tensors.items() if found}
-        if "optimizer_states" in checkpoint:
-            states = checkpoint["optimizer_states"]
-            own = {optimizer_key(i): optimizer for i, optimizer in enumerate(states)}
-            stored |= {copy_key(self.copy_number): own} if self.copy_number else own
-            checkpoint["optimizer_states"] = []  # the key says that there is training state
         if values:
             checkpoint[EXTRA] = values
         save_sharded_checkpoint(stored, checkpoint, path, self.checkpoint_ranks)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint; links that were last made to it point to the newest one first."""
+        newest = self._newest_checkpoint
+        if self.is_global_zero and newest is not None and is_local(filepath):
+            move_links(Path(filepath), newest)
+        super().remove_checkpoint(filepath)
 
     # --- loading ------------------------------------------------------------------------------
 
@@ -325,16 +321,23 @@ class CheckpointingStrategy(ModelParallelStrategy):
         """
         ranks, verify = self.checkpoint_ranks, self._verify_checkpoints
         path = ranks.broadcast(checkpoint_path)
+        if is_local(path):
+            ranks.together(lambda: ranks.is_first and put_back(Path(path)))
         if is_sharded_checkpoint(path):
             source = ShardedCheckpoint(Path(path), weights_only, ranks, verify)
             checkpoint = source.read_meta()
-            checkpoint[_SOURCE] = source
+            checkpoint |= {_SOURCE: source, _PATH: str(path)}
             if "lr_schedulers" in checkpoint:  # stock Lightning drops the key of the optimizers
                 checkpoint.setdefault("optimizer_states", [])
             return checkpoint
         if is_local(path) and type(self.checkpoint_io) in (TorchCheckpointIO, AtomicCheckpointIO):
-            return load_full_checkpoint(path, weights_only, ranks, verify)
-        return dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+            checkpoint = load_full_checkpoint(path, weights_only, ranks, verify)
+        else:
+            with naming(path):
+                loaded = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            checkpoint = dict(loaded)
+        checkpoint[_PATH] = str(path)
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the model's state now, or once the model is sharded."""
@@ -351,7 +354,8 @@ class CheckpointingStrategy(ModelParallelStrategy):
         if source is not None:
             state.load_sharded_model(module, source, strict)
         else:
-            state.load_model(module, checkpoint["state_dict"], strict, self.checkpoint_ranks)
+            with naming(checkpoint.get(_PATH)):
+                state.load_model(module, checkpoint["state_dict"], strict, self.checkpoint_ranks)
         self.on_weights_loaded()
 
     def run_deferred_load(self) -> None:
@@ -363,22 +367,27 @@ class CheckpointingStrategy(ModelParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of all optimizers, then what this package added to the checkpoint."""
+        with naming(checkpoint.get(_PATH)):
+            self._load_optimizers(checkpoint)
+
+    def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         module = self._require_module()
         self._show_shards()
         source = checkpoint.get(_SOURCE)
         extra = dict(checkpoint.get(EXTRA, {}))
         whole = {kind: extra.pop(key, {}) for kind, key in EXTRA_TENSORS.items()}
         if checkpoint["global_step"] == 0 and any(o.state_dict() for o in self.optimizers):
-            check_has_optimizers(source or checkpoint["optimizer_states"])
+            places.check_has_optimizers(source or checkpoint["optimizer_states"])
         for index, optimizer in enumerate(self.optimizers):
             if source is not None:
-                place = optimizer_place(source, index, self.copy_number)
+                place = places.optimizer_place(source, index, self.copy_number)
                 state.load_sharded_optimizer(
                     module, optimizer, source, place, module.strict_loading, self.aliases
                 )
             else:
-                saved = checkpoint["optimizer_states"][index]
+                saved = places.whole_state(checkpoint["optimizer_states"], index)
                 self.load_whole_optimizer_state(optimizer, saved)
+        by_name.check_schedules(self.lr_scheduler_configs, checkpoint.get("lr_schedulers", ()))
         tensors: dict[str, dict[str, Any]] = {}
         for kind in self.extra_kinds if self._is_sharded else ():
             if source is not None:

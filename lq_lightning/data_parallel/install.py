@@ -19,7 +19,6 @@ from lq_lightning._compat.fsdp2 import (
     uses_hsdp,
 )
 from lq_lightning._compat.gathers import serve_gathers
-from lq_lightning._compat.torch import split_group
 from lq_lightning.codecs import derive_seed
 from lq_lightning.data_parallel.all_gather import QuantizedAllGather
 from lq_lightning.data_parallel.communication import QuantizedCommunication, QuantizedUnit
@@ -40,7 +39,7 @@ from lq_lightning.data_parallel.vocabulary import vocabulary_weights
 from lq_lightning.data_parallel.weight_all_gather import WeightAllGather
 from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
 from lq_lightning.foundation.checks import is_whole
-from lq_lightning.foundation.groups import RankGroups
+from lq_lightning.foundation.groups import RankGroups, shared_split
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.foundation.topology import Topology
 from lq_lightning.foundation.traffic import Traffic
@@ -153,7 +152,7 @@ def _make_context(
 
 
 def _make_votes(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> WriteVotes:
-    own = split_group(group, [list(range(group.size()))], device)
+    own = shared_split("votes", group, [list(range(group.size()))], device)
     return WriteVotes(own, device, ForwardCounter(module))
 
 

@@ -1,16 +1,168 @@
-"""The process groups of the two levels of a topology."""
+"""Process groups: made once for all runs of a process, and those of a topology's two levels.
+
+A group has threads and open files, and torch frees them only when it is destroyed. Nobody can tell
+when that is safe: a module that was sharded over a group needs it as long as it lives, and it lives
+until the garbage collector finds it, at different times on different ranks. So groups are kept as
+long as the default group lives, and the next run of the same ranks uses them again. All ranks of a
+group ask for the same ones in the same order, so that they find or make them together.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import gc
+import os
+from collections.abc import Callable, Hashable, Mapping
+from datetime import timedelta
+from functools import cache
+from itertools import count
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lq_lightning._compat.torch import split_group
+from lq_lightning._compat.torch import any_rank, in_step, inherit_timeout, split_group
 from lq_lightning.foundation.topology import Topology
 
-__all__ = ["RankGroups"]
+__all__ = [
+    "RankGroups",
+    "distrust_groups",
+    "note_failed_run",
+    "prepare_groups",
+    "shared_group",
+    "shared_mesh",
+    "shared_split",
+]
+
+GroupOrMesh = TypeVar("GroupOrMesh", dist.ProcessGroup, DeviceMesh)
+
+
+class _Made:
+    """What was made since the default group began."""
+
+    def __init__(self) -> None:
+        self.world: dist.ProcessGroup | None = None
+        self.groups: dict[Hashable, dist.ProcessGroup | DeviceMesh] = {}
+        self.failed = False  # a run has failed on this rank: groups may be out of step
+        self.broken = False  # ... in a way that shows no difference in numbers of operations
+
+    def refresh(self) -> None:
+        """Forget what belongs to a default group that was destroyed."""
+        if self.world is not dist.group.WORLD:
+            self.world = dist.group.WORLD
+            self.groups, self.failed, self.broken = {}, False, False
+
+    def all_groups(self) -> list[dist.ProcessGroup]:
+        """Every group once, in the order in which they were made; the default group cannot be."""
+        found: list[dist.ProcessGroup] = []
+        for made in self.groups.values():
+            if isinstance(made, DeviceMesh):
+                found += map(made.get_group, range(made.ndim))
+            else:
+                found.append(made)
+        return [group for group in dict.fromkeys(found) if group is not self.world]
+
+
+_made = _Made()
+_runs = count()  # never from the beginning again: a store may outlive a default group
+
+
+@cache
+def _keep_garbage_from_children() -> None:
+    """Let no forked process destroy a group of its parent.
+
+    What holds a group may be garbage in a cycle (FSDP2's states are). Collecting it in a forked
+    worker would run the group's destructor, which joins threads that the worker does not have.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
+
+
+def _shared(key: Hashable, make: Callable[[], GroupOrMesh]) -> GroupOrMesh:
+    _made.refresh()
+    _keep_garbage_from_children()
+    if key not in _made.groups:
+        _made.groups[key] = make()
+    return _made.groups[key]  # type: ignore[return-value]
+
+
+def shared_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
+    """The mesh of all ranks with these axes, made once; all ranks call it.
+
+    Its groups have the timeout of the default group.
+
+    Args:
+        device_type: Where tensors are.
+        axes: Their sizes by name, outer ones first.
+    """
+
+    def make() -> DeviceMesh:
+        shape, names = tuple(axes.values()), tuple(axes)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        inherit_timeout(mesh)
+        return mesh
+
+    return _shared(("mesh", device_type, *axes.items()), make)
+
+
+def shared_group(
+    key: Hashable, parent: dist.ProcessGroup, make: Callable[[], dist.ProcessGroup]
+) -> dist.ProcessGroup:
+    """A group of ranks of ``parent``, made once for each key; all of its ranks call this.
+
+    Args:
+        key: The same on all ranks of ``parent``; says what the group is used for and of which of
+            its ranks it is.
+        parent: Ranks that meet to make it.
+        make: Makes it.
+    """
+    ranks = tuple(dist.get_process_group_ranks(parent))
+    return _shared((key, ranks, dist.get_backend(parent)), make)
+
+
+def shared_split(
+    use: str, parent: dist.ProcessGroup, rows: list[list[int]], device: torch.device
+) -> dist.ProcessGroup:
+    """The group of those ranks of ``parent`` in one row with this one, made once for each use.
+
+    Args:
+        use: What the group is for: other uses have groups of their own.
+        parent: All of its ranks call this.
+        rows: As ``split_group`` takes them.
+        device: Where the tensors are that will be sent.
+    """
+    key = (use, tuple(map(tuple, rows)))
+    return shared_group(key, parent, lambda: split_group(parent, rows, device))
+
+
+def note_failed_run() -> None:
+    """Compare the groups of all ranks before they are used again."""
+    _made.failed = True
+
+
+def distrust_groups() -> None:
+    """Make new groups for the next run: messages may be missing in those of this one."""
+    _made.failed = _made.broken = True
+
+
+def prepare_groups(timeout: timedelta | None) -> None:
+    """Agree before a run that groups may be used again; all ranks of the default group call it.
+
+    After a run that failed on some rank, others may have operations under way that it never
+    started, which would meet those of the next run. Then all ranks make new groups.
+
+    Args:
+        timeout: How long to wait for the others.
+    """
+    _made.refresh()
+    if dist.get_world_size() == 1:
+        return
+    key = f"lq_lightning/runs/{next(_runs)}"
+    if not any_rank(f"{key}/failed", _made.failed, timeout):
+        return
+    broken = _made.broken or not in_step(key, _made.all_groups())
+    if any_rank(f"{key}/broken", broken, timeout):
+        _made.groups.clear()
+    _made.failed = _made.broken = False
 
 
 class RankGroups(NamedTuple):
@@ -63,6 +215,7 @@ class RankGroups(NamedTuple):
         nodes = [numbers[start : start + size] for start in range(0, len(ranks), size)]
         peers = [numbers[local::size] for local in range(size)]
         intra, inter = (
-            every if len(rows) == 1 else split_group(every, rows, device) for rows in (nodes, peers)
+            every if len(rows) == 1 else shared_split(use, every, rows, device)
+            for use, rows in (("node", nodes), ("peers", peers))
         )
         return cls(every, intra, inter)

@@ -125,6 +125,11 @@ class PipelineEngine:
         return self._traffic
 
     @property
+    def has_failed(self) -> bool:
+        """Whether a step ended with an error, so that messages may be under way for ever."""
+        return self._failed is not None
+
+    @property
     def kept_nbytes(self) -> tuple[int, int]:
         """What a micro-batch keeps before, and between, the halves of its backward pass, in bytes.
 

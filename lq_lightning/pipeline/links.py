@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat.torch import split_group
+from lq_lightning.foundation.groups import shared_split
 
 from .schedules import Key
 
@@ -211,7 +211,9 @@ def _own_groups(
         rest = [way for way in rest if way not in taken]
         others = sorted(set(range(size)).difference(*taken))
         rows = [sorted(way) for way in taken]
-        made = split_group(group, [*rows, others] if others else rows, device)
+        # Links of another engine use them again: its messages have all arrived.
+        use = f"links {taken}"  # both ways between two ranks have the same rows
+        made = shared_split(use, group, [*rows, others] if others else rows, device)
         groups.update({way: made for way in taken if rank in way})
     return groups
 

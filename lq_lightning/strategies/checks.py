@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import Tensor, nn, optim
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -14,6 +20,8 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units, uses_hsdp
+from lq_lightning.checkpoint.files import is_local, put_back
+from lq_lightning.checkpoint.ranks import RankGroup
 
 __all__ = [
     "check_callbacks",
@@ -21,6 +29,7 @@ __all__ = [
     "check_loss",
     "check_optimizer",
     "check_shardable",
+    "check_start",
 ]
 
 _WRAPPERS = (FullyShardedDataParallel, DistributedDataParallel, DataParallel)
@@ -136,6 +145,33 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
                 "module does not allow. Allowed: one rank, or `torch.nn.utils.prune` in "
                 "`configure_model`, which runs before sharding and keeps its masks."
             )
+
+
+def check_start(callbacks: Sequence[Any], ranks: RankGroup) -> None:
+    """Refuse to begin anew because the checkpoint to go on from had lost its name.
+
+    Lightning's search finds every other one that a killed run has set aside.
+
+    Args:
+        callbacks: Those of the Trainer.
+        ranks: All of them call this.
+
+    Raises:
+        RuntimeError: The checkpoint of ``OnExceptionCheckpoint`` was set aside. It is back.
+    """
+    saves = [c for c in callbacks if isinstance(c, OnExceptionCheckpoint)]
+    paths = [Path(callback.ckpt_path) for callback in saves if is_local(callback.ckpt_path)]
+
+    def check() -> None:
+        back = [path for path in paths if put_back(path)]
+        if back:
+            raise RuntimeError(
+                f"a killed run was about to replace `{back[0]}`, which therefore was not found. It "
+                "has its name again: start once more to go on from it."
+            )
+
+    if paths:
+        ranks.together(check if ranks.is_first else lambda: None)
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

@@ -29,15 +29,19 @@ from lq_lightning._compat.lightning import (
     check_precision_with,
     materialize_meta_tensors,
     move_optimizers_to_device,
+    replace_checkpoint_links,
     set_device_mesh,
     take_compiler,
     use_own_sampling,
 )
 from lq_lightning._compat.modules import initialize_root
-from lq_lightning._compat.torch import inherit_timeout
 from lq_lightning.checkpoint import state
+from lq_lightning.checkpoint.by_name import check_alike
+from lq_lightning.checkpoint.files import replace_link
+from lq_lightning.checkpoint.ranks import RankGroup
+from lq_lightning.foundation.groups import prepare_groups, shared_mesh
 from lq_lightning.plugins import FullyShardedPrecision
-from lq_lightning.strategies.checks import check_callbacks, check_optimizer
+from lq_lightning.strategies.checks import check_callbacks, check_optimizer, check_start
 from lq_lightning.strategies.failures import begin_run, explain_lost_rank
 from lq_lightning.strategies.gradients import DeferredReduction, FiniteGradients
 from lq_lightning.strategies.options import (
@@ -234,15 +238,16 @@ class FullyShardedStrategy(SteppingStrategy):
         self._fsdp_precision.device_type = self.root_device.type
         finite = self._finite_gradients
         self._fsdp_precision.look_at_gradients = None if finite is None else finite.look
-        if self._device_mesh is not None and dist.is_initialized():
-            Strategy.setup_environment(self)
-            set_device_mesh(self._require_module(), self._device_mesh)
-            return
-        self._data_parallel_size = self.world_size
-        self._tensor_parallel_size = 1
         with explain_lost_rank(self.global_rank, self.world_size):
-            super().setup_environment()
-        inherit_timeout(self.device_mesh)
+            if self._device_mesh is not None and dist.is_initialized():
+                Strategy.setup_environment(self)
+                prepare_groups(self._timeout)
+            else:
+                self._setup_distributed()
+                prepare_groups(self._timeout)
+                axes = {"data_parallel": self.world_size, "tensor_parallel": 1}
+                self._device_mesh = shared_mesh(self.root_device.type, axes)
+        set_device_mesh(self._require_module(), self._device_mesh)
 
     def _check_devices(self) -> None:
         devices = len(self.parallel_devices or ())
@@ -281,6 +286,9 @@ class FullyShardedStrategy(SteppingStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Shard the module if that was not done yet, then make the optimizers."""
         module = self._require_module()
+        replace_checkpoint_links(trainer, replace_link)
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_start(trainer.callbacks, self.checkpoint_ranks)  # type: ignore[attr-defined]
         shared = self.world_size > 1
         if not shared and not any(isinstance(m, FSDPModule) for m in module.modules()):
             self._setup_single(trainer, module)
@@ -305,6 +313,8 @@ class FullyShardedStrategy(SteppingStrategy):
             if self._is_sharded:
                 for optimizer in self.optimizers:
                     check_optimizer(optimizer)
+                ranks = RankGroup(group=self.device_mesh.get_group("data_parallel"))
+                check_alike(module, self.optimizers, ranks)
             move_optimizers_to_device(self.optimizers, self.root_device)
 
     def _setup_single(self, trainer: Trainer, module: LightningModule) -> None:

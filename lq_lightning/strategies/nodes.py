@@ -9,12 +9,10 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lq_lightning._compat.lightning import set_device_mesh
 from lq_lightning._compat.tensors import local_tensor
-from lq_lightning._compat.torch import inherit_timeout
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.data_parallel import (
     LocalSteps,
@@ -25,7 +23,7 @@ from lq_lightning.data_parallel import (
 )
 from lq_lightning.foundation.agreement import check_same_entries, describe
 from lq_lightning.foundation.broadcast import broadcast_module_states
-from lq_lightning.foundation.groups import RankGroups
+from lq_lightning.foundation.groups import RankGroups, shared_mesh
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.strategies.failures import explain_lost_rank
 from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
@@ -154,10 +152,8 @@ class NodesStrategy(FullyShardedStrategy):
         mesh = self._device_mesh
         if self.nodes_train_alone and mesh is not None and NODE not in (mesh.mesh_dim_names or ()):
             every = self.topology()
-            shape = (every.num_nodes, every.node_size, 1)
-            names = (NODE, SHARD, "tensor_parallel")
-            self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
-            inherit_timeout(self._device_mesh)
+            axes = {NODE: every.num_nodes, SHARD: every.node_size, "tensor_parallel": 1}
+            self._device_mesh = shared_mesh(self.root_device.type, axes)
             set_device_mesh(self._require_module(), self._device_mesh)
 
     def _check_local_steps(self, config: LocalSteps) -> None:

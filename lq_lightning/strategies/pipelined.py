@@ -14,13 +14,15 @@ from torch.optim import Optimizer
 
 from lq_lightning._compat.lightning import accumulation_window
 from lq_lightning.checkpoint import state
+from lq_lightning.checkpoint.by_name import by_name, by_position
 from lq_lightning.checkpoint.ranks import RankGroup
+from lq_lightning.foundation.groups import distrust_groups
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.strategies.pipelines.checkpoints import (
-    by_name,
     gather_parts,
+    in_order,
+    name_positions,
     whole_groups,
-    whole_state,
 )
 from lq_lightning.strategies.pipelines.data import draw_alike
 from lq_lightning.strategies.pipelines.gradients import PipelineGradients, SharedTensor
@@ -82,6 +84,13 @@ class PipelinedStrategy(QuantizedFSDPStrategy):
         names = sorted(joined, key=lambda name: order.get(clean_name(name), len(order)))
         return {name: joined[name] for name in names}
 
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As without stages; groups have their parameters in the order of the whole model."""
+        found = super().optimizer_state(optimizer)
+        if self._cut is not None and self.saves_sharded and found:
+            found["param_groups"] = in_order(found["param_groups"], self._cut.order)
+        return found
+
     def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Collect the states of all stages on the first rank, keyed as in one process."""
         if self._ranks is None or self._cut is None:
@@ -95,7 +104,7 @@ class PipelinedStrategy(QuantizedFSDPStrategy):
         if not keep:
             return {}
         states = gather_parts(states, self._ranks.control_group)
-        return whole_state(states, groups) if self.checkpoint_ranks.is_first else {}
+        return by_position(states, groups) if self.checkpoint_ranks.is_first else {}
 
     def load_whole_optimizer_state(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
         """Load this stage's part of what one process or all stages saved."""
@@ -104,11 +113,11 @@ class PipelinedStrategy(QuantizedFSDPStrategy):
         if self._cut is None or not own:
             super().load_whole_optimizer_state(optimizer, whole)
             return
-        named = (isinstance(key, str) for group in whole["param_groups"] for key in group["params"])
-        if not any(named):
+        named = by_name(whole, self._cut.order)
+        if named is None:
             groups = whole_groups(own, self.checkpoint_ranks, self._cut.order)
-            whole = by_name(whole, groups, optimizer)
-        state.load_optimizer(module, optimizer, whole, self.aliases)
+            named = name_positions(whole, groups, optimizer)
+        state.load_optimizer(module, optimizer, named, self.aliases, module.strict_loading)
 
     def on_weights_loaded(self) -> None:
         """Nothing that was sent before is referred to."""
@@ -127,6 +136,12 @@ class PipelinedStrategy(QuantizedFSDPStrategy):
                 "samples: each sample travels in full precision once again, so that the first "
                 "epoch is slower, and the run does not continue bit for bit."
             )
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let no later run receive what this one has sent."""
+        if self._run is not None and self._run.engine.has_failed:
+            distrust_groups()
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         """Free what codecs keep of samples, too."""

@@ -20,6 +20,7 @@ from lq_lightning._compat.lightning import trainer_of
 from lq_lightning._compat.modules import reset_iteration
 from lq_lightning.checkpoint.strategy import CheckpointingStrategy
 from lq_lightning.foundation.broadcast import broadcast_module_states
+from lq_lightning.foundation.groups import distrust_groups, note_failed_run
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_loss
 from lq_lightning.strategies.failures import (
@@ -319,6 +320,10 @@ class SteppingStrategy(CheckpointingStrategy):
             LostRankError: A collective outside of the steps lost its peer.
         """
         explained = isinstance(exception, LostRankError)
+        if explained or is_lost_rank(exception):
+            distrust_groups()
+        else:
+            note_failed_run()
         if self.world_size > 1 and is_lost_rank(exception) and not explained:
             raise lost_rank_error(exception, self.global_rank, self.world_size) from exception
         if self._is_sharded:

@@ -46,7 +46,7 @@ def test_a_run_killed_while_saving_leaves_the_previous_directory(tmp_path: Path)
         run_trainer(_killed_while_saving, 2, str(tmp_path))
     assert _names(tmp_path) == ["last.ckpt"]
     assert ShardedCheckpoint(tmp_path / "last.ckpt").read_meta()["global_step"] == 4
-    assert len(list(tmp_path.iterdir())) == 2  # and one hidden leftover, reused by the next save
+    assert len(list(tmp_path.iterdir())) == 3  # and two hidden leftovers, used by the next save
 
 
 def test_a_process_killed_while_saving_leaves_the_previous_file(
@@ -63,7 +63,7 @@ def test_a_process_killed_while_saving_leaves_the_previous_file(
     assert child.exitcode == -signal.SIGKILL
     assert _names(tmp_path) == ["last.ckpt"]
     assert load_full_checkpoint(path, None) == {"step": 4}
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_incomplete_checkpoints_are_refused(saved: Path, tmp_path: Path) -> None:

@@ -44,11 +44,11 @@ def test_only_differences_need_votes(monkeypatch: pytest.MonkeyPatch, method: An
     pretend_ranks(2)
     made: list[Any] = []
 
-    def split(group: Any, rows: Any, device: Any) -> Any:
+    def split(use: str, group: Any, rows: Any, device: Any) -> Any:
         made.append(rows)
         return group
 
-    monkeypatch.setattr(install, "split_group", split)
+    monkeypatch.setattr(install, "shared_split", split)
     weights = None if method is None else WeightQuantization(method=method, group_size=64)
     model, _, communication = build(weights=weights, gradients=TLQ_HS)
     watched = ["_root_pre_forward" in vars(unit._get_fsdp_state()) for unit in units(model)]

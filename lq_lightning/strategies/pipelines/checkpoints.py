@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lq_lightning.checkpoint import state
 from lq_lightning.checkpoint.ranks import RankGroup
 
-__all__ = ["by_name", "gather_parts", "whole_groups", "whole_state"]
+__all__ = ["gather_parts", "in_order", "name_positions", "whole_groups"]
 
 
 class _Place:
@@ -86,36 +86,18 @@ def whole_groups(
         ranks: Of all stages; all of them must call this.
         order: Place of every parameter in the whole model.
     """
-    merged = state.merge_parameter_groups(own, ranks)
-    groups: list[dict[str, Any]] = merged.get("param_groups", [])
+    return in_order(state.merge_parameter_groups(own, ranks).get("param_groups", []), order)
+
+
+def in_order(groups: Sequence[Mapping[str, Any]], order: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Parameter groups with names in the order of the whole model's parameters."""
     return [
         {**group, "params": sorted(group["params"], key=lambda name: order.get(name, len(order)))}
         for group in groups
     ]
 
 
-def whole_state(states: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """An optimizer's state keyed by position, as torch keys it in one process.
-
-    Args:
-        states: By parameter name, of all stages.
-        groups: From :func:`whole_groups`.
-    """
-    position = {name: i for i, name in enumerate(_name_positions(groups))}
-    return {
-        "state": {position[name]: value for name, value in states.items()},
-        "param_groups": [
-            {**group, "params": [position[name] for name in group["params"]]} for group in groups
-        ],
-    }
-
-
-def _name_positions(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names in the order in which one process numbers the parameters."""
-    return [name for group in groups for name in group["params"]]
-
-
-def by_name(
+def name_positions(
     whole: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], optimizer: Optimizer
 ) -> dict[str, Any]:
     """Turn a state keyed by position into one by parameter name.

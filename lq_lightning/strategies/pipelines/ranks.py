@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from lq_lightning._compat.torch import group_timeout, inherit_timeout, split_group
+from lq_lightning._compat.torch import group_timeout
 from lq_lightning.data_parallel import Topology
+from lq_lightning.foundation.groups import shared_group, shared_mesh, shared_split
 
 __all__ = ["DATA_PARALLEL", "PIPELINE", "PipelineRanks", "stage_topology"]
 
@@ -62,16 +62,12 @@ class PipelineRanks:
 
     def __init__(self, pipeline_size: int, device: torch.device) -> None:
         replicas = dist.get_world_size() // pipeline_size
-        self.mesh = init_device_mesh(
-            device.type, (pipeline_size, replicas), mesh_dim_names=(PIPELINE, DATA_PARALLEL)
-        )
-        inherit_timeout(self.mesh)
+        self.mesh = shared_mesh(device.type, {PIPELINE: pipeline_size, DATA_PARALLEL: replicas})
         self.device = device
         self.group: dist.ProcessGroup = self.mesh.get_group(PIPELINE)
         self.stage_group: dist.ProcessGroup = self.mesh.get_group(DATA_PARALLEL)
         self.control_group = _over_gloo(self.group, device)
         self.stage_control_group = _over_gloo(self.stage_group, device)
-        self._holders: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     @property
     def size(self) -> int:
@@ -94,29 +90,29 @@ class PipelineRanks:
         return self.stage_group.size()
 
     def holders(self, places: Sequence[int]) -> dist.ProcessGroup:
-        """The group of some ranks of each pipeline, by their places; made once.
+        """The group of some ranks of each pipeline, by their places.
 
         All ranks of the pipeline must call this in one order.
 
         Args:
             places: Ascending; this rank's own group is returned where it is none of them.
         """
-        key = tuple(places)
-        if key == tuple(range(self.size)):
+        if list(places) == list(range(self.size)):
             return self.group
-        if key not in self._holders:
-            others = [[place] for place in range(self.size) if place not in key]
-            self._holders[key] = split_group(self.group, [list(key), *others], self.device)
-        return self._holders[key]
+        others = [[place] for place in range(self.size) if place not in places]
+        return shared_split("holders", self.group, [list(places), *others], self.device)
 
 
 def _over_gloo(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    made: dist.ProcessGroup | None = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=group_timeout(dist.group.WORLD, device),
-        backend="gloo",
-        use_local_synchronization=True,
-    )
-    if made is None:
-        raise AssertionError("this rank is in its own groups")
-    return made
+    def make() -> dist.ProcessGroup:
+        made: dist.ProcessGroup | None = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=group_timeout(dist.group.WORLD, device),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        if made is None:
+            raise AssertionError("this rank is in its own groups")
+        return made
+
+    return shared_group("over gloo", group, make)
