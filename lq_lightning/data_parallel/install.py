@@ -10,7 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lq_lightning._compat.forwards import ForwardCounter, gather_normal_tensors
+from lq_lightning._compat.forwards import (
+    ForwardCounter,
+    gather_normal_tensors,
+    hook_hidden_outputs,
+    refuse_second_derivatives,
+)
 from lq_lightning._compat.fsdp2 import (
     GroupParams,
     announce_packed_gradients,
@@ -229,6 +234,8 @@ def _install(
     stack: ReductionStack | None,
 ) -> QuantizedUnit:
     gather_normal_tensors(group)
+    refuse_second_derivatives(group, description.name)
+    hook_hidden_outputs(module)
     gather: QuantizedAllGather | None = None
     if weights is not None:
         if votes is None:

@@ -27,7 +27,6 @@ from torchmetrics import Metric
 from lq_lightning._compat.launcher import launcher_where_it_runs
 from lq_lightning._compat.lightning import (
     check_precision_with,
-    materialize_meta_tensors,
     move_optimizers_to_device,
     set_device_mesh,
     take_compiler,
@@ -36,6 +35,7 @@ from lq_lightning._compat.lightning import (
 from lq_lightning._compat.modules import initialize_root
 from lq_lightning._compat.torch import inherit_timeout
 from lq_lightning.checkpoint import state
+from lq_lightning.foundation.meta_start import initialize_meta_tensors
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_callbacks, check_optimizer
 from lq_lightning.strategies.failures import explain_lost_rank
@@ -305,7 +305,7 @@ class FullyShardedStrategy(SteppingStrategy):
 
     def _setup_single(self, trainer: Trainer, module: LightningModule) -> None:
         use_own_sampling(trainer)
-        materialize_meta_tensors(module, self.root_device)
+        initialize_meta_tensors(module, self.root_device)
         if self._units is not None or self._compile_units:
             plan = find_units(module, self._units)
             if self._compile_units:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lq_lightning._compat.modules import reset_iteration
 from lq_lightning.checkpoint.strategy import CheckpointingStrategy
 from lq_lightning.foundation.broadcast import broadcast_module_states
+from lq_lightning.foundation.meta_start import check_values
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_loss
 from lq_lightning.strategies.failures import (
@@ -83,6 +84,7 @@ class SteppingStrategy(CheckpointingStrategy):
     @contextmanager
     def _guard(self) -> Generator[None, None, None]:
         """Leave FSDP2 usable after an error (such as out of memory), explain a lost rank."""
+        check_values(self._require_module())
         with explain_lost_rank(self.global_rank, self.world_size):
             try:
                 yield
