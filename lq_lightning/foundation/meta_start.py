@@ -28,15 +28,10 @@ def initialize_meta_tensors(root: nn.Module, device: torch.device) -> None:
         root: Sharded or not.
         device: Where to allocate.
     """
-    owners = [module for module in root.modules() if any(t.is_meta for t in _own(module).values())]
-    if not owners:
+    marked = {name for name, tensor in _named(root).items() if tensor.is_meta}
+    if not marked:
         return
-    marked = {
-        f"{path}.{name}" if path else name
-        for path, module in root.named_modules()
-        for name, tensor in _own(module).items()
-        if tensor.is_meta
-    }
+    owners = [m for m in root.modules() if any(t.is_meta for t in _named(m, False).values())]
     materialize(root, device)
     tensors = _named(root)
     for name in marked:
@@ -63,9 +58,9 @@ def check_values(root: nn.Module) -> None:
     if not left:
         return
     root.__dict__[_RECORD] = marked  # the next step is refused, too
-    path, _, name = left[0].rpartition(".")
+    path = left[0].rpartition(".")[0]
     owner = root.get_submodule(path)
-    kind = "parameter" if name in owner._parameters else "buffer"
+    kind = "parameter" if isinstance(tensors[left[0]], nn.Parameter) else "buffer"
     more = f" (and {len(left) - 1} more: {', '.join(left[1:4])})" if len(left) > 1 else ""
     raise RuntimeError(
         f"the {kind} `{left[0]}`{more} was made on the meta device, and nothing has given it all "
@@ -76,14 +71,13 @@ def check_values(root: nn.Module) -> None:
     )
 
 
-def _own(module: nn.Module) -> dict[str, Tensor]:
-    own = {**module._parameters, **module._buffers}
-    return {name: tensor for name, tensor in own.items() if tensor is not None}
-
-
-def _named(root: nn.Module) -> dict[str, Tensor]:
+def _named(root: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
     every = (root.named_parameters, root.named_buffers)
-    return {name: t for named in every for name, t in named(remove_duplicate=False)}
+    return {
+        name: tensor
+        for named in every
+        for name, tensor in named(recurse=recurse, remove_duplicate=False)
+    }
 
 
 def _local(tensor: Tensor) -> Tensor:

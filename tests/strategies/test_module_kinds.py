@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 from lq_lightning import QuantizedFSDPStrategy
+from lq_lightning.strategies.checks import check_shardable
 
 run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 
@@ -113,8 +114,6 @@ def test_unusual_outputs_and_layouts_compute_what_one_process_does(tmp_path: Any
 
 
 def test_expanded_parameters_are_named() -> None:
-    from lq_lightning.strategies.checks import check_shardable
-
     module = nn.Module()
     module.layer = nn.Linear(4, 4)
     module.layer.weight = nn.Parameter(torch.ones(4, 1).expand(4, 4))
