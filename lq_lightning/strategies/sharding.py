@@ -24,7 +24,8 @@ from lq_lightning._compat.forwards import (
 from lq_lightning._compat.fsdp2 import fsdp_units, offloads_to_cpu
 from lq_lightning._compat.lightning import convert_floating
 from lq_lightning._compat.modules import prepare_fsdp_class
-from lq_lightning.foundation.broadcast import broadcast_module_states
+from lq_lightning.data_parallel import PackedAgreement
+from lq_lightning.foundation.broadcast import broadcast_module_states, check_alike
 from lq_lightning.foundation.meta_start import initialize_meta_tensors
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_fully_sharded, check_shardable
@@ -85,12 +86,14 @@ class ShardedModule:
         settings: The options that were baked in.
         plan: Its units.
         manual: Runs its ``training_step`` if that uses manual optimization.
+        agreement: Whether ranks have gradients of the same parameters; None on one rank.
         extra: What a subclass of the strategy attached.
     """
 
     settings: Mapping[str, object]
     plan: ShardingPlan
     manual: ManualForward | None
+    agreement: PackedAgreement | None
     extra: Any = None
 
 
@@ -122,6 +125,7 @@ def shard(
     sharding.precision.convert_module(module)
     ranks = sharding.mesh.get_group()
     if several:
+        check_alike(module, ranks)
         broadcast_module_states(module, parameters=True, group=ranks)
     plan = find_units(module, sharding.units)
     _make_contiguous(module)
@@ -141,7 +145,8 @@ def shard(
         compile_units(module, plan)
     SubmoduleCalls(module, sharding.precision.forward_context)
     manual = None if module.automatic_optimization else ManualForward(module)
-    return ShardedModule(settings=settings, plan=plan, manual=manual)
+    agreement = PackedAgreement(module, sharding.device) if several else None
+    return ShardedModule(settings=settings, plan=plan, manual=manual, agreement=agreement)
 
 
 def remember(module: LightningModule, record: ShardedModule) -> None:

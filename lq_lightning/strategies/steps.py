@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lq_lightning._compat.modules import reset_iteration
 from lq_lightning.checkpoint.strategy import CheckpointingStrategy
+from lq_lightning.data_parallel import PackedAgreement
 from lq_lightning.foundation.broadcast import broadcast_module_states
 from lq_lightning.foundation.meta_start import check_values
 from lq_lightning.plugins import FullyShardedPrecision
@@ -81,6 +82,10 @@ class SteppingStrategy(CheckpointingStrategy):
     def _manual(self) -> ManualForward | None:
         return None if self._sharded is None else self._sharded.manual
 
+    @property
+    def _agreement(self) -> PackedAgreement | None:
+        return None if self._sharded is None else self._sharded.agreement
+
     @contextmanager
     def _guard(self) -> Generator[None, None, None]:
         """Leave FSDP2 usable after an error (such as out of memory), explain a lost rank."""
@@ -91,6 +96,8 @@ class SteppingStrategy(CheckpointingStrategy):
             except Exception as error:
                 if self._is_sharded and not is_lost_rank(error):
                     self.on_step_error()
+                    if self._agreement is not None:
+                        self._agreement.forget()
                     reset_iteration(self._require_module())
                 raise
 
@@ -176,6 +183,8 @@ class SteppingStrategy(CheckpointingStrategy):
 
     def on_train_end(self) -> None:
         """Stop all ranks after a signal that no batch followed."""
+        if self._agreement is not None:
+            self._agreement.finish()
         if self._stop_signal is not None:
             self._stop_signal.finish()
 
@@ -191,6 +200,8 @@ class SteppingStrategy(CheckpointingStrategy):
         """Run the closure (forward and backward) and step, unless gradients are not finite."""
         manual = self._manual
         run = closure if manual is None else _then(closure, manual.before_update)
+        if self._agreement is not None:
+            run = _then(run, self._agreement.check)
         with explain_lost_rank(self.global_rank, self.world_size):
             if self._skip_nonfinite_steps:
                 result, stepped = self._step_if_finite(optimizer, run, **kwargs)
@@ -245,6 +256,8 @@ class SteppingStrategy(CheckpointingStrategy):
                 stacklevel=2,
             )
             return
+        if self._agreement is not None:
+            self._agreement.finish()  # gradients of other parameters must not get into a file
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
