@@ -31,6 +31,7 @@ __all__ = [
     "same_addresses",
     "shard_group",
     "shard_identity",
+    "shard_memory",
     "tensor_parallel_parameters",
     "uses_hsdp",
     "write_fingerprint",
@@ -166,6 +167,12 @@ def _describe(fsdp_param: Any, sharded: nn.Parameter) -> GroupParam:
         ndim=sharded.ndim,
         gather_dtype=dtype,
     )
+
+
+def shard_memory(params: list[GroupParam]) -> list[Tensor]:
+    """This rank's shards as FSDP2 gathers them, flat and padded; of tensor subclasses nothing."""
+    shards = [p.fsdp_param._sharded_param_data for p in params]
+    return [shard if type(shard) is Tensor else torch.empty(0) for shard in shards]
 
 
 def pack_shards(params: list[GroupParam], slots: Tensor) -> None:

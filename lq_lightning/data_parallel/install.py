@@ -158,7 +158,7 @@ def _make_context(
 
 def _make_votes(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> WriteVotes:
     own = split_group(group, [list(range(group.size()))], device)
-    return WriteVotes(own, device, ForwardCounter(module))
+    return WriteVotes(own, device, ForwardCounter(module), lambda: module.training)
 
 
 def _check_meshes(module: nn.Module, found: list[tuple[str, FSDPModule, Any]]) -> None:
