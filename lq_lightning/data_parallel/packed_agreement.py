@@ -23,7 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lq_lightning._compat.fsdp2 import announce_packed_indices, fsdp_units, shard_group
+from lq_lightning._compat.fsdp2 import (
+    GroupParams,
+    announce_packed_indices,
+    fsdp_units,
+    shard_group,
+)
 from lq_lightning._compat.torch import after_backward, backward_id, split_group
 from lq_lightning.foundation import streams
 from lq_lightning.foundation.agreement import MaxReduction
@@ -148,8 +153,7 @@ class PackedAgreement:
                 f"different parameters were added up. {advice}"
             )
         unit = units[0]
-        group = self._groups[unit]
-        params = [p.sharded_param for p in group.fsdp_params]
+        params = [p.sharded_param for p in GroupParams(self._groups[unit])()]
         has = {index for call in packed.get(unit, ()) for index in call}
         named = [self._names.get(id(p), "?") for p in params]
         with_gradient = [f"`{named[i]}`" for i in sorted(has)]
