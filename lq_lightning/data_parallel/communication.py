@@ -129,9 +129,9 @@ class QuantizedCommunication:
     def invalidate(self) -> None:
         """Let the next gathers refresh the replicas in full precision. Every rank must call this.
 
-        For writes that cannot be seen, as ``parameter.data.copy_(value)``, and for writes to the
-        shards of some ranks only that must take effect in the next forward pass, not in the one
-        after. Others are noticed. ``parameter.data = value`` is lost whatever follows: it replaces
+        For writes that must take effect in the next forward pass and might in the one after: to the
+        shards of some ranks only, and on GPUs those that no version counter counts, as
+        ``parameter.data.copy_(value)``. Others are noticed. ``parameter.data = value`` is lost whatever follows: it replaces
         a tensor that FSDP2 does not compute with, and the next forward pass raises an error.
         """
         for gather in self._difference_gathers():
