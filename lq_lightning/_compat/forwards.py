@@ -1,16 +1,29 @@
-"""FSDP2's forward passes: their number, and the mode in which weights are gathered in them."""
+"""FSDP2's forward passes: their number, how they gather weights, what backward needs of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["ForwardCounter", "gather_normal_tensors"]
+__all__ = [
+    "ForwardCounter",
+    "gather_normal_tensors",
+    "hook_hidden_outputs",
+    "refuse_second_derivatives",
+]
+
+# What holds no tensor of this pass, or others that are none of its results.
+_LEAVES = (
+    *(type(None), str, bytes, int, float, complex, type, nn.Module),
+    *(torch.dtype, torch.device, torch.Generator, types.FunctionType, types.ModuleType),
+)
 
 
 class ForwardCounter:
@@ -68,3 +81,86 @@ def _outside_inference_mode(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return outside
+
+
+def refuse_second_derivatives(group: Any, name: str) -> None:
+    """Let a backward that is to be differentiated itself fail where it enters a unit. Idempotent.
+
+    The graph of such a backward saves the gathered weights, which FSDP2 frees when it is over: the
+    next backward reads memory that is gone. Nor would it reduce what the next one computes, as its
+    hooks are on outputs of the forward.
+
+    Args:
+        group: FSDP2's parameter group of the unit.
+        name: Of the unit.
+    """
+    if "pre_backward" in vars(group):
+        return
+    original = group.pre_backward
+
+    def pre_backward(*args: Any) -> None:
+        if torch.is_grad_enabled():  # within a backward, iff it was called with create_graph=True
+            raise RuntimeError(
+                f"a gradient through the unit `{name}` was asked for with `create_graph=True`, to "
+                "be differentiated once more (as for a gradient penalty). FSDP2 frees the weights "
+                "of a unit after the first backward, and reduces no gradients of a second one. "
+                "Allowed are: first derivatives, of inputs too; finite differences in place of the "
+                "second ones; `create_graph=True` in `training_step` through modules that belong "
+                "to no unit, which `units=[...]` decides; and strategies that do not shard, such "
+                "as 'ddp'."
+            )
+        original(*args)
+
+    group.pre_backward = pre_backward
+
+
+def hook_hidden_outputs(module: FSDPModule) -> None:
+    """Let backward gather a unit's weights also where its output hides tensors. Idempotent.
+
+    FSDP2 does so when a gradient arrives at a tensor of the output. It looks for them in the
+    containers that it knows, and not in objects of other classes, through which backward would use
+    weights that were freed.
+
+    Args:
+        module: The unit.
+    """
+    state = module._get_fsdp_state()
+    if "_register_pre_backward_hook" in vars(state):
+        return
+    original = state._register_pre_backward_hook
+
+    def register(output: Any) -> Any:
+        result = original(output)
+        if not isinstance(result, Tensor) and torch.is_grad_enabled():
+            for tensor in _tensors_within(result):
+                if tensor.requires_grad and not _has_pre_backward_hook(tensor):
+                    tensor.register_hook(state._pre_backward)
+        return result
+
+    state._register_pre_backward_hook = register
+
+
+def _has_pre_backward_hook(tensor: Tensor) -> bool:
+    """Whether FSDP2 has seen it, in the output of this unit or of one inside."""
+    hooks = (tensor._backward_hooks or {}).values()  # type: ignore[attr-defined]
+    return any(getattr(hook, "__name__", "") == "_pre_backward" for hook in hooks)
+
+
+def _tensors_within(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors that can be reached from a value through containers and attributes."""
+    stack, seen = [value], set()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Tensor):
+            yield value
+        if isinstance(value, (Tensor, *_LEAVES)) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            stack += value.values()
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            stack += value
+        stack += getattr(value, "__dict__", {}).values()
+        slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
+        names = [n for s in slots for n in ((s,) if isinstance(s, str) else s)]
+        stack += [getattr(value, name, None) for name in names if not name.startswith("__")]

@@ -20,6 +20,7 @@ __all__ = [
     "ReduceScatter",
     "ShardIdentity",
     "announce_packed_gradients",
+    "announce_packed_indices",
     "data_was_assigned",
     "fsdp_units",
     "groups_of_state",
@@ -30,6 +31,7 @@ __all__ = [
     "same_addresses",
     "shard_group",
     "shard_identity",
+    "shard_memory",
     "tensor_parallel_parameters",
     "uses_hsdp",
     "write_fingerprint",
@@ -167,6 +169,12 @@ def _describe(fsdp_param: Any, sharded: nn.Parameter) -> GroupParam:
     )
 
 
+def shard_memory(params: list[GroupParam]) -> list[Tensor]:
+    """This rank's shards as FSDP2 gathers them, flat and padded; of tensor subclasses nothing."""
+    shards = [p.fsdp_param._sharded_param_data for p in params]
+    return [shard if type(shard) is Tensor else torch.empty(0) for shard in shards]
+
+
 def pack_shards(params: list[GroupParam], slots: Tensor) -> None:
     """Cast and pack this rank's shards into slots, as FSDP2 does before an all-gather.
 
@@ -196,6 +204,13 @@ class PackedGradients(NamedTuple):
     read_in_backward: bool
 
 
+class _Listeners(NamedTuple):
+    """Who is told in front of a reduce-scatter of a parameter group."""
+
+    of_indices: list[Callable[[tuple[int, ...]], None]]
+    of_all: list[Callable[[PackedGradients], None]]
+
+
 def announce_packed_gradients(
     group: Any, announce: Callable[[PackedGradients], None]
 ) -> Callable[[], None]:
@@ -205,9 +220,23 @@ def announce_packed_gradients(
     custom reduce-scatter, so this has to be read just before its post-backward.
 
     Returns:
-        A function that removes the hook.
+        A function that ends it.
     """
-    original = group.post_backward
+    listeners = _listeners(group).of_all
+    listeners.append(announce)
+    return lambda: listeners.remove(announce)
+
+
+def announce_packed_indices(group: Any, announce: Callable[[tuple[int, ...]], None]) -> None:
+    """As :func:`announce_packed_gradients`, with the indices alone, which costs less."""
+    _listeners(group).of_indices.append(announce)
+
+
+def _listeners(group: Any) -> _Listeners:
+    found = getattr(group.post_backward, "listeners", None)
+    if isinstance(found, _Listeners):
+        return found
+    original, listeners = group.post_backward, _Listeners([], [])
 
     def post_backward(*unused: Any) -> None:
         if group.reduce_grads:
@@ -217,15 +246,17 @@ def announce_packed_gradients(
             order = getattr(group, "_reduce_scatter_param_indices", range(len(params)))
             packed = tuple(i for i in order if _will_be_reduced(params[i], unused_too))
             if packed:
-                announce(PackedGradients(packed, _is_read_in_backward(group, packed)))
+                for announce in listeners.of_indices:
+                    announce(packed)
+                if listeners.of_all:
+                    found = PackedGradients(packed, _is_read_in_backward(group, packed))
+                    for tell in listeners.of_all:
+                        tell(found)
         original(*unused)
 
-    def remove() -> None:
-        if group.__dict__.get("post_backward") is post_backward:
-            del group.post_backward
-
+    post_backward.listeners = listeners  # type: ignore[attr-defined]
     group.post_backward = post_backward
-    return remove
+    return listeners
 
 
 def _is_read_in_backward(group: Any, packed: tuple[int, ...]) -> bool:

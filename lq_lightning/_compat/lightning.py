@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -29,7 +29,6 @@ __all__ = [
     "default_dtype",
     "fill_wrapping_checkpoint_io",
     "is_no_optimizer",
-    "materialize_meta_tensors",
     "move_optimizers_to_device",
     "note_sigterm",
     "replace_checkpoint_links",
@@ -184,13 +183,6 @@ def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
     from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 
     return cast("AbstractContextManager[None]", _DtypeContextManager(dtype))
-
-
-def materialize_meta_tensors(module: nn.Module, device: torch.device) -> None:
-    """Allocate a module built on the meta device and call its ``reset_parameters`` methods."""
-    from lightning.fabric.utilities.init import _materialize_distributed_module
-
-    _materialize_distributed_module(module, device)
 
 
 def move_optimizers_to_device(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -16,6 +18,7 @@ __all__ = [
     "like_rows",
     "local_shard",
     "local_tensor",
+    "materialize",
     "shard_rows",
     "to_sharded_dtensor",
     "waited",
@@ -71,6 +74,22 @@ def _from_local(local: Tensor, like: DTensor) -> DTensor:
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, without autograd; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def materialize(root: nn.Module, device: torch.device) -> None:
+    """Give tensors on the meta device memory of unknown contents; others stay as they are.
+
+    ``Module.to_empty`` would empty these too, and part parameters that modules share.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                places[id(parameter)].append((module, name))
+    root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    for (first, first_name), *others in places.values():
+        for module, name in others:
+            module._parameters[name] = first._parameters[first_name]
 
 
 def waited(tensor: Tensor) -> Tensor:

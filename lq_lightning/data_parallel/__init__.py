@@ -9,6 +9,7 @@ from lq_lightning.data_parallel.config import GradientQuantization, LocalSteps, 
 from lq_lightning.data_parallel.gradient_buffer import KeptGradient, QuantizedGradientBuffer
 from lq_lightning.data_parallel.install import quantize_communication
 from lq_lightning.data_parallel.local_steps import OuterOptimizer, start_alike
+from lq_lightning.data_parallel.packed_agreement import PackedAgreement
 from lq_lightning.data_parallel.plan import CommunicationPlan, TensorPlan
 from lq_lightning.data_parallel.vocabulary import vocabulary_weights
 from lq_lightning.foundation.topology import Topology
@@ -20,6 +21,7 @@ __all__ = [
     "KeptGradient",
     "LocalSteps",
     "OuterOptimizer",
+    "PackedAgreement",
     "QuantizationErrors",
     "QuantizedAllReduce",
     "QuantizedCommunication",

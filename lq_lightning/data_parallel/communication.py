@@ -119,25 +119,34 @@ class QuantizedCommunication:
         stepped = None
         if optimizer is not None:
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._exchanges.run(self._stacks_to_exchange(stepped))
+        begun: set[int] = set()
+        try:
+            self._exchanges.run(self._stacks_to_exchange(stepped, begun))
+        finally:  # after an error the others' changes count as writes, which refresh replicas
+            if self._votes is not None:
+                self._votes.note_step(lambda replica: id(replica) in begun)
 
     def invalidate(self) -> None:
         """Let the next gathers refresh the replicas in full precision. Every rank must call this.
 
-        For writes that cannot be seen, as ``parameter.data.copy_(value)``, and for writes to the
-        shards of some ranks only that must take effect in the next forward pass, not in the one
-        after. Others are noticed. ``parameter.data = value`` is lost whatever follows: it replaces
+        For writes that must take effect in the next forward pass and might in the one after: to the
+        shards of some ranks only, and on GPUs those that no version counter counts, as
+        ``parameter.data.copy_(value)``. Others are noticed. ``parameter.data = value`` is lost whatever follows: it replaces
         a tensor that FSDP2 does not compute with, and the next forward pass raises an error.
         """
         for gather in self._difference_gathers():
             gather.replica.invalidate()
 
     def _stacks_to_exchange(
-        self, stepped: set[int] | None
+        self, stepped: set[int] | None, begun: set[int]
     ) -> Iterator[Sequence[WeightDifferenceAllGather]]:
-        """Yield what is exchanged together; what decides that is the same on every rank."""
+        """Yield what is exchanged together; what decides that is the same on every rank.
+
+        Replicas (``id``) are added to ``begun`` when their turn comes.
+        """
         for _, stack in groupby(self._difference_gathers(), lambda gather: id(gather.memory)):
             gathers = [gather for gather in stack if gather.holds_any(stepped)]
+            begun.update(id(gather.replica) for gather in gathers)
             if gathers and gathers[0].exchanges_alike(gathers[1:]):
                 yield gathers
             else:
@@ -230,6 +239,8 @@ class QuantizedCommunication:
                 gather.restore(slots)
             else:
                 gather.replica.invalidate()
+        if self._votes is not None:
+            self._votes.note()
 
     # --- measurements -----------------------------------------------------------------------
 

@@ -10,7 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lq_lightning._compat.forwards import ForwardCounter, gather_normal_tensors
+from lq_lightning._compat.forwards import (
+    ForwardCounter,
+    gather_normal_tensors,
+    hook_hidden_outputs,
+    refuse_second_derivatives,
+)
 from lq_lightning._compat.fsdp2 import (
     GroupParams,
     announce_packed_gradients,
@@ -152,8 +157,13 @@ def _make_context(
 
 
 def _make_votes(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> WriteVotes:
+<<<<<<< HEAD
     own = shared_split("votes", group, [list(range(group.size()))], device)
     return WriteVotes(own, device, ForwardCounter(module))
+=======
+    own = split_group(group, [list(range(group.size()))], device)
+    return WriteVotes(own, device, ForwardCounter(module), lambda: module.training)
+>>>>>>> w/b7
 
 
 def _check_meshes(module: nn.Module, found: list[tuple[str, FSDPModule, Any]]) -> None:
@@ -229,6 +239,8 @@ def _install(
     stack: ReductionStack | None,
 ) -> QuantizedUnit:
     gather_normal_tensors(group)
+    refuse_second_derivatives(group, description.name)
+    hook_hidden_outputs(module)
     gather: QuantizedAllGather | None = None
     if weights is not None:
         if votes is None:

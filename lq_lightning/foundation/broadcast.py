@@ -2,12 +2,54 @@
 
 from __future__ import annotations
 
+import hashlib
+from itertools import zip_longest
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["broadcast_module_states"]
+__all__ = ["broadcast_module_states", "check_alike"]
+
+
+def check_alike(root: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Make sure that ranks have the same parameters and buffers, in one order. All call this.
+
+    Values are sent and gradients reduced by position: a difference would mix them up, or hang.
+
+    Args:
+        root: The module.
+        group: Ranks that hold it; ``None`` is the world.
+
+    Raises:
+        ValueError: On all ranks: they differ in a name, shape, dtype, in what is trained, or in
+            what is on the meta device.
+    """
+    named = (*root.named_parameters(), *root.named_buffers())
+    mine = [
+        f"`{name}` of shape {tuple(tensor.shape)}, {tensor.dtype}, "
+        f"{'trained' if tensor.requires_grad else 'not trained'}"
+        f"{' and on the meta device' if tensor.is_meta else ''}"
+        for name, tensor in named
+    ]
+    size = dist.get_world_size(group)
+    digests: list[bytes] = [b""] * size
+    digest = hashlib.blake2b("\n".join(mine).encode()).digest()
+    dist.all_gather_object(digests, digest, group=group)
+    if len(set(digests)) == 1:
+        return
+    every: list[list[str]] = [[]] * size
+    dist.all_gather_object(every, mine, group=group)
+    rank = next(r for r, facts in enumerate(every) if facts != every[0])
+    pairs = zip_longest(every[0], every[rank], fillvalue="nothing more")
+    place, (first, other) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    raise ValueError(
+        f"ranks have built different modules: number {place + 1} of the parameters and buffers of "
+        f"`{type(root).__name__}` is {first} on the first rank, but {other} on rank {rank} of "
+        f"{size}. Ranks send values and add up gradients by position. Build the same module on "
+        "all of them, with its parts in the same order and the same ones frozen."
+    )
 
 
 def broadcast_module_states(

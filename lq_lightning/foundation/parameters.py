@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["clean_name", "embeddings", "is_copy_of_parameter"]
+__all__ = ["clean_name", "embeddings", "is_copy_of_parameter", "shares_memory_within"]
 
 # Copies in another dtype or layout, as autocast makes them before a matrix product.
 _COPIES = ("ToCopyBackward", "TBackward", "TransposeBackward", "ViewBackward", "PermuteBackward")
@@ -34,3 +34,9 @@ def is_copy_of_parameter(tensor: Tensor) -> bool:
             return False
         node = node.next_functions[0][0]
     return False
+
+
+def shares_memory_within(tensor: Tensor) -> bool:
+    """Whether several elements of a tensor are one place in memory, as after ``expand``."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 1 + sum((size - 1) * stride for size, stride in steps)

@@ -19,7 +19,8 @@ exchange, second     the gather between nodes; of one node, the gather within it
 exchange, third      the gather within the node, decode, add to the replica
 reductions, second   the last exchange of gradient reductions
 reductions, third    decode its messages and add them to the result
-votes                the reduction of a few bytes that ranks agree by
+votes                the reduction of a few bytes that ranks agree by, which may wait for the
+                     checksums of shards on the computing stream or FSDP2's gather ones
 ==================== ==============================================================================
 
 *Nothing but transfers on the network's streams.* Wherever a stream would decode one unit before it

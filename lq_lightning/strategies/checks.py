@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units, uses_hsdp
 from lq_lightning.checkpoint.files import is_local, put_back
 from lq_lightning.checkpoint.ranks import RankGroup
+from lq_lightning.foundation.parameters import shares_memory_within
 
 __all__ = [
     "check_callbacks",
@@ -44,7 +45,8 @@ def check_shardable(root: nn.Module) -> None:
 
     Raises:
         TypeError: A submodule is wrapped by FSDP1, DDP or DataParallel.
-        ValueError: A parameter is a scalar, empty or lazily initialised, or its gradient is sparse.
+        ValueError: A parameter is a scalar, empty, expanded or lazily initialised, or its gradient
+            is sparse.
         NotImplementedError: A unit is sharded over a 2-D mesh (HSDP), or a parameter by tensor
             parallelism.
     """
@@ -87,6 +89,14 @@ def check_shardable(root: nn.Module) -> None:
             raise ValueError(
                 f"parameter `{name}` is a scalar, which FSDP2 cannot shard. Make it a tensor of "
                 "shape (1,), for example `nn.Parameter(torch.ones(1))`."
+            )
+        if not isinstance(parameter, DTensor) and shares_memory_within(parameter):
+            raise ValueError(
+                f"parameter `{name}` of shape {tuple(parameter.shape)} and strides "
+                f"{parameter.stride()} has several elements in one place of memory, as "
+                "`torch.Tensor.expand` gives them. FSDP2 cannot shard that, and no optimizer can "
+                "update it. Make the small tensor the parameter and expand it in `forward`, or "
+                "call `.clone()` before."
             )
         if parameter.numel() == 0 and parameter.requires_grad:
             raise ValueError(

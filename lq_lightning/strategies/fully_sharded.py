@@ -27,7 +27,6 @@ from torchmetrics import Metric
 from lq_lightning._compat.launcher import launcher_where_it_runs
 from lq_lightning._compat.lightning import (
     check_precision_with,
-    materialize_meta_tensors,
     move_optimizers_to_device,
     replace_checkpoint_links,
     set_device_mesh,
@@ -40,6 +39,7 @@ from lq_lightning.checkpoint.by_name import check_alike
 from lq_lightning.checkpoint.files import replace_link
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.foundation.groups import prepare_groups, shared_mesh
+from lq_lightning.foundation.meta_start import initialize_meta_tensors
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_callbacks, check_optimizer, check_start
 from lq_lightning.strategies.failures import begin_run, explain_lost_rank
@@ -319,7 +319,7 @@ class FullyShardedStrategy(SteppingStrategy):
 
     def _setup_single(self, trainer: Trainer, module: LightningModule) -> None:
         use_own_sampling(trainer)
-        materialize_meta_tensors(module, self.root_device)
+        initialize_meta_tensors(module, self.root_device)
         if self._units is not None or self._compile_units:
             plan = find_units(module, self._units)
             if self._compile_units:

@@ -16,11 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lq_lightning._compat.forwards import gather_normal_tensors
+from lq_lightning._compat.forwards import (
+    gather_normal_tensors,
+    hook_hidden_outputs,
+    refuse_second_derivatives,
+)
 from lq_lightning._compat.fsdp2 import fsdp_units, offloads_to_cpu
-from lq_lightning._compat.lightning import convert_floating, materialize_meta_tensors
+from lq_lightning._compat.lightning import convert_floating
 from lq_lightning._compat.modules import prepare_fsdp_class
-from lq_lightning.foundation.broadcast import broadcast_module_states
+from lq_lightning.data_parallel import PackedAgreement
+from lq_lightning.foundation.broadcast import broadcast_module_states, check_alike
+from lq_lightning.foundation.meta_start import initialize_meta_tensors
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_fully_sharded, check_shardable
 from lq_lightning.strategies.root_forward import ManualForward, SubmoduleCalls
@@ -80,12 +86,14 @@ class ShardedModule:
         settings: The options that were baked in.
         plan: Its units.
         manual: Runs its ``training_step`` if that uses manual optimization.
+        agreement: Whether ranks have gradients of the same parameters; None on one rank.
         extra: What a subclass of the strategy attached.
     """
 
     settings: Mapping[str, object]
     plan: ShardingPlan
     manual: ManualForward | None
+    agreement: PackedAgreement | None
     extra: Any = None
 
 
@@ -117,11 +125,15 @@ def shard(
     sharding.precision.convert_module(module)
     ranks = sharding.mesh.get_group()
     if several:
+        check_alike(module, ranks)
         broadcast_module_states(module, parameters=True, group=ranks)
     plan = find_units(module, sharding.units)
+    _make_contiguous(module)
     shard_module(module, plan, sharding.mesh, sharding.precision, sharding.reshard_after_forward)
-    for _, _, group in fsdp_units(module):
+    for name, unit, group in fsdp_units(module):
         gather_normal_tensors(group)
+        refuse_second_derivatives(group, name or "root")
+        hook_hidden_outputs(unit)
     _materialize(module, sharding.device)
     if several:
         broadcast_module_states(module, parameters=False, group=ranks)
@@ -133,7 +145,8 @@ def shard(
         compile_units(module, plan)
     SubmoduleCalls(module, sharding.precision.forward_context)
     manual = None if module.automatic_optimization else ManualForward(module)
-    return ShardedModule(settings=settings, plan=plan, manual=manual)
+    agreement = PackedAgreement(module, sharding.device) if several else None
+    return ShardedModule(settings=settings, plan=plan, manual=manual, agreement=agreement)
 
 
 def remember(module: LightningModule, record: ShardedModule) -> None:
@@ -163,12 +176,19 @@ def already_configured() -> None:
     """Stand in for ``configure_model`` of a sharded module, which must not be built again."""
 
 
+def _make_contiguous(module: nn.Module) -> None:
+    """Give transposed parameters and those in ``channels_last`` the layout that FSDP2 shards."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
 def _materialize(module: LightningModule, device: torch.device) -> None:
     on_cpu = device.type == "cpu"
     with torch.random.fork_rng([], enabled=on_cpu):
         if on_cpu:  # DTensor's own generator is for GPUs only
             torch.manual_seed(torch.initial_seed() + dist.get_rank())
-        materialize_meta_tensors(module, device)
+        initialize_meta_tensors(module, device)
 
 
 def compile_units(module: nn.Module, plan: ShardingPlan) -> None:

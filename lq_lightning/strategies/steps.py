@@ -19,8 +19,10 @@ from torch.optim import Optimizer
 from lq_lightning._compat.lightning import trainer_of
 from lq_lightning._compat.modules import reset_iteration
 from lq_lightning.checkpoint.strategy import CheckpointingStrategy
+from lq_lightning.data_parallel import PackedAgreement
 from lq_lightning.foundation.broadcast import broadcast_module_states
 from lq_lightning.foundation.groups import distrust_groups, note_failed_run
+from lq_lightning.foundation.meta_start import check_values
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_loss
 from lq_lightning.strategies.failures import (
@@ -86,9 +88,14 @@ class SteppingStrategy(CheckpointingStrategy):
     def _manual(self) -> ManualForward | None:
         return None if self._sharded is None else self._sharded.manual
 
+    @property
+    def _agreement(self) -> PackedAgreement | None:
+        return None if self._sharded is None else self._sharded.agreement
+
     @contextmanager
     def _guard(self) -> Generator[None, None, None]:
         """Leave FSDP2 usable after an error (such as out of memory), explain a lost rank."""
+        check_values(self._require_module())
         with explain_lost_rank(self.global_rank, self.world_size):
             try:
                 yield
@@ -97,6 +104,8 @@ class SteppingStrategy(CheckpointingStrategy):
                     tell_others(error, self.global_rank)
                 if self._is_sharded and not is_lost_rank(error):
                     self.on_step_error()
+                    if self._agreement is not None:
+                        self._agreement.forget()
                     reset_iteration(self._require_module())
                 raise
 
@@ -184,6 +193,8 @@ class SteppingStrategy(CheckpointingStrategy):
 
     def on_train_end(self) -> None:
         """Stop all ranks after a signal that no batch followed."""
+        if self._agreement is not None:
+            self._agreement.finish()
         if self._stop_signal is not None:
             self._stop_signal.finish()
 
@@ -199,6 +210,8 @@ class SteppingStrategy(CheckpointingStrategy):
         """Run the closure (forward and backward) and step, unless gradients are not finite."""
         manual = self._manual
         run = closure if manual is None else _then(closure, manual.before_update)
+        if self._agreement is not None:
+            run = _then(run, self._agreement.check)
         with explain_lost_rank(self.global_rank, self.world_size):
             if self._finite_gradients is not None:
                 result, stepped = self._step_if(self._finite_gradients, optimizer, run, **kwargs)
@@ -257,6 +270,8 @@ class SteppingStrategy(CheckpointingStrategy):
                 stacklevel=2,
             )
             return
+        if self._agreement is not None:
+            self._agreement.finish()  # gradients of other parameters must not get into a file
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

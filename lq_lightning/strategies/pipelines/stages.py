@@ -10,8 +10,8 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lq_lightning._compat.lightning import materialize_meta_tensors
 from lq_lightning.data_parallel.vocabulary import vocabulary_weights
+from lq_lightning.foundation.meta_start import initialize_meta_tensors
 from lq_lightning.foundation.parameters import clean_name, embeddings
 from lq_lightning.pipeline.partition import keep_stages
 from lq_lightning.pipeline.plan import PipelinePlan, SharedParameter, plan_stages
@@ -151,7 +151,7 @@ def _stages_of(plan: PipelinePlan, name: str) -> tuple[int, ...]:
 def place(module: LightningModule, precision: FullyShardedPrecision, device: torch.device) -> None:
     """Bring a part that is not sharded to its device and dtype; idempotent."""
     precision.convert_module(module)
-    materialize_meta_tensors(module, device)
+    initialize_meta_tensors(module, device)
     module.to(device)
 
 

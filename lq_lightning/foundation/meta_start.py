@@ -1,0 +1,105 @@
+"""Modules that were built on the meta device: give them memory and values, and check that it did.
+
+``to_empty`` gives a tensor whatever the memory held before, and a class without a
+``reset_parameters`` that fills it trains on that. So new memory is marked, and whatever bears the
+mark when the first step comes has been given no value: by ``reset_parameters``, by a checkpoint, or
+by a hook of the user's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lq_lightning._compat.tensors import local_tensor, materialize
+
+__all__ = ["check_values", "initialize_meta_tensors"]
+
+_RECORD = "_lq_marked"  # names of marked tensors, kept in the module
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def initialize_meta_tensors(root: nn.Module, device: torch.device) -> None:
+    """Allocate what is on the meta device, and call ``reset_parameters`` of its modules.
+
+    What has values already keeps them. :func:`check_values` tells later what has got none.
+
+    Args:
+        root: Sharded or not.
+        device: Where to allocate.
+    """
+    marked = {name for name, tensor in _named(root).items() if tensor.is_meta}
+    if not marked:
+        return
+    owners = [m for m in root.modules() if any(t.is_meta for t in _named(m, False).values())]
+    materialize(root, device)
+    tensors = _named(root)
+    for name in marked:
+        bits = _bits(_local(tensors[name]))
+        bits.fill_(_mark(tensors[name], bits))
+    root.__dict__[_RECORD] = marked
+    for module in owners:
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+
+
+def check_values(root: nn.Module) -> None:
+    """Make sure that nothing that was on the meta device lacks a value. Costs nothing again.
+
+    Raises:
+        RuntimeError: Something does.
+    """
+    marked = root.__dict__.pop(_RECORD, None)
+    if marked is None:
+        return
+    tensors = _named(root)
+    left = sorted(name for name in marked if name in tensors and _is_marked(_local(tensors[name])))
+    if not left:
+        return
+    root.__dict__[_RECORD] = marked  # the next step is refused, too
+    path = left[0].rpartition(".")[0]
+    owner = root.get_submodule(path)
+    kind = "parameter" if isinstance(tensors[left[0]], nn.Parameter) else "buffer"
+    more = f" (and {len(left) - 1} more: {', '.join(left[1:4])})" if len(left) > 1 else ""
+    raise RuntimeError(
+        f"the {kind} `{left[0]}`{more} was made on the meta device, and nothing has given it all "
+        f"of its values. Let `{type(owner).__name__}.reset_parameters()` do it, which is called "
+        "once there is memory; or make it outside of `torch.device('meta')`: "
+        "`with torch.device('cpu'): ...`; or load a checkpoint that has it, which buffers with "
+        "`persistent=False` are in none; or fill it in `on_fit_start`."
+    )
+
+
+def _named(root: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
+    every = (root.named_parameters, root.named_buffers)
+    return {
+        name: tensor
+        for named in every
+        for name, tensor in named(recurse=recurse, remove_duplicate=False)
+    }
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_tensor(tensor.detach())
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor as a row of integers."""
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    row = torch.as_strided(values, (values.numel(),), (1,))
+    return row.view(_INTEGERS[values.itemsize])
+
+
+def _mark(tensor: Tensor, bits: Tensor) -> int:
+    """What marks a number: a NaN that no operator makes, or an integer that is rarely needed."""
+    byte = b"\xff" if tensor.is_floating_point() or tensor.is_complex() else b"\xa5"
+    return int.from_bytes(byte * bits.itemsize, "little", signed=bits.dtype != torch.uint8)
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    """Whether some of the numbers are marked, or all of the integers."""
+    bits = _bits(tensor)
+    found = bits == _mark(tensor, bits)
+    integers = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    return bool(found.numel() and found.all() if integers else found.any())
