@@ -71,6 +71,13 @@ class AbsentModule(nn.Module):
         """
         raise AttributeError(_missing(self.__dict__.get("absent_name", "?"), name))
 
+    def _nan(
+        self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        dtype = dtype or self.calls.embedded_dtype()
+        nan = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        return self.calls.given_by_stand_in(nan, self.absent_name)
+
     def _check_before(self) -> None:
         if self.calls.passed_layers():
             raise RuntimeError(
@@ -140,13 +147,13 @@ class AbsentLookup(AbsentModule):
         device = self.calls.device()
         if device is None or self.calls.passed_layers():
             raise AttributeError  # which `__getattr__` explains
-        return _nan((1, 1), device, self.calls).expand(self._shape)
+        return self._nan((1, 1), device).expand(self._shape)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return NaN for each index."""
         self._check_before()
         indices = next(_tensors(args, kwargs))
-        return _nan((*indices.shape, self._shape[1]), indices.device, self.calls)
+        return self._nan((*indices.shape, self._shape[1]), indices.device)
 
 
 class AbsentLinear(AbsentModule):
@@ -166,24 +173,21 @@ class AbsentLinear(AbsentModule):
         """Return NaN for each row."""
         self._check_before()
         x = next(_tensors(args, kwargs))
-        return _nan((*x.shape[:-1], self._size), x.device, self.calls)
+        return self._nan((*x.shape[:-1], self._size), x.device)
 
 
 class AbsentNorm(AbsentModule):
-    """In place of a norm: its input."""
+    """In place of a norm: NaN of its input's shape."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the input."""
+        """Return NaN for each element."""
         self._check_before()
-        return next(_tensors(args, kwargs))
+        x = next(_tensors(args, kwargs))
+        return self._nan(tuple(x.shape), x.device, x.dtype)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     return (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-
-
-def _nan(shape: tuple[int, ...], device: torch.device, calls: LayerCalls) -> Tensor:
-    return torch.full(shape, float("nan"), dtype=calls.embedded_dtype(), device=device)
 
 
 # --- which stand-in for which module ----------------------------------------------------------

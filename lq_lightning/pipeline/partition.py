@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import nn
 
 from .absent import AbsentAfter, AbsentLayer, stand_ins
-from .calls import LayerCalls, as_called_layer
+from .calls import LayerCalls, hidden_name
 from .plan import PipelinePlan
 
 __all__ = ["KeptStages", "keep_stages", "kept_stages"]
@@ -81,7 +83,7 @@ def keep_stages(module: nn.Module, plan: PipelinePlan, stages: Iterable[int]) ->
     for index, name in enumerate(plan.layers):
         layer = module.get_submodule(name)
         if plan.stages_of(name)[0] in kept:
-            as_called_layer(layer, calls, index)
+            _as_called_layer(layer, calls, index)
         else:
             absent[name] = AbsentLayer(name, calls, index, layer)
     if 0 not in kept:
@@ -102,3 +104,30 @@ def _replace(root: nn.Module, absent: dict[str, nn.Module]) -> None:
         if new is not None:  # under every name that the module has
             parent, _, key = name.rpartition(".")
             root.get_submodule(parent).add_module(key, new)
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def _as_called_layer(layer: nn.Module, calls: LayerCalls, index: int) -> None:
+    """Let every call of the layer go through ``calls``; the module, its name and class name stay.
+
+    The class changes, as ``fully_shard`` does it, because ``layer(...)`` looks up ``__call__``
+    there: nothing on the instance comes before compiled calls, hooks and checkpointing.
+    """
+    cls = type(layer)
+    if cls not in _CLASSES:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        # One base only: the layout of instances must not change.
+        _CLASSES[cls] = type(cls.__name__, (cls,), {**names, "__call__": _calling(cls)})
+    layer.__dict__["_lq_layer"] = (calls, index, hidden_name(layer))
+    layer.__class__ = _CLASSES[cls]
+
+
+def _calling(cls: type[nn.Module]) -> Callable[..., Any]:
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls, index, argument = self.__dict__["_lq_layer"]
+        forward = partial(cls.__call__, self)
+        return calls.call_layer(index, argument, forward, args, kwargs)
+
+    return __call__

@@ -14,13 +14,15 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lq_lightning.foundation.reporting import QuantizationReport
-from lq_lightning.pipeline.agreement import batch_signature
+from lq_lightning.pipeline.agreement import Agreement, batch_signature
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec
 from lq_lightning.pipeline.batches import batch_size, concatenate, sample_ids, split_batch
 from lq_lightning.pipeline.calls import BoundaryMeta
 from lq_lightning.pipeline.engine import PipelineEngine
 from lq_lightning.pipeline.mixed import MixedCodec
+from lq_lightning.pipeline.partition import kept_stages
 from lq_lightning.pipeline.parts import StageModule
+from lq_lightning.pipeline.random_numbers import RandomNumbers, held_generators
 from lq_lightning.pipeline.schedules import rank_of_stage
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.pipelines.logs import replay
@@ -28,6 +30,7 @@ from lq_lightning.strategies.pipelines.metrics import sum_over_pipelines
 from lq_lightning.strategies.pipelines.options import PipelineOptions
 from lq_lightning.strategies.pipelines.outcome import Outcome, OutcomeBroadcast
 from lq_lightning.strategies.pipelines.ranks import PipelineRanks
+from lq_lightning.strategies.pipelines.seeds import BatchSeeds
 from lq_lightning.strategies.pipelines.stages import CutModule
 from lq_lightning.strategies.pipelines.steps import MicroBatches, joined_extra
 
@@ -43,12 +46,16 @@ class _Batch:
         arguments: Of each micro-batch.
         boundary: What crosses the boundaries.
         samples: Identities of its samples, for codecs that remember them.
+        seed: Of its random numbers.
+        watched: Whether it is the first of its shape.
     """
 
     step: str
     arguments: list[tuple[Any, ...]]
     boundary: BoundaryMeta
     samples: Tensor | None
+    seed: int
+    watched: bool
 
 
 class PipelineRun:
@@ -65,6 +72,7 @@ class PipelineRun:
 
     Attributes:
         remembers: Whether hidden states refer to what was sent of the same sample before.
+        seeds: Of its batches.
     """
 
     def __init__(
@@ -88,6 +96,17 @@ class PipelineRun:
             )
             for stage in record.stages
         }
+        self._random = RandomNumbers(ranks.device)
+        kept = kept_stages(module)
+        if kept is None:
+            raise AssertionError("a pipeline runs modules that were cut")
+        kept.calls.random = self._random
+        self._plan = record.plan
+        self.seeds = BatchSeeds(ranks.stage_group.rank())
+        self._watched: set[str] = set()
+        self._refused: list[str] = []
+        for stage_module in self._stages.values():
+            stage_module.refused = self._refused
         last = rank_of_stage(options.schedule, num_stages - 1, num_stages, ranks.size)
         self._outcome = OutcomeBroadcast(ranks, last)
         sum_over_pipelines(module, ranks, self._outcome.share_output)
@@ -130,11 +149,48 @@ class PipelineRun:
         self.engine.agree(batch, training, samples=samples)
         count = self._options.microbatches_of(batch_size(batch), self._ranks.size, training)
         parts = [(part, *others) for part in split_batch(batch, count)]
-        boundary = self._boundary(f"{step} {count} {batch_signature(batch)}", step, parts)
+        key = f"{step} {count} {batch_signature(batch)}"
+        watched = key not in self._watched
+        if watched:
+            self._watched.add(key)
+            self._hold_generators()
+        seed = self.seeds.next(self.module.trainer, step, training)
+        boundary = self._boundary(key, step, parts)
         for stage in self._stages.values():
             stage.set_boundary(boundary)
-        self._batch = _Batch(step=step, arguments=parts, boundary=boundary, samples=samples)
+            stage.watched = watched
+        self._batch = _Batch(
+            step=step,
+            arguments=parts,
+            boundary=boundary,
+            samples=samples,
+            seed=seed,
+            watched=watched,
+        )
         return count
+
+    def _hold_generators(self) -> None:
+        """Find generators that the module keeps where all stages have them."""
+        everywhere = self._plan.num_stages
+        found = held_generators(self.module)
+        shared = {n: g for n, g in found.items() if len(self._plan.stages_of(n)) == everywhere}
+        self._random.hold(shared)
+        Agreement(self._ranks.control_group).check(
+            {f"the state of the generator `{n}`": s for n, s in self._random.held_states().items()},
+            "All stages of a pipeline have to draw the same numbers in a step: seed the generators "
+            "that the module keeps alike on them, or apart by the data-parallel rank only.",
+        )
+
+    def _refuse_together(self, batch: _Batch) -> None:
+        """Raise on all ranks what the step uses of earlier stages, as seen by any of them."""
+        if not batch.watched:
+            return
+        everyone: list[list[str]] = [[] for _ in range(self._ranks.size)]
+        dist.all_gather_object(everyone, self._refused, group=self._ranks.control_group)
+        self._refused.clear()
+        found = [message for each in everyone for message in each]
+        if found:
+            raise NotImplementedError(f"`{type(self.module).__name__}.{batch.step}`: {found[0]}")
 
     def _boundary(self, key: str, step: str, parts: list[tuple[Any, ...]]) -> BoundaryMeta:
         known = self._boundaries.get(key)
@@ -158,7 +214,7 @@ class PipelineRun:
     def _probe(self, step: str, parts: list[tuple[Any, ...]]) -> BoundaryMeta | Exception:
         """Run the first layer; an error is returned, since the other ranks wait to hear of it."""
         try:
-            with self._micro.running(step, parts, None):
+            with self._random.batch(0, advance=False), self._micro.running(step, parts, None):
                 return self._stages[0].probe(0)
         except Exception as error:
             return error
@@ -208,9 +264,11 @@ class PipelineRun:
             stage with what else the step returned; None if a micro-batch had no loss.
         """
         batch = self._take()
-        with self._micro.running(batch.step, batch.arguments, scale):
+        running = self._micro.running(batch.step, batch.arguments, scale)
+        with self._random.batch(batch.seed), running:
             self.engine.step(batch.boundary, batch.samples, len(batch.arguments))
             outputs = self._micro.in_order()
+        self._refuse_together(batch)
         outcome = self._share(batch.step, [output.loss for output in outputs])
         loss = outcome.loss
         if not self._has_trained and loss is not None:
@@ -229,8 +287,10 @@ class PipelineRun:
             What the step returned for all micro-batches, joined; None on other stages.
         """
         batch = self._take()
-        with self._micro.running(batch.step, batch.arguments, None):
+        running = self._micro.running(batch.step, batch.arguments, None)
+        with self._random.batch(batch.seed), running:
             parts = self.engine.evaluate(batch.boundary, batch.samples, len(batch.arguments))
+        self._refuse_together(batch)
         self._share(batch.step, [])
         result = concatenate(parts) if parts else None
         return self._outcome.share_output(result) if everywhere else result
