@@ -4,8 +4,8 @@
 The user's whole step runs on every stage. Modules in front of the layers that a stage does not hold
 are replaced by stand-ins, which give NaN in the right shape. Layers of earlier stages pass their
 input on, and the last of them gives the received hidden state. Where the layer behind the last one
-of the stage is called, :class:`StageEnd` leaves the user's code with the hidden state for the next
-stage. So masks and positions are computed by the user's own code on every stage, and any loss
+of the stage is called, :class:`StageEnd` leaves the user's code, and what the last layer returned
+goes to the next stage: that runs the code between the two. So masks and positions are computed by the user's own code on every stage, and any loss
 works. What else of the skipped modules is used is refused: see [Note: what depends on stand-ins].
 
 All this happens around ``layer(...)``, outside of every hook of the layer. The layers of the stage
@@ -85,6 +85,7 @@ class LayerCalls:
         self.boundary: BoundaryMeta | None = None
         self.random = RandomNumbers()
         self._placeholders: Placeholders | None = None
+        self._output: Tensor | None = None  # of the last layer
         self._first = self._last = self._next = 0
         self._received: Tensor | None = None
         self._embedded_dtype = torch.float32
@@ -131,7 +132,8 @@ class LayerCalls:
                 raise NotImplementedError(placeholders.refused[0]) from error
             raise
         finally:
-            self._received, self._placeholders, self._running = None, None, False
+            self._received = self._placeholders = self._output = None
+            self._running = False
         return result
 
     def _run_watched(self, step: Callable[[], Any]) -> Any:
@@ -223,7 +225,7 @@ class LayerCalls:
             return self._before_part(index, hidden)
         if index > self._last:
             self._left = True
-            raise StageEnd(self._end(index, hidden))
+            raise StageEnd(self._end(index))
         if index == self._first:
             self._check_entry(name, hidden)
         elif self._changed is None and not self._fits(hidden):
@@ -237,7 +239,14 @@ class LayerCalls:
         if self._probing:
             self._embedded_shape, self._embedded_dtype = tuple(hidden.shape), hidden.dtype
             self._extras = _extras(name, output)
+        if index == self._last:
+            self._keep_output(output)
         return output
+
+    def _keep_output(self, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(hidden, Tensor):
+            self._output = hidden.clone()  # code behind the layer may change it in place
 
     def passed_layers(self) -> bool:
         """Whether the step that runs now has called layers already."""
@@ -339,8 +348,10 @@ class LayerCalls:
         boundary = self._boundary()
         return (tuple(hidden.shape), hidden.dtype) == (boundary.shape, boundary.dtype)
 
-    def _end(self, index: int, hidden: Tensor) -> Any:
-        self.check(hidden, f"the hidden state in front of `{self._layers[index]}`")
+    def _end(self, index: int) -> Any:
+        if self._output is None:
+            raise AssertionError(f"`{self._layers[index - 1]}` has not run")
+        hidden = self._output
         if self._probing:
             if tuple(hidden.shape) != self._embedded_shape:  # before anything is sent
                 raise NotImplementedError(

@@ -326,4 +326,8 @@ ALLOWED: dict[str, Program] = {
     "of the batch and behind the layers": _masked,
     "changed in front": _changed_in_front,
     "argument": _to_layer(lambda x: torch.ones_like(x) * 2),
+    "scaled between layers": _between(lambda x, _: 1.5 * x, 1),
+    "scaled between the last layers": _between(lambda x, _: x * torch.full_like(x, 0.5), 2),
+    "changed in place between layers": _between(lambda x, _: x.mul_(1.5).add_(1), 1),
+    "changed in place between the last": _between(lambda x, _: x.add_(0.5), 2),
 }
