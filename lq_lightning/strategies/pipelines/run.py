@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -273,7 +272,7 @@ class PipelineRun:
         loss = outcome.loss
         if not self._has_trained and loss is not None:
             self._has_trained = True  # a look at the loss waits for the GPU
-            _check_first_values(type(self.module).__name__, batch.step, loss, outcome)
+            _check_first_loss(type(self.module).__name__, batch.step, loss)
         extra = joined_extra(outputs)
         return {**extra, "loss": loss} if extra and loss is not None else loss
 
@@ -321,22 +320,14 @@ class PipelineRun:
         )
 
 
-def _check_first_values(owner: str, step: str, loss: Tensor, outcome: Outcome) -> None:
-    """Warn of NaN, which is what later stages have in place of values of the first one."""
-    logged = zip(outcome.calls, outcome.values.tolist(), strict=True)
-    names = [call.name for call, value in logged if call.has_value and math.isnan(value)]
+def _check_first_loss(owner: str, step: str, loss: Tensor) -> None:
+    """Warn of NaN, which layers have in place of what reaches them past the step's own code."""
     if bool(loss.isnan()):
         rank_zero_warn(
             "The loss of the first batch is NaN. If it is not without a pipeline, "
             f"`{owner}.{step}` uses something made in front of the layers, such as embeddings for "
             "a skip connection, behind the first of them, but stages pass on the hidden state "
             "alone. Let the layers hand it on within that, or use `quantized_fsdp`."
-        )
-    elif names:
-        rank_zero_warn(
-            f"`{owner}.{step}` logs NaN as {names} in the first batch. If it does not without a "
-            "pipeline, these are made of what an earlier stage computes, but only the last one "
-            "logs. Log what is made of the hidden state behind the layers, or of the batch."
         )
 
 
