@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode", "operation_name", "without_modes", "written_by"]
+__all__ = ["OpOverload", "TorchDispatchMode", "operation_name", "without_modes", "written_by"]
 
 
 def operation_name(operation: OpOverload) -> str:
@@ -38,9 +38,11 @@ def without_modes(
 
     Taken off, not told to do nothing: compiled code is neither used nor made below a mode.
     """
-    with _off_stack(of_calls, overrides._pop_mode, overrides._push_mode):
-        with _off_stack(below_autograd, dispatch._pop_mode, dispatch._push_mode):
-            yield
+    with (
+        _off_stack(of_calls, overrides._pop_mode, overrides._push_mode),
+        _off_stack(below_autograd, dispatch._pop_mode, dispatch._push_mode),
+    ):
+        yield
 
 
 @contextmanager

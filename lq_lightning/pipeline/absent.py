@@ -46,7 +46,12 @@ class AbsentModule(nn.Module):
     Args:
         name: Of the module in the whole model.
         calls: Of the model.
+
+    Attributes:
+        may_draw: Whether what it replaces may draw random numbers, for which it has a seed then.
     """
+
+    may_draw = False
 
     def __init__(self, name: str, calls: LayerCalls) -> None:
         super().__init__()
@@ -78,7 +83,9 @@ class AbsentModule(nn.Module):
         nan = torch.full(shape, float("nan"), dtype=dtype, device=device)
         return self.calls.given_by_stand_in(nan, self.absent_name)
 
-    def _check_before(self) -> None:
+    def _begin_call(self) -> None:
+        if self.may_draw:
+            self.calls.random.pass_layer()
         if self.calls.passed_layers():
             raise RuntimeError(
                 f"`{self.absent_name}` is used behind the layers, but was taken for a part in "
@@ -151,7 +158,7 @@ class AbsentLookup(AbsentModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return NaN for each index."""
-        self._check_before()
+        self._begin_call()
         indices = next(_tensors(args, kwargs))
         return self._nan((*indices.shape, self._shape[1]), indices.device)
 
@@ -171,7 +178,7 @@ class AbsentLinear(AbsentModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return NaN for each row."""
-        self._check_before()
+        self._begin_call()
         x = next(_tensors(args, kwargs))
         return self._nan((*x.shape[:-1], self._size), x.device)
 
@@ -181,7 +188,7 @@ class AbsentNorm(AbsentModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return NaN for each element."""
-        self._check_before()
+        self._begin_call()
         x = next(_tensors(args, kwargs))
         return self._nan(tuple(x.shape), x.device, x.dtype)
 
@@ -193,7 +200,7 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
 # --- which stand-in for which module ----------------------------------------------------------
 
 
-def stand_ins(module: nn.Module, name: str, calls: LayerCalls) -> dict[str, nn.Module]:
+def stand_ins(module: nn.Module, name: str, calls: LayerCalls) -> dict[str, AbsentModule]:
     """Return what must replace modules so that ``module`` has no parameters, by their names.
 
     Modules whose parameters all lie in submodules keep their own code.
@@ -229,7 +236,7 @@ def stand_ins(module: nn.Module, name: str, calls: LayerCalls) -> dict[str, nn.M
             f"its own ({', '.join(own)}), so that other stages have nothing to put in its place. "
             "Build it of `nn.Embedding`, `nn.Linear` and norms, or use `quantized_fsdp`."
         )
-    replaced: dict[str, nn.Module] = {}
+    replaced: dict[str, AbsentModule] = {}
     for key, child in module.named_children():
         replaced |= stand_ins(child, f"{name}.{key}", calls)
     return replaced

@@ -5,8 +5,9 @@ The user's whole step runs on every stage. Modules in front of the layers that a
 are replaced by stand-ins, which give NaN in the right shape. Layers of earlier stages pass their
 input on, and the last of them gives the received hidden state. Where the layer behind the last one
 of the stage is called, :class:`StageEnd` leaves the user's code, and what the last layer returned
-goes to the next stage: that runs the code between the two. So masks and positions are computed by the user's own code on every stage, and any loss
-works. What else of the skipped modules is used is refused: see [Note: what depends on stand-ins].
+goes to the next stage, which runs the code between the two. So masks and positions are computed by
+the user's own code on every stage, and any loss works. What else of the skipped modules is used is
+refused: see [Note: what depends on stand-ins].
 
 All this happens around ``layer(...)``, outside of every hook of the layer. The layers of the stage
 run as ever: their hooks (as those of FSDP2) have run when the step is left, and checkpointing, in
@@ -109,8 +110,7 @@ class LayerCalls:
             step: The user's step.
             span: Indices of the first and the last layer of the stage.
             received: Hidden state for the first of them; None on the first stage.
-            placeholders: Where to note what is used of modules that earlier stages hold; None
-                unless it is to be watched.
+            placeholders: Where to note what is used of earlier stages; None not to watch.
 
         Returns:
             The hidden state behind the last layer of the stage, or on the last stage what ``step``
@@ -140,24 +140,18 @@ class LayerCalls:
         try:
             result = step()
         except StageEnd as end:
-            result = end.hidden
-        else:
-            self._check_completed()
-            self.check(result, "what the step returns")
+            return end.hidden
+        self._check_completed()
+        self.check(result, "what the step returns")
         return result
 
     def check(self, value: object, use: str) -> None:
-        """Refuse a value of the step that depends on a stand-in, where that is watched.
-
-        Args:
-            value: Tensors, in collections and objects.
-            use: What becomes of it.
-        """
+        """Refuse a value of the step that depends on a stand-in, as :class:`Placeholders`."""
         if self._placeholders is not None:
             self._placeholders.check(value, use)
 
     def given_by_stand_in(self, tensor: Tensor, module: str) -> Tensor:
-        """Return what a stand-in gives in place of the output of ``module``."""
+        """Mark what a stand-in gives in place of the output of ``module``, and return it."""
         if self._placeholders is not None:
             self._placeholders.mark(tensor, module)
         return tensor
@@ -220,6 +214,8 @@ class LayerCalls:
                 "pipeline take one hidden state there, as a tensor."
             )
         self._next += 1
+        if index == 0:
+            self.random.compare()
         if index < self._first:
             self.random.pass_layer()
             return self._before_part(index, hidden)
@@ -232,8 +228,9 @@ class LayerCalls:
             self._changed = index
         if forward is None:
             raise AssertionError(f"{name} is on another stage")
-        self._check_arguments(name, hidden, argument, args, kwargs)
         watched = self._placeholders
+        if watched is not None:
+            self._check_arguments(name, hidden, argument, args, kwargs)
         with self.random.layer(), nullcontext() if watched is None else watched.paused():
             output = forward(*args, **kwargs)
         if self._probing:
@@ -248,6 +245,13 @@ class LayerCalls:
         if isinstance(hidden, Tensor):
             self._output = hidden.clone()  # code behind the layer may change it in place
 
+    def call_before(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a module that stand-ins replace elsewhere: they do not draw what it draws."""
+        with self.random.layer():
+            return forward(*args, **kwargs)
+
     def passed_layers(self) -> bool:
         """Whether the step that runs now has called layers already."""
         return self._running and self._next > 0
@@ -257,7 +261,7 @@ class LayerCalls:
         return self._boundary().embedded_dtype
 
     def device(self) -> torch.device | None:
-        """Where the hidden state is that the part gets; None outside of such a part."""
+        """Where the hidden state is that the part gets; None elsewhere."""
         return None if self._received is None else self._received.device
 
     def _boundary(self) -> BoundaryMeta:
@@ -316,7 +320,6 @@ class LayerCalls:
         return (hidden, *nan)
 
     def _nan(self, index: int, shape: Sequence[int], device: torch.device) -> Tensor:
-        """In place of what a layer of an earlier stage gives."""
         nan = torch.full(tuple(shape), math.nan, dtype=self._boundary().dtype, device=device)
         return self.given_by_stand_in(nan, self._layers[index])
 
@@ -336,8 +339,6 @@ class LayerCalls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        if self._placeholders is None:
-            return
         self.check(hidden, f"the hidden state in front of `{name}`")
         others = {f"argument {place + 2}": value for place, value in enumerate(args[1:])}
         others |= {f"`{key}`": value for key, value in kwargs.items() if args or key != argument}
@@ -349,9 +350,9 @@ class LayerCalls:
         return (tuple(hidden.shape), hidden.dtype) == (boundary.shape, boundary.dtype)
 
     def _end(self, index: int) -> Any:
-        if self._output is None:
-            raise AssertionError(f"`{self._layers[index - 1]}` has not run")
         hidden = self._output
+        if hidden is None:
+            raise AssertionError(f"`{self._layers[index - 1]}` has not run")
         if self._probing:
             if tuple(hidden.shape) != self._embedded_shape:  # before anything is sent
                 raise NotImplementedError(

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
 from lq_lightning._compat.modes import (
+    OpOverload,
     TorchDispatchMode,
     operation_name,
     without_modes,

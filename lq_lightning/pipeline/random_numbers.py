@@ -6,11 +6,14 @@ stage that masks tokens is not the one that computes the loss of masked tokens. 
 begins with a seed of its own, the same on all stages of a pipeline, for every generator that a step
 may use: torch's, numpy's, Python's, and those that the module keeps.
 
-Layers run on one stage only. A layer draws from generators that are seeded for this call, and
-leaves those of the step as they were. Its seed is drawn from the step's generator, also where a
-stand-in is called. So dropout in a layer does not depend on how the model is cut, and a layer that
-is computed again for backward, where checkpointing has put torch's generator back, finds its seed
-again.
+Layers run on one stage only, as do modules in front of them that stand-ins replace. These draw from
+generators that are seeded for each call, and leave those of the step as they were. The seed is
+drawn from the step's generator, also where a stand-in is called. So dropout in a layer does not
+depend on how the model is cut, and a layer that is computed again for backward, where checkpointing
+has put torch's generator back, finds its seed again.
+
+In front of the first layer all stages have to have drawn the same: in the first batch of a shape
+they compare.
 
 Behind a batch the generators are where they were in front of it, so that all ranks shuffle and
 augment alike.
@@ -99,6 +102,10 @@ class RandomNumbers:
 
     Args:
         device: Whose default generator is one of them, beside the CPU's.
+
+    Attributes:
+        compared: By micro-batch, digests of the generators where parts have called the first layer;
+            None unless they are to be compared.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -112,7 +119,8 @@ class RandomNumbers:
             _NumpyGlobal().source(),
         ]
         self._held: dict[str, _Source] = {}
-        self._seed = 0
+        self.compared: dict[int, set[int]] | None = None
+        self._seed = self._microbatch = 0
         self._held_seeds: dict[str, int] = {}
 
     def hold(self, generators: Mapping[str, object]) -> None:
@@ -152,11 +160,20 @@ class RandomNumbers:
 
     def start(self, microbatch: int) -> None:
         """Let a part of a step begin with the numbers of its micro-batch."""
+        self._microbatch = microbatch
         seed = mixed_seed(self._seed, microbatch)
         for source in self._own:
             source.seed(seed)
         for name, source in self._held.items():
             source.seed(mixed_seed(self._held_seeds[name], microbatch))
+
+    def compare(self) -> None:
+        """Take down where the generators are, for a comparison between stages."""
+        if self.compared is not None:
+            sources = [*self._own, *self._held.values()]
+            states = [getattr(state := each.save(), "state", state) for each in sources]
+            found = self.compared.setdefault(self._microbatch, set())
+            found.add(mixed_seed(*map(_digest, states)))
 
     @contextmanager
     def layer(self) -> Iterator[None]:

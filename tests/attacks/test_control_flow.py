@@ -147,7 +147,7 @@ def _all_ranks_hear_of_it(rank: int, world_size: int, root: str) -> None:
         data = loader(10, batch_size=8) if program == "second shape" else loader(8, batch_size=8)
         with pytest.raises(NotImplementedError) as caught:
             run.fit(module, data, data if program == "validation" else None)
-        assert words in str(caught.value)
+        assert words in str(caught.value), str(caught.value)
         assert run.global_step == (program == "second shape")
 
 

@@ -19,6 +19,7 @@ from lq_testing.random_programs import (
     PROGRAMS,
     DrawingModel,
     DrawingModule,
+    DrawsOnFirstStage,
     NothingToLearn,
     seed_everything,
 )
@@ -180,6 +181,10 @@ def _everything(rank: int, world_size: int, root: str) -> Any:
         trainer(QuantizedPipelineStrategy(**EXACT), root).fit(
             DrawingModule(own_seed=rank), loader(8, batch_size=8)
         )
+    run = trainer(QuantizedPipelineStrategy(**EXACT), root)
+    with pytest.raises(NotImplementedError, match="step` draws other random numbers in front"):
+        run.fit(DrawsOnFirstStage(), loader(8, batch_size=8))
+    assert run.global_step == 0
     torch.manual_seed(0)
     module, losses = NothingToLearn(), Losses()
     run = trainer(

@@ -181,15 +181,25 @@ class PipelineRun:
         )
 
     def _refuse_together(self, batch: _Batch) -> None:
-        """Raise on all ranks what the step uses of earlier stages, as seen by any of them."""
+        """Raise on all ranks what the step must not do, as seen by any of them."""
         if not batch.watched:
             return
-        everyone: list[list[str]] = [[] for _ in range(self._ranks.size)]
-        dist.all_gather_object(everyone, self._refused, group=self._ranks.control_group)
+        own = self._refused.copy(), self._random.compared or {}
+        everyone = [own] * self._ranks.size
+        dist.all_gather_object(everyone, own, group=self._ranks.control_group)
         self._refused.clear()
-        found = [message for each in everyone for message in each]
-        if found:
-            raise NotImplementedError(f"`{type(self.module).__name__}.{batch.step}`: {found[0]}")
+        self._random.compared = None
+        name = f"`{type(self.module).__name__}.{batch.step}`"
+        for refused, _ in everyone:
+            if refused:
+                raise NotImplementedError(f"{name}: {refused[0]}")
+        for index in range(len(batch.arguments)):
+            if len(set().union(*(drawn.get(index, set()) for _, drawn in everyone))) > 1:
+                raise NotImplementedError(
+                    f"{name} draws other random numbers in front of the layers on some stages than "
+                    "on others, so that later ones would not be the same: draw as many on every "
+                    "rank, whatever it holds."
+                )
 
     def _boundary(self, key: str, step: str, parts: list[tuple[Any, ...]]) -> BoundaryMeta:
         known = self._boundaries.get(key)
@@ -264,6 +274,7 @@ class PipelineRun:
         """
         batch = self._take()
         running = self._micro.running(batch.step, batch.arguments, scale)
+        self._random.compared = {} if batch.watched else None
         with self._random.batch(batch.seed), running:
             self.engine.step(batch.boundary, batch.samples, len(batch.arguments))
             outputs = self._micro.in_order()
@@ -287,6 +298,7 @@ class PipelineRun:
         """
         batch = self._take()
         running = self._micro.running(batch.step, batch.arguments, None)
+        self._random.compared = {} if batch.watched else None
         with self._random.batch(batch.seed), running:
             parts = self.engine.evaluate(batch.boundary, batch.samples, len(batch.arguments))
         self._refuse_together(batch)

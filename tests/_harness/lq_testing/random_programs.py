@@ -48,12 +48,20 @@ class DrawingBlock(Block):
         return self.inside(x)
 
 
+class WordDropout(nn.Embedding):
+    """An embedding that leaves out words: it draws on the first stage alone."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        kept = torch.rand(tokens.shape) < 0.8
+        return super().forward(tokens) * kept.unsqueeze(-1) * (1 + 0.1 * np.random.randn())
+
+
 class DrawingModel(nn.Module):
     """Dropout in front of, in, between and behind blocks that draw unequal amounts."""
 
     def __init__(self, layers: int = 3) -> None:
         super().__init__()
-        self.embed, self.drop = nn.Embedding(VOCAB, WIDTH), nn.Dropout(0.2)
+        self.embed, self.drop = WordDropout(VOCAB, WIDTH), nn.Dropout(0.2)
         self.blocks = nn.ModuleList(DrawingBlock() for _ in range(layers))
         for place, block in enumerate(self.blocks):
             block.place = place
@@ -119,6 +127,14 @@ def _dropped_tokens(model: DrawingModel, tokens: Tensor) -> Tensor:
     return loss_of(model(tokens), tokens)
 
 
+def _drawn_behind_embedding(model: DrawingModel, tokens: Tensor) -> Tensor:
+    x = model.drop(model.embed(tokens))
+    weight = torch.rand(tokens.shape) + random.random()
+    for block in model.blocks:
+        x = block(x)
+    return loss_of(model.head(x), tokens, weight)
+
+
 def _numpy_normal(model: DrawingModel, tokens: Tensor) -> Tensor:
     """numpy keeps the second of two normal numbers for the next call."""
     weight = 2 + np.random.randn()
@@ -141,6 +157,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "mask and checkpointed calls": _masked(_unlike, around=True, between=0.1),
     "numbers behind the layers": _mask_behind,
+    "numbers behind the embedding": _drawn_behind_embedding,
     "noise": _noise,
     "mixup": _mixup,
     "dropped tokens": _dropped_tokens,
@@ -159,9 +176,9 @@ DRAWS: dict[str, Callable[[Any], float]] = {
     "beta": lambda module: np.random.beta(0.4, 0.4),
     "random": lambda module: random.random(),
     "gauss": lambda module: random.gauss(0, 1),
-    "own of torch": lambda module: (
-        torch.rand((), generator=module.torch_generator, dtype=torch.float64).item()
-    ),
+    "own of torch": lambda module: torch.rand(
+        (), generator=module.torch_generator, dtype=torch.float64
+    ).item(),
     "own of numpy": lambda module: module.numpy_generator.random(),
     "own of old numpy": lambda module: module.numpy_state.randn(),
     "own of Python": lambda module: module.python_generator.random(),
@@ -199,7 +216,7 @@ class DrawingModule(TinyModule):
         self.shuffled.append([*batch[:, 0].tolist(), random.random(), np.random.rand()])
 
     def _draw(self, where: str, place: tuple[Any, ...]) -> None:
-        self.drawn[where, *place] = [draw(self) for draw in DRAWS.values()]
+        self.drawn[(where, *place)] = [draw(self) for draw in DRAWS.values()]
 
     def in_layers(self) -> list[tuple[int, tuple[float, ...]]]:
         """What own layers drew, each with its place."""
@@ -209,6 +226,16 @@ class DrawingModule(TinyModule):
             if isinstance(block, DrawingBlock)
             for numbers in block.drawn
         ]
+
+
+class DrawsOnFirstStage(TinyModule):
+    """Draws more where the embedding is."""
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        if isinstance(self.net.embed, nn.Embedding):
+            random.random()
+        loss: Tensor = self.net(tokens)
+        return loss
 
 
 class NothingToLearn(TinyModule):
