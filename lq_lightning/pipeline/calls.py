@@ -71,7 +71,7 @@ class StageEnd(BaseException):
 class LayerCalls:
     """The calls of a model's layers in the step that runs now. See [Note: a step in parts].
 
-    One object is shared by the layers, the stand-ins and the stages of a model on a rank.
+    Layers, stand-ins and stages of a model share one object on a rank.
 
     Args:
         layers: Names of all layers of the model, in the order of their calls.
@@ -126,7 +126,7 @@ class LayerCalls:
         self._running, self._left = True, False
         try:
             with nullcontext() if placeholders is None else placeholders.watching():
-                result = self._run_watched(step)
+                return self._run_watched(step)
         except Exception as error:
             if placeholders is not None and placeholders.refused:
                 raise NotImplementedError(placeholders.refused[0]) from error
@@ -134,7 +134,6 @@ class LayerCalls:
         finally:
             self._received = self._placeholders = self._output = None
             self._running = False
-        return result
 
     def _run_watched(self, step: Callable[[], Any]) -> Any:
         try:

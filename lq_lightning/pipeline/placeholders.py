@@ -193,9 +193,9 @@ class Placeholders:
                 self.refuse_reading(name, mark)
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, placeholders: Placeholders) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._placeholders = placeholders
 
     def __torch_dispatch__(

@@ -35,6 +35,8 @@ from torch import nn
 
 __all__ = ["RandomNumbers", "held_generators", "mixed_seed"]
 
+_numpy: Any = np.random  # its types leave out two of its functions
+
 
 def mixed_seed(*parts: object) -> int:
     """Return a seed of 63 bits that depends on all parts, by what they print as."""
@@ -58,12 +60,12 @@ class _NumpyGlobal:
         self._spare = np.random.MT19937(0), np.random.MT19937(0)
 
     def seed(self, seed: int) -> None:
-        taken = np.random.get_bit_generator() is self._spare[0]
-        np.random.set_bit_generator(self._spare[taken])
+        taken = _numpy.get_bit_generator() is self._spare[0]
+        _numpy.set_bit_generator(self._spare[taken])
         np.random.seed(seed & 0xFFFFFFFF)
 
     def source(self) -> _Source:
-        return _Source(np.random.get_bit_generator, np.random.set_bit_generator, self.seed)
+        return _Source(_numpy.get_bit_generator, _numpy.set_bit_generator, self.seed)
 
 
 def _source_of(generator: object) -> _Source | None:
@@ -193,7 +195,7 @@ class RandomNumbers:
         """Do to the generators of the step what :meth:`layer` does."""
         _draw()
         # As any exchange, this forgets the second of two normal numbers that numpy has at hand.
-        np.random.set_bit_generator(np.random.get_bit_generator())
+        _numpy.set_bit_generator(_numpy.get_bit_generator())
 
 
 def _draw() -> int:
