@@ -132,7 +132,7 @@ class Placeholders:
     def _check_state(self) -> None:
         for path, owner in self._module.named_modules():
             for name, value in _attributes(owner):
-                mark = self._first(tensors_in(value))
+                mark = self._first(_reachable(value, objects=False))
                 if mark is not None:
                     full = f"{path}.{name}" if path else name
                     self._refuse(f"what the step keeps as `{full}`", mark)
@@ -271,17 +271,18 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
             yield name, value
 
 
-def _reachable(value: object, depth: int = 6) -> Iterator[Tensor]:
-    """Yield the tensors in collections and in attributes of objects that are no modules."""
+def _reachable(value: object, objects: bool = True, depth: int = 6) -> Iterator[Tensor]:
+    """Yield the tensors in collections, and in attributes of objects that are no modules."""
     if isinstance(value, Tensor):
         yield value
-    elif depth == 0 or isinstance(value, (nn.Module, str, bytes)) or callable(value):
         return
-    elif isinstance(value, (Mapping, list, tuple, set, frozenset)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _reachable(item, depth - 1)
-    else:
-        for item in getattr(value, "__dict__", {}).values():
-            yield from _reachable(item, depth - 1)
-        for name in getattr(type(value), "__slots__", ()):
-            yield from _reachable(getattr(value, name, None), depth - 1)
+    if depth == 0 or isinstance(value, (nn.Module, str, bytes)) or callable(value):
+        return
+    items: list[object] = []
+    if isinstance(value, (Mapping, list, tuple, set, frozenset)):
+        items += value.values() if isinstance(value, Mapping) else value
+    elif objects:
+        items += getattr(value, "__dict__", {}).values()
+        items += (getattr(value, name, None) for name in getattr(type(value), "__slots__", ()))
+    for item in items:
+        yield from _reachable(item, objects, depth - 1)

@@ -342,7 +342,8 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
             if self._shared:
                 rank_zero_info(describe_shared(self._shared, self._options.tied_gradients))
         run = self._make_run(module, record, ranks)
-        run.seeds.of_run = self.checkpoint_ranks.broadcast(torch.initial_seed())
+        drawn = torch.empty((), dtype=torch.int64, device="cpu").random_()
+        run.seeds.of_run = self.checkpoint_ranks.broadcast(int(drawn))
         self._connect_learner(run, ranks, record.plan)
 
     def _cut_now(self, module: LightningModule, ranks: PipelineRanks) -> CutModule:

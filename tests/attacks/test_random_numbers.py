@@ -144,6 +144,41 @@ def test_seeds_of_batches_differ_and_are_those_of_a_resumed_run() -> None:
     assert seeds.next(resumed, "training_step", True) == found[-15]
 
 
+@pytest.mark.gpu(1)
+def test_numbers_of_a_gpu_without_waiting_for_it() -> None:
+    device = torch.device("cuda", 0)
+    numbers = RandomNumbers(device)
+
+    def draw() -> Tensor:
+        return torch.rand(5, device=device)
+
+    torch.cuda.manual_seed(0)
+    expected = draw()
+    torch.cuda.manual_seed(0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with numbers.batch(7):
+            first = draw(), draw()
+            numbers.start(1)
+            second = draw()
+            numbers.start(0)
+            again = [draw()]
+            with numbers.layer():
+                inside = draw()
+            again.append(draw())
+            numbers.start(0)
+            passed = [draw()]
+            numbers.pass_layer()
+            passed.append(draw())
+        after = draw()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(after, expected)
+    assert torch.equal(torch.stack(again), torch.stack(first))
+    assert torch.equal(torch.stack(passed), torch.stack(first))
+    assert len(torch.stack([*first, second, inside]).unique()) == 20
+
+
 # --- several ranks ----------------------------------------------------------------------------
 
 

@@ -12,8 +12,8 @@ __all__ = ["BatchSeeds"]
 class BatchSeeds:
     """Seeds that are the same on all stages of a pipeline, and differ between batches and replicas.
 
-    They are functions of where training is, which checkpoints hold, so that a resumed run goes on
-    with the numbers of the one that was interrupted.
+    They are functions of the seed of the run and of where training is, both of which checkpoints
+    hold, so that a resumed run goes on with the numbers of the one that was interrupted.
 
     Args:
         replica: Place of this pipeline among those beside it.
