@@ -157,13 +157,8 @@ def _make_context(
 
 
 def _make_votes(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> WriteVotes:
-<<<<<<< HEAD
     own = shared_split("votes", group, [list(range(group.size()))], device)
-    return WriteVotes(own, device, ForwardCounter(module))
-=======
-    own = split_group(group, [list(range(group.size()))], device)
     return WriteVotes(own, device, ForwardCounter(module), lambda: module.training)
->>>>>>> w/b7
 
 
 def _check_meshes(module: nn.Module, found: list[tuple[str, FSDPModule, Any]]) -> None:

@@ -46,7 +46,12 @@ class AbsentModule(nn.Module):
     Args:
         name: Of the module in the whole model.
         calls: Of the model.
+
+    Attributes:
+        may_draw: Whether what it replaces may draw random numbers, for which it has a seed then.
     """
+
+    may_draw = False
 
     def __init__(self, name: str, calls: LayerCalls) -> None:
         super().__init__()
@@ -71,7 +76,16 @@ class AbsentModule(nn.Module):
         """
         raise AttributeError(_missing(self.__dict__.get("absent_name", "?"), name))
 
-    def _check_before(self) -> None:
+    def _nan(
+        self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        dtype = dtype or self.calls.embedded_dtype()
+        nan = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        return self.calls.given_by_stand_in(nan, self.absent_name)
+
+    def _begin_call(self) -> None:
+        if self.may_draw:
+            self.calls.random.pass_layer()
         if self.calls.passed_layers():
             raise RuntimeError(
                 f"`{self.absent_name}` is used behind the layers, but was taken for a part in "
@@ -140,13 +154,13 @@ class AbsentLookup(AbsentModule):
         device = self.calls.device()
         if device is None or self.calls.passed_layers():
             raise AttributeError  # which `__getattr__` explains
-        return _nan((1, 1), device, self.calls).expand(self._shape)
+        return self._nan((1, 1), device).expand(self._shape)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return NaN for each index."""
-        self._check_before()
+        self._begin_call()
         indices = next(_tensors(args, kwargs))
-        return _nan((*indices.shape, self._shape[1]), indices.device, self.calls)
+        return self._nan((*indices.shape, self._shape[1]), indices.device)
 
 
 class AbsentLinear(AbsentModule):
@@ -164,32 +178,29 @@ class AbsentLinear(AbsentModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return NaN for each row."""
-        self._check_before()
+        self._begin_call()
         x = next(_tensors(args, kwargs))
-        return _nan((*x.shape[:-1], self._size), x.device, self.calls)
+        return self._nan((*x.shape[:-1], self._size), x.device)
 
 
 class AbsentNorm(AbsentModule):
-    """In place of a norm: its input."""
+    """In place of a norm: NaN of its input's shape."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the input."""
-        self._check_before()
-        return next(_tensors(args, kwargs))
+        """Return NaN for each element."""
+        self._begin_call()
+        x = next(_tensors(args, kwargs))
+        return self._nan(tuple(x.shape), x.device, x.dtype)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     return (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
 
-def _nan(shape: tuple[int, ...], device: torch.device, calls: LayerCalls) -> Tensor:
-    return torch.full(shape, float("nan"), dtype=calls.embedded_dtype(), device=device)
-
-
 # --- which stand-in for which module ----------------------------------------------------------
 
 
-def stand_ins(module: nn.Module, name: str, calls: LayerCalls) -> dict[str, nn.Module]:
+def stand_ins(module: nn.Module, name: str, calls: LayerCalls) -> dict[str, AbsentModule]:
     """Return what must replace modules so that ``module`` has no parameters, by their names.
 
     Modules whose parameters all lie in submodules keep their own code.
@@ -225,7 +236,7 @@ def stand_ins(module: nn.Module, name: str, calls: LayerCalls) -> dict[str, nn.M
             f"its own ({', '.join(own)}), so that other stages have nothing to put in its place. "
             "Build it of `nn.Embedding`, `nn.Linear` and norms, or use `quantized_fsdp`."
         )
-    replaced: dict[str, nn.Module] = {}
+    replaced: dict[str, AbsentModule] = {}
     for key, child in module.named_children():
         replaced |= stand_ins(child, f"{name}.{key}", calls)
     return replaced

@@ -4,9 +4,10 @@
 The user's whole step runs on every stage. Modules in front of the layers that a stage does not hold
 are replaced by stand-ins, which give NaN in the right shape. Layers of earlier stages pass their
 input on, and the last of them gives the received hidden state. Where the layer behind the last one
-of the stage is called, :class:`StageEnd` leaves the user's code with the hidden state for the next
-stage. So masks and positions are computed by the user's own code on every stage, and any loss
-works. NaN makes visible whatever else of the skipped modules is used.
+of the stage is called, :class:`StageEnd` leaves the user's code, and what the last layer returned
+goes to the next stage, which runs the code between the two. So masks and positions are computed by
+the user's own code on every stage, and any loss works. What else of the skipped modules is used is
+refused: see [Note: what depends on stand-ins].
 
 All this happens around ``layer(...)``, outside of every hook of the layer. The layers of the stage
 run as ever: their hooks (as those of FSDP2) have run when the step is left, and checkpointing, in
@@ -17,18 +18,20 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lq_lightning._compat.step_mode import without_step_mode
-from lq_lightning.foundation.nested import tensors_in
 
-__all__ = ["BoundaryMeta", "LayerCalls", "StageEnd", "as_called_layer", "hidden_name"]
+from .placeholders import Placeholders
+from .random_numbers import RandomNumbers
+
+__all__ = ["BoundaryMeta", "LayerCalls", "StageEnd", "hidden_name"]
 
 # What transformers collects from every layer by hooks, as arguments that it hands on to the layers.
 _KEEP = (
@@ -70,21 +73,27 @@ class StageEnd(BaseException):
 class LayerCalls:
     """The calls of a model's layers in the step that runs now. See [Note: a step in parts].
 
-    One object is shared by the layers, the stand-ins and the stages of a model on a rank.
+    Layers, stand-ins and stages of a model share one object on a rank.
 
     Args:
         layers: Names of all layers of the model, in the order of their calls.
+
+    Attributes:
+        boundary: What crosses the boundaries.
+        random: The generators that steps draw from.
     """
 
     def __init__(self, layers: tuple[str, ...]) -> None:
         self._layers = layers
         self.boundary: BoundaryMeta | None = None
+        self.random = RandomNumbers()
+        self._placeholders: Placeholders | None = None
+        self._output: Tensor | None = None  # of the last layer
         self._first = self._last = self._next = 0
         self._received: Tensor | None = None
         self._embedded_dtype = torch.float32
         self._extras: tuple[bool, ...] | None = None
-        self._running = self._left = self._probing = False
-        self._inspecting = self._needs_gradient = False
+        self._running = self._left = self._probing = self._needs_gradient = False
         self._embedded_shape: tuple[int, ...] = ()
         self._changed: int | None = None  # the first layer with another hidden state in front
 
@@ -95,8 +104,7 @@ class LayerCalls:
         step: Callable[[], Any],
         span: tuple[int, int],
         received: Tensor | None,
-        *,
-        inspecting: bool = False,
+        placeholders: Placeholders | None = None,
     ) -> Any:
         """Run the part of ``step`` that has the layers ``span[0]`` to ``span[1]``.
 
@@ -104,8 +112,7 @@ class LayerCalls:
             step: The user's step.
             span: Indices of the first and the last layer of the stage.
             received: Hidden state for the first of them; None on the first stage.
-            inspecting: Check that the layers get nothing else that was computed from modules in
-                front of them. This waits for the device.
+            placeholders: Where to note what is used of earlier stages; None not to watch.
 
         Returns:
             The hidden state behind the last layer of the stage, or on the last stage what ``step``
@@ -116,18 +123,39 @@ class LayerCalls:
             NotImplementedError: layers that pass on more than one hidden state.
         """
         self._first, self._last, self._next = *span, 0
-        self._received, self._inspecting, self._changed = received, inspecting, None
+        self._received, self._placeholders, self._changed = received, placeholders, None
         self._needs_gradient = received is not None and received.requires_grad
         self._running, self._left = True, False
         try:
+            with nullcontext() if placeholders is None else placeholders.watching():
+                return self._run_watched(step)
+        except Exception as error:
+            if placeholders is not None and placeholders.refused:
+                raise NotImplementedError(placeholders.refused[0]) from error
+            raise
+        finally:
+            self._received = self._placeholders = self._output = None
+            self._running = False
+
+    def _run_watched(self, step: Callable[[], Any]) -> Any:
+        try:
             result = step()
         except StageEnd as end:
-            result = end.hidden
-        else:
-            self._check_completed()
-        finally:
-            self._received, self._running = None, False
+            return end.hidden
+        self._check_completed()
+        self.check(result, "what the step returns")
         return result
+
+    def check(self, value: object, use: str) -> None:
+        """Refuse a value of the step that depends on a stand-in, as :class:`Placeholders`."""
+        if self._placeholders is not None:
+            self._placeholders.check(value, use)
+
+    def given_by_stand_in(self, tensor: Tensor, module: str) -> Tensor:
+        """Mark what a stand-in gives in place of the output of ``module``, and return it."""
+        if self._placeholders is not None:
+            self._placeholders.mark(tensor, module)
+        return tensor
 
     def probe(self, step: Callable[[], Any]) -> BoundaryMeta:
         """Run ``step`` through its first layer and describe what lies behind that.
@@ -177,7 +205,8 @@ class LayerCalls:
         """
         name = self._layers[index]
         if not self._running and forward is not None:
-            return forward(*args, **kwargs)  # computed again for backward by checkpointing
+            with self.random.layer():  # computed again for backward by checkpointing
+                return forward(*args, **kwargs)
         self._check_call(index, kwargs)
         hidden = args[0] if args else kwargs.get(argument)
         if not isinstance(hidden, Tensor):
@@ -186,23 +215,44 @@ class LayerCalls:
                 "pipeline take one hidden state there, as a tensor."
             )
         self._next += 1
+        if index == 0:
+            self.random.compare()
         if index < self._first:
+            self.random.pass_layer()
             return self._before_part(index, hidden)
         if index > self._last:
             self._left = True
-            raise StageEnd(self._end(index, hidden))
+            raise StageEnd(self._end(index))
         if index == self._first:
-            self._check_entry(name, hidden, argument, args, kwargs)
+            self._check_entry(name, hidden)
         elif self._changed is None and not self._fits(hidden):
             self._changed = index
         if forward is None:
             raise AssertionError(f"{name} is on another stage")
-        with without_step_mode():
+        watched = self._placeholders
+        if watched is not None:
+            self._check_arguments(name, hidden, argument, args, kwargs)
+        unwatched = nullcontext() if watched is None else watched.paused()
+        with without_step_mode(), self.random.layer(), unwatched:
             output = forward(*args, **kwargs)
         if self._probing:
             self._embedded_shape, self._embedded_dtype = tuple(hidden.shape), hidden.dtype
             self._extras = _extras(name, output)
+        if index == self._last:
+            self._keep_output(output)
         return output
+
+    def _keep_output(self, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(hidden, Tensor):
+            self._output = hidden.clone()  # code behind the layer may change it in place
+
+    def call_before(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a module that stand-ins replace elsewhere: they do not draw what it draws."""
+        with self.random.layer():
+            return forward(*args, **kwargs)
 
     def passed_layers(self) -> bool:
         """Whether the step that runs now has called layers already."""
@@ -213,7 +263,7 @@ class LayerCalls:
         return self._boundary().embedded_dtype
 
     def device(self) -> torch.device | None:
-        """Where the hidden state is that the part gets; None outside of such a part."""
+        """Where the hidden state is that the part gets; None elsewhere."""
         return None if self._received is None else self._received.device
 
     def _boundary(self) -> BoundaryMeta:
@@ -263,13 +313,27 @@ class LayerCalls:
                     "those of the batch only: use `quantized_fsdp`."
                 )
             hidden = received
+        elif index == 0:  # not the tensor in front of it, which may be of the batch
+            hidden = self._nan(index, hidden.shape, hidden.device)
         extras = self._boundary().extras
         if extras is None:
             return hidden
-        # Attention weights and the like are not there: who uses them gets NaN.
-        return (hidden, *(hidden.new_full((), math.nan) if extra else None for extra in extras))
+        nan = [self._nan(index, (), hidden.device) if extra else None for extra in extras]
+        return (hidden, *nan)
 
-    def _check_entry(
+    def _nan(self, index: int, shape: Sequence[int], device: torch.device) -> Tensor:
+        nan = torch.full(tuple(shape), math.nan, dtype=self._boundary().dtype, device=device)
+        return self.given_by_stand_in(nan, self._layers[index])
+
+    def _check_entry(self, name: str, hidden: Tensor) -> None:
+        if self._needs_gradient and not hidden.requires_grad:
+            raise NotImplementedError(
+                f"`{name}` gets a hidden state without gradient: reentrant checkpointing around "
+                "calls of layers cannot be cut into stages. Use "
+                "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."
+            )
+
+    def _check_arguments(
         self,
         name: str,
         hidden: Tensor,
@@ -277,21 +341,20 @@ class LayerCalls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        if self._needs_gradient and not hidden.requires_grad:
-            raise NotImplementedError(
-                f"`{name}` gets a hidden state without gradient: reentrant checkpointing around "
-                "calls of layers cannot be cut into stages. Use "
-                "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."
-            )
-        if self._inspecting:
-            named = {key: value for key, value in kwargs.items() if args or key != argument}
-            _check_clean(name, args[1:], named)
+        self.check(hidden, f"the hidden state in front of `{name}`")
+        others = {f"argument {place + 2}": value for place, value in enumerate(args[1:])}
+        others |= {f"`{key}`": value for key, value in kwargs.items() if args or key != argument}
+        for place, value in others.items():
+            self.check(value, f"`{name}` takes {place} besides the hidden state, which")
 
     def _fits(self, hidden: Tensor) -> bool:
         boundary = self._boundary()
         return (tuple(hidden.shape), hidden.dtype) == (boundary.shape, boundary.dtype)
 
-    def _end(self, index: int, hidden: Tensor) -> Any:
+    def _end(self, index: int) -> Any:
+        hidden = self._output
+        if hidden is None:
+            raise AssertionError(f"`{self._layers[index - 1]}` has not run")
         if self._probing:
             if tuple(hidden.shape) != self._embedded_shape:  # before anything is sent
                 raise NotImplementedError(
@@ -328,49 +391,6 @@ def _extras(name: str, output: Any) -> tuple[bool, ...] | None:
         f"`{name}` returns {_kind(output)}: the layers of a pipeline return a hidden state as a "
         "tensor, or a tuple that starts with it. Use `quantized_fsdp`."
     )
-
-
-def _check_clean(name: str, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Refuse arguments with NaN, which only the stand-ins of skipped modules put there."""
-    places = {f"argument {place + 2}": value for place, value in enumerate(positional)}
-    for place, value in {**places, **{f"`{key}`": value for key, value in named.items()}}.items():
-        for tensor in tensors_in(value):
-            if tensor.is_floating_point() and bool(tensor.isnan().any()):
-                raise NotImplementedError(
-                    f"`{name}` takes {place} besides the hidden state, which is computed from "
-                    "modules of earlier stages (embeddings, layers). A pipeline passes one hidden "
-                    "state on: use `quantized_fsdp`."
-                )
-
-
-# --- layers -----------------------------------------------------------------------------------
-
-
-_CLASSES: dict[type, type] = {}
-
-
-def as_called_layer(layer: nn.Module, calls: LayerCalls, index: int) -> None:
-    """Let every call of the layer go through ``calls``; the module, its name and class name stay.
-
-    The class changes, as ``fully_shard`` does it, because ``layer(...)`` looks up ``__call__``
-    there: nothing on the instance comes before compiled calls, hooks and checkpointing.
-    """
-    cls = type(layer)
-    if cls not in _CLASSES:
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        # One base only: the layout of instances must not change.
-        _CLASSES[cls] = type(cls.__name__, (cls,), {**names, "__call__": _calling(cls)})
-    layer.__dict__["_lq_layer"] = (calls, index, hidden_name(layer))
-    layer.__class__ = _CLASSES[cls]
-
-
-def _calling(cls: type[nn.Module]) -> Callable[..., Any]:
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        calls, index, argument = self.__dict__["_lq_layer"]
-        forward = partial(cls.__call__, self)
-        return calls.call_layer(index, argument, forward, args, kwargs)
-
-    return __call__
 
 
 def hidden_name(layer: nn.Module) -> str:

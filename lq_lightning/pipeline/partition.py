@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import nn
 
 from .absent import AbsentAfter, AbsentLayer, stand_ins
-from .calls import LayerCalls, as_called_layer
+from .calls import LayerCalls, hidden_name
 from .plan import PipelinePlan
 
 __all__ = ["KeptStages", "keep_stages", "kept_stages"]
@@ -81,12 +83,17 @@ def keep_stages(module: nn.Module, plan: PipelinePlan, stages: Iterable[int]) ->
     for index, name in enumerate(plan.layers):
         layer = module.get_submodule(name)
         if plan.stages_of(name)[0] in kept:
-            as_called_layer(layer, calls, index)
+            _let_call(layer, partial(calls.call_layer, index, hidden_name(layer)))
         else:
             absent[name] = AbsentLayer(name, calls, index, layer)
-    if 0 not in kept:
-        for name in plan.before:
-            absent |= stand_ins(module.get_submodule(name), name, calls)
+    for name in plan.before:
+        for each, stand_in in stand_ins(module.get_submodule(name), name, calls).items():
+            replaced = module.get_submodule(each)
+            stand_in.may_draw = not type(replaced).__module__.startswith("torch.nn.")
+            if 0 not in kept:
+                absent[each] = stand_in
+            elif stand_in.may_draw:
+                _let_call(replaced, calls.call_before)
     if plan.num_stages - 1 not in kept:
         absent |= {name: AbsentAfter(name, calls) for name in plan.after}
     _replace(module, absent)
@@ -102,3 +109,28 @@ def _replace(root: nn.Module, absent: dict[str, nn.Module]) -> None:
         if new is not None:  # under every name that the module has
             parent, _, key = name.rpartition(".")
             root.get_submodule(parent).add_module(key, new)
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def _let_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Let ``call(forward, args, kwargs)`` do every call; the module and its class name stay.
+
+    The class changes, as ``fully_shard`` does it, because ``module(...)`` looks up ``__call__``
+    there: nothing on the instance comes before compiled calls, hooks and checkpointing.
+    """
+    cls = type(module)
+    if cls not in _CLASSES:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        # One base only: the layout of instances must not change.
+        _CLASSES[cls] = type(cls.__name__, (cls,), {**names, "__call__": _calling(cls)})
+    module.__dict__["_lq_call"] = call
+    module.__class__ = _CLASSES[cls]
+
+
+def _calling(cls: type[nn.Module]) -> Callable[..., Any]:
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_lq_call"](partial(cls.__call__, self), args, kwargs)
+
+    return __call__

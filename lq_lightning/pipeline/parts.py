@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from .calls import BoundaryMeta
 from .partition import kept_stages
+from .placeholders import Placeholders
 
 __all__ = ["StageModule"]
 
@@ -43,6 +44,9 @@ class StageModule(nn.Module):
     Attributes:
         index: Micro-batch of the next call; set it before.
         stage: Index of the stage.
+        watched: Whether the next part refuses what the step uses of modules that earlier stages
+            hold, see [Note: what depends on stand-ins]. None: the first part does, later ones not.
+        refused: Where messages about that go; None: they are raised.
 
     Raises:
         ValueError: the stage is not one of those that were kept.
@@ -67,7 +71,8 @@ class StageModule(nn.Module):
         self._run, self._enter = run, enter
         first = self._plan.layers.index(self._plan.stages[stage][0])
         self._span = (first, first + len(self._plan.stages[stage]) - 1)
-        self._inspected = stage == 0
+        self.watched: bool | None = None
+        self.refused: list[str] | None = None
         names = (name for name, _ in module.named_parameters(remove_duplicate=False))
         self._names = frozenset(name for name in names if stage in self._plan.stages_of(name))
 
@@ -110,21 +115,30 @@ class StageModule(nn.Module):
         Raises:
             RuntimeError: the step calls the layers not at all, twice, or in another order, or the
                 shape of ``hidden`` is not that of the micro-batch.
-            NotImplementedError: the layers need more than one hidden state.
+            NotImplementedError: the step uses more of earlier stages than the hidden state.
         """
         return self._enter(self._part, hidden)
 
     def _part(self, hidden: Tensor | None) -> Any:
-        inspecting, self._inspected = not self._inspected, True
+        if self.watched is None:
+            watched, self.watched = True, False
+        else:
+            watched = self.watched
+        placeholders = Placeholders(self._module[0]) if watched and not self.is_first else None
         step = partial(self._run, self.index)
-        return self._calls.run(step, self._span, hidden, inspecting=inspecting)
+        result = self._calls.run(step, self._span, hidden, placeholders)
+        if placeholders is not None and placeholders.refused:
+            if self.refused is None:
+                raise NotImplementedError(placeholders.refused[0])
+            self.refused += placeholders.refused
+        return result
 
     def probe(self, index: int) -> BoundaryMeta:
         """Find what crosses the boundaries for the micro-batch ``index``, on the first stage.
 
-        Runs the step up to and through the first layer without gradients; torch's random numbers
-        and buffers, such as running statistics, stay as they were. With FSDP2 it is a forward of
-        the root: all ranks of its mesh must probe.
+        Runs the step up to and through the first layer without gradients; random numbers and
+        buffers, such as running statistics, stay as they were. With FSDP2 it is a forward of the
+        root: all ranks of its mesh must probe.
 
         Raises:
             RuntimeError: this is not the first stage.
@@ -138,9 +152,8 @@ class StageModule(nn.Module):
         def part(hidden: Tensor | None) -> Any:
             return self._calls.probe(partial(self._run, index))
 
-        device = next((p.device for p in self.parameters()), torch.device("cpu"))
-        devices = [device] if device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices), _unchanged_buffers(self._module[0]):
+        numbers = self._calls.random.batch(0, advance=False)
+        with torch.no_grad(), numbers, _unchanged_buffers(self._module[0]):
             boundary: BoundaryMeta = self._enter(part, None)
         return boundary
 

@@ -125,11 +125,20 @@ class PipelinedStrategy(QuantizedFSDPStrategy):
         if self._run is not None:
             self._run.forget()
 
+    def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """And the seed of the run, from which steps get their random numbers."""
+        values, tensors = super().extra_state()
+        if self._run is not None:
+            values["seed_of_steps"] = self._run.seeds.of_run
+        return values, tensors
+
     def load_extra_state(
         self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """Continue with what is saved; samples that codecs remember are not."""
         super().load_extra_state(values, tensors)
+        if self._run is not None:
+            self._run.seeds.of_run = int(values.get("seed_of_steps", self._run.seeds.of_run))
         if self._run is not None and self._run.remembers:
             rank_zero_warn(
                 "Checkpoints do not hold the hidden states that the codec 'aq_sgd' keeps of "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, cast
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -346,7 +347,10 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
                 shared.share_value()
             if self._shared:
                 rank_zero_info(describe_shared(self._shared, self._options.tied_gradients))
-        self._connect_learner(self._make_run(module, record, ranks), ranks, record.plan)
+        run = self._make_run(module, record, ranks)
+        drawn = torch.empty((), dtype=torch.int64, device="cpu").random_()
+        run.seeds.of_run = self.checkpoint_ranks.broadcast(int(drawn))
+        self._connect_learner(run, ranks, record.plan)
 
     def _cut_now(self, module: LightningModule, ranks: PipelineRanks) -> CutModule:
         check_module(type(self).__name__, module)

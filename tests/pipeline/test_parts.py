@@ -391,8 +391,11 @@ def test_steps_that_cannot_run_in_parts(use: str, error: type, message: str) -> 
         cut(Loose(use), predicting, BATCHES, 3).forward()
 
 
-def test_what_earlier_stages_gave_besides_the_hidden_state_is_nan() -> None:
-    outputs, _ = cut(Loose("extras"), predicting, BATCHES, 3).forward()
+def test_what_earlier_stages_gave_besides_the_hidden_state_is_nan_and_refused() -> None:
+    ranks = cut(Loose("extras"), predicting, BATCHES, 3)
+    with pytest.raises(NotImplementedError, match="step returns depends on `layers.0`"):
+        ranks.forward()
+    outputs, _ = ranks.forward()  # only the first part is watched
     assert outputs[-1].isnan()
 
 

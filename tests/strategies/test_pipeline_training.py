@@ -27,12 +27,14 @@ class Module(TinyModule):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.dictionary = self.clips = False
+        self.drawn: list[float] = []
         self.tokens_seen, self.auroc = SumMetric(), BinaryAUROC()  # lists of floats and integers
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Any:
         self.log("tokens", float(tokens.numel()), reduce_fx="sum", sync_dist=True)
         self.tokens_seen(tokens.numel())  # in front of the layers, where each stage comes
         self.log("tokens_seen", self.tokens_seen, on_step=False, on_epoch=True)
+        self.drawn.append(torch.rand(()).item())
         loss = self.net(tokens)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return {"loss": loss, "rows": tokens[:, 0]} if self.dictionary else loss
@@ -161,10 +163,10 @@ def _replicas(rank: int, world_size: int, root: str) -> Any:
         data = Tokens(96)
         sampler = DistributedSampler(data, num_replicas=2, rank=rank % 2, shuffle=False)
         batches = DataLoader(data, batch_size=4, sampler=sampler)
-        _, _, (_, norms, _, _) = _fit(
+        _, module, (_, norms, _, _) = _fit(
             root, strategy, world_size, batches, module=_module(tied=True), gradient_clip_val=0.3
         )
-        found.append(norms)
+        found.append((norms, module.drawn))
         assert strategy.sharding_plan is not None
         assert set(strategy.sharding_plan.units) == (layers | others if units else layers)
     return found
@@ -177,9 +179,15 @@ def _alone(rank: int, world_size: int, root: str) -> Any:
 def test_pipelines_beside_each_other_equal_one_device(tmp_path: Any) -> None:
     """Two stages of two ranks each, the replicas on different halves of each batch."""
     (expected,) = run_trainer(_alone, 1, str(tmp_path))
-    for found in run_trainer(_replicas, 4, str(tmp_path)):
-        for norms in found:
+    ranks = run_trainer(_replicas, 4, str(tmp_path))
+    for found in ranks:
+        for norms, _ in found:
             torch.testing.assert_close(norms, expected, rtol=1e-4, atol=1e-6)
+    for run in range(2):  # random numbers are those of a pipeline, on all of its stages
+        drawn = [set(found[run][1]) for found in ranks]
+        assert drawn[2] <= drawn[0]  # where the first layer is looked at, too
+        assert drawn[3] <= drawn[1]
+        assert not drawn[2] & drawn[3]
 
 
 # --- what is not finite -------------------------------------------------------------------------

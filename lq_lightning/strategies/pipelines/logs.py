@@ -84,10 +84,15 @@ class LogRecorder:
 
     Args:
         module: Its calls are recorded.
+        check: Called with each value and what becomes of it, before it is recorded.
     """
 
-    def __init__(self, module: LightningModule) -> None:
-        self._module = module
+    def __init__(
+        self,
+        module: LightningModule,
+        check: Callable[[object, str], None] = lambda value, use: None,
+    ) -> None:
+        self._module, self._check_value = module, check
         self._entries: dict[str, _Entry] = {}
 
     @contextmanager
@@ -117,6 +122,7 @@ class LogRecorder:
     def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         arguments = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
         _check(name, value, arguments)
+        self._check_value(value, f"what the step logs as '{name}'")
         arguments["reduce_fx"] = _NAMES[arguments.get("reduce_fx", "mean")]
         size = arguments.pop("batch_size", None)
         metric = arguments.pop("metric_attribute", None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +14,15 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lq_lightning.foundation.reporting import QuantizationReport
-from lq_lightning.pipeline.agreement import batch_signature
+from lq_lightning.pipeline.agreement import Agreement, batch_signature
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec
 from lq_lightning.pipeline.batches import batch_size, concatenate, sample_ids, split_batch
 from lq_lightning.pipeline.calls import BoundaryMeta
 from lq_lightning.pipeline.engine import PipelineEngine
 from lq_lightning.pipeline.mixed import MixedCodec
+from lq_lightning.pipeline.partition import kept_stages
 from lq_lightning.pipeline.parts import StageModule
+from lq_lightning.pipeline.random_numbers import RandomNumbers, held_generators
 from lq_lightning.pipeline.schedules import rank_of_stage
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.pipelines.logs import replay
@@ -29,6 +30,7 @@ from lq_lightning.strategies.pipelines.metrics import sum_over_pipelines
 from lq_lightning.strategies.pipelines.options import PipelineOptions
 from lq_lightning.strategies.pipelines.outcome import Outcome, OutcomeBroadcast
 from lq_lightning.strategies.pipelines.ranks import PipelineRanks
+from lq_lightning.strategies.pipelines.seeds import BatchSeeds
 from lq_lightning.strategies.pipelines.stages import CutModule
 from lq_lightning.strategies.pipelines.steps import MicroBatches, joined_extra
 from lq_lightning.strategies.pipelines.targets import COUNT
@@ -48,6 +50,8 @@ class _Batch:
         boundary: What crosses the boundaries.
         samples: Identities of its samples, for codecs that remember them.
         shares: Targets of each micro-batch relative to their mean; None if nobody counts them.
+        seed: Of its random numbers.
+        watched: Whether it is the first of its shape.
     """
 
     step: str
@@ -55,6 +59,8 @@ class _Batch:
     boundary: BoundaryMeta
     samples: Tensor | None
     shares: list[float] | None
+    seed: int
+    watched: bool
 
 
 class PipelineRun:
@@ -71,6 +77,7 @@ class PipelineRun:
 
     Attributes:
         remembers: Whether hidden states refer to what was sent of the same sample before.
+        seeds: Of its batches.
     """
 
     def __init__(
@@ -94,6 +101,17 @@ class PipelineRun:
             )
             for stage in record.stages
         }
+        self._random = RandomNumbers(ranks.device)
+        kept = kept_stages(module)
+        if kept is None:
+            raise AssertionError("a pipeline runs modules that were cut")
+        kept.calls.random = self._random
+        self._plan = record.plan
+        self.seeds = BatchSeeds(ranks.stage_group.rank())
+        self._watched: set[str] = set()
+        self._refused: list[str] = []
+        for stage_module in self._stages.values():
+            stage_module.refused = self._refused
         last = rank_of_stage(options.schedule, num_stages - 1, num_stages, ranks.size)
         self._outcome = OutcomeBroadcast(ranks, last)
         sum_over_pipelines(module, ranks, self._outcome.share_output)
@@ -137,14 +155,60 @@ class PipelineRun:
         self.engine.agree(batch, training, samples=samples)
         count = self._options.microbatches_of(batch_size(batch), self._ranks.size, training)
         parts = [(part, *others) for part in split_batch(batch, count)]
-        boundary = self._boundary(f"{step} {count} {batch_signature(batch)}", step, parts)
+        key = f"{step} {count} {batch_signature(batch)}"
+        watched = key not in self._watched
+        if watched:
+            self._watched.add(key)
+            self._hold_generators()
+        seed = self.seeds.next(self.module.trainer, step, training)
+        boundary = self._boundary(key, step, parts)
         for stage in self._stages.values():
             stage.set_boundary(boundary)
+            stage.watched = watched
         shares = None if step == "predict_step" else self._options.shares([p[0] for p in parts])
         self._batch = _Batch(
-            step=step, arguments=parts, boundary=boundary, samples=samples, shares=shares
+            step=step,
+            arguments=parts,
+            boundary=boundary,
+            samples=samples,
+            shares=shares,
+            seed=seed,
+            watched=watched,
         )
         return count
+
+    def _hold_generators(self) -> None:
+        """Find generators that the module keeps where all stages have them."""
+        everywhere = self._plan.num_stages
+        found = held_generators(self.module)
+        shared = {n: g for n, g in found.items() if len(self._plan.stages_of(n)) == everywhere}
+        self._random.hold(shared)
+        Agreement(self._ranks.control_group).check(
+            {f"the state of the generator `{n}`": s for n, s in self._random.held_states().items()},
+            "All stages of a pipeline have to draw the same numbers in a step: seed the generators "
+            "that the module keeps alike on them, or apart by the data-parallel rank only.",
+        )
+
+    def _refuse_together(self, batch: _Batch) -> None:
+        """Raise on all ranks what the step must not do, as seen by any of them."""
+        if not batch.watched:
+            return
+        own = self._refused.copy(), self._random.compared or {}
+        everyone = [own] * self._ranks.size
+        dist.all_gather_object(everyone, own, group=self._ranks.control_group)
+        self._refused.clear()
+        self._random.compared = None
+        name = f"`{type(self.module).__name__}.{batch.step}`"
+        for refused, _ in everyone:
+            if refused:
+                raise NotImplementedError(f"{name}: {refused[0]}")
+        for index in range(len(batch.arguments)):
+            if len(set().union(*(drawn.get(index, set()) for _, drawn in everyone))) > 1:
+                raise NotImplementedError(
+                    f"{name} draws other random numbers in front of the layers on some stages than "
+                    "on others, so that later ones would not be the same: draw as many on every "
+                    "rank, whatever it holds."
+                )
 
     def _boundary(self, key: str, step: str, parts: list[tuple[Any, ...]]) -> BoundaryMeta:
         known = self._boundaries.get(key)
@@ -168,7 +232,7 @@ class PipelineRun:
     def _probe(self, step: str, parts: list[tuple[Any, ...]]) -> BoundaryMeta | Exception:
         """Run the first layer; an error is returned, since the other ranks wait to hear of it."""
         try:
-            with self._micro.running(step, parts, None):
+            with self._random.batch(0, advance=False), self._micro.running(step, parts, None):
                 return self._stages[0].probe(0)
         except Exception as error:
             return error
@@ -218,16 +282,19 @@ class PipelineRun:
             stage with what else the step returned; None if a micro-batch had no loss.
         """
         batch = self._take()
-        with self._micro.running(batch.step, batch.arguments, scale, batch.shares):
+        running = self._micro.running(batch.step, batch.arguments, scale, batch.shares)
+        self._random.compared = {} if batch.watched else None
+        with self._random.batch(batch.seed), running:
             self.engine.step(batch.boundary, batch.samples, len(batch.arguments))
             outputs = self._micro.in_order()
+        self._refuse_together(batch)
         losses = [output.loss for output in outputs]
         self._check_means(batch.step, losses)
         outcome = self._share(batch.step, losses, batch.shares)
         loss = outcome.loss
         if not self._has_trained and loss is not None:
             self._has_trained = True  # a look at the loss waits for the GPU
-            _check_first_values(type(self.module).__name__, batch.step, loss, outcome)
+            _check_first_loss(type(self.module).__name__, batch.step, loss)
         extra = joined_extra(outputs)
         return {**extra, "loss": loss} if extra and loss is not None else loss
 
@@ -241,8 +308,11 @@ class PipelineRun:
             What the step returned for all micro-batches, joined; None on other stages.
         """
         batch = self._take()
-        with self._micro.running(batch.step, batch.arguments, None, batch.shares):
+        running = self._micro.running(batch.step, batch.arguments, None, batch.shares)
+        self._random.compared = {} if batch.watched else None
+        with self._random.batch(batch.seed), running:
             parts = self.engine.evaluate(batch.boundary, batch.samples, len(batch.arguments))
+        self._refuse_together(batch)
         self._share(batch.step, [], batch.shares)
         result = concatenate(parts) if parts else None
         return self._outcome.share_output(result) if everywhere else result
@@ -293,10 +363,8 @@ class PipelineRun:
         )
 
 
-def _check_first_values(owner: str, step: str, loss: Tensor, outcome: Outcome) -> None:
-    """Warn of NaN, which is what later stages have in place of values of the first one."""
-    logged = zip(outcome.calls, outcome.values.tolist(), strict=True)
-    names = [call.name for call, value in logged if call.has_value and math.isnan(value)]
+def _check_first_loss(owner: str, step: str, loss: Tensor) -> None:
+    """Warn of NaN, which layers have in place of what reaches them past the step's own code."""
     if bool(loss.isnan()):
         rank_zero_warn(
             "The loss of the first batch is NaN. If it is not without a pipeline, "
@@ -304,12 +372,6 @@ def _check_first_values(owner: str, step: str, loss: Tensor, outcome: Outcome) -
             "a skip connection, behind the first of them, but stages pass on the hidden state "
             "alone. Let the layers hand it on within that, or use `quantized_fsdp`. Or a "
             "micro-batch has no target: see `count_targets`."
-        )
-    elif names:
-        rank_zero_warn(
-            f"`{owner}.{step}` logs NaN as {names} in the first batch. If it does not without a "
-            "pipeline, these are made of what an earlier stage computes, but only the last one "
-            "logs. Log what is made of the hidden state behind the layers, or of the batch."
         )
 
 

@@ -15,6 +15,8 @@ from torchmetrics import Metric, MetricCollection
 from lq_lightning._compat.autograd import hasten_casts, let_go_of_casts
 from lq_lightning._compat.modules import begin_root_forward, end_root_forward
 from lq_lightning._compat.saved_tensors import version_of
+from lq_lightning.pipeline.calls import LayerCalls
+from lq_lightning.pipeline.partition import kept_stages
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.pipelines.logs import LogRecorder
 from lq_lightning.strategies.pipelines.metrics import unchanged
@@ -48,7 +50,9 @@ class MicroBatches:
     """
 
     def __init__(self, module: LightningModule, precision: FullyShardedPrecision) -> None:
-        self.logs = LogRecorder(module)
+        kept = kept_stages(module)
+        self._calls = LayerCalls(()) if kept is None else kept.calls
+        self.logs = LogRecorder(module, self._calls.check)
         self._module = module
         self._metrics = [m for m in module.modules() if isinstance(m, (Metric, MetricCollection))]
         self._precision = precision
@@ -134,12 +138,14 @@ class MicroBatches:
         """
         if self._step is None:
             raise AssertionError("a stage ran outside of a schedule")
+        self._calls.random.start(index)
         with (
             self.logs.recording() if is_last else self.logs.muted(),
             nullcontext() if is_last else unchanged(self._metrics),
             self.means.watching(index) if is_last and self.means is not None else nullcontext(),
         ):
             result = self._step(*self._arguments[index])
+        self._calls.check(result, "what the step returns")  # beside the loss, too
         if self._scale is None:
             return result
         loss, extra = _split_output(type(self._module).__name__, result)

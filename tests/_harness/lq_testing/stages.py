@@ -33,7 +33,8 @@ class Ranks:
         received: list[Tensor] = []
         for stage in self.stages:
             stage.index = index
-            outputs.append(stage(*received[-1:]))
+            # No leaves, which could not be changed in place: neither are what an engine receives.
+            outputs.append(stage(*(leaf.clone() for leaf in received[-1:])))
             if not stage.is_last:
                 received.append(outputs[-1].detach().requires_grad_(torch.is_grad_enabled()))
         return outputs, received
