@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import unsafe_setattr_param
 from torch.distributed.fsdp._fully_shard._fully_shard import (
     _unimplemented_deepcopy,
     get_cls_to_fsdp_cls,
 )
 
-from lq_lightning._compat.fsdp2 import groups_of_state, param_groups
+from lq_lightning._compat.fsdp2 import GroupParams, groups_of_state, param_groups
 
 __all__ = [
+    "RootParameters",
     "begin_root_forward",
     "discard_unreduced_gradients",
     "end_root_forward",
+    "gathered_values",
     "has_compiled_forward",
     "has_forward_hooks",
     "has_unreduced_gradients",
@@ -29,9 +33,10 @@ __all__ = [
     "is_gathered",
     "is_root_idle",
     "prepare_fsdp_class",
-    "propagate_requires_grad",
     "reduce_gradients",
     "reset_iteration",
+    "start_backward_at",
+    "watch_compiled_calls",
 ]
 
 
@@ -96,6 +101,11 @@ def end_root_forward(module: FSDPModule, output: Any) -> Any:
     return module._get_fsdp_state()._post_forward(cast(nn.Module, module), (), output)
 
 
+def start_backward_at(module: FSDPModule, loss: Tensor) -> None:
+    """Let the backward of ``loss``, of a forward that has ended, gather the root's parameters."""
+    module._get_fsdp_state()._register_pre_backward_hook(loss)
+
+
 def is_root_idle(module: FSDPModule) -> bool:
     """Whether the root is neither in its forward nor in its backward."""
     idle: bool = module._get_fsdp_state()._training_state == TrainingState.IDLE
@@ -120,6 +130,32 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called on it, which traces its hooks."""
     return module._compiled_call_impl is not None
+
+
+def watch_compiled_calls(
+    module: nn.Module,
+    before: Callable[..., tuple[Any, Any] | None],
+    after: Callable[[nn.Module, Any, Any], Any],
+) -> None:
+    """Run hooks around a module that was compiled in place, which would trace registered ones.
+
+    Args:
+        module: One for which :func:`is_compiled_in_place`.
+        before: As a forward pre-hook with keyword arguments.
+        after: As a forward hook that is always called.
+    """
+    compiled = module._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output = None
+        try:
+            args, kwargs = before(module, args, kwargs) or (args, kwargs)
+            output = compiled(*args, **kwargs)
+        finally:
+            replaced = after(module, args, output)
+        return output if replaced is None else replaced
+
+    module._compiled_call_impl = call
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
@@ -187,14 +223,72 @@ def _wait(stream: Any, event: Any) -> None:
         stream.wait_event(event)
 
 
-def propagate_requires_grad(module: FSDPModule) -> None:
-    """Copy ``requires_grad`` of the sharded parameters to the gathered ones in use now."""
-    for group in param_groups(module):
-        for fsdp_param in group.fsdp_params:
-            gathered = getattr(fsdp_param, "_unsharded_param", None)
-            wanted = fsdp_param.sharded_param.requires_grad
-            if gathered is not None and gathered.requires_grad != wanted:
-                gathered.requires_grad_(wanted)
+class RootParameters:
+    """The parameters that belong to the root itself, as shards and gathered.
+
+    Which of the two its modules hold does not matter to FSDP2, which holds both by itself, until it
+    gathers or frees them.
+
+    Args:
+        module: The root.
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self._module = module
+        groups = param_groups(module)
+        self._params = [p for group in groups for p in group.fsdp_params]
+        self.describe = [GroupParams(group) for group in groups]
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._params)
+
+    def find(self, shard: Tensor) -> Any | None:
+        """FSDP2's record of a shard that is one of them; None for any other tensor."""
+        return next((p for p in self._params if p.sharded_param is shard), None)
+
+    def gather(self) -> None:
+        """Begin the root's forward, and leave the modules what they hold (`functional_call`)."""
+        held = [(m, n, m._parameters.get(n)) for p in self._params for m, n in _places(p)]
+        begin_root_forward(self._module)
+        for module, name, parameter in held:
+            if parameter is not None and module._parameters[name] is not parameter:
+                unsafe_setattr_param(module, name, parameter)
+
+    def show(self, gathered: bool) -> None:
+        """Let modules hold the gathered parameters in place of the shards, or the other way."""
+        for param in self._params:
+            if not hasattr(param, "_unsharded_param"):
+                continue
+            source, target = param.sharded_param, gathered_values(param)
+            if not gathered:
+                source, target = target, source
+            for module, name in _places(param):
+                if module._parameters.get(name) is source:
+                    unsafe_setattr_param(module, name, target)
+
+    def state(self) -> list[tuple[int, int]]:
+        """Version and address of each gathered parameter: what writes into it change."""
+        found = [p._unsharded_param for p in self._params]
+        return [(p._version, p.data_ptr()) for p in found if not p.is_inference()]
+
+    def name(self, index: int) -> str:
+        """The name of a parameter, as modules give it."""
+        return str(self._params[index]._param_fqn)
+
+
+def gathered_values(fsdp_param: Any) -> nn.Parameter:
+    """The gathered form of a parameter, trained if its shard is."""
+    gathered: nn.Parameter = fsdp_param._unsharded_param
+    if gathered.requires_grad != fsdp_param.sharded_param.requires_grad:
+        gathered.requires_grad_(fsdp_param.sharded_param.requires_grad)
+    return gathered
+
+
+def _places(fsdp_param: Any) -> Iterator[tuple[nn.Module, str]]:
+    info = fsdp_param._module_info
+    yield info.module, info.param_name
+    yield from zip(info.shared_modules, info.shared_param_names, strict=True)
 
 
 def has_unreduced_gradients(module: FSDPModule) -> bool:

@@ -47,7 +47,7 @@ from lq_lightning.strategies.options import (
     check_timeout,
     given_options,
 )
-from lq_lightning.strategies.root_forward import register_step_methods
+from lq_lightning.strategies.root_forward import register_evaluation_steps
 from lq_lightning.strategies.sharding import (
     Sharding,
     check_settings,
@@ -172,7 +172,7 @@ class FullyShardedStrategy(SteppingStrategy):
         """
         self._shard_once(module)
         initialize_root(cast(FSDPModule, module))
-        register_step_methods(module)
+        register_evaluation_steps(module)
 
     # --- environment ----------------------------------------------------------------------------
 

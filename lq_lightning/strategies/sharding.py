@@ -23,7 +23,7 @@ from lq_lightning._compat.modules import prepare_fsdp_class
 from lq_lightning.foundation.broadcast import broadcast_module_states
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_fully_sharded, check_shardable
-from lq_lightning.strategies.root_forward import ManualForward, SubmoduleCalls
+from lq_lightning.strategies.root_forward import RootForward
 from lq_lightning.strategies.units import ChosenUnits, ShardingPlan, UnitSelector, find_units
 
 __all__ = [
@@ -79,13 +79,13 @@ class ShardedModule:
     Attributes:
         settings: The options that were baked in.
         plan: Its units.
-        manual: Runs its ``training_step`` if that uses manual optimization.
+        forward: Gathers the root's parameters where its code computes with them.
         extra: What a subclass of the strategy attached.
     """
 
     settings: Mapping[str, object]
     plan: ShardingPlan
-    manual: ManualForward | None
+    forward: RootForward
     extra: Any = None
 
 
@@ -131,9 +131,8 @@ def shard(
     module.configure_model = already_configured  # type: ignore[method-assign]
     if sharding.compile_units:
         compile_units(module, plan)
-    SubmoduleCalls(module, sharding.precision.forward_context)
-    manual = None if module.automatic_optimization else ManualForward(module)
-    return ShardedModule(settings=settings, plan=plan, manual=manual)
+    forward = RootForward(module, sharding.precision.forward_context)
+    return ShardedModule(settings=settings, plan=plan, forward=forward)
 
 
 def remember(module: LightningModule, record: ShardedModule) -> None:

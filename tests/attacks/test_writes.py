@@ -1,0 +1,477 @@
+"""What training steps do with parameters and gradients, on two ranks, against DDP and plain FSDP2.
+
+Each program trains a small model whose embedding, head and own parameters belong to the root while
+its blocks are units. A step that loses a write, a hook or a gradient ends with other weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lq_testing import run_ranks
+from lq_testing.lightning_models import loader, trainer
+from lq_testing.models import Block
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lq_lightning import QuantizedFSDPStrategy
+
+PLAIN = {"weights": "none", "gradients": "none"}
+SMALL = {"min_quantized_numel": 64}
+VOCAB, WIDTH = 31, 8
+
+run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=240.0)
+
+
+class Net(nn.Module):
+    """Logits of tokens; called anew or with hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.hidden(tokens))
+        return logits
+
+
+class Program(pl.LightningModule):
+    """A student, a frozen teacher, parameters of its own, and plain SGD."""
+
+    manual = False
+    stock = True  # plain FSDP2 runs it, too
+    sharded = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = not self.manual
+        self.net, self.teacher = Net(), Net()
+        self.teacher.requires_grad_(False)
+        self.seen: list[Any] = []
+
+    def configure_model(self) -> None:
+        if self.sharded:
+            for net in (self.net, self.teacher):
+                for block in net.blocks:
+                    fully_shard(block, mesh=self.device_mesh["data_parallel"])
+                fully_shard(net, mesh=self.device_mesh["data_parallel"])
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(tokens).flatten(0, 1), tokens.flatten())
+
+    def distilled(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(tokens)
+        return self.loss(tokens) + F.mse_loss(self.net(tokens), target)
+
+    def pairs(self) -> Any:
+        return zip(self.teacher.parameters(), self.net.parameters(), strict=True)
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trained, lr=0.3, momentum=0.5)
+
+
+KINDS: dict[str, type[Program]] = {}
+
+
+def kind(cls: type[Program]) -> type[Program]:
+    """Add a program to the table."""
+    KINDS[cls.__name__] = cls
+    return cls
+
+
+# --- writes in an automatic step ----------------------------------------------------------------
+
+
+@kind
+class TeacherFollows(Program):
+    stock = False  # keeps the root gathered that no backward frees
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for slow, fast in self.pairs():
+            slow.mul_(0.7).add_(fast, alpha=0.3)
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        self.follow()
+        return self.distilled(tokens)
+
+
+@kind
+class TeacherFollowsThroughData(TeacherFollows):
+    def follow(self) -> None:
+        for slow, fast in self.pairs():
+            slow.data.mul_(0.7).add_(fast.data, alpha=0.3)
+
+
+@kind
+class TeacherIsAssigned(TeacherFollows):
+    def follow(self) -> None:
+        for slow, fast in self.pairs():
+            slow.data = slow.data * 0.7 + fast.data * 0.3
+
+
+@kind
+class TeacherFollowsTheStudentsForward(TeacherFollows):
+    """Moved between the forwards of a step."""
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        logits = self.net(tokens)
+        with torch.no_grad():
+            before = self.teacher(tokens)
+            self.follow()
+            after = self.teacher(tokens)
+        return F.mse_loss(logits, after) + F.mse_loss(logits, before)
+
+
+@kind
+class TeacherFollowsInForward(TeacherFollows):
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.follow()
+        return self.distilled(tokens)
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self(tokens)
+        return loss
+
+
+@kind
+class WeightsAreClamped(Program):
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        for p in self.net.parameters():
+            p.data.clamp_(-0.2, 0.2)
+        return self.loss(tokens)
+
+
+@kind
+class StateIsLoaded(Program):
+    def on_train_start(self) -> None:
+        self.start = {k: v.clone() for k, v in self.net.state_dict().items()}
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            self.net.load_state_dict(self.start)
+        return self.loss(tokens)
+
+
+@kind
+class FrozenOnTheWay(Program):
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        self.net.embed.requires_grad_(batch_idx != 1)
+        self.net.blocks[0].requires_grad_(batch_idx != 1)
+        return self.loss(tokens)
+
+
+@kind
+class GradientsAreCleared(Program):
+    """``p.grad = None`` at the head of a step, of gradients that accumulate."""
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        self.net.head.zero_grad()
+        self.net.embed.weight.grad = None
+        return self.loss(tokens)
+
+
+# --- direct uses ----------------------------------------------------------------------------------
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+@kind
+class UsesParametersDirectly(Program):
+    stock = False  # mixes DTensors with tensors
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(WIDTH))
+        self.bank = nn.Parameter(torch.randn(5, WIDTH), requires_grad=False)
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        factor = self.scale.exp()  # before anything is gathered
+        h = self.net.embed.weight[tokens] + self.shift
+        for block in self.net.blocks:
+            h = block(h)
+        h = h * factor + torch.cat([self.shift[:4], self.shift[4:]])
+        with torch.no_grad():
+            self.bank.mul_(0.9)
+            near = F.linear(h, F.normalize(self.bank)).amax(-1, keepdim=True)
+            self.seen.append(self.scale.item())
+        logits = F.linear(h, self.net.embed.weight) + h @ self.net.head.weight.T
+        logits = logits + Double.apply(h, self.net.head.weight) + self.net.head(h)
+        logits = logits + checkpoint(self.again, h, use_reentrant=False) + near
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) + self.penalty()
+
+    def again(self, h: Tensor) -> Tensor:
+        return F.linear(torch.tanh(h), self.net.head.weight * self.scale) + self.net.head(h)
+
+    def penalty(self) -> Tensor:
+        parameters = [self.scale, self.shift, *self.net.head.parameters()]
+        return 0.01 * sum(p.pow(2).sum() for p in parameters)
+
+
+@kind
+class CallsInAnyOrder(Program):
+    stock = False
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        net = self.net
+        with torch.no_grad(), torch.device("cpu"):
+            guess = net.head(net.blocks[1](net.embed(tokens))).argmax(-1)
+        with self.trainer.strategy.root_forward() if hasattr(
+            self.trainer.strategy, "root_forward"
+        ) else torch.enable_grad():
+            h = net.hidden(tokens)
+            logits = F.linear(h, net.head.weight, net.head.bias)
+        params = {k: p * 0.5 for k, p in net.head.named_parameters()}
+        logits = logits + torch.func.functional_call(net.head, params, (h,))
+        logits = logits + net.head.forward(net.blocks[0](net.embed(guess)))
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+# --- manual optimization --------------------------------------------------------------------------
+
+
+class Manual(Program):
+    manual = True
+
+    def trained(self) -> list[nn.Parameter]:
+        return [p for p in self.parameters() if p.requires_grad]
+
+
+@kind
+class ClipsByHand(Manual):
+    def training_step(self, tokens: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(tokens))
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)
+        self.seen.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        optimizer.step()
+
+
+@kind
+class ClipsThroughLightning(Manual):
+    stock = False
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(tokens)
+        self.zero_grad()  # behind the forward, where plain FSDP2 misses those of the root
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 0.3, "norm")
+        with torch.no_grad():
+            self.seen.append(self.net(tokens).mean())  # gathers the weights before the update
+        optimizer.optimizer.step()
+        self.seen.append(self.loss(tokens).detach())
+
+
+@kind
+class NoiseAndNoGradient(Manual):
+    def training_step(self, tokens: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(tokens))
+        for p in self.trained():
+            p.grad.add_(torch.ones_like(p), alpha=0.01).mul_(0.9)
+        self.net.embed.weight.grad.data.clamp_(-0.1, 0.1)
+        self.net.head.bias.grad = None
+        optimizer.step()
+
+
+@kind
+class AscendsFirst(Manual):
+    """Sharpness-aware minimization."""
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(tokens))
+        with torch.no_grad():
+            steps = {p: p.grad * 0.5 for p in self.trained()}
+            for p, step in steps.items():
+                p.add_(step)
+                p.grad = None
+        self.manual_backward(self.loss(tokens))
+        with torch.no_grad():
+            for p, step in steps.items():
+                p.sub_(step)
+        optimizer.step()
+
+
+@kind
+class Critic(Manual):
+    """Two optimizers that are toggled, weights clamped behind each step of one."""
+
+    stock = False  # keeps roots gathered that backward does not reach
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher.requires_grad_(True)
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> None:
+        one, two = self.optimizers()
+        self.toggle_optimizer(one)
+        assert not any(p.requires_grad for p in self.teacher.parameters())
+        self.manual_backward(self.loss(tokens) - self.teacher(tokens).tanh().mean())
+        one.step()
+        one.zero_grad()
+        self.untoggle_optimizer(one)
+        for p in self.net.parameters():
+            p.data.clamp_(-0.3, 0.3)
+        self.toggle_optimizer(two)
+        fake = self.net(tokens).detach()
+        self.manual_backward(F.mse_loss(self.teacher(tokens), fake))
+        two.step()
+        two.zero_grad()
+        self.untoggle_optimizer(two)
+        with torch.no_grad():
+            for p in self.teacher.parameters():
+                p.clamp_(-0.3, 0.3)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(n.parameters(), lr=0.3) for n in (self.net, self.teacher)]
+
+
+@kind
+class TwoLossesOfOneGraph(Manual):
+    def training_step(self, tokens: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        logits = self.net(tokens)
+        one = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        two = logits.square().mean()
+        self.manual_backward(one, retain_graph=True)
+        self.manual_backward(one, retain_graph=True)
+        self.manual_backward(two)
+        torch.nn.utils.clip_grad_value_(self.parameters(), 0.05)
+        optimizer.step()
+
+
+@kind
+class Accumulates(Manual):
+    stock = False  # has no `block_backward_sync`
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        if batch_idx % 2 == 0:
+            with self.trainer.strategy.block_backward_sync():
+                self.manual_backward(self.loss(tokens) / 2)
+            return
+        self.manual_backward(self.loss(tokens) / 2)
+        self.seen.append(sum(p.grad.square().sum() for p in self.trained()))
+        torch.nn.utils.clip_grad_norm_(self.trained(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@kind
+class StepsWithAClosure(Manual):
+    def training_step(self, tokens: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(tokens)
+            self.manual_backward(loss)
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+@kind
+class HooksOnParameters(Manual):
+    """Hooks that are set in a step see each reduced gradient."""
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        called: list[nn.Parameter] = []
+        handles = [p.register_post_accumulate_grad_hook(called.append) for p in self.trained()]
+        self.manual_backward(self.loss(tokens))
+        assert {id(p) for p in called} == {id(p) for p in self.trained()}
+        assert all(p.grad is not None for p in called)
+        for handle in handles:
+            handle.remove()
+        optimizer.step()
+
+
+# --- comparison -----------------------------------------------------------------------------------
+
+
+def _fit(make: type[Program], strategy: Any, root: str, **options: Any) -> tuple[Any, list[float]]:
+    torch.manual_seed(0)
+    module = make()
+    module.sharded = isinstance(strategy, ModelParallelStrategy) and not isinstance(
+        strategy, QuantizedFSDPStrategy
+    )
+    trainer(strategy, root, **options).fit(module, loader(24))
+    found = {n: _full(p) for n, p in module.named_parameters()}
+    return found, [float(_full(torch.as_tensor(s))) for s in module.seen]
+
+
+def _full(tensor: Tensor) -> Tensor:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()
+
+
+def _error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[n] - expected[n]).norm() / expected[n].norm()) for n in expected)
+
+
+def _compare(rank: int, world_size: int, root: str, names: list[str]) -> dict[str, Any]:
+    errors: dict[str, Any] = {}
+    for name in names:
+        make = KINDS[name]
+        fit: Callable[..., Any] = functools.partial(_fit, make, root=root)
+        if make is Accumulates:
+            expected = fit(strategy=QuantizedFSDPStrategy(**PLAIN, units=["Net"]))
+        else:
+            expected = fit(strategy="ddp_find_unused_parameters_true")
+        runs = {"off": QuantizedFSDPStrategy(**PLAIN), "on": QuantizedFSDPStrategy(**SMALL)}
+        if make.stock:
+            runs["stock"] = ModelParallelStrategy(world_size, 1)
+        for run, strategy in runs.items():
+            try:
+                found = fit(strategy=strategy)
+            except Exception as error:
+                errors[f"{name} {run}"] = repr(error)[:300]
+                raise
+            errors[f"{name} {run}"] = _error(found[0], expected[0])
+    return errors
+
+
+def test_steps_do_what_they_do_in_ddp_and_fsdp2(tmp_path: Path) -> None:
+    for errors in run_trainer(_compare, 2, str(tmp_path), list(KINDS)):
+        for run, error in errors.items():
+            assert error < (0.1 if run.endswith(" on") else 1e-5), (run, error)
