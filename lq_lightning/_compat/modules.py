@@ -16,9 +16,10 @@ from torch.distributed.fsdp._fully_shard._fully_shard import (
     get_cls_to_fsdp_cls,
 )
 
-from lq_lightning._compat.fsdp2 import GroupParams, groups_of_state, param_groups
+from lq_lightning._compat.fsdp2 import groups_of_state, param_groups
 
 __all__ = [
+    "GatheredCopies",
     "RootParameters",
     "begin_root_forward",
     "discard_unreduced_gradients",
@@ -235,9 +236,7 @@ class RootParameters:
 
     def __init__(self, module: FSDPModule) -> None:
         self._module = module
-        groups = param_groups(module)
-        self._params = [p for group in groups for p in group.fsdp_params]
-        self.describe = [GroupParams(group) for group in groups]
+        self._params = [p for group in param_groups(module) for p in group.fsdp_params]
 
     def __len__(self) -> int:
         """How many there are."""
@@ -267,14 +266,63 @@ class RootParameters:
                 if module._parameters.get(name) is source:
                     unsafe_setattr_param(module, name, target)
 
-    def state(self) -> list[tuple[int, int]]:
-        """Version and address of each gathered parameter: what writes into it change."""
-        found = [p._unsharded_param for p in self._params]
-        return [(p._version, p.data_ptr()) for p in found if not p.is_inference()]
+    def versions(self) -> list[tuple[int, int]]:
+        """Change when the shards are written, by operations on them or on their local memory."""
+        shards = [p.sharded_param for p in self._params]
+        return [(s._version, cast(Any, s)._local_tensor._version) for s in shards]
 
-    def name(self, index: int) -> str:
-        """The name of a parameter, as modules give it."""
-        return str(self._params[index]._param_fqn)
+
+class GatheredCopies:
+    """The gathered forms of all parameters, which FSDP2 fills and frees and nobody else may write.
+
+    Args:
+        root: Of the units.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        units = [m for m in root.modules() if isinstance(m, FSDPModule)]
+        params = [p for m in units for group in param_groups(m) for p in group.fsdp_params]
+        self._params = [p for p in params if not _is_written_by_torch(p)]
+        self._versions: dict[Any, int] = {}
+        for param in self._params:
+            self._note_when_made(param)
+
+    def _note_when_made(self, param: Any) -> None:
+        """Take the version of a gathered form from its first gather, which makes it."""
+        original = param.init_unsharded_param
+
+        def init_unsharded_param() -> None:
+            original()
+            del param.init_unsharded_param
+            self._versions[param] = param._unsharded_param._version
+
+        param.init_unsharded_param = init_unsharded_param
+
+    def find_hooked(self) -> str | None:
+        """The name of a parameter whose shard has a hook for a gradient, which never comes there."""
+        hooked = (p for p in self._params if p.sharded_param._backward_hooks)
+        return next((str(p._param_fqn) for p in hooked), None)
+
+    def find_written(self) -> str | None:
+        """The name of a parameter whose gathered form was written since the last call, or None."""
+        written = None
+        for param, known in self._versions.items():
+            gathered, (filled,) = param._unsharded_param, param.all_gather_outputs
+            version = gathered._version
+            moved = gathered.untyped_storage()._cdata != filled.untyped_storage()._cdata
+            if moved or version != known:
+                written = str(param._param_fqn)
+            self._versions[param] = version
+        return written
+
+
+def _is_written_by_torch(fsdp_param: Any) -> bool:
+    """Whether its gathered form is written in forward, or filled by something else."""
+    module = fsdp_param._module_info.module
+    looks_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    return (looks_up and module.max_norm is not None) or hasattr(
+        fsdp_param._sharded_local_tensor, "fsdp_post_all_gather"
+    )
 
 
 def gathered_values(fsdp_param: Any) -> nn.Parameter:

@@ -35,7 +35,8 @@ def check_shardable(root: nn.Module) -> None:
 
     Raises:
         TypeError: A submodule is wrapped by FSDP1, DDP or DataParallel.
-        ValueError: A parameter is a scalar, empty or lazily initialised, or its gradient is sparse.
+        ValueError: A parameter is a scalar, empty or lazily initialised, its gradient is sparse,
+            it has hooks, or its module writes into it.
         NotImplementedError: A unit is sharded over a 2-D mesh (HSDP), or a parameter by tensor
             parallelism.
     """
@@ -51,6 +52,14 @@ def check_shardable(root: nn.Module) -> None:
             raise ValueError(
                 f"`{name}` has sparse gradients, and FSDP2 reduces dense ones only. Build it with "
                 f"`{type(module).__name__}(sparse=False)`."
+            )
+        if looks_up and module.max_norm is not None and module.weight.requires_grad:
+            raise ValueError(
+                f"`{name}` has `max_norm={module.max_norm}`, which writes into its weight in "
+                "forward. There it is a gathered copy, and the write would be lost. Leave "
+                "`max_norm` out and shorten the rows in `on_train_batch_start`: `with "
+                "torch.no_grad(): weight.mul_((max_norm / weight.norm(dim=1, keepdim=True))"
+                ".clamp(max=1))`."
             )
     managed: set[int] = set()
     for name, _, group in fsdp_units(root):
@@ -73,6 +82,14 @@ def check_shardable(root: nn.Module) -> None:
                 f"parameter `{name}` is a DTensor with placements {parameter.placements} that "
                 "`fully_shard` did not make; tensor parallelism is not offered by this strategy. "
                 "Use `ModelParallelStrategy`, or leave the parameter to the strategy."
+            )
+        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if hooks and not isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parameter `{name}` has a hook for its gradient, which sharding would lose. Set it "
+                "in `on_fit_start`, when parameters are shards, with `parameter."
+                "register_post_accumulate_grad_hook(hook)`, which gets the parameter when its "
+                "`grad` is there, averaged over the ranks."
             )
         if parameter.dim() == 0:
             raise ValueError(

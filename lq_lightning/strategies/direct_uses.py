@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from lq_lightning._compat.function_modes import SuspendableMode
@@ -91,12 +92,16 @@ class DirectUses(SuspendableMode):
             if name == "__set__" and attribute == "data" and isinstance(args[1], DTensor):
                 return self._assign(args[0], args[1])
             if attribute not in _VIEWS:
-                return func(*args, **kwargs)
+                value = func(*args, **kwargs)
+                if attribute == "data" and isinstance(value, DTensor):
+                    value._lq_parameter = args[0]  # type: ignore[attr-defined]
+                return value
         elif name in _HANDLING:
             return func(*args, **kwargs)
         elif _writes(name, kwargs):
-            self._wrote()
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self._note(kwargs["out"] if "out" in kwargs else next(chain(args, kwargs.values())))
+            return result
         elif name.startswith("_foreach"):
             return func(*args, **kwargs)
         if name in _VALUES or any(_is_other(t) for t in tensors):
@@ -142,6 +147,14 @@ class DirectUses(SuspendableMode):
         self._wrote()
         with torch.no_grad():
             target.copy_(value)
+
+    def _note(self, written: Any) -> None:
+        """Count a write where torch does not: by foreach functions, and through ``.data``."""
+        self._wrote()
+        for tensor in _tensors((written,), {}):
+            parameter = getattr(tensor, "_lq_parameter", tensor)
+            if isinstance(parameter, nn.Parameter):
+                increment_version(parameter)
 
     def _check_gradients_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in _tensors((*args[1:2], kwargs.get("inputs")), {}):

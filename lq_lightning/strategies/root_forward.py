@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lq_lightning._compat.fsdp2 import write_fingerprint
 from lq_lightning._compat.modules import (
+    GatheredCopies,
     RootParameters,
     begin_root_forward,
     end_root_forward,
@@ -75,12 +75,12 @@ class RootForward:
         self._root = cast(FSDPModule, module)
         self._context = context
         self._own: RootParameters | None = None
+        self._copies = GatheredCopies(module)
         self._uses = DirectUses(self._gathered, self._note_write, self._name_of, self._backward)
         self._in_step = False
         self._begun = False  # the root's forward, by this object
         self._written = False  # anything since it began
-        self._shards: list[Any] = []  # what was gathered
-        self._copies: list[tuple[int, int]] = []
+        self._versions: list[tuple[int, int]] = []  # of the shards that were gathered
         self._caller: nn.Module | None = None  # the submodule that was called from outside
         self._depth = 0  # of the caller calling itself
         self._exit = ExitStack()
@@ -174,19 +174,18 @@ class RootForward:
         own = self._parameters
         here = is_gathered(self._root) if len(own) else not is_root_idle(self._root)
         if self._begun and here:
-            if not self._written and self._fingerprint() == self._shards:
+            if not self._written and own.versions() == self._versions:
                 return
             self._end(None)
             self._root.reshard()
         own.gather()
         own.show(gathered=False)
-        self._begun, self._written = True, False
-        self._shards, self._copies = self._fingerprint(), own.state()
+        self._begun, self._written, self._versions = True, False, own.versions()
 
     def _end(self, output: Any) -> Any:
         """End the forward with what backward starts from."""
-        self._check_copies()
         self._begun = False
+        self._check_copies()
         return end_root_forward(self._root, output)
 
     def _enter(self) -> None:
@@ -199,10 +198,6 @@ class RootForward:
         if self._in_step:
             self._parameters.show(gathered=False)
             self._uses.resume()
-            self._check_copies()
-
-    def _fingerprint(self) -> list[Any]:
-        return [write_fingerprint(describe()) for describe in self._parameters.describe]
 
     def _gathered(self, tensor: Tensor) -> Tensor | None:
         param = self._parameters.find(tensor)
@@ -234,17 +229,30 @@ class RootForward:
         Raises:
             RuntimeError: A gathered parameter was written.
         """
-        found = self._parameters.state() if self._begun and is_gathered(self._root) else []
-        for index, (known, now) in enumerate(zip(self._copies, found, strict=False)):
-            if known != now:
-                self._begun = False
-                raise RuntimeError(
-                    f"the parameter `{self._parameters.name(index)}` was written while a module "
-                    "ran, or through a view of it. There it is a gathered copy, which is freed "
-                    "after backward, and the write would be lost. Write to parameters in "
-                    "`training_step`, between the calls of modules, or in a hook such as "
-                    "`on_train_batch_start`: `with torch.no_grad(): parameter.mul_(value)`."
-                )
+        name = self._copies.find_written()
+        if name is not None:
+            raise RuntimeError(
+                f"the parameter `{name}` was written while a module ran that uses it, or through a "
+                "view of its values. There it is a gathered copy, which is freed, and the write "
+                "would be lost. Write to parameters in `training_step`, between the calls of "
+                "modules, or in a hook such as `on_train_batch_start`: `with torch.no_grad(): "
+                "parameter.clamp_(...)`."
+            )
+
+    def _check_hooks(self) -> None:
+        """Refuse hooks that nothing would call.
+
+        Raises:
+            RuntimeError: A shard has one.
+        """
+        name = self._copies.find_hooked()
+        if name is not None:
+            raise RuntimeError(
+                f"the parameter `{name}` has a hook of `register_hook`, which is never called on a "
+                "shard: its gradient does not come from autograd. Use `parameter."
+                "register_post_accumulate_grad_hook(hook)`, which gets the parameter when its "
+                "`grad` is there, averaged over the ranks."
+            )
 
     # --- training steps -------------------------------------------------------------------------
 
@@ -253,6 +261,7 @@ class RootForward:
         """Around ``training_step``; gives a function that takes and returns its output."""
         if is_root_idle(self._root) and is_gathered(self._root):
             self._root.reshard()  # of a step without a backward
+        self._check_hooks()
         self._in_step, self._begun, self._caller = True, False, None
         # optimizers may write by kernels of their own
         handle = register_optimizer_step_post_hook(self._note_write)
@@ -268,6 +277,7 @@ class RootForward:
 
     def _finish(self, output: Any) -> Any:
         self._uses.suspend()
+        self._check_hooks()
         if not self._begun:
             return output
         if self._module.automatic_optimization:
@@ -283,6 +293,7 @@ class RootForward:
         if not self._in_step:
             return
         self._uses.suspend()
+        self._check_hooks()
         if self._begun:
             self._end(loss)
             self._parameters.show(gathered=True)

@@ -144,6 +144,15 @@ class TeacherFollowsTheStudentsForward(TeacherFollows):
 
 
 @kind
+class TeacherFollowsByForeach(TeacherFollows):
+    @torch.no_grad()
+    def follow(self) -> None:
+        slow, fast = ([*net.parameters()] for net in (self.teacher, self.net))
+        torch._foreach_mul_(slow, 0.7)
+        torch._foreach_add_(slow, fast, alpha=0.3)
+
+
+@kind
 class TeacherFollowsInForward(TeacherFollows):
     def forward(self, tokens: Tensor) -> Tensor:
         self.follow()
@@ -255,6 +264,45 @@ class CallsInAnyOrder(Program):
         logits = logits + torch.func.functional_call(net.head, params, (h,))
         logits = logits + net.head.forward(net.blocks[0](net.embed(guess)))
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+@kind
+class CompiledParts(Program):
+    """Submodules compiled in place and wrapped, and a function of no parameter."""
+
+    stock = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.head.compile(backend="eager")
+        self.wrapped = torch.compile(nn.Linear(WIDTH, VOCAB), backend="eager")
+        self.mean = torch.compile(F.cross_entropy, backend="eager", fullgraph=True)
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        h = self.net.hidden(tokens)
+        logits = self.net.head(h) + self.wrapped(h) + h @ self.net.head.weight.mT
+        loss: Tensor = self.mean(logits.flatten(0, 1), tokens.flatten())
+        return loss
+
+
+@kind
+class WithoutUnits(Program):
+    """All parameters belong to the root, so that a step may compute with each."""
+
+    stock = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks = self.teacher.blocks = nn.ModuleList()
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        net = self.net
+        before = 0.01 * sum(p.pow(2).sum() for p in net.parameters())
+        loss = self.loss(tokens)
+        gradients = torch.autograd.grad(loss, [*net.parameters()], retain_graph=True)
+        self.seen += [g.norm() for g in gradients]
+        whole = torch.nn.utils.parameters_to_vector(net.parameters())
+        return loss + before + 0.01 * whole.abs().mean()
 
 
 # --- manual optimization --------------------------------------------------------------------------
@@ -469,6 +517,122 @@ def _compare(rank: int, world_size: int, root: str, names: list[str]) -> dict[st
                 raise
             errors[f"{name} {run}"] = _error(found[0], expected[0])
     return errors
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+class ClampsItself(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(min=0)
+        return super().forward(x)
+
+
+class AssignsItself(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data.clamp(min=0)
+        return super().forward(x)
+
+
+class WritesInForward(Program):
+    layer: type[nn.Module] = ClampsItself
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.head = self.layer(WIDTH, VOCAB)
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(tokens)
+
+
+class AssignsInForward(WritesInForward):
+    layer = AssignsItself
+
+
+class WritesInAUnit(WritesInForward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks[1].down = ClampsItself(2 * WIDTH + 3, WIDTH)
+
+
+class WritesThroughAView(Program):
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        row = self.net.embed.weight[0]
+        with torch.no_grad():
+            row.zero_()
+        return self.loss(tokens)
+
+
+class Changes(Program):
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        weight = self.net.head.weight
+        weight.data = weight.data.double()
+        return self.loss(tokens)
+
+
+class AsksForGradients(Program):
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(tokens)
+        torch.autograd.grad(loss, [*self.net.parameters()], allow_unused=True)
+        return loss
+
+
+class HooksAShard(Program):
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        self.net.blocks[0].up.weight.register_hook(lambda gradient: gradient * 0.5)
+        return self.loss(tokens)
+
+
+class HooksEarly(WritesInForward):
+    layer = nn.Linear
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.embed.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+class LimitsNorms(WritesInForward):
+    layer = nn.Linear
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.embed = nn.Embedding(VOCAB, WIDTH, max_norm=1.0)
+
+
+class CompilesADirectUse(Program):
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        project = torch.compile(F.linear, backend="eager", fullgraph=True)
+        return project(self.net.hidden(tokens), self.net.head.weight).square().mean()
+
+
+REFUSED = {
+    WritesInForward: r"`net\.head\.weight` was written while a module ran",
+    AssignsInForward: r"`net\.head\.weight` was written while a module ran",
+    WritesInAUnit: r"`net\.blocks\.1\.down\.weight` was written while a module ran",
+    WritesThroughAView: r"`net\.embed\.weight` was written .* a view",
+    Changes: r"`\.data` of the sharded parameter `net\.head\.weight`.*float64",
+    AsksForGradients: r"the gradient of the parameter `net\.blocks\.0\.norm\.weight`",
+    HooksAShard: r"`net\.blocks\.0\.up\.weight` has a hook.*register_post_accumulate_grad_hook",
+    HooksEarly: r"`net\.embed\.weight` has a hook.*`on_fit_start`",
+    LimitsNorms: r"`net\.embed` has `max_norm=1\.0`.*on_train_batch_start",
+    CompilesADirectUse: r"root_forward\(\).*mixed torch\.Tensor and DTensor",
+}
+
+
+def _refuse(rank: int, world_size: int, root: str) -> None:
+    for make, message in REFUSED.items():
+        module = make()
+        before = {n: _full(p) for n, p in module.named_parameters()}
+        with pytest.raises((RuntimeError, ValueError), match=f"(?s){message}"):
+            trainer(QuantizedFSDPStrategy(**PLAIN), root).fit(module, loader(8))
+        if isinstance(next(module.parameters()), DTensor):
+            after = {n: _full(p) for n, p in module.named_parameters()}
+            assert _error(after, before) < 1e-6, f"{make.__name__} was refused after a step"
+
+
+def test_what_would_be_lost_is_refused_in_the_first_step(tmp_path: Path) -> None:
+    run_trainer(_refuse, 2, str(tmp_path))
 
 
 def test_steps_do_what_they_do_in_ddp_and_fsdp2(tmp_path: Path) -> None:
