@@ -1,4 +1,4 @@
-"""A mode over torch's functions that can be suspended below other modes and sees custom functions."""
+"""A mode over torch's functions, custom ones among them, that is switched on and off."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units, uses_hsdp
+from lq_lightning._compat.modules import has_gradient_hooks
 
 __all__ = [
     "check_callbacks",
@@ -83,11 +84,10 @@ def check_shardable(root: nn.Module) -> None:
                 "`fully_shard` did not make; tensor parallelism is not offered by this strategy. "
                 "Use `ModelParallelStrategy`, or leave the parameter to the strategy."
             )
-        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        if hooks and not isinstance(parameter, DTensor):
+        if has_gradient_hooks(parameter) and not isinstance(parameter, DTensor):
             raise ValueError(
-                f"parameter `{name}` has a hook for its gradient, which sharding would lose. Set it "
-                "in `on_fit_start`, when parameters are shards, with `parameter."
+                f"parameter `{name}` has a hook for its gradient, which sharding would lose. Set "
+                "it in `on_fit_start`, when parameters are shards, with `parameter."
                 "register_post_accumulate_grad_hook(hook)`, which gets the parameter when its "
                 "`grad` is there, averaged over the ranks."
             )

@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from lq_lightning._compat.function_modes import SuspendableMode
+from lq_lightning.strategies.failures import is_refused_for_shards
 
 __all__ = ["DirectUses"]
 
@@ -25,18 +26,23 @@ __all__ = ["DirectUses"]
 _VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 # What leaves torch needs the whole value, also without a gradient.
 _VALUES = frozenset(
-    "item tolist numpy __array__ __float__ __int__ __bool__ __index__ __complex__".split()
+    ("item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__")
 )
 # Questions about a parameter, and what makes others like it.
 _HANDLING = frozenset(
-    "detach detach_ requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook "
-    "size stride dim ndimension numel nelement element_size storage_offset data_ptr get_device "
-    "is_contiguous is_floating_point is_complex is_same_size is_pinned is_shared is_inference "
-    "storage untyped_storage type type_as result_type can_cast pin_memory share_memory_ "
-    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty "
-    "new_zeros new_ones new_full new_tensor __len__ __hash__ __repr__ __format__ __deepcopy__ "
-    "__reduce_ex__ __reduce__ __setstate__".split()
+    (
+        *("detach", "detach_", "requires_grad_", "retain_grad", "register_hook"),
+        *("register_post_accumulate_grad_hook", "size", "stride", "dim", "ndimension", "numel"),
+        *("nelement", "element_size", "storage_offset", "data_ptr", "get_device", "is_contiguous"),
+        *("is_floating_point", "is_complex", "is_same_size", "is_pinned", "is_shared", "type"),
+        *("is_inference", "storage", "untyped_storage", "result_type", "can_cast", "pin_memory"),
+        *("share_memory_", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like"),
+        *("randn_like", "randint_like", "new_empty", "new_zeros", "new_ones", "new_full"),
+        *("new_tensor", "__len__", "__hash__", "__repr__", "__format__", "__deepcopy__"),
+        *("__reduce_ex__", "__reduce__", "__setstate__"),
+    )
 )
+_PARAMETER = "lq_parameter"  # attribute of `parameter.data` and `parameter.detach()`
 _NOT_IN_PLACE = frozenset({"__int__", "__invert__", "__index__", "__init__"})
 
 
@@ -48,14 +54,15 @@ class DirectUses(SuspendableMode):
     - With gradients enabled any other function of a trained parameter gets its gathered values.
     - A function that mixes shards with other tensors, or takes values out of torch, gets gathered
       parameters, and whole tensors for what was computed from shards without gradients.
-    - Anything else (averages of weights, norms of gradients) computes with shards.
+    - Anything else (averages of weights, norms of gradients) computes with shards if torch can.
 
     Args:
         gathered: Gives the gathered values of a shard that is a parameter of the root, None for any
             other tensor. Gathers if need be: all ranks together.
         wrote: Called when something was written into shards or gradients.
         name_of: The name of a sharded parameter, for errors.
-        backward: Entered around a backward that the step calls, which may run forwards again.
+        backward: Entered around a backward that the step calls, which may run forwards again; told
+            whether it leaves gradients.
     """
 
     def __init__(
@@ -63,7 +70,7 @@ class DirectUses(SuspendableMode):
         gathered: Callable[[Tensor], Tensor | None],
         wrote: Callable[[], None],
         name_of: Callable[[Tensor], str],
-        backward: Callable[[], AbstractContextManager[None]],
+        backward: Callable[[bool], AbstractContextManager[None]],
     ) -> None:
         super().__init__()
         self._backward = backward
@@ -78,12 +85,12 @@ class DirectUses(SuspendableMode):
             RuntimeError: ``.data`` of a shard is assigned something of another shape or dtype, or
                 the gradient of a parameter in a unit is asked for by ``torch.autograd.grad``.
         """
-        tensors = list(_tensors(args, kwargs))
         if func is Tensor.backward or func is torch.autograd.grad:
             self._check_gradients_of(args, kwargs)
             args, kwargs = self.arguments(args, kwargs)
-            with self._backward():
+            with self._backward(func is Tensor.backward):
                 return func(*args, **kwargs)
+        tensors = list(_tensors(args, kwargs))
         if not any(isinstance(t, DTensor) for t in tensors):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -92,23 +99,31 @@ class DirectUses(SuspendableMode):
             if name == "__set__" and attribute == "data" and isinstance(args[1], DTensor):
                 return self._assign(args[0], args[1])
             if attribute not in _VIEWS:
-                value = func(*args, **kwargs)
-                if attribute == "data" and isinstance(value, DTensor):
-                    value._lq_parameter = args[0]  # type: ignore[attr-defined]
-                return value
+                return _remember(args[0], func(*args, **kwargs))
         elif name in _HANDLING:
-            return func(*args, **kwargs)
+            return _remember(args[0] if args else None, func(*args, **kwargs))
         elif _writes(name, kwargs):
-            result = func(*args, **kwargs)
-            self._note(kwargs["out"] if "out" in kwargs else next(chain(args, kwargs.values())))
-            return result
+            target = kwargs["out"] if "out" in kwargs else next(chain(args, kwargs.values()))
+            if any(isinstance(t, DTensor) for t in _tensors((target,), {})):
+                result = func(*args, **kwargs)
+                self._note(target)
+                return result
         elif name.startswith("_foreach"):
             return func(*args, **kwargs)
-        if name in _VALUES or any(_is_other(t) for t in tensors):
+        if name in _VALUES or any(_is_other(t) or self._is_trained(t) for t in tensors):
             args, kwargs = _map(self._whole, args, kwargs)
-        elif torch.is_grad_enabled():
-            args, kwargs = _map(self._trained, args, kwargs)
-        return func(*args, **kwargs)
+            return func(*args, **kwargs)
+        return self._read(func, args, kwargs)
+
+    def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute with shards alone, or with whole tensors what torch has no sharded form of."""
+        try:
+            return func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if not is_refused_for_shards(error):
+                raise
+            args, kwargs = _map(self._whole, args, kwargs)
+            return func(*args, **kwargs)
 
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -122,8 +137,13 @@ class DirectUses(SuspendableMode):
         found = self._gathered(tensor) if isinstance(tensor, DTensor) else None
         return tensor if found is None else found
 
-    def _trained(self, tensor: Tensor) -> Tensor:
-        return self._parameter(tensor) if tensor.requires_grad else tensor
+    def _is_trained(self, tensor: Tensor) -> bool:
+        """Whether a gradient is to come to the parameter by this use of it."""
+        return (
+            tensor.requires_grad
+            and torch.is_grad_enabled()
+            and self._parameter(tensor) is not tensor
+        )
 
     def _whole(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
@@ -152,7 +172,7 @@ class DirectUses(SuspendableMode):
         """Count a write where torch does not: by foreach functions, and through ``.data``."""
         self._wrote()
         for tensor in _tensors((written,), {}):
-            parameter = getattr(tensor, "_lq_parameter", tensor)
+            parameter = getattr(tensor, _PARAMETER, tensor)
             if isinstance(parameter, nn.Parameter):
                 increment_version(parameter)
 
@@ -165,6 +185,13 @@ class DirectUses(SuspendableMode):
                     "gathered values, so that there is none. Run backward, after which `p.grad` "
                     "is the shard's gradient, averaged over the ranks."
                 )
+
+
+def _remember(parameter: Any, value: Any) -> Any:
+    """Let a tensor that shares memory with a parameter know it."""
+    if isinstance(value, DTensor) and isinstance(parameter, nn.Parameter):
+        setattr(value, _PARAMETER, parameter)
+    return value
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

@@ -19,11 +19,8 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lq_lightning._compat.modules import (
-    GatheredCopies,
-    RootParameters,
     begin_root_forward,
     end_root_forward,
-    gathered_values,
     has_unreduced_gradients,
     is_compiled_in_place,
     is_compiled_wrapper,
@@ -33,7 +30,9 @@ from lq_lightning._compat.modules import (
     start_backward_at,
     watch_compiled_calls,
 )
+from lq_lightning._compat.parameter_forms import RootParameters, gathered_values
 from lq_lightning.strategies.direct_uses import DirectUses
+from lq_lightning.strategies.lost_writes import LostWrites
 
 __all__ = ["RootForward", "register_evaluation_steps"]
 
@@ -75,20 +74,22 @@ class RootForward:
         self._root = cast(FSDPModule, module)
         self._context = context
         self._own: RootParameters | None = None
-        self._copies = GatheredCopies(module)
         self._uses = DirectUses(self._gathered, self._note_write, self._name_of, self._backward)
         self._in_step = False
         self._begun = False  # the root's forward, by this object
         self._written = False  # anything since it began
+        self._backward_was_called = False  # by the step itself
         self._versions: list[tuple[int, int]] = []  # of the shards that were gathered
         self._caller: nn.Module | None = None  # the submodule that was called from outside
         self._depth = 0  # of the caller calling itself
         self._exit = ExitStack()
         module.register_forward_pre_hook(self._before_root, prepend=True)
+        units: list[nn.Module] = []
         for child in module.children():
-            self._follow(child)
+            self._follow(child, units)
+        self._lost = LostWrites(module, units)
 
-    def _follow(self, module: nn.Module) -> None:
+    def _follow(self, module: nn.Module, units: list[nn.Module]) -> None:
         unit = isinstance(module, FSDPModule)
         if next(module.parameters(), None) is None:
             return
@@ -97,7 +98,9 @@ class RootForward:
             return
         if not unit and not is_compiled_wrapper(module):
             for child in module.children():
-                self._follow(child)
+                self._follow(child, units)
+        if unit:
+            units.append(module)
         # in front of FSDP2's own, as the root comes first
         module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._after, always_call=True)
@@ -181,11 +184,13 @@ class RootForward:
         own.gather()
         own.show(gathered=False)
         self._begun, self._written, self._versions = True, False, own.versions()
+        self._lost.root_gathered()
 
     def _end(self, output: Any) -> Any:
         """End the forward with what backward starts from."""
         self._begun = False
-        self._check_copies()
+        self._lost.root_ends()
+        self._lost.check_writes()
         return end_root_forward(self._root, output)
 
     def _enter(self) -> None:
@@ -207,8 +212,9 @@ class RootForward:
         return gathered_values(param)
 
     @contextmanager
-    def _backward(self) -> Iterator[None]:
-        """Around a backward that the step calls itself."""
+    def _backward(self, accumulates: bool) -> Iterator[None]:
+        """Around a backward that the step calls itself, not through Lightning."""
+        self._backward_was_called |= accumulates and not self._module.automatic_optimization
         if self._begun:
             self._parameters.show(gathered=True)
         try:
@@ -223,37 +229,6 @@ class RootForward:
         named = self._module.named_parameters()
         return next((name for name, p in named if p is tensor), "?")
 
-    def _check_copies(self) -> None:
-        """Refuse writes that nobody would see again.
-
-        Raises:
-            RuntimeError: A gathered parameter was written.
-        """
-        name = self._copies.find_written()
-        if name is not None:
-            raise RuntimeError(
-                f"the parameter `{name}` was written while a module ran that uses it, or through a "
-                "view of its values. There it is a gathered copy, which is freed, and the write "
-                "would be lost. Write to parameters in `training_step`, between the calls of "
-                "modules, or in a hook such as `on_train_batch_start`: `with torch.no_grad(): "
-                "parameter.clamp_(...)`."
-            )
-
-    def _check_hooks(self) -> None:
-        """Refuse hooks that nothing would call.
-
-        Raises:
-            RuntimeError: A shard has one.
-        """
-        name = self._copies.find_hooked()
-        if name is not None:
-            raise RuntimeError(
-                f"the parameter `{name}` has a hook of `register_hook`, which is never called on a "
-                "shard: its gradient does not come from autograd. Use `parameter."
-                "register_post_accumulate_grad_hook(hook)`, which gets the parameter when its "
-                "`grad` is there, averaged over the ranks."
-            )
-
     # --- training steps -------------------------------------------------------------------------
 
     @contextmanager
@@ -261,8 +236,10 @@ class RootForward:
         """Around ``training_step``; gives a function that takes and returns its output."""
         if is_root_idle(self._root) and is_gathered(self._root):
             self._root.reshard()  # of a step without a backward
-        self._check_hooks()
+        self._lost.check_hooks()
         self._in_step, self._begun, self._caller = True, False, None
+        self._backward_was_called = False
+        self._lost.start_step()
         # optimizers may write by kernels of their own
         handle = register_optimizer_step_post_hook(self._note_write)
         self._uses.forget_modes_above()
@@ -271,13 +248,16 @@ class RootForward:
             yield self._finish
         finally:
             handle.remove()
+            self._lost.finish_step()
             self._uses.suspend()
             self._in_step = self._begun = False
             self._caller = None
 
     def _finish(self, output: Any) -> Any:
         self._uses.suspend()
-        self._check_hooks()
+        self._lost.check_hooks()
+        if self._backward_was_called:
+            self._check_reduced()
         if not self._begun:
             return output
         if self._module.automatic_optimization:
@@ -293,7 +273,7 @@ class RootForward:
         if not self._in_step:
             return
         self._uses.suspend()
-        self._check_hooks()
+        self._lost.check_hooks()
         if self._begun:
             self._end(loss)
             self._parameters.show(gathered=True)
@@ -314,17 +294,25 @@ class RootForward:
         """
         if not self._in_step:
             return
-        if has_unreduced_gradients(self._root):
-            raise RuntimeError(
-                f"`{type(self._module).__name__}.training_step` steps an optimizer although "
-                "gradients were not reduced over the ranks. Call `self.manual_backward(loss)` "
-                "instead of `loss.backward()`, the last time before a step outside of "
-                "`self.trainer.strategy.block_backward_sync()`."
-            )
+        self._check_reduced()
         self._uses.suspend()
         if self._begun:
             self._end(None)
             self._root.reshard()
+
+    def _check_reduced(self) -> None:
+        """Refuse updates without gradients that are still on their way.
+
+        Raises:
+            RuntimeError: There are some.
+        """
+        if has_unreduced_gradients(self._root):
+            raise RuntimeError(
+                f"`{type(self._module).__name__}.training_step` goes on although "
+                "gradients were not reduced over the ranks. Call `self.manual_backward(loss)` "
+                "instead of `loss.backward()`, the last time before an optimizer's step outside "
+                "of `self.trainer.strategy.block_backward_sync()`."
+            )
 
     def after_update(self) -> None:
         """The step's own code goes on."""

@@ -149,7 +149,16 @@ class TeacherFollowsByForeach(TeacherFollows):
     def follow(self) -> None:
         slow, fast = ([*net.parameters()] for net in (self.teacher, self.net))
         torch._foreach_mul_(slow, 0.7)
-        torch._foreach_add_(slow, fast, alpha=0.3)
+        torch._foreach_add_([p.detach() for p in slow], fast, alpha=0.3)
+
+
+@kind
+class TeacherFollowsInLocalMemory(TeacherFollows):
+    @torch.no_grad()
+    def follow(self) -> None:
+        for pair in self.pairs():
+            slow, fast = (p.to_local() if isinstance(p, DTensor) else p for p in pair)
+            slow.mul_(0.7).add_(fast, alpha=0.3)
 
 
 @kind
@@ -223,6 +232,7 @@ class UsesParametersDirectly(Program):
         super().__init__()
         self.scale, self.shift = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(WIDTH))
         self.bank = nn.Parameter(torch.randn(5, WIDTH), requires_grad=False)
+        self.register_buffer("slow", torch.zeros(WIDTH))
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
         factor = self.scale.exp()  # before anything is gathered
@@ -233,7 +243,10 @@ class UsesParametersDirectly(Program):
         with torch.no_grad():
             self.bank.mul_(0.9)
             near = F.linear(h, F.normalize(self.bank)).amax(-1, keepdim=True)
-            self.seen.append(self.scale.item())
+            self.seen += [self.scale.item(), self.bank.cumprod(0).topk(2, 0).values.sum()]
+            self.slow.lerp_(self.shift, 0.1)
+        h += self.shift.type_as(h)
+        h = h + self.slow + (self.shift + torch.zeros_like(self.shift)).tanh()
         logits = F.linear(h, self.net.embed.weight) + h @ self.net.head.weight.T
         logits = logits + Double.apply(h, self.net.head.weight) + self.net.head(h)
         logits = logits + checkpoint(self.again, h, use_reentrant=False) + near
@@ -255,9 +268,11 @@ class CallsInAnyOrder(Program):
         net = self.net
         with torch.no_grad(), torch.device("cpu"):
             guess = net.head(net.blocks[1](net.embed(tokens))).argmax(-1)
-        with self.trainer.strategy.root_forward() if hasattr(
-            self.trainer.strategy, "root_forward"
-        ) else torch.enable_grad():
+        with (
+            self.trainer.strategy.root_forward()
+            if hasattr(self.trainer.strategy, "root_forward")
+            else torch.enable_grad()
+        ):
             h = net.hidden(tokens)
             logits = F.linear(h, net.head.weight, net.head.bias)
         params = {k: p * 0.5 for k, p in net.head.named_parameters()}
@@ -535,6 +550,12 @@ class AssignsItself(nn.Linear):
         return super().forward(x)
 
 
+class WritesItsData(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(min=0)
+        return super().forward(x)
+
+
 class WritesInForward(Program):
     layer: type[nn.Module] = ClampsItself
 
@@ -554,6 +575,25 @@ class WritesInAUnit(WritesInForward):
     def __init__(self) -> None:
         super().__init__()
         self.net.blocks[1].down = ClampsItself(2 * WIDTH + 3, WIDTH)
+
+
+class WritesDataInForward(WritesInForward):
+    layer = WritesItsData
+
+
+class WritesDataInAUnit(WritesInForward):
+    layer = nn.Linear
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks[1].down = WritesItsData(2 * WIDTH + 3, WIDTH)
+
+
+class CallsBackward(Manual):
+    def training_step(self, tokens: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers().optimizer
+        (self.net.head.weight * 2).sum().backward()
+        optimizer.step()
 
 
 class WritesThroughAView(Program):
@@ -610,6 +650,9 @@ REFUSED = {
     WritesInForward: r"`net\.head\.weight` was written while a module ran",
     AssignsInForward: r"`net\.head\.weight` was written while a module ran",
     WritesInAUnit: r"`net\.blocks\.1\.down\.weight` was written while a module ran",
+    WritesDataInForward: r"`net\.head\.weight` was written while a module ran",
+    WritesDataInAUnit: r"`net\.blocks\.1\.down\.weight` was written while a module ran",
+    CallsBackward: r"self\.manual_backward",
     WritesThroughAView: r"`net\.embed\.weight` was written .* a view",
     Changes: r"`\.data` of the sharded parameter `net\.head\.weight`.*float64",
     AsksForGradients: r"the gradient of the parameter `net\.blocks\.0\.norm\.weight`",
