@@ -257,7 +257,7 @@ class RootForward:
         self._uses.suspend()
         self._lost.check_hooks()
         if self._backward_was_called:
-            self._check_reduced()
+            self._check_reduced("ends")
         if not self._begun:
             return output
         if self._module.automatic_optimization:
@@ -294,13 +294,13 @@ class RootForward:
         """
         if not self._in_step:
             return
-        self._check_reduced()
+        self._check_reduced("steps an optimizer")
         self._uses.suspend()
         if self._begun:
             self._end(None)
             self._root.reshard()
 
-    def _check_reduced(self) -> None:
+    def _check_reduced(self, doing: str) -> None:
         """Refuse updates without gradients that are still on their way.
 
         Raises:
@@ -308,7 +308,7 @@ class RootForward:
         """
         if has_unreduced_gradients(self._root):
             raise RuntimeError(
-                f"`{type(self._module).__name__}.training_step` goes on although "
+                f"`{type(self._module).__name__}.training_step` {doing} although "
                 "gradients were not reduced over the ranks. Call `self.manual_backward(loss)` "
                 "instead of `loss.backward()`, the last time before an optimizer's step outside "
                 "of `self.trainer.strategy.block_backward_sync()`."
