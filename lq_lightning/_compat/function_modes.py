@@ -6,8 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import (
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
 from torch.autograd import Function
-from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 __all__ = ["SuspendableMode"]
 
@@ -54,10 +59,11 @@ class SuspendableMode(TorchFunctionMode):
         """Switch the mode on, below the modes that were above it when it was suspended."""
         if self._is_on:
             return
-        above = [_pop_mode() for _ in range(min(self._modes_above, _len_torch_function_stack()))]
-        _push_mode(self)
+        count = min(self._modes_above, _len_torch_function_stack())
+        above = [_pop_torch_function_stack() for _ in range(count)]
+        _push_on_torch_function_stack(self)
         for mode in reversed(above):
-            _push_mode(mode)
+            _push_on_torch_function_stack(mode)
         self._is_on = True
         _watch_custom_functions(self)
 
@@ -66,10 +72,10 @@ class SuspendableMode(TorchFunctionMode):
         if not self._is_on:
             return
         above = []
-        while (mode := _pop_mode()) is not self:
+        while (mode := _pop_torch_function_stack()) is not self:
             above.append(mode)
         for mode in reversed(above):
-            _push_mode(mode)
+            _push_on_torch_function_stack(mode)
         self._modes_above = len(above)
         self._is_on = False
         _watch_custom_functions(None)

@@ -148,7 +148,7 @@ def watch_compiled_calls(
         before: As a forward pre-hook with keyword arguments.
         after: As a forward hook that is always called.
     """
-    compiled = module._compiled_call_impl
+    compiled = cast(Callable[..., Any], module._compiled_call_impl)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         output = None

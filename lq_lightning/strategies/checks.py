@@ -185,9 +185,10 @@ def check_loss(loss: Tensor) -> None:
     if isinstance(loss, DTensor):
         raise RuntimeError(
             "the loss is a DTensor: something like `sum(p.pow(2).sum() for p in self.parameters())`"
-            " entered it, but only parameters that belong to no unit are whole where a step computes "
-            "with them, all others are shards. Give the optimizer `weight_decay`; any other penalty on weights enters through"
-            " its gradient, in the hook `on_before_optimizer_step`, where parameters and gradients "
-            "are shards alike: `p.grad.add_(p.detach(), alpha=2 * strength)` for every `p` of "
+            " entered it, but where a step computes with parameters, only those that belong to no "
+            "unit are whole, all others are shards. Give the optimizer `weight_decay`; any other "
+            "penalty on weights enters through its gradient, in the hook "
+            "`on_before_optimizer_step`, where parameters and gradients are shards alike: "
+            "`p.grad.add_(p.detach(), alpha=2 * strength)` for every `p` of "
             "`self.parameters()` that has a `p.grad`."
         )

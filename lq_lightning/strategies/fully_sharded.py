@@ -1,7 +1,7 @@
 """FSDP2 as a Lightning strategy: the part of ``quantized_fsdp`` that knows nothing of codecs.
 
-What it adds to Lightning's ``ModelParallelStrategy``: it shards any LightningModule by itself, runs
-the step methods as forwards of the root unit, defers gradient reduction while accumulating, maps
+What it adds to Lightning's ``ModelParallelStrategy``: it shards any LightningModule by itself,
+gathers in its steps what belongs to no unit, defers gradient reduction while accumulating, maps
 precisions, and writes and reads checkpoints of any world size.
 """
 

@@ -132,7 +132,11 @@ class TeacherIsAssigned(TeacherFollows):
 
 @kind
 class TeacherFollowsTheStudentsForward(TeacherFollows):
-    """Moved between the forwards of a step."""
+    """Moved between the forwards of a step, in its units alone."""
+
+    def pairs(self) -> Any:
+        blocks = (net.blocks.parameters() for net in (self.teacher, self.net))
+        return zip(*blocks, strict=True)
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
         logits = self.net(tokens)
@@ -236,8 +240,6 @@ class Double(torch.autograd.Function):
 
 @kind
 class UsesParametersDirectly(Program):
-    codecs = True
-
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.shift = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(WIDTH))
@@ -274,6 +276,8 @@ class UsesParametersDirectly(Program):
 class CallsInAnyOrder(Program):
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
         net = self.net
+        other = {"weight": torch.ones(VOCAB, WIDTH), "bias": torch.ones(VOCAB)}
+        shift = torch.func.functional_call(net.head, other, (torch.ones(1, WIDTH),))
         with torch.no_grad(), torch.device("cpu"):
             guess = net.head(net.blocks[1](net.embed(tokens))).argmax(-1)
         with (
@@ -285,7 +289,7 @@ class CallsInAnyOrder(Program):
             logits = F.linear(h, net.head.weight, net.head.bias)
         params = {k: p * 0.5 for k, p in net.head.named_parameters()}
         logits = logits + torch.func.functional_call(net.head, params, (h,))
-        logits = logits + net.head.forward(net.blocks[0](net.embed(guess)))
+        logits = logits * shift + net.head.forward(net.blocks[0](net.embed(guess)))
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
@@ -348,6 +352,16 @@ class ClipsByHand(Manual):
         optimizer.step()
 
 
+class UnseenSGD(torch.optim.Optimizer):
+    """Writes into local memory as kernels do, which no version counter tells."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            for local in (t.to_local() if isinstance(t, DTensor) else t for t in (p.detach(),)):
+                grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+                local.data.add_(grad, alpha=-self.defaults["lr"])
+
+
 @kind
 class ClipsThroughLightning(Manual):
     codecs = True
@@ -362,6 +376,9 @@ class ClipsThroughLightning(Manual):
             self.seen.append(self.net(tokens).mean())  # gathers the weights before the update
         optimizer.optimizer.step()
         self.seen.append(self.loss(tokens).detach())
+
+    def configure_optimizers(self) -> Any:
+        return UnseenSGD(self.trained(), {"lr": 0.3})
 
 
 @kind
@@ -707,7 +724,7 @@ def test_steps_do_what_they_do_in_ddp_and_fsdp2_or_are_refused(tmp_path: Path) -
         assert len(kinds) == len(KINDS)
         for name, errors in kinds.items():
             for run, error in errors.items():
-                assert error < (0.1 if run == "codecs" else 2e-6), (name, run, error)
+                assert error < (0.02 if run == "codecs" else 2e-6), (name, run, error)
 
 
 def test_steps_on_one_rank_that_is_sharded_by_hand(tmp_path: Path) -> None:
