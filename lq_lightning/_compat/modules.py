@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fully_shard import (
@@ -22,6 +23,7 @@ __all__ = [
     "end_root_forward",
     "has_compiled_forward",
     "has_forward_hooks",
+    "has_gradient_hooks",
     "has_unreduced_gradients",
     "initialize_root",
     "is_compiled_in_place",
@@ -29,9 +31,10 @@ __all__ = [
     "is_gathered",
     "is_root_idle",
     "prepare_fsdp_class",
-    "propagate_requires_grad",
     "reduce_gradients",
     "reset_iteration",
+    "start_backward_at",
+    "watch_compiled_calls",
 ]
 
 
@@ -96,6 +99,11 @@ def end_root_forward(module: FSDPModule, output: Any) -> Any:
     return module._get_fsdp_state()._post_forward(cast(nn.Module, module), (), output)
 
 
+def start_backward_at(module: FSDPModule, loss: Tensor) -> None:
+    """Let the backward of ``loss``, of a forward that has ended, gather the root's parameters."""
+    module._get_fsdp_state()._register_pre_backward_hook(loss)
+
+
 def is_root_idle(module: FSDPModule) -> bool:
     """Whether the root is neither in its forward nor in its backward."""
     idle: bool = module._get_fsdp_state()._training_state == TrainingState.IDLE
@@ -112,6 +120,12 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
 
 
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether something waits for the parameter's gradient."""
+    tensor = cast(Any, parameter)
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Whether ``torch.compile(inner)`` made the module, so that only its own hooks run eagerly."""
     return hasattr(module, "_orig_mod")
@@ -120,6 +134,32 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called on it, which traces its hooks."""
     return module._compiled_call_impl is not None
+
+
+def watch_compiled_calls(
+    module: nn.Module,
+    before: Callable[..., tuple[Any, Any] | None],
+    after: Callable[[nn.Module, Any, Any], Any],
+) -> None:
+    """Run hooks around a module that was compiled in place, which would trace registered ones.
+
+    Args:
+        module: One for which :func:`is_compiled_in_place`.
+        before: As a forward pre-hook with keyword arguments.
+        after: As a forward hook that is always called.
+    """
+    compiled = cast(Callable[..., Any], module._compiled_call_impl)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output = None
+        try:
+            args, kwargs = before(module, args, kwargs) or (args, kwargs)
+            output = compiled(*args, **kwargs)
+        finally:
+            replaced = after(module, args, output)
+        return output if replaced is None else replaced
+
+    module._compiled_call_impl = call
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
@@ -185,16 +225,6 @@ def _reset_group(group: Any, stream: Any) -> None:
 def _wait(stream: Any, event: Any) -> None:
     if event is not None:
         stream.wait_event(event)
-
-
-def propagate_requires_grad(module: FSDPModule) -> None:
-    """Copy ``requires_grad`` of the sharded parameters to the gathered ones in use now."""
-    for group in param_groups(module):
-        for fsdp_param in group.fsdp_params:
-            gathered = getattr(fsdp_param, "_unsharded_param", None)
-            wanted = fsdp_param.sharded_param.requires_grad
-            if gathered is not None and gathered.requires_grad != wanted:
-                gathered.requires_grad_(wanted)
 
 
 def has_unreduced_gradients(module: FSDPModule) -> bool:

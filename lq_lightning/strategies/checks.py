@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units, uses_hsdp
+from lq_lightning._compat.modules import has_gradient_hooks
 from lq_lightning.checkpoint.files import is_local, put_back
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.foundation.parameters import shares_memory_within
@@ -45,8 +46,8 @@ def check_shardable(root: nn.Module) -> None:
 
     Raises:
         TypeError: A submodule is wrapped by FSDP1, DDP or DataParallel.
-        ValueError: A parameter is a scalar, empty, expanded or lazily initialised, or its gradient
-            is sparse.
+        ValueError: A parameter is a scalar, empty, expanded or lazily initialised, its gradient is
+            sparse, it has hooks, or its module writes into it.
         NotImplementedError: A unit is sharded over a 2-D mesh (HSDP), or a parameter by tensor
             parallelism.
     """
@@ -62,6 +63,14 @@ def check_shardable(root: nn.Module) -> None:
             raise ValueError(
                 f"`{name}` has sparse gradients, and FSDP2 reduces dense ones only. Build it with "
                 f"`{type(module).__name__}(sparse=False)`."
+            )
+        if looks_up and module.max_norm is not None and module.weight.requires_grad:
+            raise ValueError(
+                f"`{name}` has `max_norm={module.max_norm}`, which writes into its weight in "
+                "forward. There it is a gathered copy, and the write would be lost. Leave "
+                "`max_norm` out and shorten the rows in `on_train_batch_start`: `with "
+                "torch.no_grad(): weight.mul_((max_norm / weight.norm(dim=1, keepdim=True))"
+                ".clamp(max=1))`."
             )
     managed: set[int] = set()
     for name, _, group in fsdp_units(root):
@@ -84,6 +93,13 @@ def check_shardable(root: nn.Module) -> None:
                 f"parameter `{name}` is a DTensor with placements {parameter.placements} that "
                 "`fully_shard` did not make; tensor parallelism is not offered by this strategy. "
                 "Use `ModelParallelStrategy`, or leave the parameter to the strategy."
+            )
+        if has_gradient_hooks(parameter) and not isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parameter `{name}` has a hook for its gradient, which sharding would lose. Set "
+                "it in `on_fit_start`, when parameters are shards, with `parameter."
+                "register_post_accumulate_grad_hook(hook)`, which gets the parameter when its "
+                "`grad` is there, averaged over the ranks."
             )
         if parameter.dim() == 0:
             raise ValueError(
@@ -214,9 +230,10 @@ def check_loss(loss: Tensor) -> None:
     if isinstance(loss, DTensor):
         raise RuntimeError(
             "the loss is a DTensor: something like `sum(p.pow(2).sum() for p in self.parameters())`"
-            " entered it, but in a step only the parameters of the root are whole, all others are "
-            "shards. Give the optimizer `weight_decay`; any other penalty on weights enters through"
-            " its gradient, in the hook `on_before_optimizer_step`, where parameters and gradients "
-            "are shards alike: `p.grad.add_(p.detach(), alpha=2 * strength)` for every `p` of "
+            " entered it, but where a step computes with parameters, only those that belong to no "
+            "unit are whole, all others are shards. Give the optimizer `weight_decay`; any other "
+            "penalty on weights enters through its gradient, in the hook "
+            "`on_before_optimizer_step`, where parameters and gradients are shards alike: "
+            "`p.grad.add_(p.detach(), alpha=2 * strength)` for every `p` of "
             "`self.parameters()` that has a `p.grad`."
         )

@@ -19,6 +19,7 @@ __all__ = [
     "explain_lost_rank",
     "explain_sharded_use",
     "is_lost_rank",
+    "is_refused_for_shards",
     "lost_rank_error",
     "tell_others",
     "why_not_saved",
@@ -134,17 +135,23 @@ def why_not_saved(global_step: int, training_began: bool) -> str | None:
     )
 
 
+def is_refused_for_shards(error: BaseException) -> bool:
+    """Whether torch has no form of an operation for sharded tensors, judging by its message."""
+    return isinstance(error, (RuntimeError, NotImplementedError)) and bool(
+        _SHARDED.search(str(error))
+    )
+
+
 def explain_sharded_use(error: BaseException) -> None:
     """Put what to do in front of torch's message about an operation on sharded parameters."""
-    if not isinstance(error, (RuntimeError, NotImplementedError)) or not _SHARDED.search(
-        str(error)
-    ):
+    if not is_refused_for_shards(error):
         return
     error.args = (
         "an operation got a parameter, gradient or optimizer state that is sharded over the ranks "
-        "(a DTensor) and cannot handle it. Outside of the step methods parameters are shards: call "
-        "modules (`self.net(x)`) instead of using the weights of one directly, on all ranks; read "
-        "a whole parameter with `p.full_tensor()`, or those that belong to no unit inside of `with "
+        "(a DTensor) and cannot handle it. Parameters are whole inside of modules; outside of the "
+        "step methods they are shards, and in `training_step` those of units are: call modules "
+        "(`self.net(x)`) instead of using the weights of one directly, on all ranks; read a whole "
+        "parameter with `p.full_tensor()`, or use those that belong to no unit inside of `with "
         "self.trainer.strategy.root_forward():`. If an optimizer's step is what failed, it does "
         f"not work on shards: take another one, such as AdamW. torch says: {error}",
     )

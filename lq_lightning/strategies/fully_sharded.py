@@ -1,7 +1,7 @@
 """FSDP2 as a Lightning strategy: the part of ``quantized_fsdp`` that knows nothing of codecs.
 
-What it adds to Lightning's ``ModelParallelStrategy``: it shards any LightningModule by itself, runs
-the step methods as forwards of the root unit, defers gradient reduction while accumulating, maps
+What it adds to Lightning's ``ModelParallelStrategy``: it shards any LightningModule by itself,
+gathers in its steps what belongs to no unit, defers gradient reduction while accumulating, maps
 precisions, and writes and reads checkpoints of any world size.
 """
 
@@ -51,7 +51,7 @@ from lq_lightning.strategies.options import (
     check_timeout,
     given_options,
 )
-from lq_lightning.strategies.root_forward import register_step_methods
+from lq_lightning.strategies.root_forward import register_evaluation_steps
 from lq_lightning.strategies.sharding import (
     Sharding,
     check_settings,
@@ -177,7 +177,7 @@ class FullyShardedStrategy(SteppingStrategy):
         """
         self._shard_once(module)
         initialize_root(cast(FSDPModule, module))
-        register_step_methods(module)
+        register_evaluation_steps(module)
 
     # --- environment ----------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """Run code of a sharded LightningModule as forwards of its root unit.
 
-The root's forward gathers the parameters that belong to no other unit. The step methods run as one,
-and so does a call of a submodule from a hook.
+The root's forward gathers the parameters that belong to no other unit. Evaluation steps run as one.
+A training step does too, from its first call of a submodule on, but its own code finds shards in
+the modules, as in a loop written around FSDP2.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lq_lightning._compat.modules import (
     begin_root_forward,
@@ -24,82 +26,104 @@ from lq_lightning._compat.modules import (
     is_compiled_wrapper,
     is_gathered,
     is_root_idle,
-    propagate_requires_grad,
     reset_iteration,
+    start_backward_at,
+    watch_compiled_calls,
 )
+from lq_lightning._compat.parameter_forms import RootParameters, gathered_values
+from lq_lightning.strategies.direct_uses import DirectUses
+from lq_lightning.strategies.lost_writes import LostWrites
 
-__all__ = ["ManualForward", "SubmoduleCalls", "register_step_methods", "root_forward"]
+__all__ = ["RootForward", "register_evaluation_steps"]
 
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_STEPS = ("validation_step", "test_step", "predict_step")
 _MARKER = "_lq_forward_methods"
 
 
-def register_step_methods(module: LightningModule) -> None:
-    """Let the step methods gather and free the root's parameters as ``forward`` does; idempotent.
-
-    With manual optimization ``training_step`` runs backward itself, which :class:`ManualForward`
-    handles.
-    """
+def register_evaluation_steps(module: LightningModule) -> None:
+    """Let these steps gather and free the root's parameters as ``forward`` does; idempotent."""
     done: set[str] = module.__dict__.setdefault(_MARKER, set())
     for name in _STEPS:
-        manual = name == "training_step" and not module.automatic_optimization
-        if name not in done and not manual and is_overridden(name, module):
+        if name not in done and is_overridden(name, module):
             register_fsdp_forward_method(module, name)
             done.add(name)
 
 
-@contextmanager
-def root_forward(root: FSDPModule) -> Iterator[None]:
-    """Gather the root's own parameters for the code inside, which computes no gradients."""
-    with torch.no_grad():
-        begin_root_forward(root)
-        try:
-            yield
-        finally:
-            end_root_forward(root, None)
-            root.reshard()
+class RootForward:
+    """Gathers the root's parameters where code of a LightningModule computes with them.
 
+    *In a training step* modules hold shards, so that clipping, averages of weights, `p.grad` and
+    other writes mean what they mean to an optimizer. The first call of a submodule, or the first
+    direct use of a parameter, begins the root's forward, which gathers once. Its end is the end of
+    the step or, with manual optimization, each ``manual_backward``. In between modules hold the
+    gathered parameters while a submodule runs, and shards again after it. A write to shards in
+    between makes the next call gather again.
 
-class SubmoduleCalls:
-    """Gathers the root's parameters for a call of a submodule outside of the root's forward.
-
-    A hook may then call ``self.net(x)`` as on a single device, on all ranks. Nothing is done while
-    they are gathered, as in a step, nor for modules inside of a unit, which gathers what they need
-    when it is called.
+    *In a hook* a call of a submodule gathers for itself, on all ranks, and frees again.
 
     Args:
-        root: A sharded LightningModule.
-        context: Entered around such a call, as the steps enter it (autocast).
+        module: A sharded LightningModule.
+        context: Entered around a call from a hook, as the steps enter it (autocast).
     """
 
     def __init__(
-        self, root: LightningModule, context: Callable[[], AbstractContextManager[Any]]
+        self, module: LightningModule, context: Callable[[], AbstractContextManager[Any]]
     ) -> None:
-        """Register hooks on the submodules that use parameters of the root."""
-        self._root = cast(FSDPModule, root)
+        """Register hooks on the submodules that use parameters of the root, and on units."""
+        self._module = module
+        self._root = cast(FSDPModule, module)
         self._context = context
+        self._own: RootParameters | None = None
+        self._uses = DirectUses(self._gathered, self._note_write, self._name_of, self._backward)
+        self._in_step = False
+        self._begun = False  # the root's forward, by this object
+        self._written = False  # anything since it began
+        self._backward_was_called = False  # by the step itself
+        self._versions: list[tuple[int, int]] = []  # of the shards that were gathered
         self._caller: nn.Module | None = None  # the submodule that was called from outside
         self._depth = 0  # of the caller calling itself
         self._exit = ExitStack()
-        for child in root.children():
-            self._follow(child)
+        module.register_forward_pre_hook(self._before_root, prepend=True)
+        units: list[nn.Module] = []
+        for child in module.children():
+            self._follow(child, units)
+        self._lost = LostWrites(module, units)
 
-    def _follow(self, module: nn.Module) -> None:
-        if is_compiled_in_place(module) or not _uses_root(module):
+    def _follow(self, module: nn.Module, units: list[nn.Module]) -> None:
+        unit = isinstance(module, FSDPModule)
+        if next(module.parameters(), None) is None:
             return
-        if not is_compiled_wrapper(module):
+        if is_compiled_in_place(module):
+            watch_compiled_calls(module, self._before, self._after)
+            return
+        if not unit and not is_compiled_wrapper(module):
             for child in module.children():
-                self._follow(child)
-        module.register_forward_pre_hook(self._before)
+                self._follow(child, units)
+        if unit:
+            units.append(module)
+        # in front of FSDP2's own, as the root comes first
+        module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._after, always_call=True)
 
-    def _before(self, module: nn.Module, args: Any) -> None:
+    # --- calls of modules -----------------------------------------------------------------------
+
+    def _before_root(self, module: nn.Module, args: Any) -> None:
+        if self._uses.is_on:  # FSDP2 finds it gathered
+            self._begin()
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._caller is not None:
             self._depth += module is self._caller
-        elif is_root_idle(self._root) and not is_gathered(self._root):
+        elif self._uses.is_on:
+            args, kwargs = self._uses.arguments(args, kwargs)
+            self._enter()
+            self._caller, self._depth = module, 1
+            return args, kwargs
+        elif _uses_root(module) and self._is_free():
             begin_root_forward(self._root)
             self._exit.enter_context(self._context())
             self._caller, self._depth = module, 1
+        return None
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if module is not self._caller:
@@ -108,13 +132,192 @@ class SubmoduleCalls:
         if self._depth:
             return None
         self._caller = None
+        if self._begun:
+            self._leave()
+            return None
         self._exit.close()
         if output is None:  # as after an exception, which leaves units half way
-            reset_iteration(cast(nn.Module, self._root))
+            reset_iteration(self._module)
             return None
         output = end_root_forward(self._root, output)
         self._root.reshard()
         return output
+
+    def _is_free(self) -> bool:
+        return is_root_idle(self._root) and not is_gathered(self._root)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Let the code inside find gathered parameters; outside of a step without gradients."""
+        if self._uses.is_on:
+            self._enter()
+            try:
+                yield
+            finally:
+                self._leave()
+            return
+        with torch.no_grad():
+            begin_root_forward(self._root)
+            try:
+                yield
+            finally:
+                end_root_forward(self._root, None)
+                self._root.reshard()
+
+    # --- the forward in a step ------------------------------------------------------------------
+
+    @property
+    def _parameters(self) -> RootParameters:
+        if self._own is None:
+            self._own = RootParameters(self._root)
+        return self._own
+
+    def _begin(self) -> None:
+        """Gather, unless what is gathered is still what the shards are."""
+        own = self._parameters
+        here = is_gathered(self._root) if len(own) else not is_root_idle(self._root)
+        if self._begun and here:
+            if not self._written and own.versions() == self._versions:
+                return
+            self._end(None)
+            self._root.reshard()
+        own.gather()
+        own.show(gathered=False)
+        self._begun, self._written, self._versions = True, False, own.versions()
+        self._lost.root_gathered()
+
+    def _end(self, output: Any) -> Any:
+        """End the forward with what backward starts from."""
+        self._begun = False
+        self._lost.root_ends()
+        self._lost.check_writes()
+        return end_root_forward(self._root, output)
+
+    def _enter(self) -> None:
+        """Go from code of the step into a module."""
+        self._begin()
+        self._uses.suspend()
+        self._parameters.show(gathered=True)
+
+    def _leave(self) -> None:
+        if self._in_step:
+            self._parameters.show(gathered=False)
+            self._uses.resume()
+
+    def _gathered(self, tensor: Tensor) -> Tensor | None:
+        param = self._parameters.find(tensor)
+        if param is None:
+            return None
+        self._begin()
+        return gathered_values(param)
+
+    @contextmanager
+    def _backward(self, accumulates: bool) -> Iterator[None]:
+        """Around a backward that the step calls itself, not through Lightning."""
+        self._backward_was_called |= accumulates and not self._module.automatic_optimization
+        if self._begun:
+            self._parameters.show(gathered=True)
+        try:
+            yield
+        finally:
+            self._parameters.show(gathered=False)
+
+    def _note_write(self, *unused: Any) -> None:
+        self._written = True
+
+    def _name_of(self, tensor: Tensor) -> str:
+        named = self._module.named_parameters()
+        return next((name for name, p in named if p is tensor), "?")
+
+    # --- training steps -------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self) -> Iterator[Callable[[Any], Any]]:
+        """Around ``training_step``; gives a function that takes and returns its output."""
+        if is_root_idle(self._root) and is_gathered(self._root):
+            self._root.reshard()  # of a step without a backward
+        self._lost.check_hooks()
+        self._in_step, self._begun, self._caller = True, False, None
+        self._backward_was_called = False
+        self._lost.start_step()
+        # optimizers may write by kernels of their own
+        handle = register_optimizer_step_post_hook(self._note_write)
+        self._uses.forget_modes_above()
+        self._uses.resume()
+        try:
+            yield self._finish
+        finally:
+            handle.remove()
+            self._lost.finish_step()
+            self._uses.suspend()
+            self._in_step = self._begun = False
+            self._caller = None
+
+    def _finish(self, output: Any) -> Any:
+        self._uses.suspend()
+        self._lost.check_hooks()
+        if self._backward_was_called:
+            self._check_reduced("ends")
+        if not self._begun:
+            return output
+        if self._module.automatic_optimization:
+            output = self._end(output)
+            self._parameters.show(gathered=True)  # to backward, which may compute forward again
+            return output
+        self._end(None)
+        self._root.reshard()
+        return output
+
+    def before_backward(self, loss: Tensor) -> None:
+        """The forward ends with ``loss`` if backward is called by the step."""
+        if not self._in_step:
+            return
+        self._uses.suspend()
+        self._lost.check_hooks()
+        if self._begun:
+            self._end(loss)
+            self._parameters.show(gathered=True)
+        else:
+            start_backward_at(self._root, loss)
+
+    def after_backward(self) -> None:
+        """Show the shards, which have gradients now, to the code that follows."""
+        if self._in_step:
+            self._root.reshard()
+            self._uses.resume()
+
+    def before_update(self) -> None:
+        """Free what an update makes old, and check that backward reduced gradients.
+
+        Raises:
+            RuntimeError: Gradients were computed without ``manual_backward``.
+        """
+        if not self._in_step:
+            return
+        self._check_reduced("steps an optimizer")
+        self._uses.suspend()
+        if self._begun:
+            self._end(None)
+            self._root.reshard()
+
+    def _check_reduced(self, doing: str) -> None:
+        """Refuse updates without gradients that are still on their way.
+
+        Raises:
+            RuntimeError: There are some.
+        """
+        if has_unreduced_gradients(self._root):
+            raise RuntimeError(
+                f"`{type(self._module).__name__}.training_step` {doing} although "
+                "gradients were not reduced over the ranks. Call `self.manual_backward(loss)` "
+                "instead of `loss.backward()`, the last time before an optimizer's step outside "
+                "of `self.trainer.strategy.block_backward_sync()`."
+            )
+
+    def after_update(self) -> None:
+        """The step's own code goes on."""
+        if self._in_step:
+            self._uses.resume()
 
 
 def _uses_root(module: nn.Module) -> bool:
@@ -123,82 +326,3 @@ def _uses_root(module: nn.Module) -> bool:
         return False
     own = next(module.parameters(recurse=False), None)
     return own is not None or any(map(_uses_root, module.children()))
-
-
-class ManualForward:
-    """Root forward of a ``training_step`` that calls backward and optimizers itself.
-
-    Each stretch of code up to a ``manual_backward`` is one forward of the root: its parameters are
-    gathered before and, as the optimizer works on shards, gathered again after an optimizer step.
-
-    Args:
-        module: A sharded LightningModule with ``automatic_optimization=False``.
-    """
-
-    def __init__(self, module: LightningModule) -> None:
-        """Wrap the module's optimizer toggles."""
-        self._module = module
-        self._active = False
-        self._follow_toggles()
-
-    @property
-    def _root(self) -> FSDPModule:
-        return cast(FSDPModule, self._module)
-
-    def _follow_toggles(self) -> None:
-        for name in ("toggle_optimizer", "untoggle_optimizer"):
-            setattr(self._module, name, self._then_propagate(getattr(self._module, name)))
-
-    def _then_propagate(self, toggle: Callable[..., None]) -> Callable[..., None]:
-        def toggle_and_propagate(*args: Any, **kwargs: Any) -> None:
-            toggle(*args, **kwargs)
-            if self._active:
-                propagate_requires_grad(self._root)
-
-        return toggle_and_propagate
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around ``training_step``."""
-        self._active = True
-        begin_root_forward(self._root)
-        try:
-            yield
-        finally:
-            self._active = False
-        end_root_forward(self._root, None)
-        self._root.reshard()
-
-    def before_backward(self, loss: Tensor) -> None:
-        """The forward ends with ``loss``."""
-        if self._active:
-            end_root_forward(self._root, loss)
-
-    def after_backward(self) -> None:
-        """Code that follows may use the parameters again."""
-        if self._active:
-            begin_root_forward(self._root)
-
-    def before_update(self) -> None:
-        """Show the shards and their gradients to hooks, and check that backward reduced them.
-
-        Raises:
-            RuntimeError: Gradients were computed without ``manual_backward``.
-        """
-        if not self._active:
-            return
-        if has_unreduced_gradients(self._root):
-            raise RuntimeError(
-                f"`{type(self._module).__name__}.training_step` steps an optimizer although "
-                "gradients were not reduced over the ranks. Call `self.manual_backward(loss)` "
-                "instead of `loss.backward()`, the last time before a step outside of "
-                "`self.trainer.strategy.block_backward_sync()`."
-            )
-        end_root_forward(self._root, None)
-        self._root.reshard()
-
-    def after_update(self) -> None:
-        """Gather the updated parameters."""
-        if self._active:
-            self._root.reshard()
-            begin_root_forward(self._root)

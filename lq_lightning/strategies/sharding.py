@@ -29,7 +29,7 @@ from lq_lightning.foundation.broadcast import broadcast_module_states, check_ali
 from lq_lightning.foundation.meta_start import initialize_meta_tensors
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_fully_sharded, check_shardable
-from lq_lightning.strategies.root_forward import ManualForward, SubmoduleCalls
+from lq_lightning.strategies.root_forward import RootForward
 from lq_lightning.strategies.units import ChosenUnits, ShardingPlan, UnitSelector, find_units
 
 __all__ = [
@@ -85,14 +85,14 @@ class ShardedModule:
     Attributes:
         settings: The options that were baked in.
         plan: Its units.
-        manual: Runs its ``training_step`` if that uses manual optimization.
+        forward: Gathers the root's parameters where its code computes with them.
         agreement: Whether ranks have gradients of the same parameters; None on one rank.
         extra: What a subclass of the strategy attached.
     """
 
     settings: Mapping[str, object]
     plan: ShardingPlan
-    manual: ManualForward | None
+    forward: RootForward
     agreement: PackedAgreement | None
     extra: Any = None
 
@@ -143,10 +143,9 @@ def shard(
     module.configure_model = already_configured  # type: ignore[method-assign]
     if sharding.compile_units:
         compile_units(module, plan)
-    SubmoduleCalls(module, sharding.precision.forward_context)
-    manual = None if module.automatic_optimization else ManualForward(module)
+    forward = RootForward(module, sharding.precision.forward_context)
     agreement = PackedAgreement(module, sharding.device) if several else None
-    return ShardedModule(settings=settings, plan=plan, manual=manual, agreement=agreement)
+    return ShardedModule(settings=settings, plan=plan, forward=forward, agreement=agreement)
 
 
 def remember(module: LightningModule, record: ShardedModule) -> None:

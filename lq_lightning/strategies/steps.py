@@ -13,7 +13,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lq_lightning._compat.lightning import trainer_of
@@ -35,7 +34,7 @@ from lq_lightning.strategies.failures import (
     why_not_saved,
 )
 from lq_lightning.strategies.gradients import DeferredReduction, FiniteGradients
-from lq_lightning.strategies.root_forward import ManualForward, root_forward
+from lq_lightning.strategies.root_forward import RootForward
 from lq_lightning.strategies.sharding import ShardedModule, sharded
 from lq_lightning.strategies.stop_signal import StopSignal
 
@@ -85,8 +84,14 @@ class SteppingStrategy(CheckpointingStrategy):
         return sharded(self._attached_module)
 
     @property
-    def _manual(self) -> ManualForward | None:
-        return None if self._sharded is None else self._sharded.manual
+    def _forward(self) -> RootForward | None:
+        return None if self._sharded is None else self._sharded.forward
+
+    @property
+    def _manual(self) -> RootForward | None:
+        """Of a module whose ``training_step`` runs backward and optimizers itself."""
+        module = self._attached_module
+        return None if module is None or module.automatic_optimization else self._forward
 
     @property
     def _agreement(self) -> PackedAgreement | None:
@@ -111,15 +116,15 @@ class SteppingStrategy(CheckpointingStrategy):
 
     @contextmanager
     def root_forward(self) -> Generator[None, None, None]:
-        """Keep the root's own parameters gathered for several calls outside of the step methods.
+        """Keep the root's own parameters gathered, and in their modules, for several calls.
 
         A hook may call submodules without it, as in ``self.net(x)``, and each call gathers what it
         needs. This gathers once for all of them, for example around ``self.model.generate(...)``,
-        and for code that reads parameters of the root without a call. All ranks together, without
-        gradients; harmless where nothing is sharded.
+        and for code that reads parameters of the root without a call. All ranks together; without
+        gradients, except in ``training_step``. Harmless where nothing is sharded.
         """
-        root = cast(FSDPModule, self._attached_module)
-        with root_forward(root) if self._is_sharded else _NOTHING:
+        forward = self._forward
+        with _NOTHING if forward is None else forward.gathered():
             yield
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -130,10 +135,13 @@ class SteppingStrategy(CheckpointingStrategy):
         return result
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``training_step`` as a forward of the root unit."""
-        manual = self._manual
-        with self._guard(), nullcontext() if manual is None else manual.step():
-            return super().training_step(*args, **kwargs)
+        """Run ``training_step``, whose calls of submodules are in a forward of the root unit."""
+        forward = self._forward
+        with self._guard():
+            if forward is None:
+                return super().training_step(*args, **kwargs)
+            with forward.step() as finish:
+                return finish(super().training_step(*args, **kwargs))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step`` as a forward of the root unit."""
@@ -157,7 +165,7 @@ class SteppingStrategy(CheckpointingStrategy):
             self._manual.before_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Gather again for what follows a ``manual_backward``."""
+        """Show shards with their gradients to what follows a ``manual_backward``."""
         if self._manual is not None:
             self._manual.after_backward()
 
