@@ -1,0 +1,168 @@
+"""Whether a checkpointed region computes nearly the same from nearly the same input.
+
+A region that is computed again from a rounded input has to take the same path. Where values decide
+on one (experts that a router chooses, a branch on ``x.mean() > 0``), rounding gives other outputs
+and gradients, or tensors of other shapes. Only regions of operators that are known to be continuous
+may have a rounded input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from lq_lightning._compat.saved_tensors import (
+    DispatchMode,
+    has_storage,
+    storage_key,
+    storage_reference,
+)
+
+__all__ = ["RegionWatch"]
+
+# Of ATen, without the underscore of what works in place. Where a mask or an index is taken, it is
+# no function of the region's input, or the operator that made it is none of these.
+_CONTINUOUS = frozenset(
+    # views, and what moves values
+    "alias as_strided _conj detach diagonal expand imag lift_fresh movedim narrow permute real "
+    "_reshape_alias resolve_conj resolve_neg reshape select slice split split_with_sizes squeeze t "
+    "transpose unbind unflatten unfold _unsafe_view unsqueeze view view_as_complex view_as_real "
+    "cat clone constant_pad_nd contiguous copy _to_copy flip gather index index_add index_copy "
+    "index_put _index_put_impl index_select masked_fill pixel_shuffle pixel_unshuffle "
+    "reflection_pad1d reflection_pad2d repeat repeat_interleave replication_pad2d roll scatter "
+    "scatter_add select_scatter slice_scatter stack tril triu where zero fill embedding "
+    # arithmetic and functions of one value
+    "abs add addcdiv addcmul celu clamp clamp_max clamp_min cos div elu erf exp expm1 gelu glu "
+    "hardsigmoid hardswish hardtanh leaky_relu lerp log log1p log2 logaddexp log_sigmoid_forward "
+    "maximum minimum mish mul neg pow _prelu_kernel reciprocal relu rsqrt rsub sigmoid silu sin "
+    "softplus sqrt sub tanh "
+    # sums, norms and pools
+    "amax amin _adaptive_avg_pool2d avg_pool2d cumsum linalg_vector_norm _log_softmax logcumsumexp "
+    "logsumexp max_pool2d_with_indices mean norm prod _safe_softmax _softmax std sum "
+    "upsample_bilinear2d upsample_nearest2d var var_mean "
+    "_batch_norm_with_update cudnn_batch_norm _fused_rms_norm native_batch_norm "
+    "_native_batch_norm_legit native_dropout native_group_norm native_layer_norm "
+    # products and attention
+    "addbmm addmm addmv baddbmm bmm convolution dot _grouped_mm linear mm mv _scaled_mm "
+    "_scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention "
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_fused_attention_overrideable".split()
+)
+# Of other libraries: our codes, which are only saved, and sums and gathers across ranks.
+_LIBRARIES = ("lq_lightning::", "_c10d_functional::", "c10d::", "c10d_functional::", "fsdp::")
+_LIKE = frozenset(
+    "empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like "
+    "rand_like randn_like zeros_like".split()
+)  # these take a shape from a tensor, and no value
+_TO_PYTHON = {  # by which values leave without an operator
+    Tensor.tolist: "tolist",
+    Tensor.numpy: "numpy",
+    Tensor.__array__: "__array__",
+    Tensor.__dlpack__: "__dlpack__",
+    Tensor.data_ptr: "data_ptr",
+}
+
+
+class _Operators(DispatchMode):
+    """Follows what is computed from tensors, operator by operator."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Iterable[Tensor], note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._followed: dict[int, Any] = {}  # storages; references keep others out of their places
+        self._note = note
+        for tensor in tensors:
+            self._follow(tensor)
+
+    def _follow(self, tensor: Tensor) -> None:
+        if has_storage(tensor):
+            self._followed[storage_key(tensor)] = storage_reference(tensor)
+
+    def _is_followed(self, tensor: Tensor) -> bool:
+        return not has_storage(tensor) or storage_key(tensor) in self._followed
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(map(self._is_followed, tensors)):
+            return result
+        name, _, overload = str(func.name()).partition(".")
+        short = name.removeprefix("aten::").removesuffix("_")
+        if short in _LIKE:
+            return result
+        if not _is_continuous(name, short, overload, args, kwargs):
+            self._note(name)
+        written = args[:1] if name.endswith("_") else ()
+        for leaf in tree_leaves((result, written, kwargs.get("out"))):
+            if isinstance(leaf, Tensor):
+                self._follow(leaf)
+        return result
+
+
+def _is_continuous(
+    name: str, short: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    if name.startswith(_LIBRARIES):
+        return True
+    if short == "_to_copy":
+        dtype = kwargs.get("dtype")
+        return dtype is None or dtype.is_floating_point or dtype.is_complex
+    if short == "copy":
+        return bool(args[0].is_floating_point() or args[0].is_complex())
+    return short in _CONTINUOUS and "mode" not in overload  # modes of division round
+
+
+class _ToPython(TorchFunctionMode):
+    """Sees what reads a tensor's values without an operator."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _TO_PYTHON:
+            self._note(_TO_PYTHON[func])
+        return func(*args, **(kwargs or {}))
+
+
+class RegionWatch:
+    """Looks at the operators of one forward, inside of a ``with`` block.
+
+    Takes several times as long as the forward on the host: done for the first call only.
+
+    Args:
+        tensors: what the region's input consists of.
+
+    Attributes:
+        found: name of the first operator that took what depends on these tensors, and is not known
+            to be continuous; empty if there was none.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.found = ""
+        self._modes = (_ToPython(self._note), _Operators(tensors, self._note))
+
+    def _note(self, name: str) -> None:
+        self.found = self.found or name
+
+    def __enter__(self) -> RegionWatch:
+        """Begin to look."""
+        for mode in self._modes:
+            mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Look no longer."""
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)
