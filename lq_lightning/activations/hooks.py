@@ -86,7 +86,7 @@ def _powers(device: torch.device) -> Tensor:
 
 def _bits(tensor: Tensor, sides: Sides) -> Tensor:
     values = tensor.detach().reshape(-1)
-    inside = ((values > sides.low) & (values < sides.high)).to(torch.uint8)
+    inside = sides.contains(values).to(torch.uint8)
     inside = torch.nn.functional.pad(inside, (0, -inside.numel() % 8)).view(-1, 8)
     return (inside * _powers(inside.device)).sum(-1, dtype=torch.uint8)
 

@@ -26,16 +26,24 @@ class Sides:
     """All that a piecewise linear function's backward reads of its input: on which side it is.
 
     Attributes:
-        low: lower end of the inside, not part of it.
-        high: upper end, not part of it.
+        low: lower end of the inside.
+        high: upper end.
         inside: a value that is inside.
         outside: a value that is not.
+        closed: whether the ends are inside.
     """
 
     low: float
     high: float
     inside: float
     outside: float
+    closed: bool = False
+
+    def contains(self, values: Tensor) -> Tensor:
+        """Return which values are inside, as booleans."""
+        if self.closed:
+            return (values >= self.low) & (values <= self.high)
+        return (values > self.low) & (values < self.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +63,36 @@ class _Slot:
     allows: Callable[[Any], bool] = lambda node: True
 
 
+_INF = float("inf")
+
+
 def _relu(node: Any) -> Sides:
-    return Sides(0.0, float("inf"), 1.0, 0.0)
+    return Sides(0.0, _INF, 1.0, 0.0)
 
 
 def _leaky_relu(node: Any) -> Sides:
-    return Sides(0.0, float("inf"), 1.0, -1.0)
+    return Sides(0.0, _INF, 1.0, -1.0)
 
 
 def _hardtanh(node: Any) -> Sides:
     low, high = float(node._saved_min_val), float(node._saved_max_val)
     return Sides(low, high, (low + high) / 2, low)
+
+
+def _bounds(node: Any) -> tuple[Any, Any]:
+    return getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)
+
+
+def _has_numbers(node: Any) -> bool:
+    """Whether the bounds of a clamp are numbers, not tensors."""
+    return not any(isinstance(bound, Tensor) for bound in _bounds(node))
+
+
+def _clamp(node: Any) -> Sides:
+    low, high = _bounds(node)
+    if low is not None:
+        return Sides(low, _INF if high is None else high, low, -_INF, closed=True)
+    return Sides(-_INF, high, high, _INF, closed=True)
 
 
 # The gradient is linear in these, so an error of a hundredth stays one.
@@ -97,11 +124,18 @@ _SMOOTH = {
     "GluBackward0": (_Slot("self", 0),),
     "ErfBackward0": (_Slot("self", 0),),
 }
+_CLAMP = _Slot("self", 0, sides=_clamp, allows=_has_numbers)
 # Kept as a bit per value, from which the derivative is exact.
 _PIECEWISE = {
     "ReluBackward0": (_Slot("result", 0, sides=_relu),),
     "LeakyReluBackward0": (_Slot("self", 0, sides=_leaky_relu),),
     "HardtanhBackward0": (_Slot("self", 0, sides=_hardtanh),),
+    "ClampBackward0": (_CLAMP,),  # of either overload, by version of torch
+    "ClampBackward1": (_CLAMP,),
+    "ClampMinBackward0": (_CLAMP,),
+    "ClampMinBackward1": (_CLAMP,),
+    "ClampMaxBackward0": (_CLAMP,),
+    "ClampMaxBackward1": (_CLAMP,),
 }
 # Beside exact statistics, which have slots of their own.
 _NORMS = {
@@ -113,8 +147,9 @@ _NORMS = {
     "MiopenBatchNormBackward0": (_Slot("input", 0),),
     "BatchNormWithUpdateBackward0": (_Slot("input", 0),),
 }
-# Backward reads the shape alone; of the maximum's place there is an index.
+# Backward reads the shape alone; of a maximum's place there is an index.
 _SHAPES = {
+    "IndexAddBackward0": (_Slot("source", 1),),
     "MaxPool2DWithIndicesBackward0": (_Slot("self", 0),),
     "MaxPool3DWithIndicesBackward0": (_Slot("self", 0),),
     "AvgPool2DBackward0": (_Slot("self", 0),),
