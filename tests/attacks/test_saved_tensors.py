@@ -68,7 +68,7 @@ class Lookup(torch.autograd.Function):
 
 
 def lookup(block: Block, h: Tensor) -> Tensor:
-    index = torch.arange(BATCH * LENGTH * WIDTH // 16).view(-1, 32).float() % (BATCH * LENGTH)
+    index = torch.arange(BATCH * LENGTH * WIDTH // 4).view(-1, 32).float() % 100
     looked_up: Tensor = Lookup.apply(h.flatten(0, 1), index)
     return looked_up
 
@@ -163,7 +163,7 @@ ROUNDED: dict[str, tuple[Any, ...]] = {
         lambda b, h: (h @ h.transpose(1, 2) / 8 + causal(-INF)).softmax(-1) @ h.sin(),
     ),
     "convolution": (
-        lambda b, h, conv, norm: norm(conv(h.transpose(1, 2))).relu(),
+        lambda b, h, conv, norm: norm(conv(F.gelu(h).transpose(1, 2))).relu(),
         lambda: nn.Conv1d(WIDTH, 2 * WIDTH, 3, bias=False),
         lambda: nn.BatchNorm1d(2 * WIDTH),
     ),
