@@ -220,3 +220,60 @@ def test_a_forward_of_other_operators_is_looked_at_again() -> None:
     plain = model_of(Turning, "not reentrant")
     plain["layers"][0].inner.calls = 10
     assert error(found, gradients(plain)[0]) == 0.0
+
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+}
+LATENT = {
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_shared_experts": 1,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 8},
+    "Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 32, "head_dim": 16},
+    "GptOss": {"num_local_experts": 8, "head_dim": 16},
+    "DeepseekV3": LATENT,
+}
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixtures_of_experts_train_with_checkpointing(family: str, experts: str) -> None:
+    """Layers and norms are coded as always; what routers get for a gradient is not off by more."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation=experts
+    ).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    tokens = torch.randint(64, (4, 32))
+
+    def routers() -> Tensor:
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        named = [(n, p) for n, p in model.named_parameters() if ".gate." in n or "router.w" in n]
+        return torch.cat([p.grad.flatten() for n, p in named if "expert" not in n])
+
+    exact = routers()
+    quantize_activations(model, ActivationPolicy(norm="int8", activation="int8"))
+    with pytest.warns(UserWarning, match="DecoderLayer layers are kept exactly"):
+        first = routers()
+    for found in (first, routers()):
+        assert float((found - exact).norm() / exact.norm()) < 0.01
