@@ -29,6 +29,7 @@ __all__ = [
     "outer_hooks",
     "packed_value",
     "running_modules",
+    "saved_value",
     "saves_inputs_of_region",
     "storage_key",
     "storage_reference",
@@ -105,6 +106,16 @@ def packed_value(node: Node, slot: str) -> Any:
     """
     saved = getattr(node, f"_raw_saved_{slot}", None)
     return None if saved is None else saved.data
+
+
+def saved_value(node: Node, name: str) -> Any:
+    """Return what a node of a built-in operator keeps that is no tensor; None if nothing.
+
+    Args:
+        node: The node.
+        name: in torch's ``derivatives.yaml``.
+    """
+    return getattr(node, f"_saved_{name}", None)
 
 
 def saves_inputs_of_region() -> bool:

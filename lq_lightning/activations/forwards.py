@@ -179,9 +179,7 @@ def _dropout_forward(module: nn.Dropout, *args: Any, **kwargs: Any) -> Tensor:
 
 @torch.compiler.disable(reason="saved-tensor hooks of quantized activations")  # type: ignore[no-untyped-call, untyped-decorator]
 def _hooked_forward(module: nn.Module, site: HookSite, *args: Any, **kwargs: Any) -> Any:
-    return run_packed(
-        module, site, lambda: site.original(module, *args, **kwargs), (args, kwargs)
-    )
+    return run_packed(module, site, lambda: site.original(module, *args, **kwargs), (args, kwargs))
 
 
 def _hook_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -76,7 +76,9 @@ class _Bits:
     def decode(self, message: Tensor) -> Tensor:
         powers = _powers(message.device)
         inside = (message.unsqueeze(-1) & powers).view(-1)[: self.numel] != 0
-        values = torch.full((self.numel,), self.sides.outside, dtype=self.dtype, device=inside.device)
+        values = torch.full(
+            (self.numel,), self.sides.outside, dtype=self.dtype, device=inside.device
+        )
         return values.masked_fill_(inside, self.sides.inside)
 
 
@@ -91,6 +93,9 @@ def _bits(tensor: Tensor, sides: Sides) -> Tensor:
     return (inside * _powers(inside.device)).sum(-1, dtype=torch.uint8)
 
 
+_View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset
+
+
 class _Saved:
     """A tensor that a node saved: kept as it is until the module has run.
 
@@ -102,21 +107,18 @@ class _Saved:
         tensor: None once a message stands for it.
         version: of the tensor when it was saved.
         code: of its storage, None if it is kept exactly.
+        view: that it is of what the code gives.
     """
 
-    __slots__ = ("code", "message", "shape", "stride", "tensor", "version", "offset")
+    __slots__ = ("code", "message", "tensor", "version", "view")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
+        # Detached: an output leads to the node that owns this, and both would live forever.
+        self.tensor: Tensor | None = tensor.detach()
         self.version = version_of(tensor)
         self.code: _Code | _Bits | None = None
         self.message: Any = None
-        self.shape, self.stride = tensor.shape, tensor.stride()
-        self.offset = int(tensor.storage_offset())
-
-    def is_whole(self) -> bool:
-        tensor = self.value()
-        return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+        self.view: _View | None = None
 
     def value(self) -> Tensor:
         """The tensor, which nothing stands for.
@@ -129,7 +131,7 @@ class _Saved:
         if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "One of the tensors needed for gradient computation has been modified by an "
-                f"in-place operation: a {self.tensor.dtype} of shape {list(self.shape)} is at "
+                f"in-place operation: {self.tensor.dtype} {list(self.tensor.shape)} is at "
                 f"version {version_of(self.tensor)}; expected version {self.version} instead. "
                 "It was saved in a module whose saved tensors are packed as codes (`other` of "
                 "`ActivationPolicy`)."
@@ -141,11 +143,7 @@ class _Saved:
 
     def become(self, code: _Code | _Bits, message: Any, view: _View) -> None:
         """Let a code stand for the tensor."""
-        self.shape, self.stride, self.offset = view
-        self.code, self.message, self.tensor = code, message, None
-
-
-_View = tuple[torch.Size, tuple[int, ...], int]
+        self.code, self.message, self.view, self.tensor = code, message, view, None
 
 
 class _Packer:
@@ -164,9 +162,7 @@ class _Packer:
         # called here: it looks at what called this hook
         in_question = self._site.kind != "checkpoint" or saves_inputs_of_region()
         if not (in_question and self._may_take(tensor)):
-            if self.outer is not None:
-                return self.outer[0](tensor)
-            return _Saved(tensor) if has_storage(tensor) else tensor
+            return _Saved(tensor) if self.outer is None else self.outer[0](tensor)
         saved = _Saved(tensor)
         self._pending.append(saved)
         return saved
@@ -215,23 +211,25 @@ class _Packer:
 
     def _encode(self, coded: list[_Saved]) -> None:
         """Encode the tensors of one storage: all of it, or each part by itself."""
-        whole = next((s for s in coded if s.is_whole()), None)
+        tensors = (saved.value() for saved in coded)
+        whole = next((t for t in tensors if t.nbytes == t.untyped_storage().nbytes()), None)
         made: dict[_View | None, tuple[_Code, Tensor]] = {}
         for saved in coded:
-            view = saved.shape, saved.stride, saved.offset
+            tensor = saved.value()
+            view = tensor.shape, tensor.stride(), int(tensor.storage_offset())
             key = view if whole is None else None
             if key not in made:
-                made[key] = self._code((whole or saved).value(), whole=whole is not None)
+                made[key] = self._code(tensor if whole is None else whole, whole=whole is not None)
             code, message = made[key]
             if whole is None:
-                view = saved.shape, _contiguous_strides(saved.shape), 0
+                view = _contiguous(tensor.shape)
             saved.become(code, self._outside(message), view)
 
     def _encode_sides(self, saved: _Saved, sides: Sides) -> None:
         tensor = saved.value()
         code = _Bits(sides, tensor.numel(), tensor.dtype)
-        view = saved.shape, _contiguous_strides(saved.shape), 0
-        saved.become(code, self._outside(_bits(tensor, sides)), view)
+        message = self._outside(_bits(tensor, sides))
+        saved.become(code, message, _contiguous(tensor.shape))
 
     def _outside(self, message: Tensor) -> Any:
         return message if self.outer is None else self.outer[0](message)
@@ -257,10 +255,10 @@ class _Packer:
         if packed.tensor is not None:
             return packed.value()
         message = packed.message if self.outer is None else self.outer[1](packed.message)
-        if packed.code is None:
+        if packed.code is None or packed.view is None:
             tensor = message
             return tensor
-        return packed.code.decode(message).as_strided(packed.shape, packed.stride, packed.offset)
+        return packed.code.decode(message).as_strided(*packed.view)
 
 
 _EXACT = object()
@@ -270,15 +268,15 @@ def _is_worth_it(saved: _Saved) -> bool:
     """Whether a tensor has enough values, in its rows too, and each of its own."""
     tensor = saved.value()
     wide = tensor.numel() >= _MIN_NUMEL and tensor.shape[-1] >= _MIN_WIDTH
-    return wide and tensor.numel() * tensor.itemsize <= tensor.untyped_storage().nbytes()
+    return wide and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
-def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+def _contiguous(shape: torch.Size) -> _View:
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(1, size)
-    return tuple(reversed(strides))
+    return shape, tuple(reversed(strides)), 0
 
 
 def _as_is(value: Any) -> Any:

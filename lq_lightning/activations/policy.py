@@ -115,7 +115,9 @@ class ActivationRule:
         if not self.module:
             raise ValueError("`ActivationRule(module='')` matches nothing: give a pattern.")
         if self.kind == "attention":
-            raise ValueError(f"`ActivationRule(kind='attention')` is not supported: {_NO_ATTENTION}")
+            raise ValueError(
+                f"`ActivationRule(kind='attention')` is not supported: {_NO_ATTENTION}"
+            )
         check_choice("ActivationRule", "kind", self.kind, (*get_args(SiteKind), None))
         _codec("ActivationRule", "codec", self.codec)
         if self.recompute and self.kind is not None:

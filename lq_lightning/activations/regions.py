@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from lq_lightning._compat.saved_tensors import (
     DispatchMode,
@@ -22,6 +20,7 @@ from lq_lightning._compat.saved_tensors import (
     storage_key,
     storage_reference,
 )
+from lq_lightning.foundation.nested import tensors_in
 
 __all__ = ["RegionWatch"]
 
@@ -56,8 +55,7 @@ _CONTINUOUS = frozenset(
 # Of other libraries: our codes, which are only saved, and sums and gathers across ranks.
 _LIBRARIES = ("lq_lightning::", "_c10d_functional::", "c10d::", "c10d_functional::", "fsdp::")
 _LIKE = frozenset(
-    "empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like "
-    "rand_like randn_like zeros_like".split()
+    ["empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "randn_like", "zeros_like"]
 )  # these take a shape from a tensor, and no value
 _TO_PYTHON = {  # by which values leave without an operator
     Tensor.tolist: "tolist",
@@ -92,8 +90,7 @@ class _Operators(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not any(map(self._is_followed, tensors)):
+        if not any(map(self._is_followed, tensors_in((args, kwargs)))):
             return result
         name, _, overload = str(func.name()).partition(".")
         short = name.removeprefix("aten::").removesuffix("_")
@@ -102,9 +99,8 @@ class _Operators(DispatchMode):
         if not _is_continuous(name, short, overload, args, kwargs):
             self._note(name)
         written = args[:1] if name.endswith("_") else ()
-        for leaf in tree_leaves((result, written, kwargs.get("out"))):
-            if isinstance(leaf, Tensor):
-                self._follow(leaf)
+        for tensor in tensors_in((result, written, kwargs.get("out"))):
+            self._follow(tensor)
         return result
 
 

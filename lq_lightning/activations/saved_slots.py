@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from lq_lightning._compat.saved_tensors import node_number, packed_value
+from lq_lightning._compat.saved_tensors import node_number, packed_value, saved_value
 from lq_lightning.foundation.nested import tensors_in
 
 __all__ = ["Sides", "find_uses"]
@@ -59,36 +58,36 @@ class _Slot:
 
     name: str
     operand: int
-    sides: Callable[[Any], Sides] | None = None
-    allows: Callable[[Any], bool] = lambda node: True
+    sides: Callable[[Node], Sides] | None = None
+    allows: Callable[[Node], bool] = lambda node: True
 
 
 _INF = float("inf")
 
 
-def _relu(node: Any) -> Sides:
+def _relu(node: Node) -> Sides:
     return Sides(0.0, _INF, 1.0, 0.0)
 
 
-def _leaky_relu(node: Any) -> Sides:
+def _leaky_relu(node: Node) -> Sides:
     return Sides(0.0, _INF, 1.0, -1.0)
 
 
-def _hardtanh(node: Any) -> Sides:
-    low, high = float(node._saved_min_val), float(node._saved_max_val)
+def _hardtanh(node: Node) -> Sides:
+    low, high = saved_value(node, "min_val"), saved_value(node, "max_val")
     return Sides(low, high, (low + high) / 2, low)
 
 
-def _bounds(node: Any) -> tuple[Any, Any]:
-    return getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)
+def _bounds(node: Node) -> tuple[Any, Any]:
+    return saved_value(node, "min"), saved_value(node, "max")
 
 
-def _has_numbers(node: Any) -> bool:
+def _has_numbers(node: Node) -> bool:
     """Whether the bounds of a clamp are numbers, not tensors."""
     return not any(isinstance(bound, Tensor) for bound in _bounds(node))
 
 
-def _clamp(node: Any) -> Sides:
+def _clamp(node: Node) -> Sides:
     low, high = _bounds(node)
     if low is not None:
         return Sides(low, _INF if high is None else high, low, -_INF, closed=True)
@@ -108,7 +107,7 @@ _PRODUCTS = {
     "AddcmulBackward0": (_Slot("tensor1", 1), _Slot("tensor2", 2)),
     "DivBackward0": (_Slot("self", 0),),  # not the divisor, which may be near zero
     # Squares, and the cubes of a GELU that is written out: no other power is linear or near it.
-    "PowBackward0": (_Slot("self", 0, allows=lambda node: node._saved_exponent in (2, 3)),),
+    "PowBackward0": (_Slot("self", 0, allows=lambda n: saved_value(n, "exponent") in (2, 3)),),
 }
 # Derivatives are smooth functions of these inputs. Of functions that save their result (tanh,
 # sigmoid) the derivative vanishes where the result is rounded to one: not in the list.
@@ -118,7 +117,7 @@ _SMOOTH = {
     "MishBackward0": (_Slot("self", 0),),
     "SoftplusBackward0": (_Slot("self", 0),),
     "EluBackward0": (
-        _Slot("self_or_result", 0, allows=lambda node: not node._saved_is_result),
+        _Slot("self_or_result", 0, allows=lambda node: not saved_value(node, "is_result")),
     ),
     "HardswishBackward0": (_Slot("self", 0),),
     "GluBackward0": (_Slot("self", 0),),

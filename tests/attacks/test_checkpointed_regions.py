@@ -86,9 +86,7 @@ CONTINUOUS: dict[str, Callable[[], nn.Module]] = {
     "masked by position": lambda: Region(
         lambda h: h.masked_fill(torch.arange(WIDTH) > 9, 0) * (torch.rand_like(h) < 0.9)
     ),
-    "attention": lambda: Region(
-        lambda h: F.scaled_dot_product_attention(h, h, h, is_causal=True)
-    ),
+    "attention": lambda: Region(lambda h: F.scaled_dot_product_attention(h, h, h, is_causal=True)),
 }
 
 
@@ -189,8 +187,13 @@ def test_regions_in_packed_blocks_see_their_input_exactly() -> None:
     with pytest.warns(UserWarning, match="packed by rule"):
         quantize_activations(model, ActivationPolicy(norm=None, activation=None))
     coded, _ = gradients(model)
-    assert error({n: g for n, g in coded.items() if "region" in n},
-                 {n: g for n, g in exact.items() if "region" in n}) == 0.0
+    assert (
+        error(
+            {n: g for n, g in coded.items() if "region" in n},
+            {n: g for n, g in exact.items() if "region" in n},
+        )
+        == 0.0
+    )
     assert 0 < error(coded, exact) < 0.02
 
 

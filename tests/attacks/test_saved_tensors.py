@@ -7,7 +7,6 @@ as it is (``x``) or shifted by a parameter (``block.gain``).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lq_lightning.activations import ActivationPolicy, quantize_activations
+from lq_lightning.activations import quantize_activations
 from lq_lightning.activations.measure import SavedTensors
 
 BATCH, LENGTH, WIDTH, HEADS = 4, 32, 64, 8
