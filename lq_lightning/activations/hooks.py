@@ -133,8 +133,8 @@ class _Saved:
                 "One of the tensors needed for gradient computation has been modified by an "
                 f"in-place operation: {self.tensor.dtype} {list(self.tensor.shape)} is at "
                 f"version {version_of(self.tensor)}; expected version {self.version} instead. "
-                "It was saved in a module whose saved tensors are packed as codes (`other` of "
-                "`ActivationPolicy`)."
+                "It was saved in a module whose saved tensors are packed as codes (`other` or "
+                "`checkpoint` of `ActivationPolicy`)."
             )
         return self.tensor
 
@@ -189,15 +189,17 @@ class _Packer:
                 key = storage_key(saved.tensor), saved.tensor.dtype
                 storages.setdefault(key, []).append(saved)
         for group in storages.values():
-            coded = [s for s in group if uses.get(id(s), _EXACT) is None]
-            bears = all(id(s) in uses for s in group) and all(map(_is_worth_it, coded))
-            if bears and (coded or _is_worth_it(group[0])):
-                self._encode(coded)
-                for saved in group:
-                    if (sides := uses[id(saved)]) is not None:
-                        self._encode_sides(saved, sides)
-            else:
+            bears = all(id(saved) in uses for saved in group)
+            coded = [saved for saved in group if bears and uses[id(saved)] is None]
+            whole = next((s for s in coded if _is_whole(s) and _is_worth_it(s)), None)
+            parts = [whole] if whole is not None else coded or group
+            if not bears or not all(map(_is_worth_it, parts)):
                 self._keep(group)
+                continue
+            self._encode(coded, None if whole is None else whole.value())
+            for saved in group:
+                if (sides := uses[id(saved)]) is not None:
+                    self._encode_sides(saved, sides)
 
     def settle_inputs(self, *, coded: bool) -> None:
         """The checkpointed layer has run: encode what its region keeps, or keep it exactly."""
@@ -209,10 +211,8 @@ class _Packer:
             for saved in group:
                 saved.message, saved.tensor = self.outer[0](saved.value()), None
 
-    def _encode(self, coded: list[_Saved]) -> None:
+    def _encode(self, coded: list[_Saved], whole: Tensor | None) -> None:
         """Encode the tensors of one storage: all of it, or each part by itself."""
-        tensors = (saved.value() for saved in coded)
-        whole = next((t for t in tensors if t.nbytes == t.untyped_storage().nbytes()), None)
         made: dict[_View | None, tuple[_Code, Tensor]] = {}
         for saved in coded:
             tensor = saved.value()
@@ -261,7 +261,9 @@ class _Packer:
         return packed.code.decode(message).as_strided(*packed.view)
 
 
-_EXACT = object()
+def _is_whole(saved: _Saved) -> bool:
+    tensor = saved.value()
+    return tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _is_worth_it(saved: _Saved) -> bool:
@@ -328,9 +330,9 @@ def _run_region(
     tensors = [tensor for tensor in tensors_in(args) if tensor.requires_grad]
     watch = RegionWatch(tensors) if regions.watch else None
     first = nodes_made()
-    with torch.autograd.graph.saved_tensors_hooks(packer.pack, packer.unpack):
-        with watch or nullcontext():
-            output = run()
+    hooks = torch.autograd.graph.saved_tensors_hooks(packer.pack, packer.unpack)
+    with hooks, watch or nullcontext():
+        output = run()
     nodes = nodes_made() - first
     if watch is not None:
         regions.note(nodes, watch.found)

@@ -53,9 +53,9 @@ _MIN_PADDED = 24
 
 
 _NO_ATTENTION = (
-    "what attention keeps has no code: its backward divides by the exact sum of exponentials, beside "
-    "which rounded queries and keys make gradients up to thousands of times too large. Leave it out: "
-    "attention keeps full precision. To save its memory, recompute it: "
+    "what attention keeps has no code. Its backward reads the exact sum of exponentials, beside "
+    "which rounded queries and keys make gradients up to thousands of times too large. Leave it "
+    "out: attention keeps full precision. To save its memory, compute it again: "
     "`ActivationRule(module='*attn*', recompute=True)`."
 )
 

@@ -26,37 +26,45 @@ __all__ = ["RegionWatch"]
 
 # Of ATen, without the underscore of what works in place. Where a mask or an index is taken, it is
 # no function of the region's input, or the operator that made it is none of these.
-_CONTINUOUS = frozenset(
-    # views, and what moves values
-    "alias as_strided _conj detach diagonal expand imag lift_fresh movedim narrow permute real "
-    "_reshape_alias resolve_conj resolve_neg reshape select slice split split_with_sizes squeeze t "
-    "transpose unbind unflatten unfold _unsafe_view unsqueeze view view_as_complex view_as_real "
-    "cat clone constant_pad_nd contiguous copy _to_copy flip gather index index_add index_copy "
-    "index_put _index_put_impl index_select masked_fill pixel_shuffle pixel_unshuffle "
-    "reflection_pad1d reflection_pad2d repeat repeat_interleave replication_pad2d roll scatter "
-    "scatter_add select_scatter slice_scatter stack tril triu where zero fill embedding "
-    # arithmetic and functions of one value
-    "abs add addcdiv addcmul celu clamp clamp_max clamp_min cos div elu erf exp expm1 gelu glu "
-    "hardsigmoid hardswish hardtanh leaky_relu lerp log log1p log2 logaddexp log_sigmoid_forward "
-    "maximum minimum mish mul neg pow _prelu_kernel reciprocal relu rsqrt rsub sigmoid silu sin "
-    "softplus sqrt sub tanh "
-    # sums, norms and pools
-    "amax amin _adaptive_avg_pool2d avg_pool2d cumsum linalg_vector_norm _log_softmax logcumsumexp "
-    "logsumexp max_pool2d_with_indices mean norm prod _safe_softmax _softmax std sum "
-    "upsample_bilinear2d upsample_nearest2d var var_mean "
-    "_batch_norm_with_update cudnn_batch_norm _fused_rms_norm native_batch_norm "
-    "_native_batch_norm_legit native_dropout native_group_norm native_layer_norm "
-    # products and attention
-    "addbmm addmm addmv baddbmm bmm convolution dot _grouped_mm linear mm mv _scaled_mm "
-    "_scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention "
-    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_fused_attention_overrideable".split()
-)
+_VIEWS = """
+    alias as_strided _conj detach diagonal expand imag lift_fresh movedim narrow permute real
+    _reshape_alias resolve_conj resolve_neg reshape select slice split split_with_sizes squeeze t
+    transpose unbind unflatten unfold _unsafe_view unsqueeze view view_as_complex view_as_real
+"""
+_MOVES = """
+    cat clone constant_pad_nd contiguous copy _to_copy embedding fill flip gather index index_add
+    index_copy index_put _index_put_impl index_select masked_fill pixel_shuffle pixel_unshuffle
+    reflection_pad1d reflection_pad2d repeat repeat_interleave replication_pad2d roll scatter
+    scatter_add select_scatter slice_scatter stack tril triu where zero
+"""
+_FUNCTIONS = """
+    abs add addcdiv addcmul celu clamp clamp_max clamp_min cos div elu erf exp expm1 gelu glu
+    hardsigmoid hardswish hardtanh leaky_relu lerp log log1p log2 logaddexp log_sigmoid_forward
+    maximum minimum mish mul neg pow _prelu_kernel reciprocal relu rsqrt rsub sigmoid silu sin
+    softplus sqrt sub tanh
+"""
+_REDUCTIONS = """
+    _adaptive_avg_pool2d amax amin avg_pool2d _batch_norm_with_update cudnn_batch_norm cumsum
+    _fused_rms_norm linalg_vector_norm _log_softmax logcumsumexp logsumexp max_pool2d_with_indices
+    mean native_batch_norm _native_batch_norm_legit native_dropout native_group_norm
+    native_layer_norm norm prod _safe_softmax _softmax std sum upsample_bilinear2d
+    upsample_nearest2d var var_mean
+"""
+_PRODUCTS = """
+    addbmm addmm addmv baddbmm bmm convolution dot _grouped_mm linear mm mv _scaled_mm
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_fused_attention_overrideable
+"""
+# These take a shape from a tensor, and no value.
+_SHAPES = """
+    empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like
+    rand_like randn_like zeros_like
+"""
+_CONTINUOUS = frozenset((_VIEWS + _MOVES + _FUNCTIONS + _REDUCTIONS + _PRODUCTS).split())
 # Of other libraries: our codes, which are only saved, and sums and gathers across ranks.
 _LIBRARIES = ("lq_lightning::", "_c10d_functional::", "c10d::", "c10d_functional::", "fsdp::")
-_LIKE = frozenset(
-    ["empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "randn_like", "zeros_like"]
-)  # these take a shape from a tensor, and no value
+_LIKE = frozenset(_SHAPES.split())
 _TO_PYTHON = {  # by which values leave without an operator
     Tensor.tolist: "tolist",
     Tensor.numpy: "numpy",
