@@ -178,7 +178,7 @@ class ActivationPolicy:
     linear: CodecSpec | str | None = None
     checkpoint: CodecSpec | str | None = "int8"
     other: CodecSpec | str | None = "int8"
-    attention: None = None
+    attention: CodecSpec | str | None = None
     matmul: Matmul = "native"
     rules: tuple[ActivationRule, ...] = field(default=())
 
