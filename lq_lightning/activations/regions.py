@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -58,24 +59,31 @@ _PRODUCTS = """
 """
 # These take a shape from a tensor, and no value.
 _SHAPES = """
-    empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like
-    rand_like randn_like zeros_like
+    full_like new_full new_ones new_zeros ones_like rand_like randn_like zeros_like
 """
-_CONTINUOUS = frozenset((_VIEWS + _MOVES + _FUNCTIONS + _REDUCTIONS + _PRODUCTS).split())
+# These replace all values by random ones.
+_RANDOM = "exponential normal uniform"
+_CONTINUOUS = frozenset(
+    " ".join((_VIEWS, _MOVES, _FUNCTIONS, _REDUCTIONS, _PRODUCTS, _RANDOM)).split()
+)
 # Of other libraries: our codes, which are only saved, and sums and gathers across ranks.
 _LIBRARIES = ("lq_lightning::", "_c10d_functional::", "c10d::", "c10d_functional::", "fsdp::")
 _LIKE = frozenset(_SHAPES.split())
+_EMPTY = ("empty", "new_empty")  # their names begin so
 _TO_PYTHON = {  # by which values leave without an operator
     Tensor.tolist: "tolist",
     Tensor.numpy: "numpy",
     Tensor.__array__: "__array__",
     Tensor.__dlpack__: "__dlpack__",
-    Tensor.data_ptr: "data_ptr",
 }
 
 
 class _Operators(DispatchMode):
-    """Follows what is computed from tensors, operator by operator."""
+    """Follows what is computed from tensors, operator by operator.
+
+    Memory that is not initialized is followed, too, and that whose address is asked for: a library
+    may fill it without an operator.
+    """
 
     supports_higher_order_operators = True
 
@@ -84,9 +92,9 @@ class _Operators(DispatchMode):
         self._followed: dict[int, Any] = {}  # storages; references keep others out of their places
         self._note = note
         for tensor in tensors:
-            self._follow(tensor)
+            self.follow(tensor)
 
-    def _follow(self, tensor: Tensor) -> None:
+    def follow(self, tensor: Tensor) -> None:
         if has_storage(tensor):
             self._followed[storage_key(tensor)] = storage_reference(tensor)
 
@@ -98,17 +106,18 @@ class _Operators(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not any(map(self._is_followed, tensors_in((args, kwargs)))):
-            return result
         name, _, overload = str(func.name()).partition(".")
         short = name.removeprefix("aten::").removesuffix("_")
-        if short in _LIKE:
+        if short.startswith(_EMPTY):
+            self.follow(result)
+            return result
+        if short in _LIKE or not any(map(self._is_followed, tensors_in((args, kwargs)))):
             return result
         if not _is_continuous(name, short, overload, args, kwargs):
             self._note(name)
         written = args[:1] if name.endswith("_") else ()
         for tensor in tensors_in((result, written, kwargs.get("out"))):
-            self._follow(tensor)
+            self.follow(tensor)
         return result
 
 
@@ -118,25 +127,34 @@ def _is_continuous(
     if name.startswith(_LIBRARIES):
         return True
     if short == "_to_copy":
-        dtype = kwargs.get("dtype")
-        return dtype is None or dtype.is_floating_point or dtype.is_complex
+        return not _rounds(args[0].dtype, kwargs.get("dtype"))
     if short == "copy":
-        return bool(args[0].is_floating_point() or args[0].is_complex())
+        return not _rounds(args[1].dtype, args[0].dtype)
+    if short == "bernoulli":
+        return overload in ("float", "p")  # else with the tensor's values as probabilities
     return short in _CONTINUOUS and "mode" not in overload  # modes of division round
+
+
+def _rounds(before: torch.dtype, after: torch.dtype | None) -> bool:
+    """Whether a cast rounds to integers or booleans."""
+    exact = after is None or after.is_floating_point or after.is_complex
+    return before.is_floating_point and not exact
 
 
 class _ToPython(TorchFunctionMode):
     """Sees what reads a tensor's values without an operator."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    def __init__(self, operators: _Operators, note: Callable[[str], None]) -> None:
         super().__init__()
-        self._note = note
+        self._operators, self._note = operators, note
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _TO_PYTHON:
             self._note(_TO_PYTHON[func])
+        elif func is Tensor.data_ptr:
+            self._operators.follow(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -155,7 +173,8 @@ class RegionWatch:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.found = ""
-        self._modes = (_ToPython(self._note), _Operators(tensors, self._note))
+        operators = _Operators(tensors, self._note)
+        self._modes = (_ToPython(operators, self._note), operators)
 
     def _note(self, name: str) -> None:
         self.found = self.found or name

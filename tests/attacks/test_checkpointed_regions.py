@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C import DisableTorchFunction
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from lq_lightning.activations import ActivationPolicy, quantize_activations
@@ -62,6 +65,28 @@ class Region(nn.Module):
         return x + self.b(self.compute(self.a(x)))
 
 
+class CopiedOutside(torch.autograd.Function):
+    """A copy by a library that torch does not see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.zeros(x.shape)
+        ctypes.memmove(y.data_ptr(), x.contiguous().data_ptr(), x.nbytes)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+def copied_inside(x: Tensor) -> Tensor:
+    """A copy into memory that a library allocated: its address is never asked for."""
+    y = torch.empty_like(x)
+    with DisableTorchFunction(), _disable_current_modes():
+        y.copy_(x.detach())
+    return y + (x - x.detach())
+
+
 def branch(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
     return lambda h: h.relu() if read(h.mean()) else h.sin()
 
@@ -76,6 +101,8 @@ DISCONTINUOUS: dict[str, Callable[[], nn.Module]] = {
     "rounded": lambda: Region(lambda h: h + (8 * h).round()),
     "integers": lambda: Region(lambda h: h + (8 * h).int()),
     "divided to integers": lambda: Region(lambda h: h + h.div(0.1, rounding_mode="floor")),
+    "copied outside": lambda: Region(lambda h: h * (CopiedOutside.apply(h) > 0.1)),
+    "copied inside": lambda: Region(lambda h: h * (copied_inside(h).detach() > 0.1)),
     "sorted": lambda: Region(lambda h: h.sort(-1)[0]),
     "sampled": lambda: Region(lambda h: h * torch.bernoulli(h.sigmoid())),
 }
