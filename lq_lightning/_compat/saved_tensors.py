@@ -53,7 +53,7 @@ def storage_key(tensor: Tensor) -> int:
 
 def storage_reference(tensor: Tensor) -> StorageWeakRef:
     """Refer to a tensor's storage: while the reference lives, no other storage gets its key."""
-    return StorageWeakRef(tensor.untyped_storage())
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
@@ -88,7 +88,7 @@ def checkpoint_region() -> Callable[[Tensor], Any] | None:
 
 def nodes_made() -> int:
     """Count the autograd nodes that this thread has made."""
-    count: int = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    count: int = torch._C._autograd._get_sequence_nr()
     return count
 
 

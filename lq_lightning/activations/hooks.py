@@ -31,6 +31,7 @@ from lq_lightning._compat.saved_tensors import (
 from lq_lightning.foundation.nested import tensors_in
 
 from .linear import encode_source
+from .policy import SiteKind
 from .regions import RegionWatch
 from .saved_slots import Sides, find_uses
 from .sites import HookSite, Regions
@@ -151,6 +152,7 @@ class _Packer:
 
     def __init__(self, module: nn.Module, site: HookSite, args: Any, outer: Hooks | None) -> None:
         self._site = site
+        self._kind: SiteKind = "checkpoint" if site.kind == "checkpoint" else "other"
         self._weights = WeightStorages(module)
         tensors = [tensor for tensor in tensors_in(args) if has_storage(tensor)]
         self._held = {storage_key(t) for t in tensors if not t.requires_grad}
@@ -160,7 +162,7 @@ class _Packer:
 
     def pack(self, tensor: Tensor) -> Any:
         # called here: it looks at what called this hook
-        in_question = self._site.kind != "checkpoint" or saves_inputs_of_region()
+        in_question = self._kind != "checkpoint" or saves_inputs_of_region()
         if not (in_question and self._may_take(tensor)):
             return _Saved(tensor) if self.outer is None else self.outer[0](tensor)
         saved = _Saved(tensor)
@@ -172,7 +174,7 @@ class _Packer:
         if not has_storage(tensor) or tensor.dtype not in _FLOATS:
             return False
         storage = storage_key(tensor)
-        if self._site.kind == "checkpoint" and storage not in self._inputs:
+        if self._kind == "checkpoint" and storage not in self._inputs:
             return False
         return storage not in self._held and not self._weights.holds(tensor)
 
@@ -239,9 +241,7 @@ class _Packer:
             values = tensor.detach()
             values = values.as_strided((values.numel(),), (1,), 0) if whole else values.reshape(-1)
             width = _ROW if values.numel() % _ROW == 0 else tensor.shape[-1]
-            source = encode_source(
-                values.view(-1, width), self._site.format(width), self._site.kind
-            )
+            source = encode_source(values.view(-1, width), self._site.format(width), self._kind)
         (message,) = source.tensors
         if message is None:
             raise AssertionError("a matrix is rebuilt from its message")
@@ -334,15 +334,11 @@ def _run_region(
     with hooks, watch or nullcontext():
         output = run()
     nodes = nodes_made() - first
-    if watch is not None:
-        regions.note(nodes, watch.found)
-        if regions.exact:
-            rank_zero_warn(
-                f"The inputs of checkpointed {type(module).__name__} layers are kept exactly, not "
-                f"as codes: {regions.exact}. What is computed again from a rounded input could "
-                "take another path, such as to other experts."
-            )
-    is_known = nodes in regions.continuous and not regions.exact
-    regions.watch = not is_known
-    packer.settle_inputs(coded=is_known)
+    if watch is not None and (reason := regions.note(nodes, watch.found)):
+        rank_zero_warn(
+            f"The inputs of checkpointed {type(module).__name__} layers are kept exactly, not as "
+            f"codes: {reason}. What is computed again from a rounded input could take another "
+            "path, such as to other experts."
+        )
+    packer.settle_inputs(coded=regions.takes_codes(nodes))
     return output

@@ -114,7 +114,7 @@ class ActivationRule:
         """Check the values."""
         if not self.module:
             raise ValueError("`ActivationRule(module='')` matches nothing: give a pattern.")
-        if self.kind == "attention":
+        if str(self.kind) == "attention":
             raise ValueError(
                 f"`ActivationRule(kind='attention')` is not supported: {_NO_ATTENTION}"
             )

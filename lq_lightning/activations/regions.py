@@ -78,7 +78,7 @@ _TO_PYTHON = {  # by which values leave without an operator
 }
 
 
-class _Operators(DispatchMode):
+class _Operators(DispatchMode):  # type: ignore[no-untyped-call]
     """Follows what is computed from tensors, operator by operator.
 
     Memory that is not initialized is followed, too, and that whose address is asked for: a library
@@ -88,7 +88,7 @@ class _Operators(DispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, tensors: Iterable[Tensor], note: Callable[[str], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._followed: dict[int, Any] = {}  # storages; references keep others out of their places
         self._note = note
         for tensor in tensors:
@@ -174,7 +174,7 @@ class RegionWatch:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.found = ""
         operators = _Operators(tensors, self._note)
-        self._modes = (_ToPython(operators, self._note), operators)
+        self._modes: tuple[Any, ...] = (_ToPython(operators, self._note), operators)
 
     def _note(self, name: str) -> None:
         self.found = self.found or name

@@ -178,12 +178,15 @@ class Regions:
     watch: bool = True
     watched: int = 0
 
-    def note(self, nodes: int, found: str) -> None:
+    def note(self, nodes: int, found: str) -> str:
         """Take in what was seen of a forward.
 
         Args:
             nodes: how many it has.
             found: an operator that is not known to be continuous, empty if there is none.
+
+        Returns:
+            Why the input is kept exactly from now on; empty if it is not.
         """
         self.watched += 1
         self.continuous.add(nodes)
@@ -191,6 +194,13 @@ class Regions:
             self.exact = f"`{found}` in them is not known to be continuous"
         elif self.watched > _MAX_WATCHED:
             self.exact = "their operators change from call to call"
+        return self.exact
+
+    def takes_codes(self, nodes: int) -> bool:
+        """Return whether a forward of so many nodes was found continuous; else look at the next."""
+        is_known = nodes in self.continuous and not self.exact
+        self.watch = not is_known
+        return is_known
 
 
 @dataclass(kw_only=True, slots=True)
