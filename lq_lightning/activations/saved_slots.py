@@ -42,7 +42,7 @@ class Sides:
         """Return which values are inside, as booleans."""
         if self.closed:
             return (values >= self.low) & (values <= self.high)
-        return (values > self.low) & (values < self.high)
+        return ~((values <= self.low) | (values >= self.high))  # so NaN is, as in ReLU's backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class _Slot:
 
 
 _INF = float("inf")
+_HUGE = 1e4  # so that all that is between two bounds can be told in fp16
 
 
 def _relu(node: Node) -> Sides:
@@ -74,24 +75,28 @@ def _leaky_relu(node: Node) -> Sides:
 
 
 def _hardtanh(node: Node) -> Sides:
-    low, high = saved_value(node, "min_val"), saved_value(node, "max_val")
-    return Sides(low, high, (low + high) / 2, low)
+    low, high = _bounds(node)
+    return Sides(low, high, (low + high) / 2, -_INF)
 
 
 def _bounds(node: Node) -> tuple[Any, Any]:
-    return saved_value(node, "min"), saved_value(node, "max")
+    ends = ("min_val", "max_val") if node.name().startswith("Hardtanh") else ("min", "max")
+    return saved_value(node, ends[0]), saved_value(node, ends[1])
 
 
 def _has_numbers(node: Node) -> bool:
-    """Whether the bounds of a clamp are numbers, not tensors."""
-    return not any(isinstance(bound, Tensor) for bound in _bounds(node))
+    """Whether the bounds of a clamp are finite numbers, not tensors."""
+    bounds = [bound for bound in _bounds(node) if bound is not None]
+    return not any(isinstance(bound, Tensor) or abs(bound) >= _HUGE for bound in bounds)
 
 
 def _clamp(node: Node) -> Sides:
     low, high = _bounds(node)
-    if low is not None:
-        return Sides(low, _INF if high is None else high, low, -_INF, closed=True)
-    return Sides(-_INF, high, high, _INF, closed=True)
+    if high is None:
+        return Sides(low, _INF, _INF, -_INF, closed=True)
+    if low is None:
+        return Sides(-_INF, high, -_INF, _INF, closed=True)
+    return Sides(low, high, (low + high) / 2, -_INF, closed=True)
 
 
 # The gradient is linear in these, so an error of a hundredth stays one.
@@ -128,7 +133,7 @@ _CLAMP = _Slot("self", 0, sides=_clamp, allows=_has_numbers)
 _PIECEWISE = {
     "ReluBackward0": (_Slot("result", 0, sides=_relu),),
     "LeakyReluBackward0": (_Slot("self", 0, sides=_leaky_relu),),
-    "HardtanhBackward0": (_Slot("self", 0, sides=_hardtanh),),
+    "HardtanhBackward0": (_Slot("self", 0, sides=_hardtanh, allows=_has_numbers),),
     "ClampBackward0": (_CLAMP,),  # of either overload, by version of torch
     "ClampBackward1": (_CLAMP,),
     "ClampMinBackward0": (_CLAMP,),

@@ -89,6 +89,11 @@ def filled(block: Block, h: Tensor) -> Tensor:
     return (scores * (block.gain + 1)).clamp(min=-10)
 
 
+def clamped(h: Tensor) -> Tensor:
+    bounds = (0.1, 1e9), (None, 0.3), (-1e9, None), (0.3, 0.301), (-float("inf"), 0.7)
+    return sum((h.clamp(low, high) for low, high in bounds), F.hardtanh(h, -6e4, 6e4)).float()
+
+
 def spectrum(block: Block, h: Tensor) -> Tensor:
     return torch.view_as_real(torch.fft.rfft(h, dim=1)).abs().sum(-1).sqrt()
 
@@ -152,7 +157,10 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "relu": (lambda b, h: h.relu(),),
     "relu6": (lambda b, h: F.relu6(4 * h),),
     "leaky relu": (lambda b, h: F.leaky_relu(h),),
-    "clamp": (lambda b, h: h.clamp(-1, 1) + h.clamp(max=0.5) + h.relu().clamp_min(0),),
+    "clamp": (lambda b, h: h.clamp(-1, 1) + h.clamp(max=0.3) + h.relu().clamp_min(0),),
+    "clamp in bf16": (lambda b, h: clamped(h.bfloat16()),),
+    "clamp in fp16": (lambda b, h: clamped(h.half()),),
+    "clamp by a tensor": (lambda b, h: h.clamp(max=b.gain.detach() * 10),),
     "hard sigmoid at its ends": (lambda b, h: F.hardtanh(3 * h, 0.0, 1.0),),
 }
 # These save what bears it, beside what does not.
