@@ -90,7 +90,7 @@ def filled(block: Block, h: Tensor) -> Tensor:
 
 
 def clamped(h: Tensor) -> Tensor:
-    bounds = (0.1, 1e9), (None, 0.3), (-1e9, None), (0.3, 0.301), (-float("inf"), 0.7)
+    bounds = (0.1, 6e4), (None, 0.3), (-6e4, None), (0.3, 0.301), (-float("inf"), 0.7)
     return sum((h.clamp(low, high) for low, high in bounds), F.hardtanh(h, -6e4, 6e4)).float()
 
 
