@@ -40,7 +40,6 @@ KNOWN = {
 }
 POLICIES: dict[str, ActivationPolicy] = {
     **RECIPES,
-    "agoq, attention int8": ActivationPolicy(attention="int8"),
     "int8": ActivationPolicy(norm="int8", activation="int8"),
 }
 

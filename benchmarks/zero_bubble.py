@@ -55,7 +55,6 @@ class Variant:
         checkpoint: Whether every layer is computed again in backward.
         recipe: Of quantized activations; None leaves them as they are.
         compensated: Whether ranks that keep less have more bits of them.
-        attention: Codec of queries, keys, values and the output of attention besides.
         codes_of_states: Whether AdamW's states are 8-bit codes.
     """
 
@@ -63,7 +62,6 @@ class Variant:
     checkpoint: bool = False
     recipe: str | None = None
     compensated: bool = True
-    attention: str | None = None
     codes_of_states: bool = False
 
 
@@ -72,7 +70,6 @@ VARIANTS = {
     "zero-bubble": Variant(split=True),
     "zero-bubble-agoq": Variant(split=True, recipe="agoq"),
     "zero-bubble-agoq-4bit": Variant(split=True, recipe="agoq", compensated=False),
-    "zero-bubble-agoq-attention": Variant(split=True, recipe="agoq", attention="int8"),
     "zero-bubble-agoq-8bit-states": Variant(split=True, recipe="agoq", codes_of_states=True),
     "1f1b": Variant(),
     "1f1b-agoq": Variant(recipe="agoq"),
@@ -195,7 +192,7 @@ class Subject:
             self._quantize(variant, variant.recipe)
 
     def _quantize(self, variant: Variant, recipe: str) -> None:
-        policy = replace(resolve_policy(recipe), attention=variant.attention)
+        policy = resolve_policy(recipe)
         handle = quantize_activations(self.part.module, policy)
         self.bits = [BITS] * len(self.bits)
         if variant.compensated:

@@ -1,4 +1,4 @@
-"""What torch says about saved tensors only in private: storages, bases, versions, outer hooks."""
+"""What torch says about saved tensors only in private: storages, versions, hooks, graph nodes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as checkpointing
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 __all__ = [
+    "DispatchMode",
     "Hooks",
     "around_checkpoints",
     "base_of",
     "checkpoint_region",
     "has_storage",
+    "node_number",
+    "nodes_made",
     "outer_hooks",
+    "packed_value",
     "running_modules",
+    "saved_value",
+    "saves_inputs_of_region",
     "storage_key",
+    "storage_reference",
     "version_of",
 ]
 
@@ -39,6 +49,11 @@ def storage_key(tensor: Tensor) -> int:
     """Identify a storage while it lives; also of tensors without memory (``FakeTensorMode``)."""
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def storage_reference(tensor: Tensor) -> StorageWeakRef:
+    """Refer to a tensor's storage: while the reference lives, no other storage gets its key."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
@@ -69,6 +84,52 @@ def checkpoint_region() -> Callable[[Tensor], Any] | None:
     hooks = outer_hooks()
     inside = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
     return hooks[0] if hooks is not None and inside else None
+
+
+def nodes_made() -> int:
+    """Count the autograd nodes that this thread has made."""
+    count: int = torch._C._autograd._get_sequence_nr()
+    return count
+
+
+def node_number(node: Node) -> int:
+    """Return what ``nodes_made`` was before a node was made; beyond any for leaves."""
+    return node._sequence_nr()
+
+
+def packed_value(node: Node, slot: str) -> Any:
+    """Return what the pack hook gave for a tensor that a node saved; None if it saved none.
+
+    Args:
+        node: of an operator that is built in.
+        slot: name of the saved tensor in torch's ``derivatives.yaml``.
+    """
+    saved = getattr(node, f"_raw_saved_{slot}", None)
+    return None if saved is None else saved.data
+
+
+def saved_value(node: Node, name: str) -> Any:
+    """Return what a node of a built-in operator keeps that is no tensor; None if nothing.
+
+    Args:
+        node: The node.
+        name: in torch's ``derivatives.yaml``.
+    """
+    return getattr(node, f"_saved_{name}", None)
+
+
+def saves_inputs_of_region() -> bool:
+    """Return whether the pack hook that calls this is given an input of a checkpointed region.
+
+    Inside of a region its own hooks are in effect, so what ``torch.utils.checkpoint`` saves under
+    other hooks are the inputs: by itself, or as a ``Function``, by version of torch.
+    """
+    frame = inspect.currentframe()
+    for _ in range(2):  # this function, and the hook
+        frame = None if frame is None else frame.f_back
+    if frame is not None and frame.f_globals.get("__name__") == "torch.autograd.function":
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == checkpointing.__name__
 
 
 class _Wrap(threading.local):

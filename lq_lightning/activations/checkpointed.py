@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .hooks import pack_saved_tensors
+from .hooks import run_packed
 from .sites import HookSite
 
 __all__ = ["pack_around_checkpoint", "unpack_around_checkpoint"]
@@ -31,8 +31,12 @@ class _PackingCheckpoint:
         if not self.site.enabled or not torch.is_grad_enabled():
             return self.original(function, *args, **kwargs)
         held = function.keywords if isinstance(function, partial) else {}
-        with pack_saved_tensors(self.module, self.site, args, {**held, **kwargs}):
-            return self.original(function, *args, **kwargs)
+        return run_packed(
+            self.module,
+            self.site,
+            lambda: self.original(function, *args, **kwargs),
+            (args, held, kwargs),
+        )
 
 
 def pack_around_checkpoint(module: nn.Module, site: HookSite) -> None:

@@ -191,14 +191,17 @@ class _Finder:
             if _may_be_checkpointed(module) and id(module) not in packed:
                 self._hook(name, module, "checkpoint")
             elif isinstance(module, nn.MultiheadAttention):
-                codec = self.policy.codec("attention", name)
                 weight = module.in_proj_weight
-                matmul, _ = self.float8.matmul("attention", name, module, weight)
+                matmul, _ = self.float8.matmul("linear", name, module, weight)
                 self.add(
-                    module, MultiheadSite(name=name, codec=codec, kind="attention", matmul=matmul)
+                    module, MultiheadSite(name=name, codec=None, kind="attention", matmul=matmul)
                 )
-            elif _is_attention(module) and self._is_innermost(module):
-                self._hook(name, module, "attention")
+            elif (
+                self.policy.other is not None
+                and _is_attention(module)
+                and self._is_innermost(module)
+            ):
+                self.add(module, HookSite(name=name, codec=None, kind="attention"))
         for name, module in blocks:
             if id(module) not in self.found:
                 self._hook(name, module, "other")
@@ -215,7 +218,7 @@ class _Finder:
 
     def _hook(self, name: str, module: nn.Module, kind: SiteKind) -> None:
         codec = self.policy.codec(kind, name)
-        if codec is not None or kind == "attention" and self.policy.other is not None:
+        if codec is not None:
             self.add(module, HookSite(name=name, codec=codec, kind=kind))  # type: ignore[arg-type]
 
     def _is_recognized(self, block: nn.Module) -> bool:

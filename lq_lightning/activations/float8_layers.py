@@ -47,7 +47,7 @@ class Float8Layers:
         """Return the precision of a layer's products, and why it is not what the policy says.
 
         Args:
-            kind: ``"linear"``, or ``"attention"`` of one that has the projections itself.
+            kind: ``"linear"``; also of an attention that has the projections itself.
             name: Of the layer in the model.
             module: The layer.
             weight: ``[O, K]``; None if it has none of its own.

@@ -15,7 +15,7 @@ from lq_lightning._compat.saved_tensors import has_storage
 from .activation import quantized_activation
 from .checkpointed import pack_around_checkpoint
 from .float8_linear import float8_linear
-from .hooks import pack_saved_tensors
+from .hooks import run_packed
 from .linear import encode_source, quantized_linear
 from .multihead import self_attention, takes_self_attention
 from .norm import quantized_norm
@@ -179,8 +179,7 @@ def _dropout_forward(module: nn.Dropout, *args: Any, **kwargs: Any) -> Tensor:
 
 @torch.compiler.disable(reason="saved-tensor hooks of quantized activations")  # type: ignore[no-untyped-call, untyped-decorator]
 def _hooked_forward(module: nn.Module, site: HookSite, *args: Any, **kwargs: Any) -> Any:
-    with pack_saved_tensors(module, site, args, kwargs):
-        return site.original(module, *args, **kwargs)
+    return run_packed(module, site, lambda: site.original(module, *args, **kwargs), (args, kwargs))
 
 
 def _hook_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -211,10 +210,7 @@ def _multihead_forward(
     if source is None or isinstance(weight, DTensor) or not takes_self_attention(module, kwargs):
         return _hook_forward(module, query, key, value, *args, **kwargs)
     projected = _linear(query, weight, module.in_proj_bias, source, site.matmul)
-    if site.codec is None:
-        return self_attention(module, projected, **kwargs), None
-    with pack_saved_tensors(module, site, (), {}):
-        return self_attention(module, projected, **kwargs), None
+    return self_attention(module, projected, **kwargs), None
 
 
 FORWARDS: dict[type[Site], Callable[..., Any]] = {

@@ -23,7 +23,7 @@ __all__ = [
     "resolve_policy",
 ]
 
-SiteKind = Literal["norm", "activation", "linear", "attention", "checkpoint", "other"]
+SiteKind = Literal["norm", "activation", "linear", "checkpoint", "other"]
 Matmul = Literal["native", "float8"]
 
 
@@ -50,6 +50,14 @@ _MIN_GROUP = 16
 # Sections of a message take 16 bytes or more each: codes of shorter rows that are messages of their
 # own would be larger than bf16.
 _MIN_PADDED = 24
+
+
+_NO_ATTENTION = (
+    "what attention keeps has no code. Its backward reads the exact sum of exponentials, beside "
+    "which rounded queries and keys make gradients up to thousands of times too large. Leave it "
+    "out: attention keeps full precision. To save its memory, compute it again: "
+    "`ActivationRule(module='*attn*', recompute=True)`."
+)
 
 
 def _codec(owner: str, name: str, value: CodecSpec | str | None) -> CodecSpec | None:
@@ -81,9 +89,9 @@ class ActivationRule:
             dots included), ``?`` and ``[...]``. It is compared with whole names: ``"layers.0.*"``
             is all that is in ``layers.0``. A pattern that matches nothing is refused.
         kind: Only modules of this kind, one of the fields of ``ActivationPolicy`` that take codecs:
-            ``"norm"``, ``"activation"`` (MLPs too), ``"linear"``, ``"attention"``,
-            ``"checkpoint"`` or ``"other"``. Leave empty for all kinds, those that the policy leaves
-            in full precision as well.
+            ``"norm"``, ``"activation"`` (MLPs too), ``"linear"``, ``"checkpoint"`` or
+            ``"other"``. Leave empty for all kinds, those that the policy leaves in full precision
+            as well.
         codec: Codec of what these modules keep: a name (``"int4"``, ``"int8"``, ``"nf4"``, ...), a
             ``CodecSpec``, or ``None`` for full precision: then they run as without this package.
         matmul: Precision of their matrix products, whatever these modules are; leave empty for that
@@ -106,6 +114,10 @@ class ActivationRule:
         """Check the values."""
         if not self.module:
             raise ValueError("`ActivationRule(module='')` matches nothing: give a pattern.")
+        if str(self.kind) == "attention":
+            raise ValueError(
+                f"`ActivationRule(kind='attention')` is not supported: {_NO_ATTENTION}"
+            )
         check_choice("ActivationRule", "kind", self.kind, (*get_args(SiteKind), None))
         _codec("ActivationRule", "codec", self.codec)
         if self.recompute and self.kind is not None:
@@ -137,15 +149,18 @@ class ActivationPolicy:
         linear: Inputs of linear layers that neither a normalization nor an activation function
             made. Careful: the attention's output projection shares its input with the attention,
             which keeps it anyway; a code of it would only add memory.
-        attention: Queries, keys, values and the output of attention. In compiled models such
-            modules run eagerly, a graph break (an error with ``fullgraph=True``).
         checkpoint: Inputs of layers that are checkpointed (Hugging Face's
             ``gradient_checkpointing_enable()``, torch's ``CheckpointWrapper``), which are still
-            recomputed.
+            recomputed. Kept exactly, with a warning, in layers with an operator that is not known
+            to be continuous, as where a router chooses experts: there the second run might take
+            another path.
         other: What blocks save in which not all is recognized: floating-point tensors of 1024
-            values or more that are no weights, through saved-tensor hooks. In compiled models such
-            blocks run eagerly, a graph break (an error with ``fullgraph=True``). ``None`` leaves
-            them as they are.
+            values or more that operators save which bear rounding (products, convolutions, norms,
+            smooth activation functions), through saved-tensor hooks. Weights, statistics, masks,
+            indices, probabilities and what unknown operators and custom functions save are kept
+            exactly. In compiled models such blocks run eagerly, a graph break (an error with
+            ``fullgraph=True``). ``None`` leaves them as they are.
+        attention: Only ``None``: what attention keeps has no code.
         matmul: ``"native"``, or ``"float8"``: products of linear layers in FP8 with one scale per
             tensor (COAT), E4M3 for activations and weights and E5M2 for gradients. Needs a GPU of
             compute capability 8.9 or newer to be fast; a CPU computes the same slowly. Layers
@@ -161,14 +176,19 @@ class ActivationPolicy:
     norm: CodecSpec | str | None = "int4_hadamard"
     activation: CodecSpec | str | None = "int4"
     linear: CodecSpec | str | None = None
-    attention: CodecSpec | str | None = None
     checkpoint: CodecSpec | str | None = "int8"
     other: CodecSpec | str | None = "int8"
+    attention: CodecSpec | str | None = None
     matmul: Matmul = "native"
     rules: tuple[ActivationRule, ...] = field(default=())
 
     def __post_init__(self) -> None:
         """Check the values."""
+        if self.attention is not None:
+            raise ValueError(
+                f"`ActivationPolicy(attention={self.attention!r})` is not supported: "
+                f"{_NO_ATTENTION}"
+            )
         for kind in get_args(SiteKind):
             _codec("ActivationPolicy", kind, getattr(self, kind))
         check_choice("ActivationPolicy", "matmul", self.matmul, get_args(Matmul))

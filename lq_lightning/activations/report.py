@@ -37,7 +37,7 @@ _OUTSIDE = "outside"
 _LISTED = 3  # names of layers in a line
 _NOTES = {
     _OUTSIDE: "of the model, such as a loss",
-    "attention": "kept: `attention` of the policy is None",
+    "attention": "kept in full precision",
     "checkpoint": "inputs of checkpointed layers; the rest only while one is computed again",
     "linear": "inputs rebuilt from codes of norms and activations, others kept",
     "other": "not all recognized: packed by rule",
@@ -303,9 +303,7 @@ def make_report(
         if measured:  # of a kind, in its first row
             values = tuple(t.get(kind, 0.0) if t and kind not in seen else None for t in totals)
         seen.add(kind)
-        if kind == "attention" and bits is not None:
-            note = "queries, keys, values and output"
-        elif kind in ("norm", "MLP", "activation") and bits is None:
+        if kind in ("norm", "MLP", "activation") and bits is None:
             note = "as they are, or inside of what is recomputed"
         else:
             note = _NOTES.get(kind, "")

@@ -43,6 +43,7 @@ __all__ = [
 
 _SITE = "_lq_site"
 _FUNCTION = "_lq_function"
+_MAX_WATCHED = 4
 
 
 @dataclass(kw_only=True, slots=True)
@@ -160,16 +161,61 @@ class DropoutSite(Site):
     """Dropout; behind it a tensor has no source, and nobody else keeps it."""
 
 
+@dataclass(slots=True)
+class Regions:
+    """What is known of the operators of a checkpointed layer.
+
+    Attributes:
+        continuous: for each forward whose operators were looked at, how many nodes it has; one with
+            another number has other operators.
+        exact: why the input is kept exactly from now on; empty if it is not.
+        watch: whether to look at the next forward.
+        watched: forwards that were looked at.
+    """
+
+    continuous: set[int] = field(default_factory=set)
+    exact: str = ""
+    watch: bool = True
+    watched: int = 0
+
+    def note(self, nodes: int, found: str) -> str:
+        """Take in what was seen of a forward.
+
+        Args:
+            nodes: how many it has.
+            found: an operator that is not known to be continuous, empty if there is none.
+
+        Returns:
+            Why the input is kept exactly from now on; empty if it is not.
+        """
+        self.watched += 1
+        self.continuous.add(nodes)
+        if found:
+            self.exact = f"`{found}` in them is not known to be continuous"
+        elif self.watched > _MAX_WATCHED:
+            self.exact = "their operators change from call to call"
+        return self.exact
+
+    def takes_codes(self, nodes: int) -> bool:
+        """Return whether a forward of so many nodes was found continuous; else look at the next."""
+        is_known = nodes in self.continuous and not self.exact
+        self.watch = not is_known
+        return is_known
+
+
 @dataclass(kw_only=True, slots=True)
 class HookSite(Site):
     """A module whose saved tensors are packed by hooks.
 
     Attributes:
-        kind: ``"attention"``: without a codec, what it saves is shielded from the hooks of modules
-            around it; ``"checkpoint"``: its inputs, while it is checkpointed; ``"other"``: all.
+        kind: ``"attention"``, which never has a codec: what it saves is shielded from the hooks of
+            modules around it; ``"checkpoint"``: its inputs, while it is checkpointed; ``"other"``:
+            all that bears it.
+        regions: of a checkpointed layer.
     """
 
     kind: Literal["attention", "checkpoint", "other"]
+    regions: Regions = field(default_factory=Regions)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -200,7 +246,7 @@ def sites_of(module: nn.Module) -> list[Site]:
 def policy_kind(site: Site) -> SiteKind | None:
     """Return the field of a policy that a site's codec comes from, None if it never has one."""
     if isinstance(site, HookSite):
-        return site.kind
+        return None if site.kind == "attention" else site.kind
     if isinstance(site, NormSite):
         return "norm"
     if isinstance(site, (ActivationSite, MLPSite)):

@@ -13,7 +13,7 @@ from lq_lightning.activations import ActivationPolicy, quantize_activations
 from lq_lightning.activations.measure import SavedTensors
 
 BATCH, LENGTH, HIDDEN = 1, 32, 512
-INT8 = ActivationPolicy(norm="int8", activation="int8", attention="int8")
+INT8 = ActivationPolicy(norm="int8", activation="int8")
 # By name: bytes per token and layer in units of 2 * hidden size, as they are and with 4-bit codes.
 UNITS = {
     "llama-3-8b": (24.5, 5.1),

@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lq_testing import pipeline_toys
-from lq_testing.small_llama import Attention
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from lq_lightning.activations import ActivationPolicy, quantize_activations
+from lq_lightning.activations import quantize_activations
 from lq_lightning.pipeline.received import Received, receive
 from lq_lightning.pipeline.saved_tensors import SavedTensors
 from lq_lightning.pipeline.split_backward import SplitBackward, check_not_compiled
@@ -364,11 +364,23 @@ def test_reentrant_checkpointing_is_refused() -> None:
         _checkpointed("reentrant")
 
 
+class Gated(nn.Module):
+    """Its input's function is a factor, and what its weight is multiplied with."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(x)
+        return F.linear(y, self.weight) * y
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_codes_are_kept_for_every_node_that_reads_them(again: bool) -> None:
-    """The attention's output is read by the attention in one half, and for `o_proj` in the other.
+    """What both factors read in one half, and the gradient of the weight in the other.
 
-    Both save one storage, which is encoded once; not where the attention is computed again.
+    They save one storage, which is encoded once; not where the module is computed again.
     """
 
     def run(x: Tensor) -> Tensor:
@@ -376,8 +388,9 @@ def test_codes_are_kept_for_every_node_that_reads_them(again: bool) -> None:
         return y.sin().sum()
 
     torch.manual_seed(0)
-    net = nn.Sequential(Attention(64))
-    quantize_activations(net, ActivationPolicy(attention="int8"))
+    net = nn.Sequential(Gated(64))
+    with pytest.warns(UserWarning, match="packed by rule"):
+        quantize_activations(net)
     x = torch.randn(1, 32, 64, requires_grad=True)
     run(x).backward()
     wanted = {name: p.grad for name, p in net.named_parameters()}
