@@ -258,3 +258,11 @@ def test_schedules_fill_threads() -> None:
             assert schedule.run >= 8
         assert choose_schedule(kind, 1, torch.device("cuda")) == table[min(table)]
         assert choose_schedule(kind, 1 << 20, torch.device("cuda")) == table[max(table)]
+
+
+@pytest.mark.parametrize("numel", [208, 1008])
+def test_constant_rows(numel: int, device: torch.device) -> None:
+    """Their mean is that constant: times a rounded 1 / N it would not be, for these N."""
+    x = torch.tensor([0.0, 896.0, -7.0, 2.0**20]).bfloat16()[:, None].repeat(1, numel)
+    message, rstd = check_forward(x, "layer", SMALL, device)
+    check_backward(message, rstd, torch.randn(4, numel).bfloat16(), "layer", SMALL, device)
