@@ -188,7 +188,7 @@ def _replace(finished: Path, path: Path) -> None:
         path.rename(aside)
         os.replace(finished, path)
     except BaseException:
-        put_back(path)
+        _put_back(path)
         raise
 
 
@@ -241,14 +241,29 @@ def put_back(path: Path) -> bool:
 
     Returns:
         Whether that was so.
+
+    Raises:
+        RuntimeError: The other process is still replacing it.
     """
-    aside = _aside_name(path)
-    if os.path.lexists(path) or not os.path.lexists(aside):
+    if not _is_set_aside(path):
         return False
-    aside.rename(path)
-    sync(path.parent)
-    rank_zero_info(f"the previous `{path}` is back, which a killed run was about to replace")
-    return True
+    with sole_writer(path):
+        back = _put_back(path)
+    if back:
+        rank_zero_info(f"the previous `{path}` is back, which a killed run was about to replace")
+    return back
+
+
+def _is_set_aside(path: Path) -> bool:
+    return os.path.lexists(_aside_name(path)) and not os.path.lexists(path)
+
+
+def _put_back(path: Path) -> bool:
+    back = _is_set_aside(path)
+    if back:
+        _aside_name(path).rename(path)
+        sync(path.parent)
+    return back
 
 
 def remove_at_once(path: Path) -> None:

@@ -246,6 +246,34 @@ def test_two_runs_that_write_one_checkpoint_at_once_are_told(tmp_path: Path) -> 
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
 
+def test_a_checkpoint_is_not_taken_from_who_replaces_it(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    _make(tmp_path / "last.replaced.ckpt", "folder", "1")
+    with files.sole_writer(path), pytest.raises(RuntimeError, match="at this moment"):
+        files.put_back(path)
+    assert files.put_back(path)
+    assert _content(path) == {"1"}
+
+
+def test_a_replacement_that_fails_leaves_the_previous_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, finished = tmp_path / "last.ckpt", tmp_path / ".incomplete"
+    _make(path, "folder", "1")
+    _make(finished, "folder", "2")
+    monkeypatch.setattr(files, "_exchange", lambda *_: False)
+    rename = os.replace
+
+    def fail(*names: Path) -> None:
+        monkeypatch.setattr(os, "replace", rename)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space"):
+        files.move_into_place(finished, path)
+    assert _content(path) == {"1"}
+
+
 def test_the_lock_of_a_killed_run_is_no_lock(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
 
