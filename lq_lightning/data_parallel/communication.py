@@ -131,8 +131,9 @@ class QuantizedCommunication:
 
         For writes that must take effect in the next forward pass and might in the one after: to the
         shards of some ranks only, and on GPUs those that no version counter counts, as
-        ``parameter.data.copy_(value)``. Others are noticed. ``parameter.data = value`` is lost whatever follows: it replaces
-        a tensor that FSDP2 does not compute with, and the next forward pass raises an error.
+        ``parameter.data.copy_(value)``. Others are noticed. ``parameter.data = value`` is lost
+        whatever follows: it replaces a tensor that FSDP2 does not compute with, and the next
+        forward pass raises an error.
         """
         for gather in self._difference_gathers():
             gather.replica.invalidate()

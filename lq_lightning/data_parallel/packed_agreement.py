@@ -142,7 +142,7 @@ class PackedAgreement:
 
     def _message(self, units: list[int], packed: _Layouts) -> str:
         advice = (
-            "Let every rank use the same parameters in every step: call an expert without "
+            "Let every rank use the same parameters in every step, and units in one order: call an expert without "
             "input with an empty batch, or let the `forward` that chooses experts add `0.0 * "
             "sum(p.sum() for p in expert.parameters())` to its result. Freeze (`requires_grad_`) "
             "the same ones on all ranks."
@@ -162,7 +162,7 @@ class PackedAgreement:
             for i, (name, p) in enumerate(zip(named, params, strict=True))
             if p.requires_grad and i not in has
         ]
-        more = f" (and {len(units) - 1} other units)" if len(units) > 1 else ""
+        more = f" (and {len(units) - 1} more)" if len(units) > 1 else ""
         return (
             f"ranks have gradients of different parameters of the unit `{self._units[unit]}`{more},"
             " and FSDP2 adds up what it packs by position: gradients of one parameter would be "
