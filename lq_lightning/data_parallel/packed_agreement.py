@@ -142,10 +142,10 @@ class PackedAgreement:
 
     def _message(self, units: list[int], packed: _Layouts) -> str:
         advice = (
-            "Let every rank use the same parameters in every step, and units in one order: call an expert without "
-            "input with an empty batch, or let the `forward` that chooses experts add `0.0 * "
-            "sum(p.sum() for p in expert.parameters())` to its result. Freeze (`requires_grad_`) "
-            "the same ones on all ranks."
+            "Let every rank use the same parameters in every step, and units in one order: call an "
+            "expert without input with an empty batch, or let the `forward` that chooses experts "
+            "add `0.0 * sum(p.sum() for p in expert.parameters())` to its result. Freeze "
+            "(`requires_grad_`) the same ones on all ranks."
         )
         if not units:
             return (
