@@ -152,7 +152,8 @@ def _tensors_within(value: Any) -> Iterator[Tensor]:
 
     The nearest come first, up to a number of objects: a result may lead to a whole dataset.
     """
-    queue, seen = deque([value]), set()
+    queue = deque([value])
+    seen: set[int] = set()
     while queue and len(seen) < _MAX_SEEN:
         value = queue.popleft()
         if isinstance(value, Tensor):

@@ -145,7 +145,7 @@ def shard(
         compile_units(module, plan)
     SubmoduleCalls(module, sharding.precision.forward_context)
     manual = None if module.automatic_optimization else ManualForward(module)
-    agreement = PackedAgreement(module, sharding.device) if several else None
+    agreement = PackedAgreement(module, ranks, sharding.device) if several else None
     return ShardedModule(settings=settings, plan=plan, manual=manual, agreement=agreement)
 
 
