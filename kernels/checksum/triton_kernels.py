@@ -81,6 +81,9 @@ def launch_checksums(tensors: Sequence[Tensor]) -> Tensor:
     out = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     for integers, found in places.items():
         table, programs = _tables(tuple(found), device)
+        stream = torch.cuda.current_stream(device)
+        for each in (table, programs):  # may be dropped from the cache while the kernel reads them
+            each.record_stream(stream)
         with on_device(tensors[0]):
             checksum_kernel[(len(programs),)](
                 table,

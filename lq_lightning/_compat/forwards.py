@@ -24,6 +24,7 @@ _LEAVES = (
     *(type(None), str, bytes, int, float, complex, type, nn.Module),
     *(torch.dtype, torch.device, torch.Generator, types.FunctionType, types.ModuleType),
 )
+_MAX_SEEN = 1000
 
 
 class ForwardCounter:
@@ -134,33 +135,37 @@ def hook_hidden_outputs(module: FSDPModule) -> None:
         if not isinstance(result, Tensor) and torch.is_grad_enabled():
             for tensor in _tensors_within(result):
                 if tensor.requires_grad and not _has_pre_backward_hook(tensor):
-                    tensor.register_hook(state._pre_backward)
+                    tensor.register_hook(state._pre_backward)  # type: ignore[no-untyped-call]
         return result
 
-    state._register_pre_backward_hook = register
+    state._register_pre_backward_hook = register  # type: ignore[method-assign]
 
 
 def _has_pre_backward_hook(tensor: Tensor) -> bool:
     """Whether FSDP2 has seen it, in the output of this unit or of one inside."""
-    hooks = (tensor._backward_hooks or {}).values()  # type: ignore[attr-defined]
+    hooks = (tensor._backward_hooks or {}).values()
     return any(getattr(hook, "__name__", "") == "_pre_backward" for hook in hooks)
 
 
 def _tensors_within(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors that can be reached from a value through containers and attributes."""
-    stack, seen = [value], set()
-    while stack:
-        value = stack.pop()
+    """Yield tensors that can be reached from a value through containers and attributes.
+
+    The nearest come first, up to a number of objects: a result may lead to a whole dataset.
+    """
+    queue = deque([value])
+    seen: set[int] = set()
+    while queue and len(seen) < _MAX_SEEN:
+        value = queue.popleft()
         if isinstance(value, Tensor):
             yield value
         if isinstance(value, (Tensor, *_LEAVES)) or id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, Mapping):
-            stack += value.values()
+            queue += value.values()
         elif isinstance(value, (list, tuple, set, frozenset, deque)):
-            stack += value
-        stack += getattr(value, "__dict__", {}).values()
+            queue += value
+        queue += getattr(value, "__dict__", {}).values()
         slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
         names = [n for s in slots for n in ((s,) if isinstance(s, str) else s)]
-        stack += [getattr(value, name, None) for name in names if not name.startswith("__")]
+        queue += [getattr(value, name, None) for name in names if not name.startswith("__")]

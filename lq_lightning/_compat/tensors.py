@@ -86,7 +86,9 @@ def materialize(root: nn.Module, device: torch.device) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 places[id(parameter)].append((module, name))
-    root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    root._apply(  # type: ignore[no-untyped-call]
+        lambda t: torch.empty_like(t, device=device) if t.is_meta else t
+    )
     for (first, first_name), *others in places.values():
         for module, name in others:
             module._parameters[name] = first._parameters[first_name]

@@ -56,7 +56,7 @@ from lq_lightning.foundation.agreement import MaxReduction
 
 __all__ = ["WriteVotes", "WriteWatch"]
 
-_FIRST_STEPS = 3
+_FIRST_STEPS = 2
 
 
 class WriteWatch:

@@ -27,7 +27,6 @@ from lq_lightning._compat.fsdp2 import (
     GroupParams,
     announce_packed_indices,
     fsdp_units,
-    shard_group,
 )
 from lq_lightning._compat.torch import after_backward, backward_id, split_group
 from lq_lightning.foundation import streams
@@ -59,27 +58,28 @@ class PackedAgreement:
     """Compares over ranks which gradients were reduced; see above.
 
     Args:
-        root: A module sharded by FSDP2, all of its units over the same ranks.
+        root: A module sharded by FSDP2.
+        group: The ranks that share it.
         device: Where they keep their tensors.
     """
 
-    def __init__(self, root: nn.Module, device: torch.device) -> None:
+    def __init__(self, root: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
         self._names = {id(p): clean_name(name) for name, p in root.named_parameters()}
         units = list(fsdp_units(root))
         self._units = [name or "root" for name, _, _ in units]
         self._groups = [group for _, _, group in units]
-        self._group = shard_group(self._groups[0])
         self._waits = not streams.has_streams(device)
         if not self._waits:  # in a group of their own, so as not to queue behind gradients
-            self._group = split_group(self._group, [list(range(self._group.size()))], device)
+            group = split_group(group, [list(range(group.size()))], device)
+        self._group = group
         self._reduction = MaxReduction(device)
         self._packed: _Layouts = {}
         self._order: tuple[int, ...] = ()
         self._backward = -1
         self._known: dict[bytes, None] = {}  # in the order in which they were last packed
         self._pending: list[_Comparison] = []
-        for index, group in enumerate(self._groups):
-            announce_packed_indices(group, partial(self._note, index))
+        for index, unit in enumerate(self._groups):
+            announce_packed_indices(unit, partial(self._note, index))
 
     def _note(self, unit: int, packed: tuple[int, ...]) -> None:
         self._packed[unit] = (*self._packed.get(unit, ()), packed)
@@ -142,10 +142,10 @@ class PackedAgreement:
 
     def _message(self, units: list[int], packed: _Layouts) -> str:
         advice = (
-            "Let every rank use the same parameters in every step: call an expert without "
-            "input with an empty batch, or let the `forward` that chooses experts add `0.0 * "
-            "sum(p.sum() for p in expert.parameters())` to its result. Freeze (`requires_grad_`) "
-            "the same ones on all ranks."
+            "Let every rank use the same parameters in every step, and units in one order: call an "
+            "expert without input with an empty batch, or let the `forward` that chooses experts "
+            "add `0.0 * sum(p.sum() for p in expert.parameters())` to its result. Freeze "
+            "(`requires_grad_`) the same ones on all ranks."
         )
         if not units:
             return (
@@ -162,7 +162,7 @@ class PackedAgreement:
             for i, (name, p) in enumerate(zip(named, params, strict=True))
             if p.requires_grad and i not in has
         ]
-        more = f" (and {len(units) - 1} other units)" if len(units) > 1 else ""
+        more = f" (and {len(units) - 1} more)" if len(units) > 1 else ""
         return (
             f"ranks have gradients of different parameters of the unit `{self._units[unit]}`{more},"
             " and FSDP2 adds up what it packs by position: gradients of one parameter would be "

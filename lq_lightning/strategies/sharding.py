@@ -144,7 +144,7 @@ def shard(
     if sharding.compile_units:
         compile_units(module, plan)
     forward = RootForward(module, sharding.precision.forward_context)
-    agreement = PackedAgreement(module, sharding.device) if several else None
+    agreement = PackedAgreement(module, ranks, sharding.device) if several else None
     return ShardedModule(settings=settings, plan=plan, forward=forward, agreement=agreement)
 
 

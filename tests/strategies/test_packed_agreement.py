@@ -85,6 +85,16 @@ def _different_experts(rank: int, world: int, root: str) -> None:
         with pytest.raises(RuntimeError, match=named.format(rank, rank)):
             _fit(module, root, options)
         assert module.gradients == [False, True, False]
+        # experts that are units of their own
+        units = [f"blocks.{block}.experts.{expert}" for block in (0, 1) for expert in (0, 1, 2)]
+        of_experts: dict[str, Any] = {**options, "units": units}
+        for chosen, error in (
+            ((rank,), r"of the unit `blocks\.1\.experts\.0` \(and 1 more\)"),
+            ((rank, 1 - rank), "reduced the gradients of units in different orders"),
+        ):
+            module = Routed(lambda *_, chosen=chosen: chosen)  # type: ignore[misc]
+            with pytest.raises(RuntimeError, match=error):
+                _fit(module, root, of_experts)
     # accumulated: alike in the end, whichever micro-batch it was; then unlike
     module = Routed(lambda step, rank: (0, 1) if step % 2 == rank else (0,))
     _fit(module, root, CODECS[0], accumulate_grad_batches=2)
