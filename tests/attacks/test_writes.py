@@ -205,6 +205,21 @@ class StateIsLoaded(Program):
 
 
 @kind
+class StateIsRead(Program):
+    """``state_dict`` frees what is gathered."""
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(tokens)
+        self.seen += [_full(self.net.state_dict()["head.weight"]).sum()]
+        loss = loss + self.net.head.weight.square().mean() + self.loss(tokens)
+        self.seen += [_full(value).sum() for value in self.state_dict().values()]
+        return loss
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.seen.append(self.net.head(torch.ones(1, WIDTH)).sum())
+
+
+@kind
 class FrozenOnTheWay(Program):
     stock = True
 
