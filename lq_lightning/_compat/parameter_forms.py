@@ -93,9 +93,11 @@ class GatheredCopies:
 
         param.init_unsharded_param = init_unsharded_param
 
-    def sums(self, unit: nn.Module) -> Tensor:
-        """``[parameters]`` int64: sums over the bits of a unit's gathered values."""
+    def sums(self, unit: nn.Module) -> Tensor | None:
+        """``[parameters]`` int64: sums over the bits of a unit's gathered values; None if freed."""
         values = [p._unsharded_param.detach() for p in self._of(unit)]
+        if any(v.untyped_storage().size() == 0 for v in values):
+            return None  # by a backward or `state_dict` in between
         sums = [v.view(_INTEGERS.get(v.itemsize, torch.uint8)).sum() for v in values]
         return torch.stack([s.to(torch.int64) for s in sums])
 

@@ -42,7 +42,7 @@ class LostWrites:
         self._steps = 0
         self._watches = False
         self._handles: list[RemovableHandle] = []
-        self._open: list[tuple[Any, Tensor]] = []  # forwards that run now
+        self._open: list[tuple[Any, Tensor | None]] = []  # forwards that run now
         self._sums: list[_Sums] = []
 
     # --- values ---------------------------------------------------------------------------------
@@ -87,8 +87,10 @@ class LostWrites:
                 self._close(unit, before)
                 return
 
-    def _close(self, unit: nn.Module, before: Tensor) -> None:
-        self._sums.append(_Sums(self._copies.names(unit), before, self._copies.sums(unit)))
+    def _close(self, unit: nn.Module, before: Tensor | None) -> None:
+        after = self._copies.sums(unit)
+        if before is not None and after is not None:
+            self._sums.append(_Sums(self._copies.names(unit), before, after))
 
     # --- checks ---------------------------------------------------------------------------------
 

@@ -204,6 +204,11 @@ class RootForward:
             self._parameters.show(gathered=False)
             self._uses.resume()
 
+    def _show_copies(self) -> None:
+        """Let modules hold them in a backward, which may compute their forward again."""
+        if is_gathered(self._root):  # not after `state_dict`; backward gathers then
+            self._parameters.show(gathered=True)
+
     def _gathered(self, tensor: Tensor) -> Tensor | None:
         param = self._parameters.find(tensor)
         if param is None:
@@ -216,7 +221,7 @@ class RootForward:
         """Around a backward that the step calls itself, not through Lightning."""
         self._backward_was_called |= accumulates and not self._module.automatic_optimization
         if self._begun:
-            self._parameters.show(gathered=True)
+            self._show_copies()
         try:
             yield
         finally:
@@ -262,7 +267,7 @@ class RootForward:
             return output
         if self._module.automatic_optimization:
             output = self._end(output)
-            self._parameters.show(gathered=True)  # to backward, which may compute forward again
+            self._show_copies()
             return output
         self._end(None)
         self._root.reshard()
@@ -276,7 +281,7 @@ class RootForward:
         self._lost.check_hooks()
         if self._begun:
             self._end(loss)
-            self._parameters.show(gathered=True)
+            self._show_copies()
         else:
             start_backward_at(self._root, loss)
 

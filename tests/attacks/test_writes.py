@@ -157,7 +157,10 @@ class TeacherFollowsByForeach(TeacherFollows):
 
 
 @kind
-class TeacherFollowsInLocalMemory(TeacherFollows):
+class TeacherFollowsInLocalMemory(TeacherFollowsTheStudentsForward):
+    def pairs(self) -> Any:
+        return Program.pairs(self)
+
     @torch.no_grad()
     def follow(self) -> None:
         for pair in self.pairs():
@@ -199,6 +202,22 @@ class StateIsLoaded(Program):
         if batch_idx == 1:
             self.net.load_state_dict(self.start)
         return self.loss(tokens)
+
+
+@kind
+class StateIsRead(Program):
+    """``state_dict`` frees what is gathered."""
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(tokens)
+        self.seen += [_full(self.net.state_dict()["head.weight"]).sum()]
+        loss = loss + self.net.head.weight.square().mean() + self.loss(tokens)
+        self.seen += [_full(value).sum() for value in self.state_dict().values()]
+        return loss
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.seen.append(_full(self.net.head.weight).sum())
+        self.seen.append(self.net.head(torch.ones(1, WIDTH)).sum())
 
 
 @kind
@@ -255,7 +274,7 @@ class UsesParametersDirectly(Program):
         with torch.no_grad():
             self.bank.mul_(0.9)
             near = F.linear(h, F.normalize(self.bank)).amax(-1, keepdim=True)
-            self.seen += [self.scale.item(), self.bank.cumprod(0).topk(2, 0).values.sum()]
+            self.seen += [self.scale.item(), torch.pdist(self.bank).sum()]
             self.slow.lerp_(self.shift, 0.1)
         h += self.shift.type_as(h)
         h = h + self.slow + (self.shift + torch.zeros_like(self.shift)).tanh()
