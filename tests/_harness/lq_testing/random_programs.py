@@ -33,6 +33,7 @@ class DrawingBlock(Block):
     def __init__(self) -> None:
         super().__init__()
         self.drawn: list[tuple[float, ...]] = []
+        self.generator = random.Random(self.place)  # of no concern to other stages
 
     def inside(self, x: Tensor) -> Tensor:
         drawn = [torch.rand(self.place + 1, dtype=torch.float64).sum().item()]
