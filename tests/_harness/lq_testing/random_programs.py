@@ -143,6 +143,13 @@ def _numpy_normal(model: DrawingModel, tokens: Tensor) -> Tensor:
     return loss_of(logits, tokens, weight + np.random.randn() + random.gauss(0, 1))
 
 
+def _normal_between(model: DrawingModel, tokens: Tensor) -> Tensor:
+    x = model.embed(tokens) * np.random.randn()
+    for block in model.blocks:
+        x = block(x) * (1 + 0.1 * np.random.randn())
+    return loss_of(model.head(x), tokens)
+
+
 def _unlike(tokens: Tensor) -> Tensor:
     return torch.from_numpy(np.random.rand(*tokens.shape)) < 0.5
 
@@ -163,6 +170,7 @@ PROGRAMS: dict[str, Program] = {
     "mixup": _mixup,
     "dropped tokens": _dropped_tokens,
     "normal numbers": _numpy_normal,
+    "normal numbers between": _normal_between,
 }
 
 
