@@ -33,6 +33,7 @@ class DrawingBlock(Block):
     def __init__(self) -> None:
         super().__init__()
         self.drawn: list[tuple[float, ...]] = []
+        self.generator = random.Random(self.place)  # of no concern to other stages
 
     def inside(self, x: Tensor) -> Tensor:
         drawn = [torch.rand(self.place + 1, dtype=torch.float64).sum().item()]
@@ -142,6 +143,13 @@ def _numpy_normal(model: DrawingModel, tokens: Tensor) -> Tensor:
     return loss_of(logits, tokens, weight + np.random.randn() + random.gauss(0, 1))
 
 
+def _normal_between(model: DrawingModel, tokens: Tensor) -> Tensor:
+    x = model.embed(tokens) * np.random.randn()
+    for block in model.blocks:
+        x = block(x) * (1 + 0.1 * np.random.randn())
+    return loss_of(model.head(x), tokens)
+
+
 def _unlike(tokens: Tensor) -> Tensor:
     return torch.from_numpy(np.random.rand(*tokens.shape)) < 0.5
 
@@ -162,6 +170,7 @@ PROGRAMS: dict[str, Program] = {
     "mixup": _mixup,
     "dropped tokens": _dropped_tokens,
     "normal numbers": _numpy_normal,
+    "normal numbers between": _normal_between,
 }
 
 

@@ -95,6 +95,18 @@ def _foreach(x: Tensor) -> Tensor:
     return one.mean(-1)
 
 
+def _foreach_in_place(x: Tensor) -> Tensor:
+    weights = [torch.ones(x.shape[:2])]
+    torch._foreach_copy_(weights, [x[..., 0].detach().nan_to_num()])
+    return weights[0]
+
+
+def _partly_overwritten(x: Tensor) -> Tensor:
+    scratch = x.detach() * 1
+    scratch[:, :1].zero_()
+    return scratch.nan_to_num().mean(-1)
+
+
 def _in_place(x: Tensor) -> Tensor:
     weight = torch.ones(x.shape[:2])
     weight[:, 1:].masked_fill_(x[:, 1:, 0] > 0, 0.5)
@@ -127,6 +139,8 @@ WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
     "filled": lambda x: x.masked_fill(x.isnan(), 1.0).mean(-1),
     "attention": _attended,
     "foreach": _foreach,
+    "foreach in place": _foreach_in_place,
+    "partly overwritten": _partly_overwritten,
     "function": lambda x: _Double.apply(x).mean(-1) + 1,
     "scripted": lambda x: _scripted(x).mean(-1),
     "compiled": lambda x: compiled_weight(x).mean(-1),
