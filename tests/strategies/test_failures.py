@@ -82,13 +82,10 @@ def _saving(rank: int, world_size: int, root: str, where: str) -> None:
         why = (
             r"rank 1: .*1a.ckpt` is not saved: this rank failed \(KeyError" if rank else "has gone"
         )
+        told = "of this rank" if rank in ranks else "because rank 1 failed: KeyError: of this rank"
         start = time.monotonic()
         with (
-            pytest.raises(KeyError)
-            if rank in ranks
-            else pytest.raises(
-                LostRankError, match="because rank 1 failed: KeyError: of this rank"
-            ),
+            pytest.raises(KeyError if rank in ranks else LostRankError, match=told),
             pytest.warns(UserWarning, match=why) if alone else nullcontext(),
             mock.patch.object(failures, "meet", wraps=failures.meet) as meet,
         ):
