@@ -226,7 +226,7 @@ def _errors() -> None:
     nodes.step(0)
     nodes.outer.steps += nodes.node
     before = nodes.weights()
-    with pytest.raises(RuntimeError, match="1 to 2 optimizer steps since"):
+    with pytest.raises(RuntimeError, match="1 to 2 optimizer steps since.*or some ran out of"):
         nodes.outer.bring_together()
     nodes.outer.steps = 1
     if dist.get_rank() == 3:

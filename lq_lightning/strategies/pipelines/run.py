@@ -330,10 +330,10 @@ class PipelineRun:
         found = [None if loss is None else round(loss.item(), 4) for loss in losses]
         warnings.warn(
             f"the micro-batches of a batch have {counts} targets and losses of {found}, whose mean "
-            "is not that over all targets. Let the strategy weight them, by `count_targets`, "
-            f"{COUNT}; or let `{step}` compute its loss by `cross_entropy` with "
-            "`reduction='mean'` from targets that are made of the batch alone, where that is done "
-            "by itself.",
+            "is not that over all targets. They are weighted by themselves where "
+            f"`{step}` calls `cross_entropy` with `reduction='mean'` and makes the targets of the "
+            "batch alone: make random ones in the data set. For other losses give the strategy "
+            f"`count_targets`, {COUNT}.",
             stacklevel=2,
         )
 
