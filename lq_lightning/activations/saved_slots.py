@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from lq_lightning._compat.saved_tensors import node_number, packed_value, saved_value
 from lq_lightning.foundation.nested import tensors_in
 
-__all__ = ["Sides", "find_uses"]
+__all__ = ["Around", "Sides", "find_uses"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,20 @@ class Sides:
 
 
 @dataclass(frozen=True, slots=True)
+class Around:
+    """A norm takes the mean away: only what is around it may be rounded.
+
+    Attributes:
+        mean: is broadcast with the norm's input.
+    """
+
+    mean: Tensor
+
+
+Use = Sides | Around | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Slot:
     """A tensor that an operator saves.
 
@@ -53,12 +67,14 @@ class _Slot:
         name: in torch's ``derivatives.yaml``.
         operand: its place among the operands that have a gradient; its producer is found there.
         sides: of a function whose derivative is a constant on each side of a bound.
+        mean: of a norm: its shape for an input, from those of the mean that it saved and the input.
         allows: what else has to be true of the node.
     """
 
     name: str
     operand: int
     sides: Callable[[Node], Sides] | None = None
+    mean: Callable[[Tensor, Tensor], Tensor] | None = None
     allows: Callable[[Node], bool] = lambda node: True
 
 
@@ -141,15 +157,31 @@ _PIECEWISE = {
     "ClampMaxBackward0": (_CLAMP,),
     "ClampMaxBackward1": (_CLAMP,),
 }
+
+
+def _mean_of_rows(mean: Tensor, x: Tensor) -> Tensor:
+    return mean
+
+
+def _mean_of_groups(mean: Tensor, x: Tensor) -> Tensor:
+    mean = mean.repeat_interleave(x.shape[1] // mean.shape[1], dim=1)
+    return mean.view(*mean.shape, *(1 for _ in x.shape[2:]))
+
+
+def _mean_of_channels(mean: Tensor, x: Tensor) -> Tensor:
+    return mean.view(-1, *(1 for _ in x.shape[2:]))
+
+
+_BATCH_NORM = _Slot("input", 0, mean=_mean_of_channels)
 # Beside exact statistics, which have slots of their own.
 _NORMS = {
-    "NativeLayerNormBackward0": (_Slot("input", 0),),
+    "NativeLayerNormBackward0": (_Slot("input", 0, mean=_mean_of_rows),),
     "FusedRmsNormBackward0": (_Slot("input", 0),),
-    "NativeGroupNormBackward0": (_Slot("input", 0),),
-    "NativeBatchNormBackward0": (_Slot("input", 0),),
-    "CudnnBatchNormBackward0": (_Slot("input", 0),),
-    "MiopenBatchNormBackward0": (_Slot("input", 0),),
-    "BatchNormWithUpdateBackward0": (_Slot("input", 0),),
+    "NativeGroupNormBackward0": (_Slot("input", 0, mean=_mean_of_groups),),
+    "NativeBatchNormBackward0": (_BATCH_NORM,),
+    "CudnnBatchNormBackward0": (_BATCH_NORM,),
+    "MiopenBatchNormBackward0": (_BATCH_NORM,),
+    "BatchNormWithUpdateBackward0": (_BATCH_NORM,),
 }
 # Backward reads the shape alone; of a maximum's place there is an index.
 _SHAPES = {
@@ -188,7 +220,16 @@ def _nodes(output: Any, first: int) -> Iterator[Node]:
         stack.extend(after for after, _ in node.next_functions if after is not None)
 
 
-def find_uses(output: Any, first: int) -> Iterator[tuple[Any, Sides | None]]:
+def _use(node: Node, slot: _Slot, x: Tensor) -> Use:
+    if slot.sides is not None:
+        return slot.sides(node)
+    mean = None if slot.mean is None else getattr(packed_value(node, "result1"), "tensor", None)
+    if slot.mean is None or mean is None or mean.numel() == 0:  # none while a batch norm evaluates
+        return None
+    return Around(slot.mean(mean, x))
+
+
+def find_uses(output: Any, first: int) -> Iterator[tuple[Any, Use]]:
     """Find the saved tensors that bear rounding.
 
     Args:
@@ -196,13 +237,12 @@ def find_uses(output: Any, first: int) -> Iterator[tuple[Any, Sides | None]]:
         first: ``nodes_made()`` at its begin.
 
     Yields:
-        What the pack hook returned for each, and what is enough to know of its values; None if all
-        of them are read.
+        What the pack hook returned for each that still has its ``tensor``, and what is enough to
+        know of its values; None if all of them are read.
     """
     for node in _nodes(output, first):
         for slot in _SLOTS.get(node.name(), ()):
             packed = packed_value(node, slot.name)
-            if packed is None or isinstance(packed, Tensor):
-                continue
-            if slot.allows(node) and _is_computed(node, slot.operand):
-                yield packed, None if slot.sides is None else slot.sides(node)
+            tensor = getattr(packed, "tensor", None)
+            if tensor is not None and slot.allows(node) and _is_computed(node, slot.operand):
+                yield packed, _use(node, slot, tensor)
