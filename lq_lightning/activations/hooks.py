@@ -33,7 +33,7 @@ from lq_lightning.foundation.nested import tensors_in
 from .linear import encode_source
 from .policy import SiteKind
 from .regions import RegionWatch
-from .saved_slots import Around, Sides, Use, find_uses
+from .saved_slots import Normalized, Sides, Use, find_uses
 from .sites import HookSite, Regions
 from .sources import Codes
 from .weights import WeightStorages
@@ -69,15 +69,15 @@ class _Code:
 
 
 @dataclass(frozen=True, slots=True)
-class _CodeAround:
-    """How what is around a mean was encoded."""
+class _NormalizedCode:
+    """How a norm's input was encoded: its normalized values."""
 
     code: _Code
-    mean: Tensor
+    norm: Normalized
     dtype: torch.dtype
 
     def decode(self, message: Tensor, view: _View) -> Tensor:
-        return (self.code.decode(message, view) + self.mean).to(self.dtype)
+        return self.norm.inverse(self.code.decode(message, view)).to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class _Saved:
         # Detached: an output leads to the node that owns this, and both would live forever.
         self.tensor: Tensor | None = tensor.detach()
         self.version = version_of(tensor)
-        self.code: _Code | _CodeAround | _Bits | None = None
+        self.code: _Code | _NormalizedCode | _Bits | None = None
         self.message: Any = None
         self.view: _View | None = None
 
@@ -153,7 +153,7 @@ class _Saved:
     def is_unchanged(self) -> bool:
         return self.tensor is not None and version_of(self.tensor) == self.version
 
-    def become(self, code: _Code | _CodeAround | _Bits, message: Any, view: _View) -> None:
+    def become(self, code: _Code | _NormalizedCode | _Bits, message: Any, view: _View) -> None:
         """Let a code stand for the tensor."""
         self.code, self.message, self.view, self.tensor = code, message, view, None
 
@@ -214,8 +214,8 @@ class _Packer:
                 use = uses[id(saved)]
                 if isinstance(use, Sides):
                     self._encode_sides(saved, use)
-                elif isinstance(use, Around):
-                    self._encode_around(saved, use.mean)
+                elif isinstance(use, Normalized):
+                    self._encode_normalized(saved, use)
 
     def settle_inputs(self, *, coded: bool) -> None:
         """The checkpointed layer has run: encode what its region keeps, or keep it exactly."""
@@ -247,12 +247,13 @@ class _Packer:
         message = self._outside(_bits(tensor, sides))
         saved.become(code, message, _contiguous(tensor.shape))
 
-    def _encode_around(self, saved: _Saved, mean: Tensor) -> None:
+    def _encode_normalized(self, saved: _Saved, norm: Normalized) -> None:
         tensor = saved.value()
-        rest = tensor.detach() - mean
-        code, message = self._code(rest, whole=True)
-        view = rest.shape, rest.stride(), 0
-        saved.become(_CodeAround(code, mean, tensor.dtype), self._outside(message), view)
+        with torch.no_grad():
+            values = norm.forward(tensor)
+        code, message = self._code(values, whole=True)
+        view = values.shape, values.stride(), 0
+        saved.become(_NormalizedCode(code, norm, tensor.dtype), self._outside(message), view)
 
     def _outside(self, message: Tensor) -> Any:
         return message if self.outer is None else self.outer[0](message)

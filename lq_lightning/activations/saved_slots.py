@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from lq_lightning._compat.saved_tensors import node_number, packed_value, saved_value
 from lq_lightning.foundation.nested import tensors_in
 
-__all__ = ["Around", "Sides", "find_uses"]
+__all__ = ["Normalized", "Sides", "find_uses"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,31 @@ class Sides:
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
-    """A norm takes the mean away: only what is around it may be rounded.
+class Normalized:
+    """A norm's input, of which only the normalized values may be rounded.
+
+    Rounded by itself, a row, group or channel whose mean is large, or that differs less than those
+    beside it, would lose what the norm sees of it.
 
     Attributes:
-        mean: is broadcast with the norm's input.
+        mean: is broadcast with the input; None of a root mean square.
+        rstd: one over the deviation, likewise.
     """
 
-    mean: Tensor
+    mean: Tensor | None
+    rstd: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize a norm's input."""
+        return (x if self.mean is None else x - self.mean) * self.rstd
+
+    def inverse(self, x: Tensor) -> Tensor:
+        """Return the input from normalized values."""
+        x = x / self.rstd
+        return x if self.mean is None else x + self.mean
 
 
-Use = Sides | Around | None
+Use = Sides | Normalized | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +81,16 @@ class _Slot:
         name: in torch's ``derivatives.yaml``.
         operand: its place among the operands that have a gradient; its producer is found there.
         sides: of a function whose derivative is a constant on each side of a bound.
-        mean: of a norm: its shape for an input, from those of the mean that it saved and the input.
+        stats: of a norm: where it saved the mean, if it takes one, and one over the deviation.
+        spread: of a norm: shapes a statistic so that it is broadcast with the input.
         allows: what else has to be true of the node.
     """
 
     name: str
     operand: int
     sides: Callable[[Node], Sides] | None = None
-    mean: Callable[[Tensor, Tensor], Tensor] | None = None
+    stats: tuple[str, ...] = ()
+    spread: Callable[[Tensor, Tensor], Tensor] = lambda stat, x: stat
     allows: Callable[[Node], bool] = lambda node: True
 
 
@@ -159,25 +175,22 @@ _PIECEWISE = {
 }
 
 
-def _mean_of_rows(mean: Tensor, x: Tensor) -> Tensor:
-    return mean
+def _of_groups(stat: Tensor, x: Tensor) -> Tensor:
+    stat = stat.repeat_interleave(x.shape[1] // stat.shape[1], dim=1)
+    return stat.view(*stat.shape, *(1 for _ in x.shape[2:]))
 
 
-def _mean_of_groups(mean: Tensor, x: Tensor) -> Tensor:
-    mean = mean.repeat_interleave(x.shape[1] // mean.shape[1], dim=1)
-    return mean.view(*mean.shape, *(1 for _ in x.shape[2:]))
+def _of_channels(stat: Tensor, x: Tensor) -> Tensor:
+    return stat.view(-1, *(1 for _ in x.shape[2:]))
 
 
-def _mean_of_channels(mean: Tensor, x: Tensor) -> Tensor:
-    return mean.view(-1, *(1 for _ in x.shape[2:]))
-
-
-_BATCH_NORM = _Slot("input", 0, mean=_mean_of_channels)
+_MEAN_AND_RSTD = ("result1", "result2")
+_BATCH_NORM = _Slot("input", 0, stats=_MEAN_AND_RSTD, spread=_of_channels)
 # Beside exact statistics, which have slots of their own.
 _NORMS = {
-    "NativeLayerNormBackward0": (_Slot("input", 0, mean=_mean_of_rows),),
-    "FusedRmsNormBackward0": (_Slot("input", 0),),
-    "NativeGroupNormBackward0": (_Slot("input", 0, mean=_mean_of_groups),),
+    "NativeLayerNormBackward0": (_Slot("input", 0, stats=_MEAN_AND_RSTD),),
+    "FusedRmsNormBackward0": (_Slot("input", 0, stats=("result1",)),),
+    "NativeGroupNormBackward0": (_Slot("input", 0, stats=_MEAN_AND_RSTD, spread=_of_groups),),
     "NativeBatchNormBackward0": (_BATCH_NORM,),
     "CudnnBatchNormBackward0": (_BATCH_NORM,),
     "MiopenBatchNormBackward0": (_BATCH_NORM,),
@@ -223,10 +236,11 @@ def _nodes(output: Any, first: int) -> Iterator[Node]:
 def _use(node: Node, slot: _Slot, x: Tensor) -> Use:
     if slot.sides is not None:
         return slot.sides(node)
-    mean = None if slot.mean is None else getattr(packed_value(node, "result1"), "tensor", None)
-    if slot.mean is None or mean is None or mean.numel() == 0:  # none while a batch norm evaluates
+    found = [getattr(packed_value(node, name), "tensor", None) for name in slot.stats]
+    stats = [slot.spread(s, x) for s in found if s is not None and s.numel()]
+    if len(stats) < max(1, len(slot.stats)):  # no norm, or a batch norm that evaluates
         return None
-    return Around(slot.mean(mean, x))
+    return Normalized(stats[0] if len(stats) > 1 else None, stats[-1])
 
 
 def find_uses(output: Any, first: int) -> Iterator[tuple[Any, Use]]:

@@ -180,6 +180,9 @@ ROUNDED: dict[str, tuple[Any, ...]] = {
         lambda b, h: h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5),
     ),
     "layer norm of means": (lambda b, h: F.layer_norm(h + 100, (WIDTH,)),),
+    "layer norm of rows that differ": (
+        lambda b, h: F.layer_norm(h * torch.logspace(-3, 1, LENGTH)[:, None], (WIDTH,), eps=1e-12),
+    ),
     "group norm of means": (
         lambda b, h, norm: norm(F.gelu(h).mT + 100 * torch.arange(WIDTH)[:, None] // 8),
         lambda: nn.GroupNorm(8, WIDTH),
