@@ -33,7 +33,7 @@ from lq_lightning.foundation.nested import tensors_in
 from .linear import encode_source
 from .policy import SiteKind
 from .regions import RegionWatch
-from .saved_slots import Sides, find_uses
+from .saved_slots import Normalized, Sides, Use, find_uses
 from .sites import HookSite, Regions
 from .sources import Codes
 from .weights import WeightStorages
@@ -44,6 +44,8 @@ _MIN_NUMEL = 1024
 _MIN_WIDTH = 16
 _ROW = 128
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+_View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset
 
 T = TypeVar("T")
 
@@ -62,8 +64,20 @@ class _Code:
     rows: int
     dtype: torch.dtype
 
-    def decode(self, message: Tensor) -> Tensor:
-        return self.codes.rebuild((message,), self.rows, self.dtype).view(-1)
+    def decode(self, message: Tensor, view: _View) -> Tensor:
+        return self.codes.rebuild((message,), self.rows, self.dtype).view(-1).as_strided(*view)
+
+
+@dataclass(frozen=True, slots=True)
+class _NormalizedCode:
+    """How a norm's input was encoded: its normalized values."""
+
+    code: _Code
+    norm: Normalized
+    dtype: torch.dtype
+
+    def decode(self, message: Tensor, view: _View) -> Tensor:
+        return self.norm.inverse(self.code.decode(message, view)).to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +88,13 @@ class _Bits:
     numel: int
     dtype: torch.dtype
 
-    def decode(self, message: Tensor) -> Tensor:
+    def decode(self, message: Tensor, view: _View) -> Tensor:
         powers = _powers(message.device)
         inside = (message.unsqueeze(-1) & powers).view(-1)[: self.numel] != 0
         values = torch.full(
             (self.numel,), self.sides.outside, dtype=self.dtype, device=inside.device
         )
-        return values.masked_fill_(inside, self.sides.inside)
+        return values.masked_fill_(inside, self.sides.inside).as_strided(*view)
 
 
 def _powers(device: torch.device) -> Tensor:
@@ -92,9 +106,6 @@ def _bits(tensor: Tensor, sides: Sides) -> Tensor:
     inside = sides.contains(values).to(torch.uint8)
     inside = torch.nn.functional.pad(inside, (0, -inside.numel() % 8)).view(-1, 8)
     return (inside * _powers(inside.device)).sum(-1, dtype=torch.uint8)
-
-
-_View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset
 
 
 class _Saved:
@@ -117,7 +128,7 @@ class _Saved:
         # Detached: an output leads to the node that owns this, and both would live forever.
         self.tensor: Tensor | None = tensor.detach()
         self.version = version_of(tensor)
-        self.code: _Code | _Bits | None = None
+        self.code: _Code | _NormalizedCode | _Bits | None = None
         self.message: Any = None
         self.view: _View | None = None
 
@@ -142,7 +153,7 @@ class _Saved:
     def is_unchanged(self) -> bool:
         return self.tensor is not None and version_of(self.tensor) == self.version
 
-    def become(self, code: _Code | _Bits, message: Any, view: _View) -> None:
+    def become(self, code: _Code | _NormalizedCode | _Bits, message: Any, view: _View) -> None:
         """Let a code stand for the tensor."""
         self.code, self.message, self.view, self.tensor = code, message, view, None
 
@@ -178,7 +189,7 @@ class _Packer:
             return False
         return storage not in self._held and not self._weights.holds(tensor)
 
-    def settle(self, uses: dict[int, Sides | None]) -> None:
+    def settle(self, uses: dict[int, Use]) -> None:
         """The module has run: encode what may be, and give all to the hooks around ours.
 
         Args:
@@ -200,8 +211,11 @@ class _Packer:
                 continue
             self._encode(coded, None if whole is None else whole.value())
             for saved in group:
-                if (sides := uses[id(saved)]) is not None:
-                    self._encode_sides(saved, sides)
+                use = uses[id(saved)]
+                if isinstance(use, Sides):
+                    self._encode_sides(saved, use)
+                elif isinstance(use, Normalized):
+                    self._encode_normalized(saved, use)
 
     def settle_inputs(self, *, coded: bool) -> None:
         """The checkpointed layer has run: encode what its region keeps, or keep it exactly."""
@@ -233,6 +247,14 @@ class _Packer:
         message = self._outside(_bits(tensor, sides))
         saved.become(code, message, _contiguous(tensor.shape))
 
+    def _encode_normalized(self, saved: _Saved, norm: Normalized) -> None:
+        tensor = saved.value()
+        with torch.no_grad():
+            values = norm.forward(tensor)
+        code, message = self._code(values, whole=True)
+        view = values.shape, values.stride(), 0
+        saved.become(_NormalizedCode(code, norm, tensor.dtype), self._outside(message), view)
+
     def _outside(self, message: Tensor) -> Any:
         return message if self.outer is None else self.outer[0](message)
 
@@ -258,7 +280,7 @@ class _Packer:
         if packed.code is None or packed.view is None:
             tensor = message
             return tensor
-        return packed.code.decode(message).as_strided(*packed.view)
+        return packed.code.decode(message, packed.view)
 
 
 def _is_whole(saved: _Saved) -> bool:

@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from lq_lightning._compat.saved_tensors import node_number, packed_value, saved_value
 from lq_lightning.foundation.nested import tensors_in
 
-__all__ = ["Sides", "find_uses"]
+__all__ = ["Normalized", "Sides", "find_uses"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,34 @@ class Sides:
 
 
 @dataclass(frozen=True, slots=True)
+class Normalized:
+    """A norm's input, of which only the normalized values may be rounded.
+
+    Rounded by itself, a row, group or channel whose mean is large, or that differs less than those
+    beside it, would lose what the norm sees of it.
+
+    Attributes:
+        mean: is broadcast with the input; None of a root mean square.
+        rstd: one over the deviation, likewise.
+    """
+
+    mean: Tensor | None
+    rstd: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize a norm's input."""
+        return (x if self.mean is None else x - self.mean) * self.rstd
+
+    def inverse(self, x: Tensor) -> Tensor:
+        """Return the input from normalized values."""
+        x = x / self.rstd
+        return x if self.mean is None else x + self.mean
+
+
+Use = Sides | Normalized | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Slot:
     """A tensor that an operator saves.
 
@@ -53,12 +81,16 @@ class _Slot:
         name: in torch's ``derivatives.yaml``.
         operand: its place among the operands that have a gradient; its producer is found there.
         sides: of a function whose derivative is a constant on each side of a bound.
+        stats: of a norm: where it saved the mean, if it takes one, and one over the deviation.
+        spread: of a norm: shapes a statistic so that it is broadcast with the input.
         allows: what else has to be true of the node.
     """
 
     name: str
     operand: int
     sides: Callable[[Node], Sides] | None = None
+    stats: tuple[str, ...] = ()
+    spread: Callable[[Tensor, Tensor], Tensor] = lambda stat, x: stat
     allows: Callable[[Node], bool] = lambda node: True
 
 
@@ -141,15 +173,28 @@ _PIECEWISE = {
     "ClampMaxBackward0": (_CLAMP,),
     "ClampMaxBackward1": (_CLAMP,),
 }
+
+
+def _of_groups(stat: Tensor, x: Tensor) -> Tensor:
+    stat = stat.repeat_interleave(x.shape[1] // stat.shape[1], dim=1)
+    return stat.view(*stat.shape, *(1 for _ in x.shape[2:]))
+
+
+def _of_channels(stat: Tensor, x: Tensor) -> Tensor:
+    return stat.view(-1, *(1 for _ in x.shape[2:]))
+
+
+_MEAN_AND_RSTD = ("result1", "result2")
+_BATCH_NORM = _Slot("input", 0, stats=_MEAN_AND_RSTD, spread=_of_channels)
 # Beside exact statistics, which have slots of their own.
 _NORMS = {
-    "NativeLayerNormBackward0": (_Slot("input", 0),),
-    "FusedRmsNormBackward0": (_Slot("input", 0),),
-    "NativeGroupNormBackward0": (_Slot("input", 0),),
-    "NativeBatchNormBackward0": (_Slot("input", 0),),
-    "CudnnBatchNormBackward0": (_Slot("input", 0),),
-    "MiopenBatchNormBackward0": (_Slot("input", 0),),
-    "BatchNormWithUpdateBackward0": (_Slot("input", 0),),
+    "NativeLayerNormBackward0": (_Slot("input", 0, stats=_MEAN_AND_RSTD),),
+    "FusedRmsNormBackward0": (_Slot("input", 0, stats=("result1",)),),
+    "NativeGroupNormBackward0": (_Slot("input", 0, stats=_MEAN_AND_RSTD, spread=_of_groups),),
+    "NativeBatchNormBackward0": (_BATCH_NORM,),
+    "CudnnBatchNormBackward0": (_BATCH_NORM,),
+    "MiopenBatchNormBackward0": (_BATCH_NORM,),
+    "BatchNormWithUpdateBackward0": (_BATCH_NORM,),
 }
 # Backward reads the shape alone; of a maximum's place there is an index.
 _SHAPES = {
@@ -188,7 +233,17 @@ def _nodes(output: Any, first: int) -> Iterator[Node]:
         stack.extend(after for after, _ in node.next_functions if after is not None)
 
 
-def find_uses(output: Any, first: int) -> Iterator[tuple[Any, Sides | None]]:
+def _use(node: Node, slot: _Slot, x: Tensor) -> Use:
+    if slot.sides is not None:
+        return slot.sides(node)
+    found = [getattr(packed_value(node, name), "tensor", None) for name in slot.stats]
+    stats = [slot.spread(s, x) for s in found if s is not None and s.numel()]
+    if len(stats) < max(1, len(slot.stats)):  # no norm, or a batch norm that evaluates
+        return None
+    return Normalized(stats[0] if len(stats) > 1 else None, stats[-1])
+
+
+def find_uses(output: Any, first: int) -> Iterator[tuple[Any, Use]]:
     """Find the saved tensors that bear rounding.
 
     Args:
@@ -196,13 +251,12 @@ def find_uses(output: Any, first: int) -> Iterator[tuple[Any, Sides | None]]:
         first: ``nodes_made()`` at its begin.
 
     Yields:
-        What the pack hook returned for each, and what is enough to know of its values; None if all
-        of them are read.
+        What the pack hook returned for each that still has its ``tensor``, and what is enough to
+        know of its values; None if all of them are read.
     """
     for node in _nodes(output, first):
         for slot in _SLOTS.get(node.name(), ()):
             packed = packed_value(node, slot.name)
-            if packed is None or isinstance(packed, Tensor):
-                continue
-            if slot.allows(node) and _is_computed(node, slot.operand):
-                yield packed, None if slot.sides is None else slot.sides(node)
+            tensor = getattr(packed, "tensor", None)
+            if tensor is not None and slot.allows(node) and _is_computed(node, slot.operand):
+                yield packed, _use(node, slot, tensor)

@@ -179,7 +179,23 @@ ROUNDED: dict[str, tuple[Any, ...]] = {
     "written-out root mean square": (
         lambda b, h: h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5),
     ),
-    "layer norm of means": (lambda b, h: F.layer_norm(h + 10, (WIDTH,)),),
+    "layer norm of means": (lambda b, h: F.layer_norm(h + 100, (WIDTH,)),),
+    "layer norm of rows that differ": (
+        lambda b, h: F.layer_norm(h * torch.logspace(-3, 1, LENGTH)[:, None], (WIDTH,), eps=1e-12),
+    ),
+    "group norm of means": (
+        lambda b, h, norm: norm(F.gelu(h).mT + 100 * torch.arange(WIDTH)[:, None] // 8),
+        lambda: nn.GroupNorm(8, WIDTH),
+    ),
+    "batch norm of means": (
+        lambda b, h, norm: norm(F.gelu(h).mT + 100 * torch.arange(WIDTH)[:, None]),
+        lambda: nn.BatchNorm1d(WIDTH),
+    ),
+    "batch norm that evaluates": (
+        lambda b, h: F.batch_norm(
+            F.gelu(h).mT, torch.zeros(WIDTH), torch.full((WIDTH,), 0.25), b.gain + 1
+        ),
+    ),
     "filled scores beside others": (lambda b, h: filled(b, h) + F.softplus(h),),
 }
 
@@ -224,6 +240,6 @@ def test_what_may_not_be_rounded_is_kept_exactly(name: str) -> None:
 @pytest.mark.parametrize("name", ROUNDED)
 def test_what_bears_it_is_rounded(name: str) -> None:
     error, before, after = run(*ROUNDED[name])
-    assert 0 < error < 0.015
+    assert 0 < error < 0.025
     assert after["codes"] > 0
     assert after["floats"] + after["codes"] < 0.8 * before["floats"]
