@@ -194,7 +194,8 @@ class WriteVotes:
             self._voted_in = number
             self._heed(self._pending, by_all=False)  # of those by all, every rank knows already
             training = self._is_training()
-            likely = number is None or self._trained != training or self._is_early(step)
+            early = self._is_early(step)
+            likely = early or number is None or self._trained != training
             self._trained = training
             seen, hidden = self._look(wait=self._waits or likely)
             self._pending = self._start(seen, hidden, step)
