@@ -31,6 +31,7 @@ __all__ = [
     "prepare_fsdp_class",
     "propagate_requires_grad",
     "reduce_gradients",
+    "replicate_for_data_parallel",
     "reset_iteration",
 ]
 
@@ -110,6 +111,12 @@ def is_gathered(module: FSDPModule) -> bool:
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether hooks run around the forward of the module or of one inside, as those of FSDP2."""
     return any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
+
+
+def replicate_for_data_parallel(module: nn.Module) -> nn.Module:
+    """Copy a module as ``nn.DataParallel`` does before it gives the copy parameters."""
+    made: nn.Module = cast(Any, type(module))._replicate_for_data_parallel(module)
+    return made
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
