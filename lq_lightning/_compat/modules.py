@@ -32,6 +32,7 @@ __all__ = [
     "is_root_idle",
     "prepare_fsdp_class",
     "reduce_gradients",
+    "replicate_for_data_parallel",
     "reset_iteration",
     "start_backward_at",
     "watch_compiled_calls",
@@ -124,6 +125,12 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Whether something waits for the parameter's gradient."""
     tensor = cast(Any, parameter)
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def replicate_for_data_parallel(module: nn.Module) -> nn.Module:
+    """Copy a module as ``nn.DataParallel`` does before it gives the copy parameters."""
+    made: nn.Module = cast(Any, type(module))._replicate_for_data_parallel(module)
+    return made
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:

@@ -11,13 +11,7 @@ from torch import nn
 
 from .float8_layers import Float8Layers
 from .policy import ActivationPolicy, SiteKind
-from .recognize import (
-    is_linear,
-    recognize_activation,
-    recognize_function,
-    recognize_mlp,
-    recognize_norm,
-)
+from .recognize import Recognizer, own_forward
 from .sites import (
     ActivationSite,
     DropoutSite,
@@ -78,6 +72,7 @@ class _Finder:
         self.policy = policy
         self.model = model
         self.float8 = Float8Layers(model, policy)
+        self.recognizer = Recognizer()
         self.found: dict[int, Found] = {}  # by module
         self.functions: list[Found] = []
         self.unknown: list[tuple[str, nn.Module]] = []
@@ -97,14 +92,16 @@ class _Finder:
                 self.add(module, site)
             elif self._is_unknown(module):
                 self.unknown.append((name, module))
-            self._function(name, module)
+            if site is None:
+                self._function(name, module)
 
     def _mlp(self, name: str, module: nn.Module, inside: set[int]) -> bool:
-        mlp = recognize_mlp(module)
-        if mlp is None:
+        match = self.recognizer.mlp(module)
+        if match is None:
             return False
-        function, gate, up, down = mlp
-        projections = [part for key, part in module.named_children() if key in mlp[1:]]
+        function, gate, up, down = match.found
+        names = (gate, up, down)
+        projections = [part for key, part in module.named_children() if key in names]
         inside.update({id(m) for m in module.modules()})
         inside.difference_update(id(m) for part in projections for m in part.modules())
         site = MLPSite(
@@ -115,24 +112,28 @@ class _Finder:
             up=up,
             down=down,
             amax=self.float8.follow("activation", name, module),
+            proof=match.proof,
         )
         self.add(module, site)
         return True
 
     def _leaf(self, name: str, module: nn.Module) -> Site | None:
         policy, follow = self.policy, self.float8.follow
-        if (layer := recognize_norm(module)) is not None:
+        if (match := self.recognizer.norm(module)) is not None:
+            layer, size = match.found
             names = {key for key, _ in module.named_parameters(recurse=False)}
             weight, bias = (key if key in names else None for key in ("weight", "bias"))
             return NormSite(
                 name=name,
                 codec=policy.codec("norm", name),
                 layer=layer,
+                size=size,
                 weight=weight,
                 bias=bias,
                 amax=follow("norm", name, module),
+                proof=match.proof,
             )
-        if is_linear(module):
+        if self.recognizer.linear(module):
             transposed = type(module).forward is not nn.Linear.forward
             values: Any = module.weight
             matmul, native = self.float8.matmul(
@@ -145,15 +146,21 @@ class _Finder:
                 matmul=matmul,
                 native=native,
             )
-        if (activation := recognize_activation(module)) is not None:
-            codec, amax = policy.codec("activation", name), follow("activation", name, module)
-            return ActivationSite(name=name, codec=codec, activation=activation, amax=amax)
-        if type(module) is nn.Dropout and not module.inplace:
+        if (match := self.recognizer.activation(module)) is not None:
+            return ActivationSite(
+                name=name,
+                codec=policy.codec("activation", name),
+                activation=match.found,
+                amax=follow("activation", name, module),
+                proof=match.proof,
+            )
+        plain = type(module) is nn.Dropout and own_forward(module) is None
+        if plain and not module.inplace:
             return DropoutSite(name=name, codec=None)
         return None
 
     def _function(self, name: str, module: nn.Module) -> None:
-        function = recognize_function(module)
+        function = self.recognizer.function(module)
         if function is None:
             return
         attribute, activation = function
@@ -190,15 +197,15 @@ class _Finder:
                 continue
             if _may_be_checkpointed(module) and id(module) not in packed:
                 self._hook(name, module, "checkpoint")
-            elif isinstance(module, nn.MultiheadAttention):
-                weight = module.in_proj_weight
+            elif _is_multihead(module):
+                weight: Any = module.in_proj_weight
                 matmul, _ = self.float8.matmul("linear", name, module, weight)
                 self.add(
                     module, MultiheadSite(name=name, codec=None, kind="attention", matmul=matmul)
                 )
             elif (
                 self.policy.other is not None
-                and _is_attention(module)
+                and self._is_attention(module)
                 and self._is_innermost(module)
             ):
                 self.add(module, HookSite(name=name, codec=None, kind="attention"))
@@ -214,7 +221,15 @@ class _Finder:
         return found
 
     def _is_innermost(self, module: nn.Module) -> bool:
-        return not any(_is_attention(m) for m in module.modules() if m is not module)
+        return not any(self._is_attention(m) for m in module.modules() if m is not module)
+
+    def _is_attention(self, module: nn.Module) -> bool:
+        if not _ATTENTION_NAME.search(type(module).__name__):
+            return False
+        return any(hasattr(m, "in_features") or self._is_linear(m) for m in module.modules())
+
+    def _is_linear(self, module: nn.Module) -> bool:
+        return isinstance(self.site(module), LinearSite)
 
     def _hook(self, name: str, module: nn.Module, kind: SiteKind) -> None:
         codec = self.policy.codec(kind, name)
@@ -240,9 +255,14 @@ def _may_be_checkpointed(module: nn.Module) -> bool:
     return bool(_CHECKPOINTED & {cls.__name__ for cls in type(module).__mro__})
 
 
-def _is_attention(module: nn.Module) -> bool:
-    named = _ATTENTION_NAME.search(type(module).__name__)
-    return bool(named) and any(is_linear(m) or hasattr(m, "in_features") for m in module.modules())
+def _is_multihead(module: nn.Module) -> bool:
+    """Whether a module computes what ``nn.MultiheadAttention`` does, with parameters of its own."""
+    return (
+        isinstance(module, nn.MultiheadAttention)
+        and type(module).forward is nn.MultiheadAttention.forward
+        and own_forward(module) is None
+        and "parametrizations" not in vars(module)["_modules"]
+    )
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

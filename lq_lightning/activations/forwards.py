@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lq_lightning._compat.dispatch import has_global_hooks
 from lq_lightning._compat.fsdp2 import is_sharded
 from lq_lightning._compat.saved_tensors import has_storage
 
@@ -21,6 +23,7 @@ from .multihead import self_attention, takes_self_attention
 from .norm import quantized_norm
 from .policy import Matmul, is_worth_a_code
 from .sites import (
+    DIMS,
     ActivationSite,
     DropoutSite,
     FunctionSite,
@@ -31,6 +34,7 @@ from .sites import (
     NormSite,
     Site,
     is_checkpointed,
+    site_of,
 )
 from .sources import Source, attach, format_alone, keep_alone, source_of
 
@@ -59,19 +63,39 @@ def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_wanted(site: Site, x: Any) -> bool:
-    return site.enabled and site.codec is not None and _is_plain(x)
+    return site.enabled and site.codec is not None and _is_plain(x) and x.dim() in DIMS
+
+
+def _stands(module: nn.Module, site: Site) -> bool:
+    """Whether a site still computes what its module would; says so if not.
+
+    A compiled graph does not look: what changes later has to be compiled again anyway.
+    """
+    if torch.compiler.is_compiling() or site.proof is None:
+        return True
+    if site.proof.holds() and not (has_global_hooks() and site.proof.leaves_out_modules):
+        return True
+    if not site.doubted:
+        site.doubted = True
+        rank_zero_warn(
+            f"`{site.name}` ({type(module).__name__}) was changed since its saved activations "
+            "were quantized: an attribute, a submodule or a hook. It computes as it does without "
+            "codes, and keeps what it did. Change modules before `quantize_activations`, or call "
+            "`remove()` of the handle and quantize again."
+        )
+    return False
 
 
 def _codes(site: Site, x: Any) -> bool:
-    return _is_wanted(site, x) and x.dim() > 0 and is_worth_a_code(x.shape[-1])
+    return _is_wanted(site, x) and is_worth_a_code(x.shape[-1])
 
 
 def _norm_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     site: NormSite = module.__dict__["_lq_site"]
     x = _only(args, kwargs)
     weight, bias = _parameter(module, site.weight), _parameter(module, site.bias)
-    plain = _codes(site, x) and not isinstance(weight, DTensor)
-    if not plain or not _needs_gradient(x, weight, bias):
+    plain = _codes(site, x) and x.shape[-1] == site.size and not isinstance(weight, DTensor)
+    if not plain or not _needs_gradient(x, weight, bias) or not _stands(module, site):
         result: Tensor = site.original(module, *args, **kwargs)
         return result
     format = site.format(x.shape[-1])
@@ -84,7 +108,7 @@ def _norm_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 def _activation_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     site: ActivationSite = module.__dict__["_lq_site"]
     x = _only(args, kwargs)
-    if not _codes(site, x) or not _needs_gradient(x):
+    if not _codes(site, x) or not _needs_gradient(x) or not _stands(module, site):
         result: Tensor = site.original(module, *args, **kwargs)
         return result
     return quantized_activation(x, None, site.activation, site.format(x.shape[-1]), amax=site.amax)
@@ -104,7 +128,8 @@ def _mlp_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     site: MLPSite = module.__dict__["_lq_site"]
     x = _only(args, kwargs)
     wanted = _is_wanted(site, x)  # its codes are of wider tensors
-    if not wanted or not (_needs_gradient(x) or _needs_gradient(*module.parameters())):
+    saves = wanted and (_needs_gradient(x) or _needs_gradient(*module.parameters()))
+    if not saves or not _stands(module, site):
         result: Tensor = site.original(module, *args, **kwargs)
         return result
     up: Tensor | None = None
@@ -194,6 +219,12 @@ def _hook_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _hooked_forward(module, site, *args, **kwargs)
 
 
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a projection is what attention takes it for, which reads its weight, no forward."""
+    replaced = "forward" in module.__dict__ and not isinstance(site_of(module), LinearSite)
+    return type(module).forward is nn.Linear.forward and not replaced
+
+
 def _multihead_forward(
     module: nn.MultiheadAttention,
     query: Tensor,
@@ -204,7 +235,7 @@ def _multihead_forward(
 ) -> Any:
     site: MultiheadSite = module.__dict__["_lq_site"]
     weight = module.in_proj_weight
-    itself = query is key and key is value and not args
+    itself = query is key and key is value and not args and _is_linear(module.out_proj)
     saves = site.enabled and itself and _needs_gradient(weight)
     source = source_of(query) if saves and _is_plain(query) else None
     if source is None or isinstance(weight, DTensor) or not takes_self_attention(module, kwargs):

@@ -27,8 +27,8 @@ from .autograd import as_matrix
 from .backward import backward_to
 from .linear import encode_source
 from .norm import NormLayer
+from .patterns import ACTIVATIONS
 from .policy import CODECS, fit_codec
-from .recognize import ACTIVATIONS
 from .sites import ActivationSite, LinearSite, MLPSite, NormSite, Site
 
 __all__ = ["gradient_errors"]

@@ -1,52 +1,39 @@
-"""What a module computes, found by running it: norms, activation functions, gated MLPs.
+"""What a module computes, proved operator by operator: norms, activation functions, gated MLPs.
 
-Names of classes and attributes only say what to try. A module is taken for what it looks like if a
-copy with random weights, on the CPU, computes just that; a variant with one more operation is left
-alone instead of being computed wrongly.
+Names of classes and attributes only say what to try. The module's own code runs on stand-ins
+(``trace``), for inputs of all dtypes and numbers of dimensions that a site takes, in training and
+in evaluation, and the formula that it computes has to be that of a site in each. What asks for
+anything else is left alone instead of being computed wrongly.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
 import re
+import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from .norm import NormLayer
+from .patterns import match_activation, match_mlp, match_norm, match_transposed
+from .probe import Probe
+from .proof import Proof, Reads, is_function_without_state, reads_same
 from .sites import FunctionSite, sites_of
+from .trace import NotKnown, Trace, random_values, untouched_generators
 
-__all__ = [
-    "ACTIVATIONS",
-    "MLP",
-    "is_linear",
-    "recognize_activation",
-    "recognize_function",
-    "recognize_mlp",
-    "recognize_norm",
-]
+__all__ = ["Match", "Recognizer", "own_forward", "recognize_norm"]
 
-_EPS_NAMES = ("variance_epsilon", "eps", "norm_eps", "layer_norm_eps")
 _NORM_NAME = re.compile(r"norm", re.IGNORECASE)
 _ACTIVATION_NAME = re.compile(r"gelu|silu|swish|relu", re.IGNORECASE)
 _FUNCTION_NAME = re.compile(r"act", re.IGNORECASE)
 _FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType)
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-}
-_TORCH_NORMS = (F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm)
 # Attributes of gate, up and down projection; one name for both of the first if it makes both.
 _GATED_NAMES = (
     ("gate_proj", "up_proj", "down_proj"),  # Llama, Mistral, Qwen, Gemma and most others
@@ -55,42 +42,24 @@ _GATED_NAMES = (
     ("w1", "w3", "w2"),  # Meta's own Llama, torchtitan
     ("fc1_g", "fc1_x", "fc2"),  # timm
 )
-# Fractions of the range of the values that count as equal; a different function differs by more.
-_TOLERANCE = 1e-5
-_ROUGH_TOLERANCE = 0.02  # of bf16, on average; a value is rounded by 0.004 at most
-
-MLP = tuple[str, str, "str | None", str]
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _random(*shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a module was recognized as.
 
-
-def _run(
-    module: nn.Module,
-    x: Tensor,
-    parameters: dict[str, Any] | None = None,
-    children: Mapping[str, nn.Module] | None = None,
-) -> Tensor | None:
-    """Output of a module with other parameters or children; None if it takes or gives no tensor.
-
-    As in training, whatever mode the module is in now: dropout that rests shall not be overlooked.
+    Attributes:
+        found: a ``NormLayer`` and a size, the name of an activation function, or an ``MLP``.
+        proof: what has to stay as it is.
     """
-    probe = _training_copy(module)
-    probe.__dict__.pop("forward", None)
-    probe.__dict__["_parameters"] = parameters or {}
-    probe.__dict__["_modules"].update(children or {})
-    own = _own_forward(module)
-    if own is None:
-        return _call(lambda value: type(module).forward(probe, value), x)
-    if getattr(own, "__self__", None) is not module:
-        return None  # around the real parameters; what it adds is not to be lost
-    return _call(lambda value: own.__func__(probe, value), x)
+
+    found: Any
+    proof: Proof
 
 
-def _own_forward(module: nn.Module) -> Any:
-    """The forward that an instance had before it got a site; None if it is that of its class.
+def own_forward(module: nn.Module) -> Any:
+    """Return the forward that an instance had before it got a site; None if that of its class.
 
     Liger's, whose kernels run on GPUs only and cannot be tried out, count as that of the class.
     """
@@ -105,247 +74,255 @@ def _own_forward(module: nn.Module) -> Any:
     return None if same else own
 
 
-def _training_copy(module: nn.Module) -> nn.Module:
-    """A copy in training mode, with copies of its submodules, that shares their tensors."""
-    probe = copy.copy(module)
-    probe.__dict__ = {**module.__dict__, "training": True}
-    probe.__dict__["_modules"] = {
-        name: None if part is None else _training_copy(part)
-        for name, part in vars(module)["_modules"].items()
-    }
-    return probe
+def _is_bare(module: nn.Module) -> bool:
+    """Whether nothing but the code of its class decides what a module computes."""
+    own = vars(module)
+    return (
+        own_forward(module) is None
+        and not any(value is not None for value in own["_buffers"].values())
+        and "parametrizations" not in own["_modules"]
+    )
 
 
-def _call(function: Callable[[Tensor], Any], x: Tensor) -> Tensor | None:
-    try:
-        with torch.no_grad(), torch.device("cpu"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of mixed dtypes, which are part of the question
-            y = function(x)
-    except Exception:  # whatever code of others does with an input of ours: not what it looks like
+def _is_unhooked(module: nn.Module) -> bool:
+    return not any(vars(module)[name] for name in _HOOKS) and "forward" not in vars(module)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Run the code of others eagerly, without warnings, whatever mode the process is in."""
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        for context in (
+            untouched_generators(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.device("cpu"),
+        ):
+            stack.enter_context(context)
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+class Recognizer:
+    """Recognizes modules, and runs the code of a class once for all that read the same values."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[tuple[Reads, Any]]] = {}
+        self._functions: dict[Callable[..., Any], str] = {}
+
+    def _match(
+        self, key: Any, module: nn.Module, probe: Callable[[], Probe], try_out: Callable[..., Any]
+    ) -> tuple[Any, Reads]:
+        known = self._known.setdefault((*key, type(module)), [])
+        for reads, found in known:
+            if reads_same(module, reads):
+                return found, reads
+        reads, found = {}, None
+        try:
+            with _apart():
+                made = probe()
+                reads = made.reads
+                found = try_out(made)
+        except NotKnown:
+            pass
+        known.append((reads, found))
+        return found, reads
+
+    def norm(self, module: nn.Module) -> Match | None:
+        """Return the ``NormLayer`` that a module is, and the size of its rows; None if it is none.
+
+        Args:
+            module: Anything. A class whose name contains "norm" is tried out.
+        """
+        if not _NORM_NAME.search(type(module).__name__) or not _is_bare(module):
+            return None
+        shapes = _norm_shapes(module)
+        if next(module.children(), None) is not None or shapes is None:
+            return None
+        size, names = shapes
+        values = {
+            name: nn.Parameter(random_values(size + i).narrow(0, 0, size).clone())
+            if given
+            else None
+            for i, (name, given) in enumerate(names)
+        }
+
+        def probe() -> Probe:
+            return Probe(module, dict(values))
+
+        key = ("norm", size, names)
+        found, reads = self._match(key, module, probe, lambda made: match_norm(made, size, values))
+        return None if found is None else Match((found, size), Proof.of(module, reads))
+
+    def activation(self, module: nn.Module) -> Match | None:
+        """Return the name of the function that a module without parameters computes.
+
+        Args:
+            module: Anything. A class whose name contains GELU, SiLU, Swish or ReLU is tried out.
+        """
+        if not _ACTIVATION_NAME.search(type(module).__name__) or not _is_bare(module):
+            return None
+        if next(module.parameters(), None) is not None:
+            return None
+
+        def probe() -> Probe:
+            return Probe(module)
+
+        found, reads = self._match(
+            ("activation",), module, probe, lambda made: match_activation(made.run)
+        )
+        return self._of_parts(module, found, reads)
+
+    def _of_parts(
+        self, module: nn.Module, found: Any, reads: Reads, projections: Any = ()
+    ) -> Match | None:
+        """The match, if modules inside that a site does not run have no hooks."""
+        if found is None:
+            return None
+        proof = Proof.of(module, reads, projections)
+        inside = [kept.module for kept in proof.kept if kept.replaced]
+        return Match(found, proof) if all(map(_is_unhooked, inside)) else None
+
+    def function(self, module: nn.Module) -> tuple[str, str] | None:
+        """Return attribute and name of an activation function that a module has, and is no module.
+
+        Args:
+            module: Anything. Attributes whose names contain "activation" or "act" are tried out,
+                such as ``activation`` of ``nn.TransformerEncoderLayer``.
+        """
+        for attribute, function in vars(module).items():
+            if _FUNCTION_NAME.search(attribute) and isinstance(function, _FUNCTION_TYPES):
+                if function not in self._functions:
+                    self._functions[function] = _function_name(function)
+                if name := self._functions[function]:
+                    return attribute, name
         return None
-    return y if isinstance(y, Tensor) and y.shape[:-1] == x.shape[:-1] else None
+
+    def linear(self, module: nn.Module) -> bool:
+        """Return whether a module computes what ``nn.Linear`` does, also of a transposed weight."""
+        own = vars(module)
+        if not _is_bare(module) or own["_parameters"].get("weight") is None:
+            return False
+        forward = type(module).forward
+        if forward is nn.Linear.forward:
+            return "bias" in own["_parameters"]
+        if type(module).__name__ != "Conv1D" or not hasattr(module, "nf"):
+            return False
+        of = getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")
+        if of == ("transformers.pytorch_utils", "Conv1D.forward"):
+            return True
+        shapes = tuple((n, None if p is None else p.shape) for n, p in own["_parameters"].items())
+        if {name for name, _ in shapes} != {"weight", "bias"}:
+            return False
+
+        def probe() -> Probe:
+            made = {n: None if s is None else nn.Parameter(random_values(*s)) for n, s in shapes}
+            return Probe(module, made)
+
+        found, _ = self._match(("linear", shapes), module, probe, match_transposed)
+        return bool(found)
+
+    def _projections(self, module: nn.Module) -> dict[str, int | None]:
+        """Children that a gated MLP would project with, and the widths of their outputs."""
+        children = vars(module)["_modules"]
+        for names in _GATED_NAMES:
+            if all(children.get(name) is not None for name in names):
+                return _widths(children, *names)
+        linear = [name for name, child in module.named_children() if self._projects(child)]
+        return {n: _width(children[n]) or 32 for n in linear} if len(linear) in (2, 3) else {}
+
+    def _projects(self, module: nn.Module) -> bool:
+        """Whether a module looks like a projection, also one with adapters (LoRA)."""
+        return isinstance(getattr(module, "in_features", None), int) or self.linear(module)
+
+    def mlp(self, module: nn.Module) -> Match | None:
+        """Return the function and the names of the projections of an MLP, gated or plain.
+
+        Args:
+            module: Anything. One with children of certain names, or with two or three linear
+                layers, is tried out.
+
+        Returns:
+            ``(activation, gate, up, down)`` as ``MLPSite`` has them; None if the module computes
+            something else, dropout included, or if its activation function is a module of its own
+            that suffices.
+        """
+        widths = self._projections(module)
+        own = vars(module)["_parameters"].values()
+        if not widths or not _is_bare(module) or any(p is not None for p in own):
+            return None
+        first = vars(module)["_modules"][next(iter(widths))]
+        size = getattr(first, "in_features", None)
+        if not isinstance(size, int):
+            weight = getattr(first, "weight", None)
+            size = weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else 16
+
+        def probe() -> Probe:
+            return Probe(module, widths=widths)
+
+        key = ("mlp", size, tuple(widths.items()))
+        found, reads = self._match(key, module, probe, lambda made: match_mlp(made, size))
+        match = self._of_parts(module, found, reads, widths)
+        if match is None or found[2] is not None:
+            return match
+        return None if any(map(self.activation, module.children())) else match
 
 
-def _equal(y: Tensor, expected: Tensor) -> bool:
-    if y.shape != expected.shape:
-        return False
-    return bool((y - expected).abs().max() <= _TOLERANCE * expected.abs().max())
-
-
-def _norm_reference(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float
-) -> Tensor:
-    wide = x.float()
-    if kind == "layer":
-        y = F.layer_norm(wide, wide.shape[-1:], eps=eps)
-    else:
-        y = F.rms_norm(wide, wide.shape[-1:], eps=eps)
-    if kind == "rms_cast":
-        y = y.to(x.dtype)
-    if weight is not None:
-        y = y.float() * (1.0 + weight if kind == "rms_offset" else weight)
-    return (y if bias is None else y + bias).to(x.dtype)
-
-
-def _eps_of(module: nn.Module) -> float | None:
-    for name in _EPS_NAMES:
-        value = getattr(module, name, None)
-        if isinstance(value, (float, int)):
-            return float(value)
-        if value is None and hasattr(module, name):  # torch's default, whatever the input's dtype
-            return torch.finfo(torch.float32).eps
-    return None
-
-
-def _norm_parameters(module: nn.Module) -> tuple[int, dict[str, Any]] | None:
-    """Length of a norm's rows, and random values for its weight and bias."""
-    values = {name: p for name, p in vars(module)["_parameters"].items() if p is not None}
-    if set(values) - {"weight", "bias"} or any(p.dim() != 1 for p in values.values()):
+def _norm_shapes(module: nn.Module) -> tuple[int, tuple[tuple[str, bool], ...]] | None:
+    """Length of a norm's rows, and which of weight and bias it has."""
+    own = vars(module)["_parameters"]
+    values = {name: p for name, p in own.items() if p is not None}
+    if set(own) - {"weight", "bias"} or any(p.dim() != 1 for p in values.values()):
         return None
     shape = getattr(module, "normalized_shape", None)
     sizes = {p.shape[0] for p in values.values()}
-    if shape is not None and len(shape) == 1:
+    if isinstance(shape, (tuple, list)) and len(shape) == 1:
         sizes.add(shape[0])
-    if len(sizes) != 1:
+    if len(sizes) != 1 or sizes == {1}:
         return None
-    size = sizes.pop()
-    made = {
-        name: None if p is None else _random(size + index).narrow(0, 0, size)
-        for index, (name, p) in enumerate(vars(module)["_parameters"].items())
+    return sizes.pop(), tuple((name, name in values) for name in own)
+
+
+def _width(projection: nn.Module) -> int | None:
+    """Width of a projection's output if it says so."""
+    width = getattr(projection, "out_features", getattr(projection, "nf", None))
+    return width if isinstance(width, int) else None
+
+
+def _widths(children: dict[str, Any], gate: str, up: str, down: str) -> dict[str, int | None]:
+    """Widths of outputs; those that are not said are such that they fit."""
+    inner = getattr(children[down], "in_features", None)
+    inner = inner if isinstance(inner, int) else 32
+    fitting = 2 * inner if gate == up else _width(children[gate]) or _width(children[up]) or inner
+    return {
+        gate: _width(children[gate]) or fitting,
+        up: _width(children[up]) or fitting,
+        down: _width(children[down]),
     }
-    return size, made
 
 
-class _FunctionalNorms(TorchFunctionMode):
-    """Notice calls of torch's own norms."""
+def _function_name(function: Callable[..., Any]) -> str:
+    if not is_function_without_state(function):
+        return ""
+    try:
+        with _apart():
+            return match_activation(partial(_run, function))
+    except NotKnown:
+        return ""
 
-    seen = False
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.seen |= func in _TORCH_NORMS
-        return func(*args, **(kwargs or {}))
+def _run(
+    function: Callable[[Tensor], Any], trace: Trace, x: Tensor, *, training: bool
+) -> tuple[Tensor, Any]:
+    del training  # a function has no mode
+    return trace.run(function, x)
 
 
 def recognize_norm(module: nn.Module) -> NormLayer | None:
-    """Return what a normalization layer over the last dimension computes; None if it is none.
-
-    Args:
-        module: Anything. A class whose name contains "norm" is tried out.
-    """
-    if not _NORM_NAME.search(type(module).__name__) or next(module.children(), None) is not None:
-        return None
-    eps, found = _eps_of(module), _norm_parameters(module)
-    if eps is None or found is None:
-        return None
-    size, values = found
-    weight, bias = values.get("weight"), values.get("bias")
-    x = _random(3, size) * 2 + 0.5
-    kinds = ["layer", "rms", "rms_cast", "rms_offset"]
-    for value in (x, x * eps**0.5):  # of the second `eps` is a large part
-        y = _run(module, value, values)
-        kinds = [
-            kind
-            for kind in kinds
-            if y is not None and _equal(y, _norm_reference(value, weight, bias, kind, eps))
-        ]
-    if not kinds:
-        return None
-    rough = (x * eps**0.5).bfloat16()
-    with _FunctionalNorms() as calls:
-        y = _run(module, rough, values)
-    if y is None:
-        return None
-    output = "input" if y.dtype == rough.dtype or weight is None else "promoted"
-
-    def distance(kind: str) -> float:
-        expected = _norm_reference(rough, weight, bias, kind, eps)
-        return float((y.to(expected.dtype).float() - expected.float()).abs().sum())
-
-    kind = min(kinds, key=distance)
-    if not distance(kind) <= _ROUGH_TOLERANCE * float(y.float().abs().sum()):
-        return None  # such as an `eps` that depends on the dtype
-    return NormLayer(kind=kind, eps=eps, output=output, functional=calls.seen)
-
-
-def _activation_of(y: Tensor, expected: Callable[[Callable[[Tensor], Tensor]], Tensor]) -> str:
-    for name, function in ACTIVATIONS.items():
-        if _equal(y, expected(function)):
-            return name
-    return ""
-
-
-def recognize_activation(module: nn.Module) -> str | None:
-    """Return the name of the function that a module without parameters computes, None if unknown.
-
-    Args:
-        module: Anything. A class whose name contains GELU, SiLU, Swish or ReLU is tried out, if it
-            does not work in place: its input, which others may keep, is to be changed.
-    """
-    if (
-        not _ACTIVATION_NAME.search(type(module).__name__)
-        or next(module.parameters(), None) is not None
-        or getattr(module, "inplace", False)
-    ):
-        return None
-    x = torch.linspace(-6.0, 6.0, 48, device="cpu", dtype=torch.float32).view(3, 16)
-    y = _run(module, x.clone())
-    return None if y is None else _activation_of(y, lambda function: function(x)) or None
-
-
-def recognize_function(module: nn.Module) -> tuple[str, str] | None:
-    """Return attribute and name of an activation function that a module has, and is no module.
-
-    Args:
-        module: Anything. Attributes whose names contain "activation" or "act" are tried out, such
-            as ``activation`` of ``nn.TransformerEncoderLayer``.
-    """
-    for attribute, function in vars(module).items():
-        if _FUNCTION_NAME.search(attribute) and isinstance(function, _FUNCTION_TYPES):
-            x = torch.linspace(-6.0, 6.0, 48, device="cpu", dtype=torch.float32).view(3, 16)
-            y = _call(function, x.clone())
-            name = "" if y is None else _activation_of(y, lambda act, x=x: act(x))  # type: ignore[misc]
-            if name:
-                return attribute, name
-    return None
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes what ``nn.Linear`` does, also with a transposed weight."""
-    if _own_forward(module) is not None:
-        return False
-    if type(module).forward is nn.Linear.forward:
-        return True
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-def _projects(module: nn.Module) -> bool:
-    """Whether a module looks like a projection, also one with adapters (LoRA)."""
-    return is_linear(module) or isinstance(getattr(module, "in_features", None), int)
-
-
-def _gated_children(module: nn.Module) -> Iterator[tuple[str, str | None, str]]:
-    names = vars(module)["_modules"].keys()
-    for gate, up, down in _GATED_NAMES:
-        if {gate, up, down} <= names:
-            yield gate, up, down
-    linear = [name for name, child in module.named_children() if _projects(child)]
-    if len(linear) == 3:  # hand-written: any names, in any order
-        yield from itertools.permutations(linear)
-    functional = not any(recognize_activation(child) for child in module.children())
-    if len(linear) == 2:
-        yield linear[0], linear[0], linear[1]
-        if functional:
-            yield linear[0], None, linear[1]
-
-
-def _drops(module: nn.Module) -> bool:
-    """Whether dropout is in a module; one in evaluation mode does not show it when it runs."""
-    rates = (
-        getattr(part, name, None)
-        for part in module.modules()
-        if "drop" in type(part).__name__.lower()
-        for name in ("p", "drop_prob")
-    )
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
-
-
-def recognize_mlp(module: nn.Module) -> MLP | None:
-    """Return the function and the names of the projections of an MLP, gated or plain.
-
-    Args:
-        module: Anything. One with children of certain names, or with two or three linear layers, is
-            tried out.
-
-    Returns:
-        ``(activation, gate, up, down)`` as ``MLPSite`` has them; None if the module computes
-        something else, dropout included, or if its activation function is a module of its own that
-        suffices.
-    """
-    for gate, up, down in _gated_children(module):
-        beside = (child for name, child in module.named_children() if name not in (gate, up, down))
-        if any(map(_drops, beside)):
-            continue
-        inner = 40 if gate == up else 20
-        children: dict[str, nn.Module] = {
-            gate: nn.Linear(12, inner, device="cpu"),
-            down: nn.Linear(20, 12, device="cpu"),
-        }
-        if up is not None:
-            children.setdefault(up, nn.Linear(12, 20, device="cpu"))
-        for child in children.values():
-            child.float().requires_grad_(False)
-        x = _random(3, 12) * 2
-        y = _run(module, x, {}, children)
-        if y is None:
-            continue
-        first = children[gate](x)
-        if up is None:
-            factors = (first, torch.ones_like(first))
-        else:
-            factors = first.chunk(2, dim=-1) if gate == up else (first, children[up](x))
-        name = _activation_of(y, lambda act, f=factors, d=children[down]: d(act(f[0]) * f[1]))  # type: ignore[misc]
-        if name:
-            return name, gate, up, down
-    return None
+    """Return what a normalization layer over the last dimension computes; None if it is none."""
+    match = Recognizer().norm(module)
+    return None if match is None else match.found[0]

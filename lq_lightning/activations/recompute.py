@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .attached import Attached
+from .binding import bind_forward, unbind_forward
 from .policy import ActivationPolicy
 
 __all__ = [
@@ -93,7 +93,7 @@ def install_recomputation(model: nn.Module, policy: ActivationPolicy) -> list[nn
             )
     for _, module in chosen:
         module.__dict__[_KEY] = _Recomputation(module.__dict__.get("forward"))
-        module.__dict__["forward"] = types.MethodType(_recompute_forward, module)
+        bind_forward(module, _recompute_forward, _KEY)
     return [module for _, module in chosen]
 
 
@@ -107,11 +107,7 @@ def remove_recomputation(modules: list[nn.Module]) -> None:
     for module in modules:
         if not is_recomputed(module):
             continue
-        previous = module.__dict__.pop(_KEY).previous
-        if previous is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.__dict__["forward"] = previous
+        unbind_forward(module, module.__dict__.pop(_KEY).previous, _KEY)
 
 
 def _is_composed(module: nn.Module) -> bool:

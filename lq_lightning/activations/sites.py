@@ -19,10 +19,13 @@ from torch import nn
 from lq_lightning.codecs import CodecSpec
 
 from .attached import Attached
+from .binding import bind_forward, unbind_forward
 from .norm import NormLayer
 from .policy import Matmul, SiteKind, fit_codec
+from .proof import Proof
 
 __all__ = [
+    "DIMS",
     "ActivationSite",
     "DropoutSite",
     "FunctionSite",
@@ -41,6 +44,7 @@ __all__ = [
     "sites_of",
 ]
 
+DIMS = (2, 3, 4, 5)  # numbers of dimensions of what sites take that stand for code of others
 _SITE = "_lq_site"
 _FUNCTION = "_lq_function"
 _MAX_WATCHED = 4
@@ -58,6 +62,8 @@ class Site(Attached):
         previous: the forward that the instance had of its own, to be put back.
         enabled: whether it does anything; if not, the module computes as without it.
         removed: whether it never will again, but something may still call its forward.
+        proof: why it computes what the module does; None if it runs the module's own forward.
+        doubted: whether it was said that the proof does not hold any more.
     """
 
     name: str
@@ -66,6 +72,8 @@ class Site(Attached):
     previous: Callable[..., Any] | None = None
     enabled: bool = True
     removed: bool = False
+    proof: Proof | None = None
+    doubted: bool = False
 
     def format(self, numel: int) -> str:
         """Return the format of a code of rows of ``numel`` values."""
@@ -91,12 +99,14 @@ class NormSite(Site):
 
     Attributes:
         layer: what it computes.
+        size: of a row.
         weight: name of its weight, None if it has none.
         bias: name of its bias, None if it has none.
         amax: whether FP8 products follow.
     """
 
     layer: NormLayer
+    size: int
     weight: str | None
     bias: str | None
     amax: bool
@@ -293,7 +303,7 @@ def install_site(module: nn.Module, site: Site, forward: Callable[..., Any]) -> 
     else:
         own = module.__dict__.get("forward")
         site.previous = own if earlier is None else earlier.previous
-        module.__dict__["forward"] = types.MethodType(forward, module)
+        bind_forward(module, forward, key)
 
 
 def remove_site(module: nn.Module, site: Site) -> None:
@@ -306,12 +316,12 @@ def remove_site(module: nn.Module, site: Site) -> None:
     if module.__dict__.get(key) is not site or site.removed:
         return
     if isinstance(site, FunctionSite):
-        module.__dict__[site.attribute] = site.previous
+        present = module.__dict__.get(site.attribute)
+        if isinstance(present, partial) and present.args[:1] == (site,):  # else set since
+            module.__dict__[site.attribute] = site.previous
     elif not isinstance(module.__dict__.get("forward"), types.MethodType):
         site.enabled, site.removed = False, True
         return
-    elif site.previous is None:
-        del module.__dict__["forward"]
     else:
-        module.__dict__["forward"] = site.previous
+        unbind_forward(module, site.previous, key)
     del module.__dict__[key]

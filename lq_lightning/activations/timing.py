@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -19,8 +18,8 @@ from lq_lightning.kernels.norm import norm_backward, norm_dequantize, norm_quant
 
 from .accounting import SiteShape
 from .linear import encode_source
+from .patterns import ACTIVATIONS
 from .policy import CODECS, fit_codec
-from .recognize import ACTIVATIONS
 from .sites import ActivationSite, LinearSite, MLPSite, NormSite, Site
 
 __all__ = ["SiteTimer"]
@@ -106,7 +105,7 @@ def _norm_run(
         for key, p in module.named_parameters(recurse=False)
     }
     if not format:
-        probe = copy.copy(module)
+        probe: nn.Module = object.__new__(type(module))  # of FSDP2, `copy.copy` makes a new one
         probe.__dict__ = {k: v for k, v in module.__dict__.items() if k != "forward"}
         probe.__dict__["_parameters"] = {**dict.fromkeys(("weight", "bias")), **values}
         return _forward_backward(

@@ -1,0 +1,356 @@
+"""Run the code of a module on stand-ins, and write down operator by operator what it computes.
+
+Nothing runs that is not known beforehand: an unknown operator, a change of anything, a question
+about values or about the number of rows ends the run before it happens. So the code cannot branch
+on what a run does not show, and leaves no trace in the model or in the process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import Self
+
+from lq_lightning._compat.dispatch import OperatorMode
+
+from .algebra import Formula, UnknownFormula, atom, number
+from .operators import OPERATORS
+
+__all__ = ["NotKnown", "Trace", "called_by_torch", "random_values", "untouched_generators"]
+
+_ATTRIBUTES = {"dtype", "ndim"}
+_PARTS = {"slice", "split", "split_with_sizes"}
+_QUESTIONS = {"dim", "ndimension", "is_floating_point", "is_tensor"}
+_FORBIDDEN = {"detach", "detach_", "__set__", "__delete__", "register_hook", "requires_grad_"}
+
+
+class NotKnown(BaseException):
+    """The code does something that is not known. No ``Exception``, so that it does not catch it."""
+
+
+def random_values(*shape: int) -> Tensor:
+    """Return random fp32 values on the CPU, the same for a shape; global generators rest."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
+
+
+def called_by_torch(frame: types.FrameType | None) -> bool:
+    """Return whether code of torch has called what runs in a frame."""
+    caller = None if frame is None else frame.f_back
+    name = "" if caller is None else caller.f_globals.get("__name__", "")
+    return name.startswith("torch.")
+
+
+class _Rows(tuple):  # type: ignore[type-arg]
+    """The rows of a shape, to which code may add a last dimension; it learns their number only."""
+
+    trace: Trace
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], trace: Trace) -> Self:
+        """Return a shape that a trace keeps to itself."""
+        made = cls(shape)
+        made.trace = trace
+        return made
+
+    def __add__(self, other: Any) -> Any:
+        return _Rows.of((*tuple.__iter__(self), *other), self.trace)
+
+    def _refuse(self, *_: Any) -> Any:
+        self.trace.refuse("asks for the size of its input")
+
+    def __getitem__(self, index: Any) -> Any:
+        torchs = called_by_torch(inspect.currentframe())  # which views by it, and tells no more
+        return tuple.__getitem__(self, index) if torchs else self._refuse()
+
+    __iter__ = __eq__ = __ne__ = __radd__ = __contains__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __mul__ = __rmul__ = index = count = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Shape(_Rows):
+    """The shape of an input, whose last dimension may be known."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == slice(None, -1):
+            return _Rows.of(tuple.__getitem__(self, index), self.trace)
+        count = len(self)
+        last = index in (-1, count - 1) if isinstance(index, int) else index == slice(-1, None)
+        known = last and self.trace.knows_width
+        return tuple.__getitem__(self, index) if known else self._refuse()
+
+
+class _Questions(TorchFunctionMode):
+    """Answers what code asks of tensors, if the answer is the same for all that it may get."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._trace.paused:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            if attribute == "shape":
+                return self._shape(args[0])
+            if attribute not in _ATTRIBUTES:
+                self._trace.refuse(f"asks for `{attribute}` of a tensor")
+            return func(*args, **kwargs)
+        if name == "size":
+            shape = self._shape(args[0])
+            dims = (*args[1:], *kwargs.values())
+            return shape[dims[0]] if dims else shape
+        if name in _FORBIDDEN or (name == "__getitem__" and not self._takes_part(*args)):
+            self._trace.refuse(f"calls `{name}`")
+        self._trace.functional |= func in self._trace.norms
+        result = func(*args, **kwargs)
+        if name in _QUESTIONS or isinstance(result, Tensor):
+            return result
+        if not isinstance(result, (tuple, list)) or not all(isinstance(y, Tensor) for y in result):
+            self._trace.refuse(f"asks `{name}` of a tensor")
+        return result
+
+    def _takes_part(self, x: Tensor, index: Any) -> bool:
+        """Whether an index is one of the last dimension, whose width it does not exceed."""
+        index = index if isinstance(index, tuple) else (index,)
+        *rows, last = index
+        if not isinstance(last, slice) or any(r not in (..., slice(None)) for r in rows):
+            return False
+        bounds = [bound for bound in (last.start, last.stop) if bound is not None]
+        whole = ... in rows or len(index) == x.dim()
+        return self._trace.knows_width and whole and all(abs(b) <= x.shape[-1] for b in bounds)
+
+    def _shape(self, x: Tensor) -> Any:
+        if isinstance(x, nn.Parameter):
+            return x.shape
+        return _Shape.of(x.shape, self._trace)
+
+
+class _Operators(OperatorMode):
+    """Lets known operators run, and notes what they compute."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        trace, kwargs = self._trace, kwargs or {}
+        if trace.paused:
+            return func(*args, **kwargs)
+        name = str(func.overloadpacket).removeprefix("aten.")
+        changes = name.endswith("_") and not name.startswith("__")
+        rule = OPERATORS.get(name.removesuffix("_") if changes else name)
+        if name in _PARTS and not trace.knows_width:
+            rule = None
+        if rule is None or not torch.is_grad_enabled():
+            trace.refuse(f"runs `{name}`" if rule is None else "switches gradients off")
+        if name == "_to_copy":
+            trace.check_cast(kwargs.get("dtype"), kwargs.get("device"))
+        if changes:
+            trace.check_change(args[0])
+        try:
+            formulas = rule(trace.formula, *args, **kwargs)  # type: ignore[misc]
+        except (UnknownFormula, TypeError, ValueError, OverflowError) as error:
+            trace.refuse(f"runs `{name}`: {error}")
+        if name != "detach":
+            trace.consume(args, kwargs)
+        result = func(*args, **kwargs)
+        trace.note(result, formulas, inner=name == "detach")
+        return result
+
+
+class Trace:
+    """One run.
+
+    Args:
+        dtype: Of the input.
+        norms: Functions of torch that are to be noticed.
+        knows_width: The input always has the last dimension that it has in this run.
+        autocast: Run under autocast to bf16.
+
+    Attributes:
+        functional: whether one of those was called.
+        calls: argument, a leaf, and its copy, the result, of each stand-in for a projection.
+        paused: whether what runs is none of the code.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        norms: tuple[Any, ...] = (),
+        knows_width: bool = True,
+        autocast: bool = False,
+    ) -> None:
+        self.dtype = dtype
+        self.norms = norms
+        self.knows_width = knows_width
+        self.autocast = autocast
+        self.paused = False
+        self.functional = False
+        self.calls: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self._refused = ""
+        self._formulas: dict[tuple[Any, ...], tuple[Formula, int]] = {}
+        self._unused: set[int] = set()
+        self._alive: list[Tensor] = []
+        self._steps = 0
+
+    def refuse(self, reason: str) -> None:
+        """End the run, for good if the code catches what is raised.
+
+        Raises:
+            NotKnown: Always.
+        """
+        self._refused = self._refused or reason
+        raise NotKnown(self._refused)
+
+    @staticmethod
+    def _place(x: Tensor) -> tuple[Any, ...]:
+        """What tells a value from all others: no memory is reused in a run."""
+        return x.data_ptr(), x.shape, x.stride(), x.dtype
+
+    def add(self, x: Tensor, formula: Formula) -> None:
+        """Let the code use a tensor."""
+        self._alive.append(x)
+        self._formulas[self._place(x)] = (formula, -1)
+
+    def formula(self, x: Any) -> Formula:
+        """Return what a tensor or number is."""
+        if isinstance(x, Tensor):
+            found = self._formulas.get(self._place(x))
+            if found is None:
+                raise UnknownFormula("a tensor from elsewhere")
+            return found[0]
+        if isinstance(x, bool) or not isinstance(x, (int, float)):
+            raise UnknownFormula("no number")
+        return number(x)
+
+    def consume(self, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note that operators read tensors."""
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Tensor) and (found := self._formulas.get(self._place(x))) is not None:
+                self._unused.discard(found[1])
+
+    def note(self, result: Any, formulas: Any, *, inner: bool) -> None:
+        """Note what an operator has made.
+
+        Args:
+            result: Of it.
+            formulas: Of the result.
+            inner: Autograd has run it, not the code.
+        """
+        several = isinstance(result, (tuple, list))
+        results, formulas = (result, formulas) if several else ([result], [formulas])
+        if inner:
+            return
+        self._steps += 1
+        self._unused.add(self._steps)
+        for y, formula in zip(results, formulas, strict=True):
+            if formula is not None:
+                self._alive.append(y)
+                self._formulas[self._place(y)] = (formula, self._steps)
+
+    def check_cast(self, dtype: Any, device: Any) -> None:
+        """Refuse to leave floating point numbers or to round to fewer bits than the input has."""
+        wide = (self.dtype, torch.float32, torch.float64)
+        if dtype not in (None, *wide) or device not in (None, torch.device("cpu")):
+            self.refuse(f"casts to {dtype}, {device}")
+
+    def check_change(self, x: Any) -> None:
+        """Refuse to change the input, a parameter, or what other tensors are views of."""
+        memory = x.untyped_storage().data_ptr()
+        found = self._formulas.get(self._place(x))
+        places = {self._place(y) for y in self._alive if y.untyped_storage().data_ptr() == memory}
+        if found is None or found[1] < 0 or len(places) != 1:
+            self.refuse("changes a tensor in place")
+
+    def call(self, name: str, argument: Any, width: int | None) -> Tensor:
+        """Run the stand-in for a projection."""
+        if not isinstance(argument, Tensor) or name in self.calls or not torch.is_grad_enabled():
+            self.refuse(f"calls `{name}` in another way")
+        self.paused = True
+        try:
+            formula = atom("call", (name, self.formula(argument)))
+        except UnknownFormula as error:
+            self.refuse(str(error))
+        self.consume((argument,), {})
+        shape = (*argument.shape[:-1], width or argument.shape[-1])
+        values = random_values(*shape).to(argument.dtype).requires_grad_()
+        result = values.clone()  # which may be changed in place
+        self.calls[name] = (argument, values, result)
+        self.note(result, formula, inner=False)
+        self.paused = False
+        return result
+
+    def run(self, function: Callable[[Tensor], Any], x: Tensor) -> tuple[Tensor, Formula]:
+        """Run the code on an input.
+
+        Args:
+            function: The code.
+            x: Its input; what else it may use was given to ``add``.
+
+        Returns:
+            Its output and what that is.
+
+        Raises:
+            NotKnown: It does something that is not known.
+        """
+        self.add(x, atom("input"))
+        try:
+            with self._surroundings():
+                y = function(x)
+        except Exception as error:  # whatever code of others does with an input of ours
+            raise NotKnown(f"{type(error).__name__}: {error}") from None
+        if self._refused or not isinstance(y, Tensor):
+            raise NotKnown(self._refused or "returns no tensor")
+        self.consume((y,), {})
+        if self._unused or self._place(y) not in self._formulas:
+            raise NotKnown("computes more than its output, or that from elsewhere")
+        return y, self._formulas[self._place(y)][0]
+
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16) if self.autocast else nullcontext()
+        with autocast, _Operators(self), _Questions(self):
+            yield
+
+
+@contextmanager
+def untouched_generators() -> Iterator[None]:
+    """Put the states of global random generators back.
+
+    Raises:
+        NotKnown: Random numbers were drawn inside of the ``with`` block.
+    """
+    numpy = sys.modules.get("numpy.random")
+    before = random.getstate(), torch.get_rng_state()
+    others = None if numpy is None else numpy.get_state()
+    try:
+        yield
+    finally:
+        drawn = random.getstate() != before[0] or not torch.get_rng_state().equal(before[1])
+        random.setstate(before[0])
+        torch.set_rng_state(before[1])
+        if numpy is not None:
+            drawn |= any(
+                bool((a != b).any()) if hasattr(a, "any") else a != b
+                for a, b in zip(numpy.get_state(), others or (), strict=True)
+            )
+            numpy.set_state(others)
+    if drawn:
+        raise NotKnown("draws random numbers")
