@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fully_shard import (
     _unimplemented_deepcopy,
     get_cls_to_fsdp_cls,
 )
+from torch.nn.modules import module as _module
 
 from lq_lightning._compat.fsdp2 import groups_of_state, param_groups
 
@@ -23,6 +24,7 @@ __all__ = [
     "end_root_forward",
     "has_compiled_forward",
     "has_forward_hooks",
+    "has_global_hooks",
     "has_gradient_hooks",
     "has_unreduced_gradients",
     "initialize_root",
@@ -119,6 +121,16 @@ def is_gathered(module: FSDPModule) -> bool:
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether hooks run around the forward of the module or of one inside, as those of FSDP2."""
     return any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
+
+
+def has_global_hooks() -> bool:
+    """Whether ``register_module_forward_hook`` or a function like it has registered anything."""
+    return bool(
+        _module._global_forward_hooks
+        or _module._global_forward_pre_hooks
+        or _module._global_backward_hooks
+        or _module._global_backward_pre_hooks
+    )
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:

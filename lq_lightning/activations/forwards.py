@@ -10,8 +10,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lq_lightning._compat.dispatch import has_global_hooks
 from lq_lightning._compat.fsdp2 import is_sharded
+from lq_lightning._compat.modules import has_global_hooks
 from lq_lightning._compat.saved_tensors import has_storage
 
 from .activation import quantized_activation

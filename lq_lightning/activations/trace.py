@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
-from lq_lightning._compat.dispatch import OperatorMode
+from lq_lightning._compat.modes import OperatorMode
 
 from .algebra import Formula, UnknownFormula, atom, number
 from .operators import OPERATORS

@@ -18,7 +18,7 @@ from torch import nn
 
 from lq_lightning.foundation.blocks import has_parameters, is_block, is_silent_container
 
-__all__ = ["Trunk", "find_trunk", "names_around"]
+__all__ = ["Trunk", "find_trunk", "hidden_name", "names_around"]
 
 _FRAMEWORKS = ("torch", "lightning", "pytorch_lightning")
 
@@ -257,3 +257,13 @@ class _Bodies:
         else:
             for child in ast.iter_child_nodes(node):
                 yield from self._walk(child)
+
+
+def hidden_name(layer: nn.Module) -> str:
+    """Name of the first argument of the layer's forward."""
+    names = [
+        name
+        for name, parameter in inspect.signature(layer.forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return names[0] if names else "hidden_states"

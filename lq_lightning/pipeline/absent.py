@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lq_lightning.foundation.blocks import has_parameters
+from lq_lightning.foundation.trunk import hidden_name
 
-from .calls import LayerCalls, hidden_name
+from .calls import LayerCalls
 
 __all__ = ["AbsentAfter", "AbsentLayer", "AbsentModule", "check_replaceable", "stand_ins"]
 

@@ -16,7 +16,6 @@ or around them, computes again from the hidden state of its own micro-batch.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -24,20 +23,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lq_lightning._compat.step_mode import without_step_mode
+from lq_lightning._compat.modes import without_step_mode
 
 from .placeholders import Placeholders
 from .random_numbers import RandomNumbers
 
-__all__ = ["BoundaryMeta", "LayerCalls", "StageEnd", "hidden_name"]
+__all__ = ["BoundaryMeta", "LayerCalls", "StageEnd"]
 
-# What transformers collects from every layer by hooks, as arguments that it hands on to the layers.
 _KEEP = (
     "layers of a pipeline must keep its shape, and from the first on its dtype. Let stages end "
     "elsewhere (`split`), or use `quantized_fsdp`."
 )
+# What transformers collects from every layer by hooks, as arguments that it hands on to the layers.
 _COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
@@ -391,13 +390,3 @@ def _extras(name: str, output: Any) -> tuple[bool, ...] | None:
         f"`{name}` returns {_kind(output)}: the layers of a pipeline return a hidden state as a "
         "tensor, or a tuple that starts with it. Use `quantized_fsdp`."
     )
-
-
-def hidden_name(layer: nn.Module) -> str:
-    """Name of the first argument of the layer's forward."""
-    names = [
-        name
-        for name, parameter in inspect.signature(layer.forward).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    return names[0] if names else "hidden_states"

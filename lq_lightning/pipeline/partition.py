@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from lq_lightning.foundation.trunk import hidden_name
+
 from .absent import AbsentAfter, AbsentLayer, stand_ins
-from .calls import LayerCalls, hidden_name
+from .calls import LayerCalls
 from .plan import PipelinePlan
 
 __all__ = ["KeptStages", "keep_stages", "kept_stages"]

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lq_lightning._compat.modes import (
+    OperatorMode,
     OpOverload,
-    TorchDispatchMode,
     operation_name,
     without_modes,
     written_by,
@@ -193,9 +193,9 @@ class Placeholders:
                 self.refuse_reading(name, mark)
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operations(OperatorMode):
     def __init__(self, placeholders: Placeholders) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._placeholders = placeholders
 
     def __torch_dispatch__(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from lq_lightning._compat.function_modes import SuspendableMode
+from lq_lightning._compat.modes import SuspendableMode
 from lq_lightning.strategies.failures import is_refused_for_shards
 
 __all__ = ["DirectUses"]

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lq_lightning._compat.modes import StepMode
 from lq_lightning._compat.saved_tensors import has_storage, outer_hooks, storage_key
-from lq_lightning._compat.step_mode import StepMode
 from lq_lightning.foundation.nested import tensors_in
 
 __all__ = ["COUNT", "BatchMeans"]
