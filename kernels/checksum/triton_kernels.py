@@ -81,9 +81,10 @@ def launch_checksums(tensors: Sequence[Tensor]) -> Tensor:
     out = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     for integers, found in places.items():
         table, programs = _tables(tuple(found), device)
-        stream = torch.cuda.current_stream(device)
-        for each in (table, programs):  # may be dropped from the cache while the kernel reads them
-            each.record_stream(stream)
+        if device.type == "cuda":  # they may leave the cache while the kernel reads them
+            stream = torch.cuda.current_stream(device)
+            table.record_stream(stream)
+            programs.record_stream(stream)
         with on_device(tensors[0]):
             checksum_kernel[(len(programs),)](
                 table,

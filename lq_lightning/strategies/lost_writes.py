@@ -13,7 +13,7 @@ from lq_lightning._compat.parameter_forms import GatheredCopies
 
 __all__ = ["LostWrites"]
 
-_WATCHED_STEPS = 3
+_WATCHED_STEPS = 2
 
 
 class _Sums(NamedTuple):
