@@ -15,10 +15,8 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as checkpointing
-from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 __all__ = [
-    "DispatchMode",
     "Hooks",
     "around_checkpoints",
     "base_of",

@@ -150,10 +150,7 @@ class Recognizer:
             else None
             for i, (name, given) in enumerate(names)
         }
-
-        def probe() -> Probe:
-            return Probe(module, dict(values))
-
+        probe = partial(Probe, module, dict(values))
         key = ("norm", size, names)
         found, reads = self._match(key, module, probe, lambda made: match_norm(made, size, values))
         return None if found is None else Match((found, size), Proof.of(module, reads))
@@ -168,12 +165,8 @@ class Recognizer:
             return None
         if next(module.parameters(), None) is not None:
             return None
-
-        def probe() -> Probe:
-            return Probe(module)
-
         found, reads = self._match(
-            ("activation",), module, probe, lambda made: match_activation(made.run)
+            ("activation",), module, partial(Probe, module), lambda p: match_activation(p.run)
         )
         return self._of_parts(module, found, reads)
 
@@ -260,10 +253,7 @@ class Recognizer:
         if not isinstance(size, int):
             weight = getattr(first, "weight", None)
             size = weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else 16
-
-        def probe() -> Probe:
-            return Probe(module, widths=widths)
-
+        probe = partial(Probe, module, widths=widths)
         key = ("mlp", size, tuple(widths.items()))
         found, reads = self._match(key, module, probe, lambda made: match_mlp(made, size))
         match = self._of_parts(module, found, reads, widths)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lq_lightning._compat.modes import OperatorMode
 from lq_lightning._compat.saved_tensors import (
-    DispatchMode,
     has_storage,
     storage_key,
     storage_reference,
@@ -78,7 +78,7 @@ _TO_PYTHON = {  # by which values leave without an operator
 }
 
 
-class _Operators(DispatchMode):  # type: ignore[no-untyped-call]
+class _Operators(OperatorMode):
     """Follows what is computed from tensors, operator by operator.
 
     Memory that is not initialized is followed, too, and that whose address is asked for: a library
@@ -88,7 +88,7 @@ class _Operators(DispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(self, tensors: Iterable[Tensor], note: Callable[[str], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._followed: dict[int, Any] = {}  # storages; references keep others out of their places
         self._note = note
         for tensor in tensors:

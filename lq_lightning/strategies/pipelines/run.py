@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.agreement import Agreement, batch_signature
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec
@@ -194,8 +195,7 @@ class PipelineRun:
         if not batch.watched:
             return
         own = self._refused.copy(), self._random.compared or {}
-        everyone = [own] * self._ranks.size
-        dist.all_gather_object(everyone, own, group=self._ranks.control_group)
+        everyone = gather_objects(own, self._ranks.control_group)
         self._refused.clear()
         self._random.compared = None
         name = f"`{type(self.module).__name__}.{batch.step}`"
