@@ -2,8 +2,8 @@
 
 Names of classes and attributes only say what to try. The module's own code runs on stand-ins
 (``trace``), for inputs of all dtypes and numbers of dimensions that a site takes, in training and
-in evaluation, and the formula that it computes has to be that of a site in each. What asks for
-anything else is left alone instead of being computed wrongly.
+in evaluation, and the formula that it computes has to be that of a site in each. Any other module
+is left alone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Match:
 
     Attributes:
         found: a ``NormLayer`` and a size, the name of an activation function, or an ``MLP``.
-        proof: what has to stay as it is.
+        proof: the attributes that must not change.
     """
 
     found: Any
@@ -284,7 +284,7 @@ def _width(projection: nn.Module) -> int | None:
 
 
 def _widths(children: dict[str, Any], gate: str, up: str, down: str) -> dict[str, int | None]:
-    """Widths of outputs; those that are not said are such that they fit."""
+    """Output widths; widths that a projection does not state are inferred from the others."""
     inner = getattr(children[down], "in_features", None)
     inner = inner if isinstance(inner, int) else 32
     fitting = 2 * inner if gate == up else _width(children[gate]) or _width(children[up]) or inner

@@ -1,4 +1,4 @@
-"""Whether a checkpointed region computes nearly the same from nearly the same input.
+"""Whether a checkpointed region is a continuous function of its input.
 
 A region that is computed again from a rounded input has to take the same path. Where values decide
 on one (experts that a router chooses, a branch on ``x.mean() > 0``), rounding gives other outputs
@@ -25,8 +25,8 @@ from lq_lightning.foundation.nested import tensors_in
 
 __all__ = ["RegionWatch"]
 
-# Of ATen, without the underscore of what works in place. Where a mask or an index is taken, it is
-# no function of the region's input, or the operator that made it is none of these.
+# ATen operators, without the underscore of in-place ones. A mask or index that they take does not
+# depend on the region's input, or else the operator that made it is not listed here.
 _VIEWS = """
     alias as_strided _conj detach diagonal expand imag lift_fresh movedim narrow permute real
     _reshape_alias resolve_conj resolve_neg reshape select slice split split_with_sizes squeeze t
@@ -66,7 +66,7 @@ _RANDOM = "exponential normal uniform"
 _CONTINUOUS = frozenset(
     " ".join((_VIEWS, _MOVES, _FUNCTIONS, _REDUCTIONS, _PRODUCTS, _RANDOM)).split()
 )
-# Of other libraries: our codes, which are only saved, and sums and gathers across ranks.
+# Operators of other libraries: our codes, which are only saved, and collectives.
 _LIBRARIES = ("lq_lightning::", "_c10d_functional::", "c10d::", "c10d_functional::", "fsdp::")
 _LIKE = frozenset(_SHAPES.split())
 _EMPTY = ("empty", "new_empty")  # their names begin so
@@ -164,11 +164,11 @@ class RegionWatch:
     Takes several times as long as the forward on the host: done for the first call only.
 
     Args:
-        tensors: what the region's input consists of.
+        tensors: all tensors in the region's input.
 
     Attributes:
-        found: name of the first operator that took what depends on these tensors, and is not known
-            to be continuous; empty if there was none.
+        found: name of the first operator on values that depend on these tensors and that is not
+            known to be continuous; empty if there was none.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

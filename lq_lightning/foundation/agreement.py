@@ -1,4 +1,4 @@
-"""What ranks have to agree on: tensors that they exchange, and numbers of their steps."""
+"""Agreement between ranks: about tensors that they exchange, and small numbers per step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def first_other(value: T, group: dist.ProcessGroup | None = None) -> tuple[T, T,
 
 
 def describe(tensor: Tensor) -> str:
-    """Dtype and shape of a tensor; the whole one of a DTensor."""
+    """Dtype and shape of a tensor; for a DTensor, its global shape."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
@@ -77,7 +77,7 @@ def check_same_entries(
     """
     text = repr(sorted(entries.items())).encode()
     own = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
-    # the least of all is what ~ makes of the largest ~
+    # min(x) == ~max(~x)
     vote = torch.tensor([own, ~own, *votes], dtype=torch.int64, device=device)
     dist.all_reduce(vote, dist.ReduceOp.MAX, group=group)
     most, least, *rest = vote.tolist()
