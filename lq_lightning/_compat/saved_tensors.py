@@ -96,7 +96,7 @@ def node_number(node: Node) -> int:
 
 
 def packed_value(node: Node, slot: str) -> Any:
-    """Return what the pack hook gave for a tensor that a node saved; None if it saved none.
+    """Return the pack hook's result for a tensor that a node saved; None if it saved none.
 
     Args:
         node: of an operator that is built in.
@@ -107,7 +107,7 @@ def packed_value(node: Node, slot: str) -> Any:
 
 
 def saved_value(node: Node, name: str) -> Any:
-    """Return what a node of a built-in operator keeps that is no tensor; None if nothing.
+    """Return a saved value of a built-in operator's node that is no tensor; None if it has none.
 
     Args:
         node: The node.

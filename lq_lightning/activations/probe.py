@@ -53,7 +53,7 @@ class _Settings:
 
 
 class _Probed:
-    """Goes in front of a module's class in that of its stand-in."""
+    """Base class of stand-ins, before the module's own class."""
 
     def __init_subclass__(cls) -> None:
         """Let the module's class take no notice."""

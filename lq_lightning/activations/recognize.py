@@ -75,7 +75,7 @@ def own_forward(module: nn.Module) -> Any:
 
 
 def _is_bare(module: nn.Module) -> bool:
-    """Whether nothing but the code of its class decides what a module computes."""
+    """Whether a module's output depends on the code of its class alone."""
     own = vars(module)
     return (
         own_forward(module) is None
@@ -196,7 +196,7 @@ class Recognizer:
         return None
 
     def linear(self, module: nn.Module) -> bool:
-        """Return whether a module computes what ``nn.Linear`` does, also of a transposed weight."""
+        """Return whether a module computes ``nn.Linear``, with its weight transposed or not."""
         own = vars(module)
         if not _is_bare(module) or own["_parameters"].get("weight") is None:
             return False

@@ -79,7 +79,7 @@ _TO_PYTHON = {  # by which values leave without an operator
 
 
 class _Operators(OperatorMode):
-    """Follows what is computed from tensors, operator by operator.
+    """Tracks which values depend on tensors, operator by operator.
 
     Memory that is not initialized is followed, too, and that whose address is asked for: a library
     may fill it without an operator.
@@ -142,7 +142,7 @@ def _rounds(before: torch.dtype, after: torch.dtype | None) -> bool:
 
 
 class _ToPython(TorchFunctionMode):
-    """Sees what reads a tensor's values without an operator."""
+    """Sees functions that read a tensor's values without an operator."""
 
     def __init__(self, operators: _Operators, note: Callable[[str], None]) -> None:
         super().__init__()

@@ -140,7 +140,7 @@ class _Questions(TorchFunctionMode):
 
 
 class _Operators(OperatorMode):
-    """Lets known operators run, and notes what they compute."""
+    """Lets known operators run, and records their formulas."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class Trace:
             self.refuse(f"casts to {dtype}, {device}")
 
     def check_change(self, x: Any) -> None:
-        """Refuse to change the input, a parameter, or what other tensors are views of."""
+        """Refuse in-place changes of the input, a parameter, or a tensor with views."""
         memory = x.untyped_storage().data_ptr()
         found = self._formulas.get(self._place(x))
         places = {self._place(y) for y in self._alive if y.untyped_storage().data_ptr() == memory}
@@ -302,7 +302,7 @@ class Trace:
 
         Args:
             function: The code.
-            x: Its input; what else it may use was given to ``add``.
+            x: Its input; other tensors that it may use were given to ``add``.
 
         Returns:
             Its output and the formula of that.

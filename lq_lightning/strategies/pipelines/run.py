@@ -191,7 +191,7 @@ class PipelineRun:
         )
 
     def _refuse_together(self, batch: _Batch) -> None:
-        """Raise on all ranks what the step must not do, as seen by any of them."""
+        """Raise on all ranks if any of them saw the step do something that is refused."""
         if not batch.watched:
             return
         own = self._refused.copy(), self._random.compared or {}
@@ -364,7 +364,7 @@ class PipelineRun:
 
 
 def _check_first_loss(owner: str, step: str, loss: Tensor) -> None:
-    """Warn of NaN, which layers have in place of what reaches them past the step's own code."""
+    """Warn of NaN, which stand-ins give to layers that read them past the step's own code."""
     if bool(loss.isnan()):
         rank_zero_warn(
             "The loss of the first batch is NaN. If it is not without a pipeline, "
