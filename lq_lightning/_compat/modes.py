@@ -59,15 +59,13 @@ def written_by(
 
 
 @contextmanager
-def without_modes(
-    below_autograd: OperatorMode, of_calls: overrides.TorchFunctionMode
-) -> Iterator[None]:
+def without_modes(below_autograd: OperatorMode, of_calls: TorchFunctionMode) -> Iterator[None]:
     """Take two active modes off their stacks inside; what was entered after them stays.
 
     Taken off, not told to do nothing: compiled code is neither used nor made below a mode.
     """
     with (
-        _off_stack(of_calls, overrides._pop_mode, overrides._push_mode),
+        _off_stack(of_calls, _pop_torch_function_stack, _push_on_torch_function_stack),
         _off_stack(below_autograd, dispatch._pop_mode, dispatch._push_mode),
     ):
         yield
@@ -75,27 +73,27 @@ def without_modes(
 
 @contextmanager
 def _off_stack(mode: Any, pop: Callable[[], Any], push: Callable[[Any], Any]) -> Iterator[None]:
-    above: list[Any] = []
-
-    def lift(down_to: Callable[[Any], bool]) -> None:
-        while not down_to(top := pop()):
-            above.append(top)
-
-    def lower() -> None:
-        while above:
-            push(above.pop())
-
-    lift(lambda top: top is mode)
+    above = _take_down_to(mode, pop)
     first = above[-1] if above else None
-    lower()
+    _put_back(above, push)
     try:
         yield
     finally:
-        if first is not None:
-            lift(lambda top: top is first)
-            above.append(first)
+        above = [] if first is None else [*_take_down_to(first, pop), first]
+        _put_back([*above, mode], push)
+
+
+def _take_down_to(mode: Any, pop: Callable[[], Any]) -> list[Any]:
+    """Take a mode and those above it off their stack; returns the latter, the top one first."""
+    above = []
+    while (top := pop()) is not mode:
+        above.append(top)
+    return above
+
+
+def _put_back(modes: list[Any], push: Callable[[Any], Any]) -> None:
+    for mode in reversed(modes):
         push(mode)
-        lower()
 
 
 class StepMode(TorchFunctionMode):
@@ -105,14 +103,12 @@ class StepMode(TorchFunctionMode):
 @contextmanager
 def without_step_mode() -> Iterator[None]:
     """Take off a :class:`StepMode` that is the innermost mode, for layers that may be compiled."""
-    if not isinstance(overrides._get_current_function_mode(), StepMode):  # type: ignore[no-untyped-call]
+    mode = overrides._get_current_function_mode()  # type: ignore[no-untyped-call]
+    if not isinstance(mode, StepMode):
         yield
         return
-    mode = overrides._pop_mode()  # type: ignore[no-untyped-call]
-    try:
+    with _off_stack(mode, _pop_torch_function_stack, _push_on_torch_function_stack):
         yield
-    finally:
-        overrides._push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 class SuspendableMode(TorchFunctionMode):
@@ -159,9 +155,7 @@ class SuspendableMode(TorchFunctionMode):
             return
         count = min(self._modes_above, _len_torch_function_stack())
         above = [_pop_torch_function_stack() for _ in range(count)]
-        _push_on_torch_function_stack(self)
-        for mode in reversed(above):
-            _push_on_torch_function_stack(mode)
+        _put_back([*above, self], _push_on_torch_function_stack)
         self._is_on = True
         _watch_custom_functions(self)
 
@@ -169,11 +163,8 @@ class SuspendableMode(TorchFunctionMode):
         """Switch the mode off, whatever is above it."""
         if not self._is_on:
             return
-        above = []
-        while (mode := _pop_torch_function_stack()) is not self:
-            above.append(mode)
-        for mode in reversed(above):
-            _push_on_torch_function_stack(mode)
+        above = _take_down_to(self, _pop_torch_function_stack)
+        _put_back(above, _push_on_torch_function_stack)
         self._modes_above = len(above)
         self._is_on = False
         _watch_custom_functions(None)

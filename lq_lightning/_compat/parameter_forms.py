@@ -67,7 +67,7 @@ class RootParameters:
 
 
 class GatheredCopies:
-    """The gathered forms of all parameters, which FSDP2 fills and frees and nobody else may write.
+    """The gathered forms of all parameters; only FSDP2 may fill, free or write them.
 
     Args:
         root: Of the units.

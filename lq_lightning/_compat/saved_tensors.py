@@ -15,10 +15,8 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as checkpointing
-from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 __all__ = [
-    "DispatchMode",
     "Hooks",
     "around_checkpoints",
     "base_of",
@@ -98,7 +96,7 @@ def node_number(node: Node) -> int:
 
 
 def packed_value(node: Node, slot: str) -> Any:
-    """Return what the pack hook gave for a tensor that a node saved; None if it saved none.
+    """Return the pack hook's result for a tensor that a node saved; None if it saved none.
 
     Args:
         node: of an operator that is built in.
@@ -109,7 +107,7 @@ def packed_value(node: Node, slot: str) -> Any:
 
 
 def saved_value(node: Node, name: str) -> Any:
-    """Return what a node of a built-in operator keeps that is no tensor; None if nothing.
+    """Return a saved value of a built-in operator's node that is no tensor; None if it has none.
 
     Args:
         node: The node.

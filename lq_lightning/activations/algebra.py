@@ -18,7 +18,7 @@ _EMPTY: frozenset[tuple[Atom, int]] = frozenset()
 
 
 class UnknownFormula(Exception):
-    """No rule says what a formula is."""
+    """No rule gives the formula."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Atom:
 
     Attributes:
         name: of it.
-        argument: a formula, or what else tells it from others of the name.
+        argument: a formula, or another value that tells it from atoms of the same name.
     """
 
     name: str
@@ -122,7 +122,7 @@ class Formula:
         return all(each.is_of_rows for product in self.terms for each, _ in product)
 
     def atoms(self) -> Iterator[Atom]:
-        """Yield the atoms of all products, not those inside of them."""
+        """Yield the atoms of all products, but no atoms nested in those."""
         for product in self.terms:
             for each, _ in product:
                 yield each

@@ -40,8 +40,8 @@ class _Binding(Attached):
 
     Attributes:
         module: the module.
-        previous: the forwards that the instance had of its own before each of those bound now.
-        keys: under which the module has what those need.
+        previous: the instance's own forward before each one that is bound now.
+        keys: keys of the module's dictionary that those forwards need.
     """
 
     module: nn.Module
@@ -54,7 +54,7 @@ class _Binding(Attached):
         self.module.__dict__[_KEY] = self
 
     def _clean(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A dictionary as it would be without this; it must not be pickled."""
+        """Return a module's dictionary without the binding; it must not be pickled."""
         state = {k: v for k, v in state.items() if k not in _SPECIAL and k not in self.keys}
         forward = state.get("forward")
         if getattr(forward, "__self__", None) is self.module:  # else what was put around it
@@ -97,7 +97,7 @@ def bind_forward(module: nn.Module, forward: Callable[..., Any], key: str) -> No
     Args:
         module: The module.
         forward: The forward.
-        key: Under which the module's dictionary has what the forward needs.
+        key: Key of the module's dictionary that the forward needs.
     """
     binding = module.__dict__.get(_KEY)
     if not isinstance(binding, _Binding):

@@ -117,9 +117,9 @@ class _Saved:
 
     Attributes:
         tensor: None once a message stands for it.
-        version: of the tensor when it was saved.
-        code: of its storage, None if it is kept exactly.
-        view: that it is of what the code gives.
+        version: the tensor's version when it was saved.
+        code: the code of its storage; None if it is kept exactly.
+        view: how it views the decoded storage.
     """
 
     __slots__ = ("code", "message", "tensor", "version", "view")
@@ -181,7 +181,7 @@ class _Packer:
         return saved
 
     def _may_take(self, tensor: Tensor) -> bool:
-        """Whether a tensor may become a code, by what is known of it when it is saved."""
+        """Whether a tensor may be encoded, as far as one can tell when it is saved."""
         if not has_storage(tensor) or tensor.dtype not in _FLOATS:
             return False
         storage = storage_key(tensor)
@@ -190,7 +190,7 @@ class _Packer:
         return storage not in self._held and not self._weights.holds(tensor)
 
     def settle(self, uses: dict[int, Use]) -> None:
-        """The module has run: encode what may be, and give all to the hooks around ours.
+        """After the module has run: encode where allowed, and pass everything to the outer hooks.
 
         Args:
             uses: of the saved tensors that bear rounding, by their ``id``.
@@ -218,7 +218,7 @@ class _Packer:
                     self._encode_normalized(saved, use)
 
     def settle_inputs(self, *, coded: bool) -> None:
-        """The checkpointed layer has run: encode what its region keeps, or keep it exactly."""
+        """After the checkpointed layer has run: encode its saved inputs, or keep them exactly."""
         self.settle({id(saved): None for saved in self._pending} if coded else {})
 
     def _keep(self, group: list[_Saved]) -> None:

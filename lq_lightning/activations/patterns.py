@@ -72,7 +72,7 @@ def _agree(y: Tensor, expected: Tensor, leaves: list[Tensor]) -> bool:
 
 
 def _same(formula: Formula, first: Formula | None) -> Formula:
-    """The formula of a run, which has to be that of the first run."""
+    """Return the formula of a run, which must equal that of the first run."""
     if first is not None and formula != first:
         raise NotKnown("computes something else for other inputs")
     return formula
@@ -115,7 +115,7 @@ def _norm_reference(
 
 
 def match_norm(probe: Probe, size: int, values: dict[str, Any]) -> NormLayer:
-    """Return what code of a normalization layer computes.
+    """Return the normalization that the code of a layer computes.
 
     Args:
         probe: Whose parameters are ``values``.
@@ -239,7 +239,7 @@ def _roles(formula: Formula, trace: Trace, x: Tensor, y: Tensor) -> tuple[Formul
 
 
 def _factors(before: list[str], widths: dict[str, int]) -> Iterator[tuple[str, str | None, Any]]:
-    """Gate and up projection as they may be, and the formulas of what they make."""
+    """Yield possible gate and up projections, with the formulas of their outputs."""
     of = {name: atom("call", (name, atom("input"))) for name in before}
     if len(before) == 2:
         for gate, up in itertools.permutations(before):

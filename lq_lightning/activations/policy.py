@@ -160,7 +160,7 @@ class ActivationPolicy:
             indices, probabilities and what unknown operators and custom functions save are kept
             exactly. In compiled models such blocks run eagerly, a graph break (an error with
             ``fullgraph=True``). ``None`` leaves them as they are.
-        attention: Only ``None``: what attention keeps has no code.
+        attention: Only ``None``: tensors saved by attention cannot be encoded.
         matmul: ``"native"``, or ``"float8"``: products of linear layers in FP8 with one scale per
             tensor (COAT), E4M3 for activations and weights and E5M2 for gradients. Needs a GPU of
             compute capability 8.9 or newer to be fast; a CPU computes the same slowly. Layers

@@ -1,4 +1,4 @@
-"""Stand-ins for modules that run the modules' code, and what that code reads of them.
+"""Stand-ins for modules: they run the modules' code and record which attributes it reads.
 
 A stand-in has parameters of its own. It notes each attribute that is read, so that a match holds
 for all modules of the class with the same values, and as long as they stay.
@@ -53,7 +53,7 @@ class _Settings:
 
 
 class _Probed:
-    """Goes in front of a module's class in that of its stand-in."""
+    """Base class of stand-ins, before the module's own class."""
 
     def __init_subclass__(cls) -> None:
         """Let the module's class take no notice."""
@@ -100,13 +100,13 @@ class Probe:
 
     Args:
         module: The module.
-        parameters: Of the stand-in, by name; of modules inside there are none.
-        widths: Of the outputs of its projections, by name, None for that of its input.
+        parameters: Those of the stand-in, by name; submodules have none.
+        widths: Output widths of its projections, by name; None means the width of its input.
 
     Attributes:
-        trace: of the present run.
-        parameters: of the stand-in, by name; may be exchanged between runs.
-        reads: what its code has read in all runs.
+        trace: that of the current run.
+        parameters: those of the stand-in, by name; may be replaced between runs.
+        reads: the attributes that its code has read in all runs.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What code has read of a module, and whether it is as it was then."""
+"""The attributes that code has read from a module, and whether they have changed since."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def is_constant(value: Any) -> bool:
 
 
 def is_settings(value: Any) -> bool:
-    """Return whether an object is one of settings, such as the configuration of a model."""
+    """Return whether an object only holds settings, such as the configuration of a model."""
     return (
         hasattr(value, "__dict__")
         and not isinstance(value, (Tensor, nn.Module, types.ModuleType, dict, list, set))
@@ -149,11 +149,11 @@ def _unbound(value: Any, owner: Any) -> Any:
 
 @dataclass(slots=True)
 class _Kept:
-    """What was read of a module.
+    """Attributes that were read from a module.
 
     Attributes:
         module: the module.
-        forward: of its class.
+        forward: the forward of its class.
         values: attributes by name.
         modules: submodules that do not run and do not have to be called.
         settings: objects and their attributes.
@@ -195,7 +195,7 @@ class Proof(Attached):
     """Why a site computes what its module does, as long as the module stays as it was.
 
     Attributes:
-        kept: what was read of the module and of those in it that do not run.
+        kept: attributes read from the module and from its submodules that do not run.
     """
 
     kept: tuple[_Kept, ...] = field(default=())
@@ -221,12 +221,12 @@ class Proof(Attached):
         return len(self.kept) > 1
 
     def holds(self) -> bool:
-        """Whether all is as it was."""
+        """Whether nothing has changed."""
         return all(part.holds() for part in self.kept)
 
 
 def _nested(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Settings, and those in them."""
+    """Yield settings and the settings nested in them."""
     if depth < 3 and is_settings(value):
         yield value
         for each in vars(value).values():

@@ -2,8 +2,8 @@
 
 Names of classes and attributes only say what to try. The module's own code runs on stand-ins
 (``trace``), for inputs of all dtypes and numbers of dimensions that a site takes, in training and
-in evaluation, and the formula that it computes has to be that of a site in each. What asks for
-anything else is left alone instead of being computed wrongly.
+in evaluation, and the formula that it computes has to be that of a site in each. Any other module
+is left alone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Match:
 
     Attributes:
         found: a ``NormLayer`` and a size, the name of an activation function, or an ``MLP``.
-        proof: what has to stay as it is.
+        proof: the attributes that must not change.
     """
 
     found: Any
@@ -75,7 +75,7 @@ def own_forward(module: nn.Module) -> Any:
 
 
 def _is_bare(module: nn.Module) -> bool:
-    """Whether nothing but the code of its class decides what a module computes."""
+    """Whether a module's output depends on the code of its class alone."""
     own = vars(module)
     return (
         own_forward(module) is None
@@ -150,10 +150,7 @@ class Recognizer:
             else None
             for i, (name, given) in enumerate(names)
         }
-
-        def probe() -> Probe:
-            return Probe(module, dict(values))
-
+        probe = partial(Probe, module, dict(values))
         key = ("norm", size, names)
         found, reads = self._match(key, module, probe, lambda made: match_norm(made, size, values))
         return None if found is None else Match((found, size), Proof.of(module, reads))
@@ -168,12 +165,8 @@ class Recognizer:
             return None
         if next(module.parameters(), None) is not None:
             return None
-
-        def probe() -> Probe:
-            return Probe(module)
-
         found, reads = self._match(
-            ("activation",), module, probe, lambda made: match_activation(made.run)
+            ("activation",), module, partial(Probe, module), lambda p: match_activation(p.run)
         )
         return self._of_parts(module, found, reads)
 
@@ -203,7 +196,7 @@ class Recognizer:
         return None
 
     def linear(self, module: nn.Module) -> bool:
-        """Return whether a module computes what ``nn.Linear`` does, also of a transposed weight."""
+        """Return whether a module computes ``nn.Linear``, with its weight transposed or not."""
         own = vars(module)
         if not _is_bare(module) or own["_parameters"].get("weight") is None:
             return False
@@ -260,10 +253,7 @@ class Recognizer:
         if not isinstance(size, int):
             weight = getattr(first, "weight", None)
             size = weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else 16
-
-        def probe() -> Probe:
-            return Probe(module, widths=widths)
-
+        probe = partial(Probe, module, widths=widths)
         key = ("mlp", size, tuple(widths.items()))
         found, reads = self._match(key, module, probe, lambda made: match_mlp(made, size))
         match = self._of_parts(module, found, reads, widths)
@@ -294,7 +284,7 @@ def _width(projection: nn.Module) -> int | None:
 
 
 def _widths(children: dict[str, Any], gate: str, up: str, down: str) -> dict[str, int | None]:
-    """Widths of outputs; those that are not said are such that they fit."""
+    """Output widths; widths that a projection does not state are inferred from the others."""
     inner = getattr(children[down], "in_features", None)
     inner = inner if isinstance(inner, int) else 32
     fitting = 2 * inner if gate == up else _width(children[gate]) or _width(children[up]) or inner

@@ -1,4 +1,4 @@
-"""Whether a checkpointed region computes nearly the same from nearly the same input.
+"""Whether a checkpointed region is a continuous function of its input.
 
 A region that is computed again from a rounded input has to take the same path. Where values decide
 on one (experts that a router chooses, a branch on ``x.mean() > 0``), rounding gives other outputs
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lq_lightning._compat.modes import OperatorMode
 from lq_lightning._compat.saved_tensors import (
-    DispatchMode,
     has_storage,
     storage_key,
     storage_reference,
@@ -25,8 +25,8 @@ from lq_lightning.foundation.nested import tensors_in
 
 __all__ = ["RegionWatch"]
 
-# Of ATen, without the underscore of what works in place. Where a mask or an index is taken, it is
-# no function of the region's input, or the operator that made it is none of these.
+# ATen operators, without the underscore of in-place ones. A mask or index that they take does not
+# depend on the region's input, or else the operator that made it is not listed here.
 _VIEWS = """
     alias as_strided _conj detach diagonal expand imag lift_fresh movedim narrow permute real
     _reshape_alias resolve_conj resolve_neg reshape select slice split split_with_sizes squeeze t
@@ -66,7 +66,7 @@ _RANDOM = "exponential normal uniform"
 _CONTINUOUS = frozenset(
     " ".join((_VIEWS, _MOVES, _FUNCTIONS, _REDUCTIONS, _PRODUCTS, _RANDOM)).split()
 )
-# Of other libraries: our codes, which are only saved, and sums and gathers across ranks.
+# Operators of other libraries: our codes, which are only saved, and collectives.
 _LIBRARIES = ("lq_lightning::", "_c10d_functional::", "c10d::", "c10d_functional::", "fsdp::")
 _LIKE = frozenset(_SHAPES.split())
 _EMPTY = ("empty", "new_empty")  # their names begin so
@@ -78,8 +78,8 @@ _TO_PYTHON = {  # by which values leave without an operator
 }
 
 
-class _Operators(DispatchMode):  # type: ignore[no-untyped-call]
-    """Follows what is computed from tensors, operator by operator.
+class _Operators(OperatorMode):
+    """Tracks which values depend on tensors, operator by operator.
 
     Memory that is not initialized is followed, too, and that whose address is asked for: a library
     may fill it without an operator.
@@ -88,7 +88,7 @@ class _Operators(DispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(self, tensors: Iterable[Tensor], note: Callable[[str], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._followed: dict[int, Any] = {}  # storages; references keep others out of their places
         self._note = note
         for tensor in tensors:
@@ -142,7 +142,7 @@ def _rounds(before: torch.dtype, after: torch.dtype | None) -> bool:
 
 
 class _ToPython(TorchFunctionMode):
-    """Sees what reads a tensor's values without an operator."""
+    """Sees functions that read a tensor's values without an operator."""
 
     def __init__(self, operators: _Operators, note: Callable[[str], None]) -> None:
         super().__init__()
@@ -164,11 +164,11 @@ class RegionWatch:
     Takes several times as long as the forward on the host: done for the first call only.
 
     Args:
-        tensors: what the region's input consists of.
+        tensors: all tensors in the region's input.
 
     Attributes:
-        found: name of the first operator that took what depends on these tensors, and is not known
-            to be continuous; empty if there was none.
+        found: name of the first operator on values that depend on these tensors and that is not
+            known to be continuous; empty if there was none.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

@@ -83,7 +83,7 @@ class _Slot:
         sides: of a function whose derivative is a constant on each side of a bound.
         stats: of a norm: where it saved the mean, if it takes one, and one over the deviation.
         spread: of a norm: shapes a statistic so that it is broadcast with the input.
-        allows: what else has to be true of the node.
+        allows: a further condition on the node.
     """
 
     name: str

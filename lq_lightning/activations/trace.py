@@ -1,4 +1,4 @@
-"""Run the code of a module on stand-ins, and write down operator by operator what it computes.
+"""Run the code of a module on stand-ins, and record operator by operator what it computes.
 
 Nothing runs that is not known beforehand: an unknown operator, a change of anything, a question
 about values or about the number of rows ends the run before it happens. So the code cannot branch
@@ -140,7 +140,7 @@ class _Questions(TorchFunctionMode):
 
 
 class _Operators(OperatorMode):
-    """Lets known operators run, and notes what they compute."""
+    """Lets known operators run, and records their formulas."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -178,15 +178,15 @@ class Trace:
     """One run.
 
     Args:
-        dtype: Of the input.
-        norms: Functions of torch that are to be noticed.
+        dtype: Dtype of the input.
+        norms: Functions of torch whose calls are recorded.
         knows_width: The input always has the last dimension that it has in this run.
         autocast: Run under autocast to bf16.
 
     Attributes:
-        functional: whether one of those was called.
+        functional: whether one of ``norms`` was called.
         calls: argument, a leaf, and its copy, the result, of each stand-in for a projection.
-        paused: whether what runs is none of the code.
+        paused: whether code other than the module's is running.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class Trace:
         self._formulas[self._place(x)] = (formula, -1)
 
     def formula(self, x: Any) -> Formula:
-        """Return what a tensor or number is."""
+        """Return the formula of a tensor or number."""
         if isinstance(x, Tensor):
             found = self._formulas.get(self._place(x))
             if found is None:
@@ -247,12 +247,12 @@ class Trace:
                 self._unused.discard(found[1])
 
     def note(self, result: Any, formulas: Any, *, inner: bool) -> None:
-        """Note what an operator has made.
+        """Record the result of an operator.
 
         Args:
-            result: Of it.
-            formulas: Of the result.
-            inner: Autograd has run it, not the code.
+            result: Its result.
+            formulas: Formulas of the result.
+            inner: Whether autograd ran it, not the code.
         """
         several = isinstance(result, (tuple, list))
         results, formulas = (result, formulas) if several else ([result], [formulas])
@@ -272,7 +272,7 @@ class Trace:
             self.refuse(f"casts to {dtype}, {device}")
 
     def check_change(self, x: Any) -> None:
-        """Refuse to change the input, a parameter, or what other tensors are views of."""
+        """Refuse in-place changes of the input, a parameter, or a tensor with views."""
         memory = x.untyped_storage().data_ptr()
         found = self._formulas.get(self._place(x))
         places = {self._place(y) for y in self._alive if y.untyped_storage().data_ptr() == memory}
@@ -302,10 +302,10 @@ class Trace:
 
         Args:
             function: The code.
-            x: Its input; what else it may use was given to ``add``.
+            x: Its input; other tensors that it may use were given to ``add``.
 
         Returns:
-            Its output and what that is.
+            Its output and the formula of that.
 
         Raises:
             NotKnown: It does something that is not known.

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lq_lightning.adaptive import BitGate, GateOptimizer, attach, find_sites
+from lq_lightning.foundation.agreement import gather_objects
 
 __all__ = ["GatePlacement", "Removable", "measured_bits", "place_in_model"]
 
@@ -162,7 +163,7 @@ def place_in_model(
     if trainer.world_size == 1:
         return GatePlacement(gates=gates, attached=attached, device=device)
     return GatePlacement(
-        gates=gates, attached=attached, device=device, average=_average, gather=_gather
+        gates=gates, attached=attached, device=device, average=_average, gather=gather_objects
     )
 
 
@@ -170,9 +171,3 @@ def _average(values: Tensor) -> Tensor:
     """One collective for the gates of all sites."""
     dist.all_reduce(values)
     return values / dist.get_world_size()
-
-
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -7,7 +7,6 @@ them, under a key of its own in each state, which other programs leave alone.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -111,12 +110,11 @@ def check_alike(module: nn.Module, optimizers: Sequence[Optimizer], ranks: RankG
         (type(o).__name__, [sorted(map(str, group)) for group in _group_names(module, o)])
         for o in optimizers
     ]
-    if not _differ(own, ranks):
+    found = ranks.first_other(own)
+    if found is None:
         return
-    every = ranks.all_gather(own)
-    other = next(rank for rank, theirs in enumerate(every) if theirs != every[0])
     raise ValueError(
-        f"{_first_difference(every[0], every[other], other)}. Each rank updates its shards by its "
+        f"{_first_difference(*found)}. Each rank updates its shards by its "
         "own optimizer, so parameters would be trained in part. Let `configure_optimizers` make "
         "the same groups on all ranks."
     )
@@ -128,12 +126,11 @@ def check_order(module: nn.Module, optimizer: Optimizer, ranks: RankGroup) -> No
     Raises:
         ValueError: On all ranks: they do.
     """
-    own = _group_names(module, optimizer)
-    if not _differ(own, ranks):
+    found = ranks.first_other([n for group in _group_names(module, optimizer) for n in group])
+    if found is None:
         return
-    every = [[name for group in theirs for name in group] for theirs in ranks.all_gather(own)]
-    other = next(rank for rank, theirs in enumerate(every) if theirs != every[0])
-    pairs = zip(every[0], every[other], strict=False)
+    *both, other = found
+    pairs = zip(*both, strict=False)
     place, (first, second) = next((i, pair) for i, pair in enumerate(pairs) if len({*pair}) > 1)
     raise ValueError(
         f"the checkpoint tells the parameters of {type(optimizer).__name__} by their positions "
@@ -141,11 +138,6 @@ def check_order(module: nn.Module, optimizer: Optimizer, ranks: RankGroup) -> No
         "`configure_optimizers` give them in the same order on all ranks and in the run that "
         "saved it (not from a `set`)."
     )
-
-
-def _differ(own: object, ranks: RankGroup) -> bool:
-    digest = hashlib.sha256(repr(own).encode()).hexdigest()  # names of large models are long
-    return len(set(ranks.all_gather(digest))) > 1
 
 
 def _first_difference(first: list[Any], second: list[Any], rank: int) -> str:

@@ -97,7 +97,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def sole_writer(path: Path) -> Iterator[None]:
-    """Refuse to write what another process writes at the same moment.
+    """Refuse to write a path that another process is writing.
 
     The lock is one of the operating system, which ends with its process however that ends. Where a
     file system has no locks, nothing is refused.
@@ -227,7 +227,7 @@ def _note_placed(path: Path) -> None:
 
 
 def _check_replaced(path: Path) -> None:
-    """Warn if what this process has put there was replaced meanwhile."""
+    """Warn if another process has replaced what this one saved there."""
     known, found = _placed.get(str(path.absolute())), _identity(path)
     if known is not None and found is not None and found != known:
         rank_zero_warn(
@@ -267,7 +267,7 @@ def _put_back(path: Path) -> bool:
 
 
 def remove_at_once(path: Path) -> None:
-    """Remove a file, a link or a directory, and what it was about to replace.
+    """Remove a file, a link or a directory, and an older one set aside for it.
 
     Each disappears at once, never in parts.
     """

@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from lq_lightning.foundation.agreement import first_other, gather_objects
+
 __all__ = ["ALONE", "RankGroup"]
 
 T = TypeVar("T")
@@ -65,9 +67,11 @@ class RankGroup:
         """Return the values of all ranks, in order."""
         if self.size == 1:
             return [value]
-        values: list[T] = [value] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather_objects(value, self.group)
+
+    def first_other(self, value: T) -> tuple[T, T, int] | None:
+        """Return the first rank's value, another rank's that differs and its number, or None."""
+        return None if self.size == 1 else first_other(value, self.group)
 
     def together(self, work: Callable[[], T]) -> T:
         """Do something without collectives on every rank; if one fails, all raise.

@@ -25,7 +25,7 @@ __all__ = ["AtomicCheckpointIO", "load_full_checkpoint", "naming"]
 
 @contextmanager
 def naming(path: object) -> Generator[None, None, None]:
-    """Let every error say which checkpoint it is about, and stay what it is.
+    """Name the checkpoint in every error raised inside, without changing its class.
 
     Args:
         path: Of the checkpoint; None if it is in memory only.

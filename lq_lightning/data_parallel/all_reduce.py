@@ -27,6 +27,7 @@ from lq_lightning._compat.tensors import copy_all
 from lq_lightning._compat.torch import all_gather_flat
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, derive_seed, encode
 from lq_lightning.data_parallel.unit import full_precision_reason
+from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.checks import is_whole
 from lq_lightning.foundation.groups import RankGroups
 from lq_lightning.foundation.topology import Topology
@@ -357,8 +358,7 @@ def _ranks_per_host() -> int:
     # NCCL's own way to say that processes of one machine belong to different hosts
     name = os.environ.get("NCCL_HOSTID") or socket.gethostname()
     world = dist.get_world_size()
-    names: list[str] = [""] * world
-    dist.all_gather_object(names, name)
+    names = gather_objects(name)
     size = names.count(names[0])
     hosts = [set(names[start : start + size]) for start in range(0, world, size)]
     uneven = world % size or any(len(host) > 1 for host in hosts)

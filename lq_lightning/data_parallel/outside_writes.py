@@ -223,7 +223,7 @@ class WriteVotes:
         return [replica.state is Freshness.STALE for _, replica, _ in self._units]
 
     def _look(self, wait: bool) -> tuple[list[bool], Tensor | None]:
-        """Which units were written on this rank, and, unless it is waited for, what else changed.
+        """Return which units were written on this rank, and unless ``wait``, other changed units.
 
         Units whose replica is stale do not count.
         """

@@ -1,15 +1,14 @@
 """Whether all ranks reduce gradients of the same parameters, unit by unit.
 
-FSDP2 packs the gradients that a unit's parameters have into one message, without their names. Where
-ranks have gradients of different parameters, as of experts that only some of them call, those of
-one are added to those of another, and nothing fails if their sizes are equal. So ranks compare what
-they have packed, in one reduction of a few bytes per unit to their maxima and minima, which starts
-when backward ends.
+FSDP2 packs the gradients of a unit's parameters into one message, without their names. If ranks
+have gradients for different parameters, for example of experts that only some of them call,
+gradients of different parameters are added up, and nothing fails if their sizes are equal. So ranks
+compare the layouts of their messages, in one max-reduction of a few bytes per unit that starts when
+backward ends.
 
-It is waited for before the optimizer uses the gradients where waiting costs nothing, on CPUs, and
-on a rank that has packed something else than in the step before, as every rank has in the first
-step. On GPUs the host would otherwise stand still while the network is busy, so a rank that has
-packed what it always does reads the result when the next step's gradients are there.
+A rank waits for the result before the optimizer step on CPUs, where waiting costs nothing, and
+whenever its layout is new, as it is in the first step. Otherwise, on GPUs, the host would stall
+while the network is busy, so the rank reads the result when the next step's gradients are there.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class PackedAgreement:
             after_backward(self._start)
 
     def _start(self) -> None:
-        """Start to compare what was packed since the last time."""
+        """Start comparing the layouts packed since the last call."""
         self._backward = -1
         if not self._order:
             return
@@ -118,7 +117,7 @@ class PackedAgreement:
             self._heed(comparison)
 
     def finish(self) -> None:
-        """Wait for what :meth:`check` has not waited for, at the end or before a checkpoint.
+        """Wait for comparisons that :meth:`check` left pending, at the end or before a checkpoint.
 
         Raises:
             RuntimeError: As there.
@@ -128,7 +127,7 @@ class PackedAgreement:
             self._heed(comparison)
 
     def forget(self) -> None:
-        """Leave nothing of a backward that failed."""
+        """Drop all state of a backward that failed."""
         self._packed, self._order, self._backward, self._pending = {}, (), -1, []
 
     def _heed(self, comparison: _Comparison) -> None:

@@ -1,4 +1,4 @@
-"""What is in this rank's shards, as a number each, for writes that no version counter counts."""
+"""Checksums of this rank's shards, which show writes that no version counter sees."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ShardContents:
         self._known = self._index = None
 
     def take(self) -> Tensor:
-        """Which units have changed since they were last known, which they are from now on.
+        """Return which units have changed since the last call, and take them as known.
 
         Returns:
             ``[units]`` uint8, 0 or 1.

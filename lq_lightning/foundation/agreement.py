@@ -1,9 +1,10 @@
-"""What ranks have to agree on: tensors that they exchange, and numbers of their steps."""
+"""Agreement between ranks: about tensors that they exchange, and small numbers per step."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,39 @@ from torch import Tensor
 
 from lq_lightning.foundation import streams
 
-__all__ = ["MaxReduction", "check_same_entries", "describe"]
+__all__ = ["MaxReduction", "check_same_entries", "describe", "first_other", "gather_objects"]
+
+T = TypeVar("T")
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks of a group (``None``: the world), in order."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def first_other(value: T, group: dist.ProcessGroup | None = None) -> tuple[T, T, int] | None:
+    """Find the first rank of a group that has another value than its first rank.
+
+    All ranks call it. Only hashes of the values' ``repr`` travel, unless they differ.
+
+    Args:
+        value: Any object that can be pickled.
+        group: ``None`` is the world.
+
+    Returns:
+        The two values and that rank's number in the group; None if all ranks have the same.
+    """
+    digest = hashlib.blake2b(repr(value).encode()).digest()
+    if len(set(gather_objects(digest, group))) == 1:
+        return None
+    first, *others = gather_objects(value, group)
+    return next((first, other, rank) for rank, other in enumerate(others, 1) if other != first)
 
 
 def describe(tensor: Tensor) -> str:
-    """Dtype and shape of a tensor; the whole one of a DTensor."""
+    """Dtype and shape of a tensor; for a DTensor, its global shape."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
@@ -48,14 +77,13 @@ def check_same_entries(
     """
     text = repr(sorted(entries.items())).encode()
     own = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
-    # the least of all is what ~ makes of the largest ~
+    # min(x) == ~max(~x)
     vote = torch.tensor([own, ~own, *votes], dtype=torch.int64, device=device)
     dist.all_reduce(vote, dist.ReduceOp.MAX, group=group)
     most, least, *rest = vote.tolist()
     if most == ~least:
         return rest
-    every: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(every, dict(entries), group=group)
+    every = gather_objects(dict(entries), group)
     ranks = dist.get_process_group_ranks(group)
     other = next(index for index, found in enumerate(every) if found != every[0])
     name = min(n for n in {*every[0], *every[other]} if every[0].get(n) != every[other].get(n))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from lq_lightning.foundation.agreement import first_other
 
 __all__ = ["broadcast_module_states", "check_alike"]
 
@@ -33,22 +34,17 @@ def check_alike(root: nn.Module, group: dist.ProcessGroup | None = None) -> None
         f"{' and on the meta device' if tensor.is_meta else ''}"
         for name, tensor in named
     ]
-    size = dist.get_world_size(group)
-    digests: list[bytes] = [b""] * size
-    digest = hashlib.blake2b("\n".join(mine).encode()).digest()
-    dist.all_gather_object(digests, digest, group=group)
-    if len(set(digests)) == 1:
+    found = first_other(mine, group)
+    if found is None:
         return
-    every: list[list[str]] = [[]] * size
-    dist.all_gather_object(every, mine, group=group)
-    rank = next(r for r, facts in enumerate(every) if facts != every[0])
-    pairs = zip_longest(every[0], every[rank], fillvalue="nothing more")
+    *both, rank = found
+    pairs = zip_longest(*both, fillvalue="nothing more")
     place, (first, other) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     raise ValueError(
         f"ranks have built different modules: number {place + 1} of the parameters and buffers of "
         f"`{type(root).__name__}` is {first} on the first rank, but {other} on rank {rank} of "
-        f"{size}. Ranks send values and add up gradients by position. Build the same module on "
-        "all of them, with its parts in the same order and the same ones frozen."
+        f"{dist.get_world_size(group)}. Ranks send values and add up gradients by position. Build "
+        "the same module on all of them, with its parts in the same order and the same ones frozen."
     )
 
 

@@ -47,7 +47,7 @@ class _Made:
         self.broken = False  # ... in a way that shows no difference in numbers of operations
 
     def refresh(self) -> None:
-        """Forget what belongs to a default group that was destroyed."""
+        """Forget groups of a default group that was destroyed."""
         if self.world is not dist.group.WORLD:
             self.world = dist.group.WORLD
             self.groups, self.failed, self.broken = {}, False, False

@@ -20,9 +20,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def initialize_meta_tensors(root: nn.Module, device: torch.device) -> None:
-    """Allocate what is on the meta device, and call ``reset_parameters`` of its modules.
+    """Allocate tensors on the meta device, and call ``reset_parameters`` of their modules.
 
-    What has values already keeps them. :func:`check_values` tells later what has got none.
+    Tensors with values keep them. :func:`check_values` finds those that got none.
 
     Args:
         root: Sharded or not.

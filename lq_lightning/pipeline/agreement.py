@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lq_lightning.foundation.agreement import gather_objects
+
 __all__ = ["Agreement", "batch_digest", "batch_signature"]
 
 T = TypeVar("T")
@@ -47,14 +49,12 @@ class Agreement:
         text = repr(sorted(facts.items())).encode()
         digest = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
         mine = torch.tensor([digest], dtype=torch.int64)
-        size = dist.get_world_size(self._group)
-        gathered = [torch.empty_like(mine) for _ in range(size)]
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(gathered, mine, group=self._group)
         if all(torch.equal(each, mine) for each in gathered):
             return
         # All ranks were given the same digests, so that all of them come here.
-        everyone: list[Any] = [None] * size
-        dist.all_gather_object(everyone, dict(facts), group=self._group)
+        everyone = gather_objects(dict(facts), self._group)
         raise RuntimeError(f"{_differences(everyone)} {remedy}")
 
     def share(self, value: T | None, source: int) -> T:

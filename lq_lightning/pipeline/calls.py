@@ -151,7 +151,7 @@ class LayerCalls:
             self._placeholders.check(value, use)
 
     def given_by_stand_in(self, tensor: Tensor, module: str) -> Tensor:
-        """Mark what a stand-in gives in place of the output of ``module``, and return it."""
+        """Mark a stand-in's output, which replaces that of ``module``, and return it."""
         if self._placeholders is not None:
             self._placeholders.mark(tensor, module)
         return tensor

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lq_lightning.codecs.mixed import Ranges, WidthTable
+from lq_lightning.foundation.agreement import gather_objects
 
 from .agreement import Agreement, batch_digest
 from .engine import PipelineEngine
@@ -209,8 +210,7 @@ class GatedBoundaries:
         Args:
             part: by name of boundaries in ``sent``, anything that can be pickled.
         """
-        parts: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(parts, dict(part), group=self._group)
+        parts = gather_objects(dict(part), self._group)
         joined = {name: value for each in parts for name, value in each.items()}
         return {each.name: joined[each.name] for each in self.all if each.name in joined}
 

@@ -1,4 +1,4 @@
-"""Follow what is computed from stand-ins, and refuse what would be used of it.
+"""Track values computed from stand-ins, and refuse uses of them.
 
 [Note: what depends on stand-ins]
 Stand-ins for modules of other stages give NaN, but NaN alone is not enough: `where`, `nan_to_num`,
@@ -106,7 +106,7 @@ class Placeholders:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run a layer inside as ever."""
+        """Run a layer inside without watching it."""
         self._eager.__exit__(None, None, None)
         try:
             with without_modes(self._below, self._calls):
@@ -157,7 +157,7 @@ class Placeholders:
     # --- operations -----------------------------------------------------------------------------
 
     def run(self, operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation and mark what it gives."""
+        """Run an operation and mark its results."""
         mark = self._first(tensors_in((args, kwargs)))
         if mark is None:
             return operation(*args, **kwargs)

@@ -39,7 +39,7 @@ _numpy: Any = np.random  # its types leave out two of its functions
 
 
 def mixed_seed(*parts: object) -> int:
-    """Return a seed of 63 bits that depends on all parts, by what they print as."""
+    """Return a seed of 63 bits that depends on the ``repr`` of all parts."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -116,7 +116,7 @@ class DirectUses(SuspendableMode):
         return self._read(func, args, kwargs)
 
     def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute with shards alone, or with whole tensors what torch has no sharded form of."""
+        """Compute with shards, or with whole tensors where torch has no sharded form."""
         try:
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:

@@ -78,7 +78,7 @@ class FiniteGradients:
         self._largest.setdefault(optimizer, []).append(largest)
 
     def forget(self) -> None:
-        """Drop what was noted of gradients that no step followed."""
+        """Drop records of gradients that no step followed."""
         self._largest.clear()
 
     def decide(
@@ -88,7 +88,7 @@ class FiniteGradients:
 
         Args:
             optimizer: about to step.
-            device: where the ranks exchange what they found.
+            device: where the ranks exchange their findings.
             group: ranks that take or leave out the step together.
         """
         self.look(optimizer)

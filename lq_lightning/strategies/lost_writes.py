@@ -1,4 +1,4 @@
-"""Refuse what has no effect on a sharded module: writes into gathered copies, hooks of shards."""
+"""Refuse writes into gathered copies and hooks on shards: neither would have any effect."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class LostWrites:
 
     def root_ends(self) -> None:
         """The root's forward is over."""
-        while self._open:  # what an exception has left, too
+        while self._open:  # including forwards that an exception has ended
             unit, before = self._open.pop()
             if unit is self._root:
                 self._close(unit, before)
@@ -95,7 +95,7 @@ class LostWrites:
     # --- checks ---------------------------------------------------------------------------------
 
     def check_writes(self) -> None:
-        """Refuse writes that nobody would see again.
+        """Refuse writes that would be lost.
 
         Raises:
             RuntimeError: A gathered parameter was written.
@@ -118,7 +118,7 @@ class LostWrites:
             )
 
     def check_hooks(self) -> None:
-        """Refuse hooks that nothing would call.
+        """Refuse hooks that would never be called.
 
         Raises:
             RuntimeError: A shard has one.

@@ -173,7 +173,7 @@ class RootForward:
         return self._own
 
     def _begin(self) -> None:
-        """Gather, unless what is gathered is still what the shards are."""
+        """Gather, unless the gathered parameters are still up to date."""
         own = self._parameters
         here = is_gathered(self._root) if len(own) else not is_root_idle(self._root)
         if self._begun and here:
@@ -187,7 +187,7 @@ class RootForward:
         self._lost.root_gathered()
 
     def _end(self, output: Any) -> Any:
-        """End the forward with what backward starts from."""
+        """End the forward; backward starts from ``output``."""
         self._begun = False
         self._lost.root_ends()
         self._lost.check_writes()
@@ -292,7 +292,7 @@ class RootForward:
             self._uses.resume()
 
     def before_update(self) -> None:
-        """Free what an update makes old, and check that backward reduced gradients.
+        """Free parameters that an update makes stale, and check that backward reduced gradients.
 
         Raises:
             RuntimeError: Gradients were computed without ``manual_backward``.

@@ -165,7 +165,7 @@ class SteppingStrategy(CheckpointingStrategy):
             self._manual.before_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Show shards with their gradients to what follows a ``manual_backward``."""
+        """Show shards with their gradients to the code after a ``manual_backward``."""
         if self._manual is not None:
             self._manual.after_backward()
 
@@ -189,7 +189,7 @@ class SteppingStrategy(CheckpointingStrategy):
             yield
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Drop what an interrupted accumulation, or gradients without a step, left."""
+        """Drop the state of an interrupted accumulation, or of gradients without a step."""
         if self._finite_gradients is not None:
             self._finite_gradients.forget()
         if self._deferred is not None:

@@ -84,7 +84,7 @@ class LogRecorder:
 
     Args:
         module: Its calls are recorded.
-        check: Called with each value and what becomes of it, before it is recorded.
+        check: Called with each value and a description of its use, before it is recorded.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.agreement import Agreement, batch_signature
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec
@@ -190,12 +191,11 @@ class PipelineRun:
         )
 
     def _refuse_together(self, batch: _Batch) -> None:
-        """Raise on all ranks what the step must not do, as seen by any of them."""
+        """Raise on all ranks if any of them saw the step do something that is refused."""
         if not batch.watched:
             return
         own = self._refused.copy(), self._random.compared or {}
-        everyone = [own] * self._ranks.size
-        dist.all_gather_object(everyone, own, group=self._ranks.control_group)
+        everyone = gather_objects(own, self._ranks.control_group)
         self._refused.clear()
         self._random.compared = None
         name = f"`{type(self.module).__name__}.{batch.step}`"
@@ -364,7 +364,7 @@ class PipelineRun:
 
 
 def _check_first_loss(owner: str, step: str, loss: Tensor) -> None:
-    """Warn of NaN, which layers have in place of what reaches them past the step's own code."""
+    """Warn of NaN, which stand-ins give to layers that read them past the step's own code."""
     if bool(loss.isnan()):
         rank_zero_warn(
             "The loss of the first batch is NaN. If it is not without a pipeline, "

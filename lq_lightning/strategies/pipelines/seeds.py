@@ -16,7 +16,7 @@ class BatchSeeds:
     hold, so that a resumed run goes on with the numbers of the one that was interrupted.
 
     Args:
-        replica: Place of this pipeline among those beside it.
+        replica: Index of this pipeline among the replicas.
 
     Attributes:
         of_run: Seed that all ranks share; set before the first batch.

@@ -1,4 +1,4 @@
-"""Means over targets: over those of the whole batch, where a step sees one micro-batch at a time.
+"""Means over the targets of a whole batch, where a step sees one micro-batch at a time.
 
 [Note: means over a batch]
 ``cross_entropy`` divides by the number of targets that it does not ignore. Micro-batches differ in
@@ -94,7 +94,7 @@ class _Call:
 
 
 class BatchMeans:
-    """Makes means over targets those of a batch; see [Note: means over a batch].
+    """Corrects means over targets to those of the batch; see [Note: means over a batch].
 
     Args:
         arguments: Of the step, for each micro-batch.
@@ -161,7 +161,7 @@ class BatchMeans:
 
 
 class _Watch(StepMode):
-    """Follows what a step makes of its batch, and corrects its means."""
+    """Records how a step computes its targets from the batch, and corrects its means."""
 
     def __init__(self, means: BatchMeans, leaves: Sequence[Tensor]) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class _Watch(StepMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call the function and note what it made."""
+        """Call the function and record its result."""
         named = dict(kwargs or {})
         result = function(*args, **named)
         if torch.compiler.is_compiling():
