@@ -210,12 +210,45 @@ _SLOTS = {**_PRODUCTS, **_SMOOTH, **_PIECEWISE, **_NORMS, **_SHAPES}
 # What these make may hold -inf or the smallest number that there is, next to which all else of a
 # group is rounded to zero.
 _FILLED = ("MaskedFillBackward", "WhereBackward", "MaskedScatterBackward", "IndexFillBackward")
+# These put constants in places of what has a gradient.
+_JOINS = ("CatBackward", "StackBackward", "CopySlices")
+# These add constants: to attention's scores masks, else numbers or tables.
+_SUMS = ("AddBackward", "SubBackward")
+_SCORES = ("BmmBackward", "BaddbmmBackward")
+# What these make holds such values if what they take does.
+_CARRIERS = (
+    *(*_JOINS, *_SUMS, "MulBackward", "DivBackward"),
+    *("AliasBackward", "AsStridedBackward", "CloneBackward", "ExpandBackward", "PermuteBackward"),
+    *("RepeatBackward", "ReshapeAliasBackward", "SelectBackward", "SliceBackward", "SplitBackward"),
+    *("SplitWithSizesBackward", "SqueezeBackward", "TBackward", "ToCopyBackward"),
+    *("TransposeBackward", "UnbindBackward", "UnsafeViewBackward", "UnsqueezeBackward"),
+    "ViewBackward",
+)
+_MAX_CARRIERS = 32  # looked at for one operand
 
 
-def _is_computed(node: Node, operand: int) -> bool:
+def _may_be_filled(producer: Node, first: int) -> bool:
+    """Whether what a node made may hold the values of a mask, back to the node of a number."""
+    stack, seen = [(producer, False)], set[tuple[Node, bool]]()
+    while stack and len(seen) < _MAX_CARRIERS:
+        node, added = stack.pop()
+        if (node, added) in seen or node_number(node) < first:
+            continue
+        seen.add((node, added))
+        name, before = node.name().rpartition("::")[2], [n for n, _ in node.next_functions]
+        joined = name.startswith(_JOINS) and None in before
+        if name.startswith(_FILLED) or joined or (added and name.startswith(_SCORES)):
+            return True
+        if name.startswith(_CARRIERS):
+            added = added or (name.startswith(_SUMS) and None in before)
+            stack.extend((n, added) for n in before if n is not None)
+    return False
+
+
+def _is_computed(node: Node, operand: int, first: int) -> bool:
     """Whether an operand is an activation: not a constant (mask, table, data), nor a weight."""
     producer = node.next_functions[operand][0]
-    if producer is None or producer.name().startswith(_FILLED):
+    if producer is None or _may_be_filled(producer, first):
         return False
     return not isinstance(getattr(producer, "variable", None), nn.Parameter)
 
@@ -258,5 +291,5 @@ def find_uses(output: Any, first: int) -> Iterator[tuple[Any, Use]]:
         for slot in _SLOTS.get(node.name(), ()):
             packed = packed_value(node, slot.name)
             tensor = getattr(packed, "tensor", None)
-            if tensor is not None and slot.allows(node) and _is_computed(node, slot.operand):
+            if tensor is not None and slot.allows(node) and _is_computed(node, slot.operand, first):
                 yield packed, _use(node, slot, tensor)

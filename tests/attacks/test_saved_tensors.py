@@ -243,3 +243,51 @@ def test_what_bears_it_is_rounded(name: str) -> None:
     assert 0 < error < 0.025
     assert after["codes"] > 0
     assert after["floats"] + after["codes"] < 0.8 * before["floats"]
+
+
+class _Temperature(nn.Module):
+    """Multiplies masked scores, which holds the mask's values for backward."""
+
+    def __init__(self, mask: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.keys = nn.Linear(WIDTH, WIDTH)
+        self.factor = nn.Parameter(torch.full((LENGTH,), 1.5))
+        self.mask = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x @ self.keys(x).transpose(1, 2)
+        weights: Tensor = (self.mask(scores) * self.factor).softmax(-1) @ x
+        return weights
+
+
+def _assigned(scores: Tensor) -> Tensor:
+    scores = scores.clone()
+    scores[..., 20:] = -1e9
+    return scores
+
+
+MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "added": lambda s: s + causal(-1e9),
+    "filled and viewed": lambda s: s.masked_fill(causal(1.0) > 0, -1e9).view(2, -1, LENGTH, LENGTH),
+    "filled and scaled": lambda s: s.masked_fill(causal(1.0) > 0, -1e9) * 0.5,
+    "joined": lambda s: torch.cat([s[..., :20], s.new_full((*s.shape[:-1], 12), -1e9)], -1),
+    "assigned": _assigned,
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_that_other_operators_move_are_kept_exactly(name: str) -> None:
+    torch.manual_seed(0)
+    mask = MASKS[name]
+    module = _Temperature(lambda s: mask(s).reshape(s.shape))
+    block = nn.ModuleList([module])
+    x = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
+    dy = torch.randn(BATCH, LENGTH, WIDTH)
+
+    def gradient() -> Tensor:
+        return torch.autograd.grad(module(x), module.factor, dy)[0]
+
+    exact = gradient()
+    with pytest.warns(UserWarning, match="packed by rule"):
+        quantize_activations(block)
+    assert float((gradient() - exact).norm()) < 0.02 * float(exact.norm())
