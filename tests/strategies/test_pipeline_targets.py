@@ -119,6 +119,20 @@ def test_a_batch_without_targets_is_nan() -> None:
     assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
+def _each_sample(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    losses = [F.cross_entropy(logits[i], batch["labels"][i]) for i in range(len(logits))]
+    return torch.stack(losses).mean()
+
+
+def test_means_over_parts_of_a_micro_batch_stay_as_they_are() -> None:
+    counts = [6, 5, 1, 2]
+    expected = _run(_each_sample, counts, 1, corrected=False)
+    loss, gradient, left_out = _run(_each_sample, counts, 2)
+    torch.testing.assert_close(loss, expected[0])
+    torch.testing.assert_close(gradient, expected[1])
+    assert left_out == [6, 1]
+
+
 def _at_random(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     labels = batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0, 5)
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
