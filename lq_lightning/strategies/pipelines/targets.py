@@ -13,9 +13,9 @@ as slices and comparisons. These are noted while the first micro-batch runs, and
 tensors of the other ones, whose own steps then have to call the same functions. They are also done
 with the tensors of the whole batch: if that gives another number, as where a step loops over its
 samples and takes `labels[i]`, one process would not have joined these targets into one mean, and
-each micro-batch keeps its own. Where targets are
-made otherwise (from hidden states, at random, from numbers that Python read from them), the
-micro-batches stay as they are, and a warning gives the numbers if they differ.
+each micro-batch keeps its own. So does what is not linear in a mean, such as a perplexity. Where
+targets are made otherwise (from hidden states, at random, from numbers that Python read from them),
+the micro-batches stay as they are, and a warning gives the numbers if they differ.
 """
 
 from __future__ import annotations
@@ -49,6 +49,23 @@ _IN_PLACE |= {"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "
 COUNT = "a function from a (micro-)batch to its number of targets"
 _CANNOT_MAKE = (RuntimeError, IndexError, TypeError, ValueError)
 _CONSTANTS = {"arange", "zeros", "ones", "full", "eye"}
+# Which keep what a mean is multiplied with, and some that do not.
+_LINEAR = {"add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "true_divide", "neg"}
+_LINEAR |= {"mean", "sum", "detach"}
+_LINEAR |= {
+    "clone",
+    "to",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "cpu",
+    "reshape",
+    "view",
+    "squeeze",
+}
+_NONLINEAR = {"exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "square", "pow"}
+_NONLINEAR |= {"rpow", "sigmoid", "tanh", "clamp", "clip", "clamp_max", "minimum", "maximum"}
 _READS = {"item", "tolist", "numpy", "__array__", "__int__", "__float__", "__index__"}
 
 
@@ -204,6 +221,7 @@ class _Watch(StepMode):
         self._nodes: Any = WeakIdKeyDictionary()
         for place, tensor in enumerate(leaves):
             self._nodes[tensor] = _Leaf(place)
+        self._plain: Any = WeakIdKeyDictionary()  # what corrected means were, and linear terms
         self._read = False  # whether Python took numbers from the batch, which may be anywhere
         self._number = 0
         self._around = (outer_hooks(), torch.is_grad_enabled())
@@ -217,12 +235,16 @@ class _Watch(StepMode):
     ) -> Any:
         """Call the function and note what it made."""
         named = dict(kwargs or {})
-        result = function(*args, **named)
         if torch.compiler.is_compiling():
-            return result
+            return function(*args, **named)
+        name = getattr(function, "__name__", "")
+        if self._plain and name.strip("_") in _NONLINEAR:
+            args = self._without_factors(args)  # perplexity is that of a micro-batch's own mean
+        result = function(*args, **named)
         if function in _MEANS:
             return self._corrected(function, args, named, result)
-        name = getattr(function, "__name__", "")
+        if self._plain and name.strip("_") in _LINEAR:
+            self._note_plain(function, args, named, result)
         if name in _READS:
             self._read |= any(tensor in self._nodes for tensor in tensors_in(args))
         elif name in _IN_PLACE or "out" in named or (name.endswith("_") and name[-2:] != "__"):
@@ -232,6 +254,19 @@ class _Watch(StepMode):
             if made is not None:
                 self._nodes[result] = made
         return result
+
+    def _note_plain(self, function: Any, args: Any, named: Any, result: Any) -> None:
+        changes = function.__name__[-1] == "_" and function.__name__[:2] != "__"
+        if changes or not isinstance(result, Tensor) or result.numel() != 1:
+            return
+        plain = self._without_factors(args)
+        if plain is not args and result not in self._plain:
+            self._plain[result] = function(*plain, **named)
+
+    def _without_factors(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not any(isinstance(value, Tensor) and value in self._plain for value in args):
+            return args
+        return tuple(self._plain.get(v, v) if isinstance(v, Tensor) else v for v in args)
 
     def _made(self, function: Any, args: Any, named: Any, in_place: bool = False) -> _Made | None:
         name = getattr(function, "__name__", "")
@@ -249,6 +284,7 @@ class _Watch(StepMode):
         changed = named.get("out", args[0] if args else None)
         if not isinstance(changed, Tensor) or not has_storage(changed):
             return
+        self._plain.pop(changed, None)
         same = [t for t in self._nodes if storage_key(t) == storage_key(changed)]
         made = None
         if len(same) == 1 and isinstance(self._nodes.get(changed), _Made) and "out" not in named:
@@ -294,7 +330,9 @@ class _Watch(StepMode):
             return result
         share, joined = factor
         corrected = torch.where(found > 0, result, 0) * share.to(result.dtype)
-        return torch.where(joined, corrected, result)
+        corrected = torch.where(joined, corrected, result)
+        self._plain[corrected] = result
+        return corrected
 
 
 @torch.no_grad()
