@@ -29,7 +29,11 @@ class _Settings:
 def _settings(module: nn.Module, name: str) -> dict[str, Any]:
     children = module.named_children()
     inner = {key: (child, f"{name}.{key}") for key, child in children}
-    plain = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str))}
+    values: dict[str, Any] = {}
+    for cls in [each for each in reversed(type(module).__mro__) if each not in nn.Module.__mro__]:
+        values |= {key: value for key, value in vars(cls).items() if key[:1] != "_"}
+    values |= vars(module)
+    plain = {k: v for k, v in values.items() if isinstance(v, (bool, int, float, str))}
     return plain | {key: _Settings(_settings(*child), child[1]) for key, child in inner.items()}
 
 

@@ -108,6 +108,7 @@ class Loose(nn.Module):
         scale = torch.ones(tokens.shape[1], 1)
         extras = []
         for layer in self.layers[1:] if self.use == "skip" else self.layers:
+            assert layer.kind == "full"
             assert layer.attention_type == "full"  # a setting that stand-ins keep
             scaled = embedded if self.use == "embedded" else scale
             x, _, extra = layer(hidden_states=x, scale=scaled)

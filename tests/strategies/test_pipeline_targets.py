@@ -119,6 +119,43 @@ def test_a_batch_without_targets_is_nan() -> None:
     assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
+def _each_sample(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    losses = [F.cross_entropy(logits[i], batch["labels"][i]) for i in range(len(logits))]
+    return torch.stack(losses).mean()
+
+
+def test_means_over_parts_of_a_micro_batch_stay_as_they_are() -> None:
+    counts = [6, 5, 1, 2]
+    expected = _run(_each_sample, counts, 1, corrected=False)
+    loss, gradient, left_out = _run(_each_sample, counts, 2)
+    torch.testing.assert_close(loss, expected[0])
+    torch.testing.assert_close(gradient, expected[1])
+    assert left_out == [6, 1]
+
+
+def _perplexity(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return torch.exp((_sliced(logits, batch).float() / 2).clamp(max=20))
+
+
+def _focal(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return torch.exp(-_sliced(logits, batch)).pow(2)
+
+
+def _changed_in_place(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    loss = _each_sample(logits, batch) + _sliced(logits, batch).detach() * 0
+    loss += 1
+    return loss.exp()
+
+
+@pytest.mark.parametrize("loss", [_perplexity, _focal, _changed_in_place])
+def test_what_is_not_linear_in_a_mean_takes_that_of_the_micro_batch(loss: Loss) -> None:
+    counts = [6, 5, 2, 3]
+    expected, same, _ = _run(loss, counts, 2, corrected=False)
+    ours, gradient, _ = _run(loss, counts, 2)
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(gradient, same)
+
+
 def _at_random(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     labels = batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0, 5)
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())

@@ -10,9 +10,12 @@ in losses, in what is logged and in gradients.
 Backward passes of the first micro-batches run before the forward passes of the last ones, so n has
 to be known at the first loss. Targets are mostly made from the batch alone, by a few functions such
 as slices and comparisons. These are noted while the first micro-batch runs, and done again with the
-tensors of the other ones, whose own steps then have to call the same functions. Where targets are
-made otherwise (from hidden states, at random, from numbers that Python read from them), the
-micro-batches stay as they are, and a warning gives the numbers if they differ.
+tensors of the other ones, whose own steps then have to call the same functions. They are also done
+with the tensors of the whole batch: if that gives another number, as where a step loops over its
+samples and takes `labels[i]`, one process would not have joined these targets into one mean, and
+each micro-batch keeps its own. So does what is not linear in a mean, such as a perplexity. Where
+targets are made otherwise (from hidden states, at random, from numbers that Python read from them),
+the micro-batches stay as they are, and a warning gives the numbers if they differ.
 """
 
 from __future__ import annotations
@@ -44,7 +47,25 @@ _RANDOM += ["exponential_", "geometric_", "cauchy_"]
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
 _IN_PLACE |= {"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
 COUNT = "a function from a (micro-)batch to its number of targets"
+_CANNOT_MAKE = (RuntimeError, IndexError, TypeError, ValueError)
 _CONSTANTS = {"arange", "zeros", "ones", "full", "eye"}
+# Which keep what a mean is multiplied with, and some that do not.
+_LINEAR = {"add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "true_divide", "neg"}
+_LINEAR |= {"mean", "sum", "detach"}
+_LINEAR |= {
+    "clone",
+    "to",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "cpu",
+    "reshape",
+    "view",
+    "squeeze",
+}
+_NONLINEAR = {"exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "square", "pow"}
+_NONLINEAR |= {"rpow", "sigmoid", "tanh", "clamp", "clip", "clamp_max", "minimum", "maximum"}
 _READS = {"item", "tolist", "numpy", "__array__", "__int__", "__float__", "__index__"}
 
 
@@ -102,8 +123,9 @@ class BatchMeans:
 
     def __init__(self, arguments: Sequence[tuple[Any, ...]]) -> None:
         self._leaves = [list(tensors_in(own)) for own in arguments]
-        self._calls: list[tuple[_Call | None, Tensor | None]] = []  # with all of their targets
-        self._unused: dict[int, list[Tensor]] = {}
+        # with all of their targets, and whether the batch makes as many, as a tensor
+        self._calls: list[tuple[_Call | None, tuple[Tensor, Tensor] | None]] = []
+        self._found: dict[int, list[Tensor]] = {}
 
     def watching(self, index: int) -> StepMode:
         """Around the step of a micro-batch, on the last stage."""
@@ -111,8 +133,10 @@ class BatchMeans:
 
     def factor(
         self, number: int, call: _Call | None, found: Tensor, count: Callable[[Tensor], Tensor]
-    ) -> Tensor | None:
-        """What the mean of a micro-batch has to be multiplied with; None if that is not known.
+    ) -> tuple[Tensor, Tensor] | None:
+        """What the mean of a micro-batch has to be multiplied with, and whether it has to be.
+
+        None if that is not known.
 
         Args:
             number: Of the call in the step.
@@ -125,9 +149,9 @@ class BatchMeans:
         """
         if number >= len(self._calls):
             self._calls.append((call, None if call is None else self._total(call.target, count)))
-        first, total = self._calls[min(number, len(self._calls) - 1)]
-        if total is None:
-            self._unused.setdefault(number, []).append(found)
+        first, known = self._calls[min(number, len(self._calls) - 1)]
+        self._found.setdefault(number, []).append(found)
+        if known is None:
             return None
         if call != first:
             raise RuntimeError(
@@ -135,21 +159,34 @@ class BatchMeans:
                 "another, so that they cannot be counted before all have run: give the strategy "
                 f"`count_targets`, {COUNT}."
             )
-        return found * len(self._leaves) / total
+        total, joined = known
+        return found * len(self._leaves) / total, joined
 
-    def _total(self, target: Any, count: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def _total(
+        self, target: Any, count: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
         try:
             made = [_make(target, leaves, {}) for leaves in self._leaves]
-            return torch.stack([count(tensor) for tensor in made]).sum(0)
-        except (RuntimeError, IndexError, TypeError, ValueError):
+            total = torch.stack([count(tensor) for tensor in made]).sum(0)
+        except _CANNOT_MAKE:
             return None  # shapes or numbers are others in another micro-batch
+        try:
+            whole = count(_make(target, _Joined(self._leaves), {}))
+        except _CANNOT_MAKE:
+            whole = total  # the step names the size of a micro-batch, all of which it uses
+        # sums of weights of classes are rounded
+        return total, torch.isclose(whole.double(), total.double(), rtol=1e-5, atol=0.0)
 
     def left_out(self) -> list[int] | None:
         """Targets by micro-batch where they differ and means do not heed it; waits for the device.
 
         Where there was no such call, those of the batch that are not -100.
         """
-        every = [numbers for numbers in self._unused.values() if len(numbers) == len(self._leaves)]
+        every = [
+            numbers
+            for number, numbers in self._found.items()
+            if len(numbers) == len(self._leaves) and not self._heeds(number)
+        ]
         if not self._calls:
             places = [p for p, t in enumerate(self._leaves[0]) if t.dim() and t.dtype == torch.long]
             every += [[(own[place] != -100).sum() for own in self._leaves] for place in places]
@@ -158,6 +195,21 @@ class BatchMeans:
             if len(set(counts)) > 1:
                 return [round(count) for count in counts]
         return None
+
+    def _heeds(self, number: int) -> bool:
+        known = self._calls[number][1]
+        return known is not None and bool(known[1])
+
+
+class _Joined:
+    """The tensors of a batch, by their places in its micro-batches, joined where they are used."""
+
+    def __init__(self, leaves: Sequence[Sequence[Tensor]]) -> None:
+        self._leaves = leaves
+
+    def __getitem__(self, place: int) -> Tensor:
+        parts = [own[place] for own in self._leaves]
+        return torch.cat(parts) if parts[0].dim() else parts[0]
 
 
 class _Watch(StepMode):
@@ -169,6 +221,7 @@ class _Watch(StepMode):
         self._nodes: Any = WeakIdKeyDictionary()
         for place, tensor in enumerate(leaves):
             self._nodes[tensor] = _Leaf(place)
+        self._plain: Any = WeakIdKeyDictionary()  # what corrected means were, and linear terms
         self._read = False  # whether Python took numbers from the batch, which may be anywhere
         self._number = 0
         self._around = (outer_hooks(), torch.is_grad_enabled())
@@ -182,12 +235,16 @@ class _Watch(StepMode):
     ) -> Any:
         """Call the function and record its result."""
         named = dict(kwargs or {})
-        result = function(*args, **named)
         if torch.compiler.is_compiling():
-            return result
+            return function(*args, **named)
+        name = getattr(function, "__name__", "")
+        if self._plain and name.strip("_") in _NONLINEAR:
+            args = self._without_factors(args)  # perplexity is that of a micro-batch's own mean
+        result = function(*args, **named)
         if function in _MEANS:
             return self._corrected(function, args, named, result)
-        name = getattr(function, "__name__", "")
+        if self._plain and name.strip("_") in _LINEAR:
+            self._note_plain(function, args, named, result)
         if name in _READS:
             self._read |= any(tensor in self._nodes for tensor in tensors_in(args))
         elif name in _IN_PLACE or "out" in named or (name.endswith("_") and name[-2:] != "__"):
@@ -197,6 +254,19 @@ class _Watch(StepMode):
             if made is not None:
                 self._nodes[result] = made
         return result
+
+    def _note_plain(self, function: Any, args: Any, named: Any, result: Any) -> None:
+        changes = function.__name__[-1] == "_" and function.__name__[:2] != "__"
+        if changes or not isinstance(result, Tensor) or result.numel() != 1:
+            return
+        plain = self._without_factors(args)
+        if plain is not args and result not in self._plain:
+            self._plain[result] = function(*plain, **named)
+
+    def _without_factors(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not any(isinstance(value, Tensor) and value in self._plain for value in args):
+            return args
+        return tuple(self._plain.get(v, v) if isinstance(v, Tensor) else v for v in args)
 
     def _made(self, function: Any, args: Any, named: Any, in_place: bool = False) -> _Made | None:
         name = getattr(function, "__name__", "")
@@ -214,6 +284,7 @@ class _Watch(StepMode):
         changed = named.get("out", args[0] if args else None)
         if not isinstance(changed, Tensor) or not has_storage(changed):
             return
+        self._plain.pop(changed, None)
         same = [t for t in self._nodes if storage_key(t) == storage_key(changed)]
         made = None
         if len(same) == 1 and isinstance(self._nodes.get(changed), _Made) and "out" not in named:
@@ -257,7 +328,11 @@ class _Watch(StepMode):
         self._number += 1
         if factor is None:
             return result
-        return torch.where(found > 0, result, 0) * factor.to(result.dtype)
+        share, joined = factor
+        corrected = torch.where(found > 0, result, 0) * share.to(result.dtype)
+        corrected = torch.where(joined, corrected, result)
+        self._plain[corrected] = result
+        return corrected
 
 
 @torch.no_grad()
@@ -267,7 +342,7 @@ def _count(target: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def _make(node: Any, leaves: Sequence[Tensor], known: dict[int, Any]) -> Any:
+def _make(node: Any, leaves: Sequence[Tensor] | _Joined, known: dict[int, Any]) -> Any:
     """Make of other leaves what ``node`` says; ``known`` is what was made, by the node's id."""
     if isinstance(node, _Leaf):
         return leaves[node.place]
