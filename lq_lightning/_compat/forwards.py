@@ -17,6 +17,7 @@ __all__ = [
     "gather_normal_tensors",
     "hook_hidden_outputs",
     "refuse_second_derivatives",
+    "refuse_writes_before_backward",
 ]
 
 # What holds no tensor of this pass, or others that are none of its results.
@@ -113,6 +114,45 @@ def refuse_second_derivatives(group: Any, name: str) -> None:
         original(*args)
 
     group.pre_backward = pre_backward
+
+
+def refuse_writes_before_backward(group: Any, name: str) -> None:
+    """Let a backward fail that would gather other weights than its forward has used. Idempotent.
+
+    torch refuses a write between the two by version counters. FSDP2 frees the weights after forward
+    and gathers the shards again for backward, past these counters.
+
+    Args:
+        group: FSDP2's parameter group of the unit.
+        name: Of the unit.
+    """
+    if "post_forward" in vars(group):
+        return
+    after_forward, before_backward = group.post_forward, group.pre_backward
+    known: list[tuple[int, int]] = []
+
+    def versions() -> list[tuple[int, int]]:
+        shards = [p.sharded_param for p in group.fsdp_params]
+        return [(s._version, s._local_tensor._version) for s in shards]
+
+    def post_forward(*args: Any) -> Any:
+        if torch.is_grad_enabled():
+            known[:] = versions()
+        return after_forward(*args)
+
+    def pre_backward(*args: Any) -> None:
+        if known and not group.is_unsharded and (now := versions()) != known:
+            params = zip(group.fsdp_params, known, now, strict=True)
+            written = next(str(p._param_fqn) for p, a, b in params if a != b)
+            raise RuntimeError(
+                f"the parameter `{written}` of the unit `{name}` was written between a forward "
+                "and its backward, which would use the new weights for the gradients of the old "
+                "ones. Write before the forward or after the backward: `on_before_zero_grad` "
+                "runs between them, `on_train_batch_start` and `on_train_batch_end` do not."
+            )
+        before_backward(*args)
+
+    group.post_forward, group.pre_backward = post_forward, pre_backward
 
 
 def hook_hidden_outputs(module: FSDPModule) -> None:

@@ -20,6 +20,7 @@ from lq_lightning._compat.forwards import (
     gather_normal_tensors,
     hook_hidden_outputs,
     refuse_second_derivatives,
+    refuse_writes_before_backward,
 )
 from lq_lightning._compat.fsdp2 import fsdp_units, offloads_to_cpu
 from lq_lightning._compat.lightning import convert_floating
@@ -133,6 +134,7 @@ def shard(
     for name, unit, group in fsdp_units(module):
         gather_normal_tensors(group)
         refuse_second_derivatives(group, name or "root")
+        refuse_writes_before_backward(group, name or "root")
         hook_hidden_outputs(unit)
     _materialize(module, sharding.device)
     if several:

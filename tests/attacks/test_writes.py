@@ -704,7 +704,16 @@ class CompilesADirectUse(Program):
         return project(self.net.hidden(tokens), self.net.head.weight).square().mean()
 
 
+class WritesBeforeBackward(WritesInForward):
+    layer = nn.Linear
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            self.net.blocks[0].up.weight.mul_(1)
+
+
 REFUSED = {
+    WritesBeforeBackward: r"`net\.blocks\.0\.up\.weight` .*written between a forward and its",
     WritesInForward: r"`net\.head\.weight` was written while a module ran",
     AssignsInForward: r"`net\.head\.weight` was written while a module ran",
     WritesInAUnit: r"`net\.blocks\.1\.down\.weight` was written while a module ran",
