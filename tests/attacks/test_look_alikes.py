@@ -105,7 +105,7 @@ def _pairs() -> Iterator[Any]:
             yield pytest.param(row, mechanism, marks=() if now else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("row", "mechanism"), _pairs())
+@pytest.mark.parametrize(("row", "mechanism"), list(_pairs()))
 def test_look_alike(row: str, mechanism: str) -> None:
     check(ALL[row], mechanism)
 

@@ -11,7 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, weight_norm
 
-from lq_testing.look_alikes import WIDTH, Config, Doubled, Forward, Row, Twice, made, parameter
+from lq_testing.look_alikes import (
+    WIDTH,
+    Config,
+    Doubled,
+    Forward,
+    Row,
+    Twice,
+    hooked,
+    hooked_backward,
+    hooked_before,
+    made,
+    parameter,
+)
 
 INNER = 2 * WIDTH
 
@@ -228,20 +240,20 @@ def _states() -> Iterator[tuple[str, Row]]:
         "function later": Row(build=gated(_true), after=lambda m: setattr(m, "act_fn", nn.ReLU6())),
         "function of another kind": Row(build=gated(_true, act_fn=lambda: F.silu),
                                         after=lambda m: setattr(m, "act_fn", F.relu6)),
-        "hook of a child": Row(build=gated(_true, act_fn=lambda: _hooked(nn.SiLU()))),
-        "hook of a child before": Row(build=gated(_true, act_fn=lambda: _hooked_before(nn.SiLU()))),
+        "hook of a child": Row(build=gated(_true, act_fn=lambda: hooked(nn.SiLU()))),
+        "hook of a child before": Row(build=gated(_true, act_fn=lambda: hooked_before(nn.SiLU()))),
         "gradient hook of a child": Row(build=gated(
-            _true, act_fn=lambda: _hooked_backward(nn.SiLU()))),
-        "later hook of a child": Row(build=gated(_true), after=lambda m: _hooked(m.act_fn)),
+            _true, act_fn=lambda: hooked_backward(nn.SiLU()))),
+        "later hook of a child": Row(build=gated(_true), after=lambda m: hooked(m.act_fn)),
         "later hook of a child before": Row(build=gated(_true),
-                                            after=lambda m: _hooked_before(m.act_fn)),
+                                            after=lambda m: hooked_before(m.act_fn)),
         "later gradient hook of a child": Row(build=gated(_true),
-                                              after=lambda m: _hooked_backward(m.act_fn)),
+                                              after=lambda m: hooked_backward(m.act_fn)),
         "later forward of a child": Row(
             build=gated(_true), after=lambda m: setattr(m.act_fn, "forward", torch.tanh)),
         "later projection": Row(build=gated(_true), after=_another_projection),
-        "hook of a projection": Row(build=gated(_true, up_proj=lambda: _hooked(_linear()))),
-        "later hook of a projection": Row(build=gated(_true), after=lambda m: _hooked(m.up_proj)),
+        "hook of a projection": Row(build=gated(_true, up_proj=lambda: hooked(_linear()))),
+        "later hook of a projection": Row(build=gated(_true), after=lambda m: hooked(m.up_proj)),
         "forward of the instance": Row(build=_patched),
         "call of its class": Row(build=_called_otherwise),
         "child called otherwise": Row(build=gated(_true, act_fn=lambda: _Calling())),
@@ -274,21 +286,6 @@ def _states() -> Iterator[tuple[str, Row]]:
     }  # fmt: skip
     for name, row in rows.items():
         yield f"mlp: {name}", row
-
-
-def _hooked(module: nn.Module) -> nn.Module:
-    module.register_forward_hook(lambda module, args, y: 1.5 * y)
-    return module
-
-
-def _hooked_before(module: nn.Module) -> nn.Module:
-    module.register_forward_pre_hook(lambda module, args: (args[0] + 1.0,))
-    return module
-
-
-def _hooked_backward(module: nn.Module) -> nn.Module:
-    module.register_full_backward_hook(lambda module, dx, dy: tuple(2 * g for g in dx))
-    return module
 
 
 def _counts(self: Any, x: Tensor) -> Tensor:

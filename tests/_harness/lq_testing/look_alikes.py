@@ -312,9 +312,9 @@ def _norms() -> Iterator[tuple[str, Row]]:
         "local response": Row(build=lambda: nn.LocalResponseNorm(2)),
         "several dimensions": Row(build=lambda: nn.LayerNorm((16, WIDTH))),
         "parametrized": Row(build=_parametrized_norm),
-        "hooked": Row(build=lambda: _hooked(nn.LayerNorm(WIDTH))),
-        "hooked before": Row(build=lambda: _hooked_before(nn.LayerNorm(WIDTH))),
-        "hooked gradient": Row(build=lambda: _hooked_backward(nn.LayerNorm(WIDTH))),
+        "hooked": Row(build=lambda: hooked(nn.LayerNorm(WIDTH))),
+        "hooked before": Row(build=lambda: hooked_before(nn.LayerNorm(WIDTH))),
+        "hooked gradient": Row(build=lambda: hooked_backward(nn.LayerNorm(WIDTH))),
         "forward of the instance": Row(build=_instance_norm),
         "later eps": Row(
             build=lambda: nn.LayerNorm(WIDTH), after=lambda module: setattr(module, "eps", 3.0)
@@ -327,7 +327,7 @@ def _norms() -> Iterator[tuple[str, Row]]:
             )(WIDTH),
             after=lambda module: setattr(type(module), "forward", lambda self, x: 3 * x),
         ),
-        "later hook": Row(build=lambda: nn.RMSNorm(WIDTH), after=_hooked),
+        "later hook": Row(build=lambda: nn.RMSNorm(WIDTH), after=hooked),
         "changed settings": Row(
             build=_norm(
                 lambda self, x: normalized(x, self.config.eps) * self.weight,
@@ -372,17 +372,17 @@ class Config:
         self.__dict__.update(values)
 
 
-def _hooked(module: nn.Module) -> nn.Module:
+def hooked(module: nn.Module) -> nn.Module:
     module.register_forward_hook(lambda module, args, y: 1.5 * y)
     return module
 
 
-def _hooked_before(module: nn.Module) -> nn.Module:
+def hooked_before(module: nn.Module) -> nn.Module:
     module.register_forward_pre_hook(lambda module, args: (args[0] + 1.0,))
     return module
 
 
-def _hooked_backward(module: nn.Module) -> nn.Module:
+def hooked_backward(module: nn.Module) -> nn.Module:
     module.register_full_backward_hook(lambda module, dx, dy: tuple(2 * g for g in dx))
     return module
 
@@ -502,14 +502,14 @@ def _activations() -> Iterator[tuple[str, Row]]:
         "approximate, later": Row(
             build=nn.GELU, after=lambda module: setattr(module, "approximate", "tanh")
         ),
-        "hooked": Row(build=lambda: _hooked(nn.GELU())),
-        "hooked gradient": Row(build=lambda: _hooked_backward(nn.SiLU())),
+        "hooked": Row(build=lambda: hooked(nn.GELU())),
+        "hooked gradient": Row(build=lambda: hooked_backward(nn.SiLU())),
         "child with a hook": Row(
-            build=lambda: made("WrapsGELU", lambda self, x: self.act(x), act=_hooked(nn.GELU()))
+            build=lambda: made("WrapsGELU", lambda self, x: self.act(x), act=hooked(nn.GELU()))
         ),
         "child with a later hook": Row(
             build=lambda: made("WrapsGELU", lambda self, x: self.act(x), act=nn.GELU()),
-            after=lambda module: _hooked(module.act),
+            after=lambda module: hooked(module.act),
         ),
         "child changed later": Row(
             build=lambda: made("WrapsGELU", lambda self, x: self.act(x), act=nn.GELU()),
