@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .proof import (
-    MISSING,
+    Inherited,
     Path,
     Read,
     Reads,
@@ -164,7 +164,7 @@ class Probe:
             value = own[name]
             self.reads[Read(path, name)] = value
         else:
-            self.reads[Read(path, name)] = MISSING.VALUE
+            self.reads[Read(path, name)] = Inherited.of(type(module), name)
             value = object.__getattribute__(made, name)
         if isinstance(value, types.MethodType) and any(
             value.__self__ is each for each in (made, module)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .attached import Attached
 
 __all__ = [
-    "MISSING",
+    "Inherited",
     "Path",
     "Proof",
     "Read",
@@ -31,6 +31,24 @@ class MISSING(enum.Enum):
     """The value of an attribute that an instance does not have."""
 
     VALUE = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inherited:
+    """An attribute that an instance does not have: what its class gives instead."""
+
+    value: Any
+
+    @classmethod
+    def of(cls, kind: type, name: str) -> Inherited:
+        """Look it up in a class; methods of the class count as their functions."""
+        found = getattr(kind, name, MISSING.VALUE)
+        return cls(found.__func__ if isinstance(found, types.MethodType) else found)
+
+    def holds(self, kind: type, name: str) -> bool:
+        """Whether a class still gives that."""
+        found = Inherited.of(kind, name).value
+        return found is self.value or _equal(found, self.value)
 
 
 _VALUES = (
@@ -136,6 +154,9 @@ def reads_same(module: nn.Module, reads: Reads) -> bool:
         elif read.name in own["_modules"]:
             if type(own["_modules"][read.name]) is not type(value):
                 return False
+        elif isinstance(value, Inherited):
+            if read.name in own or not value.holds(type(part), read.name):
+                return False
         elif not _equal(_unbound(own.get(read.name, MISSING.VALUE), part), _unbound(value, None)):
             return False
     return True
@@ -155,6 +176,7 @@ class _Kept:
         module: the module.
         forward: the forward of its class.
         values: attributes by name.
+        inherited: those of the class that the instance does not have.
         modules: submodules that do not run and do not have to be called.
         settings: objects and their attributes.
         replaced: whether its forward is not run, so that it must have no hooks.
@@ -163,6 +185,7 @@ class _Kept:
     module: nn.Module
     forward: Callable[..., Any]
     values: tuple[tuple[str, Any], ...]
+    inherited: tuple[tuple[str, Inherited], ...]
     modules: tuple[tuple[str, Any], ...]
     settings: tuple[tuple[Any, dict[str, Any]], ...]
     replaced: bool
@@ -173,6 +196,10 @@ class _Kept:
             found = own.get(name, MISSING.VALUE)
             if found is not value and not _equal(found, value):
                 return False
+        kind = type(self.module)
+        for name, each in self.inherited:
+            if not each.holds(kind, name):
+                return False
         children = own["_modules"]
         for name, value in self.modules:
             if children.get(name) is not value:
@@ -180,7 +207,7 @@ class _Kept:
         for settings, before in self.settings:
             if not _same(vars(settings), before):
                 return False
-        if type(self.module).forward is not self.forward:
+        if kind.forward is not self.forward:
             return False
         return not self.replaced or not (
             own["_forward_hooks"]
@@ -243,11 +270,15 @@ def _kept(top: nn.Module, path: Path, names: dict[str, Any], projections: Any) -
     plain = {n: own.get(n, MISSING.VALUE) for n in names if n not in children}
     plain = {n: v for n, v in plain.items() if parameters.get(n) is None}
     inside = [n for n in names if n in children and (path or n not in projections)]
-    settings = [each for v in plain.values() if not is_constant(v) for each in _nested(v)]
+    absent = [n for n, v in plain.items() if v is MISSING.VALUE]
+    inherited = {n: Inherited.of(type(module), n) for n in absent}
+    found = [*plain.values(), *(each.value for each in inherited.values())]
+    settings = [each for v in found if not is_constant(v) for each in _nested(v)]
     return _Kept(
         module=module,
         forward=type(module).forward,
         values=tuple(plain.items()),
+        inherited=tuple(inherited.items()),
         modules=tuple((name, children[name]) for name in inside),
         settings=tuple((each, dict(vars(each))) for each in settings),
         replaced=bool(path),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lq_testing.look_alike_mlps import MLP_ROWS, hugging_face_rows
-from lq_testing.look_alikes import ROWS, GlobalState, Row
+from lq_testing.look_alikes import ROWS, WIDTH, GlobalState, Row
 from torch import Tensor, nn
 
 from lq_lightning.activations import ActivationPolicy, quantize_activations
@@ -118,3 +118,35 @@ def test_hugging_face(mechanism: str, subtests: pytest.Subtests) -> None:
     for name, row in hugging_face_rows().items():
         with subtests.test(name):
             check(row, mechanism)
+
+
+class PlainNorm(nn.Module):
+    """A norm whose class has a setting."""
+
+    gain = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(WIDTH)), 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return self.gain * normal * self.weight
+
+
+class ScaledNorm(PlainNorm):
+    pass
+
+
+def test_what_a_class_gives_may_change_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was quantized before computes as written; one quantized after is looked at."""
+    x, models = torch.randn(4, WIDTH), [nn.Sequential(ScaledNorm()) for _ in range(2)]
+    assert [type(s).__name__ for s in quantize_activations(models[0], "agoq").sites] == ["NormSite"]
+    torch.testing.assert_close(models[0](x), PlainNorm()(x))
+    monkeypatch.setattr(ScaledNorm, "gain", 3.0)
+    with pytest.warns(UserWarning, match="was changed since"):
+        torch.testing.assert_close(models[0](x), 3 * PlainNorm()(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantize_activations(models[1], "agoq")
+    torch.testing.assert_close(models[1](x), 3 * PlainNorm()(x))
