@@ -23,8 +23,8 @@ Models of 110M parameters, on several GPUs, each with its own seeds::
 
 There the spread between equal runs is the enemy. All runs of a seed go on from one trunk: weights
 and moments after so many steps in full precision. Naming ``full precision perturbed`` trains it
-once for each seed, while ``--starts 2`` does all variants twice. ``--details`` shows each pair, when
-its training losses part, gradient norms and clipping.
+once for each seed, while ``--starts 2`` does all variants twice. ``--details`` shows each pair,
+when its training losses part, gradient norms and clipping.
 """
 
 from __future__ import annotations
@@ -98,12 +98,13 @@ def train(
     sizes = (data, args.sizes, lanes, args.nodes, args.node_size, args.forward)
     training: StackedTraining = args.make(variant, *sizes, *([trunk] if trunk else []))
     first, kept = training.step, take_steps(training, variant, args.stop_after)
-    main_weights = {name: master.detach() for name, master in training.masters.items()}
     found = training.validate().tolist()
-    details: dict[str, list[Any]] = {"loss_of_main_weights": training.validate(main_weights)}
+    ends = {"loss_of_main_weights": found}
+    if variant.at(args.stop_after - 1).weights is not None:  # else ranks have the main weights
+        main = {name: master.detach() for name, master in training.masters.items()}
+        ends["loss_of_main_weights"] = training.validate(main).tolist()
     if training.average is not None:
-        details["loss_of_average"] = training.validate(training.average)
-    details = {name: values.tolist() for name, values in details.items()}
+        ends["loss_of_average"] = training.validate(training.average).tolist()
     curves = _in_parts(kept, CURVE_STEPS, first)
     norms = torch.stack(training.norms).view(len(kept), len(lanes), -1).mean(-1)
     size = max(1, len(kept) // PARTS)
@@ -121,7 +122,7 @@ def train(
             curves[row],
             parts["grad_norms"][row],
             details={n: parts[n][row] for n in ("largest_norms", "clipped")}
-            | {n: values[row] for n, values in details.items()},
+            | {n: values[row] for n, values in ends.items()},
         )
         for row, lane in enumerate(lanes)
     ]
@@ -152,7 +153,7 @@ def _wait(device: torch.device) -> None:
 def _in_parts(
     values: Tensor, size: int, first: int, how: Callable[..., Tensor] = torch.mean
 ) -> list[tuple[tuple[int, float], ...]]:
-    """Reduce ``[steps, S]`` over every ``size`` steps; for each of S, pairs of last step and value."""
+    """Reduce ``[steps, S]`` over every ``size`` steps to pairs of last step and value, for each."""
     size = min(size, len(values))
     reduced = how(values.unfold(0, size, size), dim=-1)
     ends = [first + size * (index + 1) for index in range(len(reduced))]

@@ -120,9 +120,7 @@ class StackedTraining:
             for name, master in self.masters.items():
                 moments = trunk.optimizer.state[trunk.masters[name]]
                 self.optimizer.state[master] = {k: v.clone() for k, v in moments.items()}
-        self._factor = learning_rate_factor(
-            preset.steps, preset.warmup, preset.decay, preset.floor
-        )
+        self._factor = learning_rate_factor(preset.steps, preset.warmup, preset.decay, preset.floor)
         self._order = self.read_order(len(data.train)).to(device)
         self.ranks.publish(self.masters, Plan())
 

@@ -1,7 +1,7 @@
 """Prepare training tokens from text that anyone has: the Linux kernel's sources, or Python's.
 
-``--tokens`` of the loss studies reads the result. The kernel's source is an unpacked tree of kernel.org or of a
-distribution; the same tree always gives the same tokens::
+``--tokens`` of the loss studies reads the result. The kernel's source is an unpacked tree of
+kernel.org or of a distribution; the same tree always gives the same tokens::
 
     apt-get download linux-source-6.12 && dpkg-deb -x linux-source-6.12_*.deb .
     tar xf usr/src/linux-source-6.12.tar.xz
@@ -14,9 +14,8 @@ as much is taken as ``--megabytes`` leaves room for. The archive unpacks with ``
 ``--python`` reads all ``.py`` files below the given folders instead, such as those of the standard
 library and of installed packages::
 
-    python benchmarks/research/kernel_text.py --python --megabytes 60 --val-fraction 0.08 \\
-        $(python -c "import sysconfig; p = sysconfig.get_paths(); print(p['stdlib'], p['purelib'])") \\
-        python_tokens
+    python benchmarks/research/kernel_text.py --python --megabytes 62 --val-fraction 0.08 \\
+        --sample-megabytes 25 /usr/lib/python3.11 .venv/lib/python3.11/site-packages python_tokens
 """
 
 from __future__ import annotations
@@ -289,7 +288,9 @@ def main() -> None:
     nbytes = args.megabytes * 10**6
     files = python_files(args.tree, nbytes) if args.python else select(args.tree[0], nbytes)
     print(f"{len(files)} files, {sum(len(f.content) for f in files) / 1e6:.1f} MB", flush=True)
-    numbers = build(files, args.vocab_size, args.sample_megabytes * 10**6, args.out, args.val_fraction)
+    numbers = build(
+        files, args.vocab_size, args.sample_megabytes * 10**6, args.out, args.val_fraction
+    )
     print(json.dumps(numbers))
     num_bytes, num_tokens = sum(numbers["num_bytes"].values()), sum(numbers["num_tokens"].values())
     print(f"{num_bytes / num_tokens:.3f} bytes per token")
