@@ -76,16 +76,25 @@ def inputs_and_targets(rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def learning_rate_factor(steps: int) -> Callable[[int], float]:
+def learning_rate_factor(
+    steps: int, warmup: int = 0, decay: str = "cosine", floor: float = 0.1
+) -> Callable[[int], float]:
     """Return what the peak is scaled by at each step.
 
-    It is reached after a tenth of the steps; a cosine then ends at a tenth of it.
+    Args:
+        steps: Of the run.
+        warmup: Steps of the linear rise; 0 for a tenth of the run.
+        decay: ``"cosine"`` falls from the first step; ``"linear"`` from the end of the rise.
+        floor: What the factor ends at.
     """
-    warmup = max(1, steps // 10)
+    rise = warmup or max(1, steps // 10)
 
     def factor(step: int) -> float:
-        decay = 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
-        return min(1.0, (step + 1) / warmup) * (0.1 + 0.9 * decay)
+        if decay == "linear":
+            left = min(1.0, max(0.0, (steps - step) / max(1, steps - rise)))
+        else:
+            left = 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
+        return min(1.0, (step + 1) / rise) * (floor + (1 - floor) * left)
 
     return factor
 

@@ -108,6 +108,18 @@ class NoiseCode(ValueCode):
 
 
 @dataclass(frozen=True, slots=True)
+class StochasticCode(ValueCode):
+    """Integers between which a value is rounded at random, so that its mean is the value."""
+
+    def lossy(self, groups: Tensor) -> Tensor:
+        """Round."""
+        top = 2 ** (_bits_of(self.spec) - 1) - 1
+        scale = _positive(groups.abs().amax(-1, keepdim=True) / top)
+        rounded = (groups / scale + torch.rand_like(groups)).floor().clamp(-top, top)
+        return rounded * scale
+
+
+@dataclass(frozen=True, slots=True)
 class FittedCode(ValueCode):
     """Levels of one group whose scale is chosen by its error, not by its largest magnitude.
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from emulated_codes import Code, LibraryCode
@@ -62,11 +62,14 @@ class Plan:
         weights: Codes of weight differences; None gathers weights in full precision.
         gradients: Codes of gradients; None reduces them in full precision.
         exact: Regular expression of parameters that travel in full precision all the same.
+        optimizer: What the optimizer computes from exact gradients instead, to tell why a loss
+            moves: the ``"norm"`` that clips, or AdamW's ``"first"`` or ``"second"`` moments.
     """
 
     weights: Codes | None = None
     gradients: Codes | None = None
     exact: str | None = None
+    optimizer: Literal["norm", "first", "second"] | None = None
 
 
 class Unit:
@@ -287,7 +290,7 @@ class EmulatedRanks:
     """
 
     def __init__(self, units: Mapping[str, Unit], nodes: int, node_size: int, dtype: torch.dtype):
-        self.world_size = nodes * node_size
+        self.world_size, self.dtype = nodes * node_size, dtype
         self.units = {n: EmulatedUnit(unit, nodes, node_size, dtype) for n, unit in units.items()}
 
     def weights(self) -> Tensors:

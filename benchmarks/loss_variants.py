@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ablation_report import BASELINE, PERTURBED
-from emulated_codes import Code, FittedCode, LibraryCode, NoiseCode, integer_levels, normal_levels
+from emulated_codes import (
+    Code,
+    FittedCode,
+    LibraryCode,
+    NoiseCode,
+    StochasticCode,
+    integer_levels,
+    normal_levels,
+)
 from emulated_ranks import Codes, Plan
 from stacked_models import Sizes
 
@@ -23,9 +31,11 @@ class Preset(Sizes):
         vocab: Words of the tokenizer that is trained on the text; 0 for bytes.
         batch: Sequences of one rank in one step.
         steps: Optimizer steps.
-        lr: Peak learning rate, after a tenth of the steps; a cosine then ends at a tenth of it.
+        lr: Peak learning rate.
         val_blocks: Sequences to validate on.
         dtype: Of the weights that ranks compute with, the name of a ``torch.dtype``.
+        warmup, decay, floor: As for ``ablation_data.learning_rate_factor``.
+        average: Share of the run, at its end, whose mean weights are validated as well.
     """
 
     vocab: int
@@ -34,6 +44,10 @@ class Preset(Sizes):
     lr: float
     val_blocks: int
     dtype: str = "bfloat16"
+    warmup: int = 0
+    decay: str = "cosine"
+    floor: float = 0.1
+    average: float = 0.0
 
 
 _SMALL: dict[str, Any] = {
@@ -56,6 +70,9 @@ _TINY: dict[str, Any] = {
 # At a rate of 3e-3 chance alone moves the loss by 0.6% (one deviation); at 1e-3 by 0.01%.
 _TINY |= {"lr": 1e-3, "val_blocks": 128, "dtype": "float32"}
 _SMOKE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "seq": 32, "vocab": 0, "batch": 1}
+_LARGE: dict[str, Any] = {"layers": 12, "hidden": 768, "heads": 12, "seq": 1024, "vocab": 16384}
+_LARGE |= {"batch": 8, "steps": 500, "lr": 6e-4, "val_blocks": 512, "average": 0.1}
+_LARGE |= {"warmup": 100, "decay": "linear", "floor": 0.0}
 _SMOKE |= {"steps": 10, "lr": 2e-3, "val_blocks": 8}
 
 PRESETS = {
@@ -97,6 +114,9 @@ PRESETS = {
         lr=2e-3,
         val_blocks=256,
     ),
+    # 98e6 and 111e6 parameters, for two nodes of one rank; words are those of --tokens.
+    "llama_110m": Preset(arch="llama", intermediate=2048, **_LARGE),
+    "gpt_110m": Preset(arch="gpt", intermediate=3072, **_LARGE),
 }
 
 
@@ -188,6 +208,10 @@ def _both(weights: Codes = DIFFERENCES, gradients: Codes = GRADIENTS) -> Variant
     return Variant(plan=Plan(weights=weights, gradients=gradients))
 
 
+def _optimizer(what: Any) -> Variant:
+    return Variant(plan=replace(BOTH, optimizer=what))
+
+
 def with_bits(bits: int, of_vocabulary: int) -> Variant:
     """Return default differences with gradients in so many bits between nodes."""
     vocabulary = _library(_INTER, code=f"int{of_vocabulary}")
@@ -196,6 +220,7 @@ def with_bits(bits: int, of_vocabulary: int) -> Variant:
 
 VARIANTS = {
     BASELINE: Variant(),
+    PERTURBED: Variant(),  # of weights that are 0.1% off
     "both": Variant(plan=BOTH),  # the library's default
     "differences": Variant(plan=Plan(weights=DIFFERENCES)),
     "gradients": Variant(plan=Plan(gradients=GRADIENTS)),
@@ -216,12 +241,23 @@ VARIANTS |= {
 }
 # What quantizes less: when and where the gap comes from.
 VARIANTS |= {
-    **{f"both from {n}": Variant(plan=BOTH, early_steps=n) for n in (10, 20, 40, 80)},
-    **{f"both until {n}": Variant(early=BOTH, early_steps=n) for n in (20, 40)},
+    **{f"both from {n}": Variant(plan=BOTH, early_steps=n) for n in (10, 20, 40, 80, 100)},
+    **{f"both until {n}": Variant(early=BOTH, early_steps=n) for n in (20, 40, 100)},
     "both, vocabulary exact": Variant(plan=replace(BOTH, exact=_VOCABULARY)),
     "both, attention exact": Variant(plan=replace(BOTH, exact=_ATTENTION)),
     "both, MLP exact": Variant(plan=replace(BOTH, exact=_MLP)),
 }
+# Which way the error takes through the optimizer: see `Plan`.
+VARIANTS |= {
+    "both, exact norm": _optimizer("norm"),
+    "both, exact first moments": _optimizer("first"),
+    "both, exact second moments": _optimizer("second"),
+}
+# An unbiased error in the codes' own shape.
+VARIANTS["gradients, stochastic"] = _both(
+    gradients=_gradients(StochasticCode(_INTER), StochasticCode(_WORDS))
+)
+VARIANTS["8 bits"] = _both(_weights(code="int8"), _gradients(code="int8"))
 # Other codes of 4 bits, or of little more.
 VARIANTS |= {
     "both, 8 bits early": Variant(

@@ -13,17 +13,23 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 Weights = dict[str, Tensor]
+Part = Callable[..., Tensor]
 
 _BLOCK = re.compile(r"(?:blocks|model\.layers)\.\d+")
 _ROTARY_BASE = 10000.0
 _NORM_EPS = {"gpt": 1e-5, "llama": 1e-6}
+_LAST = {
+    "gpt": ("norm.weight", "norm.bias", "head.weight"),
+    "llama": ("model.norm.weight", "model.embed_tokens.weight"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +119,13 @@ def initial(sizes: Sizes, vocab: int, seeds: Sequence[int]) -> Weights:
     return drawn
 
 
-def losses(sizes: Sizes, weights: Weights, tokens_MBT: Tensor, targets_MBT: Tensor) -> Tensor:
+def losses(
+    sizes: Sizes,
+    weights: Weights,
+    tokens_MBT: Tensor,
+    targets_MBT: Tensor,
+    compiled: Callable[[Part], Part] = lambda part: part,
+) -> Tensor:
     """Return each model's mean next-token loss, ``[M]`` fp32.
 
     Args:
@@ -121,11 +133,39 @@ def losses(sizes: Sizes, weights: Weights, tokens_MBT: Tensor, targets_MBT: Tens
         weights: ``[M, ...]`` by name.
         tokens_MBT: int64, what each model reads.
         targets_MBT: What follows each token.
+        compiled: Maps a block and the end of the model to what computes the same.
     """
-    hidden, head = (_gpt if sizes.arch == "gpt" else _llama)(sizes, weights, tokens_MBT)
-    logits = _linear(hidden, head).flatten(0, -2).float()
+    gpt = sizes.arch == "gpt"
+    x = _embed(weights["tokens.weight" if gpt else "model.embed_tokens.weight"], tokens_MBT)
+    if gpt:
+        x = x + weights["positions.weight"][:, None, : tokens_MBT.shape[2]]
+    rotation = () if gpt else _rotation(sizes, x)
+    block, end = (_gpt_block, _gpt_loss) if gpt else (_llama_block, _llama_loss)
+    block, end, prefix = compiled(block), compiled(end), "blocks" if gpt else "model.layers"
+    for index in range(sizes.layers):
+        at = f"{prefix}.{index}."
+        own = {n.removeprefix(at): w for n, w in weights.items() if n.startswith(at)}
+        x = block(sizes, own, x, *rotation)
+    return end({n: weights[n] for n in _LAST[sizes.arch]}, x, targets_MBT)
+
+
+@cache
+def _compiled(part: Part) -> Part:
+    return torch.compile(part, fullgraph=True, dynamic=False)
+
+
+def losses_of_compiled_blocks(*arguments: Any) -> Tensor:
+    """Return what ``losses`` does: all blocks share one graph, which is compiled once.
+
+    Embeddings stay outside: their compiled backward adds bf16 gradients in no fixed order.
+    """
+    return losses(*arguments, compiled=_compiled)
+
+
+def _token_losses(hidden_MBTC: Tensor, head: Tensor, targets_MBT: Tensor) -> Tensor:
+    logits = _linear(hidden_MBTC, head).flatten(0, -2).float()
     each = F.cross_entropy(logits, targets_MBT.flatten(), reduction="none")
-    return each.view(len(tokens_MBT), -1).mean(dim=1)
+    return each.view(len(targets_MBT), -1).mean(dim=1)
 
 
 def _linear(x_MBTC: Tensor, weight: Tensor) -> Tensor:
@@ -158,18 +198,16 @@ def _layer_norm(x: Tensor, weights: Weights, name: str) -> Tensor:
     return normed * weight[:, None, None] + bias[:, None, None]
 
 
-def _gpt(sizes: Sizes, weights: Weights, tokens_MBT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the last hidden states and the head."""
-    x = _embed(weights["tokens.weight"], tokens_MBT)
-    x = x + weights["positions.weight"][:, None, : tokens_MBT.shape[2]]
-    for index in range(sizes.layers):
-        at = f"blocks.{index}."
-        qkv = _linear(_layer_norm(x, weights, f"{at}norm1"), weights[f"{at}qkv.weight"])
-        q, k, v = qkv.unflatten(-1, (3, sizes.heads, -1)).unbind(3)
-        x = x + _linear(_attend(q, k, v, lambda y: y), weights[f"{at}out.weight"])
-        inner = _linear(_layer_norm(x, weights, f"{at}norm2"), weights[f"{at}up.weight"])
-        x = x + _linear(F.gelu(inner), weights[f"{at}down.weight"])
-    return _layer_norm(x, weights, "norm"), weights["head.weight"]
+def _gpt_block(sizes: Sizes, weights: Weights, x: Tensor) -> Tensor:
+    qkv = _linear(_layer_norm(x, weights, "norm1"), weights["qkv.weight"])
+    q, k, v = qkv.unflatten(-1, (3, sizes.heads, -1)).unbind(3)
+    x = x + _linear(_attend(q, k, v, lambda y: y), weights["out.weight"])
+    inner = _linear(_layer_norm(x, weights, "norm2"), weights["up.weight"])
+    return x + _linear(F.gelu(inner), weights["down.weight"])
+
+
+def _gpt_loss(weights: Weights, x: Tensor, targets_MBT: Tensor) -> Tensor:
+    return _token_losses(_layer_norm(x, weights, "norm"), weights["head.weight"], targets_MBT)
 
 
 def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -178,38 +216,32 @@ def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return weight[:, None, None] * normed.to(x.dtype)
 
 
-def _rotation(sizes: Sizes, like: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the rotation of ``[..., T, D]`` by position, in the dtype of the hidden states."""
+def _rotation(sizes: Sizes, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of every position, ``[T, D]`` in the dtype of the hidden states."""
     depth, device = sizes.hidden // sizes.heads, like.device
     rates = _ROTARY_BASE ** -(torch.arange(0, depth, 2, device=device).float() / depth)
     angles = torch.arange(like.shape[2], device=device).float()[:, None] * rates
     angles = torch.cat((angles, angles), dim=-1)
-    cos, sin = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
-
-    def rotate(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-    return rotate
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
-def _llama(sizes: Sizes, weights: Weights, tokens_MBT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the last hidden states and the table."""
-    table = weights["model.embed_tokens.weight"]
-    x = _embed(table, tokens_MBT)
-    rotate = _rotation(sizes, x)
-    for index in range(sizes.layers):
-        at = f"model.layers.{index}."
-        normed = _rms_norm(x, weights[f"{at}input_layernorm.weight"])
-        q, k, v = (
-            _linear(normed, weights[f"{at}self_attn.{part}_proj.weight"]).unflatten(
-                -1, (sizes.heads, -1)
-            )
-            for part in "qkv"
-        )
-        x = x + _linear(_attend(q, k, v, rotate), weights[f"{at}self_attn.o_proj.weight"])
-        normed = _rms_norm(x, weights[f"{at}post_attention_layernorm.weight"])
-        gate = F.silu(_linear(normed, weights[f"{at}mlp.gate_proj.weight"]))
-        inner = gate * _linear(normed, weights[f"{at}mlp.up_proj.weight"])
-        x = x + _linear(inner, weights[f"{at}mlp.down_proj.weight"])
-    return _rms_norm(x, weights["model.norm.weight"]), table
+def _llama_block(sizes: Sizes, weights: Weights, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate(y: Tensor) -> Tensor:
+        first, second = y.chunk(2, dim=-1)
+        return y * cos + torch.cat((-second, first), dim=-1) * sin
+
+    normed = _rms_norm(x, weights["input_layernorm.weight"])
+    q, k, v = (
+        _linear(normed, weights[f"self_attn.{part}_proj.weight"]).unflatten(-1, (sizes.heads, -1))
+        for part in "qkv"
+    )
+    x = x + _linear(_attend(q, k, v, rotate), weights["self_attn.o_proj.weight"])
+    normed = _rms_norm(x, weights["post_attention_layernorm.weight"])
+    gate = F.silu(_linear(normed, weights["mlp.gate_proj.weight"]))
+    inner = gate * _linear(normed, weights["mlp.up_proj.weight"])
+    return x + _linear(inner, weights["mlp.down_proj.weight"])
+
+
+def _llama_loss(weights: Weights, x: Tensor, targets_MBT: Tensor) -> Tensor:
+    normed = _rms_norm(x, weights["model.norm.weight"])
+    return _token_losses(normed, weights["model.embed_tokens.weight"], targets_MBT)

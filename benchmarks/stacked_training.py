@@ -13,6 +13,8 @@ from loss_variants import Preset
 from stacked_models import initial, losses, shapes, units, vocabulary
 from torch import Tensor
 
+AVERAGE_EVERY = 5  # steps between weights that are averaged
+CLIP = 1.0  # largest norm of gradients
 PERTURBATION = 1e-3  # relative deviation of normal noise on the weights that a start adds
 
 Losses = Callable[..., Tensor]
@@ -70,11 +72,15 @@ class StackedTraining:
         nodes: Emulated nodes of each.
         node_size: Ranks of a node.
         forward: ``stacked_models.losses``, or that compiled.
+        trunk: A training of the same seeds to go on from, with its weights, moments and step;
+            lanes that do not start at 0 take its weights 0.1% off. Drawn weights without it.
 
     Attributes:
         masters: fp32 weights ``[S, ...]``, which the optimizer updates.
         ranks: What the ranks compute with.
         step: Steps taken.
+        norms: Of the gradients of each step that was taken here, before clipping, ``[S]``.
+        average: Mean of the main weights over the end of the run; None before it.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class StackedTraining:
         nodes: int,
         node_size: int,
         forward: Losses = losses,
+        trunk: StackedTraining | None = None,
     ) -> None:
         device, world = data.train.device, nodes * node_size
         self.data, self.preset, self.lanes, self.step = data, preset, tuple(lanes), 0
@@ -96,8 +103,11 @@ class StackedTraining:
             for unit, names in units(list(shape_of)).items()
         }
         self.ranks = EmulatedRanks(parts, nodes, node_size, getattr(torch, preset.dtype))
-        drawn = start_weights(preset, data.vocab, self.lanes)
+        drawn = trunk.branch(self.lanes) if trunk else start_weights(preset, data.vocab, self.lanes)
         self.masters = {n: w.to(device, copy=True).requires_grad_() for n, w in drawn.items()}
+        self.norms: list[Tensor] = []
+        self.average: Tensors | None = None
+        self._averaged = 0
         self.optimizer = torch.optim.AdamW(
             self.masters.values(),
             lr=preset.lr,
@@ -105,9 +115,28 @@ class StackedTraining:
             weight_decay=0.1,
             fused=device.type == "cuda",
         )
-        self._factor = learning_rate_factor(preset.steps)
+        if trunk is not None:
+            self.step = trunk.step
+            for name, master in self.masters.items():
+                moments = trunk.optimizer.state[trunk.masters[name]]
+                self.optimizer.state[master] = {k: v.clone() for k, v in moments.items()}
+        self._factor = learning_rate_factor(preset.steps, preset.warmup, preset.decay, preset.floor)
         self._order = self.read_order(len(data.train)).to(device)
         self.ranks.publish(self.masters, Plan())
+
+    def branch(self, lanes: Sequence[Lane]) -> Tensors:
+        """Return the weights that lanes of the same seeds go on from, ``[S, ...]``."""
+        if [lane.seed for lane in lanes] != [lane.seed for lane in self.lanes]:
+            raise ValueError(f"a trunk of {self.lanes} has no weights for {tuple(lanes)}")
+        found = {name: master.detach().clone() for name, master in self.masters.items()}
+        for row, lane in enumerate(lanes):
+            if lane.start:
+                generator = torch.Generator(self.data.train.device)
+                generator.manual_seed(1_000_003 * lane.start + lane.seed)
+                for stacked in found.values():
+                    noise = torch.empty_like(stacked[row]).normal_(generator=generator)
+                    stacked[row].mul_(1 + PERTURBATION * noise)
+        return found
 
     def read_order(self, blocks: int) -> Tensor:
         """Return which of so many blocks each rank reads when, ``[steps, S, W, batch]``."""
@@ -129,28 +158,75 @@ class StackedTraining:
         grads = {name: w.grad.unflatten(0, (lanes, world)) for name, w in weights.items()}  # type: ignore[union-attr]
         return found.detach().view(lanes, world).mean(dim=1), grads
 
-    def update(self, gradients: Tensors, plan: Plan) -> None:
-        """Take a step with reduced gradients ``[S, ...]`` and bring the weights to the ranks."""
-        squares = [gradients[name].flatten(1).square().sum(dim=1) for name in self.masters]
-        norms = torch.stack(squares).sum(dim=0).sqrt()
-        clip = (1.0 / (norms + 1e-6)).clamp(max=1.0)
+    def update(self, gradients: Tensors, plan: Plan, exact: Tensors | None = None) -> None:
+        """Take a step with reduced gradients ``[S, ...]`` and bring the weights to the ranks.
+
+        Args:
+            gradients: What the optimizer gets.
+            plan: Of this step.
+            exact: The same without quantization, for ``plan.optimizer``.
+        """
+        norms = self._norms(exact if exact and plan.optimizer == "norm" else gradients)
+        self.norms.append(norms)
+        clip = (CLIP / (norms + 1e-6)).clamp(max=1.0)
         for name, master in self.masters.items():
-            master.grad = gradients[name] * clip.view(-1, *[1] * (master.dim() - 1))
+            scale = clip.view(-1, *[1] * (master.dim() - 1))
+            master.grad = gradients[name] * scale
+            if exact and plan.optimizer in ("first", "second"):
+                self._mix_moments(master, exact[name] * scale, plan.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = self.preset.lr * self._factor(self.step)
         self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         self.ranks.publish(self.masters, plan)
         self.step += 1
+        self._average()
+
+    def _norms(self, gradients: Tensors) -> Tensor:
+        squares = [gradients[name].flatten(1).square().sum(dim=1) for name in self.masters]
+        return torch.stack(squares).sum(dim=0).sqrt()
+
+    @torch.no_grad()
+    def _mix_moments(self, master: Tensor, exact: Tensor, which: str) -> None:
+        """Let AdamW's next step compute one moment from exact gradients, the other from given ones.
+
+        The step sees the gradients of the second moment. The first, which is linear in them, is
+        changed beforehand by what the step will add wrongly.
+        """
+        given, beta = master.grad, self.optimizer.param_groups[0]["betas"][0]
+        first, second = (exact, given) if which == "first" else (given, exact)
+        state = self.optimizer.state[master]
+        if state:  # the first step of all has no moments
+            state["exp_avg"].add_(first - second, alpha=(1 - beta) / beta)
+        master.grad = second
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Add the main weights to their mean over the end of the run, at some of its steps."""
+        left = self.preset.steps - self.step
+        if left >= self.preset.average * self.preset.steps or left % AVERAGE_EVERY:
+            return
+        self._averaged += 1
+        if self.average is None:
+            self.average = {name: master.detach().clone() for name, master in self.masters.items()}
+        else:
+            means = list(self.average.values())
+            torch._foreach_lerp_(means, list(self.masters.values()), 1 / self._averaged)
 
     def take_step(self, plan: Plan) -> Tensor:
         """Train on the next batches; return the mean loss of each training, ``[S]``."""
         found, gradients = self.backward()
-        self.update(self.ranks.reduce(gradients, plan), plan)
+        exact = self.ranks.reduce(gradients, Plan()) if plan.optimizer else None
+        self.update(self.ranks.reduce(gradients, plan), plan, exact)
         return found
 
     @torch.no_grad()
-    def validate(self) -> Tensor:
-        """Mean loss of each training over the first validation blocks, ``[S]`` fp64."""
+    def validate(self, weights: Tensors | None = None) -> Tensor:
+        """Mean loss of each training over the first validation blocks, ``[S]`` fp64.
+
+        Args:
+            weights: To validate, ``[S, ...]``; by default those that the ranks compute with.
+        """
         size = self.preset.batch * self.world_size
         blocks = self.data.val
         count = min(self.preset.val_blocks, len(blocks)) // size * size
@@ -158,7 +234,8 @@ class StackedTraining:
             raise ValueError(
                 f"{len(blocks)} validation blocks do not fill a batch of {size}: give more text"
             )
-        weights, lanes = self.ranks.weights(), len(self.lanes)
+        weights, lanes = self.ranks.weights() if weights is None else weights, len(self.lanes)
+        weights = {name: w.to(self.ranks.dtype) for name, w in weights.items()}
         total = torch.zeros(lanes, device=blocks.device, dtype=torch.float64)
         for rows in blocks[:count].split(size):
             tokens, targets = (x.expand(lanes, -1, -1) for x in inputs_and_targets(rows))

@@ -1,7 +1,7 @@
-"""Prepare the Linux kernel's sources as training tokens: a corpus of text that anyone can download.
+"""Prepare training tokens from text that anyone has: the Linux kernel's sources, or Python's.
 
-``ablation.py --tokens`` reads the result. The source is an unpacked tree of kernel.org or of a
-distribution; the same tree always gives the same tokens::
+``--tokens`` of the loss studies reads the result. The kernel's source is an unpacked tree of
+kernel.org or of a distribution; the same tree always gives the same tokens::
 
     apt-get download linux-source-6.12 && dpkg-deb -x linux-source-6.12_*.deb .
     tar xf usr/src/linux-source-6.12.tar.xz
@@ -10,6 +10,12 @@ distribution; the same tree always gives the same tokens::
 Code, comments and documentation are kept; tables of registers and of numbers, most of which are
 generated, are left out, and so are repeated files. Of the drivers, which are most of the tree, only
 as much is taken as ``--megabytes`` leaves room for. The archive unpacks with ``tar xf``.
+
+``--python`` reads all ``.py`` files below the given folders instead, such as those of the standard
+library and of installed packages::
+
+    python benchmarks/research/kernel_text.py --python --megabytes 62 --val-fraction 0.08 \\
+        --sample-megabytes 25 /usr/lib/python3.11 .venv/lib/python3.11/site-packages python_tokens
 """
 
 from __future__ import annotations
@@ -79,6 +85,27 @@ def read_files(tree: Path) -> list[TextFile]:
     return list(found.values())
 
 
+def python_files(trees: Sequence[Path], max_nbytes: int) -> list[TextFile]:
+    """Choose ``.py`` files below folders, in an order that depends on their contents alone.
+
+    Args:
+        trees: Where to look; of equal files, of whichever folder, one is kept.
+        max_nbytes: Bytes to take.
+
+    Raises:
+        ValueError: the folders have no such file.
+    """
+    found = {}
+    for tree in trees:
+        for path in tree.rglob("*.py"):
+            content = path.read_bytes()
+            if content and path.is_file() and is_text(content) and not is_table(content):
+                found[hashlib.sha256(content).hexdigest()] = content
+    if not found:
+        raise ValueError(f"there is no .py file below {[str(tree) for tree in trees]}")
+    return take([TextFile(name, content) for name, content in found.items()], max_nbytes)
+
+
 def is_text(content: bytes) -> bool:
     """Tell whether a file is UTF-8 without zeros."""
     try:
@@ -87,12 +114,14 @@ def is_text(content: bytes) -> bool:
         return False
 
 
-def split_files(files: Sequence[TextFile]) -> dict[str, list[TextFile]]:
+def split_files(
+    files: Sequence[TextFile], val_fraction: float = VAL_FRACTION
+) -> dict[str, list[TextFile]]:
     """Hold whole files out, in the order of a hash of their path."""
     ordered = sorted(files, key=lambda f: hashlib.sha256(f"0:{f.path}".encode()).digest())
     total = sum(len(file.content) for file in files)
     splits: dict[str, list[TextFile]] = {"val": [], "test": []}
-    for split, fraction in (("val", VAL_FRACTION), ("test", TEST_FRACTION)):
+    for split, fraction in (("val", val_fraction), ("test", TEST_FRACTION)):
         nbytes = 0
         while nbytes < fraction * total:
             nbytes += len(ordered[0].content)
@@ -166,7 +195,13 @@ def select(tree: Path, max_nbytes: int) -> list[TextFile]:
     return sorted(chosen, key=lambda file: file.path)
 
 
-def build(files: list[TextFile], vocab_size: int, sample_nbytes: int, out: Path) -> dict[str, Any]:
+def build(
+    files: list[TextFile],
+    vocab_size: int,
+    sample_nbytes: int,
+    out: Path,
+    val_fraction: float = VAL_FRACTION,
+) -> dict[str, Any]:
     """Train the tokenizer on a sample of the training files and write the tokens of all files.
 
     Args:
@@ -175,11 +210,12 @@ def build(files: list[TextFile], vocab_size: int, sample_nbytes: int, out: Path)
         sample_nbytes: Bytes of training text that the tokenizer learns from.
         out: Folder to write: ``{train,val,test}.npy`` (uint16), ``tokenizer.json`` and
             ``corpus.json`` (numbers).
+        val_fraction: Share of the text to validate on.
 
     Returns:
         The numbers: a fingerprint of all tokens, and tokens, bytes and files per split.
     """
-    splits = split_files(files)
+    splits = split_files(files, val_fraction)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     train_bpe(take(splits["train"], sample_nbytes), vocab_size, out / "tokenizer.json")
@@ -236,16 +272,25 @@ def pack(folder: Path, archive: Path) -> None:
 def main() -> None:
     """Select the text, write the tokens and pack them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tree", type=Path, help="unpacked Linux source tree")
+    parser.add_argument("tree", type=Path, nargs="+", help="unpacked Linux source tree")
     parser.add_argument("out", type=Path, help="folder to write, replaced if it exists")
     parser.add_argument("--megabytes", type=int, default=410, help="1e6 bytes of text to take")
+    parser.add_argument("--python", action="store_true", help="read .py files of these folders")
+    parser.add_argument(
+        "--val-fraction", type=float, default=VAL_FRACTION, help="of the text, to validate on"
+    )
     parser.add_argument("--vocab-size", type=int, default=16384)
     parser.add_argument("--sample-megabytes", type=int, default=60, help="for the tokenizer")
     parser.add_argument("--archive", type=Path, help="also pack the folder as this .tar.xz")
     args = parser.parse_args()
-    files = select(args.tree, args.megabytes * 10**6)
+    if len(args.tree) > 1 and not args.python:
+        parser.error("the kernel has one source tree: give --python for several folders")
+    nbytes = args.megabytes * 10**6
+    files = python_files(args.tree, nbytes) if args.python else select(args.tree[0], nbytes)
     print(f"{len(files)} files, {sum(len(f.content) for f in files) / 1e6:.1f} MB", flush=True)
-    numbers = build(files, args.vocab_size, args.sample_megabytes * 10**6, args.out)
+    numbers = build(
+        files, args.vocab_size, args.sample_megabytes * 10**6, args.out, args.val_fraction
+    )
     print(json.dumps(numbers))
     num_bytes, num_tokens = sum(numbers["num_bytes"].values()), sum(numbers["num_tokens"].values())
     print(f"{num_bytes / num_tokens:.3f} bytes per token")

@@ -223,6 +223,12 @@ def test_codes_with_a_choice_lose_less(load: Load) -> None:
     assert ranged < 0.97 * lost(codes.LibraryCode(asymmetric))
     assert lost(codes.FittedCode(spec, integer, cap=0.1)) < 0.5 * plain
     assert lost(codes.FittedCode(spec, integer, cap=0.5)) == pytest.approx(plain)
+    rounded = lost(codes.StochasticCode(spec))
+    assert 1.3 * plain < rounded < 1.6 * plain
+    many = codes.StochasticCode(spec).encode(values.repeat(400, 1)).view(400, *values.shape)
+    mean = torch.empty_like(values)
+    codes.StochasticCode(spec).reduce(many, mean, 1 / 400)
+    assert (mean - values).norm() / values.norm() < 1.3 * rounded / 20
     assert lost(codes.NoiseCode(spec, 0.2)) == pytest.approx(0.2, rel=0.1)
 
 

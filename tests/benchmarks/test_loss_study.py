@@ -16,6 +16,7 @@ from lq_lightning.data_parallel import GradientQuantization
 Load = Callable[[str], ModuleType]
 Run = Callable[..., str]
 
+ENDS = ("main_weights", "average")
 WORLD = 4
 TEXT = ("--cpu", "--text", str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -53,6 +54,58 @@ def test_runs_that_would_say_nothing_are_refused(
     with pytest.raises(SystemExit):
         run("loss_study.py", "--cpu", "--preset", "gpt_smoke", "--steps", "1", *options)
     assert message in capsys.readouterr().err
+
+
+def test_processes_share_seeds_that_go_on_from_trunks(run: Run, tmp_path: Path) -> None:
+    report, variants = tmp_path / "report.json", "full precision;full precision perturbed;both"
+    options = (*TEXT, "--preset", "gpt_smoke", "--steps", "9", "--seeds", "0-1", "--starts", "1")
+    options = (*options, "--variants", variants, "--average", "1.0", "--json", str(report))
+    losses = {}
+    for trunk, more in (("0", ()), ("2", ("--processes", "2", "--details"))):
+        shown = run("loss_study.py", *options, "--trunk-steps", trunk, *more)
+        found = json.loads(report.read_text())["results"]["variants"]
+        assert [run["seed"] for run in found["both"]] == [0, 1]
+        losses[trunk] = {name: [run["val_loss"] for run in runs] for name, runs in found.items()}
+    # What follows a trunk in full precision is the same run, up to the size of products.
+    exact = [losses[trunk]["full precision"] for trunk in losses]
+    assert exact[0] == pytest.approx(exact[1], rel=1e-6)
+    assert len({ends[0] for ends in losses["2"].values()}) == 3
+    assert losses["2"]["both"] != pytest.approx(losses["0"]["both"], rel=1e-6)
+    both = found["both"][0]
+    assert both["curve"][0][0] == both["grad_norms"][-1][0] == 9
+    assert len({both["val_loss"], *(both["details"][f"loss_of_{n}"] for n in ENDS)}) == 3
+    assert "seed 1" in shown
+    assert "gradient norms" in shown
+
+
+@pytest.mark.parametrize("which", ["first", "second", "norm"])
+def test_the_optimizer_gets_exact_values(load: Load, which: str) -> None:
+    training, variants = load("stacked_training"), load("loss_variants")
+    data = load("ablation_data").load(None, Path(TEXT[2]), 32, torch.device("cpu"))
+    run = training.StackedTraining(data, variants.PRESETS["gpt_smoke"], [training.Lane(0)], 1, 1)
+    run.take_step(variants.Plan())
+    name = "blocks.0.up.weight"
+    before = {n: v.clone() for n, v in run.optimizer.state[run.masters[name]].items()}
+    generator = torch.Generator().manual_seed(0)
+    given, exact = (
+        {n: s * torch.randn(w.shape, generator=generator) for n, w in run.masters.items()}
+        for s in (1e-5, 1e-6)
+    )
+    exact["norm.bias"] += 2.0  # this norm clips, the other does not
+    run.update(given, variants.Plan(optimizer=which), exact)
+    after = run.optimizer.state[run.masters[name]]
+    first, second = given[name], given[name]
+    if which == "norm":
+        first = second = given[name] / float(
+            torch.cat([x.flatten() for x in exact.values()]).norm()
+        )
+    elif which == "first":
+        first = exact[name]
+    else:
+        second = exact[name]
+    torch.testing.assert_close(after["exp_avg"], 0.9 * before["exp_avg"] + 0.1 * first)
+    square = 0.95 * before["exp_avg_sq"] + 0.05 * second.square()
+    torch.testing.assert_close(after["exp_avg_sq"], square, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("bits", [4, 2, 6])

@@ -115,6 +115,12 @@ def test_prepared_text_reaches_the_runs(load: Load, run: Run, tmp_path: Path) ->
     text = load("research/kernel_text")
     files = text.select(tree, 10**6)
     assert len(files) == 18, "no table, no copy"
+    for folder in (tmp_path / "some", tmp_path / "more"):  # of equal files one is read
+        folder.mkdir()
+        (folder / "__init__.py").write_text("import os\n")
+        (folder / f"{folder.name}.py").write_text(f"{folder.name} = 1\n")
+    python = text.python_files([tmp_path / "some", tmp_path / "more"], 10**6)
+    assert sorted(f.content for f in python) == [b"import os\n", b"more = 1\n", b"some = 1\n"]
     numbers = text.build(files, vocab_size=300, sample_nbytes=10**5, out=out)
     assert np.load(out / "val.npy").size == numbers["num_tokens"]["val"] > 0
     run(
