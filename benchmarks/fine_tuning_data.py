@@ -1,10 +1,10 @@
 """Text and tasks to fine-tune a language model on, and what scores the tasks.
 
 Text is what every Python has: the topics of ``pydoc`` and sources of the standard library. Tasks
-are drawn: sorting words, sums in words, lengths in another unit, dates in words. A loss counts all
-tokens of text and the answers of tasks. An answer is right if the model finds each of its tokens, the end included, most
-likely behind the right ones before it, which is when greedy decoding writes just this answer: an
-exact match in one forward pass.
+are drawn: sorting words, sums, lengths in another unit, dates in words. A loss counts all tokens of
+text, and the answers of tasks. An answer is right if the model finds each of its tokens, the end
+included, most likely behind the right ones before it, which is when greedy decoding writes just
+this answer: an exact match, in one forward pass.
 """
 
 from __future__ import annotations

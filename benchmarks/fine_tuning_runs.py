@@ -16,6 +16,7 @@ import torch
 from coded_boundaries import Codec, CodedBoundaries, layers_before_boundaries
 from emulated_ranks import EmulatedRanks, Plan, Unit
 from fine_tuning_data import Data, evaluate, losses
+from fine_tuning_report import BASELINE, LORA
 from loss_variants import BOTH, with_bits
 from low_rank import add_low_rank
 from torch import Tensor, nn
@@ -32,8 +33,6 @@ from lq_lightning.adaptive import (
 from lq_lightning.optim import quantize_optimizer
 from lq_lightning.pipeline.boundary import AQSGDQuantization
 
-BASELINE = "bf16"
-LORA = "LoRA, "
 NODES = 2  # emulated, of one rank each, that share every batch
 
 
