@@ -92,7 +92,8 @@ def text_blocks(tokenizer: Any, seq: int, count: int) -> Blocks:
     """Return sequences of text, half of them English and half code."""
     rows = []
     for source, wanted in ((english(), count // 2), (code(), count - count // 2)):
-        ids = torch.tensor(tokenizer(source)["input_ids"])
+        enough = source[: 16 * wanted * (seq + 1)]  # about four times what is wanted
+        ids = torch.tensor(tokenizer(enough)["input_ids"])
         blocks = ids[: len(ids) // (seq + 1) * (seq + 1)].view(-1, seq + 1)
         if len(blocks) < wanted:
             raise ValueError(
