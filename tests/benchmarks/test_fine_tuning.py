@@ -93,7 +93,7 @@ def test_rows_train_and_are_compared_by_seed(
 ) -> None:
     report = tmp_path / "report.json"
     options = ("fine_tuning.py", "--model", str(folder), "--cpu", "--json", str(report))
-    options += ("--steps", "2", "--batch", "4", "--seq", "96", "--val", "4", "--lr", "2e-2")
+    options += ("--steps", "4", "--batch", "4", "--seq", "96", "--val", "4", "--lr", "2e-2")
     options += ("--lora-lr", "2e-2")
     names = ["bf16", "all together", "AdaptiveBits 3", "aq_sgd, 4 stages", "LoRA, bf16"]
     run(*options, "--seeds", "1", "--rows", ";".join(names))
@@ -101,7 +101,8 @@ def test_rows_train_and_are_compared_by_seed(
     found = {each["row"]: each for each in results["runs"]}
     losses = {name: found[name]["alone"]["text_loss"] for name in names}
     assert len(set(losses.values())) == len(names), "every row trains in its own way"
-    assert all(loss < 5.5 for loss in losses.values()), "ln(257) is 5.55"
+    assert all(losses[name] < 5 for name in names[:-1]), "ln(257) is 5.55, where they begin"
+    assert losses["LoRA, bf16"] < 5.5
     assert found["all together"]["bits"] == pytest.approx(5.6, abs=0.1)
     assert found["AdaptiveBits 3"]["bits"] == pytest.approx(3, abs=0.11)
     coded = found["AdaptiveBits 3"]["with_codes"]["text_loss"]
