@@ -11,7 +11,8 @@ Full fine-tuning, and LoRA, on half text and half tasks that a program scores
 differ by is compared with what another start does ("bf16, other start"). Losses are those of text
 that was not trained on, accuracies those of new tasks: "alone" of the weights that are saved, in
 bf16 without codes, and "with codes" where layers pass each other coded hidden states in evaluation
-too (``aq_sgd``: not there). ``quantized_fsdp`` is two nodes, emulated in one process bit for bit.
+too (``aq_sgd``: not there). ``quantized_fsdp`` is two nodes, emulated in one process, as "FSDP2" is
+in full precision.
 
 Rows begin in the order of importance, the seeds of one after the other.
 The report is written after every run. Where the file exists, its runs are kept and not repeated.

@@ -85,6 +85,7 @@ def _pipelines() -> dict[str, Row]:
 ROWS: dict[str, Row] = {
     BASELINE: Row(),
     "bf16, other start": Row(perturbation=1e-3),
+    "FSDP2": Row(plan=Plan()),
     "quantized_fsdp": Row(plan=BOTH),
     "agoq": Row(recipe="agoq"),
     "coat": Row(recipe="coat"),
@@ -133,6 +134,9 @@ class Settings:
 class Nodes:
     """Emulated nodes that train one model, whose weights are those that the nodes compute with.
 
+    These are bf16, as those of FSDP2 in ``bf16-mixed``: hidden states are, too, which without nodes
+    are fp32.
+
     Args:
         model: Its parameters are overwritten.
         plan: What the nodes send.
@@ -141,6 +145,8 @@ class Nodes:
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._parameters, self._plan = dict(model.named_parameters()), plan
         self.masters = {name: p.detach().clone() for name, p in self._parameters.items()}
+        for p in self._parameters.values():
+            p.data = p.data.bfloat16()
         embedding = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
         self.words = [name for name, p in self._parameters.items() if p is embedding]
         parts: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -169,11 +175,10 @@ class Nodes:
         """Send how the main weights differ from those that the nodes have."""
         self._publish(self._plan)
 
-    @torch.no_grad()
     def load_masters(self) -> None:
         """Leave the main weights in the model, as a checkpoint has them."""
         for name, p in self._parameters.items():
-            p.copy_(self.masters[name])
+            p.data = self.masters[name].detach()
 
     @torch.no_grad()
     def _publish(self, plan: Plan) -> None:
