@@ -21,6 +21,7 @@ import activation_report
 import adaptive_report
 import alternatives_report
 import fewer_bytes
+import fine_tuning_report
 import loss_report
 import pipeline_report
 from ablation_report import BASELINE, LOSS_HEADER, loss_rows, to_outcomes
@@ -70,6 +71,7 @@ LOSSES = (
     "adaptive_bits",
     "alternatives",
     "fewer_bytes",
+    "fine_tuning",
     "loss_study",
     "pipeline_ablation",
     "sensitivity",
@@ -177,6 +179,9 @@ def table_of_losses(report: Report) -> str:
         return markdown(
             fewer_bytes.HEADER, fewer_bytes.rows(outcomes, sizes, results["vocab"], nodes)
         )
+    if report["benchmark"] == "fine_tuning":
+        rows = fine_tuning_report.rows(report["results"]["runs"])
+        return markdown(fine_tuning_report.HEADER, rows)
     if report["benchmark"] == "pipeline_ablation":
         outcomes = to_outcomes(report["results"], [BASELINE])
         return markdown(pipeline_report.HEADER, pipeline_report.rows(outcomes))
