@@ -193,6 +193,7 @@ _LARGER: dict[str, Any] = {"hadamard_size": 128}
 _ASYMMETRIC: dict[str, Any] = {"symmetric": False, "hadamard_size": 128}
 _NF4: dict[str, Any] = {"code": "nf4", "hadamard_size": 128}
 _SHORT: dict[str, Any] = {"group_size": 64, "scale_dtype": "bfloat16"}
+_NF4_GROUPS: dict[str, Any] = {"code": "nf4", "group_size": 128, "scale_dtype": "bfloat16"}
 
 DIFFERENCES, GRADIENTS = _weights(), _gradients()
 BOTH = Plan(weights=DIFFERENCES, gradients=GRADIENTS)
@@ -287,6 +288,13 @@ VARIANTS |= {
     "differences, transform": _both(_weights(**_LARGER)),
     "differences, asymmetric": _both(_weights(**_ASYMMETRIC)),
     "differences, NF4": _both(_weights(**_NF4)),
+    # 4.125 bits with scales; alone, and beside gradients of 4.25 bits as by default.
+    "differences, short groups": _both(_weights(group_size=128, scale_dtype="bfloat16")),
+    "differences, NF4, short groups": _both(_weights(**_NF4_GROUPS)),
+    "both, NF4": _both(
+        _weights(**_NF4_GROUPS),
+        _gradients(code="nf4", **_SHORT, vocabulary=_library(_INTER, code="int6")),
+    ),
     "differences, fitted": _both(_weights(_fitted(_WEIGHTS))),
     "differences, fitted normal": _both(_weights(_fitted(_WEIGHTS, levels="normal"))),
     "differences, vocabulary groups of 128": _both(
