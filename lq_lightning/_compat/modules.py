@@ -300,6 +300,10 @@ def hugging_face_initializers(root: nn.Module) -> dict[nn.Module, Callable[[], o
     """
     if "transformers.initialization" not in sys.modules:
         return {}
-    models = [m for m in root.modules() if isinstance(m, sys.modules["transformers"].PreTrainedModel)]
+    models = [
+        m for m in root.modules() if isinstance(m, sys.modules["transformers"].PreTrainedModel)
+    ]
     # the innermost model of a module comes last
-    return {m: functools.partial(model._init_weights, m) for model in models for m in model.modules()}
+    return {
+        m: functools.partial(model._init_weights, m) for model in models for m in model.modules()
+    }

@@ -45,9 +45,7 @@ def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     starts = [min(start, size) for start, size in zip(offset, tensor.shape, strict=True)]
-    return tuple(
-        slice(start, start + length) for start, length in zip(starts, shape, strict=True)
-    )
+    return tuple(slice(start, start + length) for start, length in zip(starts, shape, strict=True))
 
 
 def empty_like_sharded(like: DTensor, dtype: torch.dtype) -> DTensor:

@@ -54,6 +54,19 @@ def test_consolidated_files_hold_the_same(
         consolidate_checkpoint(one, "x", "zip")  # type: ignore[arg-type]
 
 
+def test_tied_weights_of_a_file_are_written_once_and_equal_ones_as_they_are(tmp_path: Path) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    one, rows = torch.ones(2, 3), torch.arange(12.0).view(4, 3)
+    state = {"m.a": one, "m.equal": one.clone(), "m.tied": one, "m.row": rows[1:2], "m.t": rows.T}
+    torch.save({"state_dict": state}, tmp_path / "a.ckpt")
+    consolidate_checkpoint(tmp_path / "a.ckpt", tmp_path / "a", "safetensors", prefix="m.")
+    found = load_file(tmp_path / "a")
+    assert found.keys() == {"a", "equal", "row", "t"}
+    assert all(torch.equal(tensor, state[f"m.{name}"]) for name, tensor in found.items())
+    consolidate_checkpoint(tmp_path / "a.ckpt", tmp_path / "b", "safetensors", prefix="m.t")
+    assert load_file(tmp_path / "b").keys() == {"ied", ""}  # its other name was not asked for
+
+
 def test_safetensors_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "safetensors.torch", None)
     torch.save({"state_dict": {"a": torch.ones(1)}}, tmp_path / "a.ckpt")
