@@ -218,6 +218,7 @@ def test_the_file_may_have_either_name_of_tied_weights_or_both(tmp_path: Path) -
         initialize_meta_tensors(module, CPU)
         check_values(module)
         assert module.head.weight is module.embed.weight
+        assert not any("reset_parameters" in m.__dict__ for m in module.modules())  # once
         assert all(torch.equal(t, values[n]) for n, t in module.state_dict().items())
     stored["head.weight"] = stored["head.weight"] + 1
     path = _save(tmp_path / "differ", stored)
