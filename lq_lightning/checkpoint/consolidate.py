@@ -80,9 +80,10 @@ def consolidate_checkpoint(
         opened = load_full_checkpoint(source, weights_only, verify=verify)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        content = opened
         if isinstance(opened, ShardedCheckpoint):
             content = _read_sharded(opened, format == "lightning", target.parent)
+        else:
+            content = opened
         if format == "lightning":
             AtomicCheckpointIO().save_checkpoint(content, target)
         else:

@@ -8,6 +8,8 @@ by a hook of the user's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -56,11 +58,12 @@ def _reset_adapters(root: nn.Module, owners: list[nn.Module]) -> None:
     new = set(owners)
     tuners = [m for m in root.modules() if isinstance(m.__dict__.get("peft_config"), dict)]
     for tuner in tuners:
-        for layer in tuner.modules():
-            if callable(getattr(layer, "reset_lora_parameters", None)):
-                own = [*layer.lora_A.values(), layer.lora_embedding_A]
-                for adapter, config in tuner.peft_config.items() if new & {*own} else ():
-                    layer.reset_lora_parameters(adapter, config.init_lora_weights)
+        layers: list[Any] = [m for m in tuner.modules() if hasattr(m, "reset_lora_parameters")]
+        for layer in layers:
+            if new.isdisjoint([*layer.lora_A.values(), layer.lora_embedding_A]):
+                continue
+            for adapter, config in tuner.__dict__["peft_config"].items():
+                layer.reset_lora_parameters(adapter, config.init_lora_weights)
 
 
 def check_values(root: nn.Module) -> None:
