@@ -31,7 +31,7 @@ _RESET = "reset_parameters"
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _WHOLE_MODEL = (
     "transformers reads other formats (GGUF, `pytorch_model.bin`), the whole model on every rank: "
-    "`from_pretrained(...)`, whose `save_pretrained(folder)` writes safetensors."
+    "`from_pretrained(...)`; `safetensors.torch.save_model(model, file)` then writes one of these."
 )
 
 
