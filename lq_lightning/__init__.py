@@ -29,6 +29,7 @@ from lq_lightning.callbacks import (
     QuantizationMonitor,
     StageBitCompensation,
 )
+from lq_lightning.checkpoint.pretrained import load_pretrained
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import (
     CommunicationPlan,
@@ -86,6 +87,7 @@ __all__ = [
     "WeightQuantization",
     "__version__",
     "grad_norm",
+    "load_pretrained",
     "plan_activations",
     "quantize_activations",
     "quantized_all_reduce_hook",

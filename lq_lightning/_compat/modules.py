@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, cast
@@ -27,6 +29,7 @@ __all__ = [
     "has_global_hooks",
     "has_gradient_hooks",
     "has_unreduced_gradients",
+    "hugging_face_initializers",
     "initialize_root",
     "is_compiled_in_place",
     "is_compiled_wrapper",
@@ -287,3 +290,20 @@ def discard_unreduced_gradients(root: nn.Module) -> None:
             keeper = getattr(group, "gradient_keeper", None)  # of `gradients`
             if keeper is not None:
                 keeper.discard()
+
+
+def hugging_face_initializers(root: nn.Module) -> dict[nn.Module, Callable[[], object]]:
+    """What initializes each module of transformers' models, as ``from_pretrained`` does it.
+
+    It gives values to parameters and to buffers that are in no file. Before version 5 it left out
+    the latter, so there are none then.
+    """
+    if "transformers.initialization" not in sys.modules:
+        return {}
+    models = [
+        m for m in root.modules() if isinstance(m, sys.modules["transformers"].PreTrainedModel)
+    ]
+    # the innermost model of a module comes last
+    return {
+        m: functools.partial(model._init_weights, m) for model in models for m in model.modules()
+    }

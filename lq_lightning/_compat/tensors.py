@@ -20,6 +20,7 @@ __all__ = [
     "local_tensor",
     "materialize",
     "shard_rows",
+    "shard_slices",
     "to_sharded_dtensor",
     "waited",
     "zero_all",
@@ -33,13 +34,18 @@ def local_shard(full: Tensor, like: DTensor) -> DTensor:
         full: Shape of ``like``, any dtype (kept), on any device.
         like: A DTensor that says how to shard.
     """
-    mesh, placements = like.device_mesh, like.placements
-    shape, offset = compute_local_shape_and_global_offset(full.shape, mesh, placements)
-    local = full
-    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        local = local.narrow(dim, min(start, full.shape[dim]), length)
-    local = local.to(like.device).contiguous()
-    return _from_local(local, like)
+    return _from_local(full[shard_slices(like)].to(like.device).contiguous(), like)
+
+
+def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Index of this rank's part in the whole tensor; of all of it if it is no DTensor."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    starts = [min(start, size) for start, size in zip(offset, tensor.shape, strict=True)]
+    return tuple(slice(start, start + length) for start, length in zip(starts, shape, strict=True))
 
 
 def empty_like_sharded(like: DTensor, dtype: torch.dtype) -> DTensor:

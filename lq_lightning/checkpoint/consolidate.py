@@ -4,6 +4,8 @@
 that ``load_from_checkpoint``, ``trainer.fit(ckpt_path=...)`` and ``torch.load(weights_only=True)``
 read without this package; ``--format safetensors --prefix model.`` writes only the weights of
 ``self.model``, named as in that model, for Hugging Face's ``from_pretrained`` and other programs.
+Tied weights are written once. Tensors of a folder pass through a file beside the output, so that no
+model has to fit into memory.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import logging
 import os
 import pickle
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +28,8 @@ from lq_lightning.checkpoint.files import is_sharded_checkpoint, write_in_place
 from lq_lightning.checkpoint.folder import ShardedCheckpoint
 from lq_lightning.checkpoint.places import is_copy_key
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint
-from lq_lightning.checkpoint.strategy import EXTRA, EXTRA_TENSORS
+from lq_lightning.checkpoint.strategy import EXTRA, EXTRA_TENSORS, TIES
+from lq_lightning.foundation.parameters import clean_name
 
 __all__ = ["consolidate_checkpoint", "main"]
 
@@ -69,17 +73,21 @@ def consolidate_checkpoint(
         )
     source, target = Path(checkpoint), Path(output)
     _check_output(target, source)
+    opened: ShardedCheckpoint | dict[str, Any]
     if is_sharded_checkpoint(source):
         opened = ShardedCheckpoint(source, weights_only, verify=verify)
-        content = _read_sharded(opened, format == "lightning")
     else:
-        content = load_full_checkpoint(source, weights_only, verify=verify)
-    tensors = {} if format == "lightning" else _select(content["state_dict"], prefix)
+        opened = load_full_checkpoint(source, weights_only, verify=verify)
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(opened, ShardedCheckpoint):
+            content = _read_sharded(opened, format == "lightning", target.parent)
+        else:
+            content = opened
         if format == "lightning":
             AtomicCheckpointIO().save_checkpoint(content, target)
         else:
-            _save_safetensors(tensors, target)
+            _save_safetensors(_select(content["state_dict"], prefix), target)
     except (OSError, RuntimeError) as error:  # torch raises the latter
         raise OSError(
             f"`{target}` could not be written ({error}). Give a file name in a folder that exists "
@@ -96,20 +104,26 @@ def _check_output(target: Path, source: Path) -> None:
         raise ValueError(f"`output={target}` is a directory: give the name of a file in it.")
 
 
-def _read_sharded(checkpoint: ShardedCheckpoint, everything: bool) -> dict[str, Any]:
+def _read_sharded(checkpoint: ShardedCheckpoint, everything: bool, folder: Path) -> dict[str, Any]:
+    """Read a folder into files that are mapped into memory; they are unlinked, in ``folder``."""
+    ties = _read_ties(checkpoint)
     wanted = {
         key: path
         for key, path in checkpoint.paths.items()
-        if (everything and not is_copy_key(path[0])) or path[0] in ("state_dict", "model")
+        if (everything and path[0] != TIES and not is_copy_key(path[0]))
+        or path[0] in ("state_dict", "model")
     }
+    wanted = {key: path for key, path in wanted.items() if path not in ties}
     flat: dict[str, Any] = {}
     for key in wanted:
         size, dtype = checkpoint.size(key), checkpoint.dtype(key)
-        flat[key] = None if size is None else torch.empty(size, dtype=dtype)
+        flat[key] = None if size is None or dtype is None else _mapped(size, dtype, folder)
     checkpoint.load(flat)
     state = unflatten_checkpoint(flat, wanted)
     content = checkpoint.read_meta() if everything else {}
     content["state_dict"] = state.pop("state_dict", None) or state.pop("model", {})
+    for (_, name), first in ties.items():
+        content["state_dict"][name] = content["state_dict"][first]
     for kind, key in EXTRA_TENSORS.items():
         if kind in state:
             content.setdefault(EXTRA, {})[key] = state.pop(kind)
@@ -120,6 +134,33 @@ def _read_sharded(checkpoint: ShardedCheckpoint, everything: bool) -> dict[str, 
             by_position(found.get("state", {}), found["param_groups"]) for found in states
         ]
     return content
+
+
+def _read_ties(checkpoint: ShardedCheckpoint) -> dict[tuple[str, str], str]:
+    """Paths of weights that are others of the folder, too, and the names of these."""
+    further = {key: name for key, (name,) in checkpoint.keys_under(TIES).items()}
+    first: dict[str, Any] = dict.fromkeys(further)
+    if first:
+        checkpoint.load(first)
+    paths = checkpoint.keys_under("state_dict").values()
+    saved = {clean_name(path[0]): path[0] for path in paths if len(path) == 1}
+    return {
+        ("state_dict", saved[further[key]]): saved[name]
+        for key, name in first.items()
+        if further[key] in saved and name in saved
+    }
+
+
+def _mapped(size: torch.Size, dtype: torch.dtype, folder: Path) -> Tensor:
+    """An uninitialized tensor on disk, which is gone once nobody refers to it."""
+    nbytes = size.numel() * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(size, dtype=dtype)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        # a full disk is an error here, but a signal that ends the process when memory is written
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        flat = torch.from_file(file.name, shared=True, size=nbytes, dtype=torch.uint8)
+    return flat.view(dtype).view(size)
 
 
 def _number(key: str) -> int:
@@ -148,9 +189,18 @@ def _save_safetensors(tensors: dict[str, Tensor], target: Path) -> None:
             "`format='safetensors'` needs the package safetensors: `pip install safetensors`, or "
             "use `format='lightning'`."
         ) from error
-    separate = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
+    separate: dict[str, Tensor] = {}
+    metadata = {"format": "pt"}
+    names: dict[object, str] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and names.setdefault(place, name) != name:  # tied
+            metadata[name] = names[place]  # as safetensors' `save_model` does
+            continue
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+        separate[name] = tensor.contiguous() if whole else tensor.contiguous().clone()
     try:
-        write_in_place(target, lambda path: save_file(separate, path, metadata={"format": "pt"}))
+        write_in_place(target, lambda path: save_file(separate, path, metadata=metadata))
     except SafetensorError as error:
         raise OSError(str(error)) from error
 

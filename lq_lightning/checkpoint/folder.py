@@ -1,8 +1,9 @@
 """Checkpoints that all ranks write into one directory, and read at any world size.
 
 ``.metadata`` and ``__<rank>_0.distcp`` hold tensors in the format of torch.distributed.checkpoint
-(``state_dict.<name>``, ``optimizer_<i>.state.<name>.<key>``, ``replica.<name>``), ``meta.pt`` holds
-everything else that Lightning saves, ``checksums.json`` the checksum of each of these files.
+(``state_dict.<name>``, ``optimizer_<i>.state.<name>.<key>``, ``replica.<name>``), and under
+``ties.<name>`` the first name of a tied weight; ``meta.pt`` holds everything else that Lightning
+saves, ``checksums.json`` the checksum of each of these files.
 """
 
 from __future__ import annotations

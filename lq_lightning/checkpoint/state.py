@@ -14,7 +14,7 @@ from lq_lightning._compat.checkpoint import unflatten_checkpoint
 from lq_lightning._compat.tensors import empty_like_sharded, local_shard
 from lq_lightning.checkpoint.folder import ShardedCheckpoint
 from lq_lightning.checkpoint.ranks import ALONE, RankGroup
-from lq_lightning.foundation.parameters import clean_name
+from lq_lightning.foundation.parameters import clean_name, tied_names
 from lq_lightning.optim import QuantizedOptimizer, refuse_codes
 
 __all__ = [
@@ -76,11 +76,8 @@ def full_state(module: nn.Module, keep: bool) -> dict[str, Any]:
     Every rank must call this; returns an empty dictionary where ``keep`` is false.
     """
     state = module.state_dict()
-    first: dict[int, str] = {}
-    same: dict[str, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name in state and first.setdefault(id(parameter), name) != name:
-            same[name] = first[id(parameter)]
+    ties, keys = tied_names(module), {clean_name(key): key for key in state}
+    same = {key: keys[ties[name]] for name, key in keys.items() if ties.get(name) in keys}
     gathered = gather_tensors({k: v for k, v in state.items() if k not in same}, keep)
     if not keep:
         return {}

@@ -27,6 +27,7 @@ from lq_lightning.checkpoint.folder import (
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint, naming
 from lq_lightning.foundation.broadcast import broadcast_module_states
+from lq_lightning.foundation.parameters import tied_names
 
 __all__ = ["CheckpointingStrategy"]
 
@@ -35,6 +36,7 @@ _SOURCE, _PATH = "_sharded_checkpoint", "_checkpoint_path"
 EXTRA = "lq_lightning"  # key of this package's own entry in a checkpoint
 # Kinds of tensors by parameter name in that entry, of which folders say "replica" for "tensors".
 EXTRA_TENSORS = {"replica": "tensors", "velocity": "velocity", "anchor": "anchor"}
+TIES = "ties"  # where a folder says which weights are one tensor
 
 
 class CheckpointingStrategy(ModelParallelStrategy):
@@ -80,6 +82,11 @@ class CheckpointingStrategy(ModelParallelStrategy):
         Optimizer states are saved under the latter, as without parts.
         """
         return {}
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """Further names of tied parameters of the whole model -> their first ones."""
+        return tied_names(self._require_module())
 
     def join_parts(self, part: dict[str, Any]) -> dict[str, Any]:
         """Whole tensors of all parts of the model on the first rank, any dictionary elsewhere.
@@ -261,7 +268,11 @@ class CheckpointingStrategy(ModelParallelStrategy):
             values, tensors = self.extra_state()
         if self.saves_sharded:
             check_folder(path, storage_options)
-            self._save_sharded(checkpoint, values, tensors, Path(path))
+            stored = places.take_tensors(checkpoint, self.copy_number)
+            stored |= {kind: found for kind, found in {**tensors, TIES: self.ties}.items() if found}
+            if values:
+                checkpoint[EXTRA] = values
+            save_sharded_checkpoint(stored, checkpoint, Path(path), ranks)
             self._newest_checkpoint = Path(path)
             return
         if values or tensors:
@@ -279,19 +290,6 @@ class CheckpointingStrategy(ModelParallelStrategy):
 
         ranks.together(write)
         self._newest_checkpoint = Path(path) if is_local(path) else None
-
-    def _save_sharded(
-        self,
-        checkpoint: dict[str, Any],
-        values: dict[str, Any],
-        tensors: dict[str, dict[str, Any]],
-        path: Path,
-    ) -> None:
-        stored = places.take_tensors(checkpoint, self.copy_number)
-        stored |= {kind: found for kind, found in tensors.items() if found}
-        if values:
-            checkpoint[EXTRA] = values
-        save_sharded_checkpoint(stored, checkpoint, path, self.checkpoint_ranks)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint; links that were last made to it point to the newest one first."""

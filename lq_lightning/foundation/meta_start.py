@@ -8,6 +8,8 @@ by a hook of the user's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -38,10 +40,30 @@ def initialize_meta_tensors(root: nn.Module, device: torch.device) -> None:
         bits = _bits(_local(tensors[name]))
         bits.fill_(_mark(tensors[name], bits))
     root.__dict__[_RECORD] = marked
-    for module in owners:
+    # those of single modules, which `load_pretrained` sets, come last: another module that has the
+    # same tensor (tied weights) must not initialize it again
+    for module in sorted(owners, key=lambda owner: "reset_parameters" in owner.__dict__):
         reset = getattr(module, "reset_parameters", None)
         if callable(reset):
             reset()
+    _reset_adapters(root, owners)
+
+
+def _reset_adapters(root: nn.Module, owners: list[nn.Module]) -> None:
+    """Initialize what was on the meta device of peft's LoRA layers: B is zero, unlike a linear's.
+
+    Raises:
+        ValueError: By peft: the initialization needs weights of the base model.
+    """
+    new = set(owners)
+    tuners = [m for m in root.modules() if isinstance(m.__dict__.get("peft_config"), dict)]
+    for tuner in tuners:
+        layers: list[Any] = [m for m in tuner.modules() if hasattr(m, "reset_lora_parameters")]
+        for layer in layers:
+            if new.isdisjoint([*layer.lora_A.values(), layer.lora_embedding_A]):
+                continue
+            for adapter, config in tuner.__dict__["peft_config"].items():
+                layer.reset_lora_parameters(adapter, config.init_lora_weights)
 
 
 def check_values(root: nn.Module) -> None:

@@ -6,7 +6,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["clean_name", "embeddings", "is_copy_of_parameter", "shares_memory_within"]
+__all__ = [
+    "clean_name",
+    "embeddings",
+    "is_copy_of_parameter",
+    "shares_memory_within",
+    "tied_names",
+]
 
 # Copies in another dtype or layout, as autocast makes them before a matrix product.
 _COPIES = ("ToCopyBackward", "TBackward", "TransposeBackward", "ViewBackward", "PermuteBackward")
@@ -15,6 +21,17 @@ _COPIES = ("ToCopyBackward", "TBackward", "TransposeBackward", "ViewBackward", "
 def clean_name(name: str) -> str:
     """A parameter name without what ``torch.compile`` and activation checkpointing insert."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Every further name of a tied parameter -> its first name; all as :func:`clean_name` gives."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for raw, parameter in module.named_parameters(remove_duplicate=False):
+        name = clean_name(raw)
+        if first.setdefault(id(parameter), name) != name:
+            ties[name] = first[id(parameter)]
+    return ties
 
 
 def embeddings(module: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:

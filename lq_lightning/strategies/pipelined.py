@@ -67,6 +67,11 @@ class PipelinedStrategy(QuantizedFSDPStrategy):
         return {} if self._cut is None else self._cut.aliases
 
     @property
+    def ties(self) -> Mapping[str, str]:
+        """Further names of tied parameters of the whole model -> their first ones."""
+        return super().ties if self._cut is None else self._cut.ties
+
+    @property
     def _holds_part(self) -> bool:
         return self._is_sharded or self._cut is not None
 

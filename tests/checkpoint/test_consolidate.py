@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,32 @@ def test_consolidated_files_hold_the_same(
         assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="format='zip'"):
         consolidate_checkpoint(one, "x", "zip")  # type: ignore[arg-type]
+
+
+def test_tied_weights_of_a_file_are_written_once_and_equal_ones_as_they_are(tmp_path: Path) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    one, rows = torch.ones(2, 3), torch.arange(12.0).view(4, 3)
+    state = {"m.a": one, "m.equal": one.clone(), "m.tied": one, "m.row": rows[1:2], "m.t": rows.T}
+    state["m.rows"] = rows
+    torch.save({"state_dict": state}, tmp_path / "a.ckpt")
+    consolidate_checkpoint(tmp_path / "a.ckpt", tmp_path / "a", "safetensors", prefix="m.")
+    found = load_file(tmp_path / "a")
+    assert found.keys() == {"a", "equal", "row", "rows", "t"}
+    assert all(torch.equal(tensor, state[f"m.{name}"]) for name, tensor in found.items())
+    consolidate_checkpoint(tmp_path / "a.ckpt", tmp_path / "b", "safetensors", prefix="m.t")
+    assert load_file(tmp_path / "b").keys() == {"ied", ""}  # its other name was not asked for
+
+
+def test_a_full_disk_is_an_error(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(OSError, match=r"one.ckpt` could not be written .*No space left"):
+        consolidate_checkpoint(saved / "fullFalse.ckpt", tmp_path / "one.ckpt")
+    assert not list(tmp_path.iterdir())
 
 
 def test_safetensors_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

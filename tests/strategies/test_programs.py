@@ -110,7 +110,7 @@ def _hugging_face(rank: int, world_size: int, root: str) -> None:
 
 def test_hugging_face_model_trains_generates_and_exports(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    pytest.importorskip("safetensors")
+    load_file = pytest.importorskip("safetensors.torch").load_file
     run_trainer(_hugging_face, 2, str(tmp_path))
     folder = tmp_path / "model"
     folder.mkdir()
@@ -118,7 +118,10 @@ def test_hugging_face_model_trains_generates_and_exports(tmp_path: Path) -> None
     consolidate_checkpoint(
         tmp_path / "hf.ckpt", folder / "model.safetensors", "safetensors", prefix="model."
     )
+    saved = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in saved  # tied: once
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     consolidate_checkpoint(tmp_path / "hf.ckpt", tmp_path / "one.ckpt")
     state = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
     for name, parameter in loaded.named_parameters():

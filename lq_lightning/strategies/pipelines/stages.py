@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lq_lightning.data_parallel.vocabulary import vocabulary_weights
 from lq_lightning.foundation.meta_start import initialize_meta_tensors
-from lq_lightning.foundation.parameters import clean_name, embeddings
+from lq_lightning.foundation.parameters import clean_name, embeddings, tied_names
 from lq_lightning.pipeline.partition import keep_stages
 from lq_lightning.pipeline.plan import PipelinePlan, SharedParameter, plan_stages
 from lq_lightning.pipeline.schedules import rank_of_stage, stages_of_rank
@@ -107,12 +107,7 @@ def cut(
     layers = ChosenUnits(frozenset(plan.layers), "the layers of this rank")
     chosen = layers if units is None else choose_units(module, units)
     names = [clean_name(name) for name in module.state_dict()]
-    first: dict[int, str] = {}
-    ties: dict[str, str] = {}
-    for raw, parameter in module.named_parameters(remove_duplicate=False):
-        name = clean_name(raw)
-        if first.setdefault(id(parameter), name) != name:
-            ties[name] = first[id(parameter)]
+    ties = tied_names(module)
     words = _names_of(module, vocabulary_weights(module))
     tables = _names_of(module, [table.weight for table in embeddings(module)])
     numel_of = {clean_name(name): p.numel() for name, p in module.named_parameters()}

@@ -1,0 +1,285 @@
+"""Fill a module with pretrained weights from safetensors files, every rank its own shards.
+
+The files are memory-mapped, and a rank copies out of them the rows that it holds. A module on the
+meta device has no memory to fill yet, so each of its layers gets a ``reset_parameters`` that fills
+it: the method that FSDP2, Lightning's strategies and ours call once there is memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from lq_lightning._compat.modules import hugging_face_initializers
+from lq_lightning._compat.tensors import local_tensor, shard_slices
+from lq_lightning.foundation.parameters import clean_name
+
+__all__ = ["load_pretrained"]
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_RESET = "reset_parameters"
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_WHOLE_MODEL = (
+    "transformers reads other formats (GGUF, `pytorch_model.bin`), the whole model on every rank: "
+    "`from_pretrained(...)`; `safetensors.torch.save_model(model, file)` then writes one of these."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stored:
+    """A tensor in a file."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def copy_to(self, tensor: Tensor) -> None:
+        """Fill the part of a tensor that this rank holds, and read no more than that."""
+        placements = tensor.placements if isinstance(tensor, DTensor) else ()
+        if any(type(placement) not in (Shard, Replicate) for placement in placements):
+            raise NotImplementedError(
+                f"`{self.key}` is sharded as {placements}, of which a rank does not know its rows: "
+                "only `Shard` and `Replicate` are supported, as FSDP2 alone makes them."
+            )
+        with _opened(self.file) as file:
+            part = file.get_slice(self.key)[shard_slices(tensor)]  # of mapped memory, not a copy
+            local_tensor(tensor.detach()).copy_(part)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reset:
+    """Stands in for ``reset_parameters`` of one module, once.
+
+    Attributes:
+        owner: The module.
+        stored: Where its tensors come from, by their names in it.
+        initialize: Gives values to the others; None if there are none.
+    """
+
+    owner: nn.Module
+    stored: dict[str, _Stored]
+    initialize: Callable[[], object] | None
+
+    def __call__(self) -> None:
+        self.owner.__dict__.pop(_RESET, None)
+        if self.initialize is not None:
+            self.initialize()
+        for name, stored in self.stored.items():
+            stored.copy_to(getattr(self.owner, name))
+
+
+def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) -> None:
+    """Fill a module with weights from safetensors files, as Hugging Face saves them.
+
+    Call it in ``configure_model``, right after the module was made under ``torch.device("meta")``.
+    The weights are read once the strategy has cut the module into stages and sharded it, and each
+    rank reads what it holds, before a checkpoint given as ``ckpt_path`` is loaded. What is not on
+    the meta device is filled at once, sharded or not.
+
+    Values are converted to the dtypes of the module. Of tied weights one name in the files is
+    enough. Buffers that are in no file, such as the frequencies of rotary embeddings, are computed
+    by transformers (5.0 or later) in modules of its models.
+
+    Args:
+        module: Its names are those in the files: ``self.model``, not the LightningModule around it.
+        path: A folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and the
+            files that it lists; or one safetensors file. The same on all ranks.
+        strict: Refuse tensors that only the module or only the files have. With False a warning
+            names them; those that are missing keep their values, or are initialized as usual.
+
+    Raises:
+        FileNotFoundError: There is no such folder or file, or none of the above in the folder.
+        ValueError: Names, shapes or dtypes do not fit, or a file is damaged.
+        NotImplementedError: A parameter is sharded in another way than ``Shard`` and ``Replicate``,
+            as by FSDP2 and tensor parallelism together.
+        ModuleNotFoundError: The package ``safetensors`` is missing.
+    """
+    stored = _read_headers(_find_files(Path(path)))
+    persistent = {id(t) for t in module.state_dict(keep_vars=True).values()}
+    names: dict[int, list[str]] = defaultdict(list)
+    tensors: dict[int, Tensor] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for name, tensor in _own_tensors(owner):
+            if id(tensor) in persistent:
+                tensors[id(tensor)] = tensor
+                names[id(tensor)].append(clean_name(f"{prefix}.{name}".lstrip(".")))
+    named = [(names[key], tensor) for key, tensor in tensors.items()]
+    _check_names(module, path, named, stored, strict)
+    found = {}
+    for every, tensor in named:
+        own = [stored[name] for name in every if name in stored]
+        if own:
+            _check_values(path, every, tensor, own)
+            found[id(tensor)] = own[0]
+    initializers = hugging_face_initializers(module)
+    for owner in module.modules():
+        _fill(owner, found, initializers.get(owner))
+
+
+def _fill(
+    owner: nn.Module, found: dict[int, _Stored], initialize: Callable[[], object] | None
+) -> None:
+    """Fill a module's own tensors, those on the meta device later.
+
+    Args:
+        owner: The module.
+        found: What is in the files, by ids of tensors.
+        initialize: What else gives values to the module, if it is one of transformers.
+    """
+    later = {}
+    complete = True
+    for name, tensor in _own_tensors(owner):
+        stored = found.get(id(tensor))
+        if not tensor.is_meta:
+            if stored is not None:
+                stored.copy_to(tensor)
+        elif stored is not None:
+            later[name] = stored
+        else:
+            complete = False
+    usual = owner.__dict__.get(_RESET) or initialize or getattr(owner, _RESET, None)
+    rest = usual if not complete and callable(usual) else None
+    if later or (rest is not None and rest is initialize):
+        owner.__dict__[_RESET] = _Reset(owner=owner, stored=later, initialize=rest)
+
+
+def _own_tensors(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from owner.named_parameters(recurse=False)
+    yield from owner.named_buffers(recurse=False)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _find_files(path: Path) -> list[Path]:
+    """Return the safetensors files at a path."""
+    if path.is_dir():
+        candidates = [path / _SINGLE, path / _INDEX]
+        there = [each for each in candidates if each.is_file()]
+        if not there:
+            raise FileNotFoundError(
+                f"`{path}` has neither `{_SINGLE}` nor `{_INDEX}`. Give a folder that "
+                f"`save_pretrained` wrote, or a safetensors file. {_WHOLE_MODEL}"
+            )
+        path = there[0]
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no `{path}`. Give a local folder or file; "
+            "`huggingface_hub.snapshot_download(name)` downloads a model and returns its folder."
+        )
+    if path.suffix != ".json":
+        return [path]
+    try:
+        listed = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        files = [path.parent / name for name in listed]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"`{path}` is no index of safetensors files: {error!r}.") from error
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise FileNotFoundError(
+            f"`{path}` lists files that are not beside it: {', '.join(absent[:5])}. The download "
+            "is not complete."
+        )
+    return files
+
+
+def _read_headers(files: list[Path]) -> dict[str, _Stored]:
+    """Describe the tensors of some files, by name."""
+    found = {}
+    for file in files:
+        with _opened(file) as opened:
+            for key in opened.keys():  # noqa: SIM118 (not a dictionary)
+                entry = opened.get_slice(key)
+                shape = tuple(entry.get_shape())
+                dtype = entry[tuple(slice(0, 0) for _ in shape)].dtype
+                found[key] = _Stored(file=file, key=key, shape=shape, dtype=dtype)
+    return found
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Map a file into memory; nothing of it is read before it is used."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "`load_pretrained` needs the package safetensors: `pip install safetensors`."
+        ) from error
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(
+            f"`{path}` is no safetensors file, or damaged: {error}. {_WHOLE_MODEL}"
+        ) from error
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _check_names(
+    module: nn.Module,
+    path: str | Path,
+    named: list[tuple[list[str], Tensor]],
+    stored: dict[str, _Stored],
+    strict: bool,
+) -> None:
+    known = {name for names, _ in named for name in names}
+    missing = [names[0] for names, _ in named if not any(name in stored for name in names)]
+    unexpected = [name for name in stored if name not in known]
+    if not missing and not unexpected:
+        return
+    texts = [
+        f"{len(found)} that {where} (`{'`, `'.join(found[:5])}`{', ...' if found[5:] else ''})"
+        for found, where in (
+            (missing, "only the module has"),
+            (unexpected, "only the files have"),
+        )
+        if found
+    ]
+    text = f"the tensors of `{path}` do not fit `{type(module).__name__}`: {' and '.join(texts)}."
+    if strict or len(missing) == len(named):
+        raise ValueError(
+            f"{text} Pass the module that was saved, such as `self.model`, made from the same "
+            "configuration. `strict=False` loads what has the same name, if there is any. Where "
+            "transformers renames or merges tensors as it loads them, use its `from_pretrained`."
+        )
+    rank_zero_warn(f"{text} The former are initialized as usual, the latter left out.")
+
+
+def _check_values(
+    path: str | Path, names: list[str], tensor: Tensor, stored: list[_Stored]
+) -> None:
+    """Make sure that a tensor can have the values that the files have under some of its names."""
+    for each in stored:
+        if each.shape != tuple(tensor.shape):
+            raise ValueError(
+                f"`{each.key}` has the shape {each.shape} in `{path}` and {tuple(tensor.shape)} in "
+                "the module. Make the module from the configuration that was saved with it."
+            )
+        if each.dtype != tensor.dtype and not {each.dtype, tensor.dtype} <= set(_FLOATS):
+            raise ValueError(
+                f"`{each.key}` is stored as {each.dtype} in `{path}`, which does not convert to "
+                f"the {tensor.dtype} of the module. Quantized files load with the library that "
+                "made them; save the weights in a floating-point dtype first."
+            )
+    first, *others = stored
+    for other in others:
+        with _opened(first.file) as one, _opened(other.file) as two:
+            equal = torch.equal(one.get_tensor(first.key), two.get_tensor(other.key))
+        if not equal:
+            raise ValueError(
+                f"`{first.key}` and `{other.key}` differ in `{path}`, but are one tensor in the "
+                "module (tied weights). Make the module with `tie_word_embeddings=False`."
+            )
