@@ -129,7 +129,11 @@ def test_two_stages_in_few_bits(tmp_path: Path) -> None:
 
 def _four(rank: int, world_size: int, root: str) -> Any:
     compensation = StageBitCompensation(bits=4)
-    callbacks = [ActivationQuantization(FOUR_BITS), QuantizationMonitor(every_n_steps=2), compensation]
+    callbacks = [
+        ActivationQuantization(FOUR_BITS),
+        QuantizationMonitor(every_n_steps=2),
+        compensation,
+    ]
     precision, options = QuantizedPrecision("bf16-mixed"), {"schedule": "zero_bubble"}
     run, losses = _run(root, world_size, precision, callbacks, pipeline_size=2, **options)
     # Gathered weights, which a micro-batch saves too, are not counted.
