@@ -7,8 +7,9 @@
 
 Hugging Face's Llama (RMSNorm, SwiGLU) with bf16 weights and fp32 copies of them in AdamW; each
 layer and the loss are compiled on a GPU. ``full precision perturbed`` quantizes nothing and starts
-from weights that are 0.1% off. ``agoq in 4 bits`` has 4-bit codes, as AGoQ, and ``uniform 4 bits`` also those of
-the inputs of all other linear layers and of queries, keys and values. ``agoq as in 1f1b`` has the
+from weights that are 0.1% off. ``agoq in 4 bits`` has the codes that ``agoq`` had before, and
+``uniform 4 bits`` also 4 bits for the inputs of all other linear layers and for queries, keys and
+values. ``agoq as in 1f1b`` has 4 bits too, and the
 bits that ``StageBitCompensation`` gives to each of four stages: layers are where such a pipeline
 would have them, and losses what it would have, since boundaries in full precision change nothing;
 AGoQ's table 12 compares the interleaved schedule. With codes of 2 bits the difference shows in runs

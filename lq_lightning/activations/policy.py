@@ -314,12 +314,12 @@ def fit_codec(codec: CodecSpec, numel: int) -> CodecSpec:
     return replace(codec, group_size=size, hadamard_size=hadamard)
 
 
-# Chosen by errors of gradients on a pretrained model (benchmarks/pretrained.py), and not the FP4 and
+# Chosen by errors of gradients on a pretrained model (benchmarks/pretrained.py): not the FP4 and
 # FP8 of the papers. A transform spreads the outliers of the residual stream that norms read. Behind
 # an activation function it would spread the error of large gates to small ones, where the gradient
-# is; smaller groups keep it where it is made. Errors there come evenly from all blocks and tokens:
-# exact rows or channels would save nothing, a fifth bit halves them. Of 8 bits INT8 has less than
-# half of the error of E4M3, in fewer bytes.
+# is; smaller groups keep it where it is made. Errors there come evenly from all blocks and from
+# many tokens: exact rows or channels would save little, a fifth bit halves them. Of 8 bits INT8 has
+# less than half of the error of E4M3, in fewer bytes.
 _FIVE_BITS = ActivationPolicy()
 RECIPES: Mapping[str, ActivationPolicy] = {
     "agoq": _FIVE_BITS,

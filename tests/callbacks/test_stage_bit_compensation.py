@@ -23,7 +23,6 @@ from lq_lightning import (
 from lq_lightning.activations.policy import CODECS
 from lq_lightning.callbacks import StageBitCompensation
 
-
 FOUR_BITS = ActivationPolicy(norm="int4_hadamard", activation="int4")
 
 
