@@ -7,8 +7,9 @@
 
 Hugging Face's Llama (RMSNorm, SwiGLU) with bf16 weights and fp32 copies of them in AdamW; each
 layer and the loss are compiled on a GPU. ``full precision perturbed`` quantizes nothing and starts
-from weights that are 0.1% off. ``uniform 4 bits`` has the codes of ``agoq``, and 4 bits also for
-the inputs of all other linear layers and for queries, keys and values. ``agoq as in 1f1b`` has the
+from weights that are 0.1% off. ``agoq in 4 bits`` has the codes that ``agoq`` had before, and
+``uniform 4 bits`` also 4 bits for the inputs of all other linear layers and for queries, keys and
+values. ``agoq as in 1f1b`` has 4 bits too, and the
 bits that ``StageBitCompensation`` gives to each of four stages: layers are where such a pipeline
 would have them, and losses what it would have, since boundaries in full precision change nothing;
 AGoQ's table 12 compares the interleaved schedule. With codes of 2 bits the difference shows in runs
@@ -62,22 +63,24 @@ class Variant(AnyVariant):
     attention: str | None = None
 
 
+FOUR_BITS = ActivationPolicy(norm="int4_hadamard", activation="int4")
 VARIANTS = {
     BASELINE: Variant(),
     PERTURBED: Variant(perturbation=1e-3),
     **{name: Variant(policy=policy) for name, policy in RECIPES.items()},
-    "agoq as in 1f1b": Variant(policy=RECIPES["agoq"], schedule=("1f1b", 4, 16, 1)),
+    "agoq as in 1f1b": Variant(policy=FOUR_BITS, schedule=("1f1b", 4, 16, 1)),
     "agoq as in interleaved 1f1b": Variant(
-        policy=RECIPES["agoq"], schedule=("interleaved_1f1b", 4, 16, 2)
+        policy=FOUR_BITS, schedule=("interleaved_1f1b", 4, 16, 2)
     ),
-    "agoq in 2 bits": Variant(policy=RECIPES["agoq"].with_bits(4, 2)),
+    "agoq in 4 bits": Variant(policy=FOUR_BITS),
+    "agoq in 2 bits": Variant(policy=FOUR_BITS.with_bits(4, 2)),
     "agoq in 2 bits as in 1f1b": Variant(
-        policy=RECIPES["agoq"].with_bits(4, 2), schedule=("1f1b", 4, 16, 1), bits=2
+        policy=FOUR_BITS.with_bits(4, 2), schedule=("1f1b", 4, 16, 1), bits=2
     ),
     # FP8 products without codes, and the codes of the paper.
     "float8": Variant(policy=ActivationPolicy(norm=None, activation=None, matmul="float8")),
     "agoq fp4_e2m1": Variant(policy=ActivationPolicy(norm="fp4_e2m1", activation="fp4_e2m1")),
-    "uniform 4 bits": Variant(policy=replace(RECIPES["agoq"], linear="int4"), attention="int4"),
+    "uniform 4 bits": Variant(policy=replace(FOUR_BITS, linear="int4"), attention="int4"),
 }
 
 

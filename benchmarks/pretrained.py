@@ -15,20 +15,22 @@ L2 error and cosine of all gradients together, change of the loss in nats.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import write_report
 from torch import Tensor, nn
 
 from lq_lightning import ActivationPolicy, quantize_activations
+from lq_lightning.activations.policy import RECIPES
 
 SEQ = 256
 
@@ -111,17 +113,21 @@ def _policy(**kinds: Any) -> ActivationPolicy:
     return ActivationPolicy(**(empty | kinds))
 
 
+AGOQ = RECIPES["agoq"]
 Variant = Callable[[nn.Module], Any]  # a context in which the gradients are computed
 
 VARIANTS: dict[str, Variant] = {
     "bf16": lambda model: torch.autocast("cpu", torch.bfloat16),
-    "int8": lambda model: quantized(model, _policy(norm="int8", activation="int8")),
+    "4 bits": lambda model: quantized(model, _policy(norm="int4_hadamard", activation="int4")),
+    "4 bits, norms alone": lambda model: quantized(model, _policy(norm="int4_hadamard")),
+    "4 bits, MLPs alone": lambda model: quantized(model, _policy(activation="int4")),
     "agoq": lambda model: quantized(model, "agoq"),
-    "agoq, norms alone": lambda model: quantized(model, _policy(norm="int4_hadamard")),
-    "agoq, MLPs alone": lambda model: quantized(model, _policy(activation="int4")),
+    "agoq, norms alone": lambda model: quantized(model, _policy(norm=AGOQ.norm)),
+    "agoq, MLPs alone": lambda model: quantized(model, _policy(activation=AGOQ.activation)),
+    "E4M3": lambda model: quantized(model, _policy(norm="fp8_e4m3", activation="fp8_e4m3")),
     "coat": lambda model: quantized(model, "coat"),
     "coat, native products": lambda model: quantized(
-        model, _policy(norm="fp8_e4m3", activation="fp8_e4m3")
+        model, replace(RECIPES["coat"], matmul="native")
     ),
     "coat, products alone": lambda model: quantized(model, _policy(matmul="float8")),
     "fp8-4bit": lambda model: quantized(model, "fp8-4bit"),
@@ -147,8 +153,7 @@ def main() -> None:
         error, cosine = compare(found, exact)
         print(f"{name:28} {error:8.4f} {cosine:8.4f} {changed - loss:+8.4f}", flush=True)
         report.append({"variant": name, "error": error, "cosine": cosine, "loss": changed - loss})
-    if args.json:
-        args.json.write_text(json.dumps({"loss": loss, "rows": report}, indent=1))
+    write_report(args.json, "pretrained", {"loss": loss, "rows": report})
 
 
 if __name__ == "__main__":

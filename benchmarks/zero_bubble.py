@@ -37,13 +37,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lq_lightning.activations import quantize_activations
-from lq_lightning.activations.policy import resolve_policy
+from lq_lightning.activations.policy import ActivationPolicy
 from lq_lightning.foundation.nested import tensors_in
 from lq_lightning.optim import QuantizedAdamW
 from lq_lightning.pipeline.boundary import make_boundary_codec
 from lq_lightning.pipeline.in_flight import InFlight, compensated_bits, in_flight
 
 BITS = 4
+AGOQ = ActivationPolicy(norm="int4_hadamard", activation="int4")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,14 +54,14 @@ class Variant:
     Attributes:
         split: Whether backward passes are split, so that weights' gradients fill the bubble.
         checkpoint: Whether every layer is computed again in backward.
-        recipe: Of quantized activations; None leaves them as they are.
+        policy: Of quantized activations; None leaves them as they are.
         compensated: Whether ranks that keep less have more bits of them.
         codes_of_states: Whether AdamW's states are 8-bit codes.
     """
 
     split: bool = False
     checkpoint: bool = False
-    recipe: str | None = None
+    policy: ActivationPolicy | None = None
     compensated: bool = True
     codes_of_states: bool = False
 
@@ -68,12 +69,12 @@ class Variant:
 VARIANTS = {
     "1f1b-checkpointing": Variant(checkpoint=True),
     "zero-bubble": Variant(split=True),
-    "zero-bubble-agoq": Variant(split=True, recipe="agoq"),
-    "zero-bubble-agoq-4bit": Variant(split=True, recipe="agoq", compensated=False),
-    "zero-bubble-agoq-8bit-states": Variant(split=True, recipe="agoq", codes_of_states=True),
+    "zero-bubble-agoq": Variant(split=True, policy=AGOQ),
+    "zero-bubble-agoq-4bit": Variant(split=True, policy=AGOQ, compensated=False),
+    "zero-bubble-agoq-8bit-states": Variant(split=True, policy=AGOQ, codes_of_states=True),
     "1f1b": Variant(),
-    "1f1b-agoq": Variant(recipe="agoq"),
-    "1f1b-agoq-4bit": Variant(recipe="agoq", compensated=False),
+    "1f1b-agoq": Variant(policy=AGOQ),
+    "1f1b-agoq-4bit": Variant(policy=AGOQ, compensated=False),
 }
 DEFAULT = ["1f1b-checkpointing", "zero-bubble", "zero-bubble-agoq"]
 
@@ -188,11 +189,10 @@ class Subject:
         shape = (args.microbatches * args.micro_batch, args.shape.seq + 1)
         self.batch = torch.randint(args.vocab, shape, generator=generator)
         self.bits: list[int | None] = [None] * world
-        if variant.recipe is not None:
-            self._quantize(variant, variant.recipe)
+        if variant.policy is not None:
+            self._quantize(variant, variant.policy)
 
-    def _quantize(self, variant: Variant, recipe: str) -> None:
-        policy = resolve_policy(recipe)
+    def _quantize(self, variant: Variant, policy: ActivationPolicy) -> None:
         handle = quantize_activations(self.part.module, policy)
         self.bits = [BITS] * len(self.bits)
         if variant.compensated:

@@ -50,7 +50,7 @@ from corpus import standard_library
 from torch import Tensor, nn
 from trained_models import KINDS, SEQ, batch, build, loss_of
 
-from lq_lightning.activations import quantize_activations
+from lq_lightning.activations import ActivationPolicy, quantize_activations
 from lq_lightning.activations.policy import CODECS, RECIPES
 from lq_lightning.codecs import CodecSpec, decode, encode
 
@@ -86,6 +86,7 @@ FEW = (
         "int4 asym/64",
         "int4 asym/128 H128",
         "int5 asym/128",
+        "int5 asym/64",
         "int8/128",
         "fp8_e4m3/16",
     ),
@@ -282,7 +283,9 @@ def whole_model(model: nn.Module, data: Any, count: int, size: int) -> dict[str,
         handle = quantize_activations(model, policy)
         measure(name)
         handle.remove()
-    handle = quantize_activations(model, replace(RECIPES["agoq"], linear="int4"))
+    handle = quantize_activations(
+        model, ActivationPolicy(norm="int4_hadamard", activation="int4", linear="int4")
+    )
     with coded_attention(CODECS["int4"]):
         measure("uniform 4 bits")
     handle.remove()

@@ -87,7 +87,8 @@ def _stands(module: nn.Module, site: Site) -> bool:
 
 
 def _codes(site: Site, x: Any) -> bool:
-    return _is_wanted(site, x) and is_worth_a_code(x.shape[-1])
+    codec = site.codec
+    return codec is not None and _is_wanted(site, x) and is_worth_a_code(codec, x.shape[-1])
 
 
 def _norm_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:

@@ -59,9 +59,10 @@ class ActivationQuantization(Callback):
     ``fully_shard``. Modules with tensor-parallel weights are left as they are.
 
     Args:
-        recipe: ``"agoq"``: 4-bit codes. ``"coat"``: FP8 codes and FP8 matrix products.
-            ``"fp8-4bit"``: 4-bit codes and FP8 matrix products. Or an ``ActivationPolicy``, whose
-            rules name modules as ``LightningModule.named_modules()`` does.
+        recipe: ``"agoq"``: 5-bit codes. ``"coat"``: 8-bit codes and FP8 matrix products.
+            ``"fp8-4bit"``: the codes of ``"agoq"`` and FP8 matrix products. Or an
+            ``ActivationPolicy``, whose rules name modules as ``LightningModule.named_modules()``
+            does.
         budget: Memory per device to fit into: ``"60GiB"``, a number as ``MemoryBudget`` takes it,
             or a ``MemoryBudget``. At the first training batch of each fit the model is measured on
             that batch (``plan_activations``), all ranks together, and for each tensor it is chosen

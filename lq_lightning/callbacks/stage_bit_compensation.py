@@ -58,7 +58,7 @@ class StageBitCompensation(Callback):
     ``bits``; a resumed run goes on with what was measured.
 
     Args:
-        bits: Of the rank that keeps the most.
+        bits: Of the rank that keeps the most; 5, as in the recipes, where the paper has 4.
         rounding: ``"floor"``, with which no rank's peak grows, or ``"nearest"``, as in the paper.
         cap: Most bits.
         half_size: For schedules that split backward passes: bytes that a micro-batch keeps between
@@ -72,7 +72,7 @@ class StageBitCompensation(Callback):
 
     def __init__(
         self,
-        bits: int = 4,
+        bits: int = 5,
         rounding: Literal["floor", "nearest"] = "floor",
         cap: int = 8,
         half_size: float | None = None,

@@ -13,6 +13,7 @@ from lq_lightning.activations import ActivationPolicy, quantize_activations
 from lq_lightning.activations.measure import SavedTensors
 
 BATCH, LENGTH, HIDDEN = 1, 32, 512
+INT4 = ActivationPolicy(norm="int4_hadamard", activation="int4")
 INT8 = ActivationPolicy(norm="int8", activation="int8")
 # By name: bytes per token and layer in units of 2 * hidden size, as they are and with 4-bit codes.
 UNITS = {
@@ -67,14 +68,14 @@ def test_saved_bytes_of_a_layer(architecture: Any, request: pytest.FixtureReques
     before, after = UNITS[request.node.callspec.params["architecture"]]
     patches_and_class = 8 * 8 + 1
     tokens = BATCH * (patches_and_class if architecture.needs == "torchvision" else LENGTH)
-    counts: dict[str | None, list[int]] = {None: [], "agoq": []}
+    counts: dict[ActivationPolicy | None, list[int]] = {None: [], INT4: []}
     for layers in (1, 2):
         model = architecture.build(layers).bfloat16()
         for recipe, nbytes in counts.items():
             nbytes.append(_step(architecture, model, recipe)[0])
     units = {r: (two - one) / (tokens * HIDDEN * 2) for r, (one, two) in counts.items()}
     assert units[None] == pytest.approx(before, abs=0.15)
-    assert after - 0.35 < units["agoq"] <= after
+    assert after - 0.35 < units[INT4] <= after
 
 
 @pytest.mark.parametrize("architecture", UNITS, indirect=True)

@@ -57,7 +57,7 @@ def test_rows_with_a_mean_lose_no_more_than_others(mean: float, recipe: str) -> 
     for gradient, reference in zip(found, expected, strict=True):
         assert float((gradient - reference).norm() / reference.norm()) < 0.15
     error, norm = meter.take_errors("norm")
-    assert 0.01**2 < error / norm < 0.12**2
+    assert 0.004**2 < error / norm < (0.01 if recipe == "coat" else 0.06) ** 2
     assert norm == pytest.approx(x.numel(), rel=0.05)
 
 

@@ -104,7 +104,7 @@ def test_layers_that_could_be_checkpointed_are_shown_once_they_are() -> None:
 
 def test_bits_are_those_of_the_rows_that_are_encoded() -> None:
     """400 features are groups of 16 codes of 4 bits, with 2 bytes each of scale and offset."""
-    policy = ActivationPolicy(rules=[ActivationRule(module="0")])
+    policy = ActivationPolicy(activation="int4", rules=[ActivationRule(module="0")])
     model = nn.Sequential(nn.LayerNorm(100), MLP(100, 400))
     report = quantize_activations(model, policy).report()
     rows = {row.kind: row for row in report.rows}

@@ -135,7 +135,7 @@ trainer:
 def test_command_line_and_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "--trainer.callbacks=lq_lightning.ActivationQuantization"
     assert _callback(name).matmul == "native"
-    assert _callback(name, "--trainer.callbacks.recipe=coat").norm == "fp8_e4m3"
+    assert _callback(name, "--trainer.callbacks.recipe=coat").norm == "int8_hadamard"
     (tmp_path / "a.yaml").write_text(POLICY)
     policy = _callback(f"--config={tmp_path}/a.yaml")
     assert (policy.norm, policy.matmul) == ("int8", "float8")

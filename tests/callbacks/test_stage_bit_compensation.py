@@ -23,6 +23,8 @@ from lq_lightning import (
 from lq_lightning.activations.policy import CODECS
 from lq_lightning.callbacks import StageBitCompensation
 
+FOUR_BITS = ActivationPolicy(norm="int4_hadamard", activation="int4")
+
 
 class Strategy(SingleDeviceStrategy):
     """A single device that says it is a rank of a pipeline."""
@@ -71,7 +73,7 @@ def _fit(
 @pytest.mark.parametrize("rank", [0, 2, 3])
 @pytest.mark.parametrize("first", [True, False])
 def test_bits_of_the_rank(rank: int, first: bool, tmp_path: Path) -> None:
-    compensation, quantization = StageBitCompensation(), ActivationQuantization("agoq")
+    compensation, quantization = StageBitCompensation(bits=4), ActivationQuantization(FOUR_BITS)
     callbacks = [compensation, quantization] if first else [quantization, compensation]
     widths = _fit(tmp_path, Strategy(rank), callbacks)
     assert compensation.stage_bits == (4, 4, 6, 8)
@@ -89,6 +91,14 @@ def test_bits_of_the_rank(rank: int, first: bool, tmp_path: Path) -> None:
     assert _fit(tmp_path, Strategy(rank), [quantization]).codes == {"int4"}
 
 
+def test_the_recipe_and_the_default_have_the_same_bits(tmp_path: Path) -> None:
+    compensation = StageBitCompensation()
+    widths = _fit(tmp_path, Strategy(2), [compensation, ActivationQuantization("agoq")])
+    assert compensation.stage_bits == (5, 6, 7, 8)
+    assert widths.codes == {"int7"}
+    assert _fit(tmp_path, Strategy(2), [ActivationQuantization("agoq")]).codes == {"int5"}
+
+
 def test_nearest_and_other_first_bits(tmp_path: Path) -> None:
     compensation = StageBitCompensation(bits=3, rounding="nearest", cap=5)
     policy = ActivationPolicy(norm="int4", activation="int2")
@@ -102,7 +112,7 @@ def test_nearest_and_other_first_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 3])
 def test_what_halves_keep_is_measured_in_the_first_batch(rank: int, tmp_path: Path) -> None:
     own, make = f"int{(8, 5, 4, 4)[rank]}", functools.partial(Strategy, rank, "zero_bubble")
-    compensation, quantization = StageBitCompensation(), ActivationQuantization("agoq")
+    compensation, quantization = StageBitCompensation(bits=4), ActivationQuantization(FOUR_BITS)
     widths = _fit(tmp_path, make(), [quantization, compensation], steps=2)
     assert compensation.half_size == 3.0
     assert compensation.stage_bits == (8, 5, 4, 4)
@@ -112,19 +122,23 @@ def test_what_halves_keep_is_measured_in_the_first_batch(rank: int, tmp_path: Pa
         ["64", "(100%)"], ["60", "(94%)"], ["56", "(88%)"], ["64", "(100%)"],
     ]  # fmt: skip
     # A resumed run goes on where it was: in other bits it would measure something else.
-    callbacks: list[pl.Callback] = [StageBitCompensation(), ActivationQuantization("agoq")]
+    callbacks: list[pl.Callback] = [StageBitCompensation(4), ActivationQuantization(FOUR_BITS)]
     saved = str(tmp_path / "2.ckpt")
     widths = _fit(tmp_path, make(between=100), callbacks, 4, saved)
     assert widths.by_batch == [{own}, {own}]
     # The next one knows nothing of it; a number that is given counts at once.
     assert _fit(tmp_path, make(), callbacks).by_batch == [{"int4"}]
-    given = [StageBitCompensation(half_size=3.0), ActivationQuantization("agoq")]
+    given = [
+        StageBitCompensation(4, half_size=3.0),
+        ActivationQuantization(FOUR_BITS),
+    ]
     assert _fit(tmp_path, make(), given).by_batch == [{own}]
 
 
 def test_with_bits_changes_codes_and_nothing_else() -> None:
     policy = ActivationPolicy(
         norm="int4_hadamard",
+        activation="int4",
         linear=CODECS["int2"],
         rules=(ActivationRule(module="a", codec="int3"), ActivationRule(module="b")),
         matmul="float8",
@@ -143,7 +157,10 @@ def test_with_bits_changes_codes_and_nothing_else() -> None:
     ("callbacks", "message"),
     [
         (lambda: [], "there is none in the Trainer"),
-        (lambda: [ActivationQuantization("coat")], "norm='fp8_e4m3'.*no integer code"),
+        (
+            lambda: [ActivationQuantization(ActivationPolicy(norm="fp8_e4m3"))],
+            "norm='fp8_e4m3'.*no integer code",
+        ),
         (
             lambda: [
                 ActivationQuantization(

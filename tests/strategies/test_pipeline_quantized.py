@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lq_lightning import (
+    ActivationPolicy,
     ActivationQuantization,
     QuantizationMonitor,
     QuantizedPipelineStrategy,
@@ -27,6 +28,7 @@ from lq_lightning import (
 )
 
 run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
+FOUR_BITS = ActivationPolicy(norm="int4_hadamard", activation="int4")
 
 
 class Llama(pl.LightningModule):
@@ -85,8 +87,8 @@ def _run(root: str, world_size: int, precision: Any, callbacks: list[Any], **opt
 def _two(rank: int, world_size: int, root: str) -> Any:
     found = []
     precision = QuantizedPrecision("bf16-mixed")
-    compensation = StageBitCompensation()
-    callbacks = [ActivationQuantization(), compensation]
+    compensation = StageBitCompensation(bits=4)
+    callbacks = [ActivationQuantization(FOUR_BITS), compensation]
     run, losses = _run(root, world_size, precision, callbacks, schedule="zero_bubble")
     # What the last rank keeps for gradients of weights is more than all that it saved before.
     assert compensation.half_size == pytest.approx(2.47, abs=0.1)
@@ -126,8 +128,12 @@ def test_two_stages_in_few_bits(tmp_path: Path) -> None:
 
 
 def _four(rank: int, world_size: int, root: str) -> Any:
-    compensation = StageBitCompensation()
-    callbacks = [ActivationQuantization(), QuantizationMonitor(every_n_steps=2), compensation]
+    compensation = StageBitCompensation(bits=4)
+    callbacks = [
+        ActivationQuantization(FOUR_BITS),
+        QuantizationMonitor(every_n_steps=2),
+        compensation,
+    ]
     precision, options = QuantizedPrecision("bf16-mixed"), {"schedule": "zero_bubble"}
     run, losses = _run(root, world_size, precision, callbacks, pipeline_size=2, **options)
     # Gathered weights, which a micro-batch saves too, are not counted.
