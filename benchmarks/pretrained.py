@@ -20,7 +20,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ import torch
 from common import write_report
 from torch import Tensor, nn
 
-from lq_lightning import ActivationPolicy, quantize_activations
+from lq_lightning import ActivationPolicy, QuantizedActivations, quantize_activations
 from lq_lightning.activations.policy import RECIPES
 
 SEQ = 256
@@ -99,11 +99,11 @@ def compare(found: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[float, 
 
 
 @contextmanager
-def quantized(model: nn.Module, policy: str | ActivationPolicy) -> Iterator[None]:
+def quantized(model: nn.Module, policy: str | ActivationPolicy) -> Iterator[QuantizedActivations]:
     """Train with a policy inside."""
     handle = quantize_activations(model, policy)
     try:
-        yield
+        yield handle
     finally:
         handle.remove()
 
@@ -124,6 +124,7 @@ VARIANTS: dict[str, Variant] = {
     "agoq": lambda model: quantized(model, "agoq"),
     "agoq, norms alone": lambda model: quantized(model, _policy(norm=AGOQ.norm)),
     "agoq, MLPs alone": lambda model: quantized(model, _policy(activation=AGOQ.activation)),
+    "auto": lambda model: quantized(model, "auto"),
     "E4M3": lambda model: quantized(model, _policy(norm="fp8_e4m3", activation="fp8_e4m3")),
     "coat": lambda model: quantized(model, "coat"),
     "coat, native products": lambda model: quantized(
@@ -148,7 +149,11 @@ def main() -> None:
     print(f"loss {loss:.4f} in {time.perf_counter() - began:.1f} s")
     report = []
     for name in args.variants.split(";"):
-        with VARIANTS[name](model) or nullcontext():
+        with VARIANTS[name](model) as handle:
+            if name == "auto":
+                with handle.adapt() as adaptation:
+                    gradients(model, tokens)
+                print(adaptation.summary())
             changed, found = gradients(model, tokens)
         error, cosine = compare(found, exact)
         print(f"{name:28} {error:8.4f} {cosine:8.4f} {changed - loss:+8.4f}", flush=True)

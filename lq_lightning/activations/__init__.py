@@ -1,5 +1,6 @@
 """Saved activations as codes: norms, activation functions and linear layers that keep few bits."""
 
+from .adaptation import Adaptation
 from .budget import ActivationPlan, MemoryBudget, plan_activations
 from .calibrate import calibrate_activations
 from .calibration import ActivationCalibration
@@ -11,6 +12,7 @@ __all__ = [
     "ActivationPlan",
     "ActivationPolicy",
     "ActivationRule",
+    "Adaptation",
     "MemoryBudget",
     "QuantizedActivations",
     "calibrate_activations",

@@ -15,6 +15,7 @@ from lq_lightning._compat.modules import has_global_hooks
 from lq_lightning._compat.saved_tensors import has_storage
 
 from .activation import quantized_activation
+from .adaptation import note_call, note_reader
 from .checkpointed import pack_around_checkpoint
 from .float8_linear import float8_linear
 from .hooks import run_packed
@@ -103,7 +104,16 @@ def _norm_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     # FSDP2 frees the parameters of a norm before the backward of a linear layer that is no part of
     # the same unit.
     copies = is_sharded(module)
-    return quantized_norm(x, weight, bias, site.layer, format, amax=site.amax, copies=copies)
+    y = quantized_norm(x, weight, bias, site.layer, format, amax=site.amax, copies=copies)
+    note_call(site, y, x=x, weight=weight, bias=bias)
+    return y
+
+
+def _activated(site: ActivationSite, x: Tensor) -> Tensor:
+    format = site.format(x.shape[-1])
+    y = quantized_activation(x, None, site.activation, format, amax=site.amax)
+    note_call(site, y, x=x)
+    return y
 
 
 def _activation_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -112,7 +122,7 @@ def _activation_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     if not _codes(site, x) or not _needs_gradient(x) or not _stands(module, site):
         result: Tensor = site.original(module, *args, **kwargs)
         return result
-    return quantized_activation(x, None, site.activation, site.format(x.shape[-1]), amax=site.amax)
+    return _activated(site, x)
 
 
 def _function_call(site: FunctionSite, *args: Any, **kwargs: Any) -> Tensor:
@@ -122,7 +132,7 @@ def _function_call(site: FunctionSite, *args: Any, **kwargs: Any) -> Tensor:
             raise AssertionError("the function that a site took the place of")
         result: Tensor = site.previous(*args, **kwargs)
         return result
-    return quantized_activation(x, None, site.activation, site.format(x.shape[-1]), amax=site.amax)
+    return _activated(site, x)
 
 
 def _mlp_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -146,6 +156,7 @@ def _mlp_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     inner = quantized_activation(
         gate, up, site.activation, site.format(gate.shape[-1]), amax=site.amax
     )
+    note_call(site, inner, gate=gate, up=up)
     projected: Tensor = getattr(module, site.down)(inner)
     return projected
 
@@ -169,10 +180,14 @@ def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, source: Source | None, matmul: Matmul
 ) -> Tensor:
     if matmul == "float8":
-        return float8_linear(x, weight, bias, source)
-    if source is None:
+        y = float8_linear(x, weight, bias, source)
+    elif source is None:
         raise AssertionError("a linear layer without a source is left to torch")
-    return quantized_linear(x, weight, bias, source)
+    else:
+        y = quantized_linear(x, weight, bias, source)
+    if source is not None:  # else the weight has no gradient, or no site made x
+        note_reader(x, y)
+    return y
 
 
 def _linear_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from lq_lightning.codecs import CodecSpec
 from lq_lightning.kernels.activation import (
     activation_backward,
     activation_dequantize,
@@ -31,7 +32,10 @@ from .patterns import ACTIVATIONS
 from .policy import CODECS, fit_codec
 from .sites import ActivationSite, LinearSite, MLPSite, NormSite, Site
 
-__all__ = ["gradient_errors"]
+__all__ = ["SiteGradients", "gradient_errors", "sampled_rows", "site_gradients"]
+
+_FACTORS = ("x", "gate", "up")
+_GOLDEN = 0.6180339887498949
 
 Errors = dict[str, dict[str, float]]  # by codec, by gradient
 
@@ -61,6 +65,20 @@ class _Record:
         if tensor is None:
             raise AssertionError(f"{self.site.name} recorded no {name}")
         return tensor
+
+
+def sampled_rows(x: Tensor, max_rows: int) -> Tensor:
+    """Return up to ``max_rows`` rows of ``x`` as fp32, one of each of as many equal parts.
+
+    Which one differs from part to part (multiples of the golden ratio): at equal distances all
+    first tokens of sequences, which often are outliers, would be among them, or none.
+    """
+    rows = as_matrix(x.detach())
+    count = min(rows.shape[0], max_rows)
+    parts = torch.arange(count, device=x.device, dtype=torch.float64)
+    index = (parts + (parts * _GOLDEN).frac()) * rows.shape[0] / max(1, count)
+    index = index.long() if count < rows.shape[0] else torch.arange(count, device=x.device)
+    return rows[index].float()
 
 
 def _relative(difference: Tensor, exact: Tensor) -> float:
@@ -93,65 +111,105 @@ def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: NormLaye
     return y * (1.0 + weight if layer.kind == "rms_offset" else weight)
 
 
-def _norm_errors(record: _Record, dy: Tensor) -> Errors:
-    site = record.site
-    if not isinstance(site, NormSite):
-        raise AssertionError(f"{site.name} is no norm")
-    layer, x = site.layer, record.get("x")
-    weight, bias = record.tensors["weight"], record.tensors["bias"]
-    leaves = [x.requires_grad_()] + ([] if weight is None else [weight.requires_grad_()])
-    with torch.enable_grad():
-        y = _norm(x, weight, bias, layer)
-    gradients = torch.autograd.grad(y, leaves, dy)
-    x, weight, y = x.detach(), None if weight is None else weight.detach(), y.detach()
-    errors: Errors = {}
-    for codec in record.codecs:
-        format = str(fit_codec(CODECS[codec], x.shape[-1]).message_format)
-        _, rstd, message, _ = norm_quantize(
-            x, weight, bias, layer.eps, layer.kind, format, torch.float32, False
-        )
-        dx, dweight, _ = norm_backward(
-            message, rstd, dy, weight, layer.kind, format, torch.float32, weight is not None
-        )
-        found = errors[codec] = {}
-        if record.wanted[0]:
-            found["input"] = _relative(dx - gradients[0], gradients[0])
-        if weight is not None and record.wanted[1]:
-            found["weight"] = _relative(dweight - gradients[1], gradients[1])
-        rebuilt = norm_dequantize(
-            *(message, rstd, weight, bias, x.shape[-1], layer.kind, format),
-            *(torch.float32, torch.float32),
-        )
-        found.update(_weight_errors(record, y, rebuilt))
-    return errors
+@dataclass(frozen=True, slots=True)
+class SiteGradients:
+    """What a site's backward makes of ``dy``, in fp32.
+
+    Attributes:
+        made: gradients by name, ``"input"`` and ``"weight"`` of a norm, ``"gate"`` and ``"up"``.
+        output: ``[R, N]``, what the linear layers behind the site multiply ``dy`` with.
+    """
+
+    made: dict[str, Tensor]
+    output: Tensor
 
 
-def _activation_errors(record: _Record, dy: Tensor) -> Errors:
-    site = record.site
+def site_gradients(
+    site: Site, tensors: Mapping[str, Tensor | None], dy: Tensor, codec: CodecSpec | None
+) -> SiteGradients:
+    """Return the gradients that a norm, an activation function or an MLP makes.
+
+    Args:
+        site: Which.
+        tensors: fp32: ``x``, ``weight`` and ``bias`` of a norm, ``x`` of an activation function,
+            ``gate`` and ``up`` of an MLP; rows ``[R, N]``.
+        dy: ``[R, N]`` fp32, the gradient of the output.
+        codec: Of what is kept; None for exact gradients.
+    """
+    given = {name: None if t is None else t.detach() for name, t in tensors.items()}
+    if isinstance(site, NormSite):
+        return _norm_gradients(site.layer, given, dy, codec)
     if not isinstance(site, (ActivationSite, MLPSite)):
-        raise AssertionError(f"{site.name} is no activation function")
-    gated = isinstance(site, MLPSite) and site.up is not None
-    names = ("gate", "up") if gated else ("gate",) if isinstance(site, MLPSite) else ("x",)
-    inputs = [record.get(name).requires_grad_() for name in names]
-    with torch.enable_grad():
-        y = ACTIVATIONS[site.activation](inputs[0])
-        y = y * inputs[1] if gated else y
-    gradients = torch.autograd.grad(y, inputs, dy)
-    x, up = inputs[0].detach(), inputs[1].detach() if gated else None
+        raise AssertionError(f"{site.name} is neither a norm nor an activation function")
+    return _activation_gradients(site.activation, given, dy, codec)
+
+
+def _norm_gradients(
+    layer: NormLayer, given: dict[str, Tensor | None], dy: Tensor, codec: CodecSpec | None
+) -> SiteGradients:
+    x, weight, bias = given["x"], given["weight"], given["bias"]
+    if x is None:
+        raise AssertionError("a norm has an input")
+    if codec is None:
+        leaves = [t.requires_grad_() for t in (x, weight) if t is not None]
+        with torch.enable_grad():
+            y = _norm(x, weight, bias, layer)
+        made = torch.autograd.grad(y, leaves, dy)
+        return SiteGradients(dict(zip(("input", "weight"), made, strict=False)), y.detach())
+    format = str(fit_codec(codec, x.shape[-1]).message_format)
+    _, rstd, message, _ = norm_quantize(
+        x, weight, bias, layer.eps, layer.kind, format, torch.float32, False
+    )
+    dx, dweight, _ = norm_backward(
+        message, rstd, dy, weight, layer.kind, format, torch.float32, weight is not None
+    )
+    rebuilt = norm_dequantize(
+        *(message, rstd, weight, bias, x.shape[-1], layer.kind, format),
+        *(torch.float32, torch.float32),
+    )
+    return SiteGradients(
+        {"input": dx} if weight is None else {"input": dx, "weight": dweight}, rebuilt
+    )
+
+
+def _activation_gradients(
+    activation: str, given: dict[str, Tensor | None], dy: Tensor, codec: CodecSpec | None
+) -> SiteGradients:
+    inputs = {name: t for name, t in given.items() if t is not None and name in _FACTORS}
+    x, up = inputs.get("gate", inputs.get("x")), inputs.get("up")
+    if x is None:
+        raise AssertionError("an activation function has an input")
+    names = ("input",) if "x" in inputs else ("gate", "up")
+    if codec is None:
+        leaves = [t.requires_grad_() for t in (x, up) if t is not None]
+        with torch.enable_grad():
+            y = ACTIVATIONS[activation](x)
+            y = y if up is None else y * up
+        made = torch.autograd.grad(y, leaves, dy)
+        return SiteGradients(dict(zip(names, made, strict=False)), y.detach())
+    format = str(fit_codec(codec, x.shape[-1]).message_format)
+    _, message, up_message, _ = activation_quantize(x, up, activation, format, False)
+    changed = activation_backward(message, up_message, dy, activation, format, False)
+    rebuilt = activation_dequantize(
+        message, up_message, *x.shape, activation, format, torch.float32
+    )
+    count = 1 if up is None else 2
+    return SiteGradients(dict(zip(names, changed[:count], strict=False)), rebuilt)
+
+
+def _site_errors(record: _Record, dy: Tensor) -> Errors:
+    exact = site_gradients(record.site, record.tensors, dy, None)
+    is_norm = isinstance(record.site, NormSite)
+    wanted = dict(zip(("input", "weight"), record.wanted, strict=True)) if is_norm else {}
     errors: Errors = {}
     for codec in record.codecs:
-        format = str(fit_codec(CODECS[codec], x.shape[-1]).message_format)
-        _, message, up_message, _ = activation_quantize(x, up, site.activation, format, False)
-        changed = activation_backward(message, up_message, dy, site.activation, format, False)
-        labels = names if gated else ("input",)
+        coded = site_gradients(record.site, record.tensors, dy, CODECS[codec])
         found = errors[codec] = {
-            label: _relative(made - exact, exact)
-            for label, made, exact in zip(labels, changed, gradients, strict=False)
+            name: _relative(coded.made[name] - made, made)
+            for name, made in exact.made.items()
+            if wanted.get(name, True)
         }
-        rebuilt = activation_dequantize(
-            message, up_message, *x.shape, site.activation, format, torch.float32
-        )
-        found.update(_weight_errors(record, y.detach(), rebuilt))
+        found.update(_weight_errors(record, exact.output, coded.output))
     return errors
 
 
@@ -185,10 +243,7 @@ class _Recorder:
                         self.parts.setdefault(id(child), (site.name, role))
 
     def sample(self, x: Tensor) -> Tensor:
-        rows = as_matrix(x.detach())
-        count = min(rows.shape[0], self.max_rows)
-        index = torch.arange(count, device=x.device) * rows.shape[0] // max(1, count)
-        return rows[index].float()
+        return sampled_rows(x, self.max_rows)
 
     def record(self, site: Site) -> _Record | None:
         if site.name not in self.candidates or site.name in self.records:
@@ -205,9 +260,9 @@ class _Recorder:
 
     def measure(self, record: _Record, gradient: Tensor) -> None:
         measures: dict[type[Site], Callable[[_Record, Tensor], Errors]] = {
-            NormSite: _norm_errors,
-            ActivationSite: _activation_errors,
-            MLPSite: _activation_errors,
+            NormSite: _site_errors,
+            ActivationSite: _site_errors,
+            MLPSite: _site_errors,
             LinearSite: _linear_errors,
         }
         with torch.autocast(gradient.device.type, enabled=False), torch.no_grad():
@@ -306,7 +361,7 @@ def gradient_errors(
         model: whose sites keep full precision now.
         run: returns a loss.
         candidates: codecs by name of the site.
-        max_rows: rows of a call that errors are measured on, evenly spaced.
+        max_rows: rows of a call that errors are measured on, see ``sampled_rows``.
 
     Returns:
         By site, by codec, by gradient the relative L2 error. Sites that the loss does not depend on

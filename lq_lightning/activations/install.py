@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
+from .adaptation import MAX_ERROR, Adaptation
 from .checkpointed import pack_around_checkpoint, unpack_around_checkpoint
 from .find import Left, find_sites
 from .forwards import FORWARDS
@@ -77,6 +78,29 @@ class QuantizedActivations:
     def left(self) -> list[Left]:
         """What is not recognized."""
         return list(self._left)
+
+    @contextmanager
+    def adapt(self, max_error: float = MAX_ERROR) -> Iterator[Adaptation]:
+        """Measure what the codes do to gradients, and give sites more bits where that is too much.
+
+        Run one forward and backward pass of a training step inside of the ``with`` block; it
+        computes what it would without. Codes change at its end, those of norms, activation
+        functions and MLPs, if they are integers. With several ranks all must call; all choose
+        alike.
+
+        Args:
+            max_error: Largest expected relative error of all gradients together.
+
+        Yields:
+            What is measured and chosen, complete at the end of the block.
+        """
+        adaptation = Adaptation(max_error=max_error, model_sites=self.sites)
+        adaptation.start()
+        try:
+            yield adaptation
+        finally:
+            adaptation.stop()
+        adaptation.finish()
 
     @contextmanager
     def measure(self, *, original: bool = False) -> Iterator[SavedTensors]:

@@ -321,8 +321,10 @@ def fit_codec(codec: CodecSpec, numel: int) -> CodecSpec:
 # many tokens: exact rows or channels would save little, a fifth bit halves them. Of 8 bits INT8 has
 # less than half of the error of E4M3, in fewer bytes.
 _FIVE_BITS = ActivationPolicy()
+# "auto" starts with four bits, and widens sites where the first batch shows that this is too few.
 RECIPES: Mapping[str, ActivationPolicy] = {
     "agoq": _FIVE_BITS,
+    "auto": ActivationPolicy(norm="int4_hadamard", activation="int4"),
     "coat": ActivationPolicy(norm="int8_hadamard", activation="int8", matmul="float8"),
     "fp8-4bit": replace(_FIVE_BITS, matmul="float8"),
 }
@@ -332,7 +334,7 @@ def resolve_policy(recipe: str | ActivationPolicy) -> ActivationPolicy:
     """Return a policy from the name of a recipe or itself.
 
     Args:
-        recipe: ``"agoq"``, ``"coat"``, ``"fp8-4bit"``, or a policy.
+        recipe: ``"agoq"``, ``"auto"``, ``"coat"``, ``"fp8-4bit"``, or a policy.
 
     Raises:
         ValueError: Anything else.

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
@@ -37,8 +37,9 @@ from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.partition import kept_stages
 
 from .after_configure_model import AfterConfigureModel
+from .recipe_adaptation import RecipeAdaptation
 from .strategy_check import check_strategy
-from .training_loss import check_training_step, count_values, training_loss, untouched
+from .training_loss import accumulates, check_training_step, count_values, training_loss, untouched
 
 __all__ = ["ActivationQuantization"]
 
@@ -50,16 +51,17 @@ class ActivationQuantization(Callback):
     """Keeps what backward needs as codes of few bits while ``fit`` runs.
 
     Normalization layers, activation functions and gated MLPs keep codes of their inputs, from which
-    backward rebuilds the rest; linear layers behind them keep no input at all. Modules keep their
-    classes, names and parameters, so that checkpoints are those of a run without this callback.
-    When ``fit`` ends, also by an exception, the modules are as they were.
+    backward rebuilds the rest; linear layers behind them keep no input. Modules keep their classes,
+    names and parameters, hence their checkpoints. When ``fit`` ends, also by an exception, they are
+    as they were.
 
     Works with ``strategy="quantized_fsdp"``, ``"ddp"``, ``ModelParallelStrategy`` and on a single
     device, with layers made in ``__init__``, ``setup`` or ``configure_model``, before or after
     ``fully_shard``. Modules with tensor-parallel weights are left as they are.
 
     Args:
-        recipe: ``"agoq"``: 5-bit codes. ``"coat"``: 8-bit codes and FP8 matrix products.
+        recipe: ``"agoq"``: 5-bit codes. ``"auto"``: 4-bit codes, and more bits where the first
+            batch shows that gradients need them. ``"coat"``: 8-bit codes and FP8 matrix products.
             ``"fp8-4bit"``: the codes of ``"agoq"`` and FP8 matrix products. Or an
             ``ActivationPolicy``, whose rules name modules as ``LightningModule.named_modules()``
             does.
@@ -69,9 +71,12 @@ class ActivationQuantization(Callback):
             whether it is kept, recomputed, or a code of 4 to 8 bits. ``recipe``, a name, says only
             how matrix products are computed then. Batches with more tokens than the first need
             more memory, with a warning.
+        adapt: Largest relative error of all gradients that integer codes may cause; sites get more
+            bits after the first batch where it is more. True is 0.08. By default True with
+            ``"auto"``, else False.
 
     Raises:
-        ValueError: ``recipe`` or ``budget`` is something else; or, before training starts:
+        ValueError: ``recipe``, ``budget`` or ``adapt`` is something else; or, before training starts:
             strategy, device or precision are not supported, there is a second one in the Trainer,
             the model has nothing to quantize, or its hyperparameters hold modules; with a budget:
             manual optimization, ``training_step(self, dataloader_iter)``, or tensor-parallel
@@ -82,8 +87,9 @@ class ActivationQuantization(Callback):
 
     def __init__(
         self,
-        recipe: Literal["agoq", "coat", "fp8-4bit"] | ActivationPolicy = "agoq",
+        recipe: Literal["agoq", "auto", "coat", "fp8-4bit"] | ActivationPolicy = "agoq",
         budget: MemoryBudget | int | float | str | None = None,
+        adapt: bool | float | None = None,
     ) -> None:
         super().__init__()
         self._policy = resolve_policy(recipe)
@@ -99,6 +105,7 @@ class ActivationQuantization(Callback):
                 budget = MemoryBudget(budget)
             self._policy = replace(FULL_PRECISION, matmul=self._policy.matmul)
         self._budget = budget
+        self._adaptation = RecipeAdaptation(type(self).__name__, recipe, budget, adapt)
         self._bits: tuple[int, int] | None = None
         self._plan: ActivationPlan | None = None
         self._planned_values = 0  # of the batch that the plan was made on
@@ -151,6 +158,7 @@ class ActivationQuantization(Callback):
         """
         self._remove()
         if stage == "fit":
+            self._adaptation.reset()
             self._check(trainer)
             if self._budget is not None:
                 check_training_step(f"{type(self).__name__}(budget=...)", pl_module)
@@ -184,14 +192,42 @@ class ActivationQuantization(Callback):
             rank_zero_info(f"{type(self).__name__}({self._recipe!r}){where}\n{self._report}")
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep to the choice of a checkpoint, or prepare to measure the first batch."""
+        if self._handle is not None:
+            self._adaptation.prepare(self._handle, trainer.strategy)
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
+        """Choose codes after the first batch; with manual optimization, which may go on, later."""
+        if pl_module.automatic_optimization:
+            self._adaptation.finish()
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
+        """Choose codes after the first batch, if no optimizer stepped in it."""
+        self._adaptation.finish()
+
+    @override
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: Any) -> None:
+        """Save the choice of the first batch."""
+        checkpoint.update(self._adaptation.state())
+
+    @override
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: Any) -> None:
+        """Go on with the choice of the saved run, if its recipe was the same."""
+        self._adaptation.load(checkpoint)
+
+    @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """With a budget: choose how activations are kept, at the first batch.
+        """At the first batch: measure it, or with a budget choose how activations are kept.
 
         Raises:
             RuntimeError: The budget cannot be met.
         """
+        self._adaptation.start()
         if self._budget is None:
             return
         values = count_values(batch)
@@ -224,7 +260,7 @@ class ActivationQuantization(Callback):
                 training_loss(trainer, module, batch, batch_idx),
                 budget,
                 optimizers=trainer.optimizers,
-                accumulates=_accumulates(trainer),
+                accumulates=accumulates(trainer),
                 matmul=self._policy.matmul,
             )
         self._handle.apply(self._plan.policy)
@@ -330,6 +366,7 @@ class ActivationQuantization(Callback):
 
     def _remove(self) -> None:
         self._meter.stop()
+        self._adaptation.stop()
         self._limit.close()
         if self._configure is not None:
             self._configure.remove()
@@ -357,18 +394,6 @@ def _check_hyperparameters(module: pl.LightningModule) -> None:
                 f"`self.save_hyperparameters(ignore=[{name!r}])`: its weights are in the state "
                 "dict anyway."
             )
-
-
-def _accumulates(trainer: pl.Trainer) -> bool:
-    """Whether gradients of other batches are there during a step, in this epoch or a later one."""
-    schedulers = [
-        callback
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(callback, GradientAccumulationScheduler)
-    ]
-    return trainer.accumulate_grad_batches > 1 or any(
-        each.going_to_accumulate_grad_batches() for each in schedulers
-    )
 
 
 def _more(names: list[str]) -> str:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -16,7 +17,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-__all__ = ["check_training_step", "count_values", "training_loss", "untouched"]
+__all__ = ["accumulates", "check_training_step", "count_values", "training_loss", "untouched"]
 
 _SILENCED = ("log", "log_dict", "print")
 _CONTAINERS = (list, dict, set, deque)
@@ -79,6 +80,18 @@ def training_loss(
             return _loss_of(module.training_step(*arguments))
 
     return run
+
+
+def accumulates(trainer: pl.Trainer) -> bool:
+    """Whether gradients of other batches are there during a step, in this epoch or a later one."""
+    schedulers = [
+        callback
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler)
+    ]
+    return trainer.accumulate_grad_batches > 1 or any(
+        each.going_to_accumulate_grad_batches() for each in schedulers
+    )
 
 
 def count_values(batch: Any) -> int:
