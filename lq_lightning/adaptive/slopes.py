@@ -1,4 +1,4 @@
-"""How the error of quantization changes with a bit: what the gradient of widths rests on."""
+"""How the error of quantization changes with a bit: what the training of widths rests on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lq_lightning.codecs.mixed import Ranges
 
-__all__ = ["error_slope"]
+__all__ = ["error_slope", "level_errors"]
 
 # Mean square error of uniform codes of 0 to 9 bits for normal values of deviation 1, with the range
 # that makes it least (Max, "Quantizing for minimum distortion", 1960).
@@ -17,6 +17,7 @@ NORMAL_ERRORS = (
     *(1.0, 0.36338, 0.11885, 0.03744, 0.011543),
     *(3.4952e-3, 1.04e-3, 3.0433e-4, 8.7686e-5, 2.4919e-5),
 )
+_BISECTIONS = 50
 _LOGS = [math.log(error) for error in NORMAL_ERRORS]
 # Of 1 to 8 bits, from the widths below and above.
 _FITTED_SLOPES = [(more - less) / 4 for less, more in zip(_LOGS, _LOGS[2:], strict=False)]
@@ -44,3 +45,38 @@ def error_slope(widths: Tensor, ranges: Ranges) -> Tensor:
     coded = len(_FITTED_SLOPES)
     fitted = torch.tensor(_FITTED_SLOPES, dtype=torch.float32)[widths.clamp(max=coded).long() - 1]
     return torch.where(widths <= coded, fitted, slopes)
+
+
+def level_errors(bits: Tensor, squares: Tensor, values: Tensor, low: float, high: float) -> Tensor:
+    """Return bits of the same mean that let all lines expect the same error.
+
+    A bit divides the squared error by 4, so that a line gets half the binary logarithm of its
+    squared error on top, and all lines the same number less (reverse water-filling).
+
+    Args:
+        bits: ``[n]`` that each line had.
+        squares: ``[n]`` sums of its squared errors. Lines where this is 0 get ``low``, those where
+            it is not finite keep their bits.
+        values: ``[n]`` how many were summed; lines of 0 keep their bits.
+        low: Fewest bits.
+        high: Most bits.
+
+    Returns:
+        ``[n]`` float32.
+    """
+    known = (values > 0) & squares.isfinite()
+    if not (squares[known] > 0).any():
+        return bits
+    counts = values[known].double()
+    wanted = bits[known].double() + (squares[known] / counts).log2() / 2.0
+    mean = counts @ bits[known].double()
+    most = wanted.max()
+    # The level is where the most demanding line has `high` bits at most, and everything `low`.
+    below, above = low - most, high - wanted[wanted.isfinite()].min()
+    for _ in range(_BISECTIONS):
+        level = (below + above) / 2.0
+        too_many = counts @ (wanted + level).clamp(low, high) > mean
+        below, above = (below, level) if too_many else (level, above)
+    levelled = bits.clone()
+    levelled[known] = (wanted + (below + above) / 2.0).clamp(low, high).to(bits.dtype)
+    return levelled
