@@ -144,7 +144,7 @@ class GateOptimizer:
         for gate in gates:
             part = slice(start, start + gate.state.shape[1])
             if not gate.values.any():
-                state[0, part] = self._levelled(state[0, part], squares[part], seen[part])
+                state[0, part] = self._levelled(gate, squares[part], seen[part])
             start = part.stop
         state[4] = torch.where(seen > 0, seen, state[4])
         if self._mean is None:
@@ -161,15 +161,18 @@ class GateOptimizer:
             gate.refresh()
             start += lines
 
-    def _levelled(self, q: Tensor, squares: Tensor, seen: Tensor) -> Tensor:
-        """Gates that have never stepped, moved to where all lines expect the same error."""
+    def _levelled(self, gate: BitGate, squares: Tensor, seen: Tensor) -> Tensor:
+        """What a gate that has never stepped begins with, so that its lines expect one error."""
         config = self.config
-        bits, ends = bits_of(q, config), (config.min_bits + _MARGIN, config.max_bits - _MARGIN)
-        if not ends[0] <= config.start_bits <= ends[1]:
-            return q
-        levelled = level_errors(bits, squares, seen, *ends)
-        share = (levelled - config.min_bits) / (config.max_bits - config.min_bits)
-        return torch.where(levelled == bits, q, share.logit() / config.alpha)
+        low, high = config.min_bits + _MARGIN, config.max_bits - _MARGIN
+        known = (seen > 0) & squares.isfinite()
+        if not squares[known].any() or not low <= config.start_bits <= high:
+            return gate.q
+        bits = level_errors(gate.widths[known], squares[known] / seen[known], low, high)
+        share = (bits - config.min_bits) / (config.max_bits - config.min_bits)
+        q = gate.q.clone()
+        q[known] = share.logit() / config.alpha
+        return q
 
     def _regularizer(self, q: Tensor) -> Tensor:
         sigma = torch.sigmoid(self.config.alpha * q)

@@ -47,36 +47,28 @@ def error_slope(widths: Tensor, ranges: Ranges) -> Tensor:
     return torch.where(widths <= coded, fitted, slopes)
 
 
-def level_errors(bits: Tensor, squares: Tensor, values: Tensor, low: float, high: float) -> Tensor:
-    """Return bits of the same mean that let all lines expect the same error.
+def level_errors(widths: Tensor, errors: Tensor, low: float, high: float) -> Tensor:
+    """Return bits of the same mean at which all lines expect the same error.
 
-    A bit divides the squared error by 4, so that a line gets half the binary logarithm of its
-    squared error on top, and all lines the same number less (reverse water-filling).
+    A bit divides the mean square error by 4, so that a line gets half the binary logarithm of its
+    error on top of the width that caused it, and all lines the same number less (reverse
+    water-filling).
 
     Args:
-        bits: ``[n]`` that each line had.
-        squares: ``[n]`` sums of its squared errors. Lines where this is 0 get ``low``, those where
-            it is not finite keep their bits.
-        values: ``[n]`` how many were summed; lines of 0 keep their bits.
+        widths: ``[n]`` bits that lines had.
+        errors: ``[n]`` their mean square errors, finite, not all 0. Lines with 0 get ``low``.
         low: Fewest bits.
         high: Most bits.
 
     Returns:
         ``[n]`` float32.
     """
-    known = (values > 0) & squares.isfinite()
-    if not (squares[known] > 0).any():
-        return bits
-    counts = values[known].double()
-    wanted = bits[known].double() + (squares[known] / counts).log2() / 2.0
-    mean = counts @ bits[known].double()
-    most = wanted.max()
-    # The level is where the most demanding line has `high` bits at most, and everything `low`.
-    below, above = low - most, high - wanted[wanted.isfinite()].min()
+    wanted = widths.double() + errors.double().log2() / 2.0
+    goal = float(widths.double().mean())
+    below = low - float(wanted.max())  # where no line has more than `low`
+    above = high - float(wanted[errors > 0].min())  # where none that counts has less than `high`
     for _ in range(_BISECTIONS):
         level = (below + above) / 2.0
-        too_many = counts @ (wanted + level).clamp(low, high) > mean
-        below, above = (below, level) if too_many else (level, above)
-    levelled = bits.clone()
-    levelled[known] = (wanted + (below + above) / 2.0).clamp(low, high).to(bits.dtype)
-    return levelled
+        mean = float((wanted + level).clamp(low, high).mean())
+        below, above = (below, level) if mean > goal else (level, above)
+    return (wanted + below).clamp(low, high).float()
