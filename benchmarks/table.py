@@ -53,6 +53,7 @@ ROWS = {
     "optimizer_drift": ("cases", ""),
     "optimizer_error": ("library", ""),
     "pipeline_casts": ("rows", ""),
+    "pretrained_boundaries": ("rows", ""),
     "slow_network": ("rows", ""),
     "split_gradients": ("rows", ""),
     "split_link": ("rows", ""),
