@@ -43,8 +43,8 @@ class AdaptiveBitsConfig:
             a straight line from where it started. None: whenever ``beta`` and ``learning_rate``
             win over the gradient of the loss, which wants more bits. (Not in the paper.)
         ranges: Of lines of up to 8 bits: ``"fitted"`` to their mean and deviation, which clips the
-            values that are farthest off, where that promises a smaller error, or ``"full"``, from the minimum to the maximum; see
-            ``encode_mixed``. (The paper says nothing about it.)
+            values that are farthest off, where that promises a smaller error; or ``"full"``, from
+            the minimum to the maximum; see ``encode_mixed``. (The paper says nothing about it.)
         owner: Class that messages name; not kept.
 
     Raises:
