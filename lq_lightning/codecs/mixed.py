@@ -284,7 +284,8 @@ def encode_mixed(x_TN: Tensor, table: WidthTable, ranges: Ranges = "full") -> Te
         ranges: of lines of up to 8 bits. ``"full"``: from the minimum to the maximum. ``"fitted"``:
             as many deviations around the mean as have the least mean square error for normal values
             in so many bits (Max, 1960; .80, 1.49, 2.05, 2.51 ... 3.92), within the full range.
-            Values outside become the nearest end. The other end need not know.
+            Values outside become the nearest end. Lines where the full range promises a smaller
+            error have that. The other end need not know.
 
     Returns:
         ``[table.nbytes(T)]`` uint8, contiguous.
