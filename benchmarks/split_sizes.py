@@ -136,7 +136,7 @@ def batch_nbytes(
     if settings.codec == "amaq":
         found["widths"] = sum((shape.num_lines + 1) // 2 for shape in shapes.values())
         if settings.everything:
-            found["gate_sums"] = 4 * model.hidden
+            found["gate_sums"] = 8 * model.hidden
     return found
 
 

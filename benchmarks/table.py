@@ -55,6 +55,7 @@ ROWS = {
     "optimizer_error": ("library", ""),
     "pipeline_casts": ("rows", ""),
     "pretrained": ("rows", ""),
+    "pretrained_boundaries": ("rows", ""),
     "slow_network": ("rows", ""),
     "split_gradients": ("rows", ""),
     "split_link": ("rows", ""),

@@ -38,18 +38,17 @@ from benchmarks.common import (
 )
 from lq_lightning.kernels.tah import TAHFormat, parse_tah_format, reference
 from lq_lightning.kernels.tah.statistics import lowest
-from lq_lightning.pipeline.boundary import Message, TAHQuantization, make_boundary_codec
+from lq_lightning.pipeline.boundary import Message, make_boundary_codec
 
 WORKING_SET_NBYTES = 1 << 29
 FORMATS = {
-    "tah": "tah/64/4/token/1/5/swap/bfloat16",
-    "tah 32": "tah/32/4/token/1/5/swap/bfloat16",
-    "tah 128": "tah/128/4/token/1/5/swap/bfloat16",
-    "tah by tile": "tah/64/4/tile/1/5/swap/bfloat16",
-    "tah int4": "tah/64/4/token/0/swap/bfloat16",
-    "tah5": "tah/64/5/token/0/swap/bfloat16",
-    "tah5 128": "tah/128/5/token/0/swap/bfloat16",
-    "tah no hadamard": "tah/64/4/token/1/5/none/bfloat16",
+    "tah": "tah/64/4/1/5/hadamard",
+    "tah 32": "tah/32/4/1/5/hadamard",
+    "tah 128": "tah/128/4/1/5/hadamard",
+    "tah int4": "tah/64/4/0/hadamard",
+    "tah5": "tah/64/5/0/hadamard",
+    "tah5 128": "tah/128/5/0/hadamard",
+    "tah no hadamard": "tah/64/4/1/5/none",
 }
 SHAPES = ((1, 1024, 1600), (1, 4096, 4096), (4, 4096, 4096))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -92,7 +91,7 @@ def differs(fmt: TAHFormat, kind: str, dtype: torch.dtype) -> str:
         places = launch.launch_places(exact, message, layout, x.shape[0], rank=True)
         low = lowest(found.entropies.view(x.shape[0], -1), layout.low_per_sequence).view(-1)
         if not torch.equal(places.cpu() < 0, low):
-            return "other units are INT3"
+            return "other tokens are INT3"
         launch.launch_bits(places, message)
     launch.launch_encode(moved, places, fmt, message)
     wrong = int((message.cpu() != expected).sum())
@@ -192,9 +191,7 @@ def run_kernels(arguments: argparse.Namespace) -> int:
 
 def measure_codec(name: str, kind: str, x: Tensor) -> dict[str, Any]:
     """Time both ways of a codec of boundaries."""
-    codec = make_boundary_codec(
-        TAHQuantization(allocation="tile") if name == "tah by tile" else name
-    )
+    codec = make_boundary_codec(name)
     message = Message(boundary=0, backward=False, microbatch=0)
     encode, decode = [], []
     payload = codec.encode(x, message)
@@ -223,7 +220,7 @@ def run_codecs(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(arguments.threads)
     results = []
     for shape in arguments.shapes or SHAPES[:1]:
-        for name in ("none", "bf16", "fp8", "int4", "int5", "int6", "tah", "tah by tile", "tah5"):
+        for name in ("none", "bf16", "fp8", "int4", "int5", "int6", "tah", "tah5"):
             for kind in DATA if name.startswith("tah") else DATA[:1]:
                 for dtype in DTYPES.values():
                     results.append(measure_codec(name, kind, values(kind, shape, dtype, "cpu")))

@@ -125,7 +125,8 @@ def steps_to_target(
             finer = torch.exp2(of.width - gate.widths.float())
             mean = of.sums[:, 0].mean() * finer.square()
             noise = of.noise * finer * torch.randn(len(finer), generator=generator)
-            gate.accumulate((mean + noise) * heard, 1)
+            sums = (mean + noise) * heard
+            gate.accumulate(torch.stack([sums, torch.zeros_like(sums)]), 1)
         optimizer.step()
         if optimizer.reached:
             reached = step

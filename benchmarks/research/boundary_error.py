@@ -42,11 +42,9 @@ OUTLIER_SIZE = 100.0
 
 CODECS: dict[str, Codec] = {
     "tah": TAHQuantization(),
-    "tah without swap": TAHQuantization(swap=False),
-    "tah without hadamard": TAHQuantization(hadamard=False, swap=False),
+    "tah without hadamard": TAHQuantization(hadamard=False),
     "tah all int4": TAHQuantization(int4_share=1.0),
     "tah all int3": TAHQuantization(int4_share=0.0),
-    "tah bits per tile": TAHQuantization(allocation="tile"),
     "tah tile 8": TAHQuantization(tile_size=8),
     "tah tile 32": TAHQuantization(tile_size=32),
     "tah tile 128": TAHQuantization(tile_size=128),

@@ -67,7 +67,9 @@ class SentGate:
         self._values += values
 
     def take(self) -> tuple[Tensor, int]:
-        """Return the sums, float32 on the CPU, and values per channel; begin anew.
+        """Return both sums of ``BitGate.accumulate``, float32 on the CPU, and values per channel.
+
+        What comes later is summed anew.
 
         Raises:
             RuntimeError: there was no backward pass.

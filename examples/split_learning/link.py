@@ -274,7 +274,7 @@ class ServerLink:
     def _receive_gate_sums(self, connection: Connection, gates: ClientGates) -> None:
         received = connection.receive(protocol.GATE_SUMS)
         lines = self._shapes[HIDDEN].num_lines
-        sums = received.tensor(HIDDEN, dtype=torch.float32, shape=[lines])
+        sums = received.tensor(HIDDEN, dtype=torch.float32, shape=[2, lines])
         gates.add_remote(sums, received.field("values", int))
 
 

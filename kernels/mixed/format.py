@@ -45,6 +45,17 @@ HALF_RANGES = (0.7979, 1.4935, 2.0511, 2.514, 2.9162, 3.278, 3.6111, 3.9222)
 # 1023 / sqrt(2 * T) of these levels: rounding to them adds to that 1% for 100,000 values at worst.
 MOMENT_LEVELS = 1023
 MOMENT_CENTER = 512
+# Mean square errors that are expected of codes, by width from 1 on: of normal values of deviation 1
+# in a fitted range (Max), and of values anywhere in the full range, which is ``MOMENT_LEVELS``. The
+# two codes of 1 bit are its ends, far from most values.
+FITTED_ERRORS = (
+    *(0.36338, 0.11885, 0.03744, 0.011543),
+    *(3.4952e-3, 1.04e-3, 3.0433e-4, 8.7686e-5),
+)
+FULL_ERRORS = (
+    MOMENT_LEVELS**2 / 4,
+    *((MOMENT_LEVELS / (2**width - 1)) ** 2 / 12 for width in range(2, 9)),
+)
 
 # Rows of what ``width_rows`` returns; those of planes follow.
 ORDER_ROW, WIDTH_ROW, PLACE_ROW, FIRST_PLANE_ROW = 0, 1, 2, 3

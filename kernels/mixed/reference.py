@@ -18,6 +18,8 @@ from lq_lightning.kernels.message import reference as blocks
 from lq_lightning.kernels.message.rounding import asymmetric_scaling
 
 from .format import (
+    FITTED_ERRORS,
+    FULL_ERRORS,
     HALF_RANGES,
     MAX_CODE_WIDTH,
     MOMENT_CENTER,
@@ -173,8 +175,7 @@ def scaling_of_lines(x: Tensor, rows: Tensor, fitted: bool) -> LineScaling:
     low, high = torch.stack(lows).amin(0), torch.stack(highs).amax(0)
     low, high = low.to(torch.float32), high.to(torch.float32)
     if fitted:
-        half = torch.tensor(HALF_RANGES, dtype=torch.float32)[(bits - 1).to(torch.int64)]
-        low, high = fitted_range(x, low, high, half)
+        low, high = fitted_range(x, low, high, bits)
     return _line_scaling(low, high, max_level, max_level if fitted else None)
 
 
@@ -187,29 +188,40 @@ def _line_scaling(
     return LineScaling(scale, minimum, None if (norm == 1.0).all() else norm, inverse, most)
 
 
-def fitted_range(x: Tensor, low: Tensor, high: Tensor, half: Tensor) -> tuple[Tensor, Tensor]:
+def fitted_range(x: Tensor, low: Tensor, high: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean of each line less and plus so many deviations, within its extremes.
 
-    Lines that have no scale, because they are constant, tiny or not finite, keep their extremes.
+    Lines keep their extremes where these promise a smaller error: with many bits, few values, or a
+    value that is far off; and where they have no scale, because they are constant, tiny or not
+    finite. A fitted range is taken to have the error of normal values and, on top, that of the two
+    extremes, which become its ends.
 
     Args:
         x: ``[T, N]`` values.
         low: ``[N]`` fp32, the smallest of each line.
         high: likewise, the largest.
-        half: likewise, half of the range in deviations.
+        bits: ``[N]`` integers, of its codes.
     """
+    half, expected, limit = torch.tensor(
+        (HALF_RANGES, FITTED_ERRORS, FULL_ERRORS), dtype=torch.float32
+    )[:, (bits - 1).to(torch.int64)]
     measure = _line_scaling(low, high, float(MOMENT_LEVELS), None)
     sums, squares = _moments(x, measure)
     mean = sums / x.shape[0]
     variance = squares / x.shape[0] - mean * mean
     center = mean.to(torch.float32) + MOMENT_CENTER
-    reach = variance.clamp_(min=0.0).to(torch.float32).sqrt_() * half
+    variance = variance.clamp_(min=0.0).to(torch.float32)
+    reach = variance.sqrt() * half
+    below, above = center - reach, MOMENT_LEVELS - (center + reach)  # what the ends cut off
+    below, above = below.clamp_(min=0.0), above.clamp_(min=0.0)
+    clipped = (below * below + above * above) / torch.tensor(float(x.shape[0]))
+    fits = (measure.scale > 0) & (variance * expected + clipped < limit)
     ends = []
     for end, extreme in ((center - reach, low), (center + reach, high)):
         value = end * measure.scale + measure.minimum
         value = value if measure.norm is None else value / measure.norm
         value = torch.minimum(torch.maximum(value, low), high)
-        ends.append(torch.where(measure.scale > 0, value, extreme))
+        ends.append(torch.where(fits, value, extreme))
     return ends[0], ends[1]
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from lq_lightning.kernels.message.triton_blocks import round_output, select_bytes
 from lq_lightning.kernels.message.triton_rounding import asymmetric_scaling, fixed_point, ordered
 
-from .format import HALF_RANGES, MOMENT_CENTER, MOMENT_LEVELS
+from .format import FITTED_ERRORS, FULL_ERRORS, HALF_RANGES, MOMENT_CENTER, MOMENT_LEVELS
 
 _INT_MIN = tl.constexpr(-(2**31))
 _INT_MAX = tl.constexpr(2**31 - 1)
@@ -22,6 +22,8 @@ _NAN_BITS = tl.constexpr(0x7FC00000)
 _LEVELS = tl.constexpr(float(MOMENT_LEVELS))
 _CENTER = tl.constexpr(MOMENT_CENTER)
 _HALF_RANGES = tl.constexpr(HALF_RANGES)
+_FITTED_ERRORS = tl.constexpr(FITTED_ERRORS)
+_FULL_ERRORS = tl.constexpr(FULL_ERRORS)
 # Rows of `format.width_rows`.
 WIDTH_ROW = tl.constexpr(1)
 PLACE_ROW = tl.constexpr(2)
@@ -138,20 +140,20 @@ def mixed_moment_kernel(
 
 
 @triton.jit
-def _half_range(width):
-    """``HALF_RANGES`` by width; wider lines as those of 8 bits."""
-    half = tl.full(width.shape, _HALF_RANGES[7], tl.float32)
+def _by_width(width, VALUES: tl.constexpr):
+    """One of eight numbers by width; wider lines as those of 8 bits."""
+    chosen = tl.full(width.shape, VALUES[7], tl.float32)
     for index in tl.static_range(7):
-        half = tl.where(width == index + 1, _HALF_RANGES[index], half)
-    return half
+        chosen = tl.where(width == index + 1, VALUES[index], chosen)
+    return chosen
 
 
 @triton.jit
-def _fitted_end(end, scale, minimum, norm, low, high, extreme):
+def _fitted_end(end, fits, scale, minimum, norm, low, high, extreme):
     """A number of levels as the key of a value within the extremes."""
     value = tl.div_rn(end * scale + minimum, norm)
     value = tl.minimum(tl.maximum(value, low), high)
-    return tl.where(scale > 0.0, ordered(value.to(tl.int32, bitcast=True)), extreme)
+    return tl.where(fits, ordered(value.to(tl.int32, bitcast=True)), extreme)
 
 
 @triton.jit
@@ -177,12 +179,17 @@ def _fitted_range(
     mean = sums / count
     variance = tl.maximum(squares / count - mean * mean, 0.0).to(tl.float32)
     center = mean.to(tl.float32) + _CENTER
-    reach = tl.sqrt_rn(variance) * _half_range(width)
+    reach = tl.sqrt_rn(variance) * _by_width(width, _HALF_RANGES)
+    below = tl.maximum(center - reach, 0.0)
+    above = tl.maximum(_LEVELS - (center + reach), 0.0)
+    clipped = tl.div_rn(below * below + above * above, count.to(tl.float32))
+    expected = variance * _by_width(width, _FITTED_ERRORS) + clipped
     scale, minimum, norm, _ = asymmetric_scaling(low, high, _LEVELS, SCALES.max_width, SCALES, 1.0)
     least = ordered(low).to(tl.float32, bitcast=True)
     most = ordered(high).to(tl.float32, bitcast=True)
-    first = _fitted_end(center - reach, scale, minimum, norm, least, most, low)
-    last = _fitted_end(center + reach, scale, minimum, norm, least, most, high)
+    fits = (scale > 0.0) & (expected < _by_width(width, _FULL_ERRORS))
+    first = _fitted_end(center - reach, fits, scale, minimum, norm, least, most, low)
+    last = _fitted_end(center + reach, fits, scale, minimum, norm, least, most, high)
     return first, last
 
 

@@ -1,19 +1,19 @@
 """Byte layout of a TAH-Quant message, as pure arithmetic.
 
-``[B, S, N]`` values are cut into tiles of ``tile`` neighbouring channels. A unit is what shares its
-bits: a token, or a tile. The message has these sections, each starting at a multiple of 16 bytes::
+``[B, S, N]`` values are cut into tiles of ``tile`` neighbouring channels. All tiles of a token have
+the same bits. The message has these sections, each starting at a multiple of 16 bytes::
 
-    [ bits of units | INT3 plane 2 | INT3 plane 1 | others | scales | minima | outliers | pivots ]
+    [ bits of tokens | INT3 plane 2 | INT3 plane 1 | others | scales | minima | outliers | pivots ]
 
-* A bit per unit, 1 for INT4; nothing where all units have the same bits.
-* The codes of the INT3 units, in order of their index, in planes of 2 bits and of 1 bit, and those
-  of the other units: INT4, or any bits that all units have. Planes are those of
+* A bit per token, 1 for INT4; nothing where all tokens have the same bits.
+* The codes of the INT3 tokens, in order of their index, in planes of 2 bits and of 1 bit, and those
+  of the other tokens: INT4, or any bits that all tokens have. Planes are those of
   ``message/planes.py``; with the same bits everywhere, a message begins like an encoded row.
 * A scale and a minimum per tile.
-* With the transform, a bit per tile, 1 where it was applied; with the swap, log2(tile) bits per
-  tile for the pivot, in planes, 0 where it was not.
+* With the transform, a bit per tile, 1 where it was applied, and log2(tile) bits per tile for the
+  pivot, in planes, 0 where it was not.
 
-Exactly ``floor(share * units)`` units of a sequence are INT3, so the size depends on the shape
+Exactly ``floor(share * S)`` tokens of a sequence are INT3, so the size depends on the shape
 alone: sections are padded once per message, with zeros.
 """
 
@@ -25,7 +25,6 @@ from functools import lru_cache
 
 from lq_lightning.kernels.message import (
     ALIGNMENT_NBYTES,
-    SCALE_DTYPES,
     MessageFormat,
     round_up,
 )
@@ -34,7 +33,6 @@ from lq_lightning.kernels.message.format import PLANES
 # A tile has an outlier where its largest magnitude is more than as many times the second largest.
 OUTLIER_RATIO = 2.0
 TILE_SIZES = (8, 16, 32, 64, 128, 256)
-ALLOCATIONS = ("token", "tile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +40,11 @@ class TAHLayout:
     """Where the sections of a message lie; offsets and sizes in bytes.
 
     Attributes:
-        units: what has bits of its own: tokens or tiles, of all sequences.
-        unit_numel: values of a unit.
-        low_per_sequence: INT3 units of a sequence.
-        low_units: INT3 units of all sequences.
-        high_units: other units of all sequences.
+        tokens: of all sequences.
+        channels: values of a token.
+        low_per_sequence: INT3 tokens of a sequence.
+        low_tokens: INT3 tokens of all sequences.
+        high_tokens: other tokens of all sequences.
         tiles: of all sequences.
         low_planes: start of the planes of INT3 codes.
         high_planes: start of the planes of other codes.
@@ -58,11 +56,11 @@ class TAHLayout:
         nbytes: of the message, a multiple of 16.
     """
 
-    units: int
-    unit_numel: int
+    tokens: int
+    channels: int
     low_per_sequence: int
-    low_units: int
-    high_units: int
+    low_tokens: int
+    high_tokens: int
     tiles: int
     low_planes: tuple[int, ...]
     high_planes: tuple[int, ...]
@@ -75,8 +73,8 @@ class TAHLayout:
 
     @property
     def adaptive(self) -> bool:
-        """Whether the message says which units are INT3."""
-        return self.low_units > 0
+        """Whether the message says which tokens are INT3."""
+        return self.low_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +83,20 @@ class TAHFormat:
 
     Attributes:
         tile: channels that share scale, minimum and transform; one of ``TILE_SIZES``.
-        bits: of a code, 2 to 8, in units that are not INT3; 4 where some are.
-        allocation: what shares its bits, one of ``ALLOCATIONS``.
-        int3_share: of the units of a sequence, from 0 to less than 1.
-        hadamard: transform tiles with an outlier.
-        swap: put the outlier first before the transform.
-        scale_dtype: a key of ``SCALE_DTYPES`` of 16 bits.
+        bits: of a code, 2 to 8, in tokens that are not INT3; 4 where some are.
+        int3_share: of the tokens of a sequence, from 0 to less than 1.
+        hadamard: put the outlier first and transform, in tiles with an outlier.
     """
 
     tile: int
     bits: int
-    allocation: str
     int3_share: Fraction
     hadamard: bool
-    swap: bool
-    scale_dtype: str
 
     @property
     def pivot_widths(self) -> tuple[int, ...]:
         """Widths of the planes of pivots in bits, low bits first."""
-        return PLANES[self.tile.bit_length() - 1] if self.hadamard and self.swap else ()
+        return PLANES[self.tile.bit_length() - 1] if self.hadamard else ()
 
     @property
     def forward_norm(self) -> float:
@@ -118,13 +110,12 @@ class TAHFormat:
 
     def codes(self, bits: int) -> MessageFormat:
         """Return how tiles of so many bits are scaled and rounded."""
-        return MessageFormat(f"int{bits}", self.tile, False, 0, False, self.scale_dtype)
+        return MessageFormat(f"int{bits}", self.tile, False, 0, False, "bfloat16")
 
     def __str__(self) -> str:
         """Encode as the string that the operators take; ``parse_tah_format`` is the inverse."""
-        transform = ("swap" if self.swap else "hadamard") if self.hadamard else "none"
-        units = f"{self.bits}/{self.allocation}/{self.int3_share}"
-        return f"tah/{self.tile}/{units}/{transform}/{self.scale_dtype}"
+        transform = "hadamard" if self.hadamard else "none"
+        return f"tah/{self.tile}/{self.bits}/{self.int3_share}/{transform}"
 
     def layout(self, sequences: int, tokens: int, channels: int) -> TAHLayout:
         """Return the layout of a message of ``[sequences, tokens, channels]`` values.
@@ -144,16 +135,14 @@ def _layout(fmt: TAHFormat, sequences: int, tokens: int, channels: int) -> TAHLa
             "them."
         )
     tiles = sequences * tokens * channels // fmt.tile
-    per_sequence = tokens if fmt.allocation == "token" else tokens * channels // fmt.tile
-    unit_numel = channels if fmt.allocation == "token" else fmt.tile
-    low_per_sequence = per_sequence * fmt.int3_share.numerator // fmt.int3_share.denominator
-    low, units = sequences * low_per_sequence, sequences * per_sequence
-    high = units - low
+    low_per_sequence = tokens * fmt.int3_share.numerator // fmt.int3_share.denominator
+    low, every = sequences * low_per_sequence, sequences * tokens
+    high = every - low
     planes = len(PLANES[fmt.bits])
     used = [
-        -(-units // 8) if low else 0,
-        *(low * unit_numel * width // 8 for width in PLANES[3]),
-        *(high * unit_numel * width // 8 for width in PLANES[fmt.bits]),
+        -(-every // 8) if low else 0,
+        *(low * channels * width // 8 for width in PLANES[3]),
+        *(high * channels * width // 8 for width in PLANES[fmt.bits]),
         2 * tiles,
         2 * tiles,
         -(-tiles // 8) if fmt.hadamard else 0,
@@ -163,11 +152,11 @@ def _layout(fmt: TAHFormat, sequences: int, tokens: int, channels: int) -> TAHLa
     for size in used:
         starts.append(starts[-1] + round_up(size, ALIGNMENT_NBYTES))
     return TAHLayout(
-        units=units,
-        unit_numel=unit_numel,
+        tokens=every,
+        channels=channels,
         low_per_sequence=low_per_sequence,
-        low_units=low,
-        high_units=high,
+        low_tokens=low,
+        high_tokens=high,
         tiles=tiles,
         low_planes=(starts[1], starts[2]),
         high_planes=tuple(starts[3 : 3 + planes]),
@@ -192,29 +181,18 @@ def parse_tah_format(text: str) -> TAHFormat:
     """
     parts = text.split("/")
     # the share is "numerator/denominator", or just "0" or "1"
-    enough = parts if len(parts) > 6 else [""] * 7
-    name, tile, bits, allocation, *share, transform, scale_dtype = enough
-    known = (
-        name == "tah"
-        and bits in map(str, PLANES)
-        and allocation in ALLOCATIONS
-        and transform in ("none", "hadamard", "swap")
-        and SCALE_DTYPES.get(scale_dtype) is not None
-        and scale_dtype != "float32"
-    )
+    name, tile, bits, *share, transform = parts if len(parts) > 4 else [""] * 5
+    known = name == "tah" and bits in map(str, PLANES) and transform in ("none", "hadamard")
     int3_share = Fraction("/".join(share)) if known else Fraction(0)
     mixed = int3_share and (bits != "4" or int3_share >= 1)
     if not known or int(tile) not in TILE_SIZES or mixed:
         raise ValueError(
-            f"format={text!r} is not a format of TAH-Quant; expected 'tah/tile/bits/token|tile/"
-            "share/none|hadamard|swap/bfloat16|float16'. Build it with str(TAHFormat(...))."
+            f"format={text!r} is not a format of TAH-Quant; expected 'tah/tile/bits/share/"
+            "none|hadamard'. Build it with str(TAHFormat(...))."
         )
     return TAHFormat(
         tile=int(tile),
         bits=int(bits),
-        allocation=allocation,
         int3_share=int3_share,
         hadamard=transform != "none",
-        swap=transform == "swap",
-        scale_dtype=scale_dtype,
     )

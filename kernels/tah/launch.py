@@ -70,14 +70,14 @@ def launch_tah_quantize(x: Tensor, fmt: TAHFormat, out: Tensor, tile: Tile | Non
 def launch_entropies(x: Tensor, fmt: TAHFormat) -> Tensor:
     """Return ``[units]`` fp32; ``statistics.measure``, but for the order of sums."""
     layout = fmt.layout(*x.shape)
-    entropies = torch.empty(layout.units, dtype=torch.float32, device=x.device)
-    width = min(triton.next_power_of_2(layout.unit_numel), _ENTROPY_BLOCK)
+    entropies = torch.empty(layout.tokens, dtype=torch.float32, device=x.device)
+    width = min(triton.next_power_of_2(layout.channels), _ENTROPY_BLOCK)
     count = _ENTROPY_BLOCK // width
-    tah_entropy_kernel[(triton.cdiv(layout.units, count),)](
+    tah_entropy_kernel[(triton.cdiv(layout.tokens, count),)](
         x,
         entropies,
-        layout.units,
-        layout.unit_numel,
+        layout.tokens,
+        layout.channels,
         UNITS=count,
         BLOCK=width,
         SMALLEST=SMALLEST,
@@ -90,10 +90,10 @@ def launch_places(
     entropies: Tensor, message: Tensor, layout: TAHLayout, sequences: int, rank: bool
 ) -> Tensor:
     """Return ``[units]`` int32 places, from entropies or from what the message says."""
-    if layout.units > _MANY_UNITS * sequences:
+    if layout.tokens > _MANY_UNITS * sequences:
         return _places_of_many(entropies, message, layout, sequences, rank)
-    places = torch.empty(layout.units, dtype=torch.int32, device=message.device)
-    units = layout.units // sequences
+    places = torch.empty(layout.tokens, dtype=torch.int32, device=message.device)
+    units = layout.tokens // sequences
     block = min(triton.next_power_of_2(units), _RANK_BLOCK)
     tah_place_kernel[(sequences,)](
         entropies,
@@ -116,7 +116,7 @@ def _places_of_many(
     else:
         first = message[: layout.used[0]].unsqueeze(1)
         bits = (first >> torch.arange(8, dtype=torch.uint8, device=message.device)) & 1
-        low = bits.view(-1)[: layout.units] == 0
+        low = bits.view(-1)[: layout.tokens] == 0
     low_places = low.cumsum(0, dtype=torch.int32).neg_()
     high_places = low.logical_not().cumsum(0, dtype=torch.int32).sub_(1)
     return torch.where(low, low_places, high_places)
@@ -131,7 +131,7 @@ def launch_bits(places: Tensor, message: Tensor) -> None:
 def launch_encode(
     x: Tensor, places: Tensor, fmt: TAHFormat, out: Tensor, tile: Tile | None = None
 ) -> None:
-    """Write all sections but the first; ``reference.encode_units``."""
+    """Write all sections but the first; ``reference.encode_tokens``."""
     layout = fmt.layout(*x.shape)
     tile = tile or QUANTIZE_TILE
     groups = tile.block // fmt.tile
@@ -140,9 +140,9 @@ def launch_encode(
         places,
         out,
         layout.tiles,
-        layout.units,
-        layout.unit_numel,
-        layout.low_units,
+        layout.tokens,
+        layout.channels,
+        layout.low_tokens,
         section_offsets(layout),
         GROUPS=groups,
         RUN=tile.run,
@@ -174,7 +174,7 @@ def launch_tah_dequantize(
             places,
             out,
             layout.tiles,
-            layout.unit_numel,
+            layout.channels,
             INT_TO_FLOAT,
             section_offsets(layout),
             GROUPS=groups,

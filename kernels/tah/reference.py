@@ -1,6 +1,6 @@
 """TAH-Quant in plain torch: the truth that the Triton kernels must match, and fast on a CPU.
 
-Values are read twice: once for entropies and outliers, and, once it is known which units are INT3,
+Values are read twice: once for entropies and outliers, and, once it is known which tokens are INT3,
 in the order of the message. Work is done in parts that stay in a core's cache.
 
 Shape legend: B sequences, S tokens, N channels, T tiles, G values of a tile.
@@ -39,7 +39,7 @@ def quantize(x: Tensor, fmt: TAHFormat, out: Tensor) -> None:
     low = lowest(found.entropies.view(x.shape[0], -1), layout.low_per_sequence).view(-1)
     if layout.adaptive:
         store_plane(low.logical_not().to(torch.uint8), out, 0, 1)
-    encode_units(x, low, found.outliers, found.pivots, fmt, out)
+    encode_tokens(x, low, found.outliers, found.pivots, fmt, out)
 
 
 def statistics_of(x: Tensor, fmt: TAHFormat) -> Statistics:
@@ -53,30 +53,30 @@ def statistics_of(x: Tensor, fmt: TAHFormat) -> Statistics:
     return Statistics(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
 
 
-def encode_units(
+def encode_tokens(
     x: Tensor, low: Tensor, outliers: Tensor, pivots: Tensor, fmt: TAHFormat, out: Tensor
 ) -> None:
     """Write all sections but the first.
 
     Args:
         x: ``[B, S, N]`` floating point, contiguous.
-        low: ``[units]`` bool, which are INT3.
+        low: ``[tokens]`` bool, which are INT3.
         outliers: ``[T]`` bool.
         pivots: ``[T]`` uint8.
         fmt: the format.
         out: ``[nbytes]`` uint8, zeros where nothing is written.
     """
     layout = fmt.layout(*x.shape)
-    units = x.view(layout.units, layout.unit_numel)
-    per_unit = layout.unit_numel // fmt.tile
-    scales = torch.empty(layout.units, per_unit, dtype=torch.float32)
+    tokens = x.view(layout.tokens, layout.channels)
+    per_token = layout.channels // fmt.tile
+    scales = torch.empty(layout.tokens, per_token, dtype=torch.float32)
     minima = torch.empty_like(scales)
     marked, places = outliers.view_as(scales), pivots.view_as(scales)
     # New memory for every part would cost more than the arithmetic.
-    part_numel = min(x.numel(), max(_PART_NUMEL, layout.unit_numel))
+    part_numel = min(x.numel(), max(_PART_NUMEL, layout.channels))
     scratch = torch.empty(part_numel, dtype=torch.float32)
     for codes_format, planes, index, first in _parts(low, layout, fmt):
-        tiles = _take(units, index, scratch).view(-1, fmt.tile)
+        tiles = _take(tokens, index, scratch).view(-1, fmt.tile)
         if fmt.hadamard:
             transform_(tiles, marked[index].reshape(-1), places[index].reshape(-1), fmt)
         groups = tiles.unsqueeze(0)
@@ -84,10 +84,10 @@ def encode_units(
         scaling = blocks.scaling_of(extremes, 1.0, codes_format)
         if scaling.minimum is None:
             raise AssertionError(f"{codes_format} has no minimum")
-        scales[index] = scaling.scale.view(-1, per_unit)
-        minima[index] = scaling.minimum.view(-1, per_unit)
+        scales[index] = scaling.scale.view(-1, per_token)
+        minima[index] = scaling.minimum.view(-1, per_token)
         codes = blocks.quantize_groups(groups, scaling, None, codes_format).view(-1)
-        _store_fields(codes, out, first * layout.unit_numel, codes_format.planes, planes)
+        _store_fields(codes, out, first * layout.channels, codes_format.planes, planes)
     rows, codes_format = out.unsqueeze(0), fmt.codes(fmt.bits)
     blocks.store_scales(scales.view(1, -1), rows, layout.scale_offset, codes_format)
     blocks.store_scales(minima.view(1, -1), rows, layout.minimum_offset, codes_format)
@@ -108,8 +108,7 @@ def transform_(tiles: Tensor, outliers: Tensor, pivots: Tensor, fmt: TAHFormat) 
     index = outliers.nonzero().view(-1)
     if index.numel():
         chosen = tiles[index]
-        if fmt.swap:
-            _swap_(chosen, pivots[index])
+        _swap_(chosen, pivots[index])
         tiles[index] = blocks.hadamard_(chosen, fmt.tile).mul_(fmt.forward_norm)
 
 
@@ -118,8 +117,7 @@ def restore_(tiles: Tensor, outliers: Tensor, pivots: Tensor, fmt: TAHFormat) ->
     index = outliers.nonzero().view(-1)
     if index.numel():
         chosen = blocks.hadamard_(tiles[index], fmt.tile).mul_(fmt.inverse_norm)
-        if fmt.swap:
-            _swap_(chosen, pivots[index])
+        _swap_(chosen, pivots[index])
         tiles[index] = chosen
 
 
@@ -141,26 +139,26 @@ def dequantize(message: Tensor, fmt: TAHFormat, out: Tensor) -> None:
     layout = fmt.layout(*out.shape)
     if out.numel() == 0:
         return
-    units = out.view(layout.units, layout.unit_numel)
-    per_unit = layout.unit_numel // fmt.tile
-    low = torch.zeros(layout.units, dtype=torch.bool)
+    tokens = out.view(layout.tokens, layout.channels)
+    per_token = layout.channels // fmt.tile
+    low = torch.zeros(layout.tokens, dtype=torch.bool)
     if layout.adaptive:
-        low = load_plane(message, layout.units, 0, 1) == 0
+        low = load_plane(message, layout.tokens, 0, 1) == 0
     rows, codes_format = message.unsqueeze(0), fmt.codes(fmt.bits)
     scales = blocks.load_scales(rows, layout.scale_offset, layout.tiles, codes_format)
     minima = blocks.load_scales(rows, layout.minimum_offset, layout.tiles, codes_format)
-    scales, minima = scales.view(-1, per_unit), minima.view(-1, per_unit)
+    scales, minima = scales.view(-1, per_token), minima.view(-1, per_token)
     outliers, pivots = load_outliers(message, layout, fmt)
     marked, places = outliers.view_as(scales), pivots.view_as(scales)
     for codes_format, planes, index, first in _parts(low, layout, fmt):
         scale = scales[index].reshape(-1, 1)
-        start, count = first * layout.unit_numel, scale.numel() * fmt.tile
+        start, count = first * layout.channels, scale.numel() * fmt.tile
         codes = _load_fields(message, start, count, codes_format.planes, planes)
         tiles = codes.to(torch.float32).view(-1, fmt.tile)
         tiles.mul_(scale).add_(minima[index].reshape(-1, 1))
         if fmt.hadamard:
             restore_(tiles, marked[index].reshape(-1), places[index].reshape(-1), fmt)
-        units[index] = tiles.view(-1, layout.unit_numel).to(out.dtype)
+        tokens[index] = tiles.view(-1, layout.channels).to(out.dtype)
 
 
 def load_outliers(message: Tensor, layout: TAHLayout, fmt: TAHFormat) -> tuple[Tensor, Tensor]:
@@ -174,11 +172,11 @@ def load_outliers(message: Tensor, layout: TAHLayout, fmt: TAHFormat) -> tuple[T
 def _parts(
     low: Tensor, layout: TAHLayout, fmt: TAHFormat
 ) -> Iterator[tuple[MessageFormat, tuple[int, ...], Tensor | slice, int]]:
-    """Yield the format of codes, their planes, an index of units, and how many come before."""
-    step = max(1, _PART_NUMEL // layout.unit_numel)
+    """Yield the format of codes, their planes, an index of tokens, and how many come before."""
+    step = max(1, _PART_NUMEL // layout.channels)
     for bits, planes, members, count in (
-        (3, layout.low_planes, low, layout.low_units),
-        (fmt.bits, layout.high_planes, ~low, layout.high_units),
+        (3, layout.low_planes, low, layout.low_tokens),
+        (fmt.bits, layout.high_planes, ~low, layout.high_tokens),
     ):
         chosen = members.nonzero().view(-1) if layout.adaptive else None
         for first in range(0, count, step):
@@ -187,15 +185,15 @@ def _parts(
             yield fmt.codes(bits), planes, index, first
 
 
-def _take(units: Tensor, index: Tensor | slice, scratch: Tensor) -> Tensor:
-    """Copy units to scratch memory, as fp32."""
+def _take(tokens: Tensor, index: Tensor | slice, scratch: Tensor) -> Tensor:
+    """Copy tokens to scratch memory, as fp32."""
     if isinstance(index, slice):
-        chosen = units[index]
-    elif units.dtype == torch.float32:
-        taken = scratch[: index.numel() * units.shape[1]].view(-1, units.shape[1])
-        return torch.index_select(units, 0, index, out=taken)
+        chosen = tokens[index]
+    elif tokens.dtype == torch.float32:
+        taken = scratch[: index.numel() * tokens.shape[1]].view(-1, tokens.shape[1])
+        return torch.index_select(tokens, 0, index, out=taken)
     else:
-        chosen = units.index_select(0, index)
+        chosen = tokens.index_select(0, index)
     return scratch[: chosen.numel()].view(chosen.shape).copy_(chosen)
 
 

@@ -1,6 +1,6 @@
 """What is measured before a message is encoded, in plain torch: entropies, ranks and outliers.
 
-Shape legend: U units, T tiles, G values of a tile, C tiles that may have an outlier.
+Shape legend: U tokens, T tiles, G values of a tile, C tiles that may have an outlier.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def measure(x: Tensor, fmt: TAHFormat, ranked: bool, scratch: tuple[Tensor, ...]
     if fmt.hadamard:
         found, pivot = find_outliers(tiles)
         outliers[found], pivots[found] = True, pivot.to(torch.uint8)
-    per_unit = channels // fmt.tile if fmt.allocation == "token" else 1
+    per_token = channels // fmt.tile
     if not ranked:
-        zeros = torch.zeros(tiles.shape[0] // per_unit, dtype=torch.float32)
+        zeros = torch.zeros(tiles.shape[0] // per_token, dtype=torch.float32)
         return Statistics(zeros, outliers, pivots)
-    total = tiles.sum(-1).view(-1, per_unit).sum(-1)
+    total = tiles.sum(-1).view(-1, per_token).sum(-1)
     torch.clamp(magnitude, min=SMALLEST, out=weighted).log_().mul_(magnitude)
-    products = weighted.view_as(tiles).sum(-1).view(-1, per_unit).sum(-1)
+    products = weighted.view_as(tiles).sum(-1).view(-1, per_token).sum(-1)
     return Statistics(entropies(total, products), outliers, pivots)
 
 

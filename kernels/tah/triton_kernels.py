@@ -119,9 +119,7 @@ def _transform(
     RUN: tl.constexpr,
 ):
     TILE: tl.constexpr = FORMAT.tile
-    changed = values
-    if FORMAT.swap:
-        changed = _swap(values, pivot, TILE)
+    changed = _swap(values, pivot, TILE)
     flat = hadamard(tl.reshape(changed, (GROUPS * TILE,)), GROUPS * TILE, TILE, RUN)
     changed = tl.reshape(flat * FORMAT.forward_norm, (GROUPS, TILE))
     return tl.where(outlier[:, None], changed, values)
@@ -138,9 +136,7 @@ def _restore(
 ):
     TILE: tl.constexpr = FORMAT.tile
     flat = hadamard(tl.reshape(values, (GROUPS * TILE,)), GROUPS * TILE, TILE, RUN)
-    changed = tl.reshape(flat * FORMAT.inverse_norm, (GROUPS, TILE))
-    if FORMAT.swap:
-        changed = _swap(changed, pivot, TILE)
+    changed = _swap(tl.reshape(flat * FORMAT.inverse_norm, (GROUPS, TILE)), pivot, TILE)
     return tl.where(outlier[:, None], changed, values)
 
 
@@ -252,9 +248,8 @@ def tah_quantize_kernel(
             values = _transform(values, outlier, pivot, GROUPS, FORMAT, RUN)
             smallest, largest = group_range(values, count, HIGH, True)
         _store_fields(message_ptr + outliers, outlier.to(tl.int32), first_tile, tiles, GROUPS, 1)
-        if FORMAT.swap:
-            pivot = tl.where(outlier, pivot, 0)
-            _store_pivots(message_ptr, pivot, pivots, first_tile, tiles, GROUPS, FORMAT)
+        pivot = tl.where(outlier, pivot, 0)
+        _store_pivots(message_ptr, pivot, pivots, first_tile, tiles, GROUPS, FORMAT)
     if ADAPTIVE:
         places = _places(place_ptr, tile, tiles, unit_numel, TILE)
         max_level = tl.where(places[0], LOW.max_level, HIGH.max_level)
@@ -369,9 +364,7 @@ def tah_dequantize_kernel(
     if FORMAT.hadamard:
         outlier = _load_fields(message_ptr + outliers, tile, tiles, 1) > 0
         if _any(outlier):
-            pivot = tile * 0
-            if FORMAT.swap:
-                pivot = _load_pivots(message_ptr, pivots, tile, tiles, FORMAT)
+            pivot = _load_pivots(message_ptr, pivots, tile, tiles, FORMAT)
             values = _restore(values, outlier, pivot, GROUPS, FORMAT, RUN)
     result = round_output(tl.reshape(values, (BLOCK,)), out_ptr.dtype.element_ty)
     offsets = tl.arange(0, BLOCK)

@@ -29,7 +29,8 @@ class AdaptiveBitsConfig:
         target: Mean bits over all gated values, scales and tables not counted.
         min_bits: Fewest bits of a line, from 1 on.
         max_bits: Most bits of a line, to 16.
-        start_bits: Bits of every line at the beginning.
+        start_bits: Bits of every line at the beginning, and the mean to which the first step moves
+            them so that lines expect equal errors; see ``GateOptimizer``.
         alpha: Slope of the sigmoid. The bits move ``alpha`` times as far at one learning rate.
         regularizer: What is pushed down: the mean of squares (``"l2"``) or of values (``"l1"``) of
             the sigmoids.
@@ -42,8 +43,8 @@ class AdaptiveBitsConfig:
             a straight line from where it started. None: whenever ``beta`` and ``learning_rate``
             win over the gradient of the loss, which wants more bits. (Not in the paper.)
         ranges: Of lines of up to 8 bits: ``"fitted"`` to their mean and deviation, which clips the
-            values that are farthest off, or ``"full"``, from the minimum to the maximum; see
-            ``encode_mixed``. (The paper says nothing about it.)
+            values that are farthest off, where that promises a smaller error; or ``"full"``, from
+            the minimum to the maximum; see ``encode_mixed``. (The paper says nothing about it.)
         owner: Class that messages name; not kept.
 
     Raises:

@@ -187,8 +187,8 @@ class BitGate:
         """Add what one backward pass says; called by ``adaptive_quantize``.
 
         Args:
-            sums: ``[lines]`` or fewer, float32: for each line the sum of gradients times errors of
-                quantization.
+            sums: ``[2, lines]`` or fewer lines, float32: for each line the sum of gradients times
+                errors of quantization, and that of squared errors.
             values: In each of these lines.
         """
         if not self.counts:
@@ -196,9 +196,9 @@ class BitGate:
         lines = self.state.shape[1]
         self._message_values = values
         if self._sums is None or self._seen is None:
-            self._sums, self._seen = sums.new_zeros(lines), torch.zeros(lines, **_OURS)
-        self._sums[: sums.numel()] += sums
-        self._seen[: sums.numel()] += values
+            self._sums, self._seen = sums.new_zeros(2, lines), torch.zeros(lines, **_OURS)
+        self._sums[:, : sums.shape[1]] += sums
+        self._seen[: sums.shape[1]] += values
 
     @property
     def grad(self) -> Tensor | None:
@@ -206,7 +206,7 @@ class BitGate:
 
         A value moves with the width by its error of quantization times ``error_slope``.
         """
-        return None if self._sums is None else self._sums.cpu() * self.slope()
+        return None if self._sums is None else self._sums[0].cpu() * self.slope()
 
     def slope(self) -> Tensor:
         """``[lines]`` float32: what the sums of ``accumulate`` are multiplied by."""
@@ -218,12 +218,12 @@ class BitGate:
         """Return what was accumulated, and begin anew.
 
         Returns:
-            ``[2, lines]`` float32 on ``device``: sums, and values per line. Zero without a
+            ``[3, lines]`` float32 on ``device``: both sums, and values per line. Zero without a
             backward.
         """
         if self._sums is None or self._seen is None:
-            return torch.zeros(2, self.state.shape[1], dtype=torch.float32, device=device)
-        taken = torch.stack([self._sums.to(device), send_to(self._seen, device)])
+            return torch.zeros(3, self.state.shape[1], dtype=torch.float32, device=device)
+        taken = torch.stack([*self._sums.to(device), send_to(self._seen, device)])
         self.clear()
         return taken
 

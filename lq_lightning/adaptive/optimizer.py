@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .config import AdaptiveBitsConfig
 from .gate import BitGate, bits_of
+from .slopes import level_errors
 
 __all__ = ["GateOptimizer"]
 
@@ -19,6 +20,7 @@ _BETAS = 0.9, 0.999
 # Adam's steps do not depend on the size of gradients as long as eps does not count. Those of gates
 # shrink with their number: with 1e-8, fifty thousand of them would already slow each other down.
 _EPS = 1e-16
+_MARGIN = 0.25  # bits to either end of the range, where the sigmoid of a gate is nearly flat
 _NEAR = 1e-4  # bits, by which the mean may miss where it is to be
 _MOST_ROUNDS = 60
 _FIXED = ("min_bits", "max_bits", "alpha")  # what the value of a gate means
@@ -35,6 +37,10 @@ class GateOptimizer:
     by ``settled_scale``. The mean is that of all gated values: a line counts as often as it has
     values. (AMAQ, sections 3.2 and A.1.) With ``reach_in_steps`` the mean is clipped on its way to
     the target, too.
+
+    The first step of a gate moves the bits of its lines to where their errors of quantization would
+    have been equal, at the same mean: a channel that is many times as large as the others gets its
+    bits at once, for which Adam, whose steps are alike, would take hundreds. (Not in the paper.)
 
     Lines that the last backward passes did not reach stay as they are, as do those with a gradient
     that is not finite, which are counted in ``skipped_lines``.
@@ -101,7 +107,7 @@ class GateOptimizer:
         """Take what backward passes left in the gates, for a later ``step``, or to drop it.
 
         Returns:
-            ``[2, lines of all gates]`` float32 on ``device``.
+            ``[3, lines of all gates]`` float32 on ``device``.
 
         Raises:
             RuntimeError: A gate has not seen a tensor yet.
@@ -113,7 +119,7 @@ class GateOptimizer:
                 "the first step: name sites that every step runs, or give the number of lines."
             )
         taken = [gate.take(torch.device(device)) for gate in self.gates.values()]
-        none = torch.zeros(2, 0, dtype=torch.float32, device=device)
+        none = torch.zeros(3, 0, dtype=torch.float32, device=device)
         return torch.cat([none, *taken], 1)
 
     def step(self, taken: Tensor | None = None, *, scale: float = 1.0) -> None:
@@ -129,11 +135,17 @@ class GateOptimizer:
         taken = self.take() if taken is None else taken
         if self._average is not None:
             taken = self._average(taken)
-        sums, seen = taken.cpu()
+        sums, squares, seen = taken.cpu()
         gates = list(self.gates.values())
         none = sums.new_zeros(0)
         state = torch.cat([none.new_zeros(5, 0), *(gate.state for gate in gates)], 1)
         grad = sums / scale * torch.cat([none, *(gate.slope() for gate in gates)])
+        start = 0
+        for gate in gates:
+            part = slice(start, start + gate.state.shape[1])
+            if not gate.values.any():
+                state[0, part] = self._levelled(gate, squares[part], seen[part])
+            start = part.stop
         state[4] = torch.where(seen > 0, seen, state[4])
         if self._mean is None:
             self._mean = self._measure(state)[0]
@@ -148,6 +160,19 @@ class GateOptimizer:
             gate.state.copy_(state[:, start : start + lines])
             gate.refresh()
             start += lines
+
+    def _levelled(self, gate: BitGate, squares: Tensor, seen: Tensor) -> Tensor:
+        """What a gate that has never stepped begins with, so that its lines expect one error."""
+        config = self.config
+        low, high = config.min_bits + _MARGIN, config.max_bits - _MARGIN
+        known = (seen > 0) & squares.isfinite()
+        if not squares[known].any() or not low <= config.start_bits <= high:
+            return gate.q
+        bits = level_errors(gate.widths[known], squares[known] / seen[known], low, high)
+        share = (bits - config.min_bits) / (config.max_bits - config.min_bits)
+        q = gate.q.clone()
+        q[known] = share.logit() / config.alpha
+        return q
 
     def _regularizer(self, q: Tensor) -> Tensor:
         sigma = torch.sigmoid(self.config.alpha * q)

@@ -144,5 +144,5 @@ class _AdaptiveQuantize(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (errors,) = ctx.saved_tensors
         sums = (_as_lines(grad, ctx.gate).float() * errors).sum(0)
-        ctx.gate.accumulate(sums, errors.shape[0])
+        ctx.gate.accumulate(torch.stack([sums, errors.float().square().sum(0)]), errors.shape[0])
         return grad, None, None, None

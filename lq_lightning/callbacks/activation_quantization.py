@@ -76,7 +76,7 @@ class ActivationQuantization(Callback):
             ``"auto"``, else False.
 
     Raises:
-        ValueError: ``recipe``, ``budget`` or ``adapt`` is something else; or, before training starts:
+        ValueError: ``recipe``, ``budget`` or ``adapt`` is something else; or, before training:
             strategy, device or precision are not supported, there is a second one in the Trainer,
             the model has nothing to quantize, or its hyperparameters hold modules; with a budget:
             manual optimization, ``training_step(self, dataloader_iter)``, or tensor-parallel

@@ -53,7 +53,8 @@ class AdaptiveBits(Callback):
         positions: Longest sequence, for ``per="position"``.
         min_bits: Fewest bits; None: 1.
         max_bits: Most bits; None: 16, or 8 for targets below 3.5.
-        start_bits: Bits at the beginning; None: 8, or 6 for targets below 3.5.
+        start_bits: Mean bits at the beginning, which the first step shares out among lines by their
+            errors; None: 8, or 6 for targets below 3.5.
         alpha: Slope of the function from gates to bits.
         regularizer: The penalty: the mean of squared (``"l2"``) or plain (``"l1"``) shares of the
             range of bits.

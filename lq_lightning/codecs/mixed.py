@@ -5,20 +5,29 @@ a token position. Lines of 1 to 8 bits are integers from one end of a range to t
 1 has these two levels alone); wider ones travel as bf16. The range is the sender's choice: that of
 the values, or one that leaves out the few that are farthest off.
 
+One token in 128 travels as bf16, beside the codes: those with the largest magnitudes. In pretrained
+models a few tokens of a sequence, the first above all, are a hundred times as large as the others
+("massive activations", arXiv 2402.17762), and would decide the range of every line. (Not in the
+paper.) A message is that of the kernels, followed by these sections, each from a multiple of 16
+bytes::
+
+    [ codes, scales and minima | exact tokens, bf16 | their indices, int32 ]
+
 Reference: AMAQ (arXiv 2510.05468); the paper gives no layout, see ``kernels/mixed/format.py``.
 Shape legend: T tokens, N lines.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lq_lightning.foundation.transfer import send_to
-from lq_lightning.kernels.message import ALIGNMENT_NBYTES
+from lq_lightning.kernels.message import ALIGNMENT_NBYTES, round_up
 from lq_lightning.kernels.mixed import (
     MAX_CODE_WIDTH,
     MAX_WIDTH,
@@ -34,6 +43,8 @@ from lq_lightning.kernels.mixed import (
 # Ranges of lines: of all values, or of the mean and the deviation.
 Ranges = Literal["full", "fitted"]
 RANGES = ("full", "fitted")
+# Tokens of a message for each that is exact. The more, the less do shorter sequences have of them.
+TOKENS_PER_EXACT = 128
 
 
 class WidthTable:
@@ -109,7 +120,10 @@ class WidthTable:
         """
         if tokens < 0:
             raise ValueError(f"tokens={tokens} must be at least 0. Pass the rows of the values.")
-        return mixed_layout(self._counts, tokens).nbytes
+        exact = tokens // TOKENS_PER_EXACT
+        sections = 2 * exact * self.channels, 4 * exact
+        nbytes = mixed_layout(self._counts, tokens).nbytes
+        return nbytes + sum(round_up(size, ALIGNMENT_NBYTES) for size in sections)
 
     def effective_bits(self, tokens: int, table_messages: int = 1) -> float:
         """Return the bits on the wire per value, with all metadata.
@@ -217,6 +231,50 @@ def _is_fitted(ranges: Ranges) -> bool:
     return ranges == "fitted"
 
 
+class _ExactTokens(NamedTuple):
+    """What travels beside the codes.
+
+    Attributes:
+        values: ``[E, N]`` bf16.
+        indices: ``[E]`` int64, of their tokens.
+    """
+
+    values: Tensor
+    indices: Tensor
+
+    def restore(self, x_TN: Tensor) -> None:
+        """Overwrite their tokens."""
+        x_TN.index_copy_(0, self.indices, self.values.to(x_TN.dtype))
+
+    def append_to(self, codes: Tensor) -> Tensor:
+        """Return the message that begins with ``codes``."""
+        sections = [codes]
+        for section in (self.values, self.indices.to(torch.int32)):
+            nbytes = section.contiguous().view(-1).view(torch.uint8)
+            sections.append(
+                torch.nn.functional.pad(nbytes, (0, -nbytes.numel() % ALIGNMENT_NBYTES))
+            )
+        return torch.cat(sections)
+
+
+def _split_tokens(x_TN: Tensor) -> tuple[Tensor, _ExactTokens | None]:
+    """Return the values to be coded, and the tokens with the largest magnitudes.
+
+    In the former these are replaced by the first token that is none of them, so that the ranges of
+    lines do not depend on them. Magnitudes are compared exactly and ties go to the first token, so
+    that all devices choose alike; tokens with a NaN come first.
+    """
+    exact = x_TN.shape[0] // TOKENS_PER_EXACT
+    if exact == 0 or x_TN.shape[1] == 0:
+        return x_TN, None
+    magnitudes = torch.linalg.vector_norm(x_TN, math.inf, dim=1)
+    order = torch.sort(magnitudes, descending=True, stable=True).indices
+    chosen, others = order[:exact], order[exact:]
+    coded = x_TN.clone(memory_format=torch.contiguous_format)
+    coded.index_copy_(0, chosen, x_TN.index_select(0, others.amin(0, keepdim=True).expand(exact)))
+    return coded, _ExactTokens(x_TN.index_select(0, chosen).to(torch.bfloat16), chosen)
+
+
 def encode_mixed(x_TN: Tensor, table: WidthTable, ranges: Ranges = "full") -> Tensor:
     """Encode values, each line in the bits of the table.
 
@@ -226,7 +284,8 @@ def encode_mixed(x_TN: Tensor, table: WidthTable, ranges: Ranges = "full") -> Te
         ranges: of lines of up to 8 bits. ``"full"``: from the minimum to the maximum. ``"fitted"``:
             as many deviations around the mean as have the least mean square error for normal values
             in so many bits (Max, 1960; .80, 1.49, 2.05, 2.51 ... 3.92), within the full range.
-            Values outside become the nearest end. The other end need not know.
+            Values outside become the nearest end. Lines where the full range promises a smaller
+            error have that. The other end need not know.
 
     Returns:
         ``[table.nbytes(T)]`` uint8, contiguous.
@@ -235,16 +294,18 @@ def encode_mixed(x_TN: Tensor, table: WidthTable, ranges: Ranges = "full") -> Te
         ValueError: a shape, dtype or ``ranges`` other than above.
 
     Determinism: bit-identical for equal input; same bits on CPU and CUDA.
-    Error: half a step within the range for widths up to 8, where a step is the range by
-    (2**width - 1), its minimum rounded down and then the step rounded up to bf16, each by less than
-    1%. A line of up to 8 bits with a NaN or an infinity decodes to NaN; a wider one keeps each
-    value.
+    Error: that of bf16 for one token in 128, those with the largest magnitudes, which are also kept
+    if they are not finite. Of others half a step within the range for widths up to 8, where a step
+    is the range by (2**width - 1), its minimum rounded down and then the step rounded up to bf16,
+    each by less than 1%; a line of up to 8 bits with a NaN or an infinity in them decodes to NaN; a
+    wider one keeps each value.
     """
     _check_values(x_TN, table)
+    coded, exact = _split_tokens(x_TN.detach())
     encoded: Tensor = mixed_quantize(
-        x_TN.detach(), table.rows(x_TN.device), table.counts, _is_fitted(ranges)
+        coded, table.rows(x_TN.device), table.counts, _is_fitted(ranges)
     )
-    return encoded
+    return encoded if exact is None else exact.append_to(encoded)
 
 
 def encode_and_round_mixed(
@@ -266,10 +327,14 @@ def encode_and_round_mixed(
         ValueError: as ``encode_mixed``.
     """
     _check_values(x_TN, table)
-    encoded: tuple[Tensor, Tensor] = mixed_quantize_and_round(
-        x_TN.detach(), table.rows(x_TN.device), table.counts, _is_fitted(ranges)
+    coded, exact = _split_tokens(x_TN.detach())
+    encoded, rounded = mixed_quantize_and_round(
+        coded, table.rows(x_TN.device), table.counts, _is_fitted(ranges)
     )
-    return encoded
+    if exact is None:
+        return encoded, rounded
+    exact.restore(rounded)
+    return exact.append_to(encoded), rounded
 
 
 def decode_mixed(payload: Tensor, table: WidthTable, tokens: int, dtype: torch.dtype) -> Tensor:
@@ -297,7 +362,16 @@ def decode_mixed(payload: Tensor, table: WidthTable, tokens: int, dtype: torch.d
     if payload.data_ptr() % ALIGNMENT_NBYTES or not payload.is_contiguous():
         payload = payload.clone(memory_format=torch.contiguous_format)
     rows = table.rows(payload.device)
-    decoded: Tensor = mixed_dequantize(payload, rows, table.counts, tokens, dtype)
+    end = mixed_layout(table.counts, tokens).nbytes
+    decoded: Tensor = mixed_dequantize(payload[:end], rows, table.counts, tokens, dtype)
+    exact = tokens // TOKENS_PER_EXACT
+    if exact:
+        nbytes = 2 * exact * table.channels
+        values = payload[end : end + nbytes].view(torch.bfloat16).view(exact, -1)
+        start = end + round_up(nbytes, ALIGNMENT_NBYTES)
+        # as a peer has sent them: a damaged index must not reach other memory
+        indices = payload[start : start + 4 * exact].view(torch.int32).to(torch.int64)
+        _ExactTokens(values, indices.clamp_(0, tokens - 1)).restore(decoded)
     return decoded
 
 
@@ -318,5 +392,8 @@ def round_trip_mixed(x_TN: Tensor, table: WidthTable, ranges: Ranges = "full") -
         ValueError: a shape, dtype or ``ranges`` other than above.
     """
     _check_values(x_TN, table)
-    rounded: Tensor = mixed_round_trip(x_TN.detach(), table.rows(x_TN.device), _is_fitted(ranges))
+    coded, exact = _split_tokens(x_TN.detach())
+    rounded: Tensor = mixed_round_trip(coded, table.rows(x_TN.device), _is_fitted(ranges))
+    if exact is not None:
+        exact.restore(rounded)
     return rounded

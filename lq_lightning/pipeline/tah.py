@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -26,8 +25,6 @@ TILE_SIZES = (8, 16, 32, 64, 128, 256)
 BITS = (None, 2, 3, 4, 5, 6, 7, 8)
 # Of the tokens; section 4 of the paper.
 _INT4_SHARE = 0.8
-Allocation = Literal["token", "tile"]
-TileScaleDtype = Literal["bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,57 +38,35 @@ class TAHQuantization:
     Attributes:
         tile_size: channels of a tile: 8, 16, 32, 64, 128 or 256; must divide the hidden size.
         bits: of every code, 2 to 8. None for the mix of INT3 and INT4 of the paper.
-        int4_share: of the tokens, or tiles, of each sequence; the others, with the lowest entropy
-            of magnitudes, are INT3. Their number is rounded down. 0 and 1 are ``bits=3`` and
-            ``bits=4``. None for the 0.8 of the paper, and with ``bits``.
-        allocation: of the mix. ``"token"``: all tiles of a token have the same bits (version 1 of
-            the paper). ``"tile"``: every tile has bits of its own (version 2); costs one more bit
-            per tile.
-        hadamard: transform tiles with an outlier.
-        swap: swap the outlier to the front before the transform.
-        scale_dtype: of scales and minima. ``"bfloat16"`` holds all that fp32 does;
-            ``"float16"`` is finer, but tiles beyond 65504 shrink and those below 6e-8 vanish.
+        int4_share: of the tokens of each sequence; the others, with the lowest entropy of
+            magnitudes, are INT3 in all tiles (version 1 of the paper). Their number is rounded
+            down. 0 and 1 are ``bits=3`` and ``bits=4``. None for the 0.8 of the paper, and with
+            ``bits``.
+        hadamard: swap and transform tiles with an outlier.
 
     Raises:
-        ValueError: a value that is not listed above, a swap without the transform, or an option of
-            the mix with ``bits``.
+        ValueError: a value that is not listed above, or ``int4_share`` with ``bits``.
     """
 
     tile_size: int = 64
     bits: int | None = None
     int4_share: float | None = None
-    allocation: Allocation = "token"
     hadamard: bool = True
-    swap: bool = True
-    scale_dtype: TileScaleDtype = "bfloat16"
 
     def __post_init__(self) -> None:
         """Check every field and their combination."""
         owner = type(self).__name__
         check_choice(owner, "tile_size", self.tile_size, TILE_SIZES)
-        check_choice(owner, "allocation", self.allocation, get_args(Allocation))
-        for field in ("hadamard", "swap"):
-            value = getattr(self, field)
-            if not isinstance(value, bool):
-                raise ValueError(
-                    f"`{owner}({field}={value!r})` is not supported: choose True or False."
-                )
-        check_choice(owner, "scale_dtype", self.scale_dtype, get_args(TileScaleDtype))
-        self._check_bits(owner)
-        if self.swap and not self.hadamard:
+        if not isinstance(self.hadamard, bool):
             raise ValueError(
-                f"`{owner}(hadamard=False, swap=True)` is not supported: the swap is a part of the "
-                "transform. Set swap=False too."
+                f"`{owner}(hadamard={self.hadamard!r})` is not supported: choose True or False."
             )
-
-    def _check_bits(self, owner: str) -> None:
         bits, share = self.bits, self.int4_share
         check_choice(owner, "bits", bits, BITS)
-        if bits is not None and (share is not None or self.allocation != "token"):
-            mix = f"int4_share={share!r}, allocation={self.allocation!r}"
+        if bits is not None and share is not None:
             raise ValueError(
-                f"`{owner}(bits={bits}, {mix})` is not supported: they mix INT3 and INT4. Set bits "
-                "alone, or leave bits=None."
+                f"`{owner}(bits={bits}, int4_share={share!r})` is not supported: the share mixes "
+                "INT3 and INT4. Set bits alone, or leave bits=None."
             )
         if share is not None and not (is_number(share) and 0 <= share <= 1):
             raise ValueError(
@@ -108,11 +83,8 @@ class TAHQuantization:
         return TAHFormat(
             tile=self.tile_size,
             bits=bits,
-            allocation=self.allocation,
             int3_share=Fraction(0) if self.bits or int3_share == 1 else int3_share,
             hadamard=self.hadamard,
-            swap=self.swap,
-            scale_dtype=self.scale_dtype,
         )
 
 

@@ -10,8 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, GateOptimizer
+from lq_lightning.adaptive import (
+    AdaptiveBitsConfig,
+    BitGate,
+    GateOptimizer,
+    adaptive_quantize,
+)
 from lq_lightning.adaptive.gate import round_jointly
+from lq_lightning.adaptive.slopes import level_errors
 
 
 def make(
@@ -24,7 +30,8 @@ def make(
 def push(gate: BitGate, grad: Tensor | float, values: int = 10) -> None:
     """Let a gate have a gradient."""
     wanted = torch.as_tensor(grad, dtype=torch.float32).expand(gate.q.shape)
-    gate.accumulate(wanted / gate.slope(), values)
+    sums = wanted / gate.slope()
+    gate.accumulate(torch.stack([sums, torch.zeros_like(sums)]), values)
 
 
 # --- speed ----------------------------------------------------------------------------------------
@@ -265,6 +272,57 @@ def test_scaled_losses_and_gradients_taken_before() -> None:
     torch.testing.assert_close(*states, rtol=1e-6, atol=0)
 
 
+# --- the start ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per", ["channel", "position"])
+@pytest.mark.parametrize("bits", [3.0, 4.5, 8.0])
+def test_the_first_step_levels_the_errors_of_lines(per: Any, bits: float) -> None:
+    """A channel 64 times as large gets 6 bits more, at the same mean; later steps do not level."""
+    config = AdaptiveBitsConfig(start_bits=bits, target=bits, beta=0.0, learning_rate=1e-6)
+    x = torch.randn(64, 40)
+    x[:, 3] *= 64
+    x[:, 9] = 1.5  # has no error
+    if per == "position":
+        x = x.t()
+    gate = BitGate(config, 40, per=per)
+    optimizer = GateOptimizer({"a": gate}, config)
+    for _ in range(2):
+        adaptive_quantize(x.clone().requires_grad_(), gate).square().sum().backward()
+        optimizer.step()
+        others = torch.ones(40, dtype=torch.bool)
+        others[[3, 9]] = False
+        common = gate.bits()[others]
+        assert float(common.max() - common.min()) < 1.5
+        assert gate.bits()[9] == pytest.approx(config.min_bits + 0.25, abs=1e-3)
+        assert float(gate.bits()[3] - common.mean()) == pytest.approx(6.0, abs=0.8)
+        assert float(gate.bits().mean()) == pytest.approx(bits, abs=1e-3)
+        x = x.flip(1 if per == "channel" else 0)  # other large lines change nothing any more
+
+
+def test_levels() -> None:
+    widths, errors = torch.tensor([4, 4, 5, 4]), torch.tensor([1.0, 4.0, 1.0, 0.0])
+    # one bit more for four times the error, at the width that caused it
+    expected = torch.tensor([4.5, 5.5, 5.5, 1.5])
+    torch.testing.assert_close(level_errors(widths, errors, 1.5, 16.0), expected)
+    far = level_errors(widths[:2], torch.tensor([1.0, 1e30]), 1.5, 6.0)
+    torch.testing.assert_close(far, torch.tensor([2.0, 6.0]))
+
+
+def test_lines_whose_error_says_nothing_begin_where_they_were() -> None:
+    config = AdaptiveBitsConfig(start_bits=4.5, beta=0.0, learning_rate=1e-6)
+    optimizer, (gate, other) = make({"a": 4, "b": 3}, config)
+    first = gate.q.clone()
+    sums = torch.zeros(2, 4)
+    sums[1] = torch.tensor([1.0, 64.0, float("inf"), float("nan")])
+    gate.accumulate(sums, 1)
+    push(other, 0.0)  # without any error
+    optimizer.step()
+    assert gate.bits()[1] - gate.bits()[0] == pytest.approx(3.0, abs=1.1)
+    torch.testing.assert_close(gate.q[2:], first[2:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(other.q, first[:3], rtol=0, atol=1e-5)
+
+
 # --- other ranks ----------------------------------------------------------------------------------
 
 
@@ -282,7 +340,7 @@ def test_two_stages_share_one_mean_and_replicas_one_gradient() -> None:
     push(b, -1.0, values=4)
     others: list[Tensor] = []
     recorder = GateOptimizer({"b": copy.deepcopy(b)}, config, total=lambda s: others.append(s) or s)  # type: ignore[func-returns-value]
-    recorder.gates["b"].accumulate(-1.0 / b.slope(), 4)
+    recorder.gates["b"].accumulate(torch.stack([-1.0 / b.slope(), 0 * b.slope()]), 4)
     recorder.step()
     half = GateOptimizer({"a": copy.deepcopy(a)}, config, total=total)
     half.step()

@@ -74,7 +74,7 @@ def _strategies(rank: int, world: int, root: str) -> None:
     ):
         calls.clear()
         bits, losses = _fit(strategy, root, kind, max_epochs=2)
-        assert calls == [(2, 48)] * 8, name  # sums and values of both sites at once, per step
+        assert calls == [(3, 48)] * 8, name  # sums and values of both sites at once, per step
         assert losses[-1] < losses[0]
         _check_equal_on_ranks(bits, world)
         found[name] = _states(bits)

@@ -101,14 +101,17 @@ def test_tables_do_not_change() -> None:
 
 
 def test_effective_bits() -> None:
-    """4 of codes, 32 / 1024 of scale and minimum, 4 / 1024 of the table."""
+    """4 of codes, 32 / 1024 of scale and minimum, 4 / 1024 of the table; 8 exact tokens of 1024."""
     table = WidthTable(torch.arange(4096) % 7 + 1)
     even = WidthTable([1, 7, 2, 6, 3, 5, 4, 4] * 512)
     assert even.mean == 4
-    assert even.nbytes(1024) == 4096 * 512 + 4 * 4096
-    assert even.effective_bits(1024) == 4 + 36 / 1024 < 4.1
-    assert even.effective_bits(1024, table_messages=4) == 4 + 33 / 1024
-    assert table.effective_bits(1024) < table.mean + 0.04
+    exact = 8 * (2 * 4096 + 4)
+    assert even.nbytes(1024) == 4096 * 512 + 4 * 4096 + exact
+    share = 8 * exact / (4096 * 1024)
+    assert even.effective_bits(1024) == 4 + 36 / 1024 + share < 4.17
+    assert even.effective_bits(1024, table_messages=4) == 4 + 33 / 1024 + share
+    assert table.effective_bits(1024) < table.mean + 0.17
+    assert even.nbytes(127) == 4096 * 64 + 4 * 4096  # none
     # bf16 from 9 bits on, without a scale
     assert WidthTable([9] * 64).effective_bits(8) == 16 + 4 / 8
     for tokens, messages in ((0, 1), (1, 0)):
@@ -173,3 +176,55 @@ def test_payloads_of_another_size_are_refused() -> None:
         decode_mixed(payload, table, 9, torch.int32)
     with pytest.raises(ValueError, match="tokens=-9"):
         decode_mixed(payload, table, -9, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranges", ["full", "fitted"])
+def test_massive_tokens_are_exact_and_cost_others_nothing(dtype: torch.dtype, ranges: Any) -> None:
+    """As in pretrained models: the first token of a sequence, in two channels above all."""
+    x = torch.randn(2, 160, 48)
+    x[..., 7] += 10
+    plain, table = x.to(dtype).view(320, 48), WidthTable([4] * 48)
+    x[:, 0] *= 20
+    x[:, 0, 7] = 2000
+    x[:, 0, 31] = -9000
+    massive = x.to(dtype).view(320, 48)
+    arrives = round_trip_mixed(massive, table, ranges)
+    assert torch.equal(arrives[[0, 160]], massive[[0, 160]].bfloat16().to(dtype))
+    others = torch.ones(320, dtype=torch.bool)
+    others[[0, 160]] = False
+    errors = [
+        (y - z)[others].square().mean(0)
+        for y, z in (
+            (arrives.float(), massive.float()),
+            (round_trip_mixed(plain, table, ranges).float(), plain.float()),
+        )
+    ]
+    assert (errors[0] < 1.5 * errors[1]).all()
+    payload, both = encode_and_round_mixed(massive, table, ranges)
+    assert payload.numel() == table.nbytes(320)
+    assert torch.equal(both, arrives)
+    assert torch.equal(encode_mixed(massive, table, ranges), payload)
+    assert torch.equal(decode_mixed(payload, table, 320, dtype), arrives)
+
+
+def test_tokens_that_are_not_finite_are_exact_first() -> None:
+    x, table = torch.randn(256, 16), WidthTable([3] * 16)
+    x[3] *= 1e4
+    x[200, 5], x[9, 1] = float("nan"), float("-inf")
+    arrives = decode_mixed(encode_mixed(x, table), table, 256, x.dtype)
+    expected = x[[9, 200]].bfloat16().float()
+    torch.testing.assert_close(arrives[[9, 200]], expected, rtol=0, atol=0, equal_nan=True)
+    others = torch.ones(256, dtype=torch.bool)
+    others[[9, 200]] = False
+    assert arrives[others].isfinite().all()
+    x[100:, 5] = float("nan")  # more than are exact: the line is NaN
+    assert round_trip_mixed(x, table)[:, 5].isnan().all()
+    assert round_trip_mixed(x, table)[:, 6].isfinite().all()
+
+
+def test_damaged_indices_stay_within_the_message() -> None:
+    x, table = torch.randn(256, 16), WidthTable([3] * 16)
+    payload = encode_mixed(x, table)
+    payload[-16:-8].view(torch.int32)[:] = torch.tensor([-5, 1 << 30], dtype=torch.int32)
+    assert decode_mixed(payload, table, 256, x.dtype).shape == x.shape

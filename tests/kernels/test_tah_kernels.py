@@ -19,24 +19,24 @@ pytestmark = [
 ]
 
 # Several sequences whose bits share a byte; incomplete programs; all tile sizes, and so all planes
-# of pivots; without swap; without transform; all bits that units can have alike, and so all planes
-# of codes, in complete programs too.
+# of pivots; without transform; all bits that tokens can have alike, and so all planes of codes, in
+# complete programs too.
 CASES = [
-    ("tah/64/4/token/1/5/swap/bfloat16", (3, 7, 128), torch.float32),
-    ("tah/32/4/token/1/5/swap/float16", (1, 41, 96), torch.bfloat16),
-    ("tah/8/4/tile/1/5/swap/bfloat16", (2, 9, 40), torch.float16),
-    ("tah/16/4/tile/2/5/swap/bfloat16", (1, 70, 48), torch.bfloat16),
-    ("tah/256/4/token/1/2/swap/bfloat16", (1, 6, 512), torch.float32),
-    ("tah/128/4/tile/1/3/swap/bfloat16", (1, 9, 384), torch.bfloat16),
-    ("tah/64/4/token/1/5/none/bfloat16", (1, 32, 64), torch.float32),
-    ("tah/64/2/token/0/none/bfloat16", (1, 5, 192), torch.bfloat16),
-    ("tah/64/3/token/0/hadamard/bfloat16", (1, 5, 192), torch.bfloat16),
-    ("tah/64/4/token/0/swap/bfloat16", (1, 5, 192), torch.float32),
-    ("tah/64/5/token/0/swap/bfloat16", (2, 16, 128), torch.bfloat16),
-    ("tah/128/5/token/0/swap/bfloat16", (1, 7, 384), torch.float32),
-    ("tah/32/6/token/0/hadamard/float16", (1, 11, 96), torch.float16),
-    ("tah/8/7/token/0/swap/float16", (1, 33, 40), torch.float32),
-    ("tah/64/8/token/0/swap/bfloat16", (1, 9, 192), torch.float32),
+    ("tah/64/4/1/5/hadamard", (3, 7, 128), torch.float32),
+    ("tah/32/4/1/5/hadamard", (1, 41, 96), torch.bfloat16),
+    ("tah/8/4/1/5/hadamard", (2, 9, 40), torch.float16),
+    ("tah/16/4/2/5/hadamard", (1, 70, 48), torch.bfloat16),
+    ("tah/256/4/1/2/hadamard", (1, 6, 512), torch.float32),
+    ("tah/128/4/1/3/hadamard", (1, 9, 384), torch.bfloat16),
+    ("tah/64/4/1/5/none", (1, 32, 64), torch.float32),
+    ("tah/64/2/0/none", (1, 5, 192), torch.bfloat16),
+    ("tah/64/3/0/hadamard", (1, 5, 192), torch.bfloat16),
+    ("tah/64/4/0/hadamard", (1, 5, 192), torch.float32),
+    ("tah/64/5/0/hadamard", (2, 16, 128), torch.bfloat16),
+    ("tah/128/5/0/hadamard", (1, 7, 384), torch.float32),
+    ("tah/32/6/0/hadamard", (1, 11, 96), torch.float16),
+    ("tah/8/7/0/hadamard", (1, 33, 40), torch.float32),
+    ("tah/64/8/0/hadamard", (1, 9, 192), torch.float32),
 ]
 
 
@@ -90,7 +90,7 @@ def test_kernels_match_the_reference(
 def test_all_at_once(device: torch.device) -> None:
     from lq_lightning.kernels.tah import launch
 
-    fmt = parse_tah_format("tah/16/4/token/1/5/swap/bfloat16")
+    fmt = parse_tah_format("tah/16/4/1/5/hadamard")
     # entropies far apart
     x = torch.randn(2, 10, 32).abs() ** torch.linspace(0.5, 4, 20).view(2, 10, 1)
     expected = torch.empty(fmt.layout(2, 10, 32).nbytes, dtype=torch.uint8)
@@ -110,7 +110,7 @@ def test_ranks_of_many_units(
     monkeypatch.setattr(launch, "_MANY_UNITS", many)
     monkeypatch.setattr(launch, "_RANK_BLOCK", 64)
     for share in (Fraction(1, 300), Fraction(1, 2), Fraction(299, 300)):
-        fmt = TAHFormat(8, 4, "token", share, False, False, "bfloat16")
+        fmt = TAHFormat(8, 4, share, False)
         layout = fmt.layout(2, 300, 8)
         entropies = torch.randint(0, 9, (600,)).float() / 4
         places = launch.launch_places(
@@ -118,7 +118,7 @@ def test_ranks_of_many_units(
         )
         low = lowest(entropies.view(2, -1), layout.low_per_sequence).view(-1)
         assert torch.equal(places.cpu() < 0, low)
-        assert places[places >= 0].tolist() == list(range(layout.high_units))
+        assert places[places >= 0].tolist() == list(range(layout.high_tokens))
         message = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         launch.launch_bits(places, message)
         again = launch.launch_places(message, message, layout, 2, rank=False)
@@ -128,7 +128,7 @@ def test_ranks_of_many_units(
 def test_nothing_is_launched_for_nothing(device: torch.device) -> None:
     from lq_lightning.kernels.tah import launch
 
-    fmt = parse_tah_format("tah/16/4/token/1/5/swap/bfloat16")
+    fmt = parse_tah_format("tah/16/4/1/5/hadamard")
     for shape in ((0, 5, 32), (2, 0, 32)):
         x = torch.empty(shape, device=device)
         message = torch.empty(0, dtype=torch.uint8, device=device)
