@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 SiteKind = Literal["norm", "activation", "linear", "checkpoint", "other"]
-Matmul = Literal["native", "float8"]
+Matmul = Literal["native", "float8", "int8_forward"]
 
 
 def _named_codecs() -> dict[str, CodecSpec]:
@@ -242,7 +242,7 @@ class ActivationPolicy:
     def quantizes(self) -> bool:
         """Whether anything is to be quantized without a rule for it."""
         codecs = [getattr(self, kind) for kind in get_args(SiteKind)]
-        return self.matmul == "float8" or any(codec is not None for codec in codecs)
+        return self.matmul != "native" or any(codec is not None for codec in codecs)
 
     def _rule(self, name: str, kind: SiteKind | None) -> ActivationRule | None:
         """The rule that counts for a module; of no kind: the one that is for all kinds."""
