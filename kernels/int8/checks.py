@@ -56,7 +56,7 @@ def check_product(
                 f"{tuple(scales.shape)}; they must be a contiguous int8 matrix of rows of a "
                 f"multiple of {ROW_MULTIPLE}, and a float32 scale for each, as of int8_quantize."
             )
-    peaks = second.shape[0] > 0
+    peaks = index.numel() > 0
     if (
         q.shape[1] != w.shape[1]
         or (peaks and (second.shape != q.shape or second.dtype != q.dtype))

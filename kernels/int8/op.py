@@ -115,7 +115,7 @@ def _int8_matmul(
         keep_call(key, [out], launch_products(*tensors, out))
         return out
     y = cpu.products(q, w, scale, w_scale).to(dtype)
-    if second.shape[0]:
+    if index.numel():
         count = int(index[0])
         rows = index[1 : count + 1].long()
         terms = cpu.products(second[:count], w, scale[rows] * (1.0 / cpu.FINER), w_scale)

@@ -25,7 +25,7 @@ from torch.nn.functional import pad as pad_tensor
 from lq_lightning.kernels.message import reference as blocks
 from lq_lightning.kernels.message import round_up
 
-PEAK = 0.25
+PEAK = 0.8
 LEVELS = 127.0
 # Steps of the second term in one of the first, which rounding is off by half at most.
 FINER = 254.0

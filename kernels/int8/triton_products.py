@@ -174,7 +174,7 @@ def launch_products(
         if out.numel() == 0:
             return
         if processors and aligned:
-            _launch_descriptors(q, scale, w, w_scale, out, chosen, processors)
+            launch_descriptors(q, scale, w, w_scale, out, chosen, processors)
         else:
             pointers(q, scale, w, w_scale, None, out)
         if index.numel():
@@ -203,7 +203,7 @@ def _pointer_launch(M: int, N: int, K16: int, tile: ProductTile | None, *, secon
     )
 
 
-def _launch_descriptors(
+def launch_descriptors(
     q: Tensor,
     scale: Tensor,
     w: Tensor,
