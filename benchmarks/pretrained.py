@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from lq_lightning import ActivationPolicy, quantize_activations
+from lq_lightning.kernels.float8 import float8_quantize
 
 SEQ = 256
 
@@ -111,6 +112,59 @@ def _policy(**kinds: Any) -> ActivationPolicy:
     return ActivationPolicy(**(empty | kinds))
 
 
+def _float8(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return ``[R, N]`` fp32 rounded to ``dtype`` with one scale; as it is if that is None."""
+    if dtype is None:
+        return x
+    q, _, scale, _ = float8_quantize(x.contiguous(), dtype, True, False)
+    return q[:, : x.shape[1]].float() * scale
+
+
+class _RoundedLinear(torch.autograd.Function):
+    """A linear layer in fp32 between operands that are rounded to FP8, forward or backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, operand: torch.dtype | None, dy: torch.dtype | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.dy = dy
+        y = _float8(x.flatten(0, -2), operand) @ _float8(weight, operand).t()
+        return y.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        operand = None if ctx.dy is None else torch.float8_e4m3fn
+        rounded = _float8(dy.flatten(0, -2), ctx.dy)
+        dx = (rounded @ _float8(weight, operand)).view_as(x)
+        return dx, rounded.t() @ _float8(x.flatten(0, -2), operand), None, None
+
+
+@contextmanager
+def rounded(
+    model: nn.Module, operand: torch.dtype | None, dy: torch.dtype | None
+) -> Iterator[None]:
+    """Round what the linear layers of blocks multiply, with one scale per tensor.
+
+    Args:
+        model: linear layers have no biases.
+        operand: dtype of inputs and weights in the forward pass, None for exact ones.
+        dy: dtype of gradients of outputs, beside E4M3, None for an exact backward.
+    """
+    layers = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+    for layer in layers:
+        if layer.bias is not None:
+            raise ValueError("emulated FP8 products are for linear layers without biases")
+        layer.forward = lambda x, w=layer.weight: _RoundedLinear.apply(x, w, operand, dy)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Variant = Callable[[nn.Module], Any]  # a context in which the gradients are computed
 
 VARIANTS: dict[str, Variant] = {
@@ -125,6 +179,10 @@ VARIANTS: dict[str, Variant] = {
     ),
     "coat, products alone": lambda model: quantized(model, _policy(matmul="float8")),
     "fp8-4bit": lambda model: quantized(model, "fp8-4bit"),
+    "torchao tensorwise, emulated": lambda model: rounded(model, _E4M3, _E5M2),
+    "FP8 forward alone": lambda model: rounded(model, _E4M3, None),
+    "FP8 backward alone": lambda model: rounded(model, None, _E4M3),
+    "FP8 backward alone, E5M2": lambda model: rounded(model, None, _E5M2),
 }
 
 
