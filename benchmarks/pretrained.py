@@ -22,6 +22,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lq_lightning import ActivationPolicy, quantize_activations
+from lq_lightning.activations.policy import RECIPES
 from lq_lightning.kernels.float8 import float8_quantize
 
 SEQ = 256
@@ -178,6 +180,9 @@ VARIANTS: dict[str, Variant] = {
         model, _policy(norm="fp8_e4m3", activation="fp8_e4m3")
     ),
     "coat, products alone": lambda model: quantized(model, _policy(matmul="float8")),
+    "coat, int8 forward": lambda model: quantized(
+        model, replace(RECIPES["coat"], matmul="int8_forward")
+    ),
     "fp8-4bit": lambda model: quantized(model, "fp8-4bit"),
     "torchao tensorwise, emulated": lambda model: rounded(model, _E4M3, _E5M2),
     "FP8 forward alone": lambda model: rounded(model, _E4M3, None),

@@ -34,7 +34,7 @@ POINTER_TILE = ProductTile(128, 128, 128, 8, 3)
 
 
 def choose_product_tile(rows: int, columns: int, length: int, processors: int) -> ProductTile:
-    """Return the tile of a product on Hopper (H100: ``benchmarks/tune_int8.py``).
+    """Return the tile of a product on Hopper (H100: ``benchmarks/int8_products.py``).
 
     Args:
         rows: of the result.

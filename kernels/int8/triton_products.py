@@ -212,6 +212,7 @@ def launch_descriptors(
     tile: ProductTile,
     processors: int,
 ) -> None:
+    """Launch the kernel by descriptors, with so many programs; ``out`` has rows of 16 bytes."""
     blocks = (
         (q, [tile.rows, tile.depth]),
         (w, [tile.columns, tile.depth]),

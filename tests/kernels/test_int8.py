@@ -55,7 +55,7 @@ def test_product_is_near_the_exact_one(device: str, numel: int, dtype: torch.dty
     x, w = operand(9, numel, dtype), torch.randn(24, numel).to(dtype)
     w[3] *= 50.0
     y = int8_matmul(*quantized(x.to(device), w.to(device)), dtype)
-    assert y.dtype == dtype and y.shape == (9, 24)
+    assert (y.dtype, y.shape) == (dtype, (9, 24))
     assert errors(y, x, w).max() < 0.03
 
 
@@ -95,7 +95,8 @@ def test_zeros_and_values_that_are_not_finite(device: str) -> None:
     size = hadamard_size_of(64)
     q, scale, _, index, largest = int8_quantize(x, size, True, True)
     assert scale.isnan().tolist() == [False, True, True, False, False]
-    assert largest.isnan().item() and index[0] == 0
+    assert largest.isnan().item()
+    assert index[0] == 0
     assert int8_quantize(x[2:], size, True, False)[4].item() == INF
     y = int8_matmul(*quantized(x, w), torch.bfloat16)
     expected = torch.zeros(5, 6, dtype=torch.bool)
