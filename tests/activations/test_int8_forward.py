@@ -78,7 +78,7 @@ def test_layers_share_an_input_and_a_compiled_model_is_the_same(
         made.append((tuple(x.shape), *options))
         return original(x, *options)
 
-    model, text = SmallLlama(1, 64), tokens()
+    model, text = SmallLlama(1, 32), tokens()
     model(text).backward()
     exact = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
