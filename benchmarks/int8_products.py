@@ -4,7 +4,7 @@
 
 Of each shape ``[M, K] x [N, K]`` (projections of Llama-3-8B on 8192 tokens) it prints the product
 in bf16 and FP8 (cuBLASLt, one scale per tensor), in INT8 with every tile, of which the table
-(``kernels/int8/tiles.py``) should name the fastest, and with second terms of 1, 32 and 256 rows;
+(``kernels/int8/tiles.py``) should name the fastest, and without and with second terms;
 then what makes the operands. Milliseconds.
 """
 
@@ -19,7 +19,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch import Tensor
 
 from benchmarks.common import time_cuda_calls, write_report
 from lq_lightning._compat.float8 import scaled_mm
@@ -60,17 +59,17 @@ def product_times(M: int, N: int, K: int) -> dict[str, float]:
     )
     times["cast to FP8"] = milliseconds(lambda: float8_cast(x, amax, e4m3, True, False))
     times["quantize to FP8"] = milliseconds(lambda: float8_quantize(x, e4m3, True, False))
-    for name, amax_too, peaks in (("INT8", False, True), ("INT8 and amax", True, False)):
+    for name, amax_too, length in (("INT8", False, 4096), ("INT8 and amax", True, 0)):
         times[f"quantize to {name}"] = milliseconds(
-            lambda amax_too=amax_too, peaks=peaks: int8_quantize(x, 128, amax_too, peaks)
+            lambda amax_too=amax_too, length=length: int8_quantize(x, 128, amax_too, length)
         )
-    w_q, w_scale = int8_quantize(w, 128, False, False)[:2]
-    for count in (0, 1, 32, 256):
-        x[:count, 5] = 1e4
-        q, scale, second, index, _ = int8_quantize(x, 128, False, True)
-        tensors: tuple[Tensor, ...] = (q, scale, w_q, w_scale, second, index)
-        call = lambda tensors=tensors: int8_matmul(*tensors, x.dtype)  # noqa: E731
-        times[f"INT8, {count} peaks"] = milliseconds(call)
+    w_q, w_scale = int8_quantize(w, 128, False, 0)[:2]
+    for length in (0, 4096, 512):
+        q, scale, second, _ = int8_quantize(x, 128, False, length)
+        call = lambda q=q, scale=scale, second=second, length=length: int8_matmul(  # noqa: E731
+            q, scale, w_q, w_scale, second, length, x.dtype
+        )
+        times[f"INT8, sequences of {length}"] = milliseconds(call)
     out = torch.empty(M, N, device="cuda", dtype=x.dtype)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     chosen = choose_product_tile(M, N, K, processors)
@@ -78,7 +77,7 @@ def product_times(M: int, N: int, K: int) -> dict[str, float]:
         name = f"INT8 {tuple(tile)}{' (chosen)' if tile == chosen else ''}"
         try:
             times[name] = milliseconds(
-                lambda tile=tile: launch_descriptors(*tensors[:4], out, tile, processors)
+                lambda tile=tile: launch_descriptors(q, scale, w_q, w_scale, out, tile, processors)
             )
         except Exception as error:  # tiles that do not fit end in many ways
             print(f"{name}: {type(error).__name__} {str(error)[:100]}")

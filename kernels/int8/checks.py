@@ -7,14 +7,14 @@ from torch import Tensor
 
 from lq_lightning.kernels.float8.checks import check_sides, check_values
 
-from .reference import MAX_HADAMARD_SIZE, ROW_MULTIPLE
+from .reference import MAX_HADAMARD_SIZE, ROW_MULTIPLE, second_rows
 
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # int32 sums of products of 127 by 127 are exact up to here.
 _MAX_NUMEL = (2**31 - 1) // 127**2
 
 
-def check_quantize(x: Tensor, hadamard_size: int) -> None:
+def check_quantize(x: Tensor, hadamard_size: int, length: int) -> None:
     """Raise unless ``x`` can be quantized: ``ValueError``, or ``NotImplementedError``."""
     check_values(x)
     allowed = [2**power for power in range(MAX_HADAMARD_SIZE.bit_length())]
@@ -23,6 +23,7 @@ def check_quantize(x: Tensor, hadamard_size: int) -> None:
             f"hadamard_size={hadamard_size} does not fit rows of {x.shape[1]} values; it must be a "
             f"power of two up to {MAX_HADAMARD_SIZE} that divides them, as hadamard_size_of finds."
         )
+    check_length(x.shape[0], length)
     if x.shape[1] > _MAX_NUMEL:
         raise NotImplementedError(
             f"rows of {x.shape[1]} values are too long for the int32 sums of INT8 products; they "
@@ -32,13 +33,22 @@ def check_quantize(x: Tensor, hadamard_size: int) -> None:
         check_sides(x.shape[0], max(x.shape[1], x.stride(0) if x.shape[0] > 1 else 0))
 
 
+def check_length(rows: int, length: int) -> None:
+    """Raise ``ValueError`` unless rows are sequences of ``length``, or that is 0."""
+    if length < 0 or (length and rows % length):
+        raise ValueError(
+            f"length={length} is not that of sequences which make up {rows} rows. Pass 0 for rows "
+            "that are no sequences."
+        )
+
+
 def check_product(
     q: Tensor,
     scale: Tensor,
     w: Tensor,
     w_scale: Tensor,
     second: Tensor,
-    index: Tensor,
+    length: int,
     dtype: torch.dtype,
 ) -> None:
     """Raise ``ValueError`` unless these are results of ``int8_quantize`` that fit each other."""
@@ -56,17 +66,13 @@ def check_product(
                 f"{tuple(scales.shape)}; they must be a contiguous int8 matrix of rows of a "
                 f"multiple of {ROW_MULTIPLE}, and a float32 scale for each, as of int8_quantize."
             )
-    peaks = index.numel() > 0
-    if (
-        q.shape[1] != w.shape[1]
-        or (peaks and (second.shape != q.shape or second.dtype != q.dtype))
-        or index.dtype != torch.int32
-        or index.shape != ((q.shape[0] + 1,) if peaks else (0,))
-    ):
+    check_length(q.shape[0], length)
+    expected = (second_rows(q.shape[0], length), q.shape[1])
+    if q.shape[1] != w.shape[1] or second.shape != expected or second.dtype != q.dtype:
         raise ValueError(
-            f"q {tuple(q.shape)}, w {tuple(w.shape)}, second {tuple(second.shape)} and index "
-            f"{tuple(index.shape)} do not fit each other. Quantize both operands with one "
-            "hadamard_size, and pass second and index as int8_quantize returned them for q."
+            f"q {tuple(q.shape)}, w {tuple(w.shape)} and second {tuple(second.shape)} of sequences "
+            f"of {length} do not fit each other. Quantize both operands with one hadamard_size, "
+            "and pass second and length as of int8_quantize for q."
         )
     if dtype not in OUTPUT_DTYPES:
         raise ValueError(

@@ -9,8 +9,8 @@ class ProductTile(NamedTuple):
     """What one program works on.
 
     Attributes:
-        rows: of the result, a power of two from 64.
-        columns: of the result, a power of two from 64.
+        rows: of the result, a power of two from 16.
+        columns: of the result, a power of two from 16.
         depth: values of both operands that are multiplied at a time.
         warps: threads of a program, in units of 32.
         stages: tiles of operands in shared memory.
@@ -29,8 +29,10 @@ _SMALL = ProductTile(128, 128, 128, 8, 4)
 _TALL = ProductTile(256, 128, 128, 8, 3)
 _WIDE = ProductTile(128, 256, 128, 8, 3, True)
 
-# For GPUs without TMA, and of second terms.
+# For GPUs without TMA, which was not measured.
 POINTER_TILE = ProductTile(128, 128, 128, 8, 3)
+# Of second terms: few rows, so that it takes as long as to read the other operand.
+SECOND_TILE = ProductTile(16, 32, 256, 4, 4)
 
 
 def choose_product_tile(rows: int, columns: int, length: int, processors: int) -> ProductTile:

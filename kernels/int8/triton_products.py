@@ -14,17 +14,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lq_lightning.kernels.int8.reference import FINER
-from lq_lightning.kernels.int8.tiles import POINTER_TILE, ProductTile, choose_product_tile
+from lq_lightning.kernels.int8.reference import FINER, FIRST
+from lq_lightning.kernels.int8.tiles import (
+    POINTER_TILE,
+    SECOND_TILE,
+    ProductTile,
+    choose_product_tile,
+)
 from lq_lightning.kernels.message.calls import Launch
 from lq_lightning.kernels.message.launch import on_device
 from lq_lightning.kernels.message.triton_blocks import round_output
 
-_TO_FIRST = tl.constexpr(1.0 / FINER)
+_FIRST, _TO_FIRST = tl.constexpr(FIRST), tl.constexpr(1.0 / FINER)
 # Tiles of so many rows in a row of tiles follow each other, to find operands in the L2 cache.
 _GROUP = 8
-# Programs of a column of tiles that go through second terms, of which there are few.
-_SECOND_PROGRAMS = 4
 
 
 @triton.jit
@@ -76,11 +79,11 @@ def pointer_kernel(
     scale_ptr,
     w_ptr,
     w_scale_ptr,
-    index_ptr,
     out_ptr,
     M,
     N,
     K16,
+    length,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -88,34 +91,33 @@ def pointer_kernel(
 ):
     """Multiply on any GPU; with ``SECOND``, add the products of second terms to their rows.
 
-    Then M is read from ``index``, whose other elements are the rows of ``out`` and ``scale``.
+    ``length`` is that of sequences then, and M is P.
     """
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lines = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_rows = q_ptr + lines.to(tl.int64)[:, None] * K16
     w_rows = w_ptr + columns.to(tl.int64)[None, :] * K16
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    for start in range(0, K16, BLOCK_K):
+        along = start + tl.arange(0, BLOCK_K)
+        q = tl.load(q_rows + along[None, :], (lines < M)[:, None] & (along < K16)[None, :], 0)
+        w = tl.load(w_rows + along[:, None], (columns < N)[None, :] & (along < K16)[:, None], 0)
+        sums = tl.dot(q, w, sums, out_dtype=tl.int32)
+    rows = lines
+    exist = lines < M
     if SECOND:
-        M = tl.load(index_ptr)
-    for tile in range(tl.program_id(1), tl.cdiv(M, BLOCK_M), tl.num_programs(1)):
-        lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        q_rows = q_ptr + lines.to(tl.int64)[:, None] * K16
-        sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
-        for start in range(0, K16, BLOCK_K):
-            along = start + tl.arange(0, BLOCK_K)
-            q = tl.load(q_rows + along[None, :], (lines < M)[:, None] & (along < K16)[None, :], 0)
-            w = tl.load(w_rows + along[:, None], (columns < N)[None, :] & (along < K16)[:, None], 0)
-            sums = tl.dot(q, w, sums, out_dtype=tl.int32)
-        rows = lines
-        if SECOND:
-            rows = tl.load(index_ptr + 1 + lines, lines < M, 0)
-        scale = tl.load(scale_ptr + rows, lines < M, 0.0)
-        if SECOND:
-            scale *= _TO_FIRST
-        w_scale = tl.load(w_scale_ptr + columns, columns < N, 0.0)
-        y = sums.to(tl.float32) * scale[:, None] * w_scale[None, :]
-        target = out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
-        inside = (lines < M)[:, None] & (columns < N)[None, :]
-        if SECOND:
-            y += tl.load(target, inside, 0.0).to(tl.float32)
-        tl.store(target, round_output(y, out_ptr.dtype.element_ty), inside)
+        rows = lines // _FIRST * length + lines % _FIRST
+        exist = exist & (lines % _FIRST < length)
+    scale = tl.load(scale_ptr + rows, exist, 0.0)
+    if SECOND:
+        scale *= _TO_FIRST
+    w_scale = tl.load(w_scale_ptr + columns, columns < N, 0.0)
+    y = sums.to(tl.float32) * scale[:, None] * w_scale[None, :]
+    target = out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
+    inside = exist[:, None] & (columns < N)[None, :]
+    if SECOND:
+        y += tl.load(target, inside, 0.0).to(tl.float32)
+    tl.store(target, round_output(y, out_ptr.dtype.element_ty), inside)
 
 
 @cache
@@ -135,7 +137,7 @@ def launch_products(
     w: Tensor,
     w_scale: Tensor,
     second: Tensor,
-    index: Tensor,
+    length: int,
     out: Tensor,
     *,
     tile: ProductTile | None = None,
@@ -147,8 +149,8 @@ def launch_products(
         scale: fp32 ``[M]``.
         w: int8 ``[N, K16]``.
         w_scale: fp32 ``[N]``.
-        second: int8 ``[M, K16]``, or ``[0, 0]``.
-        index: int32 ``[1 + M]``, or ``[0]``.
+        second: int8 ``[P, K16]``.
+        length: of sequences, or 0.
         out: ``[M, N]``.
         tile: overrides the choice from the table.
 
@@ -158,44 +160,36 @@ def launch_products(
     (M, K16), N = q.shape, w.shape[0]
     processors = _processors(q.device)
     aligned = K16 > 0 and N * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
-    pointers = _pointer_launch(M, N, K16, tile, second=False)
-    seconds = _pointer_launch(M, N, K16, None, second=True)
+    pointers = _pointer_launch(M, N, K16, 0, tile or POINTER_TILE)
+    seconds = _pointer_launch(second.shape[0], N, K16, length, SECOND_TILE)
     chosen = tile or choose_product_tile(M, N, K16, processors)
 
     def launch(
-        q: Tensor,
-        scale: Tensor,
-        w: Tensor,
-        w_scale: Tensor,
-        second: Tensor,
-        index: Tensor,
-        out: Tensor,
+        q: Tensor, scale: Tensor, w: Tensor, w_scale: Tensor, second: Tensor, out: Tensor
     ) -> None:
         if out.numel() == 0:
             return
         if processors and aligned:
             launch_descriptors(q, scale, w, w_scale, out, chosen, processors)
         else:
-            pointers(q, scale, w, w_scale, None, out)
-        if index.numel():
-            seconds(second, scale, w, w_scale, index, out)
+            pointers(q, scale, w, w_scale, out)
+        if second.shape[0]:
+            seconds(second, scale, w, w_scale, out)
 
-    launch(q, scale, w, w_scale, second, index, out)
+    launch(q, scale, w, w_scale, second, out)
     return launch
 
 
-def _pointer_launch(M: int, N: int, K16: int, tile: ProductTile | None, *, second: bool) -> Launch:
-    tile = tile or POINTER_TILE
-    programs = triton.cdiv(M, tile.rows)
+def _pointer_launch(M: int, N: int, K16: int, length: int, tile: ProductTile) -> Launch:
     return Launch(
         pointer_kernel,
-        (triton.cdiv(N, tile.columns), min(programs, _SECOND_PROGRAMS) if second else programs),
-        (M, N, K16),
+        (triton.cdiv(N, tile.columns), triton.cdiv(M, tile.rows)),
+        (M, N, K16, length),
         {
             "BLOCK_M": tile.rows,
             "BLOCK_N": tile.columns,
             "BLOCK_K": tile.depth,
-            "SECOND": second,
+            "SECOND": length > 0,
             "num_warps": tile.warps,
             "num_stages": tile.stages,
             "enable_fp_fusion": False,

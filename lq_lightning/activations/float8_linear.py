@@ -19,6 +19,8 @@ from .sources import Codes, Shared, Source
 __all__ = ["float8_linear"]
 
 _E4M3 = torch.float8_e4m3fn
+# Of shorter sequences second terms of four rows would cost more than they are worth.
+_MIN_SEQUENCE = 32
 
 
 def _cast_weight(
@@ -38,8 +40,17 @@ def _cast_weight(
     return columns_q if columns else rows_q, scale, amax
 
 
+def _sequence_length(x: Tensor) -> int:
+    """Rows of a sequence in ``[..., S, K]``, whose first INT8 represents twice; 0 if it is short.
+
+    All of a matrix are one sequence. Where the second dimension is no time, other rows are.
+    """
+    length = x.shape[-2] if x.dim() > 1 else 0
+    return length if length >= _MIN_SEQUENCE else 0
+
+
 def _forward_product(
-    operand: tuple[Tensor, ...], weight: Tensor, dtype: torch.dtype, matmul: Matmul
+    operand: tuple[Tensor, ...], weight: Tensor, dtype: torch.dtype, matmul: Matmul, length: int
 ) -> tuple[Tensor, Tensor]:
     """The output of a layer, and the largest magnitude of its weight.
 
@@ -48,13 +59,14 @@ def _forward_product(
         weight: ``[O, K]``.
         dtype: of the output.
         matmul: as of ``float8_linear``.
+        length: of ``_sequence_length``.
     """
     if matmul == "int8_forward":
         size = hadamard_size_of(weight.shape[1])
         stored = weight if weight.stride(-1) == 1 else weight.contiguous()  # a view of Conv1D's
-        weight_q, weight_scale, _, _, amax = int8_quantize(stored, size, True, False)
-        _, q, q_scale, second, index = operand
-        return int8_matmul(q, q_scale, weight_q, weight_scale, second, index, dtype), amax
+        weight_q, weight_scale, _, amax = int8_quantize(stored, size, True, 0)
+        _, *terms = operand
+        return int8_matmul(*terms[:2], weight_q, weight_scale, terms[2], length, dtype), amax
     scale, rows = operand
     weight_rows, weight_scale, amax = _cast_weight(weight, None, transpose=False)
     y = scaled_mm(rows, weight_rows, scale, weight_scale, dtype, fast_accumulation=True)
@@ -86,7 +98,7 @@ class _Float8Linear(torch.autograd.Function):
     ) -> Tensor:
         operand, saved = tensors[:count], tensors[count:]
         scale = operand[0]
-        y, amax = _forward_product(operand, weight, dtype, matmul)
+        y, amax = _forward_product(operand, weight, dtype, matmul, _sequence_length(x))
         if bias is not None:
             y = y + bias.to(dtype)
         # without a source the input itself is kept: attention keeps that of its output projection
@@ -141,7 +153,7 @@ def _operand_of(x: Tensor, source: Source | None, matmul: Matmul) -> tuple[Tenso
 
     Returns:
         Its scale in E4M3; then for ``"float8"`` its rows in E4M3, for ``"int8_forward"`` the first
-        four results of ``int8_quantize``.
+        three results of ``int8_quantize``.
     """
     if source is not None and matmul in source.operands:
         return source.operands[matmul]
@@ -150,7 +162,7 @@ def _operand_of(x: Tensor, source: Source | None, matmul: Matmul) -> tuple[Tenso
     operand: tuple[Tensor, ...]
     if matmul == "int8_forward":
         size = hadamard_size_of(matrix.shape[1])
-        *terms, largest = int8_quantize(matrix, size, amax is None, True)
+        *terms, largest = int8_quantize(matrix, size, amax is None, _sequence_length(x))
         amax = largest if amax is None else amax
         operand = (float8_cast(matrix, amax, _E4M3, False, False)[2], *terms)
     elif amax is not None:

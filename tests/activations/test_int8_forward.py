@@ -78,7 +78,7 @@ def test_layers_share_an_input_and_a_compiled_model_is_the_same(
         made.append((tuple(x.shape), *options))
         return original(x, *options)
 
-    model, text = SmallLlama(1, 32), tokens()
+    model, text = SmallLlama(2, 64), tokens()
     model(text).backward()
     exact = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
@@ -88,9 +88,9 @@ def test_layers_share_an_input_and_a_compiled_model_is_the_same(
         model(text)
     # queries, keys and values read one input, gate and up another
     inputs = [call for call in made if call[-1]]
-    assert len(inputs) == 4
-    assert len(made) == 4 + 7
-    assert sorted(call[2] for call in inputs) == [False, False, False, True]  # that of `o_proj`
+    assert [call[0] for call in inputs] == [(64, 64), (64, 64), (64, 64), (64, 128)] * 2
+    assert len(made) == 2 * (4 + 7)
+    assert [call[2] for call in inputs] == [False, True, False, False] * 2  # that of `o_proj`
     loss = model(text)
     loss.backward()
     found = {name: p.grad for name, p in model.named_parameters()}
