@@ -171,8 +171,8 @@ def use_torchao(recipe: str, layer: nn.Module) -> None:
     convert_to_float8_training(layer, config=Float8LinearConfig.from_recipe_name(recipe))
 
 
-def use_ours(recipe: str, layer: nn.Module) -> None:
-    """Let this library keep codes.
+def use_ours(recipe: str, layer: nn.Module, matmul: str | None = None) -> None:
+    """Let this library keep codes, with products in the precision of the recipe or another.
 
     Raises:
         NotImplementedError: The version of the checkout cannot.
@@ -181,7 +181,12 @@ def use_ours(recipe: str, layer: nn.Module) -> None:
         from lq_lightning import quantize_activations
     except ImportError as error:
         raise NotImplementedError("this version has no `quantize_activations`") from error
-    quantize_activations(layer, recipe)
+    if matmul is None:
+        quantize_activations(layer, recipe)
+        return
+    from lq_lightning.activations.policy import RECIPES
+
+    quantize_activations(layer, replace(RECIPES[recipe], matmul=matmul))
 
 
 def _checkpointed(layer: nn.Module, call: Layer) -> Layer:
@@ -258,10 +263,11 @@ def _fp8_pass() -> AbstractContextManager[Any]:
 
 def _ours() -> dict[str, Variant]:
     made = {}
-    for recipe in ("agoq", "coat", "fp8-4bit"):
-        variant = Variant(change=functools.partial(use_ours, recipe), ours=True)
-        made[recipe] = variant
-        made[f"{recipe}, compiled"] = replace(variant, compiled=True)
+    changes = {name: functools.partial(use_ours, name) for name in ("agoq", "coat", "fp8-4bit")}
+    changes["coat int8"] = functools.partial(use_ours, "coat", matmul="int8_forward")
+    for name, change in changes.items():
+        made[name] = Variant(change=change, ours=True)
+        made[f"{name}, compiled"] = replace(made[name], compiled=True)
     return made
 
 

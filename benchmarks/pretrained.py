@@ -185,6 +185,10 @@ VARIANTS: dict[str, Variant] = {
         model, replace(RECIPES["coat"], matmul="native")
     ),
     "coat, products alone": lambda model: quantized(model, _policy(matmul="float8")),
+    "coat, int8 forward": lambda model: quantized(
+        model, replace(RECIPES["coat"], matmul="int8_forward")
+    ),
+    "products alone, int8 forward": lambda model: quantized(model, _policy(matmul="int8_forward")),
     "fp8-4bit": lambda model: quantized(model, "fp8-4bit"),
     "torchao tensorwise, emulated": lambda model: rounded(model, _E4M3, _E5M2),
     "FP8 forward alone": lambda model: rounded(model, _E4M3, None),

@@ -66,7 +66,7 @@ class Float8Layers:
             return "native", "outside of the repeated blocks"
         if rows % _MULTIPLE or columns % _MULTIPLE:
             return "native", f"dimensions are no multiples of {_MULTIPLE}"
-        return "float8", ""
+        return self._policy.matmul, ""
 
     def follow(self, kind: SiteKind, name: str, module: nn.Module) -> bool:
         """Return whether FP8 products are expected behind a norm, activation function or MLP."""

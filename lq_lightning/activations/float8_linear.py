@@ -10,13 +10,17 @@ from torch import Tensor
 from lq_lightning._compat.autograd import wanted_gradients, with_shape
 from lq_lightning._compat.float8 import scaled_mm
 from lq_lightning.kernels.float8 import float8_cast, float8_quantize
+from lq_lightning.kernels.int8 import hadamard_size_of, int8_matmul, int8_quantize
 
 from .autograd import as_matrix, matmul_dtype, refuse_second_derivative, without_autocast
+from .policy import Matmul
 from .sources import Codes, Shared, Source
 
 __all__ = ["float8_linear"]
 
 _E4M3 = torch.float8_e4m3fn
+# Of shorter sequences second terms of four rows would cost more than they are worth.
+_MIN_SEQUENCE = 32
 
 
 def _cast_weight(
@@ -36,6 +40,39 @@ def _cast_weight(
     return columns_q if columns else rows_q, scale, amax
 
 
+def _sequence_length(x: Tensor) -> int:
+    """Rows of a sequence in ``[..., S, K]``, whose first INT8 represents twice; 0 if it is short.
+
+    All of a matrix are one sequence. Where the second dimension is no time, other rows are.
+    """
+    length = x.shape[-2] if x.dim() > 1 else 0
+    return length if length >= _MIN_SEQUENCE else 0
+
+
+def _forward_product(
+    operand: tuple[Tensor, ...], weight: Tensor, dtype: torch.dtype, matmul: Matmul, length: int
+) -> tuple[Tensor, Tensor]:
+    """The output of a layer, and the largest magnitude of its weight.
+
+    Args:
+        operand: of ``_operand_of``.
+        weight: ``[O, K]``.
+        dtype: of the output.
+        matmul: as of ``float8_linear``.
+        length: of ``_sequence_length``.
+    """
+    if matmul == "int8_forward":
+        size = hadamard_size_of(weight.shape[1])
+        stored = weight if weight.stride(-1) == 1 else weight.contiguous()  # a view of Conv1D's
+        weight_q, weight_scale, _, amax = int8_quantize(stored, size, True, 0)
+        _, *terms = operand
+        return int8_matmul(*terms[:2], weight_q, weight_scale, terms[2], length, dtype), amax
+    scale, rows = operand
+    weight_rows, weight_scale, amax = _cast_weight(weight, None, transpose=False)
+    y = scaled_mm(rows, weight_rows, scale, weight_scale, dtype, fast_accumulation=True)
+    return y, amax
+
+
 class _Float8Linear(torch.autograd.Function):
     """COAT, part 2: one scale per tensor for all operands.
 
@@ -52,19 +89,20 @@ class _Float8Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        rows: Tensor,
-        scale: Tensor,
         codes: Codes | None,
         shared: Shared | None,
         dtype: torch.dtype,
-        *tensors: Tensor | None,
+        matmul: Matmul,
+        count: int,
+        *tensors: Any,
     ) -> Tensor:
-        weight_rows, weight_scale, amax = _cast_weight(weight, None, transpose=False)
-        y = scaled_mm(rows, weight_rows, scale, weight_scale, dtype, fast_accumulation=True)
+        operand, saved = tensors[:count], tensors[count:]
+        scale = operand[0]
+        y, amax = _forward_product(operand, weight, dtype, matmul, _sequence_length(x))
         if bias is not None:
             y = y + bias.to(dtype)
         # without a source the input itself is kept: attention keeps that of its output projection
-        kept = (x,) if codes is None else tensors
+        kept = (x,) if codes is None else saved
         if not weight.requires_grad:
             kept = ()
         ctx.save_for_backward(weight, amax, scale, *kept)
@@ -110,21 +148,37 @@ class _Float8Linear(torch.autograd.Function):
         return (dx, dweight, dbias, *(None,) * ctx.more)
 
 
-def _rows_of(x: Tensor, source: Source | None) -> tuple[Tensor, Tensor]:
-    """The input as E4M3 rows and its scale, made once for all layers that take it."""
-    if source is not None and source.rows is not None:
-        return source.rows
+def _operand_of(x: Tensor, source: Source | None, matmul: Matmul) -> tuple[Tensor, ...]:
+    """The input as the forward product takes it, made once for all layers that take it.
+
+    Returns:
+        Its scale in E4M3; then for ``"float8"`` its rows in E4M3, for ``"int8_forward"`` the first
+        three results of ``int8_quantize``.
+    """
+    if source is not None and matmul in source.operands:
+        return source.operands[matmul]
     matrix = as_matrix(x.detach())
-    if source is not None and source.amax.numel() > 0:
-        rows, _, scale = float8_cast(matrix, source.amax, _E4M3, True, False)
+    amax = None if source is None or source.amax.numel() == 0 else source.amax
+    operand: tuple[Tensor, ...]
+    if matmul == "int8_forward":
+        size = hadamard_size_of(matrix.shape[1])
+        *terms, largest = int8_quantize(matrix, size, amax is None, _sequence_length(x))
+        amax = largest if amax is None else amax
+        operand = (float8_cast(matrix, amax, _E4M3, False, False)[2], *terms)
+    elif amax is not None:
+        rows, _, scale = float8_cast(matrix, amax, _E4M3, True, False)
+        operand = (scale, rows)
     else:
         rows, _, scale, _ = float8_quantize(matrix, _E4M3, True, False)
+        operand = (scale, rows)
     if source is not None:
-        source.rows = (rows, scale)
-    return rows, scale
+        source.operands[matmul] = operand
+    return operand
 
 
-def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, source: Source | None) -> Tensor:
+def float8_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, source: Source | None, matmul: Matmul
+) -> Tensor:
     """Apply a linear layer in FP8.
 
     Args:
@@ -132,6 +186,7 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, source: Source
         weight: ``[O, K]``; cast in every pass, never stored as FP8.
         bias: ``[O]`` or None.
         source: of ``x``; without one the input itself is saved.
+        matmul: ``"float8"``, or ``"int8_forward"``, with an output from INT8.
 
     Returns:
         ``[..., O]`` in autocast's dtype, or that of the operands.
@@ -144,8 +199,8 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, source: Source
         if shared is not None:
             shared.join()
     with without_autocast(x):
-        rows, scale = _rows_of(x, source)
+        operand = _operand_of(x, source, matmul)
         y: Tensor = _Float8Linear.apply(  # type: ignore[no-untyped-call]
-            x, weight, bias, rows, scale, codes, shared, dtype, *tensors
+            x, weight, bias, codes, shared, dtype, matmul, len(operand), *operand, *tensors
         )
     return with_shape(y, (*x.shape[:-1], weight.shape[0]))

@@ -179,8 +179,8 @@ def _source(x: Tensor, site: Site) -> Source | None:
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, source: Source | None, matmul: Matmul
 ) -> Tensor:
-    if matmul == "float8":
-        y = float8_linear(x, weight, bias, source)
+    if matmul != "native":
+        y = float8_linear(x, weight, bias, source, matmul)
     elif source is None:
         raise AssertionError("a linear layer without a source is left to torch")
     else:
@@ -196,7 +196,7 @@ def _linear_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     weight: Tensor = module.weight  # type: ignore[assignment]
     bias: Tensor | None = module.bias  # type: ignore[assignment]
     saves = _needs_gradient(weight)
-    float8 = site.matmul == "float8" and (torch.is_grad_enabled() or module.training)
+    float8 = site.matmul != "native" and (torch.is_grad_enabled() or module.training)
     plain = site.enabled and _is_plain(x) and not isinstance(weight, DTensor)
     source = _source(x, site) if plain and saves else None
     if not plain or (source is None and not float8):

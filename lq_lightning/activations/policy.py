@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 SiteKind = Literal["norm", "activation", "linear", "checkpoint", "other"]
-Matmul = Literal["native", "float8"]
+Matmul = Literal["native", "float8", "int8_forward"]
 
 
 def _named_codecs() -> dict[str, CodecSpec]:
@@ -162,11 +162,14 @@ class ActivationPolicy:
             ``fullgraph=True``). ``None`` leaves them as they are.
         attention: Only ``None``: tensors saved by attention cannot be encoded.
         matmul: ``"native"``, or ``"float8"``: products of linear layers in FP8 with one scale per
-            tensor (COAT), all operands in E4M3. Needs a GPU of compute capability 8.9 or newer to
-            be fast; a CPU computes the same slowly. Layers outside of the repeated blocks, such as
-            the output head, what else has an embedding's weight or as many rows, and layers whose
-            dimensions are no multiples of 16 stay native, unless a rule names them with
-            ``matmul="float8"``.
+            tensor (COAT), all operands in E4M3. With ``"int8_forward"`` those of the forward pass
+            are in INT8 instead, with a scale per row after a Hadamard transform, and the first four
+            rows of each sequence (``[..., S, K]``, from 32 on) in two terms: a third of the error
+            or less on pretrained models. Needs a GPU of compute capability 8.9 or newer to be
+            fast, INT8 a Hopper; a CPU computes the same slowly. Layers outside of the repeated
+            blocks, such as the output head, what else has an embedding's weight or as many rows,
+            and layers whose dimensions are no multiples of 16 stay native, unless a rule names
+            them with their precision.
         rules: Exceptions by module name; the last one that matches counts.
 
     Raises:
@@ -242,7 +245,7 @@ class ActivationPolicy:
     def quantizes(self) -> bool:
         """Whether anything is to be quantized without a rule for it."""
         codecs = [getattr(self, kind) for kind in get_args(SiteKind)]
-        return self.matmul == "float8" or any(codec is not None for codec in codecs)
+        return self.matmul != "native" or any(codec is not None for codec in codecs)
 
     def _rule(self, name: str, kind: SiteKind | None) -> ActivationRule | None:
         """The rule that counts for a module; of no kind: the one that is for all kinds."""

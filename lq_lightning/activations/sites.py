@@ -271,7 +271,7 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 def quantizes(site: Site) -> bool:
     """Return whether a site keeps codes, or has FP8 products."""
-    return site.codec is not None or isinstance(site, LinearSite) and site.matmul == "float8"
+    return site.codec is not None or isinstance(site, LinearSite) and site.matmul != "native"
 
 
 def install_site(module: nn.Module, site: Site, forward: Callable[..., Any]) -> None:

@@ -9,7 +9,7 @@ codes only: it does not keep that output alive.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import ref
 
@@ -206,8 +206,8 @@ class Source:
         version: of the tensor, so that a later change in place is noticed.
         shared: for the backward of eager code; None in a trace.
         region: the checkpointed region that it was made in, None outside of any.
-        rows: the tensor as E4M3 and its scale, once a layer has made them; other layers of the same
-            forward take them.
+        operands: the tensor as forward products take it, by their precision, once a layer has made
+            it; other layers of the same forward take it.
     """
 
     codes: Codes
@@ -216,7 +216,7 @@ class Source:
     version: int = 0
     shared: Shared | None = None
     region: ref[Callable[[Tensor], Any]] | None = None
-    rows: tuple[Tensor, Tensor] | None = None
+    operands: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
 def attach(tensor: Tensor, source: Source) -> None:

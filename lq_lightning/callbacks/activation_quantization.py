@@ -320,7 +320,7 @@ class ActivationQuantization(Callback):
                 "or 'cpu'."
             )
         rules = (rule.matmul for rule in self._policy.rules)
-        if "float8" in (self._policy.matmul, *rules):
+        if {self._policy.matmul, *rules} - {"native", None}:
             reason = float8_matmul_available(device)
             if reason is not None:
                 raise ValueError(

@@ -142,7 +142,7 @@ class Both(nn.Module):
         return self.last(self.act(self.middle(self.norm(self.first(x)))))
 
 
-@pytest.mark.parametrize("matmul", ["native", "float8"])
+@pytest.mark.parametrize("matmul", ["native", "float8", "int8_forward"])
 def test_batches_of_any_size_are_one_graph(matmul: Any) -> None:
     model = Both()
     quantize_activations(model, ActivationPolicy(linear="int8", matmul=matmul))

@@ -1,0 +1,6 @@
+"""INT8 matrix products: one scale per row after a Hadamard transform, a second term for peaks."""
+
+from .op import int8_matmul, int8_quantize
+from .reference import hadamard_size_of
+
+__all__ = ["hadamard_size_of", "int8_matmul", "int8_quantize"]

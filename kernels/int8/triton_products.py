@@ -1,0 +1,227 @@
+"""Triton kernels of ``int8_matmul``: with scales in the epilogue, which cuBLASLt has for FP8 only.
+
+Shape legend: a result ``[M, N]`` of sums over K16 values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lq_lightning.kernels.int8.reference import FINER, FIRST
+from lq_lightning.kernels.int8.tiles import (
+    POINTER_TILE,
+    SECOND_TILE,
+    ProductTile,
+    choose_product_tile,
+)
+from lq_lightning.kernels.message.calls import Launch
+from lq_lightning.kernels.message.launch import on_device
+from lq_lightning.kernels.message.triton_blocks import round_output
+
+_FIRST, _TO_FIRST = tl.constexpr(FIRST), tl.constexpr(1.0 / FINER)
+# Tiles of so many rows in a row of tiles follow each other, to find operands in the L2 cache.
+_GROUP = 8
+
+
+@triton.jit
+def descriptor_kernel(
+    q_desc,
+    w_desc,
+    out_desc,
+    scale_ptr,
+    w_scale_ptr,
+    M,
+    N,
+    K16,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    SPECIALIZED: tl.constexpr,
+):
+    """Multiply by TMA and wgmma: as many programs as the GPU has processors share the tiles.
+
+    What TMA loads beyond an operand is zero, what it stores beyond the result is dropped.
+    """
+    across, down = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    steps = tl.cdiv(K16, BLOCK_K)
+    per_group = GROUP * down
+    for tile in tl.range(
+        tl.program_id(0), across * down, PROGRAMS, flatten=True, warp_specialize=SPECIALIZED
+    ):
+        first = tile // per_group * GROUP
+        size = min(across - first, GROUP)
+        m = (first + tile % size) * BLOCK_M
+        n = (tile % per_group) // size * BLOCK_N
+        sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+        for step in range(steps):
+            q = q_desc.load([m, step * BLOCK_K])
+            w = w_desc.load([n, step * BLOCK_K])
+            sums = tl.dot(q, w.T, sums, out_dtype=tl.int32)
+        rows, columns = m + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
+        scale = tl.load(scale_ptr + rows, rows < M, 0.0)
+        w_scale = tl.load(w_scale_ptr + columns, columns < N, 0.0)
+        y = sums.to(tl.float32) * scale[:, None] * w_scale[None, :]
+        out_desc.store([m, n], y.to(out_desc.dtype))
+
+
+@triton.jit
+def pointer_kernel(
+    q_ptr,
+    scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    out_ptr,
+    M,
+    N,
+    K16,
+    length,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SECOND: tl.constexpr,
+):
+    """Multiply on any GPU; with ``SECOND``, add the products of second terms to their rows.
+
+    ``length`` is that of sequences then, and M is P.
+    """
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lines = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_rows = q_ptr + lines.to(tl.int64)[:, None] * K16
+    w_rows = w_ptr + columns.to(tl.int64)[None, :] * K16
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    for start in range(0, K16, BLOCK_K):
+        along = start + tl.arange(0, BLOCK_K)
+        q = tl.load(q_rows + along[None, :], (lines < M)[:, None] & (along < K16)[None, :], 0)
+        w = tl.load(w_rows + along[:, None], (columns < N)[None, :] & (along < K16)[:, None], 0)
+        sums = tl.dot(q, w, sums, out_dtype=tl.int32)
+    rows = lines
+    exist = lines < M
+    if SECOND:
+        rows = lines // _FIRST * length + lines % _FIRST
+        exist = exist & (lines % _FIRST < length)
+    scale = tl.load(scale_ptr + rows, exist, 0.0)
+    if SECOND:
+        scale *= _TO_FIRST
+    w_scale = tl.load(w_scale_ptr + columns, columns < N, 0.0)
+    y = sums.to(tl.float32) * scale[:, None] * w_scale[None, :]
+    target = out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
+    inside = exist[:, None] & (columns < N)[None, :]
+    if SECOND:
+        y += tl.load(target, inside, 0.0).to(tl.float32)
+    tl.store(target, round_output(y, out_ptr.dtype.element_ty), inside)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """Number of processors of a GPU of compute capability 9, Hopper; 0 of others.
+
+    Elsewhere the kernel by descriptors was not tried.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch_products(
+    q: Tensor,
+    scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    second: Tensor,
+    length: int,
+    out: Tensor,
+    *,
+    tile: ProductTile | None = None,
+) -> Callable[..., None]:
+    """Launch the kernels; arguments as the operator's, with its result.
+
+    Args:
+        q: int8 ``[M, K16]``.
+        scale: fp32 ``[M]``.
+        w: int8 ``[N, K16]``.
+        w_scale: fp32 ``[N]``.
+        second: int8 ``[P, K16]``.
+        length: of sequences, or 0.
+        out: ``[M, N]``.
+        tile: overrides the choice from the table.
+
+    Returns:
+        What does the same with other tensors alike.
+    """
+    (M, K16), N = q.shape, w.shape[0]
+    processors = _processors(q.device)
+    aligned = K16 > 0 and N * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
+    pointers = _pointer_launch(M, N, K16, 0, tile or POINTER_TILE)
+    seconds = _pointer_launch(second.shape[0], N, K16, length, SECOND_TILE)
+    chosen = tile or choose_product_tile(M, N, K16, processors)
+
+    def launch(
+        q: Tensor, scale: Tensor, w: Tensor, w_scale: Tensor, second: Tensor, out: Tensor
+    ) -> None:
+        if out.numel() == 0:
+            return
+        if processors and aligned:
+            launch_descriptors(q, scale, w, w_scale, out, chosen, processors)
+        else:
+            pointers(q, scale, w, w_scale, out)
+        if second.shape[0]:
+            seconds(second, scale, w, w_scale, out)
+
+    launch(q, scale, w, w_scale, second, out)
+    return launch
+
+
+def _pointer_launch(M: int, N: int, K16: int, length: int, tile: ProductTile) -> Launch:
+    return Launch(
+        pointer_kernel,
+        (triton.cdiv(N, tile.columns), triton.cdiv(M, tile.rows)),
+        (M, N, K16, length),
+        {
+            "BLOCK_M": tile.rows,
+            "BLOCK_N": tile.columns,
+            "BLOCK_K": tile.depth,
+            "SECOND": length > 0,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+            "enable_fp_fusion": False,
+        },
+    )
+
+
+def launch_descriptors(
+    q: Tensor,
+    scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    out: Tensor,
+    tile: ProductTile,
+    processors: int,
+) -> None:
+    """Launch the kernel by descriptors, with so many programs; ``out`` has rows of 16 bytes."""
+    blocks = (
+        (q, [tile.rows, tile.depth]),
+        (w, [tile.columns, tile.depth]),
+        (out, [tile.rows, tile.columns]),
+    )
+    descriptors = [TensorDescriptor.from_tensor(tensor, block) for tensor, block in blocks]
+    with on_device(q):
+        descriptor_kernel[(processors,)](
+            *(*descriptors, scale, w_scale, q.shape[0], w.shape[0], q.shape[1]),
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.columns,
+            BLOCK_K=tile.depth,
+            GROUP=_GROUP,
+            PROGRAMS=processors,
+            SPECIALIZED=tile.specialized,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
