@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,8 @@ from loss_variants import BOTH, with_bits
 from low_rank import add_low_rank
 from torch import Tensor, nn
 
-from lq_lightning import quantize_activations
+from lq_lightning import ActivationPolicy, quantize_activations
+from lq_lightning.activations.policy import RECIPES
 from lq_lightning.adaptive import (
     AdaptiveBitsConfig,
     BitGate,
@@ -55,7 +56,7 @@ class Row:
     lora: bool = False
     perturbation: float = 0.0
     plan: Plan | None = None
-    recipe: str | None = None
+    recipe: str | ActivationPolicy | None = None
     states: bool = False
     codecs: tuple[Codec, Codec] | None = None
     stages: int = 1
@@ -88,7 +89,9 @@ ROWS: dict[str, Row] = {
     "FSDP2": Row(plan=Plan()),
     "quantized_fsdp": Row(plan=BOTH),
     "agoq": Row(recipe="agoq"),
+    "4-bit codes": Row(recipe=RECIPES["auto"]),  # not adapted
     "coat": Row(recipe="coat"),
+    "coat, INT8 forward": Row(recipe=replace(RECIPES["coat"], matmul="int8_forward")),
     "fp8-4bit": Row(recipe="fp8-4bit"),
     "all together": Row(plan=BOTH, recipe="agoq", states=True, codecs=_TAH5, stages=4),
     "tah5, 8 stages": Row(codecs=_TAH5, stages=8),
