@@ -55,13 +55,11 @@ def _check_group_size(owner: str, group_size: object) -> None:
 class WeightQuantization:
     """How weights travel in the all-gather.
 
-    By default as NF4 in groups of 128 with bf16 scales, 4.125 bits per value. On the way from
-    integers in groups of 2048 to these the error of a replica halves, and with it what differences
-    cost in loss at 110M parameters (``docs/accuracy.md``).
+    By default as NF4 in groups of 128, 4.125 bits per value with scales. Integers in groups of 2048
+    have 1.6 times the error and cost more loss at 110M parameters (``docs/accuracy.md``).
 
-    Deviations from the paper (SDP4Bit §3.1), which has 4-bit integers in groups of 2048: give
-    ``code="int", group_size=2048`` for these. Scales have 16 bits here, rounded up, so that nothing
-    is clipped.
+    Deviations from the paper (SDP4Bit §3.1): it has integers in groups of 2048, here
+    ``code="int", group_size=2048``. Scales are bf16, rounded up, so that nothing is clipped.
 
     Attributes:
         method: ``"qWD"`` sends the quantized *difference* to the weights every rank already holds
