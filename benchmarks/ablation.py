@@ -7,8 +7,8 @@ The ablation of SDP4Bit (table 1 and figure 5) in one command and one table::
     python benchmarks/ablation.py --preset gpt_125m --tokens kernel_tokens --json ablation.json
     python benchmarks/ablation.py --merge ablation_*.json --figure ablation.png
 
-``SDP4Bit`` is the paper's, 4 bits between nodes throughout. The library's default has more for
-embeddings and heads: ``SDP4Bit vocabulary N``, which reports name as ``default``.
+``SDP4Bit`` is the paper's: integers of 4 bits between nodes throughout, and weight differences in
+groups of 2048. ``default`` is what the library does unless told otherwise.
 
 Variants named ``AdamW ...`` quantize the optimizer's states (COAT). ``full precision perturbed``
 quantizes nothing and starts from weights that are 0.1% off: so far chance alone takes a run.
@@ -48,7 +48,7 @@ from ablation_report import (
     write_merged,
     write_outcomes,
 )
-from ablation_variants import DEFAULT, PRESETS, VARIANTS, Preset, Variant
+from ablation_variants import PRESETS, VARIANTS, Preset, Variant
 from corpus import tokens_folder
 from gpt import GPT, GPTConfig
 from torch import Tensor, nn
@@ -248,7 +248,6 @@ def report(args: argparse.Namespace, outcomes: Outcomes, data: Data) -> None:
         "beta2": args.beta2,
         "stop_after": args.stop_after,
         "compiled": args.compile,
-        "default": DEFAULT,
         "world_size": world,
         "node_size": args.node_size,
     }

@@ -86,46 +86,44 @@ def _states(name: StateCode) -> OptimizerQuantization:
     return OptimizerQuantization(first_moment=name, second_moment=name)
 
 
-# The paper's, with embeddings and heads as all others.
+# The paper's: integers in groups of 2048, and embeddings and heads as all others.
+DIFFERENCES = WeightQuantization(code="int", group_size=2048)
 PAPER = GradientQuantization(vocabulary_bits=None)
 STOCHASTIC = replace(PAPER, rounding="stochastic")
-# The library's default has more bits for them, which its name says.
-_WORDS = GradientQuantization().codec("inter", vocabulary=True).code.removeprefix("int")
-DEFAULT = f"SDP4Bit vocabulary {_WORDS}"
+DEFAULT = "default"  # of the library
 
 VARIANTS = {
     BASELINE: Variant(),
     # How far two runs end apart that should end alike: the chance in every other difference.
     PERTURBED: Variant(perturbation=1e-3),
-    "qW": Variant(weights=WeightQuantization(method="qW")),
-    "qWD": Variant(weights=WeightQuantization()),
+    "qW": Variant(weights=replace(DIFFERENCES, method="qW")),
+    "qWD": Variant(weights=DIFFERENCES),
     "ULq": Variant(gradients=replace(PAPER, method="ULq")),
     "TLq": Variant(gradients=replace(PAPER, method="TLq")),
     "TLq-HS": Variant(gradients=PAPER),
-    "SDP4Bit": Variant(weights=WeightQuantization(), gradients=PAPER),
+    "SDP4Bit": Variant(weights=DIFFERENCES, gradients=PAPER),
     DEFAULT: Variant(weights=WeightQuantization(), gradients=GradientQuantization()),
-    "qWD stochastic": Variant(weights=WeightQuantization(rounding="stochastic")),
+    "qWD stochastic": Variant(weights=replace(DIFFERENCES, rounding="stochastic")),
     "ULq stochastic": Variant(gradients=replace(STOCHASTIC, method="ULq")),
     "TLq stochastic": Variant(gradients=replace(STOCHASTIC, method="TLq")),
     "TLq-HS stochastic": Variant(gradients=STOCHASTIC),
-    "SDP4Bit stochastic": Variant(weights=WeightQuantization(), gradients=STOCHASTIC),
+    "SDP4Bit stochastic": Variant(weights=DIFFERENCES, gradients=STOCHASTIC),
     **{
         f"SDP4Bit {bits} bits": Variant(
-            weights=WeightQuantization(), gradients=replace(PAPER, inter_bits=bits)
+            weights=DIFFERENCES, gradients=replace(PAPER, inter_bits=bits)
         )
         for bits in (6, 3, 2)
     },
     # Embeddings and heads in more bits than all other gradients.
     **{
         f"SDP4Bit vocabulary {bits}": Variant(
-            weights=WeightQuantization(), gradients=replace(PAPER, vocabulary_bits=bits)
+            weights=DIFFERENCES, gradients=replace(PAPER, vocabulary_bits=bits)
         )
         for bits in (5, 6, 8)
-        if f"SDP4Bit vocabulary {bits}" != DEFAULT
     },
     **{
         f"SDP4Bit {bits} bits vocabulary 8": Variant(
-            weights=WeightQuantization(),
+            weights=DIFFERENCES,
             gradients=replace(PAPER, inter_bits=bits, vocabulary_bits=8),
         )
         for bits in (3, 2)
@@ -134,10 +132,8 @@ VARIANTS = {
     "AdamW dynamic8": Variant(states=_states("dynamic8")),
     "AdamW fp8": Variant(states=_states("fp8")),
     "AdamW int8": Variant(states=_states("int8")),
-    **{
-        f"{name} + AdamW expanded_fp8": Variant(
-            weights=WeightQuantization(), gradients=gradients, states=_states("expanded_fp8")
-        )
-        for name, gradients in (("SDP4Bit", PAPER), (DEFAULT, GradientQuantization()))
-    },
+}
+VARIANTS |= {
+    f"{name} + AdamW expanded_fp8": replace(VARIANTS[name], states=_states("expanded_fp8"))
+    for name in ("SDP4Bit", DEFAULT)
 }

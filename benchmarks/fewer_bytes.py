@@ -27,7 +27,7 @@ from emulated_codes import LibraryCode
 from emulated_ranks import Codes, Plan
 from loss_report import changes, mean_and_error
 from loss_study import Study, main
-from loss_variants import Preset, Variant, with_bits
+from loss_variants import LONG_GROUPS, Preset, Variant, with_bits
 from stacked_models import Sizes, shapes
 from stacked_training import StackedTraining
 
@@ -72,9 +72,10 @@ def _local(every: int, **changes: Any) -> Alternative:
     return Alternative(how=LocalSteps(every=every, **changes))
 
 
-# Embeddings and heads as all others: methods are compared by their bits.
-VARIANTS: dict[str, Variant | Alternative] = {BASELINE: Variant(), "both": with_bits(4, 4)}
-VARIANTS["2 bits"] = with_bits(2, 2)
+# Embeddings and heads as all others, and differences in groups of 2048, as in the reports of docs/:
+# methods are compared by their bits.
+VARIANTS: dict[str, Variant | Alternative] = {BASELINE: Variant()}
+VARIANTS |= {"both": with_bits(4, 4, LONG_GROUPS), "2 bits": with_bits(2, 2, LONG_GROUPS)}
 VARIANTS |= {
     f"PowerSGD {rank}{f' from {start}' * bool(start)}": Alternative(
         how=Reduction(rank=rank, start=start)

@@ -26,13 +26,17 @@ import triton
 
 from benchmarks.common import copy_bandwidth, table, time_cuda_calls, write_report
 from lq_lightning.codecs import CodecSpec, decode, decode_reduce, decode_reduce_encode, encode
+from lq_lightning.data_parallel import WeightQuantization
 
 GRADIENT_8 = CodecSpec(code="int8", group_size=128, hadamard_size=32)
 PLAIN_8 = CodecSpec(code="int8", group_size=128)
 GRADIENT_4 = CodecSpec(code="int4", group_size=128, hadamard_size=32)
 STOCHASTIC_8 = replace(GRADIENT_8, rounding="stochastic")
 STOCHASTIC_4 = replace(GRADIENT_4, rounding="stochastic")
-WEIGHT_4 = CodecSpec(code="int4", group_size=2048)
+WEIGHTS = {
+    "int4/2048": CodecSpec(code="int4", group_size=2048),
+    "nf4/128": WeightQuantization().codec(),
+}
 NF4 = CodecSpec(code="nf4", group_size=128)
 SEED = 1234
 WORKING_SET_NBYTES = 1 << 29
@@ -151,11 +155,6 @@ def cases() -> list[Case]:
         encode_case("hadamard+quantize int8 bf16", GRADIENT_8, bf16),
         encode_case("quantize int8 fp32", PLAIN_8, fp32),
         encode_case("quantize int8 bf16", PLAIN_8, bf16),
-        encode_case("quantize int4/2048 bf16", WEIGHT_4, bf16),
-        encode_case("difference+quantize int4/2048 bf16-bf16", WEIGHT_4, bf16, True),
-        encode_case("difference+quantize int4/2048 fp32-bf16", WEIGHT_4, fp32, True),
-        decode_case("dequantize int4/2048 bf16", WEIGHT_4, bf16),
-        decode_case("dequantize+add int4/2048 bf16", WEIGHT_4, bf16, True),
         decode_case("dequantize int8 fp32", PLAIN_8, fp32),
         decode_case("dequantize+inverse int8 fp32", GRADIENT_8, fp32),
         decode_case("dequantize+inverse int4 bf16", GRADIENT_4, bf16),
@@ -166,6 +165,14 @@ def cases() -> list[Case]:
         requantize_case("dequantize+reduce+requantize 4x int8", GRADIENT_8, GRADIENT_4, 4),
         requantize_case("dequantize+reduce+requantize 8x int8", GRADIENT_8, GRADIENT_4, 8),
     ]
+    for label, spec in WEIGHTS.items():
+        chosen += [
+            encode_case(f"quantize {label} bf16", spec, bf16),
+            encode_case(f"difference+quantize {label} bf16-bf16", spec, bf16, True),
+            encode_case(f"difference+quantize {label} fp32-bf16", spec, fp32, True),
+            decode_case(f"dequantize {label} bf16", spec, bf16),
+            decode_case(f"dequantize+add {label} bf16", spec, bf16, True),
+        ]
     noisy, once = "stochastic", {"every_size": False}
     chosen += [
         encode_case(f"hadamard+quantize int8 fp32 {noisy}", STOCHASTIC_8, fp32, **once),

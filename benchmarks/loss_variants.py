@@ -144,7 +144,8 @@ class Variant:
 # Shares of the largest magnitude; after the transform values of a group are nearly normal.
 _FACTORS = tuple(1 - 0.06 * index for index in range(9))
 
-_WEIGHTS = WeightQuantization().codec()
+# The paper's, and the library's default until NF4: what ``_weights`` changes.
+_WEIGHTS = CodecSpec(code="int4", group_size=2048)
 _INTRA = GradientQuantization().codec("intra")
 _INTER = GradientQuantization().codec("inter")
 _WORDS = GradientQuantization().codec("inter", vocabulary=True)
@@ -193,9 +194,9 @@ _LARGER: dict[str, Any] = {"hadamard_size": 128}
 _ASYMMETRIC: dict[str, Any] = {"symmetric": False, "hadamard_size": 128}
 _NF4: dict[str, Any] = {"code": "nf4", "hadamard_size": 128}
 _SHORT: dict[str, Any] = {"group_size": 64, "scale_dtype": "bfloat16"}
-_NF4_GROUPS: dict[str, Any] = {"code": "nf4", "group_size": 128, "scale_dtype": "bfloat16"}
 
-DIFFERENCES, GRADIENTS = _weights(), _gradients()
+DIFFERENCES = Codes(inter=_library(WeightQuantization().codec()))
+LONG_GROUPS, GRADIENTS = _weights(), _gradients()
 BOTH = Plan(weights=DIFFERENCES, gradients=GRADIENTS)
 _CAPPED = 0.2  # of a group's norm; 4 bits lose .118 of a normal one
 
@@ -213,10 +214,10 @@ def _optimizer(what: Any) -> Variant:
     return Variant(plan=replace(BOTH, optimizer=what))
 
 
-def with_bits(bits: int, of_vocabulary: int) -> Variant:
-    """Return default differences with gradients in so many bits between nodes."""
+def with_bits(bits: int, of_vocabulary: int, weights: Codes = DIFFERENCES) -> Variant:
+    """Return gradients in so many bits between nodes, beside default differences or others."""
     vocabulary = _library(_INTER, code=f"int{of_vocabulary}")
-    return _both(gradients=_gradients(code=f"int{bits}", vocabulary=vocabulary))
+    return _both(weights, _gradients(code=f"int{bits}", vocabulary=vocabulary))
 
 
 VARIANTS = {
@@ -233,7 +234,7 @@ _NOISE = (
         NoiseCode(_INTER, 0.118),
         NoiseCode(_WORDS, 0.118 * _largest(_INTER) / _largest(_WORDS)),
     ),
-    _weights(NoiseCode(_WEIGHTS, 0.148)),
+    _weights(NoiseCode(WeightQuantization().codec(), 0.0957)),
 )
 VARIANTS |= {
     "noise": _both(_NOISE[1], _NOISE[0]),
@@ -284,17 +285,14 @@ VARIANTS |= {
     "gradients, NF4, short scales, vocabulary 6": _both(
         gradients=_gradients(code="nf4", **_SHORT, vocabulary=_library(_INTER, code="int6"))
     ),
+    # What was the default; with shorter groups; with other codes.
+    "differences, INT4, groups of 2048": _both(LONG_GROUPS),
     "differences, groups of 128": _both(_weights(group_size=128)),
     "differences, transform": _both(_weights(**_LARGER)),
     "differences, asymmetric": _both(_weights(**_ASYMMETRIC)),
     "differences, NF4": _both(_weights(**_NF4)),
-    # 4.125 bits with scales; alone, and beside gradients of 4.25 bits as by default.
+    # The bits of the default.
     "differences, short groups": _both(_weights(group_size=128, scale_dtype="bfloat16")),
-    "differences, NF4, short groups": _both(_weights(**_NF4_GROUPS)),
-    "both, NF4": _both(
-        _weights(**_NF4_GROUPS),
-        _gradients(code="nf4", **_SHORT, vocabulary=_library(_INTER, code="int6")),
-    ),
     "differences, fitted": _both(_weights(_fitted(_WEIGHTS))),
     "differences, fitted normal": _both(_weights(_fitted(_WEIGHTS, levels="normal"))),
     "differences, vocabulary groups of 128": _both(
@@ -318,6 +316,7 @@ VARIANTS |= {
 
 __all__ = [
     "BASELINE",
+    "LONG_GROUPS",
     "PERTURBED",
     "PRESETS",
     "VARIANTS",

@@ -21,7 +21,7 @@ from benchmarks.common import REPOSITORY, time_cuda_calls, write_report
 from benchmarks.kernels import (
     GRADIENT_4,
     GRADIENT_8,
-    WEIGHT_4,
+    WEIGHTS,
     WORKING_SET_NBYTES,
     Case,
     decode_case,
@@ -94,7 +94,7 @@ def kinds() -> dict[str, Case]:
     """Return a representative operator for every key of the table."""
     chosen = {}
     for bits, dtype in ((16, torch.bfloat16), (32, torch.float32)):
-        for suffix, spec in (("", WEIGHT_4), (" hadamard", GRADIENT_8)):
+        for suffix, spec in (("", WEIGHTS["nf4/128"]), (" hadamard", GRADIENT_8)):
             for name, difference in (("quantize", False), ("difference", True)):
                 key = f"{name} {bits}{suffix}"
                 chosen[key] = encode_case(key, spec, dtype, difference)

@@ -150,8 +150,8 @@ def describe_weights(config: WeightQuantization | None) -> str:
     what = "differences" if config.method == "qWD" else "weights"
     where = f", replica={config.replica}" if config.method == "qWD" else ""
     return (
-        f"{config.method}: {config.bits}-bit {what}, {config.rounding} rounding, groups of "
-        f"{config.group_size}{where}"
+        f"{config.method}: {config.bits}-bit {what} ({config.codec().code}), {config.rounding} "
+        f"rounding, groups of {config.group_size}{where}"
     )
 
 

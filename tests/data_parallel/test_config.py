@@ -3,7 +3,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from lq_lightning.codecs import decode, encode
 from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQuantization
 
 
@@ -18,6 +20,9 @@ from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQua
         ({"group_size": 100}, r"WeightQuantization\(group_size=100\).*from 16 to 4096"),
         ({"group_size": "row"}, r"WeightQuantization\(group_size='row'\).*from 16 to 4096"),
         ({"group_size": 64.0}, r"group_size=64.0.*power of two"),
+        ({"code": "fp4"}, r"code='fp4'.*'auto', 'int', 'nf4'"),
+        ({"code": "nf4", "bits": 3}, r"code='nf4', bits=3.*`code=\"int\"`"),
+        ({"code": "nf4", "rounding": "stochastic"}, r"code='nf4'.*rounding='stochastic'.*nearest"),
         ({"rounding": "up"}, r"WeightQuantization\(rounding='up'\).*'nearest', 'stochastic'"),
     ],
 )
@@ -47,6 +52,26 @@ def test_gradient_config_names_the_value(kwargs: dict[str, object], message: str
 def test_unknown_option_is_an_error() -> None:
     with pytest.raises(TypeError, match="group"):
         WeightQuantization(group=128)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "code", "bits", "error"),
+    [
+        ({}, "nf4", 4.125, 0.096),
+        ({"code": "nf4", "group_size": 64}, "nf4", 4.25, 0.092),
+        ({"code": "int"}, "int4", 4.125, 0.118),
+        ({"code": "int", "group_size": 2048}, "int4", 4.0078125, 0.151),  # the paper's
+        ({"rounding": "stochastic"}, "int4", 4.125, 0.166),
+        ({"bits": 8, "method": "qW"}, "int8", 8.125, 0.0065),
+    ],
+)
+def test_codes_of_weights(kwargs: Any, code: str, bits: float, error: float) -> None:
+    codec = WeightQuantization(**kwargs).codec()
+    assert (codec.code, codec.bits_per_element(1 << 20)) == (code, bits)
+    values = torch.randn(1, 1 << 17, generator=torch.Generator().manual_seed(0))
+    seed = 0 if codec.rounding == "stochastic" else None
+    arrived = decode(codec, encode(codec, values, seed=seed), values.shape[1], dtype=values.dtype)
+    assert (arrived - values).norm() / values.norm() == pytest.approx(error, rel=0.01)
 
 
 def test_ablation_codecs() -> None:

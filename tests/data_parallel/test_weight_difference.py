@@ -25,7 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lq_lightning.data_parallel import WeightQuantization, reduce_scatter
+from lq_lightning.data_parallel import (
+    QuantizedCommunication,
+    WeightQuantization,
+    reduce_scatter,
+)
 
 
 class Collectives(TorchDispatchMode):
@@ -69,8 +73,32 @@ def test_difference_gather_follows_the_weights(replica: str, node_size: int) -> 
     run_ranks(_weights_follow, 2, replica, node_size)
 
 
+def _assert_not_finite_values_arrive(
+    rank: int, world: int, model: TinyLM, communication: QuantizedCommunication
+) -> None:
+    """One rank's value, which every other rank gets in a code."""
+    name, owner = "blocks.0.up.weight", 1
+    shard = dict(model.named_parameters())[name]
+    row, clean = owner * -(-len(shard) // world), shard.to_local().clone()
+    for value in (float("nan"), float("inf"), float("-inf")):
+        if rank == owner:
+            shard.to_local().detach()[0, 5] = value
+        communication.note_optimizer_step()
+        arrived = dict(zip(dict(model.named_parameters()), replicas(model), strict=True))
+        wrong = {n: ~v.isfinite() for n, v in arrived.items()}
+        assert wrong[name][row, 5], f"{value} got lost"
+        assert sum(int(w.sum()) for w in wrong.values()) <= 64, "and only its group is lost"
+        assert same_on_all_ranks(list(wrong.values()))
+        shard.to_local().detach().copy_(clean)
+        communication.invalidate()
+        assert all(v.isfinite().all() for v in replicas(model)), "a refresh repairs it"
+
+
 def _replica_modes_agree(rank: int, world: int) -> None:
-    full = train(*build(weights=QWD, gradients=TLQ_HS, policy=BF16, node_size=2)[:2], 6)
+    whole, whole_optimizer, whole_communication = build(
+        weights=QWD, gradients=TLQ_HS, policy=BF16, node_size=2
+    )
+    full = train(whole, whole_optimizer, 6)
     model, optimizer, communication = build(
         weights=NODE, gradients=TLQ_HS, policy=BF16, node_size=2
     )
@@ -89,6 +117,8 @@ def _replica_modes_agree(rank: int, world: int) -> None:
         if a.ndim == 2 and a.numel() >= 256
     ]
     assert any(gap), "with 4 bits the replica must differ from the main weights somewhere"
+    _assert_not_finite_values_arrive(rank, world, model, communication)
+    _assert_not_finite_values_arrive(rank, world, whole, whole_communication)
 
 
 def test_node_replica_equals_full_replica_on_two_by_two_nodes() -> None:

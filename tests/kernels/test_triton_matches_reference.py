@@ -11,6 +11,7 @@ import triton.language as tl
 from lq_testing.codec_data import awkward_rows, make_format
 from lq_testing.interpreter import skip_old_interpreter
 
+from lq_lightning.data_parallel import WeightQuantization
 from lq_lightning.kernels.dequantize import reference as dequantize_reference
 from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat, TableCode
 from lq_lightning.kernels.message.codes import CELLS_PER_UNIT
@@ -206,6 +207,23 @@ def test_differences(
     x = awkward_rows(2, NUMEL, 64).to(dtype)
     reference = (x.float() + 1e-2 * torch.randn(2, NUMEL)).to(reference_dtype)
     check_quantize(x, fmt, device, reference)
+
+
+def test_weight_differences_in_the_default_codec(device: torch.device) -> None:
+    """Difference, codes and sum; a run that ends within a group; what is not finite stays so."""
+    fmt = WeightQuantization().codec().message_format
+    x = awkward_rows(2, NUMEL, fmt.group_size).to(torch.bfloat16)
+    x[0, [3, -1]] = torch.tensor([float("nan"), float("inf")], dtype=x.dtype)
+    reference = (x.float().nan_to_num(0, 0) + 1e-2 * torch.randn(2, NUMEL)).to(torch.bfloat16)
+    reference[1, :128] = x[1, :128]  # weights that did not change
+    message = check_quantize(x, fmt, device, reference)
+    added = check_dequantize(
+        message[None], NUMEL, fmt, device, base=reference, dtype=torch.bfloat16
+    )
+    assert NUMEL % 128
+    for group in (slice(128), slice(NUMEL // 128 * 128, NUMEL)):
+        assert added[0, group].isnan().all()
+    assert torch.equal(added[1, :128], x[1, :128])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
