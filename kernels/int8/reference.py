@@ -42,7 +42,7 @@ def hadamard_size_of(numel: int) -> int:
 
 def step_norm(hadamard_size: int) -> float:
     """Return the factor of a row's largest transformed magnitude in its scale."""
-    return hadamard_size**-0.5 / LEVELS
+    return 1.0 / (LEVELS * math.sqrt(hadamard_size))
 
 
 def second_rows(rows: int, length: int) -> int:

@@ -159,7 +159,9 @@ def launch_products(
     """
     (M, K16), N = q.shape, w.shape[0]
     processors = _processors(q.device)
-    aligned = K16 > 0 and N * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
+    # what TMA demands
+    aligned = K16 > 0 and N * out.element_size() % 16 == 0
+    aligned = aligned and not any(part.data_ptr() % 16 for part in (q, w, out))
     pointers = _pointer_launch(M, N, K16, 0, tile or POINTER_TILE)
     seconds = _pointer_launch(second.shape[0], N, K16, length, SECOND_TILE)
     chosen = tile or choose_product_tile(M, N, K16, processors)
