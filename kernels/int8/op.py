@@ -41,8 +41,8 @@ def _int8_quantize(
         length: S of sequences whose first rows have second terms; 0 for none.
 
     Returns:
-        ``q`` int8 ``[R, K16]``; its scales, fp32 ``[R]``; second terms, int8 ``[P, K16]``, undefined
-        where a sequence shorter than ``FIRST`` has no row for them, which products skip; fp32
+        ``q`` int8 ``[R, K16]``; its scales, fp32 ``[R]``; second terms, int8 ``[P, K16]``, which
+        are undefined, and skipped by products, where a sequence has fewer rows than ``FIRST``; fp32
         ``[1]``, the largest magnitude of ``x``: NaN if a value is, 0 without values, or ``[0]``.
 
     Raises:
