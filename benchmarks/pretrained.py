@@ -21,7 +21,6 @@ import socket
 import statistics
 import tarfile
 import tempfile
-import time
 import typing
 import zipfile
 from collections.abc import Callable, Iterator
@@ -201,6 +200,9 @@ VARIANTS: dict[str, Variant] = {
     ),
     "products alone, int8 forward": lambda model: quantized(model, _policy(matmul="int8_forward")),
     "fp8-4bit": lambda model: quantized(model, "fp8-4bit"),
+    "fp8-4bit, int8 forward": lambda model: quantized(
+        model, replace(RECIPES["fp8-4bit"], matmul="int8_forward")
+    ),
     "torchao tensorwise, emulated": lambda model: rounded(model, _E4M3, _E5M2),
     "FP8 forward alone": lambda model: rounded(model, _E4M3, None),
     "FP8 backward alone": lambda model: rounded(model, None, _E4M3),
