@@ -41,9 +41,10 @@ def initialize_meta_tensors(root: nn.Module, device: torch.device) -> None:
         bits.fill_(_mark(tensors[name], bits))
     root.__dict__[_RECORD] = marked
     # those of single modules, which `load_pretrained` sets, come last: another module that has the
-    # same tensor (tied weights) must not initialize it again
-    for module in sorted(owners, key=lambda owner: "reset_parameters" in owner.__dict__):
-        reset = getattr(module, "reset_parameters", None)
+    # same tensor (tied weights) must not initialize it again. They are looked up before any is
+    # called: each works once, and another module's may call those of its children
+    owners.sort(key=lambda owner: "reset_parameters" in owner.__dict__)
+    for reset in [getattr(module, "reset_parameters", None) for module in owners]:
         if callable(reset):
             reset()
     _reset_adapters(root, owners)
