@@ -185,9 +185,7 @@ def _fill(
     usual = owner.__dict__.get(_RESET) or initialize or getattr(owner, _RESET, None)
     rest = usual if not complete and callable(usual) else None
     if later or (rest is not None and rest is initialize):
-        owner.__dict__[_RESET] = _Reset(
-            owner=owner, stored=later, initialize=rest, filled=filled
-        )
+        owner.__dict__[_RESET] = _Reset(owner=owner, stored=later, initialize=rest, filled=filled)
 
 
 def _own_tensors(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
