@@ -358,6 +358,14 @@ def test_adapters_on_the_meta_device_change_nothing_at_first(tmp_path: Path) -> 
     assert len(adapters) == 2 * 14
     tokens = torch.arange(12).view(2, 6)
     assert torch.equal(adapted(tokens).logits, model(tokens).logits)
+    for adapter in adapters.values():
+        adapter.data.fill_(0.5)
+    saved = {name: t.clone() for name, t in adapted.state_dict().items()}
+    base = _meta(_llama)
+    again = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules="all-linear"))
+    load_pretrained(again, _save(tmp_path / "adapted", saved))
+    initialize_meta_tensors(again, CPU)
+    assert all(torch.equal(t, saved[name]) for name, t in again.state_dict().items())
 
 
 class Parent(nn.Module):
@@ -404,6 +412,19 @@ def test_what_no_longer_fits_when_memory_comes_is_refused(tmp_path: Path) -> Non
     _save(tmp_path / "linear", {"weight": torch.ones(4, 3), "bias": torch.ones(4)})
     with pytest.raises(ValueError, match=r"shape \(4, 3\) .* \(1, 3\) in the module, though"):
         initialize_meta_tensors(linear, CPU)
+
+
+@pytest.mark.parametrize("load", [True, False])
+def test_weights_that_have_values_keep_them(load: bool, tmp_path: Path) -> None:
+    linear = _meta(lambda: nn.Linear(3, 4))
+    values = _values(lambda: nn.Linear(3, 4))
+    if load:
+        load_pretrained(linear, _save(tmp_path, values))
+    linear.weight = nn.Parameter(torch.zeros(4, 3))
+    initialize_meta_tensors(linear, CPU)
+    check_values(linear)
+    assert linear.weight.eq(0).all()
+    assert torch.equal(linear.bias, values["bias"]) == load
 
 
 def test_heads_tied_after_the_load_are_not_initialized_again(tmp_path: Path) -> None:
