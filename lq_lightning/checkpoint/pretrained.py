@@ -89,7 +89,8 @@ class _Reset:
                 f"`{type(self.owner).__name__}.reset_parameters()` was called on the meta device "
                 "after `load_pretrained`: whether its values should come from the files is not "
                 "known. For other values make the layer anew after `load_pretrained`, or call it "
-                "in `on_fit_start`."
+                "in `on_fit_start`. If a module's `reset_parameters` called that of its child, "
+                "leave that out: it is called for every module."
             )
         self.owner.__dict__.pop(_RESET, None)
         if self.initialize is not None:
