@@ -143,7 +143,7 @@ class GateOptimizer:
         start = 0
         for gate in gates:
             part = slice(start, start + gate.state.shape[1])
-            if not gate.values.any():
+            if not gate.state[3].any():  # nor after steps of which no gradient was finite
                 state[0, part] = self._levelled(gate, squares[part], seen[part])
             start = part.stop
         state[4] = torch.where(seen > 0, seen, state[4])

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from lq_lightning.codecs.mixed import WidthTable, round_trip_mixed
+from lq_lightning.codecs.mixed import WidthTable, round_trip_mixed, split_tokens
 
 from .gate import BitGate
 
@@ -103,6 +103,7 @@ def _errors(x: Tensor, quantized: Tensor, table: WidthTable) -> Tensor:
     """What quantization added, bf16: step times distance to the nearest code, or to the end.
 
     Lines that travel as bf16 have the error that codes of their width and full range would have.
+    Exact tokens, whose errors no width changes, have none.
 
     Args:
         x: ``[values of a line, lines]``.
@@ -114,14 +115,15 @@ def _errors(x: Tensor, quantized: Tensor, table: WidthTable) -> Tensor:
         x, quantized = x.float(), quantized.float()
     errors = (quantized - x).bfloat16()
     wide, largest = table.wide_lines(x.device)
+    coded, exact_tokens = split_tokens(x)
     if wide.numel():
-        values = x.index_select(1, wide).float()
+        values = coded.index_select(1, wide).float()
         low, high = torch.aminmax(values, dim=0)
         step = (high - low) / largest
         codes = (values - low) / step
         exact = (step * (codes.round() - codes)).masked_fill(step == 0, 0.0)
         errors.index_copy_(1, wide, exact.bfloat16())
-    return errors
+    return errors if exact_tokens is None else errors.index_fill_(0, exact_tokens.indices, 0.0)
 
 
 class _AdaptiveQuantize(torch.autograd.Function):

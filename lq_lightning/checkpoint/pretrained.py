@@ -53,8 +53,16 @@ class _Stored:
                 "only `Shard` and `Replicate` are supported, as FSDP2 alone makes them."
             )
         with _opened(self.file) as file:
-            part = file.get_slice(self.key)[shard_slices(tensor)]  # of mapped memory, not a copy
-            local_tensor(tensor.detach()).copy_(part)
+            entry = file.get_slice(self.key)
+            if tuple(entry.get_shape()) != tuple(tensor.shape):  # `copy_` would broadcast
+                raise ValueError(
+                    f"`{self.key}` has the shape {tuple(entry.get_shape())} in `{self.file}` and "
+                    f"{tuple(tensor.shape)} in the module, though they fitted when "
+                    "`load_pretrained` was called. Resize layers before it, and leave the files "
+                    "as they are until the strategy has set up the module."
+                )
+            # of mapped memory, not a copy
+            local_tensor(tensor.detach()).copy_(entry[shard_slices(tensor)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,18 +73,40 @@ class _Reset:
         owner: The module.
         stored: Where its tensors come from, by their names in it.
         initialize: Gives values to the others; None if there are none.
+        filled: What this load has filled so far, by id: the tensor, which keeps its id from being
+            used again, and what it was filled with.
     """
 
     owner: nn.Module
     stored: dict[str, _Stored]
     initialize: Callable[[], object] | None
+    filled: dict[int, tuple[Tensor, _Stored]]
 
     def __call__(self) -> None:
+        own = dict(_own_tensors(self.owner))
+        if any(tensor.is_meta for tensor in own.values()):
+            raise RuntimeError(
+                f"`{type(self.owner).__name__}.reset_parameters()` was called on the meta device "
+                "after `load_pretrained`: whether its values should come from the files is not "
+                "known. For other values make the layer anew after `load_pretrained`, or call it "
+                "in `on_fit_start`. If a module's `reset_parameters` called that of its child, "
+                "leave that out: it is called for every module."
+            )
         self.owner.__dict__.pop(_RESET, None)
         if self.initialize is not None:
             self.initialize()
-        for name, stored in self.stored.items():
-            stored.copy_to(getattr(self.owner, name))
+        for name, tensor in own.items():
+            before = self.filled.get(id(tensor), (tensor, None))[1]
+            stored = self.stored.get(name, before)
+            if stored is None:
+                continue
+            if before is not None and before != stored:
+                raise ValueError(
+                    f"`{before.key}` and `{stored.key}` are one tensor in the module now, but were "
+                    "two when `load_pretrained` was called. Tie weights before it."
+                )
+            stored.copy_to(tensor)  # again if tied: `initialize` has overwritten it
+            self.filled[id(tensor)] = tensor, stored
 
 
 def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) -> None:
@@ -85,7 +115,7 @@ def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) ->
     Call it in ``configure_model``, right after the module was made under ``torch.device("meta")``.
     The weights are read once the strategy has cut the module into stages and sharded it, and each
     rank reads what it holds, before a checkpoint given as ``ckpt_path`` is loaded. What is not on
-    the meta device is filled at once, sharded or not.
+    the meta device is filled at once, sharded or not. Resize layers and tie weights before.
 
     Values are converted to the dtypes of the module. Of tied weights one name in the files is
     enough. Buffers that are in no file, such as the frequencies of rotary embeddings, are computed
@@ -123,12 +153,16 @@ def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) ->
             _check_values(path, every, tensor, own)
             found[id(tensor)] = own[0]
     initializers = hugging_face_initializers(module)
+    filled: dict[int, tuple[Tensor, _Stored]] = {}
     for owner in module.modules():
-        _fill(owner, found, initializers.get(owner))
+        _fill(owner, found, initializers.get(owner), filled)
 
 
 def _fill(
-    owner: nn.Module, found: dict[int, _Stored], initialize: Callable[[], object] | None
+    owner: nn.Module,
+    found: dict[int, _Stored],
+    initialize: Callable[[], object] | None,
+    filled: dict[int, tuple[Tensor, _Stored]],
 ) -> None:
     """Fill a module's own tensors, those on the meta device later.
 
@@ -136,6 +170,7 @@ def _fill(
         owner: The module.
         found: What is in the files, by ids of tensors.
         initialize: What else gives values to the module, if it is one of transformers.
+        filled: For :class:`_Reset`.
     """
     later = {}
     complete = True
@@ -151,7 +186,7 @@ def _fill(
     usual = owner.__dict__.get(_RESET) or initialize or getattr(owner, _RESET, None)
     rest = usual if not complete and callable(usual) else None
     if later or (rest is not None and rest is initialize):
-        owner.__dict__[_RESET] = _Reset(owner=owner, stored=later, initialize=rest)
+        owner.__dict__[_RESET] = _Reset(owner=owner, stored=later, initialize=rest, filled=filled)
 
 
 def _own_tensors(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:

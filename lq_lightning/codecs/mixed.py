@@ -257,7 +257,7 @@ class _ExactTokens(NamedTuple):
         return torch.cat(sections)
 
 
-def _split_tokens(x_TN: Tensor) -> tuple[Tensor, _ExactTokens | None]:
+def split_tokens(x_TN: Tensor) -> tuple[Tensor, _ExactTokens | None]:
     """Return the values to be coded, and the tokens with the largest magnitudes.
 
     In the former these are replaced by the first token that is none of them, so that the ranges of
@@ -301,7 +301,7 @@ def encode_mixed(x_TN: Tensor, table: WidthTable, ranges: Ranges = "full") -> Te
     wider one keeps each value.
     """
     _check_values(x_TN, table)
-    coded, exact = _split_tokens(x_TN.detach())
+    coded, exact = split_tokens(x_TN.detach())
     encoded: Tensor = mixed_quantize(
         coded, table.rows(x_TN.device), table.counts, _is_fitted(ranges)
     )
@@ -327,7 +327,7 @@ def encode_and_round_mixed(
         ValueError: as ``encode_mixed``.
     """
     _check_values(x_TN, table)
-    coded, exact = _split_tokens(x_TN.detach())
+    coded, exact = split_tokens(x_TN.detach())
     encoded, rounded = mixed_quantize_and_round(
         coded, table.rows(x_TN.device), table.counts, _is_fitted(ranges)
     )
@@ -392,7 +392,7 @@ def round_trip_mixed(x_TN: Tensor, table: WidthTable, ranges: Ranges = "full") -
         ValueError: a shape, dtype or ``ranges`` other than above.
     """
     _check_values(x_TN, table)
-    coded, exact = _split_tokens(x_TN.detach())
+    coded, exact = split_tokens(x_TN.detach())
     rounded: Tensor = mixed_round_trip(coded, table.rows(x_TN.device), _is_fitted(ranges))
     if exact is not None:
         exact.restore(rounded)

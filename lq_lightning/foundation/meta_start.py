@@ -39,30 +39,38 @@ def initialize_meta_tensors(root: nn.Module, device: torch.device) -> None:
     for name in marked:
         bits = _bits(_local(tensors[name]))
         bits.fill_(_mark(tensors[name], bits))
+    new = {id(tensors[name]) for name in marked}
     root.__dict__[_RECORD] = marked
     # those of single modules, which `load_pretrained` sets, come last: another module that has the
-    # same tensor (tied weights) must not initialize it again
-    for module in sorted(owners, key=lambda owner: "reset_parameters" in owner.__dict__):
-        reset = getattr(module, "reset_parameters", None)
+    # same tensor (tied weights) must not initialize it again. They are looked up before any is
+    # called: each works once, and another module's may call those of its children
+    owners.sort(key=lambda owner: "reset_parameters" in owner.__dict__)
+    resets = [getattr(module, "reset_parameters", None) for module in owners]
+    unloaded = {module for module in owners if "reset_parameters" not in module.__dict__}
+    has_values = [_local(t) for m in owners for t in _named(m, False).values() if id(t) not in new]
+    values = [tensor.clone() for tensor in has_values]
+    for reset in resets:
         if callable(reset):
             reset()
-    _reset_adapters(root, owners)
+    for tensor, value in zip(has_values, values, strict=True):
+        tensor.copy_(value)
+    _reset_adapters(root, unloaded)
 
 
-def _reset_adapters(root: nn.Module, owners: list[nn.Module]) -> None:
-    """Initialize what was on the meta device of peft's LoRA layers: B is zero, unlike a linear's.
+def _reset_adapters(root: nn.Module, new: set[nn.Module]) -> None:
+    """Initialize those of peft's LoRA layers that are new: B is zero, unlike a linear's.
 
     Raises:
         ValueError: By peft: the initialization needs weights of the base model.
     """
-    new = set(owners)
     tuners = [m for m in root.modules() if isinstance(m.__dict__.get("peft_config"), dict)]
     for tuner in tuners:
         layers: list[Any] = [m for m in tuner.modules() if hasattr(m, "reset_lora_parameters")]
         for layer in layers:
-            if new.isdisjoint([*layer.lora_A.values(), layer.lora_embedding_A]):
-                continue
             for adapter, config in tuner.__dict__["peft_config"].items():
+                linear = adapter in layer.lora_A
+                if (layer.lora_A[adapter] if linear else layer.lora_embedding_A) not in new:
+                    continue
                 layer.reset_lora_parameters(adapter, config.init_lora_weights)
 
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, adaptive_quantize, quantize
 from lq_lightning.adaptive.slopes import error_slope
 from lq_lightning.codecs import WidthTable, round_trip_mixed
+from lq_lightning.codecs.mixed import split_tokens
 from lq_lightning.kernels.mixed import mixed_round_trip, width_rows
 
 CONFIG = AdaptiveBitsConfig(ranges="full")
@@ -137,6 +138,9 @@ def test_gradient_with_fitted_ranges(width: int) -> None:
     torch.testing.assert_close(x.grad, 2 * quantized.detach(), rtol=0, atol=0)
     assert gate.grad is not None
     sigma = torch.sigmoid(gate.q)
+    _, exact = split_tokens(x.detach())
+    assert exact is not None
+    error[exact.indices] = 0  # of which widths change nothing
     sums = (2 * quantized.detach() * error.bfloat16().float()).sum(0)
     slope = error_slope(torch.tensor([width]), "fitted")
     expected = sums * slope * 15 * sigma * (1 - sigma)
@@ -272,6 +276,19 @@ def test_errors_are_rounded_once(dtype: torch.dtype) -> None:
     quantized = round_trip_mixed(x, table)
     expected = (quantized.double() - x.double()).float().bfloat16()  # exact in fp32
     assert torch.equal(quantize._errors(x, quantized, table), expected)
+
+
+@pytest.mark.parametrize("width", [4, 8, 9, 12])  # also where all lines travel as bf16
+def test_a_massive_token_that_is_exact_adds_no_error(width: int) -> None:
+    """The range of the other tokens has the error, as on the wire."""
+    x = values(256, 6)
+    x[7] = 1000.3
+    table = WidthTable([width] * 6)
+    errors = quantize._errors(x, round_trip_mixed(x, table), table)
+    assert errors[7].eq(0).all()
+    others = x[torch.arange(256) != 7]
+    step = (others.amax(0) - others.amin(0)) / (2**width - 1)
+    assert (errors.abs().amax(0) < 0.6 * step).all()
 
 
 def test_positions_that_no_sequence_has_take_no_bits() -> None:

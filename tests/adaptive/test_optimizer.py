@@ -323,6 +323,15 @@ def test_lines_whose_error_says_nothing_begin_where_they_were() -> None:
     torch.testing.assert_close(other.q, first[:3], rtol=0, atol=1e-5)
 
 
+def test_a_first_step_that_is_not_finite_leaves_the_levelling_to_the_next() -> None:
+    config = AdaptiveBitsConfig(start_bits=4.5, beta=0.0, learning_rate=1e-6)
+    optimizer, (gate,) = make({"a": 2}, config)
+    for sums in (torch.full((2, 2), torch.nan), torch.tensor([[0.0, 0.0], [1.0, 64.0]])):
+        gate.accumulate(sums, 1)
+        optimizer.step()
+    assert gate.bits()[1] - gate.bits()[0] == pytest.approx(3.0, abs=1.1)
+
+
 # --- other ranks ----------------------------------------------------------------------------------
 
 

@@ -358,3 +358,81 @@ def test_adapters_on_the_meta_device_change_nothing_at_first(tmp_path: Path) -> 
     assert len(adapters) == 2 * 14
     tokens = torch.arange(12).view(2, 6)
     assert torch.equal(adapted(tokens).logits, model(tokens).logits)
+    for adapter in adapters.values():
+        adapter.data.fill_(0.5)
+    saved = {name: t.clone() for name, t in adapted.state_dict().items()}
+    base = _meta(_llama)
+    again = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules="all-linear"))
+    load_pretrained(again, _save(tmp_path / "adapted", saved))
+    initialize_meta_tensors(again, CPU)
+    assert all(torch.equal(t, saved[name]) for name, t in again.state_dict().items())
+
+
+class Parent(nn.Module):
+    """Initializes its child, and owns a buffer that is in no file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.zeros(1), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.child.reset_parameters()
+        self.scale.fill_(2)
+
+
+def test_modules_that_initialize_their_children_do_not_use_up_the_files(tmp_path: Path) -> None:
+    values = _values(Parent)
+    module = _meta(Parent)
+    load_pretrained(module, _save(tmp_path, values))
+    with pytest.raises(RuntimeError, match=r"`Linear.reset_parameters\(\)` was called on the meta"):
+        module.reset_parameters()
+    initialize_meta_tensors(module, CPU)
+    assert torch.equal(module.child.weight, values["child.weight"])
+    assert module.scale == 2
+    module.reset_parameters()  # from here on as usual
+    assert not torch.equal(module.child.weight, values["child.weight"])
+
+
+def test_what_no_longer_fits_when_memory_comes_is_refused(tmp_path: Path) -> None:
+    path = _save(tmp_path, {**_values(_tied), "head.weight": torch.ones(31, 24)})
+    module = _meta(TinyLM)
+    load_pretrained(module, path)
+    module.head.weight = module.embed.weight  # whose values?
+    with pytest.raises(ValueError, match="`embed.weight` and `head.weight` are one tensor .* now"):
+        initialize_meta_tensors(module, CPU)
+    linear = _meta(lambda: nn.Linear(3, 4))
+    load_pretrained(linear, _save(tmp_path / "linear", _values(lambda: nn.Linear(3, 4))))
+    linear.weight = nn.Parameter(torch.empty(2, 3, device="meta"))
+    with pytest.raises(ValueError, match=r"shape \(4, 3\) .* \(2, 3\) in the module, though"):
+        initialize_meta_tensors(linear, CPU)
+    _save(tmp_path / "linear", {"weight": torch.ones(1, 3), "bias": torch.ones(1)})
+    linear = _meta(lambda: nn.Linear(3, 1))
+    load_pretrained(linear, tmp_path / "linear")
+    _save(tmp_path / "linear", {"weight": torch.ones(4, 3), "bias": torch.ones(4)})
+    with pytest.raises(ValueError, match=r"shape \(4, 3\) .* \(1, 3\) in the module, though"):
+        initialize_meta_tensors(linear, CPU)
+
+
+@pytest.mark.parametrize("load", [True, False])
+def test_weights_that_have_values_keep_them(load: bool, tmp_path: Path) -> None:
+    linear = _meta(lambda: nn.Linear(3, 4))
+    values = _values(lambda: nn.Linear(3, 4))
+    if load:
+        load_pretrained(linear, _save(tmp_path, values))
+    linear.weight = nn.Parameter(torch.zeros(4, 3))
+    initialize_meta_tensors(linear, CPU)
+    check_values(linear)
+    assert linear.weight.eq(0).all()
+    assert torch.equal(linear.bias, values["bias"]) == load
+
+
+def test_heads_tied_after_the_load_are_not_initialized_again(tmp_path: Path) -> None:
+    model = _llama(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    module = _meta(lambda: _llama(tie_word_embeddings=False))
+    with pytest.warns(UserWarning, match="lm_head"):
+        load_pretrained(module, tmp_path, strict=False)
+    module.lm_head.weight = module.model.embed_tokens.weight
+    initialize_meta_tensors(module, CPU)
+    assert torch.equal(module.lm_head.weight, model.lm_head.weight)
