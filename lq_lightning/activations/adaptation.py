@@ -283,8 +283,8 @@ class Adaptation:
         self.sites = tuple(sites[first:])
         coded = [site.name for site in self.model_sites if is_adaptable(site)]
         self.unmeasured = tuple(name for name in coded if name not in names[first:])
-        if not self.sites:
-            self.reason = "no norm made a code in eager code that a gradient came back to"
+        if not any(site.weights for site in self.sites):
+            self.reason = "no norm made a code in eager code that a weight gradient was made of"
         elif not math.isfinite(math.fsum(expected_errors(self.sites).values())):
             self.reason = "gradients are not finite"
         else:

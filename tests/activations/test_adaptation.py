@@ -122,6 +122,11 @@ def test_what_cannot_be_measured_stays() -> None:
     assert not adaptation.sites
     assert not adaptation.bits
     assert all(site.codec is None or "int4" in site.codec.code for site in handle.sites)
+    model.requires_grad_(False).embedding.requires_grad_(True)  # codes, and no weight gradient
+    with handle.adapt() as adaptation:
+        model(tokens()).backward()
+    assert adaptation.sites
+    assert "no norm made a code" in adaptation.summary()
 
 
 class Block(nn.Sequential):
