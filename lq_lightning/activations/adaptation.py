@@ -363,14 +363,14 @@ def _average(found: list[dict[str, Any]]) -> SiteError:
 
 
 def widen(sites: Sequence[Site], bits: Mapping[str, int]) -> None:
-    """Give integer codes of sites other widths, from the next forward pass on.
+    """Give integer codes of sites more bits, from the next forward pass on.
 
     Args:
         sites: Of a model.
         bits: By name of the site; names that are not there, as of other stages, are left out.
     """
     for site in sites:
-        if site.codec is not None and site.name in bits:
+        if site.codec is not None and 0 < _bits(site.codec) < bits.get(site.name, 0):
             site.codec = replace(site.codec, code=cast(Code, f"int{bits[site.name]}"))
 
 

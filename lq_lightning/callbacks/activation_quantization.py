@@ -147,6 +147,7 @@ class ActivationQuantization(Callback):
         self._bits = (at_most, bits)
         if self._handle is not None:
             self._handle.apply(self._compensated())
+            self._adaptation.widen(self._handle)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -321,8 +322,7 @@ class ActivationQuantization(Callback):
             )
         rules = (rule.matmul for rule in self._policy.rules)
         if {self._policy.matmul, *rules} - {"native", None}:
-            reason = float8_matmul_available(device)
-            if reason is not None:
+            if (reason := float8_matmul_available(device)) is not None:
                 raise ValueError(
                     f"`{name}(recipe={self._recipe!r})`: {reason} `recipe='agoq'` does without."
                 )

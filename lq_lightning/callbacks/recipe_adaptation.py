@@ -85,6 +85,10 @@ class RecipeAdaptation:
         if {key: state.get(key) for key in self._origin} == self._origin:
             self._bits = dict(state["bits"])
 
+    def widen(self, handle: QuantizedActivations) -> None:
+        """Apply the choice, if there is one, to sites with other codes than it was made for."""
+        widen(handle.sites, self._bits or {})
+
     def prepare(self, handle: QuantizedActivations, strategy: Strategy) -> None:
         """Apply the choice of a checkpoint, or get ready to measure a batch.
 
@@ -95,7 +99,7 @@ class RecipeAdaptation:
         if not self._max_error or not any(map(is_adaptable, handle.sites)):
             return
         if self._bits is not None:
-            widen(handle.sites, self._bits)
+            self.widen(handle)
             self._allow_variants()
             self._tell(f"more bits at {len(self._bits)} sites, as the checkpoint says.")
         elif getattr(strategy, "pipeline", None) is not None:

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lq_lightning.activations import ActivationPolicy, quantize_activations
-from lq_lightning.activations.adaptation import Adaptation, SiteError, expected_errors, wider_codes
+from lq_lightning.activations.adaptation import (
+    Adaptation,
+    SiteError,
+    expected_errors,
+    widen,
+    wider_codes,
+)
 
 NORMS = ActivationPolicy(norm="int4_hadamard", activation=None)
 MLPS = ActivationPolicy(norm=None, activation="int4")
@@ -169,6 +175,13 @@ def test_sites_that_no_norm_is_before_stay() -> None:
     assert not adaptation.bits
     assert adaptation.unmeasured == tuple(f"blocks.{i}.mlp" for i in range(3))
     assert "no norm made a code" in adaptation.summary()
+
+
+def test_codes_that_are_wider_already_stay() -> None:
+    handle = quantize_activations(build(), ActivationPolicy(norm="fp8_e4m3", activation="int7"))
+    before = [site.codec for site in handle.sites]
+    widen(handle.sites, {site.name: 6 for site in handle.sites})
+    assert [site.codec for site in handle.sites] == before
 
 
 def site(name: str, **values: Any) -> SiteError:
