@@ -321,11 +321,11 @@ class ActivationQuantization(Callback):
                 "or 'cpu'."
             )
         rules = (rule.matmul for rule in self._policy.rules)
-        if {self._policy.matmul, *rules} - {"native", None}:
-            if (reason := float8_matmul_available(device)) is not None:
-                raise ValueError(
-                    f"`{name}(recipe={self._recipe!r})`: {reason} `recipe='agoq'` does without."
-                )
+        fast = {self._policy.matmul, *rules} - {"native", None}
+        if fast and (reason := float8_matmul_available(device)) is not None:
+            raise ValueError(
+                f"`{name}(recipe={self._recipe!r})`: {reason} `recipe='agoq'` does without."
+            )
         if trainer.precision == "64-true":
             raise ValueError(
                 f"`{name}` does not encode fp64, so that precision='64-true' leaves nothing to it: "
