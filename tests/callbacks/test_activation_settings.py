@@ -63,7 +63,7 @@ class Replacing(Precision):
 
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="recipe='fp4'.*'agoq', 'coat', 'fp8-4bit'"):
+    with pytest.raises(ValueError, match="recipe='fp4'.*'agoq', 'auto', 'coat', 'fp8-4bit'"):
         ActivationQuantization("fp4")  # type: ignore[arg-type]
     two = [ActivationQuantization(), ActivationQuantization("coat")]
     with pytest.raises(ValueError, match="two `ActivationQuantization`"):
