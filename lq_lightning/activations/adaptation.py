@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.codecs.spec import Code
@@ -190,6 +191,7 @@ class Adaptation:
     reason: str = ""
     _calls: dict[str, _Call] = field(default_factory=dict)
     _found: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last site first
+    _hooks: list[RemovableHandle] = field(default_factory=list)
 
     def start(self) -> None:
         """Let sites hand in what they encode from now on."""
@@ -197,33 +199,35 @@ class Adaptation:
         _active = self
 
     def stop(self) -> None:
-        """Take no more; does nothing if another one does."""
+        """Take no more."""
         global _active
         if _active is self:
             _active = None
+        while self._hooks:  # parameters, and graphs that are kept, live on
+            self._hooks.pop().remove()
 
     def call(self, site: Site, output: Tensor, tensors: Mapping[str, Tensor | None]) -> None:
         """Keep rows of a call until the gradient of its output is there."""
-        mark_output(output, site.name)
-        if site.name in self._calls or not output.requires_grad:
-            return
         rows = output.numel() // max(1, output.shape[-1])
+        if site.name in self._calls or not output.requires_grad or not rows:
+            return  # unmarked: readers of another call have other rows
+        mark_output(output, site.name)
         # samples of all sites take as much memory as two of them in full: less than a block does
         coded = sum(map(is_adaptable, self.model_sites))
         count = min(rows, _MAX_ROWS, max(_MIN_ROWS, 2 * rows // max(1, coded)))
         kept = {name: None if t is None else _kept(name, t, count) for name, t in tensors.items()}
         call = _Call(site=site, count=count, scale=rows / count, tensors=kept)
         self._calls[site.name] = call
-        output.register_hook(partial(self._measure, call))  # type: ignore[no-untyped-call]
+        handle = output.register_hook(partial(self._measure, call))  # type: ignore[no-untyped-call]
+        self._hooks.append(handle)
         x = tensors.get("x")
         if isinstance(site, NormSite) and x is not None and x.requires_grad:
 
             def whole(gradient: Tensor) -> None:
-                if call.found and call.passed_on:
-                    square = _square(sampled_rows(gradient, count))
-                    call.found["branch"] = call.passed_on / square if square else 1.0
+                if call.passed_on and (square := _square(sampled_rows(gradient, count))):
+                    call.found["branch"] = call.passed_on / square
 
-            x.register_hook(whole)  # type: ignore[no-untyped-call]
+            self._hooks.append(x.register_hook(whole))  # type: ignore[no-untyped-call]
 
     def reader(self, x: Tensor, output: Tensor) -> None:
         """Keep rows of the gradient of a linear layer that reads a site's output."""
@@ -234,7 +238,7 @@ class Adaptation:
         def read(gradient: Tensor) -> None:
             call.readers.append(sampled_rows(gradient, call.count))
 
-        output.register_hook(read)  # type: ignore[no-untyped-call]
+        self._hooks.append(output.register_hook(read))  # type: ignore[no-untyped-call]
 
     def _measure(self, call: _Call, gradient: Tensor) -> None:
         if call.found or not call.tensors:
@@ -255,9 +259,9 @@ class Adaptation:
             is_norm=isinstance(call.site, NormSite),
             bits=_bits(call.site.codec),
             values=exact.output.shape[-1] * (2 if "up" in exact.made else 1),
-            weights=sum(whole for whole, _ in weights),
-            weight_error=sum(errors),
-            by_row=sum(rows for _, rows in weights),
+            weights=math.fsum(whole for whole, _ in weights),
+            weight_error=math.fsum(errors),
+            by_row=math.fsum(rows for _, rows in weights),
             input_error=error / call.passed_on if call.passed_on else 0.0,
             branch=1.0,
         )
@@ -277,11 +281,10 @@ class Adaptation:
         sites = [_average([f[name] for f in ranks if name in f]) for name in names]
         first = next((i for i, site in enumerate(sites) if site.is_norm), len(sites))
         self.sites = tuple(sites[first:])
-        names = [site.name for site in self.sites]
         coded = [site.name for site in self.model_sites if is_adaptable(site)]
-        self.unmeasured = tuple(name for name in coded if name not in names)
-        if not self.sites:
-            self.reason = "no norm made a code in eager code that a gradient came back to"
+        self.unmeasured = tuple(name for name in coded if name not in names[first:])
+        if not any(site.weights for site in self.sites):
+            self.reason = "no norm made a code in eager code that a weight gradient was made of"
         elif not math.isfinite(math.fsum(expected_errors(self.sites).values())):
             self.reason = "gradients are not finite"
         else:
@@ -354,23 +357,20 @@ def _product(dy: Tensor, y: Tensor, scale: float) -> tuple[float, float]:
 
 
 def _average(found: list[dict[str, Any]]) -> SiteError:
-    sums = {
-        key: math.fsum(each[key] for each in found) / len(found)
-        for key, value in found[0].items()
-        if isinstance(value, float)
-    }
+    floats = [key for key, value in found[0].items() if isinstance(value, float)]
+    sums = {key: math.fsum(each[key] for each in found) / len(found) for key in floats}
     return SiteError(**{**found[0], **sums})
 
 
 def widen(sites: Sequence[Site], bits: Mapping[str, int]) -> None:
-    """Give integer codes of sites other widths, from the next forward pass on.
+    """Give integer codes of sites more bits, from the next forward pass on.
 
     Args:
         sites: Of a model.
         bits: By name of the site; names that are not there, as of other stages, are left out.
     """
     for site in sites:
-        if site.codec is not None and site.name in bits:
+        if site.codec is not None and 0 < _bits(site.codec) < bits.get(site.name, 0):
             site.codec = replace(site.codec, code=cast(Code, f"int{bits[site.name]}"))
 
 

@@ -155,14 +155,16 @@ def _operand_of(x: Tensor, source: Source | None, matmul: Matmul) -> tuple[Tenso
         Its scale in E4M3; then for ``"float8"`` its rows in E4M3, for ``"int8_forward"`` the first
         three results of ``int8_quantize``.
     """
-    if source is not None and matmul in source.operands:
-        return source.operands[matmul]
+    # a view of the tensor, which has its source, may have other sequences
+    length = _sequence_length(x) if matmul == "int8_forward" else 0
+    if source is not None and (matmul, length) in source.operands:
+        return source.operands[matmul, length]
     matrix = as_matrix(x.detach())
     amax = None if source is None or source.amax.numel() == 0 else source.amax
     operand: tuple[Tensor, ...]
     if matmul == "int8_forward":
         size = hadamard_size_of(matrix.shape[1])
-        *terms, largest = int8_quantize(matrix, size, amax is None, _sequence_length(x))
+        *terms, largest = int8_quantize(matrix, size, amax is None, length)
         amax = largest if amax is None else amax
         operand = (float8_cast(matrix, amax, _E4M3, False, False)[2], *terms)
     elif amax is not None:
@@ -172,7 +174,7 @@ def _operand_of(x: Tensor, source: Source | None, matmul: Matmul) -> tuple[Tenso
         rows, _, scale, _ = float8_quantize(matrix, _E4M3, True, False)
         operand = (scale, rows)
     if source is not None:
-        source.operands[matmul] = operand
+        source.operands[matmul, length] = operand
     return operand
 
 

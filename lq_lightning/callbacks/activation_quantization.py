@@ -147,6 +147,7 @@ class ActivationQuantization(Callback):
         self._bits = (at_most, bits)
         if self._handle is not None:
             self._handle.apply(self._compensated())
+            self._adaptation.widen(self._handle)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -320,12 +321,11 @@ class ActivationQuantization(Callback):
                 "or 'cpu'."
             )
         rules = (rule.matmul for rule in self._policy.rules)
-        if {self._policy.matmul, *rules} - {"native", None}:
-            reason = float8_matmul_available(device)
-            if reason is not None:
-                raise ValueError(
-                    f"`{name}(recipe={self._recipe!r})`: {reason} `recipe='agoq'` does without."
-                )
+        fast = {self._policy.matmul, *rules} - {"native", None}
+        if fast and (reason := float8_matmul_available(device)) is not None:
+            raise ValueError(
+                f"`{name}(recipe={self._recipe!r})`: {reason} `recipe='agoq'` does without."
+            )
         if trainer.precision == "64-true":
             raise ValueError(
                 f"`{name}` does not encode fp64, so that precision='64-true' leaves nothing to it: "

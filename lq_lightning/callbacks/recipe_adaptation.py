@@ -21,6 +21,9 @@ __all__ = ["RecipeAdaptation"]
 # with states would come before ours.
 _KEY = "activation_quantization"
 _COMPILED_BEFORE = 16  # variants for evaluation and other shapes
+# Batches at most: a gradient scaler halves its first scale until nothing overflows, and a step may
+# return no loss.
+_TRIES = 16
 
 
 class RecipeAdaptation:
@@ -55,6 +58,7 @@ class RecipeAdaptation:
         self._max_error = MAX_ERROR if adapt is True else float(adapt)
         self._origin = {"recipe": str(recipe), "max_error": self._max_error}
         self._measuring: Adaptation | None = None
+        self._tries = 0
         self._bits: dict[str, int] | None = None
         self._batch, self._fit = ExitStack(), ExitStack()  # what holds for the one, for all of it
 
@@ -69,7 +73,7 @@ class RecipeAdaptation:
     def reset(self) -> None:
         """Forget the choice."""
         self.stop()
-        self._bits = None
+        self._bits, self._tries = None, 0
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds: the choice and what it was made for; nothing before."""
@@ -81,6 +85,10 @@ class RecipeAdaptation:
         if {key: state.get(key) for key in self._origin} == self._origin:
             self._bits = dict(state["bits"])
 
+    def widen(self, handle: QuantizedActivations) -> None:
+        """Apply the choice, if there is one, to sites with other codes than it was made for."""
+        widen(handle.sites, self._bits or {})
+
     def prepare(self, handle: QuantizedActivations, strategy: Strategy) -> None:
         """Apply the choice of a checkpoint, or get ready to measure a batch.
 
@@ -91,7 +99,7 @@ class RecipeAdaptation:
         if not self._max_error or not any(map(is_adaptable, handle.sites)):
             return
         if self._bits is not None:
-            widen(handle.sites, self._bits)
+            self.widen(handle)
             self._allow_variants()
             self._tell(f"more bits at {len(self._bits)} sites, as the checkpoint says.")
         elif getattr(strategy, "pipeline", None) is not None:
@@ -110,11 +118,19 @@ class RecipeAdaptation:
             self._measuring.start()
 
     def finish(self) -> None:
-        """Choose, after the backward pass of a batch that was measured; on all ranks."""
+        """Choose, after the backward pass of a batch that was measured; on all ranks.
+
+        Where nothing could be measured, such as gradients that overflow, the next batch is.
+        """
         if self._measuring is not None:
             adaptation, self._measuring = self._measuring, None
             adaptation.finish()
             self._batch.close()
+            self._tries += 1
+            if adaptation.reason and self._tries < _TRIES:
+                again = Adaptation(max_error=self._max_error, model_sites=adaptation.model_sites)
+                self._measuring = again
+                return
             self._bits = adaptation.bits
             self._allow_variants()
             self._tell(adaptation.summary())

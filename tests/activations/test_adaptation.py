@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lq_lightning.activations import ActivationPolicy, quantize_activations
-from lq_lightning.activations.adaptation import Adaptation, SiteError, expected_errors, wider_codes
+from lq_lightning.activations.adaptation import (
+    Adaptation,
+    SiteError,
+    expected_errors,
+    widen,
+    wider_codes,
+)
 
 NORMS = ActivationPolicy(norm="int4_hadamard", activation=None)
 MLPS = ActivationPolicy(norm=None, activation="int4")
@@ -122,6 +128,43 @@ def test_what_cannot_be_measured_stays() -> None:
     assert not adaptation.sites
     assert not adaptation.bits
     assert all(site.codec is None or "int4" in site.codec.code for site in handle.sites)
+    model.requires_grad_(False).embedding.requires_grad_(True)  # codes, and no weight gradient
+    with handle.adapt() as adaptation:
+        model(tokens()).backward()
+    assert adaptation.sites
+    assert "no norm made a code" in adaptation.summary()
+
+
+class Block(nn.Sequential):
+    def __init__(self) -> None:
+        layers = (nn.LayerNorm(128), nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+        super().__init__(*layers)
+
+
+@pytest.mark.parametrize("rows", [0, 8, 64])
+def test_of_several_calls_the_first_with_rows_is_measured(rows: int) -> None:
+    """Readers of the others are no readers of it, whatever their rows; an expert may get none."""
+    found = []
+    for calls in (1, 2):
+        torch.manual_seed(0)
+        block, x = Block(), torch.randn(64, 128)
+        handle = quantize_activations(block, "auto")
+        with handle.adapt() as adaptation:
+            loss = block(x[:0]).sum() + block(x).square().sum()
+            if calls == 2:
+                loss = loss + block(torch.randn(rows, 128)).square().sum()
+            loss.backward()
+        found.append(adaptation.sites)
+    assert found[0] == found[1] != ()
+
+
+def test_a_parameter_that_a_norm_takes_keeps_no_hook() -> None:
+    block, x = Block(), nn.Parameter(torch.randn(64, 128))
+    handle = quantize_activations(block, "auto")
+    with handle.adapt() as adaptation:
+        block(x).square().sum().backward()
+    assert adaptation.sites[0].branch != 0.0
+    assert not x._backward_hooks
 
 
 def test_sites_that_no_norm_is_before_stay() -> None:
@@ -132,6 +175,13 @@ def test_sites_that_no_norm_is_before_stay() -> None:
     assert not adaptation.bits
     assert adaptation.unmeasured == tuple(f"blocks.{i}.mlp" for i in range(3))
     assert "no norm made a code" in adaptation.summary()
+
+
+def test_codes_that_are_wider_already_stay() -> None:
+    handle = quantize_activations(build(), ActivationPolicy(norm="fp8_e4m3", activation="int7"))
+    before = [site.codec for site in handle.sites]
+    widen(handle.sites, {site.name: 6 for site in handle.sites})
+    assert [site.codec for site in handle.sites] == before
 
 
 def site(name: str, **values: Any) -> SiteError:

@@ -68,6 +68,20 @@ def test_outputs_from_int8_and_gradients_from_fp8(kind: type[nn.Module]) -> None
     assert y[1, 5].isnan().all()
 
 
+def test_views_of_a_shared_input_have_sequences_of_their_own() -> None:
+    """Of ``[B, S, K]`` and ``[B * S, K]`` other rows are first, though both have one source."""
+    torch.manual_seed(0)
+    norm, first, second = nn.LayerNorm(64), nn.Linear(64, 32), nn.Linear(64, 32)
+    model = nn.ModuleList([norm, first, second])
+    quantize_activations(model, ActivationPolicy(norm="int8", matmul="int8_forward"))
+    x = torch.randn(3, 40, 64)
+    h = norm(x)
+    first(h)
+    expected = second(norm(x).flatten(0, 1))
+    assert torch.equal(second(h.flatten(0, 1)), expected)
+    assert not torch.equal(second(h).flatten(0, 1), expected)
+
+
 def test_layers_share_an_input_and_a_compiled_block_is_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

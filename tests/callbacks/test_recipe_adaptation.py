@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lq_lightning import ActivationPolicy, ActivationQuantization, QuantizedFSDPStrategy
 from lq_lightning.activations.sites import sites_of
+from lq_lightning.callbacks import recipe_adaptation
 
 
 class Module(pl.LightningModule):
@@ -139,6 +140,53 @@ def test_a_resumed_run_goes_on_with_the_choice(tmp_path: Path, said: list[str]) 
         tmp_path, Module(), adapt=0.5, max_epochs=2, ckpt_path=f"{tmp_path}/step=4.ckpt"
     )
     assert not changed(other.batches[1])  # another bound: measured anew
+
+
+class Compensates(pl.Callback):
+    """As ``StageBitCompensation``, when it has measured."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, out: Any, *batch: Any) -> None:
+        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks[0].compensate(4, 4 + batch[1])
+
+
+def test_other_widths_leave_the_choice_where_it_is_wider(tmp_path: Path) -> None:
+    widths, _, _ = fit(tmp_path, Module(), callbacks=[Compensates()])
+    chosen = widths.batches[1].pop("net.blocks.1.mlp")
+    assert chosen == 6
+    for batch, bits in ((1, 4), (2, 5), (3, 6)):
+        assert widths.batches[batch].pop("net.blocks.1.mlp", chosen) == chosen
+        assert set(widths.batches[batch].values()) == {bits}
+
+
+class Overflows(Module):
+    """As with a gradient scaler, which skips the step, until its scale is small enough."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__(automatic=False)
+        self.batches = batches
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if self.steps >= self.batches:
+            return super().training_step(batch, batch_idx)
+        self.steps += 1
+        if self.steps == 1:
+            return None
+        (self.net(batch) * torch.inf).backward()
+        self.zero_grad()
+        return None
+
+
+def test_a_batch_that_shows_nothing_is_followed_by_another(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths, _, _ = fit(tmp_path, Overflows(2))
+    assert [bool(changed(w)) for w in widths.batches] == [False, False, False, True]
+    assert "not measured" not in "\n".join(said)
+    monkeypatch.setattr(recipe_adaptation, "_TRIES", 2)
+    widths, _, _ = fit(tmp_path, Overflows(2))
+    assert not any(map(changed, widths.batches))
+    assert "gradients are not finite" in said[-1]
 
 
 def test_manual_optimization_accumulation_and_a_second_fit(tmp_path: Path) -> None:
