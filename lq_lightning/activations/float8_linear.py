@@ -155,10 +155,13 @@ def _operand_of(x: Tensor, source: Source | None, matmul: Matmul) -> tuple[Tenso
         Its scale in E4M3; then for ``"float8"`` its rows in E4M3, for ``"int8_forward"`` the first
         three results of ``int8_quantize``.
     """
-    # a view of the tensor, which has its source, may have other sequences
+    # A view of the tensor, which has its source, may have other sequences. Lengths are compared
+    # instead of being keys, which a trace would take for constants.
     length = _sequence_length(x) if matmul == "int8_forward" else 0
-    if source is not None and (matmul, length) in source.operands:
-        return source.operands[matmul, length]
+    if source is not None and matmul in source.operands:
+        made_for, kept = source.operands[matmul]
+        if made_for == length:
+            return kept
     matrix = as_matrix(x.detach())
     amax = None if source is None or source.amax.numel() == 0 else source.amax
     operand: tuple[Tensor, ...]
@@ -174,7 +177,7 @@ def _operand_of(x: Tensor, source: Source | None, matmul: Matmul) -> tuple[Tenso
         rows, _, scale, _ = float8_quantize(matrix, _E4M3, True, False)
         operand = (scale, rows)
     if source is not None:
-        source.operands[matmul, length] = operand
+        source.operands[matmul] = (length, operand)
     return operand
 
 

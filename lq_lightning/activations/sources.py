@@ -206,8 +206,8 @@ class Source:
         version: of the tensor, so that a later change in place is noticed.
         shared: for the backward of eager code; None in a trace.
         region: the checkpointed region that it was made in, None outside of any.
-        operands: the tensor as forward products take it, by their precision and the length of
-            sequences in INT8, once a layer has made it; other layers of the same forward take it.
+        operands: by the precision of forward products, the length of sequences in INT8 and the
+            tensor as they take it, once a layer has made it for others of the same forward.
     """
 
     codes: Codes
@@ -216,7 +216,7 @@ class Source:
     version: int = 0
     shared: Shared | None = None
     region: ref[Callable[[Tensor], Any]] | None = None
-    operands: dict[tuple[str, int], tuple[Tensor, ...]] = field(default_factory=dict)
+    operands: dict[str, tuple[int, tuple[Tensor, ...]]] = field(default_factory=dict)
 
 
 def attach(tensor: Tensor, source: Source) -> None:

@@ -17,6 +17,7 @@ warnings.simplefilter("ignore")
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
+from lq_lightning import WeightQuantization
 from lq_lightning.strategies import QuantizedFSDPStrategy
 
 class Module(LightningModule):
@@ -38,7 +39,8 @@ class Module(LightningModule):
 torch.manual_seed(0)
 rows = torch.randn(64, 64)
 data = torch.utils.data.DataLoader(rows, batch_size=8)
-strategy = QuantizedFSDPStrategy(weights="qWD", gradients="TLq-HS", node_size=1)
+weights = WeightQuantization(bits=8)  # replicas, which fit validates with, are nearly exact
+strategy = QuantizedFSDPStrategy(weights=weights, gradients="TLq-HS", node_size=1)
 trainer = Trainer(
     strategy=strategy, accelerator="cpu", devices=2, max_epochs=3, logger=False,
     enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[1],
