@@ -1,4 +1,4 @@
-"""INT8 matrix products: one scale per row after a Hadamard transform, a second term for peaks."""
+"""INT8 matrix products: a scale per row after a Hadamard transform, two terms for first rows."""
 
 from .op import int8_matmul, int8_quantize
 from .reference import hadamard_size_of

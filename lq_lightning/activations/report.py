@@ -324,7 +324,7 @@ def _native(found: Sequence[Found]) -> Iterator[Left]:
             names.setdefault(part.site.native, []).append(part.site.name)
     for why, layers in names.items():
         listed = (*layers[:_LISTED], *(["..."] if len(layers) > _LISTED else []))
-        reason = f"products stay native: {why}; a rule with matmul='float8' has it otherwise"
+        reason = f"products stay native: {why}; a rule with a `matmul` of its own changes that"
         yield Left(modules=listed, count=len(layers), reason=reason)
 
 
