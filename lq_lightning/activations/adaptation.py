@@ -25,14 +25,15 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.codecs.spec import Code
+from lq_lightning.foundation.agreement import gather_objects
 
 from .accounting import mark_output, marked_site
+from .calibration import average_values
 from .gradient_errors import sampled_rows, site_gradients
 from .sites import ActivationSite, MLPSite, NormSite, Site
 
@@ -272,13 +273,12 @@ class Adaptation:
         """Stop, average over ranks, choose bits and apply them; all ranks have to call."""
         self.stop()
         # gradients arrive in the reverse order of the forward pass, whatever is recomputed
-        ranks: list[Any] = [dict(reversed(self._found.items()))]
+        ranks = gather_objects(dict(reversed(self._found.items())))
         self._calls, self._found = {}, {}
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            mine, ranks = ranks[0], ranks * dist.get_world_size()
-            dist.all_gather_object(ranks, mine)
         names = list(dict.fromkeys(name for found in ranks for name in found))
-        sites = [_average([f[name] for f in ranks if name in f]) for name in names]
+        sites = [
+            SiteError(**average_values([f[name] for f in ranks if name in f])) for name in names
+        ]
         first = next((i for i, site in enumerate(sites) if site.is_norm), len(sites))
         self.sites = tuple(sites[first:])
         coded = [site.name for site in self.model_sites if is_adaptable(site)]
@@ -354,12 +354,6 @@ def _product(dy: Tensor, y: Tensor, scale: float) -> tuple[float, float]:
     across = float(terms.sum()) - rows
     whole = scale * rows + scale * scale * across
     return 0.0 if whole < 0.0 else whole, scale * rows  # NaN stays
-
-
-def _average(found: list[dict[str, Any]]) -> SiteError:
-    floats = [key for key, value in found[0].items() if isinstance(value, float)]
-    sums = {key: math.fsum(each[key] for each in found) / len(found) for key in floats}
-    return SiteError(**{**found[0], **sums})
 
 
 def widen(sites: Sequence[Site], bits: Mapping[str, int]) -> None:

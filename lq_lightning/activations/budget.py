@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.checks import check_choice, is_whole
 
 from .allocation import Allocation, allocate, least_nbytes
@@ -178,15 +178,6 @@ def _applied(model: nn.Module, policy: ActivationPolicy) -> Iterator[None]:
             site.codec = codec
 
 
-def _largest(value: int) -> int:
-    """The maximum over ranks."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
-    values = [0] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return max(values)
-
-
 def _total_nbytes(model: nn.Module, budget: MemoryBudget) -> int:
     device = next(model.parameters()).device
     if device.type == "cuda":
@@ -253,9 +244,9 @@ def plan_activations(
             other = other_memory(model, run_step, calibration, optimizers, accumulates)
         other = replace(
             other,
-            nbytes=_largest(other.nbytes),
-            at_loss_nbytes=_largest(other.at_loss_nbytes),
-            after_backward_nbytes=_largest(other.after_backward_nbytes),
+            nbytes=max(gather_objects(other.nbytes)),
+            at_loss_nbytes=max(gather_objects(other.at_loss_nbytes)),
+            after_backward_nbytes=max(gather_objects(other.after_backward_nbytes)),
         )
     margin = 0
     for _ in range(_ROUNDS):
@@ -270,7 +261,7 @@ def plan_activations(
             raise _infeasible(budget, calibration, other, nbytes)
         policy = _policy(allocation, matmul)
         with _applied(model, policy):
-            measured = _largest(measured_nbytes(model, run_step))
+            measured = max(gather_objects(measured_nbytes(model, run_step)))
         excess = measured - allocation.kept_nbytes
         if excess <= 0 or allocation.nbytes + excess + other.nbytes <= nbytes:
             return ActivationPlan(

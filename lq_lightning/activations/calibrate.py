@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lq_lightning.codecs import CodecSpec
+from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.checks import check_choice
 from lq_lightning.kernels.message.matrix import matrix_shape
 
@@ -204,8 +204,5 @@ def calibrate_activations(
             tensors=saved.tensors,
             step_time_s=3.0 * forward,
         )
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return calibration
-    ranks: list[dict[str, object]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(ranks, calibration.to_dict())
+    ranks = gather_objects(calibration.to_dict())
     return ActivationCalibration.average([ActivationCalibration.from_dict(r) for r in ranks])

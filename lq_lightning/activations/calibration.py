@@ -14,6 +14,7 @@ __all__ = [
     "Saver",
     "SiteCalibration",
     "UnitCalibration",
+    "average_values",
 ]
 
 
@@ -215,7 +216,7 @@ class ActivationCalibration:
         first = ranks[0].to_dict()
         for other in ranks[1:]:
             _check_alike(first, other.to_dict(), "")
-        return cls.from_dict(_average([rank.to_dict() for rank in ranks], ""))
+        return cls.from_dict(average_values([rank.to_dict() for rank in ranks]))
 
     def table(self) -> str:
         """Return a table for people: by site and codec the bytes, the time and the errors."""
@@ -251,12 +252,17 @@ def _check_alike(first: Any, other: Any, key: str) -> None:
         _check_alike(a, b, name)
 
 
-def _average(values: list[Any], key: str) -> Any:
+def average_values(values: list[Any]) -> Any:
+    """Return means of floats, maxima of whole numbers and the first of strings over ranks.
+
+    Args:
+        values: One for each rank: one of these, or dictionaries and lists of them that are alike.
+    """
     first = values[0]
     if isinstance(first, dict):
-        return {name: _average([v[name] for v in values], name) for name in first}
+        return {name: average_values([value[name] for value in values]) for name in first}
     if isinstance(first, (list, tuple)):
-        return [_average(list(parts), key) for parts in zip(*values, strict=True)]
+        return [average_values(list(parts)) for parts in zip(*values, strict=True)]
     if isinstance(first, str):
         return first
     if isinstance(first, int):

@@ -18,9 +18,10 @@ T = TypeVar("T")
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks of a group (``None``: the world), in order."""
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    """Return the values of all ranks of a group (``None``: the world, or this process alone)."""
+    values = [value] * (dist.get_world_size(group) if dist.is_initialized() else 1)
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=group)
     return values
 
 
