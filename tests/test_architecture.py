@@ -48,7 +48,9 @@ OWN_PRIVATE = {
     ("strategies.sharding", "_no_split_modules"),  # of Hugging Face's models
     ("strategies.units", "_no_split_modules"),
 }
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
+# Files of up to 800 lines, and why each is one file.
+LONG_FILES: dict[str, str] = {}
 
 
 def _sources(*folders: str) -> list[Path]:
@@ -290,7 +292,9 @@ def test_library_prints_nothing_and_leaves_nothing_open() -> None:
 
 def test_files_stay_readable() -> None:
     long = {n: len(p.read_text().splitlines()) for n, p in LIBRARY.items()}
-    assert not {n: lines for n, lines in long.items() if lines > MAX_FILE_LINES}
+    limits = {n: 800 if n in LONG_FILES else MAX_FILE_LINES for n in long}
+    assert not {n: lines for n, lines in long.items() if lines > limits[n]}
+    assert not {n for n in LONG_FILES if long.get(n, 0) <= MAX_FILE_LINES}
 
 
 def test_modules_say_what_they_are_for() -> None:
