@@ -107,7 +107,7 @@ ROWS: dict[str, Row] = {
     "split learning, 4 bits": Row(bits=4, sites=_CUT),
     "split learning, 3 bits": Row(bits=3, sites=_CUT),
     **_pipelines(),
-    "AdaptiveBits 4, 8 stages": Row(bits=4, sites="stages", stages=8),
+    **{f"AdaptiveBits {n}, 8 stages": Row(bits=n, sites="stages", stages=8) for n in (4, 3)},
     LORA + "bf16, other start": Row(lora=True, perturbation=1e-3),
 }
 
