@@ -16,11 +16,17 @@ square of errors, and means with the standard error of the loss.
 from __future__ import annotations
 
 import argparse
+import ast
+import dataclasses
+import heapq
+import inspect
 import math
 import socket
 import statistics
+import subprocess
 import tarfile
 import tempfile
+import threading
 import typing
 import zipfile
 from collections.abc import Callable, Iterator
@@ -33,12 +39,19 @@ import torch
 from common import write_report
 from torch import Tensor, nn
 
-from lq_lightning import ActivationPolicy, QuantizedActivations, quantize_activations
+from lq_lightning import (
+    ActivationPolicy,
+    ActivationRule,
+    QuantizedActivations,
+    quantize_activations,
+)
 from lq_lightning.activations.policy import RECIPES
 from lq_lightning.kernels.float8 import float8_quantize
 
 SEQ = 256
-CODE = (argparse, typing, tarfile, socket)  # modules whose sources are read
+# Modules whose sources are read.
+CODE = (argparse, typing, tarfile, socket, ast, dataclasses, heapq, inspect)
+CODE += (statistics, subprocess, threading, zipfile)
 
 
 def load(path: Path) -> tuple[nn.Module, Any]:
@@ -73,8 +86,10 @@ def rows(tokenizer: Any, pairs: int, seq: int = SEQ) -> Tensor:
     code = [Path(m.__file__ or "").read_text(encoding="utf-8") for m in CODE]
     texts = []
     for pair in range(pairs):
-        file, part = pair % len(CODE), pair // len(CODE)
-        texts += [english()[2000 + 40000 * pair :], code[file][12000 + 20000 * part :]]
+        prose, source = english(), code[pair % len(CODE)]
+        begin = 12000 + 7000 * (pair // len(CODE))
+        # modulo what leaves enough for a sequence, in places that do not repeat
+        texts += [prose[(2000 + 40000 * pair) % 437000 :], source[begin % (len(source) - 6000) :]]
     tokens = [tokenizer(text[: 12 * seq])["input_ids"][:seq] for text in texts]
     return torch.tensor(tokens).view(pairs, 2, seq)
 
@@ -178,6 +193,10 @@ def rounded(
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 AGOQ = RECIPES["agoq"]
+_KEYS_AND_VALUES = tuple(
+    ActivationRule(module=f"*.{name}", kind="linear", matmul="native")
+    for name in ("k_proj", "v_proj")
+)
 Variant = Callable[[nn.Module], Any]  # a context in which the gradients are computed
 
 VARIANTS: dict[str, Variant] = {
@@ -197,6 +216,9 @@ VARIANTS: dict[str, Variant] = {
     "coat, products alone": lambda model: quantized(model, _policy(matmul="float8")),
     "coat, int8 forward": lambda model: quantized(
         model, replace(RECIPES["coat"], matmul="int8_forward")
+    ),
+    "coat, int8 forward, k and v native": lambda model: quantized(
+        model, replace(RECIPES["coat"], matmul="int8_forward", rules=_KEYS_AND_VALUES)
     ),
     "products alone, int8 forward": lambda model: quantized(model, _policy(matmul="int8_forward")),
     "fp8-4bit": lambda model: quantized(model, "fp8-4bit"),
