@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from coded_low_rank import CodedLowRank, coded_low_rank_hook
 from gpt import GPT, GPTConfig
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -56,8 +55,8 @@ class Variant:
         keep_gathered: Whether blocks stay gathered between forward and backward (ZeRO-2).
         ddp: How unsharded copies are kept together: a hook of DDP, or ``"none"`` for its all-reduce
             in fp32; None shards with FSDP2.
-        rank: Of ``"powersgd"``, and of ``"low-rank"``, :class:`CodedLowRank`.
-        start: Of both, steps before the first of low rank.
+        rank: Of ``"powersgd"``.
+        start: Steps of ``"powersgd"`` before the first of low rank.
         every: Steps that nodes train alone, each with a model sharded over its ranks; 0: they do
             not.
     """
@@ -67,7 +66,7 @@ class Variant:
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     communicate: bool = True
     keep_gathered: bool = False
-    ddp: Literal["none", "bf16", "8-bit", "powersgd", "low-rank"] | None = None
+    ddp: Literal["none", "bf16", "8-bit", "powersgd"] | None = None
     rank: int = 32
     start: int = 2  # before iteration 2 DDP rebuilds its buckets, which PowerSGD cannot follow
     every: int = 0
@@ -97,7 +96,6 @@ VARIANTS = {
     "ddp-8-bit": Variant(ddp="8-bit"),
     "ddp-powersgd-8": Variant(ddp="powersgd", rank=8),
     "ddp-powersgd-32": Variant(ddp="powersgd", rank=32),
-    **{f"low-rank-{rank}": Variant(ddp="low-rank", rank=rank) for rank in (8, 32, 64)},
     **{f"local-{every}": Variant(every=every) for every in (8, 16, 32, 64)},
     "no-communication": Variant(communicate=False),
 }
@@ -187,7 +185,7 @@ class Job:
         """Bring nodes together every so many steps."""
         if dist.group.WORLD is None:
             raise AssertionError("a job has a default process group")
-        lr = 0.7 if every > 16 else 0.5  # what ended lowest in fewer_bytes.py
+        lr = 0.7 if every > 16 else 0.5  # what ended lowest in many short runs
         self.local = OuterOptimizer(
             LocalSteps(every=every, outer_lr=lr),
             self.topology,
@@ -223,9 +221,6 @@ class Job:
                 None, matrix_approximation_rank=variant.rank, start_powerSGD_iter=variant.start
             )
             ddp.register_comm_hook(power, powerSGD_hook)
-        elif variant.ddp == "low-rank":
-            thin = CodedLowRank(variant.rank, variant.start, node_size)
-            ddp.register_comm_hook(thin, coded_low_rank_hook)
 
     def forward(self) -> Tensor:
         """Return the loss of the next batch."""

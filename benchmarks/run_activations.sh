@@ -6,9 +6,9 @@ usage() {
     cat <<'TEXT'
 usage: run_activations.sh FOLDER [PART...]
 
-Writes activations_PART.json, activation_limits_TABLE.json and long_context.json into FOLDER
-(benchmarks/results for those of the docs), and activations.png. PART is of: table, long, coat,
-limits, training (default: all, in this order; about 4, 3, 3, 5 and 8 minutes). Libraries to compare
+Writes activations_PART.json and long_context.json into FOLDER (benchmarks/results for those of the
+docs). PART is of: table, long, coat, training (default: all, in this order; about 4, 3, 3 and 8
+minutes). Libraries to compare
 with: liger-kernel, torchao, bitsandbytes; the rows of those that are missing say so. A part that
 fails is named at the end. PYTHON names the interpreter (default: python3).
 TEXT
@@ -19,10 +19,10 @@ if [ $# -lt 1 ] || [ "$1" = -h ]; then
 fi
 out=$1
 shift
-[ $# -gt 0 ] || set -- table long coat limits training
+[ $# -gt 0 ] || set -- table long coat training
 for part; do
     case $part in
-        table | long | coat | limits | training) ;;
+        table | long | coat | training) ;;
         *) usage >&2; exit 2 ;;
     esac
 done
@@ -42,19 +42,9 @@ for part; do
         table) layers table 270 15 ;;
         long) layers long 200 5 ;;
         coat) layers coat 180 8 ;;
-        limits)
-            for tables in coat7 agoq3 agoq14_32k,agoq14_64k; do
-                "$python" benchmarks/activation_limits.py --tables "$tables" --jobs 7 --seconds 200 \
-                    --json "$out/activation_limits_${tables%%_*}.json"
-            done ;;
         training)
             "$python" benchmarks/long_context.py --json "$out/long_context.json" --variants \
                 'plain;bitsandbytes;bitsandbytes, compiled;ours;ours fp8-4bit' ;;
     esac || failed="$failed $part"
 done
-reports=("$out"/activations_{table,long}.json)
-if [ -e "${reports[0]}" ] && [ -e "${reports[1]}" ]; then
-    "$python" benchmarks/research/draw_activations.py "${reports[@]}" \
-        --picture "$out/activations.png" || failed="$failed picture"
-fi
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }

@@ -84,30 +84,3 @@ def test_rates_are_read(load: Load, rate: str, bits: float) -> None:
 def test_other_rates_are_refused(load: Load, rate: str) -> None:
     with pytest.raises(ValueError, match=f"rate '{rate}': give a number of kbit, mbit or gbit"):
         load("network").bits_per_s(rate)
-
-
-def test_zero_bubble_compares_schedules(tmp_path: Path) -> None:
-    options = ["--shape", "tiny", "--layers", "2", "--seq", "8", "--vocab", "32"]
-    options += ["--microbatches", "4", "--steps", "1", "--warmup", "0"]
-    options += ["--variants", "1f1b-checkpointing,zero-bubble,zero-bubble-agoq,1f1b-agoq-4bit"]
-    rows = _report(tmp_path, "zero_bubble.py", *options)["rows"]
-    recomputed, split, coded, uniform = rows
-    assert [row["schedule"] for row in rows] == ["1f1b", "zero_bubble", "zero_bubble", "1f1b"]
-    assert recomputed["loss"] == split["loss"], "the same weights, data and arithmetic"
-    assert coded["loss"] == pytest.approx(split["loss"], rel=0.05)
-    assert split["bits"] == split["predicted"] == [None, None]
-    assert split["kept"] == ["2", "1 (2 between halves)"]
-    # Two micro-batches between halves, on the last rank, are more than two before.
-    assert coded["half_size"] > 1.25
-    assert coded["bits"] == [min(8, int(4 * coded["half_size"])), 4]
-    assert coded["predicted"] == pytest.approx([2 * coded["bits"][0], 8 * coded["half_size"]])
-    assert (uniform["bits"], uniform["predicted"]) == ([4, 4], [8, 4])
-    assert all(0 < held < 10 for row in rows for held in row["held_mib"])
-
-
-def test_casts_for_a_step_hold_less_than_for_each_micro_batch(tmp_path: Path) -> None:
-    sizes = ["--layers", "4", "--hidden", "64", "--heads", "2", "--seq", "8", "--vocab", "32"]
-    options = ["pipeline_casts.py", *sizes, "--microbatches", "4", "--schedule", "gpipe"]
-    for row in _report(tmp_path, *options)["rows"]:
-        # Copies of four micro-batches, but the gradients, which come after, are as large as two.
-        assert 1.3 * row["copy_mib"] < row["each_mib"] - row["once_mib"] < 3 * row["copy_mib"]
