@@ -16,8 +16,6 @@ usage: run_all.sh [-o FOLDER] [PART...]
 interpreter (default: python3). A part that fails or takes longer than its limit is named at the
 end; the others still run, and the exit status is 1. Afterwards, on any machine:
 
-  python benchmarks/research/draw_timeline.py outputs/traces/quantized_{unlimited,10gbit}.json.gz \
-      --node-size 2 --json benchmarks/results/trace.json --pictures docs/images
   python benchmarks/picture.py docs/images/step_time.svg
   python benchmarks/table.py benchmarks/results/step_time_*gbit.json
 TEXT

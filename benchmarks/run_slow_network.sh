@@ -7,12 +7,12 @@ usage() {
 usage: run_slow_network.sh FOLDER [PART...] [-- OPTIONS]
 
 Writes slow_network_PART.json and split_link.json into FOLDER (benchmarks/results for those of the
-docs). PART is of: 2, 4 (stages on so many emulated hosts, 100, 300, 500 Mb/s and 1 Gb/s), loss (two
-stages trained on text at 100 Mb/s), split (a client and a server at 10 and 100 Mb/s, on CPUs);
-default: all, in this order. OPTIONS go to every slow_network.py, after those of the part: `-- --preset cpu` where there
-are no GPUs. Emulated hosts need root, ip and tc (package iproute2). Where four stages share two
-GPUs, CUDA's MPS lets them compute side by side. A part that fails is named at the end. PYTHON names
-the interpreter (default: python3).
+docs). PART is of: 2, 4 (stages on so many emulated hosts, 100, 300, 500 Mb/s and 1 Gb/s), split (a
+client and a server at 10 and 100 Mb/s, on CPUs); default: all, in this order. OPTIONS go to every
+slow_network.py, after those of the part: `-- --preset cpu` where there are no GPUs. Emulated hosts
+need root, ip and tc (package iproute2). Where four stages share two GPUs, CUDA's MPS lets them
+compute side by side. A part that fails is named at the end. PYTHON names the interpreter (default:
+python3).
 TEXT
 }
 if [ $# -lt 1 ] || [ "$1" = -h ]; then
@@ -23,13 +23,13 @@ out=$1 parts=()
 shift
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
     case $1 in
-        2 | 4 | loss | split) parts+=("$1") ;;
+        2 | 4 | split) parts+=("$1") ;;
         *) usage >&2; exit 2 ;;
     esac
     shift
 done
 [ $# -eq 0 ] || shift
-[ ${#parts[@]} -gt 0 ] || parts=(2 4 loss split)
+[ ${#parts[@]} -gt 0 ] || parts=(2 4 split)
 mkdir -p "$out"
 export PYTHON=${PYTHON:-python3} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}  # multicast is not to be had on every machine
@@ -47,10 +47,6 @@ for part in "${parts[@]}"; do
             # The slowest steps take 9 s with two stages and 17 s with four, in fp32 at 100 Mb/s.
             hosts "$part" --rates 1gbit,500mbit,300mbit,100mbit --microbatches 16 --steps 2 \
                 --json "$out/slow_network_$part.json" ;;
-        loss)
-            hosts 2 --rates 100mbit --layers 12 --hidden 768 --heads 12 --vocab 264 --seq 512 \
-                --microbatches 8 --steps 1 --train-steps 80 --train-batches 16 \
-                --codecs fp32,bf16,aq_sgd,tah --json "$out/slow_network_loss.json" ;;
         split)
             benchmarks/nodes.sh -n 2 -g 1 benchmarks/split_link.py --rates 10mbit,100mbit \
                 --json "$out/split_link.json" ;;

@@ -50,7 +50,6 @@ ROWS = {
     "split_memory": ("rows", ""),
     "split_sizes": ("rows", ""),
     "step_time": ("variants", "variant"),
-    "trace": ("traces", "trace"),
     "tah_kernels": ("ops", ""),
 }
 LOSSES = (

@@ -35,8 +35,7 @@ def _report(tmp_path: Path, name: str, *options: str, size: int = 2) -> dict[str
 def test_slow_network_counts_bytes_and_compares_losses(tmp_path: Path) -> None:
     options = ["slow_network.py", "--tiny", "--text", str(FOLDER), "--seq", "16"]
     options += ["--microbatches", "4", "--micro-batch", "2", "--steps", "2", "--rate", "1mbit"]
-    training = ["--train-steps", "4", "--train-batches", "2"]
-    two = _report(tmp_path, *options, *training, "--codecs", "fp32,aq_sgd,tah,tah-int5")
+    two = _report(tmp_path, *options, "--codecs", "fp32,aq_sgd,tah,tah-int5")
     (alone,) = _report(tmp_path, *options, "--codecs", "fp32", size=1)["rows"]
     values = 4 * 2 * 16 * 64
     rows = {row["codec"]: row for row in two["rows"]}
@@ -55,22 +54,7 @@ def test_slow_network_counts_bytes_and_compares_losses(tmp_path: Path) -> None:
     bits = [rows["tah"][f"{way}_bits"] for way in ("forward", "backward")]
     assert sent == [round(values * each / 8) for each in bits]
     assert rows["tah"]["coding_share"] > 0
-    codecs = two["training"]["1mbit"]["codecs"]
-    first = {round(of["points"][0][1], 1) for of in codecs.values()}
-    assert len(first) == 1, "all start from the same weights on the same batch"
-    assert all(len(of["points"]) == 4 for of in codecs.values())
-    assert codecs["fp32"]["points"][-1][1] < codecs["fp32"]["points"][0][1]
-
-
-def test_curves_are_compared_at_the_loss_that_all_reach(load: Load) -> None:
-    quick = [(1.0, 4.0), (2.0, 2.0), (3.0, 2.0), (4.0, 1.0)]
-    slow = [(10.0, 4.0), (20.0, 3.0), (30.0, 2.0), (40.0, 2.0)]
-    found = load("slow_network_report").compare({"quick": quick, "slow": slow}, window=2)
-    assert found["target_loss"] == 2.0
-    assert {name: of["seconds"] for name, of in found["codecs"].items()} == {
-        "quick": 3.0,
-        "slow": 40.0,
-    }
+    assert rows["tah"]["loss"] != exact["loss"] == pytest.approx(rows["aq_sgd"]["loss"], rel=0.01)
 
 
 @pytest.mark.parametrize(

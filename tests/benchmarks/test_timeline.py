@@ -1,11 +1,8 @@
-"""Times and lanes read from a Chrome trace whose right answer is known."""
+"""Times read from a Chrome trace whose right answer is known."""
 
 from __future__ import annotations
 
-import gzip
 import itertools
-import json
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -85,41 +82,7 @@ def recorded() -> dict[str, Any]:
 
 
 def test_times_of_the_second_step(timeline: ModuleType) -> None:
-    times = timeline.summarize(timeline.read_step(recorded(), node_size=2))
-    assert times["step_ms"] == pytest.approx(1.0)
-    assert times["compute_ms"] == pytest.approx(0.6)
-    assert times["exposed_ms"] == pytest.approx(0.4)
-    # 1000 to 1120 and 1670 to 1920 something else runs, from 1920 to 1950 nothing does
-    assert times["exposed_communicating_ms"] == pytest.approx(0.37)
-    assert times["exposed_idle_ms"] == pytest.approx(0.03)
-    assert times["network_ms"] == pytest.approx(0.54)
-    assert times["network_overlapped"] == pytest.approx(170 / 540)
-    kinds = {name: kind["ms"] for name, kind in times["kinds"].items()}
-    assert kinds == pytest.approx(
-        {
-            "weights between nodes": 0.1,
-            "weights within a node": 0.02,
-            "gradients between nodes": 0.4,
-            "gradients within a node": 0.02,
-            "quantize": 0.01,
-            "copy": 0.01,
-        }
-    )
-    assert times["kinds"]["gradients between nodes"]["overlapped"] == pytest.approx(170 / 400)
-
-
-def test_without_a_node_size_collectives_are_not_told_apart(timeline: ModuleType) -> None:
-    times = timeline.summarize(timeline.read_step(recorded()))
-    assert times["kinds"]["weights collective"]["ms"] == pytest.approx(0.12)
-
-
-def test_phases_by_launching_thread(timeline: ModuleType) -> None:
-    step = timeline.read_step(recorded(), node_size=2)
-    lengths = {
-        activity: timeline.total(step.spans(activity=activity))
-        for activity in ("forward", "backward", "optimizer")
-    }
-    assert lengths == {"forward": 300, "backward": 250, "optimizer": 50}
+    assert timeline.read_step(recorded()) == pytest.approx((1.0, 0.6, 0.4))
 
 
 def test_unusable_traces_say_why(timeline: ModuleType) -> None:
@@ -130,17 +93,3 @@ def test_unusable_traces_say_why(timeline: ModuleType) -> None:
     run.host("step", 1, 2)
     with pytest.raises(ValueError, match="no GPU work"):
         timeline.read_step(run.trace)
-
-
-def test_command_draws_and_writes(
-    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    source, report = tmp_path / "quantized_10gbit.json.gz", tmp_path / "trace.json"
-    source.write_bytes(gzip.compress(json.dumps(recorded()).encode()))
-    options = ["--node-size", "2", "--json", str(report), "--pictures", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", ["draw_timeline.py", str(source), *options])
-    load("research/draw_timeline").main()
-    times = json.loads(report.read_text())["results"]["traces"]["quantized_10gbit"]
-    assert times["exposed_ms"] == pytest.approx(0.4)
-    assert 2_000 < (tmp_path / "quantized_10gbit.png").stat().st_size < 150_000
