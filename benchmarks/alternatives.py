@@ -43,7 +43,16 @@ from alternatives_report import arithmetic_ms, joined, show
 from common import write_report
 from corpus import tokens_folder
 from gpt import GPT, GPTConfig
-from job import TINY, VARIANTS, Job, add_group_arguments, choices, over_ranks, process_group
+from job import (
+    TINY,
+    VARIANTS,
+    Job,
+    add_group_arguments,
+    choices,
+    over_ranks,
+    process_group,
+    without_nan,
+)
 from torch import Tensor, nn
 
 SIZES: dict[str, dict[str, int]] = {
@@ -143,14 +152,14 @@ def measure(size: str, name: str, args: argparse.Namespace, device: torch.device
     counted = free.interface_bytes
     sent = free.sent_inter_bytes if math.isnan(counted) else counted
     row: dict[str, Any] = {"size": size, "method": name, "cells": {}}
-    row |= step_time.without_nan({"sent_bytes": sent, "peak_memory_gib": free.peak_memory_gib})
+    row |= without_nan({"sent_bytes": sent, "peak_memory_gib": free.peak_memory_gib})
     for index, rate in enumerate(args.rates):
         predicted_ms = arithmetic_ms(sent, free.step_ms_mean, rate)
         # One step to settle and two to time, or one and all between two exchanges.
         steps = every + 1 if every else 3
         measured = index == 0 or predicted_ms * steps / 1e3 <= args.limit
         result = next(found)[1] if measured and index > 0 else free
-        cell: dict[str, Any] = step_time.without_nan({"arithmetic_ms": predicted_ms})
+        cell: dict[str, Any] = without_nan({"arithmetic_ms": predicted_ms})
         own_ms = result.step_ms_mean if every else result.step_ms
         cell |= {"step_ms": own_ms, "steps": result.steps} if measured else {"step_ms": None}
         row["cells"][rate or network.UNLIMITED] = cell

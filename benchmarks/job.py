@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -335,3 +336,8 @@ def over_ranks(values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op)
     return [float(value) for value in tensor]
+
+
+def without_nan(values: dict[str, float]) -> dict[str, float | None]:
+    """Replace NaN by None, which JSON can hold."""
+    return {name: None if math.isnan(value) else value for name, value in values.items()}

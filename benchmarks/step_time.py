@@ -41,6 +41,7 @@ from job import (
     over_ranks,
     process_group,
     time_steps,
+    without_nan,
 )
 from timeline import load, read_step
 from torch import Tensor
@@ -286,11 +287,6 @@ def setup(args: argparse.Namespace, rate: str | None, link_gbit_per_s: float) ->
         "reshard_after_forward": not args.keep_gathered,
         "compile": args.compile,
     }
-
-
-def without_nan(values: dict[str, float]) -> dict[str, float | None]:
-    """Replace NaN by None, which JSON can hold."""
-    return {name: None if math.isnan(value) else value for name, value in values.items()}
 
 
 def lay_out(results: dict[str, Result]) -> str:
