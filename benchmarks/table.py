@@ -29,7 +29,6 @@ Row = dict[str, Any]
 # Where the rows of a report are, and what an entry of a mapping is called.
 ROWS = {
     "activation_kernels": ("cases", ""),
-    "activation_error": ("rows", ""),
     "activations": ("rows", ""),
     "all_reduce": ("rows", ""),
     "checkpoints": ("rows", ""),
