@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 from ablation_data import Data, inputs_and_targets
-from llama import LanguageModel
-from llama_training import Training
+from llama_training import LanguageModel, Training
 from torch import Tensor, nn
 from torch.nn import functional as F
 
