@@ -1,4 +1,4 @@
-"""What ``alternatives.py`` has measured, joined and laid out, and losses turned into times."""
+"""Tables of ``alternatives.py``: joined reports, speeds, and losses at equal time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def arithmetic_ms(sent_bytes: float, free_ms: float, rate: str | None) -> float:
     """Milliseconds of a step that sends so many bytes and hides none of that behind its work.
 
     Args:
-        sent_bytes: By one interface.
-        free_ms: Of a step on an unlimited network.
+        sent_bytes: Bytes that one interface sends.
+        free_ms: Milliseconds of a step on an unlimited network.
         rate: See ``network.bits_per_s``; None for no limit.
     """
     return free_ms + 8e3 * sent_bytes / network.bits_per_s(rate or network.UNLIMITED)

@@ -67,13 +67,13 @@ class Row:
     """One line of the report.
 
     Attributes:
-        variant: Whose step.
+        variant: Name of the variant.
         forward_ms: Host time of a forward pass.
-        backward_ms: Of a backward pass.
-        update_ms: Of the optimizer's step, exchanges included.
-        step_ms: Of all.
-        launches: Of our kernels in a step.
-        us_per_unit: By part, its time in a step divided by the number of units.
+        backward_ms: Host time of a backward pass.
+        update_ms: Host time of the optimizer's step, exchanges included.
+        step_ms: Host time of a whole step.
+        launches: Launches of our kernels in a step.
+        us_per_unit: Time of each part in a step, divided by the number of units.
     """
 
     variant: str
@@ -172,7 +172,7 @@ class Steps:
     """Training steps of one variant.
 
     Args:
-        config: Of the model.
+        config: Sizes of the model.
         nodes: In the world.
         gpus: Ranks of a node.
         quantized: Whether collectives are quantized.

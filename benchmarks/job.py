@@ -46,17 +46,17 @@ TINY = {"layers": 2, "hidden": 64, "heads": 2, "seq": 64, "vocab": 256}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """What one measured configuration communicates, and how.
+    """Communication of one measured configuration.
 
     Attributes:
         weights: Quantization of the weights; None leaves FSDP2's all-gather.
         gradients: Quantization of the gradients; None leaves FSDP2's reduce-scatter.
-        reduce_dtype: Of FSDP2's gradient reduction.
+        reduce_dtype: Dtype of FSDP2's gradient reduction.
         communicate: False lets each rank train its own unsharded copy.
         keep_gathered: Whether blocks stay gathered between forward and backward (ZeRO-2).
         ddp: How unsharded copies are kept together: a hook of DDP, or ``"none"`` for its all-reduce
             in fp32; None shards with FSDP2.
-        rank: Of ``"powersgd"``.
+        rank: Rank of ``"powersgd"``.
         start: Steps of ``"powersgd"`` before the first of low rank.
         every: Steps that nodes train alone, each with a model sharded over its ranks; 0: they do
             not.
@@ -112,15 +112,15 @@ class Job:
     """One variant on one rank: the sharded model, its optimizer and its data.
 
     Args:
-        variant: What to communicate.
+        variant: Configuration to measure.
         config: Sizes of the model.
         micro_batch: Sequences per rank and step.
         node_size: Ranks of one node.
-        device: Of this rank.
+        device: Device of this rank.
         compile_blocks: Whether to ``torch.compile`` each block, and the loss, before sharding.
         autocast: Whether the forward runs under autocast to bf16, as under Lightning's
             ``bf16-mixed``, with normalization and loss in fp32.
-        seed: Of weights to train from, the same for all variants; None draws each shard by itself.
+        seed: Seed of the initial weights, the same for all variants; None draws each shard alone.
     """
 
     def __init__(

@@ -52,8 +52,8 @@ class Study:
     """A kind of ablation.
 
     Attributes:
-        name: Of its reports.
-        variants: By name.
+        name: Name in its reports.
+        variants: Variants by name.
         applied: Returns the context in which a variant trains; it prepares the model, and compiles
             it if asked to. What it yields are fields of the outcome, complete after the context.
         summary: Lays out outcomes for a terminal.

@@ -30,7 +30,7 @@ class Preset:
         steps: Optimizer steps.
         lr: Peak learning rate, after a tenth of the steps; a cosine then ends at a tenth of it.
         val_blocks: Sequences to validate on.
-        dtype: Of the weights that the model computes with, the name of a ``torch.dtype``.
+        dtype: Dtype of the weights that the model computes with, the name of a ``torch.dtype``.
     """
 
     layers: int
@@ -149,8 +149,8 @@ class MasterWeights:
     """fp32 copies of parameters of a model, which are rounded.
 
     Args:
-        weights: Of the model, in fp32.
-        dtype: That they become.
+        weights: Parameters of the model, in fp32.
+        dtype: Dtype they are rounded to.
     """
 
     def __init__(
@@ -184,9 +184,9 @@ class Training:
     """A run in progress.
 
     Args:
-        data: What is read.
+        data: Training and validation tokens.
         preset: Sizes.
-        seed: Of weights and of the order of the data.
+        seed: Seed of weights and of the order of the data.
     """
 
     def __init__(self, data: Data, preset: Preset, seed: int) -> None:

@@ -58,7 +58,7 @@ class Memory:
     """Bytes that PyTorch allocated on the device, the largest of all ranks.
 
     Attributes:
-        at_rest: Between steps.
+        at_rest: Bytes between steps.
         optimizer: Peak in the optimizer step.
         peak: Peak of the whole step.
     """

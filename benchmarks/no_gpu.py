@@ -10,7 +10,7 @@ from triton.runtime import driver
 
 
 class Launcher:
-    """Takes the place of what puts a compiled kernel on a stream.
+    """Replaces the launcher of compiled kernels.
 
     Attributes:
         count: Launches so far, of all kernels.
@@ -27,7 +27,7 @@ class Launcher:
 
 
 class Utilities:
-    """Takes the place of the driver's library."""
+    """Replaces the library of the driver."""
 
     def load_binary(self, *arguments: Any) -> tuple[int, int, int, int, int]:
         """Return a module, a function, its registers, spills, and most threads."""
@@ -42,7 +42,7 @@ class Utilities:
 
 
 class Hopper:
-    """Takes the place of Triton's driver: says what to compile for, and has no device."""
+    """Replaces Triton's driver: names the target of compilation, and has no device."""
 
     launcher_cls = Launcher
     utils = Utilities()

@@ -81,16 +81,16 @@ class Result:
         steps: Number of timed steps.
         tokens_per_s: At the median.
         forward_bits: Per value of hidden states, counted from payloads of the timed steps.
-        backward_bits: Likewise of gradients.
-        payload_bytes: By host, bytes of the payloads that it sends in one step.
-        interface_bytes: By host, bytes that its interface really sent in one step; NaN where no
+        backward_bits: Bits per value of gradients, likewise.
+        payload_bytes: Bytes of the payloads that each host sends in one step.
+        interface_bytes: Bytes that each host's interface really sent in one step; NaN where no
             interface is known.
-        link_ms: What the host that sends the most needs for its payloads at the rate of the link.
+        link_ms: Time that the payloads of the busiest host need at the rate of the link.
         reached: ``link_ms`` as a share of ``step_ms``; NaN without a limit.
-        encode_ms: Of all payloads of a step, on the rank that takes longest.
-        decode_ms: Likewise.
-        coding_share: Both together as a share of ``link_ms``, where that is largest.
-        loss: Of the last step.
+        encode_ms: Encoding time of a step on the slowest rank.
+        decode_ms: Decoding time, likewise.
+        coding_share: Both together, as a share of ``link_ms``, on the slowest rank.
+        loss: Loss of the last step.
     """
 
     step_ms: float
@@ -203,7 +203,7 @@ class Run:
     """Training with one codec, from the first weights.
 
     Args:
-        job: What is trained.
+        job: Model and links.
         name: Name of the codec.
     """
 

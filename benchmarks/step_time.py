@@ -60,7 +60,7 @@ class Result:
 
     Attributes:
         step_ms: Median over steps of the slowest rank's time.
-        step_ms_mean: Likewise their mean, for steps that differ by what they exchange.
+        step_ms_mean: Mean of these times, for steps that differ in their exchanges.
         step_ms_min: Fastest step.
         step_ms_max: Slowest step.
         steps: Number of timed steps.

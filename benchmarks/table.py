@@ -180,7 +180,7 @@ def show(paths: Sequence[Path], columns: Sequence[str] = ()) -> str:
 
     Args:
         paths: JSON files of one kind of benchmark, or of several.
-        columns: Of the rows to show; of step times the one number, ``step_ms`` by default.
+        columns: Columns to show; one for step times, ``step_ms`` by default.
 
     Raises:
         ValueError: A report has no such column, or is of no known benchmark.

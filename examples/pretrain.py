@@ -116,8 +116,8 @@ def run(cli: type[PretrainCLI], model: type[CausalLM], args: list[str] | None) -
     """Run the command line of a variant of this program.
 
     Args:
-        cli: What reads the options.
-        model: What is trained.
+        cli: Class that reads the options.
+        model: Class of the LightningModule.
         args: The words of the command line.
     """
     cli(

@@ -43,7 +43,7 @@ class RunReport(pl.Callback):
     ``<trainer.default_root_dir>/report.json``, the plot next to it.
 
     Args:
-        name: What the run is called in the plot; empty is the name of its folder.
+        name: Name of the run in the plot; empty is the name of its folder.
         reference: ``report.json`` of a full-precision run to compare with in the plot.
         plot: Draw ``report.png`` at the end of ``fit`` (needs matplotlib).
     """
