@@ -68,7 +68,7 @@ class GPT(nn.Module):
 
         Args:
             tokens_BT: Input tokens.
-            targets_BT: Next token at each position. Without them it is the next of ``tokens_BT``, and
+            targets_BT: Next token at each position; without them, the next of ``tokens_BT``, and
                 the last position has none.
         """
         positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
