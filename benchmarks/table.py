@@ -31,7 +31,6 @@ ROWS = {
     "activation_kernels": ("cases", ""),
     "activations": ("rows", ""),
     "all_reduce": ("rows", ""),
-    "checkpoints": ("rows", ""),
     "gradient_buffer": ("errors.gpt", "code"),
     "gradient_memory": ("windows", "gradients"),
     "host_time": ("rows", ""),
