@@ -108,8 +108,8 @@ def norm_gradients(
     x_hat = code(x_TN) * rstd
     dx_hat = dy_TN * norm.weight
     dx = dx_hat - x_hat * (dx_hat * x_hat).mean(1, keepdim=True)
-    dout = torch.cat([_rows(seen.outputs[f"{layer}.{n}"].grad) for n in LINEARS[name]], 1)
-    return [("norm", dx * rstd), ("linear weight", dout.T @ (x_hat * norm.weight))]
+    dy_TM = torch.cat([_rows(seen.outputs[f"{layer}.{n}"].grad) for n in LINEARS[name]], 1)
+    return [("norm", dx * rstd), ("linear weight", dy_TM.T @ (x_hat * norm.weight))]
 
 
 def mlp_gradients(seen: Seen, layer: str, code: RoundTrip) -> Gradients:
