@@ -1,4 +1,4 @@
-"""What users would pick instead on a slow network: time, bytes, memory, and loss at equal time.
+"""Alternatives on a slow network: time, bytes, memory, and loss at equal time.
 
 DDP with its hooks (bf16, PowerSGD, our 8 bits), FSDP2 and ``quantized_fsdp`` at its defaults, all
 in one launch, and ``quantized_fsdp`` with ``local_steps``::
@@ -72,7 +72,7 @@ ROWS += [f"loss:{name}" for name in LOSSES]
 TINY_ROWS = [f"tiny:{name.replace('-32', '-8')}" for name in METHODS if name != "ddp-bf16"]
 TINY_ROWS += [f"loss:{name.replace('-32', '-8')}" for name in LOSSES if name != "ddp-bf16"]
 TINY_ROWS += ["loss:ddp"]
-# What keeps copies together before the first step of low rank.
+# The variant that runs before the first step of low rank.
 FIRST: dict[str | None, str] = {"powersgd": "ddp"}
 RATES = "none,10gbit,1gbit,100mbit"
 

@@ -39,7 +39,7 @@ Quantizer = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a running sum is stored.
+    """A format of the running sum.
 
     Attributes:
         nbytes: Bytes per parameter, scales included.
@@ -84,7 +84,7 @@ def codec_scheme(code: str, group_size: int, **options: Any) -> Scheme:
 
 
 def half_steps(x: Tensor, seed: int) -> Tensor:
-    """What `QuantizedGradientBuffer` does: INT8 with half the step for pairs of small values."""
+    """The code of `QuantizedGradientBuffer`: INT8 with half the step for pairs of small values."""
     buffer = torch.empty(buffer_layout(x.numel()).nbytes, dtype=torch.uint8)
     accumulate_(buffer, x, True)
     out = torch.empty_like(x)

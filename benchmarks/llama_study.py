@@ -38,7 +38,7 @@ SIZES = ("steps", "batch", "micro_batch", "val_blocks")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """What one run changes; nothing by default.
+    """Changes of one run; none by default.
 
     Attributes:
         perturbation: Relative deviation of normal noise on the weights that training starts from.

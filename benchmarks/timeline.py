@@ -1,4 +1,4 @@
-"""How long the GPU of a rank computes and waits in a step, read from a profile of `step_time.py`.
+"""Compute and waiting time of a rank's GPU in a step, read from a profile of `step_time.py`.
 
 A trace holds two steps of one rank. The second is read: it lasts from the end of the first step's
 last kernel on the compute stream to the end of its own, so that what the host enqueued early and

@@ -25,7 +25,7 @@ Blocks = np.ndarray  # [blocks, block_size + 1] uint16 or int32, memory-mapped
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusSettings:
-    """Which tokens a corpus holds and how they are cut; arguments as of ``TextDataModule``."""
+    """Contents and block size of a corpus; arguments as of ``TextDataModule``."""
 
     text: str | None = None
     suffixes: tuple[str, ...] | None = None

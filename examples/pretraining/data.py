@@ -116,7 +116,7 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What turns text into tokens; one that is trained exists after ``setup``."""
+        """The tokenizer; one that is trained exists after ``setup``."""
         return self.corpus.tokenizer() if self._tokenizer is None else self._tokenizer
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HuggingFaceConfig:
-    """Which transformers model to train; options ``hf_*`` of ``CausalLM``."""
+    """The transformers model to train: options ``hf_*`` of ``CausalLM``."""
 
     config: str | None = None
     overrides: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""What the host does in a step is the same on 2 and on 32 nodes."""
+"""The work of the host in a step is the same on 2 and on 32 nodes."""
 
 from __future__ import annotations
 

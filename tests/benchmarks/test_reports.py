@@ -26,7 +26,7 @@ def commits(report: Path) -> list[str]:
 
 
 def test_every_report_is_read() -> None:
-    """What no page reads is no evidence for anything that users are told."""
+    """A report that no page reads is evidence for nothing."""
     named = set(re.findall(r"(\w+\.json)", "".join(page.read_text() for page in PAGES)))
     assert not {report.name for report in REPORTS} - named
 
