@@ -252,7 +252,9 @@ class BlockLoader:
                 order = self._order()
             chosen = order[self.samples : self.samples + self.step_size][self.share]
             self.samples += self.step_size
-            yield torch.from_numpy(self.blocks[chosen].astype(np.int64))
+            batch = torch.from_numpy(self.blocks[chosen].astype(np.int64))
+            # A copy from pageable memory would make the host wait for the GPU.
+            yield batch.pin_memory() if torch.cuda.is_available() else batch
 
     def _order(self) -> np.ndarray:
         if self.seed is None:
