@@ -12,7 +12,6 @@ groups of 2048. ``default`` is what the library does unless told otherwise.
 
 Variants named ``AdamW ...`` quantize the optimizer's states (COAT). ``full precision perturbed``
 quantizes nothing and starts from weights that are 0.1% off: so far chance alone takes a run.
-``--moments`` keeps moments of full precision for ``research/optimizer_error.py``.
 
 With the same seed every variant sees the same model, data, order and learning rates; several seeds
 show how much of a difference is noise. Text: the standard library of the running Python, as bytes,
@@ -37,7 +36,6 @@ import torch
 import torch.distributed as dist
 from ablation_data import Data, batches, inputs_and_targets, learning_rate_factor, load, perturb
 from ablation_report import (
-    BASELINE,
     Outcome,
     Outcomes,
     draw,
@@ -51,6 +49,7 @@ from ablation_report import (
 from ablation_variants import PRESETS, VARIANTS, Preset, Variant
 from corpus import tokens_folder
 from gpt import GPT, GPTConfig
+from job import add_group_arguments, process_group
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -143,21 +142,7 @@ def train(
             total = torch.zeros_like(total)
     curve = _mean_over_ranks(means)
     train_s = time.perf_counter() - start
-    if args.moments and variant == VARIANTS[BASELINE] and not args.moments.exists():
-        save_moments(args.moments, model.blocks[preset.layers // 2], optimizer)
     return Outcome(seed, validate(model, data.val, preset), train_s, curve)
-
-
-def save_moments(path: Path, block: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write rank 0's shards of the moments of a block's matrices."""
-    if dist.get_rank() != 0:
-        return
-    state = {}
-    for name, parameter in block.named_parameters():
-        if parameter.ndim > 1:
-            entry = optimizer.state[parameter]
-            state[name] = {key: entry[key].to_local().cpu() for key in ("exp_avg", "exp_avg_sq")}
-    torch.save({"state": state}, path)
 
 
 def _mean_over_ranks(means: list[Tensor]) -> tuple[tuple[int, float], ...]:
@@ -186,19 +171,11 @@ def validate(model: nn.Module, blocks: Tensor, preset: Preset) -> float:
     return float(total) / count
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, device: torch.device) -> None:
     """Train every variant on the ranks of this process group and report on rank 0."""
     start = time.perf_counter()
-    cuda = torch.cuda.is_available() and not args.cpu
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
     if args.compile is None:
-        args.compile = cuda and args.sizes.compile
-    dist.init_process_group("nccl" if cuda else "gloo")
+        args.compile = device.type == "cuda" and args.sizes.compile
     data = load(args.tokens, args.text, args.sizes.seq, device)
     first = dist.get_rank() == 0
     if first:
@@ -222,7 +199,6 @@ def run(args: argparse.Namespace) -> None:
             print(f"{loss} in {outcome.train_s:.1f} s, {device_memory(device)}", flush=True)
     if first:
         print(summary(outcomes))
-    dist.destroy_process_group()
 
 
 def _on_rank_0(value: float, device: torch.device) -> float:
@@ -298,10 +274,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=tokens_folder, help="that research/kernel_text.py wrote")
     parser.add_argument("--merge", type=Path, nargs="+", help="show these reports as one; no run")
     parser.add_argument("--figure", type=Path, help="with --merge: image to draw")
-    parser.add_argument(
-        "--moments", type=Path, help="write Adam's moments of a block here, of full precision"
-    )
-    parser.add_argument("--cpu", action="store_true", help="use gloo even where there are GPUs")
+    add_group_arguments(parser)
     parser.add_argument("--json", type=Path, help="where to write the report")
     args = parser.parse_args()
     given = {name: getattr(args, name) for name in ("steps", "batch", "lr") if getattr(args, name)}
@@ -328,7 +301,8 @@ def main() -> None:
         show_merged(args)
         return
     if "RANK" in os.environ:
-        run(args)
+        with process_group(args) as device:
+            run(args, device)
         return
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += ["--nproc-per-node", str(args.ranks), __file__, *sys.argv[1:]]

@@ -67,7 +67,7 @@ PRESETS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """What one run quantizes; nothing by default.
+    """Quantization of one run; none by default.
 
     Attributes:
         weights: All-gathers of weights.

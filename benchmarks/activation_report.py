@@ -1,4 +1,4 @@
-"""What ``activation_ablation.py`` found, as rows of a table."""
+"""Tables of ``activation_ablation.py``."""
 
 from __future__ import annotations
 

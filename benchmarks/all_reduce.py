@@ -22,12 +22,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from common import table, write_report
+from job import add_group_arguments, over_ranks, process_group
 from torch import Tensor
 
 from lq_lightning.data_parallel import QuantizedAllReduce
@@ -84,13 +84,6 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def slowest(seconds: float, device: torch.device) -> float:
-    """Return the largest value of any rank."""
-    value = torch.tensor(seconds, device=device, dtype=torch.float64)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return float(value)
-
-
 def time_call(call: Callable[[], None], device: torch.device) -> float:
     """Return the seconds that the slowest rank takes from a common start."""
     dist.barrier()
@@ -98,7 +91,7 @@ def time_call(call: Callable[[], None], device: torch.device) -> float:
     start = time.perf_counter()
     call()
     _synchronize(device)
-    return slowest(time.perf_counter() - start, device)
+    return over_ranks([time.perf_counter() - start], dist.ReduceOp.MAX)[0]
 
 
 def measure(call: Callable[[], None], budget_s: float, device: torch.device) -> list[float]:
@@ -171,27 +164,19 @@ def main() -> None:
     parser.add_argument("--sizes", default=SIZES, help=f"bytes of fp32 (default {SIZES})")
     parser.add_argument("--node-size", type=int, help="ranks per node (default: by host)")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each size and path")
-    parser.add_argument("--cpu", action="store_true", help="gloo on the CPU even if there are GPUs")
-    parser.add_argument("--timeout", type=int, default=120, help="seconds for one collective")
+    add_group_arguments(parser)
     parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
-    use_cuda = torch.cuda.is_available() and not args.cpu
-    device = torch.device("cpu")
-    if use_cuda:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    timeout = timedelta(seconds=args.timeout)
-    dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timeout)
-    args.reduce = QuantizedAllReduce(min_nbytes=0, node_size=args.node_size)
-    rows = []
-    for text in args.sizes.split(","):
-        row = measure_size(parse_size(text), args, device)
-        rows.append(row)
+    with process_group(args) as device:
+        args.reduce = QuantizedAllReduce(min_nbytes=0, node_size=args.node_size)
+        rows = []
+        for text in args.sizes.split(","):
+            row = measure_size(parse_size(text), args, device)
+            rows.append(row)
+            if dist.get_rank() == 0:
+                print(f"{text}: {row.ms}, speedup {row.speedup:.2f}", flush=True)
         if dist.get_rank() == 0:
-            print(f"{text}: {row.ms}, speedup {row.speedup:.2f}", flush=True)
-    if dist.get_rank() == 0:
-        report(rows, args)
-    dist.destroy_process_group()
+            report(rows, args)
 
 
 def report(rows: list[Row], args: argparse.Namespace) -> None:

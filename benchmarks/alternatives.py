@@ -1,8 +1,7 @@
-"""What users would pick instead on a slow network: time, bytes, memory, and loss at equal time.
+"""Alternatives on a slow network: time, bytes, memory, and loss at equal time.
 
 DDP with its hooks (bf16, PowerSGD, our 8 bits), FSDP2 and ``quantized_fsdp`` at its defaults, all
-in one launch, ``quantized_fsdp`` with ``local_steps``, and a prototype: thin matrices in 8 bits
-(``coded_low_rank.py``)::
+in one launch, and ``quantized_fsdp`` with ``local_steps``::
 
     benchmarks/nodes.sh -b auto -n 2 -g 1 benchmarks/alternatives.py --tokens kernel_tokens \\
         --json alternatives.json
@@ -17,9 +16,8 @@ Losses come from one run of each method on two ranks, from the same weights, bat
 rates, which are constant between the first tenth and the last fifth of the steps, so that a run can
 be read at any time before that. The steps of a run and the speed of a network give its time there.
 PowerSGD averages its first tenth in fp32, as torch's documentation suggests, and takes the time of
-plain DDP for that; thin matrices in 8 bits begin with whole gradients in 8 bits. ``METHOD@STEP``
-begins at another step, 2 at the least. ``--rows`` says what to measure and in which order; the
-report is written after every row.
+plain DDP for that. ``METHOD@STEP`` begins at another step, 2 at the least. ``--rows`` says what to
+measure and in which order; the report is written after every row.
 """
 
 from __future__ import annotations
@@ -45,7 +43,16 @@ from alternatives_report import arithmetic_ms, joined, show
 from common import write_report
 from corpus import tokens_folder
 from gpt import GPT, GPTConfig
-from job import TINY, VARIANTS, Job, add_group_arguments, choices, over_ranks, process_group
+from job import (
+    TINY,
+    VARIANTS,
+    Job,
+    add_group_arguments,
+    choices,
+    over_ranks,
+    process_group,
+    without_nan,
+)
 from torch import Tensor, nn
 
 SIZES: dict[str, dict[str, int]] = {
@@ -54,10 +61,10 @@ SIZES: dict[str, dict[str, int]] = {
     "tiny": TINY,
 }
 MICRO_BATCH = {"125m": 16, "1.4b": 8, "tiny": 2}
-METHODS = ("quantized", "ddp-powersgd-32", "ddp-powersgd-8", "low-rank-32", "local-32", "ddp-bf16")
+METHODS = ("quantized", "ddp-powersgd-32", "ddp-powersgd-8", "local-32", "ddp-bf16")
 METHODS += ("ddp-8-bit", "fsdp2", "ddp")
-LOSSES = ("ddp-bf16", "quantized", "ddp-powersgd-32", "ddp-powersgd-8", "low-rank-32@2", "local-32")
-LOSSES += ("ddp-powersgd-8@2", "ddp-powersgd-32@2", "low-rank-32", "ddp-8-bit", "fsdp2")
+LOSSES = ("ddp-bf16", "quantized", "ddp-powersgd-32", "ddp-powersgd-8", "local-32")
+LOSSES += ("ddp-powersgd-8@2", "ddp-powersgd-32@2", "ddp-8-bit", "fsdp2")
 # Most wanted first. "loss" is the run of 125M parameters.
 ROWS = [f"{size}:{name}" for size in ("125m", "1.4b") for name in METHODS]
 ROWS += [f"loss:{name}" for name in LOSSES]
@@ -65,8 +72,8 @@ ROWS += [f"loss:{name}" for name in LOSSES]
 TINY_ROWS = [f"tiny:{name.replace('-32', '-8')}" for name in METHODS if name != "ddp-bf16"]
 TINY_ROWS += [f"loss:{name.replace('-32', '-8')}" for name in LOSSES if name != "ddp-bf16"]
 TINY_ROWS += ["loss:ddp"]
-# What keeps copies together before the first step of low rank.
-FIRST: dict[str | None, str] = {"powersgd": "ddp", "low-rank": "ddp-8-bit"}
+# The variant that runs before the first step of low rank.
+FIRST: dict[str | None, str] = {"powersgd": "ddp"}
 RATES = "none,10gbit,1gbit,100mbit"
 
 
@@ -145,14 +152,14 @@ def measure(size: str, name: str, args: argparse.Namespace, device: torch.device
     counted = free.interface_bytes
     sent = free.sent_inter_bytes if math.isnan(counted) else counted
     row: dict[str, Any] = {"size": size, "method": name, "cells": {}}
-    row |= step_time.without_nan({"sent_bytes": sent, "peak_memory_gib": free.peak_memory_gib})
+    row |= without_nan({"sent_bytes": sent, "peak_memory_gib": free.peak_memory_gib})
     for index, rate in enumerate(args.rates):
         predicted_ms = arithmetic_ms(sent, free.step_ms_mean, rate)
         # One step to settle and two to time, or one and all between two exchanges.
         steps = every + 1 if every else 3
         measured = index == 0 or predicted_ms * steps / 1e3 <= args.limit
         result = next(found)[1] if measured and index > 0 else free
-        cell: dict[str, Any] = step_time.without_nan({"arithmetic_ms": predicted_ms})
+        cell: dict[str, Any] = without_nan({"arithmetic_ms": predicted_ms})
         own_ms = result.step_ms_mean if every else result.step_ms
         cell |= {"step_ms": own_ms, "steps": result.steps} if measured else {"step_ms": None}
         row["cells"][rate or network.UNLIMITED] = cell

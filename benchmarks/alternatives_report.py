@@ -1,4 +1,4 @@
-"""What ``alternatives.py`` has measured, joined and laid out, and losses turned into times."""
+"""Tables of ``alternatives.py``: joined reports, speeds, and losses at equal time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def arithmetic_ms(sent_bytes: float, free_ms: float, rate: str | None) -> float:
     """Milliseconds of a step that sends so many bytes and hides none of that behind its work.
 
     Args:
-        sent_bytes: By one interface.
-        free_ms: Of a step on an unlimited network.
+        sent_bytes: Bytes that one interface sends.
+        free_ms: Milliseconds of a step on an unlimited network.
         rate: See ``network.bits_per_s``; None for no limit.
     """
     return free_ms + 8e3 * sent_bytes / network.bits_per_s(rate or network.UNLIMITED)
@@ -102,16 +102,6 @@ def timed(results: Results, rate: str) -> dict[str, Points]:
     return found
 
 
-def loss_at(points: Points, seconds: float) -> float:
-    """Loss after so many seconds, between two validations by a straight line; NaN before all."""
-    if seconds >= points[-1][0]:
-        return points[-1][1]
-    for (t0, a), (t1, b) in itertools.pairwise(points):
-        if t0 <= seconds <= t1:
-            return a + (b - a) * (seconds - t0) / (t1 - t0)
-    return math.nan
-
-
 def seconds_to(points: Points, loss: float) -> float:
     """Seconds after which a loss is reached; NaN if it is not."""
     if points[0][1] <= loss:
@@ -123,41 +113,22 @@ def seconds_to(points: Points, loss: float) -> float:
 
 
 def losses(results: Results, rate: str) -> Table:
-    """Return what the methods have reached at equal time on a network.
-
-    Times are those at which the fastest method has taken half and four fifths of its steps, until
-    when its learning rate is constant, and all; then the seconds to the highest of all last losses.
-    """
+    """Return when each method reaches the highest of all last losses on a network."""
     curves = timed(results, rate)
     if not curves:
         return [], []
-    steps = results["setup"]["losses"]["steps"]
-    fastest = min(curves.values(), key=lambda points: points[-1][0])
-    marks = [
-        next(t for (t, _), s in zip(fastest, _steps(results), strict=True) if s >= part * steps)
-        for part in (0.5, 0.8, 1.0)
-    ]
     target = max(points[-1][1] for points in curves.values())
     cells = [
         [
             name,
-            *(_loss(loss_at(points, mark)) for mark in marks),
             f"{seconds_to(points, target):.0f}",
             f"{points[-1][0]:.0f}",
             f"{points[-1][1]:.4f}",
         ]
         for name, points in curves.items()
     ]
-    header = [f"loss, {network.file_label(rate)}", *(f"{mark:.0f} s" for mark in marks)]
-    return [*header, f"s to {target:.4f}", "s, all steps", "last"], cells
-
-
-def _steps(results: Results) -> list[int]:
-    return [step for step, _ in next(iter(results["losses"].values()))["points"]]
-
-
-def _loss(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.4f}"
+    header = [f"loss, {network.file_label(rate)}", f"s to {target:.4f}", "s, all steps", "last"]
+    return header, cells
 
 
 def tables(results: Results) -> list[Table]:

@@ -54,7 +54,7 @@ def coded_attention(spec: CodecSpec) -> Iterator[None]:
     """Let every call of ``F.scaled_dot_product_attention`` keep codes; compiled graphs break there.
 
     Args:
-        spec: Of queries, keys and values, each taken as one row.
+        spec: Codec of queries, keys and values, each taken as one row.
     """
 
     @torch.compiler.disable

@@ -111,7 +111,7 @@ class LayerBeforeBoundary(nn.Module):
 
     Args:
         layer: Returns the hidden state.
-        boundaries: What the output crosses.
+        boundaries: Boundaries that the output crosses.
         boundary: Index of the one behind this layer.
     """
 

@@ -67,8 +67,8 @@ class GPT(nn.Module):
         """Return the mean loss over ``[B, T]`` int64 tokens, a scalar.
 
         Args:
-            tokens_BT: What the model reads.
-            targets_BT: What follows each token. Without them it is the next of ``tokens_BT``, and
+            tokens_BT: Input tokens.
+            targets_BT: Next token at each position; without them, the next of ``tokens_BT``, and
                 the last position has none.
         """
         positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)

@@ -47,7 +47,7 @@ class Window:
         held_bytes_per_parameter: Growth from before the window to before its last backward.
         peak_bytes_per_parameter: Largest growth during the window, activations included.
         window_ms: Time of the whole window, the second of two.
-        gradient_norm: Of the accumulated gradients of this rank.
+        gradient_norm: Norm of the accumulated gradients of this rank.
     """
 
     held_bytes_per_parameter: float

@@ -24,13 +24,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 if os.environ.get("TRITON_INTERPRET") != "1":  # as in tests, where launches are left out
     os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
 
-import no_gpu
 import torch
 import torch.distributed as dist
 from common import table, write_report
@@ -39,6 +39,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
 from lq_lightning.codecs import functional
 from lq_lightning.data_parallel import (
@@ -67,13 +69,13 @@ class Row:
     """One line of the report.
 
     Attributes:
-        variant: Whose step.
+        variant: Name of the variant.
         forward_ms: Host time of a forward pass.
-        backward_ms: Of a backward pass.
-        update_ms: Of the optimizer's step, exchanges included.
-        step_ms: Of all.
-        launches: Of our kernels in a step.
-        us_per_unit: By part, its time in a step divided by the number of units.
+        backward_ms: Host time of a backward pass.
+        update_ms: Host time of the optimizer's step, exchanges included.
+        step_ms: Host time of a whole step.
+        launches: Launches of our kernels in a step.
+        us_per_unit: Time of each part in a step, divided by the number of units.
     """
 
     variant: str
@@ -101,21 +103,45 @@ def launched(name: str) -> Callable[..., None]:
     return first_time
 
 
-class NoStream:
-    """Stands for a CUDA stream and for its events."""
+class Launcher:
+    """Replaces Triton's launcher of compiled kernels: counts launches, and launches nothing."""
 
-    def wait_event(self, event: NoStream) -> None:
-        """Wait for nothing."""
+    count = 0
 
-    def wait_stream(self, stream: NoStream) -> None:
-        """Wait for nothing."""
+    def __init__(self, source: Any, metadata: Any) -> None: ...
 
-    def synchronize(self) -> None:
-        """Wait for nothing."""
+    def __call__(self, *arguments: Any) -> None:
+        """Count a launch."""
+        Launcher.count += 1
 
-    def record_event(self, event: object = None) -> NoStream:
-        """Return what can be waited for."""
-        return self
+
+def hopper() -> Any:
+    """Return a driver of Triton that compiles for Hopper (sm_90) and has no device."""
+    properties = {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
+    utilities = SimpleNamespace(
+        load_binary=lambda *_: (1, 1, 32, 0, 1024),  # module, function, registers, spills, threads
+        unload_module=lambda *_: None,
+        get_device_properties=lambda device: properties,
+    )
+    return SimpleNamespace(
+        launcher_cls=Launcher,
+        utils=utilities,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=None: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_active_torch_device=lambda: torch.device("cpu"),
+        get_device_capability=lambda device=0: (9, 0),
+        map_python_to_cpp_type=lambda name: name,
+        allocate_default_profile_scratch=lambda *_: None,
+    )
+
+
+def no_stream() -> Any:
+    """Return what stands for all CUDA streams and their events, and never waits."""
+    stream = SimpleNamespace(**dict.fromkeys(("wait_event", "wait_stream"), lambda _: None))
+    stream.synchronize = lambda: None
+    stream.record_event = lambda event=None: stream
+    return stream
 
 
 @contextmanager
@@ -127,7 +153,7 @@ def pretended_gpu() -> Iterator[None]:
             stack.enter_context(mock.patch.multiple(functional, **nothing))
             sums: Callable[..., Tensor] = lambda tensors: torch.zeros(len(tensors)).long()  # noqa: E731
         else:
-            no_gpu.use()
+            driver.set_active(hopper())
             for name in KERNELS:
                 reference = import_module(f"lq_lightning.kernels.{name}.op").cpu
                 stack.enter_context(mock.patch.object(reference, name, launched(name)))
@@ -135,7 +161,7 @@ def pretended_gpu() -> Iterator[None]:
             stack.enter_context(mock.patch.object(functional, "_may_repeat", plain))
             sums = import_module("lq_lightning.kernels.checksum.triton_kernels").launch_checksums
         stack.enter_context(mock.patch.object(shard_contents, "checksums", sums))
-        nowhere = NoStream()
+        nowhere = no_stream()
         for name, value in {
             "has_streams": lambda device: True,
             "current_stream": lambda: nowhere,
@@ -172,7 +198,7 @@ class Steps:
     """Training steps of one variant.
 
     Args:
-        config: Of the model.
+        config: Sizes of the model.
         nodes: In the world.
         gpus: Ranks of a node.
         quantized: Whether collectives are quantized.
@@ -216,11 +242,11 @@ def measure(steps: Steps, name: str, repeats: int) -> Row:
     """Take steps, and return the least time of each phase and part."""
     for _ in range(3):
         steps.take()
-    best, parts, launches = [float("inf")] * 4, {}, no_gpu.Launcher.count
+    best, parts, launches = [float("inf")] * 4, {}, Launcher.count
     for _ in range(repeats):
         times = steps.take()
         best = [min(pair) for pair in zip(best, (*times, sum(times)), strict=True)]
-    launches = no_gpu.Launcher.count - launches
+    launches = Launcher.count - launches
     for _ in range(repeats):
         spent: dict[str, float] = {}
         with timed_parts(spent):

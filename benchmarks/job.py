@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from coded_low_rank import CodedLowRank, coded_low_rank_hook
 from gpt import GPT, GPTConfig
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -46,18 +46,18 @@ TINY = {"layers": 2, "hidden": 64, "heads": 2, "seq": 64, "vocab": 256}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """What one measured configuration communicates, and how.
+    """Communication of one measured configuration.
 
     Attributes:
         weights: Quantization of the weights; None leaves FSDP2's all-gather.
         gradients: Quantization of the gradients; None leaves FSDP2's reduce-scatter.
-        reduce_dtype: Of FSDP2's gradient reduction.
+        reduce_dtype: Dtype of FSDP2's gradient reduction.
         communicate: False lets each rank train its own unsharded copy.
         keep_gathered: Whether blocks stay gathered between forward and backward (ZeRO-2).
         ddp: How unsharded copies are kept together: a hook of DDP, or ``"none"`` for its all-reduce
             in fp32; None shards with FSDP2.
-        rank: Of ``"powersgd"``, and of ``"low-rank"``, :class:`CodedLowRank`.
-        start: Of both, steps before the first of low rank.
+        rank: Rank of ``"powersgd"``.
+        start: Steps of ``"powersgd"`` before the first of low rank.
         every: Steps that nodes train alone, each with a model sharded over its ranks; 0: they do
             not.
     """
@@ -67,7 +67,7 @@ class Variant:
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     communicate: bool = True
     keep_gathered: bool = False
-    ddp: Literal["none", "bf16", "8-bit", "powersgd", "low-rank"] | None = None
+    ddp: Literal["none", "bf16", "8-bit", "powersgd"] | None = None
     rank: int = 32
     start: int = 2  # before iteration 2 DDP rebuilds its buckets, which PowerSGD cannot follow
     every: int = 0
@@ -97,7 +97,6 @@ VARIANTS = {
     "ddp-8-bit": Variant(ddp="8-bit"),
     "ddp-powersgd-8": Variant(ddp="powersgd", rank=8),
     "ddp-powersgd-32": Variant(ddp="powersgd", rank=32),
-    **{f"low-rank-{rank}": Variant(ddp="low-rank", rank=rank) for rank in (8, 32, 64)},
     **{f"local-{every}": Variant(every=every) for every in (8, 16, 32, 64)},
     "no-communication": Variant(communicate=False),
 }
@@ -113,15 +112,15 @@ class Job:
     """One variant on one rank: the sharded model, its optimizer and its data.
 
     Args:
-        variant: What to communicate.
+        variant: Configuration to measure.
         config: Sizes of the model.
         micro_batch: Sequences per rank and step.
         node_size: Ranks of one node.
-        device: Of this rank.
+        device: Device of this rank.
         compile_blocks: Whether to ``torch.compile`` each block, and the loss, before sharding.
         autocast: Whether the forward runs under autocast to bf16, as under Lightning's
             ``bf16-mixed``, with normalization and loss in fp32.
-        seed: Of weights to train from, the same for all variants; None draws each shard by itself.
+        seed: Seed of the initial weights, the same for all variants; None draws each shard alone.
     """
 
     def __init__(
@@ -187,7 +186,7 @@ class Job:
         """Bring nodes together every so many steps."""
         if dist.group.WORLD is None:
             raise AssertionError("a job has a default process group")
-        lr = 0.7 if every > 16 else 0.5  # what ended lowest in fewer_bytes.py
+        lr = 0.7 if every > 16 else 0.5  # what ended lowest in many short runs
         self.local = OuterOptimizer(
             LocalSteps(every=every, outer_lr=lr),
             self.topology,
@@ -223,9 +222,6 @@ class Job:
                 None, matrix_approximation_rank=variant.rank, start_powerSGD_iter=variant.start
             )
             ddp.register_comm_hook(power, powerSGD_hook)
-        elif variant.ddp == "low-rank":
-            thin = CodedLowRank(variant.rank, variant.start, node_size)
-            ddp.register_comm_hook(thin, coded_low_rank_hook)
 
     def forward(self) -> Tensor:
         """Return the loss of the next batch."""
@@ -340,3 +336,8 @@ def over_ranks(values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op)
     return [float(value) for value in tensor]
+
+
+def without_nan(values: dict[str, float]) -> dict[str, float | None]:
+    """Replace NaN by None, which JSON can hold."""
+    return {name: None if math.isnan(value) else value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""What `activations.py` measures of a layer: times, bytes held, distance to plain bf16."""
+"""Measurements of `activations.py`: times, bytes held, distance to plain bf16."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Data:
 
     Attributes:
         x: ``[n, B, S, H]`` bf16; a call takes the ``i``-th of ``n``.
-        grad: As ``x``.
+        grad: Gradients of outputs, shaped as ``x``.
         rotary: Cosine and sine.
     """
 
@@ -62,10 +62,10 @@ class Subject:
     """A variant under measurement.
 
     Attributes:
-        name: Of the variant.
+        name: Name of the variant.
         layer: Its own layer.
-        call: What is trained.
-        row: What was measured.
+        call: Function that is trained.
+        row: Measurements so far.
         times: Milliseconds of its rounds.
     """
 

@@ -37,7 +37,6 @@ from job import (
     time_steps,
 )
 from lightning.pytorch import Callback, LightningModule, Trainer
-from step_time import profile_steps
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -104,53 +103,10 @@ class Times(Callback):
         return [a.elapsed_time(b) / 1e3 for a, b in pairs]
 
 
-class Profile(Callback):
-    """Profiles steps on rank 0, each marked as ``step_time.py --trace`` marks it.
-
-    Args:
-        first: Index of the first profiled step.
-        path: The Chrome trace to write.
-    """
-
-    def __init__(self, first: int, path: Path) -> None:
-        self._first, self._path = first, path
-        self._profile = torch.profiler.profile()
-        self._step: Any = None
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Start the profile at the first step, and mark every one from there on."""
-        if dist.get_rank() == 0 and batch_idx >= self._first:
-            if batch_idx == self._first:
-                self._profile.start()
-            self._step = torch.profiler.record_function("step")
-            self._step.__enter__()
-
-    def on_train_batch_end(self, *unused: Any) -> None:
-        """End the mark."""
-        if self._step is not None:
-            self._step.__exit__(None, None, None)
-            self._step = None
-
-    def on_train_end(self, *unused: Any) -> None:
-        """Write the profile."""
-        if dist.get_rank() == 0:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self._profile.stop()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._profile.export_chrome_trace(str(self._path))
-
-
 def trainer_times(name: str, args: argparse.Namespace, device: torch.device) -> list[float]:
     """Return the seconds of the timed steps of a Trainer."""
     times = Times(device)
     count = args.warmup + args.steps
-    callbacks: list[Callback] = [times]
-    if args.trace:
-        callbacks.append(Profile(count, args.trace / f"{name}_trainer.json.gz"))
-        count += 2
     local = args.ranks_per_machine
     trainer = Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
@@ -165,7 +121,7 @@ def trainer_times(name: str, args: argparse.Namespace, device: torch.device) -> 
         ),
         precision="bf16-mixed",
         max_steps=count,
-        callbacks=callbacks,
+        callbacks=[times],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -189,10 +145,7 @@ def loop_times(name: str, args: argparse.Namespace, device: torch.device) -> lis
         autocast=True,
     )
     time_steps(job, args.warmup)
-    times = time_steps(job, args.steps)[0]
-    if args.trace:
-        profile_steps(job, args.trace / f"{name}_loop.json.gz")
-    return times
+    return time_steps(job, args.steps)[0]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -205,11 +158,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before timing starts")
     parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        help="profile both as well; traces for research/draw_timeline.py go here",
-    )
     args = parser.parse_args()
     args.variants = choices(parser, "variants", args.variants, STRATEGY_VARIANTS)
     args.config = model_config(args)

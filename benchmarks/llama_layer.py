@@ -32,8 +32,8 @@ class Shape:
     Attributes:
         hidden: Width of the residual stream.
         intermediate: Width between the MLP's projections.
-        heads: Of the queries.
-        kv_heads: Of keys and values.
+        heads: Query heads.
+        kv_heads: Key/value heads.
         seq: Tokens of a sequence.
         batch: Sequences.
     """

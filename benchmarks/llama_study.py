@@ -2,10 +2,7 @@
 
 All variants of a seed see the same model, data and learning rates. What two runs that should end
 alike differ by comes mostly from the first steps: with ``--trunk-steps`` all variants of a seed
-share these, in full precision, and differ (or are perturbed) from there on. With ``--tune-blocks``
-the shared start is pre-training on all but the last of the training text, with a schedule of its
-own, and the runs are fine-tuning: several epochs over these last blocks, or over as many of another
-text (``--tune-text``). ``--trunk-seed`` makes this start the same for all seeds.
+share these, in full precision, and differ (or are perturbed) from there on.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from ablation_data import Data, load, load_files
+from ablation_data import Data, load
 from ablation_report import (
     Outcome,
     Outcomes,
@@ -33,8 +30,7 @@ from ablation_report import (
     write_outcomes,
 )
 from corpus import tokens_folder
-from llama import PRESETS, Preset
-from llama_training import CURVE_STEPS, Training
+from llama_training import CURVE_STEPS, PRESETS, Preset, Training
 from torch import Tensor
 
 SIZES = ("steps", "batch", "micro_batch", "val_blocks")
@@ -42,7 +38,7 @@ SIZES = ("steps", "batch", "micro_batch", "val_blocks")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """What one run changes; nothing by default.
+    """Changes of one run; none by default.
 
     Attributes:
         perturbation: Relative deviation of normal noise on the weights that training starts from.
@@ -56,14 +52,12 @@ class Study:
     """A kind of ablation.
 
     Attributes:
-        name: Of its reports.
-        variants: By name.
+        name: Name in its reports.
+        variants: Variants by name.
         applied: Returns the context in which a variant trains; it prepares the model, and compiles
             it if asked to. What it yields are fields of the outcome, complete after the context.
         summary: Lays out outcomes for a terminal.
-        val_exact: Whether the model is validated once more after the context.
         afterwards: Returns more details of a run, or None; its losses are written by then.
-        draw: Makes the figure of reports that are merged.
     """
 
     name: str
@@ -72,62 +66,22 @@ class Study:
         [Any, Training, bool, argparse.Namespace], AbstractContextManager[dict[str, Any]]
     ]
     summary: Callable[[Outcomes], str]
-    val_exact: bool = False
     afterwards: Callable[[Any, Training, Data, argparse.Namespace], dict[str, Any] | None] = (
         lambda variant, training, data, args: None
     )
-    draw: Callable[[Outcomes, Path], None] = draw
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Course:
-    """What the shared start reads, and what the runs do, with their sizes."""
-
-    trunk_data: Data
-    trunk_sizes: Preset
-    data: Data
-    sizes: Preset
-    tuning: bool
 
 
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def course_of(args: argparse.Namespace, data: Data) -> Course:
-    """Return what runs do: all of pre-training, or fine-tuning after it."""
-    sizes: Preset = args.sizes
-    if not args.tune_blocks:
-        return Course(trunk_data=data, trunk_sizes=sizes, data=data, sizes=sizes, tuning=False)
-    steps = args.tune_epochs * (args.tune_blocks // sizes.batch)
-    if args.tune_text:
-        device = data.train.device
-        other = load_files(args.tune_text, args.tune_suffix, args.tokens, sizes.seq, device)
-        # The order of files is that of hashes, but long files would be most of the first blocks.
-        order = torch.randperm(len(other.train), generator=torch.Generator().manual_seed(0))
-        chosen = order[: args.tune_blocks].to(device)
-        trunk_data, tuned = data, replace(other, train=other.train[chosen])
-    else:
-        trunk_data = replace(data, train=data.train[: -args.tune_blocks])
-        tuned = replace(data, train=data.train[-args.tune_blocks :])
-    return Course(
-        trunk_data=trunk_data,
-        trunk_sizes=replace(sizes, steps=args.trunk_steps),
-        data=tuned,
-        sizes=replace(sizes, steps=steps, lr=args.tune_lr),
-        tuning=True,
-    )
-
-
-def trunk_of(args: argparse.Namespace, course: Course, seed: int, compiled: bool) -> Path | None:
+def trunk_of(args: argparse.Namespace, data: Data, seed: int, compiled: bool) -> Path | None:
     """Return the file with the common start of all runs of a seed, made if it is missing."""
     if not args.trunk_steps:
         return None
-    seed = seed if args.trunk_seed is None else args.trunk_seed
-    kind = "tune_" if args.tune_text else f"tune{args.tune_blocks}_" if course.tuning else ""
-    path: Path = args.trunk / f"trunk_{args.preset}_{kind}{seed}_{args.trunk_steps}.pt"
+    path: Path = args.trunk / f"trunk_{args.preset}_{seed}_{args.trunk_steps}.pt"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        training = Training(course.trunk_data, course.trunk_sizes, seed)
+        training = Training(data, args.sizes, seed)
         if compiled:
             training.model.compile_parts(fullgraph=True)
         training.run(args.trunk_steps)
@@ -151,21 +105,21 @@ def _curve(values: list[Tensor], first: int) -> tuple[tuple[int, float], ...]:
 def train(
     study: Study,
     variant: Variant,
-    course: Course,
+    data: Data,
     seed: int,
     compiled: bool,
     trunk: Path | None,
     args: argparse.Namespace,
 ) -> tuple[Outcome, Training]:
     """Train one variant, from scratch or from the common trunk, and validate it."""
-    data, preset = course.data, course.sizes
+    preset: Preset = args.sizes
     device = data.train.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
     training = Training(data, preset, seed)
     if trunk is not None:
-        (training.begin_from if course.tuning else training.resume)(trunk)
+        training.resume(trunk)
     if variant.perturbation:
         training.perturb(variant.perturbation)
     training.weights.publish()
@@ -189,7 +143,6 @@ def train(
         grad_norms=_curve(norms, first),
         tokens_per_s=steps * preset.batch * preset.seq / (end - timed_from) if steps else None,
         peak_gib=torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None,
-        exact_val_loss=training.validate() if study.val_exact else None,
         **found,
     )
     return outcome, training
@@ -201,7 +154,7 @@ def run(study: Study, args: argparse.Namespace) -> None:
     cuda = torch.cuda.is_available() and not args.cpu
     device = torch.device("cuda" if cuda else "cpu")
     compiled = cuda if args.compile is None else args.compile
-    course = course_of(args, load(args.tokens, args.text, args.sizes.seq, device))
+    data = load(args.tokens, args.text, args.sizes.seq, device)
     print(f"data on the device after {time.perf_counter() - start:.1f} s", flush=True)
     outcomes: Outcomes = {}
     longest = 0.0
@@ -211,15 +164,15 @@ def run(study: Study, args: argparse.Namespace) -> None:
             left = ",".join(f"{name}:{seed}" for name, seed in args.runs[done:])
             print(f'no time for --runs "{left}"', flush=True)
             break
-        trunk = trunk_of(args, course, seed, compiled)
+        trunk = trunk_of(args, data, seed, compiled)
         variant = study.variants[name]
-        outcome, training = train(study, variant, course, seed, compiled, trunk, args)
+        outcome, training = train(study, variant, data, seed, compiled, trunk, args)
         torch.compiler.reset()
         outcomes.setdefault(name, []).append(outcome)
-        report(study, args, course, outcomes, compiled)
-        if (more := study.afterwards(variant, training, course.data, args)) is not None:
+        report(study, args, data, outcomes, compiled)
+        if (more := study.afterwards(variant, training, data, args)) is not None:
             outcomes[name][-1] = replace(outcome, details=(outcome.details or {}) | more)
-            report(study, args, course, outcomes, compiled)
+            report(study, args, data, outcomes, compiled)
         del training
         gc.collect()  # patched modules refer to themselves; free the model before the next one
         longest = max(longest, time.perf_counter() - start - elapsed)
@@ -235,22 +188,17 @@ def run(study: Study, args: argparse.Namespace) -> None:
 
 
 def report(
-    study: Study, args: argparse.Namespace, course: Course, outcomes: Outcomes, compiled: bool
+    study: Study, args: argparse.Namespace, data: Data, outcomes: Outcomes, compiled: bool
 ) -> None:
     """Write the report of the runs so far."""
-    preset = course.sizes
+    preset: Preset = args.sizes
     tokens = preset.steps * preset.batch * preset.seq
-    tuning = {"blocks": args.tune_blocks, "epochs": args.tune_epochs}
-    if args.tune_text:
-        tuning |= {"files": args.tune_suffix, "trunk_seed": args.trunk_seed}
     settings = {
         "compiled": compiled,
         "transformers": transformers.__version__,
         "trunk_steps": args.trunk_steps,
-        "tuning": tuning if course.tuning else None,
-        **args.also_reported,
     }
-    write_outcomes(args.json, study.name, preset, course.data, tokens, outcomes, settings)
+    write_outcomes(args.json, study.name, preset, data, tokens, outcomes, settings)
 
 
 def show_merged(study: Study, args: argparse.Namespace) -> None:
@@ -262,7 +210,7 @@ def show_merged(study: Study, args: argparse.Namespace) -> None:
     if args.json:
         write_merged(args.merge, study.name, results, args.json)
     if args.figure:
-        study.draw(outcomes, args.figure)
+        draw(outcomes, args.figure)
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -290,17 +238,6 @@ def parser_of(study: Study, description: str | None, preset: str) -> argparse.Ar
         help="first steps, in full precision, that all runs of a seed share: a multiple of 50",
     )
     parser.add_argument("--trunk", type=Path, help="folder of these starts")
-    parser.add_argument(
-        "--tune-blocks",
-        type=int,
-        default=0,
-        help="fine-tune on so many sequences after the trunk, which has not seen them",
-    )
-    parser.add_argument("--tune-text", type=Path, help="folder of other files to fine-tune on")
-    parser.add_argument("--tune-suffix", default=".py", help="of these (default: .py)")
-    parser.add_argument("--trunk-seed", type=int, help="of the start of all runs")
-    parser.add_argument("--tune-epochs", type=int, default=4, help="over these (default: 4)")
-    parser.add_argument("--tune-lr", type=float, default=2e-4, help="peak (default: 2e-4)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="on GPUs: yes")
     parser.add_argument("--text", type=Path, help="folder with .py files (default: the stdlib)")
     parser.add_argument("--tokens", type=tokens_folder, help="that research/kernel_text.py wrote")
@@ -308,7 +245,6 @@ def parser_of(study: Study, description: str | None, preset: str) -> argparse.Ar
     parser.add_argument("--figure", type=Path, help="with --merge: image to draw")
     parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
     parser.add_argument("--json", type=Path, help="where to write the report")
-    parser.set_defaults(also_reported={})
     return parser
 
 
@@ -326,12 +262,6 @@ def read_arguments(study: Study, parser: argparse.ArgumentParser) -> argparse.Na
         parser.error(f"--runs {args.runs!r}: give NAME:SEED,NAME:SEED with names of {names}")
     if args.trunk_steps % CURVE_STEPS or args.trunk_steps and not args.trunk:
         parser.error(f"--trunk-steps takes a multiple of {CURVE_STEPS}, and --trunk")
-    if args.trunk_seed is not None and not args.tune_blocks:
-        parser.error("--trunk-seed takes --tune-blocks: what is resumed has the seed of its run")
-    if args.tune_text and not args.tune_blocks:
-        parser.error("--tune-text takes --tune-blocks")
-    if args.tune_blocks and not args.trunk_steps:
-        parser.error("--tune-blocks takes --trunk-steps of pre-training")
     args.runs = [(name, int(seed)) for name, _, seed in named]
     return args
 

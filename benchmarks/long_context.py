@@ -144,9 +144,9 @@ class Variant:
     """A way to train.
 
     Attributes:
-        model: What is trained.
-        options: Of the command line, behind those of all.
-        optimizer: Of a checkpointed model.
+        model: Class of the LightningModule.
+        options: More options of the command line.
+        optimizer: Library of the optimizer of a checkpointed model.
     """
 
     model: type[CausalLM]

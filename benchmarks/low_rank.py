@@ -14,7 +14,7 @@ class LowRank(nn.Module):
 
     Args:
         linear: Without bias; it is to be frozen.
-        rank: Of the sum.
+        rank: Rank of the sum.
         alpha: See above.
     """
 

@@ -38,6 +38,7 @@ from job import (
     model_config,
     over_ranks,
     process_group,
+    without_nan,
 )
 
 MODELS = {
@@ -57,7 +58,7 @@ class Memory:
     """Bytes that PyTorch allocated on the device, the largest of all ranks.
 
     Attributes:
-        at_rest: Between steps.
+        at_rest: Bytes between steps.
         optimizer: Peak in the optimizer step.
         peak: Peak of the whole step.
     """
@@ -75,30 +76,14 @@ def replica_bytes(variant: Variant, parameters: int, node_size: int) -> float:
 
 
 def predict(
-    variant: Variant,
-    *,
-    parameters: int,
-    in_blocks: int,
-    world_size: int,
-    node_size: int,
-    zero3_peak: float,
+    variant: Variant, parameters: int, in_blocks: int, node_size: int, zero3_peak: float
 ) -> Memory:
-    """Return what the formula of this file's head gives.
-
-    Args:
-        variant: What to predict.
-        parameters: Of the model.
-        in_blocks: Those of its blocks.
-        world_size: Number of ranks.
-        node_size: Ranks of one node.
-        zero3_peak: Measured peak of plain ZeRO-3 in bytes.
-    """
+    """Return what the formula of this file's head gives, from the measured peak of ZeRO-3."""
     replica = replica_bytes(variant, parameters, node_size)
+    own = parameters / dist.get_world_size()
     kept = 2 * in_blocks if variant.keep_gathered and variant.weights is None else 0
     return Memory(
-        at_rest=12 * parameters / world_size + replica,
-        optimizer=16 * parameters / world_size + replica,
-        peak=zero3_peak + replica + kept,
+        at_rest=12 * own + replica, optimizer=16 * own + replica, peak=zero3_peak + replica + kept
     )
 
 
@@ -120,11 +105,11 @@ def measure(
     job = Job(variant, config, micro_batch=micro_batch, node_size=node_size, device=device)
     for _ in range(2):
         job.step()
-    rest = _allocated(device, reset=True)
+    rest = _device_memory("memory_allocated", device)
     job.forward().backward()
-    training = _peak(device, reset=True)
+    training = _device_memory("max_memory_allocated", device)
     job.update()
-    optimizer = _peak(device, reset=False)
+    optimizer = _device_memory("max_memory_allocated", device)
     peaks = [rest, optimizer, max(training, optimizer)]
     return Memory(**dict(zip(_FIELDS, over_ranks(peaks, dist.ReduceOp.MAX), strict=True)))
 
@@ -132,23 +117,14 @@ def measure(
 _FIELDS = [field.name for field in dataclasses.fields(Memory)]
 
 
-def _allocated(device: torch.device, *, reset: bool) -> float:
+def _device_memory(statistic: str, device: torch.device) -> float:
+    """Return bytes by a function of torch.cuda, NaN on a CPU, and forget peaks so far."""
     if device.type != "cuda":
         return math.nan
     torch.cuda.synchronize()
-    if reset:
-        torch.cuda.reset_peak_memory_stats()
-    return float(torch.cuda.memory_allocated())
-
-
-def _peak(device: torch.device, *, reset: bool) -> float:
-    if device.type != "cuda":
-        return math.nan
-    torch.cuda.synchronize()
-    peak = float(torch.cuda.max_memory_allocated())
-    if reset:
-        torch.cuda.reset_peak_memory_stats()
-    return peak
+    found = float(getattr(torch.cuda, statistic)())
+    torch.cuda.reset_peak_memory_stats()
+    return found
 
 
 def measure_model(
@@ -170,18 +146,11 @@ def measure_model(
             torch.cuda.empty_cache()
         if label == "ZeRO-3":
             zero3_peak = measured.peak
-        predicted = predict(
-            variant,
-            parameters=parameters,
-            in_blocks=in_blocks,
-            world_size=world_size,
-            node_size=node_size,
-            zero3_peak=zero3_peak,
-        )
+        predicted = predict(variant, parameters, in_blocks, node_size, zero3_peak)
         over = (measured.peak - zero3_peak) / parameters
         variants[label] = {
-            "measured": _without_nan(asdict(measured)),
-            "predicted": _without_nan(asdict(predicted)),
+            "measured": without_nan(asdict(measured)),
+            "predicted": without_nan(asdict(predicted)),
             "replica_bytes_per_parameter": replica_bytes(variant, parameters, node_size)
             / parameters,
             "peak_over_zero3_bytes_per_parameter": None if math.isnan(over) else over,
@@ -195,10 +164,6 @@ def measure_model(
     if dist.get_rank() == 0:
         print(f"{name}: {parameters / 1e9:.2f}e9 parameters\n{lay_out(variants)}", flush=True)
     return result
-
-
-def _without_nan(values: dict[str, float]) -> dict[str, float | None]:
-    return {name: None if math.isnan(value) else value for name, value in values.items()}
 
 
 def lay_out(variants: dict[str, Any]) -> str:

@@ -104,8 +104,8 @@ def link_gbit_per_s(group: dist.ProcessGroup, device: torch.device, nbytes: int)
     Collective over all ranks. Protocol overhead counts. NaN outside `nodes.sh`.
 
     Args:
-        group: Of :func:`peers`.
-        device: Of this rank.
+        group: Group of :func:`peers`.
+        device: Device of this rank.
         nbytes: Bytes that each rank sends to each peer in one of three exchanges; more than the
             bytes that the bucket lets through at once, which the first exchange uses up.
     """

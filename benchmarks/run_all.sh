@@ -1,23 +1,27 @@
 #!/usr/bin/env bash
-# Measure everything that docs/performance.md shows, on one machine with four GPUs. See usage below.
+# Measure what docs show, part by part. See usage below.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage() {
     cat <<'TEXT'
-usage: run_all.sh [-o FOLDER] [PART...]
+usage: run_all.sh [-o FOLDER] [PART...] [-- OPTIONS]
 
   -o FOLDER  for the JSON reports, and FOLDER/traces
              (default: benchmarks/results, and outputs/traces)
-  PART       nvlink, rates, slow, compile, memory, kernels (default: all, in this order)
+  PART       four GPUs:  nvlink, rates, slow, compile, memory, gradients, kernels (the default)
+             one GPU of 141 GB:  table, long, coat, training (saved activations; libraries to
+             compare with: liger-kernel, torchao, bitsandbytes)
+             emulated hosts:  stages2, stages4 (pipelines; where stages share GPUs, CUDA's MPS lets
+             them compute side by side), split (split learning, on CPUs)
+  OPTIONS    more for slow_network.py: `-- --preset cpu` where there are no GPUs
 
-`slow` compares with DDP, PowerSGD among its hooks, on a small model that fits on every GPU. `rates`,
-`slow` and `compile` emulate two nodes with benchmarks/nodes.sh, which needs root. PYTHON names the
-interpreter (default: python3). A part that fails or takes longer than its limit is named at the
-end; the others still run, and the exit status is 1. Afterwards, on any machine:
+`rates`, `slow`, `compile`, `gradients` and emulated hosts use benchmarks/nodes.sh, which needs root,
+ip and tc (package iproute2). `slow` compares with DDP, PowerSGD among its hooks, on a small model
+that fits on every GPU. PYTHON names the interpreter (default: python3). A part that fails or takes
+longer than its limit is named at the end; the others still run, and the exit status is 1.
+Afterwards, on any machine:
 
-  python benchmarks/research/draw_timeline.py outputs/traces/quantized_{unlimited,10gbit}.json.gz \
-      --node-size 2 --json benchmarks/results/trace.json --pictures docs/images
   python benchmarks/picture.py docs/images/step_time.svg
   python benchmarks/table.py benchmarks/results/step_time_*gbit.json
 TEXT
@@ -32,16 +36,24 @@ while getopts "o:h" option; do
     esac
 done
 shift $((OPTIND - 1))
-[ $# -gt 0 ] || set -- nvlink rates slow compile memory kernels
-for part; do
-    case $part in
-        nvlink | rates | slow | compile | memory | kernels) ;;
+parts=()
+while [ $# -gt 0 ] && [ "$1" != -- ]; do
+    case $1 in
+        nvlink | rates | slow | compile | memory | gradients | kernels) parts+=("$1") ;;
+        table | long | coat | training | stages2 | stages4 | split) parts+=("$1") ;;
         *) usage >&2; exit 2 ;;
     esac
+    shift
 done
+[ $# -eq 0 ] || shift
+options=("$@")
+[ ${#parts[@]} -gt 0 ] || parts=(nvlink rates slow compile memory gradients kernels)
 
-export PYTHON=${PYTHON:-python3} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export PYTHON=${PYTHON:-python3} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}  # multicast is not to be had on every machine
+# Caches of compiled graphs and kernels: a second run takes half the time.
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/outputs/inductor}
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$PWD/outputs/triton}
 mkdir -p "$results"
 variants=fsdp2,fsdp2-bf16-reduce,quantized,quantized-node
 on_one_node=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 4)
@@ -73,12 +85,43 @@ memory() {
     timeout 150 "${on_one_node[@]}" benchmarks/memory.py --node-size 2 \
         --json "$results/memory.json"
 }
+gradients() {
+    local status=0 rate
+    "$PYTHON" benchmarks/gradient_memory.py --json "$results/gradient_memory.json" || status=1
+    for rate in 10gbit none; do
+        benchmarks/nodes.sh -r "$rate" -n 2 -g 2 benchmarks/all_reduce.py --node-size 2 \
+            --seconds 0.5 --json "$results/all_reduce_${rate/none/unlimited}.json" || status=1
+    done
+    return $status
+}
 kernels() {
     timeout 120 "$PYTHON" benchmarks/kernels.py --out "$results/kernels_h200.json"
 }
+layers() {  # preset, seconds, rounds
+    timeout "$2" "$PYTHON" benchmarks/activations.py --preset "$1" --jobs 6 --seconds "$(($2 - 30))" \
+        --rounds "$3" --json "$results/activations_$1.json"
+}
+table() { layers table 270 15; }
+long() { layers long 200 5; }
+coat() { layers coat 180 8; }
+training() {
+    "$PYTHON" benchmarks/long_context.py --json "$results/long_context.json" --variants \
+        'plain;bitsandbytes;bitsandbytes, compiled;ours;ours fp8-4bit'
+}
+stages() {  # The slowest steps take 9 s with two stages and 17 s with four, in fp32 at 100 Mb/s.
+    benchmarks/nodes.sh -b 128kb -n "$1" -g 1 benchmarks/slow_network.py \
+        --rates 1gbit,500mbit,300mbit,100mbit --microbatches 16 --steps 2 \
+        --json "$results/slow_network_$1.json" ${options[@]+"${options[@]}"}
+}
+stages2() { stages 2; }
+stages4() { stages 4; }
+split() {
+    benchmarks/nodes.sh -n 2 -g 1 benchmarks/split_link.py --rates 10mbit,100mbit \
+        --json "$results/split_link.json"
+}
 
 failed=()
-for part; do
+for part in "${parts[@]}"; do
     echo "== $part" >&2
     start=$SECONDS
     ("$part") || failed+=("$part")

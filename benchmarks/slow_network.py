@@ -14,10 +14,6 @@ link. A step needs a little more, since the first stage waits for the last at bo
 some 20 Mb/s the emulated queue of 100 ms holds few packets: TCP then loses some, and hosts with two
 neighbours stall (81% of the limit instead of 94% with four stages at 4 Mb/s).
 
-``--train-steps`` also trains on text, from the same weights and on the same batches with every
-codec, and compares after how many seconds a loss is reached: the mean over so many steps as the
-smoothing, and as the loss the highest that a codec ends with.
-
 On a CPU, computation takes the time that a slow network takes on GPUs; `--preset cpu` is narrow
 enough to stay below it. Hidden states are fp32, on GPUs under autocast to bf16. Codecs have names;
 what they are forward and backward is in ``CODECS``.
@@ -28,7 +24,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import statistics
 import time
+import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,18 +35,20 @@ from typing import Any
 import network
 import torch
 import torch.distributed as dist
-from common import write_report
+from common import table, write_report
 from corpus import standard_library
 from gpt import GPT, GPTConfig
 from job import TINY, add_group_arguments, choices, process_group
-from pipeline_job import Part, StepTimes, TimedCodec, everyone, finish
-from slow_network_report import compare, show, show_training
 from torch import Tensor, nn
 
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.pipeline.boundary import make_boundary_codec
+from lq_lightning.pipeline.boundary import BoundaryCodec, make_boundary_codec
+from lq_lightning.pipeline.calls import BoundaryMeta
 from lq_lightning.pipeline.engine import PipelineEngine
 from lq_lightning.pipeline.links import ProcessGroupLinks
+from lq_lightning.pipeline.partition import keep_stages
+from lq_lightning.pipeline.parts import StageModule
+from lq_lightning.pipeline.plan import plan_stages
 
 INT5 = CodecSpec(code="int5", group_size=64, symmetric=False, scale_dtype="bfloat16")
 # Forward and backward. Integers have a scale and a minimum in bf16 per tile, of 64 channels
@@ -80,16 +81,16 @@ class Result:
         steps: Number of timed steps.
         tokens_per_s: At the median.
         forward_bits: Per value of hidden states, counted from payloads of the timed steps.
-        backward_bits: Likewise of gradients.
-        payload_bytes: By host, bytes of the payloads that it sends in one step.
-        interface_bytes: By host, bytes that its interface really sent in one step; NaN where no
+        backward_bits: Bits per value of gradients, likewise.
+        payload_bytes: Bytes of the payloads that each host sends in one step.
+        interface_bytes: Bytes that each host's interface really sent in one step; NaN where no
             interface is known.
-        link_ms: What the host that sends the most needs for its payloads at the rate of the link.
+        link_ms: Time that the payloads of the busiest host need at the rate of the link.
         reached: ``link_ms`` as a share of ``step_ms``; NaN without a limit.
-        encode_ms: Of all payloads of a step, on the rank that takes longest.
-        decode_ms: Likewise.
-        coding_share: Both together as a share of ``link_ms``, where that is largest.
-        loss: Of the last step.
+        encode_ms: Encoding time of a step on the slowest rank.
+        decode_ms: Decoding time, likewise.
+        coding_share: Both together, as a share of ``link_ms``, on the slowest rank.
+        loss: Loss of the last step.
     """
 
     step_ms: float
@@ -107,140 +108,193 @@ class Result:
     loss: float
 
 
-@dataclass(frozen=True, slots=True)
-class Batches:
-    """The same text on all ranks.
+class Clock:
+    """Marks moments, on CUDA on the stream, so that the host runs ahead as in training."""
 
-    Attributes:
-        tokens: ``[batches, B, T + 1]`` int64 on the CPU.
-    """
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = []
 
-    tokens: Tensor
+    def mark(self) -> None:
+        """Remember this moment."""
+        if not self._cuda:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
 
-    def take(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return the batch of a step, and the identities of its samples; after the last the first.
+    def take(self) -> list[float]:
+        """Return and forget the seconds between marks, which the device must have finished."""
+        pairs = itertools.pairwise(self._marks)
+        found = [a.elapsed_time(b) / 1e3 if self._cuda else b - a for a, b in pairs]
+        self._marks = []
+        return found
 
-        Args:
-            step: From 0.
-        """
-        index = step % len(self.tokens)
-        batch = self.tokens[index]
-        return batch, torch.arange(len(batch)) + index * len(batch)
+
+def timed(call: Callable[..., Tensor], clock: Clock) -> Callable[..., Tensor]:
+    """Return a function that marks the moments before and after each call."""
+
+    def wrapper(*arguments: Any) -> Tensor:
+        clock.mark()
+        result = call(*arguments)
+        clock.mark()
+        return result
+
+    return wrapper
 
 
 class Job:
-    """The GPT on this rank, and the links that all codecs use.
+    """The stage of this rank, and the links that all codecs use.
+
+    The whole model is built on the device, then all but the stage is freed.
 
     Args:
-        args: Of the command line.
+        args: Options of the command line.
         config: Sizes of the model.
-        device: Of this rank.
+        device: Device of this rank.
     """
 
     def __init__(self, args: argparse.Namespace, config: GPTConfig, device: torch.device) -> None:
         self.args, self.config, self.device = args, config, device
         self.batch_size = args.microbatches * args.micro_batch
-        self.part = Part(
-            lambda: GPT(config),
-            self._call,
-            schedule=args.schedule,
-            stages_per_rank=1,
-            num_microbatches=args.microbatches,
-            device=device,
-            compiled=args.compile,
-        )
-        world = dist.get_world_size()
+        rank, self.num_stages = dist.get_rank(), dist.get_world_size()
+        with device:
+            self.model: nn.Module = GPT(config)
+        self.plan = plan_stages(self.model, self.num_stages)
+        keep_stages(self.model, self.plan, [rank])
+        if args.compile:
+            for name in self.plan.stages[rank]:
+                self.model.get_submodule(name).compile(dynamic=False)
+        self.stage = StageModule(self.model, rank, self._loss)
+        self.boundary: BoundaryMeta | None = None
+        self.micro_batches: Tensor  # of the current step
         self.control = dist.new_group(backend="gloo")
-        pairs = itertools.pairwise(range(world))
+        pairs = itertools.pairwise(range(self.num_stages))
         ways = sorted(way for a, b in pairs for way in ((a, b), (b, a)))
         self.links = ProcessGroupLinks(dist.group.WORLD, device, ways)
         blocks = standard_library(config.seq, args.text).train
-        count = max(args.batches, args.train_batches)
-        if len(blocks) < count * self.batch_size:
+        if len(blocks) < args.batches * self.batch_size:
             raise ValueError(
-                f"{len(blocks)} blocks of text are too few for {count} batches of "
-                f"{self.batch_size}: lower --train-batches or --microbatches"
+                f"{len(blocks)} blocks of text are too few for {args.batches} batches of "
+                f"{self.batch_size}: lower --batches or --microbatches"
             )
-        chosen = torch.from_numpy(blocks[: count * self.batch_size].astype("int64"))
-        self.tokens = chosen.view(count, self.batch_size, -1)
+        chosen = torch.from_numpy(blocks[: args.batches * self.batch_size].astype("int64"))
+        self.batches = chosen.view(args.batches, self.batch_size, -1)  # the same on all ranks
 
-    def _call(self, model: nn.Module, block: Tensor) -> Tensor:
-        kind = self.device.type
+    def _loss(self, index: int) -> Tensor:
+        kind, block = self.device.type, self.micro_batches[index]
         with torch.autocast(kind, torch.bfloat16, kind == "cuda"):
-            return model(block[:, :-1], block[:, 1:])
+            return self.model(block[:, :-1], block[:, 1:]) / self.args.microbatches
 
-    def start(self, name: str) -> Run:
-        """Return a training run with a codec, from the first weights."""
-        self.part.draw_weights()
-        return Run(self, name)
+    @torch.no_grad()
+    def draw_weights(self) -> None:
+        """Set the weights as at the start of training; each has a generator of its own."""
+        for name, parameter in self.model.named_parameters():
+            generator = torch.Generator(self.device)
+            generator.manual_seed(zlib.crc32(f"0 {name}".encode()))
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
 
 
 class Run:
-    """Training with one codec.
+    """Training with one codec, from the first weights.
 
     Args:
-        job: What is trained.
-        name: Of the codec.
+        job: Model and links.
+        name: Name of the codec.
     """
 
     def __init__(self, job: Job, name: str) -> None:
         self.job = job
+        job.draw_weights()
         forward, backward = CODECS[name]
-        self.codecs = (
-            TimedCodec(make_boundary_codec(forward), job.device),
-            TimedCodec(make_boundary_codec(backward, backward=True), job.device),
+        codecs = make_boundary_codec(forward), make_boundary_codec(backward, backward=True)
+        self.encoding = [self._clocked(codec, "encode") for codec in codecs]
+        self.decoding = [self._clocked(codec, "decode") for codec in codecs]
+        self.engine = PipelineEngine(
+            {dist.get_rank(): job.stage},
+            job.num_stages,
+            dist.group.WORLD,
+            job.control,
+            job.device,
+            job.args.schedule,
+            job.args.microbatches,
+            *codecs,
+            job.links,
         )
-        self.engine: PipelineEngine = job.part.engine(*self.codecs, job.control, job.links)
-        self.optimizer = torch.optim.AdamW(job.part.module.parameters(), lr=job.args.lr, fused=True)
+        self.optimizer = torch.optim.AdamW(job.model.parameters(), lr=3e-4, fused=True)
 
-    def step(self, batch: Tensor, samples: Tensor) -> list[Tensor]:
-        """Train one step; return the losses of the micro-batches on the last rank."""
-        losses = self.job.part.step(self.engine, batch, samples)
+    def _clocked(self, codec: BoundaryCodec, method: str) -> Clock:
+        clock = Clock(self.job.device)
+        setattr(codec, method, timed(getattr(codec, method), clock))
+        return clock
+
+    def step(self, step: int) -> list[Tensor]:
+        """Train step ``step``; return the losses of the micro-batches on the last rank."""
+        job, engine = self.job, self.engine
+        index = step % len(job.batches)
+        batch = job.batches[index]
+        samples = torch.arange(len(batch)) + index * len(batch)
+        engine.agree(batch, training=True, samples=samples)
+        shape = (job.args.microbatches, -1, *batch.shape[1:])
+        job.micro_batches = batch.to(job.device, non_blocking=True).view(shape)
+        if job.boundary is None:
+            job.boundary = engine.share(job.stage.probe(0) if dist.get_rank() == 0 else None)
+            job.stage.set_boundary(job.boundary)
+        losses = engine.step(job.boundary, samples)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return losses
 
     def coding_s(self) -> tuple[float, float]:
         """Return the seconds of encoding and decoding since the last call."""
-        encoding = sum(codec.encoding.take() for codec in self.codecs)
-        return encoding, sum(codec.decoding.take() for codec in self.codecs)
+        # Marks come in pairs, so every second interval lies between two calls.
+        encoding, decoding = (
+            sum(sum(clock.take()[::2]) for clock in clocks)
+            for clocks in (self.encoding, self.decoding)
+        )
+        return encoding, decoding
 
     def finish(self) -> None:
         """Wait until all ranks have sent and received everything."""
-        finish(self.job.device, self.job.control)
+        if self.job.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier(self.job.control)
 
 
 def measure(run: Run, rate: str) -> Result:
     """Time steps behind the warm-up; collective."""
     args, job = run.job.args, run.job
-    batches = Batches(job.tokens[: args.batches])
     # Codecs that remember samples have seen all of them once when the warm-up is over.
     warmup = max(args.warmup, args.batches)
     for index in range(warmup):
-        run.step(*batches.take(index))
+        run.step(index)
     run.finish()
     run.coding_s()
     before, sent = run.engine.traffic.snapshot(), network.sent_bytes()
-    times = StepTimes(job.device)
+    times = Clock(job.device)
     losses: list[Tensor] = []
     times.mark()
     for index in range(warmup, warmup + args.steps):
-        losses = run.step(*batches.take(index))
+        losses = run.step(index)
         times.mark()
     run.finish()
     after_bytes = network.sent_bytes()
     traffic = run.engine.traffic.since(before)
     encoding, decoding = run.coding_s()
-    facts = everyone(
-        {
-            "step_s": times.median(),
-            "traffic": traffic,
-            "interface": (after_bytes - sent) / args.steps,
-            "encode_s": encoding / args.steps,
-            "decode_s": decoding / args.steps,
-            "loss": float(torch.stack(losses).sum()) if losses else None,
-        }
-    )
+    fact = {
+        "step_s": statistics.median(times.take()),
+        "traffic": traffic,
+        "interface": (after_bytes - sent) / args.steps,
+        "encode_s": encoding / args.steps,
+        "decode_s": decoding / args.steps,
+        "loss": float(torch.stack(losses).sum()) if losses else None,
+    }
+    facts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(facts, fact)
     return _result(facts, args.steps, job, rate)
 
 
@@ -273,21 +327,29 @@ def _bits(traffic: list[Any], way: str) -> float:
     return 8 * nbytes / values if values else float("nan")
 
 
-def train(run: Run) -> list[tuple[float, float]]:
-    """Train; return seconds since the start and the loss of every step; collective."""
-    args, job = run.job.args, run.job
-    batches = Batches(job.tokens[: args.train_batches])
-    points = []
-    run.finish()
-    start = time.perf_counter()
-    for index in range(args.train_steps):
-        losses = run.step(*batches.take(index))
-        if losses:
-            loss = float(torch.stack(losses).sum())  # waits for the device
-            points.append((time.perf_counter() - start, loss))
-    run.finish()
-    found: list[tuple[float, float]] = everyone(points)[-1]
-    return found
+def show(rows: list[dict[str, Any]]) -> str:
+    """Lay out the rows, compared with the first codec at the same rate."""
+    first = {row["rate"]: row["tokens_per_s"] for row in reversed(rows)}
+    header = ["codec", "rate", "tokens/s", "times", "step ms", "link ms", "reached"]
+    header += ["bits", "coding", "MB sent"]
+    cells = []
+    for row in rows:
+        sent = [b for b in row["interface_bytes"] if b == b] or row["payload_bytes"]
+        cells.append(
+            [
+                row["codec"],
+                row["rate"],
+                f"{row['tokens_per_s']:.0f}",
+                f"{row['tokens_per_s'] / first[row['rate']]:.2f}",
+                f"{row['step_ms']:.0f}",
+                f"{row['link_ms']:.0f}",
+                f"{row['reached']:.0%}",
+                f"{row['forward_bits']:.2f}/{row['backward_bits']:.2f}",
+                f"{row['coding_share']:.1%}",
+                "/".join(f"{nbytes / 1e6:.2f}" for nbytes in sent),
+            ]
+        )
+    return table(cells, header)
 
 
 def parse() -> tuple[argparse.Namespace, GPTConfig]:
@@ -310,9 +372,6 @@ def parse() -> tuple[argparse.Namespace, GPTConfig]:
     parser.add_argument("--steps", type=int, default=3, help="timed, behind the warm-up")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--batches", type=int, default=1, help="that timed steps take in turn")
-    parser.add_argument("--train-steps", type=int, default=0)
-    parser.add_argument("--train-batches", type=int, default=8, help="of an epoch of training")
-    parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--text", type=Path, help="folder of .py files; the standard library")
     parser.add_argument("--json", type=Path, help="write the results here")
     add_group_arguments(parser)
@@ -324,8 +383,8 @@ def parse() -> tuple[argparse.Namespace, GPTConfig]:
             network.bits_per_s(rate)
     except ValueError as error:
         parser.error(str(error))
-    if min(args.steps, args.batches, args.train_batches, args.microbatches) < 1:
-        parser.error("--steps, --batches, --train-batches and --microbatches have to be 1 or more")
+    if min(args.steps, args.batches, args.microbatches) < 1:
+        parser.error("--steps, --batches and --microbatches have to be 1 or more")
     given = {name: getattr(args, name) for name in asdict(GPTConfig())}
     given = {name: value for name, value in given.items() if value is not None}
     return args, GPTConfig(**(PRESETS[args.preset] | given))
@@ -337,11 +396,10 @@ def main() -> None:
     with process_group(args) as device:
         job = Job(args, config, device)
         rows: list[dict[str, Any]] = []
-        training: dict[str, Any] = {}
         setup = {
             "world_size": dist.get_world_size(),
             "model": asdict(config),
-            "plan": job.part.plan.summary().splitlines(),
+            "plan": job.plan.summary().splitlines(),
             **{name: getattr(args, name) for name in ("schedule", "microbatches", "micro_batch")},
             "burst": os.environ.get("LQ_NODE_BURST"),
             "nccl": {name: os.environ.get(name) for name in SOCKETS},
@@ -349,25 +407,15 @@ def main() -> None:
         for rate in args.rates or [args.rate]:
             if args.rates:
                 network.set_rate(rate)
-            curves = {}
             for name in args.codecs:
-                run = job.start(name)
+                run = Run(job, name)
                 rows.append({"codec": name, "rate": rate} | asdict(measure(run, rate)))
                 run.engine.close()
-                if args.train_steps:
-                    run = job.start(name)
-                    curves[name] = train(run)
-                    run.engine.close()
-                if curves:
-                    training[rate] = compare(curves, max(1, min(8, args.train_steps // 4)))
                 if dist.get_rank() == 0:
                     print(show(rows[-1:]).splitlines()[-1], flush=True)
-                    results = {"setup": setup, "rows": rows, "training": training}
-                    write_report(args.json, "slow_network", results)
+                    write_report(args.json, "slow_network", {"setup": setup, "rows": rows})
         if dist.get_rank() == 0:
             print(show(rows))
-            for rate, each in training.items():
-                print(f"{rate}:\n{show_training(each)}")
 
 
 if __name__ == "__main__":

@@ -41,8 +41,9 @@ from job import (
     over_ranks,
     process_group,
     time_steps,
+    without_nan,
 )
-from timeline import load, read_step, summarize
+from timeline import load, read_step
 from torch import Tensor
 
 from lq_lightning.data_parallel import Traffic
@@ -59,7 +60,7 @@ class Result:
 
     Attributes:
         step_ms: Median over steps of the slowest rank's time.
-        step_ms_mean: Likewise their mean, for steps that differ by what they exchange.
+        step_ms_mean: Mean of these times, for steps that differ in their exchanges.
         step_ms_min: Fastest step.
         step_ms_max: Slowest step.
         steps: Number of timed steps.
@@ -164,8 +165,8 @@ def profile_steps(job: Job, path: Path) -> tuple[float, float]:
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(path))
         if cuda:
-            summary = summarize(read_step(load(path), job.topology.node_size))
-            times = (summary["compute_ms"], summary["exposed_ms"])
+            _, *found = read_step(load(path))
+            times = (found[0], found[1])
     dist.barrier()
     return times
 
@@ -286,11 +287,6 @@ def setup(args: argparse.Namespace, rate: str | None, link_gbit_per_s: float) ->
         "reshard_after_forward": not args.keep_gathered,
         "compile": args.compile,
     }
-
-
-def without_nan(values: dict[str, float]) -> dict[str, float | None]:
-    """Replace NaN by None, which JSON can hold."""
-    return {name: None if math.isnan(value) else value for name, value in values.items()}
 
 
 def lay_out(results: dict[str, Result]) -> str:

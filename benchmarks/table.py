@@ -18,14 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import activation_report
-import adaptive_report
 import alternatives_report
-import fewer_bytes
 import fine_tuning_report
 import loss_report
-import pipeline_report
 from ablation_report import BASELINE, LOSS_HEADER, loss_rows, to_outcomes
-from loss_variants import Preset
 
 Report = dict[str, Any]
 Row = dict[str, Any]
@@ -33,27 +29,17 @@ Row = dict[str, Any]
 # Where the rows of a report are, and what an entry of a mapping is called.
 ROWS = {
     "activation_kernels": ("cases", ""),
-    "activation_units": ("rows", ""),
-    "activation_error": ("rows", ""),
-    "activation_limits": ("rows", ""),
     "activations": ("rows", ""),
     "all_reduce": ("rows", ""),
-    "bit_signal": ("speeds", ""),
-    "boundary_error": ("rows", ""),
-    "checkpoints": ("rows", ""),
-    "compile_times": ("rows", ""),
     "gradient_buffer": ("errors.gpt", "code"),
     "gradient_memory": ("windows", "gradients"),
     "host_time": ("rows", ""),
     "kernels": ("cases", ""),
     "lightning_step": ("variants", "variant"),
     "long_context": ("rows", ""),
-    "many_nodes": ("rows", ""),
     "memory": ("models", "model"),
     "optimizer": ("cases", ""),
     "optimizer_drift": ("cases", ""),
-    "optimizer_error": ("library", ""),
-    "pipeline_casts": ("rows", ""),
     "pretrained": ("rows", ""),
     "pretrained_boundaries": ("rows", ""),
     "slow_network": ("rows", ""),
@@ -62,21 +48,14 @@ ROWS = {
     "split_memory": ("rows", ""),
     "split_sizes": ("rows", ""),
     "step_time": ("variants", "variant"),
-    "trace": ("traces", "trace"),
-    "update_error": ("schemes", "gradients"),
     "tah_kernels": ("ops", ""),
-    "zero_bubble": ("rows", ""),
 }
 LOSSES = (
     "ablation",
     "activation_ablation",
-    "adaptive_bits",
     "alternatives",
-    "fewer_bytes",
     "fine_tuning",
     "loss_study",
-    "pipeline_ablation",
-    "sensitivity",
 )
 
 
@@ -166,27 +145,14 @@ def table_of_losses(report: Report) -> str:
         tables = [markdown(activation_report.HEADER, activation_report.rows(outcomes))]
         header, errors = activation_report.gradient_errors(outcomes)
         return "\n".join([*tables, *([markdown(header, errors)] if errors else [])])
-    if report["benchmark"] == "adaptive_bits":
-        outcomes = to_outcomes(report["results"], [BASELINE])
-        return "\n".join(markdown(*each) for each in adaptive_report.tables(outcomes))
     if report["benchmark"] == "alternatives":
         return "\n".join(markdown(*each) for each in alternatives_report.tables(report["results"]))
     if report["benchmark"] == "loss_study":
         outcomes = to_outcomes(report["results"], [BASELINE])
         return markdown(loss_report.HEADER, loss_report.rows(outcomes))
-    if report["benchmark"] == "fewer_bytes":
-        results = report["results"]
-        outcomes, sizes = to_outcomes(results, [BASELINE]), Preset(**results["preset"])
-        nodes = results["world_size"] // results["node_size"]
-        return markdown(
-            fewer_bytes.HEADER, fewer_bytes.rows(outcomes, sizes, results["vocab"], nodes)
-        )
     if report["benchmark"] == "fine_tuning":
         rows = fine_tuning_report.rows(report["results"]["runs"])
         return markdown(fine_tuning_report.HEADER, rows)
-    if report["benchmark"] == "pipeline_ablation":
-        outcomes = to_outcomes(report["results"], [BASELINE])
-        return markdown(pipeline_report.HEADER, pipeline_report.rows(outcomes))
     return markdown(LOSS_HEADER, loss_rows(to_outcomes(report["results"], [BASELINE])))
 
 
@@ -213,7 +179,7 @@ def show(paths: Sequence[Path], columns: Sequence[str] = ()) -> str:
 
     Args:
         paths: JSON files of one kind of benchmark, or of several.
-        columns: Of the rows to show; of step times the one number, ``step_ms`` by default.
+        columns: Columns to show; one for step times, ``step_ms`` by default.
 
     Raises:
         ValueError: A report has no such column, or is of no known benchmark.

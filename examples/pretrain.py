@@ -107,8 +107,6 @@ def main(args: list[str] | None = None) -> None:
     Args:
         args: Its words; ``None`` takes those that the program was started with.
     """
-    # The workers of `BlockBatches` divide its batches, so the length that it reports is right.
-    warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
     # Between Lightning 2.6 and torch 2.13; nothing that a user could act on.
     warnings.filterwarnings("ignore", message="`isinstance.treespec, LeafSpec.` is deprecated")
     run(PretrainCLI, CausalLM, args)
@@ -118,8 +116,8 @@ def run(cli: type[PretrainCLI], model: type[CausalLM], args: list[str] | None) -
     """Run the command line of a variant of this program.
 
     Args:
-        cli: What reads the options.
-        model: What is trained.
+        cli: Class that reads the options.
+        model: Class of the LightningModule.
         args: The words of the command line.
     """
     cli(

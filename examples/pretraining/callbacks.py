@@ -38,12 +38,12 @@ class RunReport(pl.Callback):
     """Measures a run, shows it in the progress bar and logs, and writes a report with a plot.
 
     Bar and logs get tokens per second and, with quantized communication, the megabytes that a rank
-    sends per optimizer step next to what plain FSDP2 would send, all averaged over the run so far;
-    the logs also get the bits per weight and per gradient on the wire. The report goes to
+    sends per optimizer step beside those of plain FSDP2, averaged over the run so far; the logs
+    also get the bits per weight and per gradient on the wire. The report goes to
     ``<trainer.default_root_dir>/report.json``, the plot next to it.
 
     Args:
-        name: What the run is called in the plot; empty is the name of its folder.
+        name: Name of the run in the plot; empty is the name of its folder.
         reference: ``report.json`` of a full-precision run to compare with in the plot.
         plot: Draw ``report.png`` at the end of ``fit`` (needs matplotlib).
     """
@@ -101,7 +101,7 @@ class RunReport(pl.Callback):
         pl_module: pl.LightningModule,
         outputs: Any,
         batch: Tensor,
-        batch_idx: int,
+        _: int,
     ) -> None:
         """Count the batch and show the running numbers."""
         seconds = time.perf_counter() - self._started_s
@@ -168,8 +168,6 @@ class RunReport(pl.Callback):
         self._write(trainer)
         if not self.plot or not trainer.is_global_zero:
             return
-        from pretraining import plots
-
         reference = None
         if self.reference is not None and self.reference.is_file():
             reference = report.read(self.reference)
@@ -178,7 +176,7 @@ class RunReport(pl.Callback):
                 f"No full-precision run to compare with at '{self.reference}'; the plot shows this "
                 "run alone. Train one with `--config examples/configs/full_precision.yaml`."
             )
-        path = plots.draw(self.report, reference, self._path(trainer, "png"))
+        path = report.draw(self.report, reference, self._path(trainer, "png"))
         rank_zero_info(f"Wrote the plot to '{path}'.")
 
     def _write(self, trainer: pl.Trainer) -> None:
@@ -218,13 +216,17 @@ class TextSample(pl.Callback):
         """Generate the sample, print it, and write it to the logs and to ``sample.txt``."""
         if self.max_new_tokens == 0 or trainer.fast_dev_run:
             return
-        model, tokenizer = _language_model(pl_module), _tokenizer(trainer)
+        if not isinstance(pl_module, CausalLM):
+            raise MisconfigurationException(
+                f"`TextSample` generates with `CausalLM`, not with `{type(pl_module).__name__}`."
+            )
+        tokenizer = _tokenizer(trainer)
         tokens = torch.from_numpy(tokenizer.encode(self.prompt.encode()))
-        was_training = model.training
-        model.eval()
+        was_training = pl_module.training
+        pl_module.eval()
         with trainer.precision_plugin.forward_context():
-            tokens = model.generate(tokens, self.max_new_tokens, self.temperature)
-        model.train(was_training)
+            tokens = pl_module.generate(tokens, self.max_new_tokens, self.temperature)
+        pl_module.train(was_training)
         text = tokenizer.decode(tokens.tolist())
         rank_zero_info(f"Generated text:\n{_quoted(text)}")
         if trainer.is_global_zero:
@@ -239,9 +241,7 @@ class TextSample(pl.Callback):
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
         outputs: dict[str, Tensor],
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        *_: Any,
     ) -> None:
         """Keep this rank's predictions."""
         self._predicted[int(outputs["index"])] = outputs["tokens"].tolist()
@@ -258,14 +258,6 @@ class TextSample(pl.Callback):
             text = tokenizer.decode(merged[index])
             rank_zero_info(f"Prompt {index + 1} continued:\n{_quoted(text)}")
         self._predicted = {}
-
-
-def _language_model(pl_module: pl.LightningModule) -> CausalLM:
-    if not isinstance(pl_module, CausalLM):
-        raise MisconfigurationException(
-            f"`TextSample` generates with `CausalLM`, not with `{type(pl_module).__name__}`."
-        )
-    return pl_module
 
 
 def _tokenizer(trainer: pl.Trainer) -> Tokenizer:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 LossName = Literal["full", "chunked", "liger"]
 
-# What some families do to logits behind the head, by the setting of their config.
+# Settings by which some families change the logits after the head.
 _AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
@@ -40,16 +40,14 @@ def check_loss(name: str, chunk: int) -> None:
 
 
 def backbone_and_head(model: nn.Module) -> tuple[Callable[[Tensor], Tensor], nn.Module]:
-    """Split a language model into what gives the last hidden states, and its head.
-
-    Args:
-        model: The built-in decoder, or a causal language model of transformers, adapted or not.
+    """Split a language model, adapted or not, into backbone and head.
 
     Returns:
-        A function from ``[B, T]`` tokens to ``[B, T, D]``, and the module that makes logits of it.
+        A function from ``[B, T]`` tokens to the ``[B, T, D]`` last hidden states, and the module
+        that makes logits of them.
 
     Raises:
-        ValueError: The model does something else to its logits behind the head.
+        ValueError: The model changes its logits after the head.
     """
     if hasattr(model, "hidden_states"):
         return model.hidden_states, model.lm_head
@@ -69,18 +67,9 @@ def _sum_of_losses(head: nn.Module, x_ND: Tensor, targets_N: Tensor) -> Tensor:
 
 
 def chunked_cross_entropy(head: nn.Module, x_BTD: Tensor, targets_BT: Tensor, chunk: int) -> Tensor:
-    """Return the mean next-token loss with the logits of one chunk in memory at a time.
+    """Return the mean loss of last hidden states, with the logits of ``chunk`` tokens at a time.
 
     Backward computes them again, which costs a third more of the head's time.
-
-    Args:
-        head: Makes logits of hidden states.
-        x_BTD: ``[B, T, D]`` last hidden states.
-        targets_BT: ``[B, T]`` int64 tokens to predict.
-        chunk: Tokens of a chunk.
-
-    Returns:
-        A scalar, in fp32.
     """
     parts = zip(x_BTD.flatten(0, 1).split(chunk), targets_BT.flatten().split(chunk), strict=True)
     losses = [checkpoint(_sum_of_losses, head, x, y, use_reentrant=False) for x, y in parts]
@@ -88,16 +77,7 @@ def chunked_cross_entropy(head: nn.Module, x_BTD: Tensor, targets_BT: Tensor, ch
 
 
 def liger_cross_entropy(head: nn.Module, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-    """Return the mean next-token loss by Liger's kernel, which computes gradients in forward.
-
-    Args:
-        head: A linear layer.
-        x_BTD: ``[B, T, D]`` last hidden states, on a GPU.
-        targets_BT: ``[B, T]`` int64 tokens to predict.
-
-    Returns:
-        A scalar.
-    """
+    """Return the mean loss by Liger's GPU kernel, which computes gradients in forward."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.float32)
@@ -105,9 +85,9 @@ def liger_cross_entropy(head: nn.Module, x_BTD: Tensor, targets_BT: Tensor) -> T
 
 
 def compile_layers(model: nn.Module) -> int:
-    """Compile each repeated layer of a language model in place; return how many there are.
+    """Compile each repeated layer in place, all with one graph; return how many there are.
 
-    Their names, and those in checkpoints, stay. All layers share one graph.
+    Their names, and those in checkpoints, stay.
     """
     names = getattr(model, "_no_split_modules", None) or ["Block"]
     layers = [module for module in model.modules() if type(module).__name__ in names]

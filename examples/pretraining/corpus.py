@@ -1,46 +1,31 @@
-"""Prepared text on disk: tokens written once, read back as fixed-length blocks.
-
-``prepare`` tokenizes a folder into ``cache_dir/<key>``, where the key is a hash of the settings and
-of every file's path, size and time of change. It writes next to that folder and renames at the
-end, so that an interrupted or concurrent preparation never leaves half a corpus behind.
-"""
+"""Prepared text: tokens written once to a file, and read back as batches of fixed-length blocks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import shutil
-import uuid
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from pretraining.text import (
-    FEWEST_BPE_TOKENS,
-    SPLITS,
-    BPETokenizer,
-    ByteTokenizer,
-    Split,
-    TextFile,
-    Tokenizer,
-    find_files,
-    import_tokenizers,
-    read_files,
-    split_files,
-    train_bpe,
-)
+from pretraining import text
+from pretraining.text import BPETokenizer, ByteTokenizer, Split, TextFile, Tokenizer
 
-_FORMAT = 2  # raise when the files below change their meaning
+_FORMAT = 3  # raise when the file below changes its meaning
 
 Blocks = np.ndarray  # [blocks, block_size + 1] uint16 or int32, memory-mapped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusSettings:
-    """Which tokens a corpus holds and how they are cut: arguments as of ``TextDataModule``."""
+    """Contents and block size of a corpus; arguments as of ``TextDataModule``."""
 
     text: str | None = None
     suffixes: tuple[str, ...] | None = None
@@ -62,69 +47,73 @@ class CorpusSettings:
                     "excluded; 0.05 is usual."
                 )
         if self.tokenizer == "bpe":
-            import_tokenizers()
-            if self.vocab_size < FEWEST_BPE_TOKENS:
+            text.import_tokenizers()
+            if self.vocab_size < text.FEWEST_BPE_TOKENS:
                 raise ValueError(
                     f"`--data.vocab_size={self.vocab_size}` is too small: bytes and specials need "
-                    f"{FEWEST_BPE_TOKENS}. 1024 to 32768 are usual."
+                    f"{text.FEWEST_BPE_TOKENS}. 1024 to 32768 are usual."
                 )
 
-    def open_tokenizer(self, folder: Path | None = None) -> Tokenizer:
-        """Return the tokenizer; the one that ``bpe`` trains lies in the corpus' ``folder``."""
+    def find_files(self) -> dict[str, Path]:
+        """List the files of the text."""
+        folder = None if self.text is None else Path(self.text).expanduser()
+        return text.find_files(folder, self.suffixes)
+
+    def open_tokenizer(self, trained: Path | None = None) -> Tokenizer:
+        """Return the tokenizer; ``trained`` is the file of the one that ``bpe`` makes."""
         if self.tokenizer == "byte":
             return ByteTokenizer()
-        return BPETokenizer(
-            Path(self.tokenizer).expanduser() if folder is None else folder / "tokenizer.json"
-        )
+        given = Path(self.tokenizer).expanduser()
+        return BPETokenizer(trained if trained and self.tokenizer == "bpe" else given)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
     """A prepared corpus.
 
-    Args:
-        path: Its folder.
+    Attributes:
+        path: Its file; a trained tokenizer lies beside it, as ``.json``.
         settings: What it was made from.
+        tokens: Tokens per split, memory-mapped, end-of-file tokens included.
         fingerprint: Hash of all tokens; equal fingerprints mean equal data, on any machine.
-        num_tokens: Tokens per split, end-of-file tokens included.
         num_bytes: Bytes of text per split.
         num_files: Files per split.
     """
 
     path: Path
     settings: CorpusSettings
+    tokens: dict[str, Tensor]
     fingerprint: str
-    num_tokens: dict[str, int]
     num_bytes: dict[str, int]
     num_files: dict[str, int]
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer that made the tokens."""
-        return self.settings.open_tokenizer(self.path)
+        return self.settings.open_tokenizer(self.path.with_suffix(".json"))
 
     def blocks(self, split: Split) -> Blocks:
-        """Open one split, cut into rows of ``block_size + 1`` tokens; reads happen on access.
+        """Cut one split into rows of ``block_size + 1`` tokens.
 
         Raises:
             ValueError: the split does not fill a single block.
         """
+        tokens_N = self.tokens[split].numpy()
         length = self.settings.block_size + 1
-        count = self.num_tokens[split] // length
+        count = len(tokens_N) // length
         if count == 0:
             raise ValueError(
-                f"The {split} split holds {self.num_tokens[split]} tokens, less than one block of "
+                f"The {split} split holds {len(tokens_N)} tokens, less than one block of "
                 f"{length}. Give more text, a larger `--data.{split}_fraction`, or a smaller "
                 "`--data.block_size`."
             )
-        tokens_N = np.load(self.path / f"{split}.npy", mmap_mode="r")
         return tokens_N[: count * length].reshape(count, length)
 
 
 def corpus_path(settings: CorpusSettings, cache_dir: Path) -> Path:
-    """Return the folder of a corpus, named after the settings and the state of the files."""
-    folder = None if settings.text is None else Path(settings.text).expanduser()
-    files = find_files(folder, settings.suffixes)
-    values = [str(folder and folder.resolve()), settings.suffixes, settings.tokenizer]
+    """Return the file of a corpus, named after the settings and the state of the text's files."""
+    files = settings.find_files()
+    folder = settings.text and str(Path(settings.text).expanduser().resolve())
+    values = [folder, settings.suffixes, settings.tokenizer]
     values += [settings.val_fraction, settings.test_fraction, settings.split_seed]
     if settings.tokenizer == "bpe":
         values.append(settings.vocab_size)
@@ -133,7 +122,7 @@ def corpus_path(settings: CorpusSettings, cache_dir: Path) -> Path:
     stats = {name: path.stat() for name, path in files.items()}
     states = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
     key = json.dumps([_FORMAT, values, states])
-    return cache_dir / hashlib.sha256(key.encode()).hexdigest()[:16]
+    return cache_dir / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt"
 
 
 def load(settings: CorpusSettings, cache_dir: Path) -> Corpus:
@@ -143,71 +132,60 @@ def load(settings: CorpusSettings, cache_dir: Path) -> Corpus:
         FileNotFoundError: it has not been prepared on this machine.
     """
     path = corpus_path(settings, cache_dir)
-    if not (path / "corpus.json").is_file():
+    if not path.is_file():
         raise FileNotFoundError(
             f"No prepared text at '{path}'. Call `prepare` first; under Lightning, "
             "`TextDataModule.prepare_data` does. If the text folder is being changed while the "
             "run starts, stop that and start again."
         )
-    stored = json.loads((path / "corpus.json").read_text())
+    stored = torch.load(path, mmap=True, weights_only=True)
     return Corpus(path=path, settings=settings, **stored)
 
 
 def prepare(settings: CorpusSettings, cache_dir: Path) -> Corpus:
-    """Make a corpus, or find it ready.
+    """Make a corpus in ``cache_dir``, or find it ready.
 
-    Args:
-        settings: What to make it from.
-        cache_dir: Where corpora are kept; created when missing.
+    Its file appears by a rename, after the tokenizer's, so no other process sees half of it.
 
     Raises:
         FileNotFoundError: the text folder is missing or empty.
         ValueError: the settings do not fit the text.
     """
     path = corpus_path(settings, cache_dir)
-    if not (path / "corpus.json").is_file():
-        scratch = cache_dir / f".{path.name}-{uuid.uuid4().hex}"
-        scratch.mkdir(parents=True)
-        try:
-            _write(settings, scratch)
-            try:
-                os.rename(scratch, path)
-            except OSError:
-                # Another process finished the same corpus first; its folder is as good.
-                if not (path / "corpus.json").is_file():
-                    raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+    if not path.is_file():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".", dir=cache_dir) as scratch:
+            trained = Path(scratch, "tokenizer.json")
+            torch.save(_tokenized(settings, trained), Path(scratch, "corpus.pt"))
+            if trained.is_file():
+                os.replace(trained, path.with_suffix(".json"))
+            os.replace(Path(scratch, "corpus.pt"), path)
     return load(settings, cache_dir)
 
 
-def _write(settings: CorpusSettings, folder: Path) -> None:
-    text = None if settings.text is None else Path(settings.text).expanduser()
-    files = split_files(
-        read_files(find_files(text, settings.suffixes)),
+def _tokenized(settings: CorpusSettings, trained: Path) -> dict[str, Any]:
+    """Return what the file of a corpus holds; a BPE is trained and written to ``trained``."""
+    files = text.split_files(
+        text.read_files(settings.find_files()),
         val_fraction=settings.val_fraction,
         test_fraction=settings.test_fraction,
         seed=settings.split_seed,
     )
     if settings.tokenizer == "bpe":
-        train_bpe(files["train"], settings.vocab_size, folder / "tokenizer.json")
-    elif settings.tokenizer != "byte":
-        shutil.copyfile(Path(settings.tokenizer).expanduser(), folder / "tokenizer.json")
-    tokenizer = settings.open_tokenizer(folder)
+        text.train_bpe(files["train"], settings.vocab_size, trained)
+    tokenizer = settings.open_tokenizer(trained)
     fingerprint = hashlib.sha256()
-    num_tokens = {}
-    for split in SPLITS:
+    tokens = {}
+    for split in text.SPLITS:
         tokens_N = _tokenize(files[split], tokenizer)
-        np.save(folder / f"{split}.npy", tokens_N)
-        num_tokens[split] = len(tokens_N)
         fingerprint.update(f"{split}:{len(tokens_N)}:".encode() + tokens_N.tobytes())
-    stored = {
+        tokens[split] = torch.from_numpy(tokens_N)
+    return {
+        "tokens": tokens,
         "fingerprint": fingerprint.hexdigest()[:16],
-        "num_tokens": num_tokens,
-        "num_bytes": {split: sum(len(f.content) for f in files[split]) for split in SPLITS},
-        "num_files": {split: len(files[split]) for split in SPLITS},
+        "num_bytes": {split: sum(len(f.content) for f in files[split]) for split in text.SPLITS},
+        "num_files": {split: len(files[split]) for split in text.SPLITS},
     }
-    (folder / "corpus.json").write_text(json.dumps(stored, indent=1))
 
 
 def _tokenize(files: Sequence[TextFile], tokenizer: Tokenizer) -> np.ndarray:
@@ -215,3 +193,89 @@ def _tokenize(files: Sequence[TextFile], tokenizer: Tokenizer) -> np.ndarray:
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
     parts = [np.append(tokenizer.encode(file.content), tokenizer.eof_id) for file in files]
     return np.concatenate([part.astype(dtype) for part in parts])
+
+
+class BlockLoader:
+    """Batches of blocks in an order that can be resumed anywhere, on any number of ranks.
+
+    The order of an epoch is one permutation of all blocks, drawn from the seed and the epoch. A
+    step takes the next ``world_size * batch_size`` blocks of it, and each rank its own part.
+    Iteration yields ``len()`` batches from wherever it starts, crossing into new epochs.
+
+    Args:
+        blocks: The samples.
+        batch_size: Blocks per batch on this rank.
+        rank: This rank.
+        world_size: Number of ranks that share each step.
+        seed: Seed of the order; ``None`` goes by number and begins anew each time.
+        identity: What must be equal for the order to mean the same, stored with the position.
+
+    Raises:
+        ValueError: there are not enough blocks for one step.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int | None = None,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
+        self.blocks = blocks
+        self.share = slice(rank * batch_size, (rank + 1) * batch_size)
+        self.step_size = world_size * batch_size
+        self.seed = seed
+        self.identity = identity or {}
+        self.epoch = self.samples = 0  # the position behind the last batch that was handed out
+        if len(blocks) < self.step_size:
+            raise ValueError(
+                f"{len(blocks)} blocks are not enough for one step of {world_size} ranks with "
+                f"`--data.batch_size={batch_size}`. Lower the batch size or `--data.block_size`, "
+                "hold out a larger share of the files, or give more text."
+            )
+
+    def __len__(self) -> int:
+        """Return how many steps an epoch has."""
+        return len(self.blocks) // self.step_size
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield ``[batch_size, block_size + 1]`` int64 tensors."""
+        if self.seed is None:
+            self.epoch = self.samples = 0
+        order = self._order()
+        for _ in range(len(self)):
+            if self.samples + self.step_size > len(self.blocks):
+                self.epoch, self.samples = self.epoch + 1, 0
+                order = self._order()
+            chosen = order[self.samples : self.samples + self.step_size][self.share]
+            self.samples += self.step_size
+            batch = torch.from_numpy(self.blocks[chosen].astype(np.int64))
+            # A copy from pageable memory would make the host wait for the GPU.
+            yield batch.pin_memory() if torch.cuda.is_available() else batch
+
+    def _order(self) -> np.ndarray:
+        if self.seed is None:
+            return np.arange(len(self.blocks))
+        return np.random.default_rng([self.seed, self.epoch]).permutation(len(self.blocks))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position; Lightning stores it in every checkpoint."""
+        return {**self.identity, "epoch": self.epoch, "samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what ``state_dict`` returned on any number of ranks.
+
+        Raises:
+            ValueError: the checkpoint's position belongs to other data or another order.
+        """
+        stored = {name: state.get(name) for name in self.identity}
+        if stored != self.identity:
+            raise ValueError(
+                f"The checkpoint stopped inside {stored}, but this run reads {self.identity}. "
+                "Resume with the same `--data` options, or start this data from its beginning "
+                "with `--data.restart=true`."
+            )
+        self.epoch, self.samples = state["epoch"], state["samples"]

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from pretraining.batches import BlockBatches, ResumableLoader
-from pretraining.corpus import Corpus, CorpusSettings, load, prepare
-from pretraining.text import Split, Tokenizer, find_files, round_up
+from pretraining.corpus import BlockLoader, Corpus, CorpusSettings, load, prepare
+from pretraining.text import Split, Tokenizer, round_up
 
 DEFAULT_PROMPTS = ("def ", "import os\n\nclass ", "    for i in range(")
 
@@ -37,7 +36,7 @@ class TextDataModule(pl.LightningDataModule):
         vocab_size: Size of the vocabulary that ``bpe`` trains.
         block_size: Tokens the model sees at once.
         batch_size: Blocks per rank and step.
-        num_workers: Processes that read ahead; 0 reads in the training process.
+        num_workers: Processes in which litdata reads ``tokens`` ahead; ``text`` needs none.
         val_fraction: Share of the text held out for validation, in whole files.
         test_fraction: Share of the text held out for ``test``, in whole files.
         split_seed: Another seed holds out other files.
@@ -82,7 +81,7 @@ class TextDataModule(pl.LightningDataModule):
         # What can be checked now is: an error here comes before any other rank is started.
         self._tokenizer = None if tokenizer == "bpe" else self.settings.open_tokenizer()
         if tokens is None:
-            find_files(None if text is None else Path(text).expanduser(), suffixes)
+            self.settings.find_files()
         elif text is not None or tokenizer == "bpe":
             raise ValueError(
                 f"`--data.tokens={tokens}` takes neither `--data.text` nor a BPE trained on it: "
@@ -117,7 +116,7 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What turns text into tokens; one that is trained exists after ``setup``."""
+        """The tokenizer; one that is trained exists after ``setup``."""
         return self.corpus.tokenizer() if self._tokenizer is None else self._tokenizer
 
     @property
@@ -152,15 +151,15 @@ class TextDataModule(pl.LightningDataModule):
                 "default text; or give all of them one folder with `--data.text`."
             )
 
-    def train_dataloader(self) -> DataLoader[Tensor]:
+    def train_dataloader(self) -> Any:
         """Return shuffled, resumable training batches of ``[batch_size, block_size + 1]``."""
         return self._loader("train", shuffle=True)
 
-    def val_dataloader(self) -> DataLoader[Tensor]:
+    def val_dataloader(self) -> Any:
         """Return validation batches in a fixed order."""
         return self._loader("val", shuffle=False)
 
-    def test_dataloader(self) -> DataLoader[Tensor]:
+    def test_dataloader(self) -> Any:
         """Return test batches in a fixed order."""
         return self._loader("test", shuffle=False)
 
@@ -170,29 +169,29 @@ class TextDataModule(pl.LightningDataModule):
         prompts = [{"index": index, "tokens": tokens} for index, tokens in enumerate(encoded)]
         return DataLoader(prompts, batch_size=1)  # type: ignore[arg-type]
 
-    def _loader(self, split: Split, *, shuffle: bool) -> DataLoader[Tensor]:
+    def _loader(self, split: Split, *, shuffle: bool) -> Any:
         read = self._read_text if self.tokens is None else self._stream_tokens
         loader = read(split, shuffle)
         if self.restart:  # Lightning hands the position of a checkpoint to this method
             loader.load_state_dict = lambda state: None
         return loader
 
-    def _read_text(self, split: Split, shuffle: bool) -> Any:
-        ranks = {"num_replicas": 1, "rank": 0}
+    def _read_text(self, split: Split, shuffle: bool) -> BlockLoader:
+        shares = {"num_replicas": 1, "rank": 0}
         if self.trainer is not None:
-            ranks |= getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {}
-        batches = BlockBatches(
+            shares |= getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        return BlockLoader(
             self.corpus.blocks(split),
             batch_size=self.batch_size,
-            rank=ranks["rank"],
-            world_size=ranks["num_replicas"],
+            rank=shares["rank"],
+            world_size=shares["num_replicas"],
             seed=self.shuffle_seed if shuffle else None,
+            identity={
+                "text": self.corpus.fingerprint,
+                "block_size": self.settings.block_size,
+                "shuffle_seed": self.shuffle_seed,
+            },
         )
-        if not shuffle:  # held-out text begins anew each time
-            return DataLoader(batches, batch_size=None, num_workers=self.num_workers)
-        identity = {"text": self.corpus.fingerprint, "block_size": self.settings.block_size}
-        identity["shuffle_seed"] = self.shuffle_seed
-        return ResumableLoader(batches, num_workers=self.num_workers, identity=identity)
 
     def _stream_tokens(self, split: Split, shuffle: bool) -> Any:
         litdata = _import_litdata()

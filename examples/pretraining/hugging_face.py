@@ -14,17 +14,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HuggingFaceConfig:
-    """Which transformers model to train.
-
-    Args:
-        config: A model type such as ``llama``, a folder or JSON file with a ``config.json``, or
-            JSON text such as ``{"model_type": "llama", "hidden_size": 256}``. Empty trains the
-            built-in decoder.
-        overrides: Settings to change in that config, such as ``{num_hidden_layers: 4}``.
-        load_weights: Start from the weights in the folder ``config`` instead of random ones.
-        save_to: Folder that gets the trained model in Hugging Face format at the end of ``fit``
-            (with LoRA: the adapters in peft format).
-    """
+    """The transformers model to train: options ``hf_*`` of ``CausalLM``."""
 
     config: str | None = None
     overrides: dict[str, Any] | None = None
@@ -66,16 +56,7 @@ class LoRAConfig:
             raise ValueError(f"`--model.lora.rank={self.rank}` must be at least 1; 8 is usual.")
 
 
-def require(package: str, option: str) -> None:
-    """Raise an error with a remedy when a package is missing.
-
-    Args:
-        package: Name to import.
-        option: The option that needs it.
-
-    Raises:
-        ModuleNotFoundError: the package is not installed.
-    """
+def _require(package: str, option: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(
             f"`{option}` needs the package `{package}`: `pip install lq-lightning[hf]`."
@@ -83,21 +64,13 @@ def require(package: str, option: str) -> None:
 
 
 def resolve_config(source: HuggingFaceConfig, vocab_size: int, block_size: int) -> Any:
-    """Return the transformers config for ``source``.
-
-    Args:
-        source: Where it comes from and what to change.
-        vocab_size: Vocabulary of the data.
-        block_size: Longest sequence of the data.
-
-    Returns:
-        A ``PretrainedConfig``.
+    """Return the transformers config for the vocabulary and the longest sequence of the data.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
         ValueError: the config is unknown, or its weights do not fit the vocabulary.
     """
-    require("transformers", "--model.hf_config")
+    _require("transformers", "--model.hf_config")
     from transformers import AutoConfig
 
     values = _read(str(source.config))
@@ -108,16 +81,14 @@ def resolve_config(source: HuggingFaceConfig, vocab_size: int, block_size: int) 
             f"data needs {vocab_size}. Use the tokenizer that the model was trained with: "
             "`--data.tokenizer=<folder>/tokenizer.json`."
         )
-    overrides = dict(source.overrides or {})
     if not own_vocabulary:
         values["vocab_size"] = vocab_size
         # The families' default special ids may lie outside of a small vocabulary.
         values |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     positions = max(block_size, int(values.get("max_position_embeddings", 0)))
-    model_type = (values | overrides).pop("model_type")
-    settings = {k: v for k, v in (values | overrides).items() if k != "model_type"}
-    settings.setdefault("max_position_embeddings", positions)
-    config = AutoConfig.for_model(model_type, **settings)
+    values |= source.overrides or {}
+    values.setdefault("max_position_embeddings", positions)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
     config.use_cache = False
     return config
 
@@ -154,17 +125,10 @@ def _read(source: str) -> dict[str, Any]:
 def build(
     source: HuggingFaceConfig, lora: LoRAConfig | None, vocab_size: int, block_size: int
 ) -> nn.Module:
-    """Build a transformers model, optionally with adapters.
+    """Build a transformers model; with ``lora``, all weights but the adapters are frozen.
 
-    Args:
-        source: Which model.
-        lora: Adapters to add; all other weights are frozen then.
-        vocab_size: Vocabulary of the data.
-        block_size: Longest sequence of the data.
-
-    Returns:
-        The model; loaded weights are in fp32, random ones in the default dtype, which is bf16 with
-        ``bf16-true``.
+    Loaded weights are in fp32, random ones in the default dtype, which is bf16 with
+    ``--trainer.precision=bf16-true``.
 
     Raises:
         ModuleNotFoundError: transformers or peft is not installed.
@@ -184,7 +148,7 @@ def build(
 
 
 def _adapt(model: nn.Module, lora: LoRAConfig) -> nn.Module:
-    require("peft", "--model.lora")
+    _require("peft", "--model.lora")
     import peft
 
     settings = peft.LoraConfig(
@@ -196,11 +160,6 @@ def _adapt(model: nn.Module, lora: LoRAConfig) -> nn.Module:
     return peft.get_peft_model(model, settings)
 
 
-def logits_of(output: Any) -> Tensor:
-    """Return the logits of a built-in or a transformers model's output."""
-    return output if isinstance(output, Tensor) else output.logits
-
-
 def save(
     state: dict[str, Tensor],
     source: HuggingFaceConfig,
@@ -208,20 +167,11 @@ def save(
     vocab_size: int,
     block_size: int,
 ) -> Path:
-    """Write full, unsharded weights in Hugging Face format. Call on one rank.
+    """Write full, unsharded weights to ``source.save_to`` in Hugging Face format. Call on one rank.
 
     Sharding changes the class of the trained model, and the class name goes into ``config.json``,
-    so the weights are put into a fresh model first.
-
-    Args:
-        state: The state dict of what ``build`` returned.
-        source: What ``build`` got.
-        lora: What ``build`` got.
-        vocab_size: What ``build`` got.
-        block_size: What ``build`` got.
-
-    Returns:
-        The folder.
+    so the weights are put into a fresh model first. ``state`` is the state dict of what ``build``
+    returned for the other arguments.
     """
     from transformers import AutoModelForCausalLM
 

@@ -54,16 +54,7 @@ class OptimizerConfig:
 
 
 def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Return the share of the peak learning rate that step ``step`` uses.
-
-    Args:
-        step: Optimizer steps done before.
-        config: Warmup and floor.
-        total_steps: Optimizer steps of the whole run.
-
-    Returns:
-        A factor in ``[0, 1]``.
-    """
+    """Return the share of the peak learning rate after ``step`` of ``total_steps`` steps."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
@@ -158,7 +149,8 @@ class CausalLM(pl.LightningModule):
         """Return the ``[B, T, V]`` next-token logits of ``[B, T]`` int64 tokens."""
         if self.model is None:
             raise RuntimeError("`CausalLM` has no network yet; call `configure_model()` first.")
-        return hugging_face.logits_of(self.model(tokens_BT))
+        output = self.model(tokens_BT)
+        return output if isinstance(output, Tensor) else output.logits
 
     def _loss(self, block_BL: Tensor) -> Tensor:
         tokens_BT, targets_BT = block_BL[:, :-1], block_BL[:, 1:]
@@ -198,18 +190,15 @@ class CausalLM(pl.LightningModule):
     def generate(
         self, tokens_T: Tensor, max_new_tokens: int, temperature: float, seed: int = 0
     ) -> Tensor:
-        """Continue a text. On a sharded model all ranks must call this together.
+        """Continue a ``[T]`` int64 prompt. On a sharded model all ranks must call this together.
 
         There is no cache of keys and values: this shows what the model learned, it does not serve.
 
         Args:
-            tokens_T: ``[T]`` int64 prompt.
+            tokens_T: Prompt, which the result includes.
             max_new_tokens: Tokens to add; always that many, so that ranks stay in step.
             temperature: Sampling temperature; 0 takes the likeliest token.
             seed: Seed of the sampling.
-
-        Returns:
-            ``[T + max_new_tokens]`` int64, prompt included.
         """
         random = torch.Generator().manual_seed(seed)
         tokens_T = tokens_T.to(self.device)

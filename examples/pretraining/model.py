@@ -80,14 +80,7 @@ class DecoderConfig:
 
 
 def rotate(x_BHTE: Tensor, theta: float) -> Tensor:
-    """Apply rotary position embeddings.
-
-    Args:
-        x_BHTE: ``[B, H, T, E]`` queries or keys at positions ``0..T-1``, ``E`` even.
-        theta: Base of the frequencies.
-
-    Returns:
-        ``[B, H, T, E]`` in the dtype of the input; angles are computed in fp32.
+    """Apply rotary embeddings to queries or keys at positions ``0..T-1``; angles are in fp32.
 
     Reference: RoFormer (arXiv:2104.09864), with the half-split channel pairing of Llama.
     """
@@ -103,11 +96,7 @@ def rotate(x_BHTE: Tensor, theta: float) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query self-attention with rotary positions.
-
-    Args:
-        config: Shape of the decoder.
-    """
+    """Causal grouped-query self-attention with rotary positions."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -133,11 +122,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward network.
-
-    Args:
-        config: Shape of the decoder.
-    """
+    """SwiGLU feed-forward network."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -151,11 +136,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block: attention, then MLP, each on a normalised residual stream.
-
-    Args:
-        config: Shape of the decoder.
-    """
+    """Attention, then MLP, each on a normalized residual stream."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -171,12 +152,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The language model: tokens in, next-token logits out.
-
-    Args:
-        config: Shape of the decoder.
-        vocab_size: Number of token ids.
-    """
+    """The language model: tokens in, next-token logits out."""
 
     def __init__(self, config: DecoderConfig, vocab_size: int) -> None:
         super().__init__()
@@ -187,29 +163,18 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
-        self._initialize()
-
-    def _initialize(self) -> None:
-        residual_std = self.config.init_std / math.sqrt(2 * self.config.num_layers)
+        residual_std = config.init_std / math.sqrt(2 * config.num_layers)
         for name, parameter in self.named_parameters():
-            if parameter.ndim < 2:
-                continue
-            into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            nn.init.normal_(parameter, std=residual_std if into_residual else self.config.init_std)
+            if parameter.ndim > 1:
+                into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=residual_std if into_residual else config.init_std)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Predict the next token at every position.
-
-        Args:
-            tokens_BT: ``[B, T]`` int64 token ids.
-
-        Returns:
-            ``[B, T, V]`` logits in the dtype of the weights.
-        """
+        """Return the ``[B, T, V]`` next-token logits of ``[B, T]`` int64 token ids."""
         return self.lm_head(self.hidden_states(tokens_BT))
 
     def hidden_states(self, tokens_BT: Tensor) -> Tensor:
-        """Return the ``[B, T, D]`` normalised states that the head makes logits of."""
+        """Return the ``[B, T, D]`` normalized states that the head makes logits of."""
         x_BTD = self.embedding(tokens_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD)

@@ -1,4 +1,4 @@
-"""What a run measured: kept during training, written as JSON, drawn by ``pretraining.plots``."""
+"""Measurements of a run: kept during training, written as JSON, and drawn."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+_COLORS = ("#57606a", "#1f6feb")  # the reference, the run
 
 
 @dataclass(slots=True, kw_only=True)
@@ -16,8 +18,8 @@ class Wire:
         steps: Optimizer steps counted.
         weights: Bytes of weights sent.
         gradients: Bytes of gradients sent.
-        baseline_weights: What plain FSDP2 would have sent for the same weights.
-        baseline_gradients: What plain FSDP2 would have sent for the same gradients.
+        baseline_weights: Bytes that plain FSDP2 would have sent for the same weights.
+        baseline_gradients: Bytes that plain FSDP2 would have sent for the same gradients.
         bits_per_weight: Bits per element of the quantized weight exchanges, scales included.
         bits_per_gradient: Bits per element of the gradients on the slowest level, scales included.
     """
@@ -43,15 +45,15 @@ class Wire:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """Results of one run.
+    """Measurements of one run.
 
     Attributes:
-        name: What the run is called in plots and tables.
-        unit: What the losses are measured in.
-        validation: ``[step, loss]`` pairs.
-        steps: Optimizer steps done.
-        parameters: Number of weights.
-        world_size: Number of ranks.
+        name: Name of the run in pictures.
+        unit: Unit of the losses.
+        validation: ``[step, loss]`` after every validation.
+        steps: Optimizer steps of the whole run.
+        parameters: Weights of the model.
+        world_size: Ranks.
         tokens_per_s: Training tokens per second over all ranks, from the fourth step of this
             process to the last and without validation.
         train_s: Seconds inside training steps.
@@ -82,13 +84,7 @@ class Report:
 
 
 def read(path: Path) -> Report:
-    """Read a report.
-
-    Args:
-        path: What ``Report.write`` wrote.
-
-    Returns:
-        The report.
+    """Read what ``Report.write`` wrote.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -105,3 +101,62 @@ def read(path: Path) -> Report:
         return Report(**values, wire=None if wire is None else Wire(**wire))
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"'{path}' is not a report of examples/pretrain.py: {error!r}.") from error
+
+
+def draw(run: Report, reference: Report | None, path: Path) -> Path:
+    """Draw losses and bytes of a run as a PNG, beside those of a full-precision run if given.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Drawing needs matplotlib: `pip install matplotlib`, or pass `--report.plot=false`."
+        ) from error
+    figure = Figure(figsize=(10, 4.2), layout="constrained", dpi=130)
+    FigureCanvasAgg(figure)
+    curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))
+    _draw_curves(curves, run, reference)
+    _draw_wire(bars, run, reference)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def _draw_curves(axes: Any, run: Report, reference: Report | None) -> None:
+    for shown, color, style in zip((reference, run), _COLORS, ("--", "-"), strict=True):
+        if shown is not None and shown.validation:
+            steps, losses = zip(*shown.validation, strict=True)
+            label = f"{shown.name} ({losses[-1]:.4f})"
+            axes.plot(steps, losses, style, color=color, label=label, marker=".")
+    axes.set(xlabel="optimizer step", ylabel=f"validation loss ({run.unit})")
+    axes.set_title("Validation loss")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    else:
+        axes.text(0.5, 0.5, "no validation yet", transform=axes.transAxes, ha="center")
+
+
+def _draw_wire(axes: Any, run: Report, reference: Report | None) -> None:
+    axes.set_title("Sent by one rank, per optimizer step")
+    wire = run.wire
+    if wire is None or wire.steps == 0 or wire.baseline == 0:
+        axes.text(0.5, 0.5, "nothing counted", transform=axes.transAxes, ha="center")
+        axes.set_axis_off()
+        return
+    names = ["full precision" if reference is None else reference.name, run.name]
+    labels = ["", f" ({wire.baseline / max(wire.sent, 1):.1f}x less)"]
+    sent = [(wire.baseline_weights, wire.baseline_gradients), (wire.weights, wire.gradients)]
+    for position, (both, label, color) in enumerate(zip(sent, labels, _COLORS, strict=True)):
+        weights, gradients = (nbytes / wire.steps / 1e6 for nbytes in both)
+        axes.bar(position, weights, color=color)
+        axes.bar(position, gradients, bottom=weights, color=color, alpha=0.45)
+        total = weights + gradients
+        axes.text(position, total, f"{total:.2f} MB{label}", ha="center", va="bottom")
+    axes.set_xticks(range(2), names)
+    axes.set_ylabel("MB (dark: weights, light: gradients)")
+    axes.margins(y=0.12)

@@ -1,7 +1,7 @@
-"""Which text a run reads: finding files, dividing them, and turning them into tokens.
+"""Text files on disk: finding, splitting and tokenizing them.
 
-Everything is a pure function of the folder's contents and the settings, so that two machines with
-the same files produce the same tokens.
+Everything is a pure function of the folder's contents and the settings, so two machines with the
+same files produce the same tokens.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class TextFile(NamedTuple):
 
 
 def find_files(folder: Path | None, suffixes: Sequence[str] | None = None) -> dict[str, Path]:
-    """List the files below ``folder``, sorted by path, without reading them.
+    """List the files below a folder, hidden ones left out, without reading them.
 
     Args:
         folder: Where to look; ``None`` is the standard library of the running Python, without its
             tests and generated tables.
-        suffixes: Only files with these endings, such as ``[".py", "md"]``; ``None`` is all.
+        suffixes: Accepted endings, such as ``[".py", "md"]``; ``None`` accepts all.
 
     Returns:
-        Absolute paths by relative path with forward slashes. Hidden files and folders are left out.
+        Absolute paths, sorted by their relative path with forward slashes.
 
     Raises:
         FileNotFoundError: the folder is missing or holds no such file.
@@ -110,20 +110,11 @@ def split_files(
 ) -> dict[Split, list[TextFile]]:
     """Divide whole files among training, validation and test.
 
-    Files are ordered by a hash of their path, so a file keeps its place when others come and go.
-    Validation and test each take files until they hold their share of the bytes.
-
-    Args:
-        files: All files.
-        val_fraction: Share of the bytes held out for validation.
-        test_fraction: Share of the bytes held out for the final test.
-        seed: Another seed gives another split.
-
-    Returns:
-        Files per split, in hash order.
+    Files are ordered by a hash of seed and path, so a file keeps its place when others come and go.
+    Validation, then test, take files until they hold their share of the bytes.
 
     Raises:
-        ValueError: there are fewer than three files, so that whole files cannot be held out.
+        ValueError: there are fewer than three files, so whole files cannot be held out.
     """
     if len(files) < len(SPLITS):
         raise ValueError(
@@ -156,15 +147,12 @@ class ByteTokenizer:
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text; bytes that are no valid UTF-8 show as a replacement character."""
+        """Return the text; bytes that are not valid UTF-8 show as a replacement character."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
 class BPETokenizer:
-    """A tokenizer of the ``tokenizers`` package.
-
-    Args:
-        path: ``tokenizer.json`` as written by ``tokenizers`` or Hugging Face.
+    """A ``tokenizer.json`` of ``tokenizers`` or Hugging Face.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -211,12 +199,9 @@ Tokenizer = ByteTokenizer | BPETokenizer
 
 
 def train_bpe(files: Sequence[TextFile], vocab_size: int, path: Path) -> None:
-    """Train a byte-level BPE and write it to ``path`` (deterministic).
+    """Train a byte-level BPE of ``vocab_size`` ids, specials included, and write it to ``path``.
 
-    Args:
-        files: Training files only, so that nothing leaks from validation.
-        vocab_size: Number of ids to aim for, specials and the 256 bytes included.
-        path: Where the JSON file goes.
+    Give training files only, so that nothing leaks from validation.
     """
     tokenizer = import_tokenizers().ByteLevelBPETokenizer()
     texts = (file.content.decode("utf-8") for file in files)

@@ -12,136 +12,61 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from lq_lightning.activations.policy import CODECS
+
 Load = Callable[[str], ModuleType]
 
-QKV = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")
-GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 
-
-@pytest.fixture
-def small(load: Load, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Build a small model of a kind, and run a batch through it."""
-    models = load("research/trained_models")
-    sizes = {"SEQ": 8, "LAYERS": 2, "HIDDEN": 32, "HEADS": 2, "INTERMEDIATE": 48}
-    for name, value in sizes.items():
-        monkeypatch.setattr(models, name, value)
-
-    def make(kind: str) -> Any:
-        model = models.build(kind, 24)
-        with torch.no_grad():  # so that no gradient is nearly zero
-            for parameter in model.parameters():
-                parameter.add_(0.2 * torch.randn_like(parameter))
-        tokens = torch.randint(24, (2, 9), generator=torch.Generator().manual_seed(1))
-        return model, load("research/activation_capture").capture(
-            model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        )
-
-    return make
-
-
-@pytest.mark.parametrize("how", ["rebuilt", "recomputed", "stored"])
-def test_exact_gradients_of_sites_are_those_of_the_model(
-    load: Load, small: Callable[[str], Any], how: str
-) -> None:
-    gradients = load("research/activation_gradients")
-    for kind in ("llama", "gpt"):
-        model, layers = small(kind)
-        block = (model.blocks if kind == "gpt" else model.model.layers)[1]
-        found = gradients.layer_gradients(layers[1], gradients.exact, how)
-        if kind == "gpt":
-            expected = {
-                "norm linears (attention)": ("qkv.weight",),
-                "norm dweight (attention)": ("norm1.weight",),
-                "norm linears (mlp)": ("up.weight",),
-                "norm dweight (mlp)": ("norm2.weight",),
-                "gelu down": ("down.weight",),
-                "attention o_proj": ("out.weight",),
-            }
-        else:
-            expected = {
-                "norm linears (attention)": QKV,
-                "norm dweight (attention)": ("input_layernorm.weight",),
-                "norm linears (mlp)": GATE_UP,
-                "norm dweight (mlp)": ("post_attention_layernorm.weight",),
-                "silu down": ("mlp.down_proj.weight",),
-                "attention o_proj": ("self_attn.o_proj.weight",),
-            }
-        for name, parameters in expected.items():
-            if name in found:
-                true = torch.cat([block.get_parameter(p).grad for p in parameters])
-                torch.testing.assert_close(found[name], true, rtol=1e-4, atol=1e-6, msg=name)
-        if how == "rebuilt":
-            true = torch.cat([p.grad.flatten() for p in block.parameters()])
-            torch.testing.assert_close(found["block weights"], true, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("how", ["rebuilt", "stored"])
-def test_exact_gradients_of_inputs_are_those_of_autograd(
-    load: Load, small: Callable[[str], Any], how: str
-) -> None:
-    gradients = load("research/activation_gradients")
-    layer = small("llama")[1][0]
-    found = gradients.layer_gradients(layer, gradients.exact, how)
-    site = layer.attention
-    inputs = [x.requires_grad_() for x in (site.q_BHSD, site.k_BHSD, site.v_BHSD)]
-    out = F.scaled_dot_product_attention(*inputs, is_causal=True)
-    for name, true in zip("qkv", torch.autograd.grad(out, inputs, site.dout_BHSD), strict=True):
-        torch.testing.assert_close(found[f"attention d{name}"], true, rtol=1e-4, atol=1e-6)
-    norm = layer.norms[1]
-    x = norm.x_TN.requires_grad_()
-    y = F.rms_norm(x, x.shape[-1:], norm.weight_N, norm.eps)
-    (true,) = torch.autograd.grad(y, x, norm.dy_TN)
-    torch.testing.assert_close(found["norm dx (mlp)"], true, rtol=1e-4, atol=1e-6)
-    mlp = layer.mlp
-    factors = [mlp.gate_TN.requires_grad_(), mlp.up_TN.requires_grad_()]
-    dgate, dup = torch.autograd.grad(F.silu(factors[0]) * factors[1], factors, mlp.dh_TN)
-    torch.testing.assert_close(found["silu dgate"], dgate)
-    torch.testing.assert_close(found["silu dup"], dup)
-
-
-def test_outliers_change_the_input_of_a_norm_and_not_its_function(
-    load: Load, small: Callable[[str], Any]
-) -> None:
-    error = load("research/activation_error")
-    site = small("llama")[1][0].norms[0]
-    plain, outliers = (error.with_outliers(site, size) for size in (1.0, 30.0))
-    assert outliers.x_TN.abs().max() > 10 * plain.x_TN.abs().max()
-    kinds = [error.norm_gradients(s, error.exact)["norm linears"] for s in (plain, outliers)]
-    assert error.relative(kinds[1], kinds[0]) < 0.3
-    code = error.round_trip(error.SPECS["nf4/64"])
-    losses = [
-        error.relative(error.norm_gradients(s, code)["norm linears"], kind)
-        for s, kind in zip((plain, outliers), kinds, strict=True)
-    ]
-    assert losses[1] > losses[0]
-
-
-def test_bias_is_free_of_the_noise_of_few_batches(load: Load) -> None:
-    error = load("research/activation_error")
-    generator = torch.Generator().manual_seed(0)
-    count, g = 64, torch.randn(4000, generator=generator)
-
-    def sums(make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
-        values = [make() for _ in range(count)]
-        return torch.stack(values).sum(0), sum(float(v.square().sum()) for v in values)
-
-    found = error.bias(
-        {
-            ("", "down", 0): sums(lambda: g + torch.randn(4000, generator=generator)),
-            ("noise", "down", 0): sums(lambda: 0.2 * torch.randn(4000, generator=generator)),
-            ("shrinks", "down", 0): sums(lambda: -0.1 * g),
-        },
-        count,
+def test_errors_are_those_of_gradients(load: Load) -> None:
+    """Without codes, gradients of all sites are those of autograd."""
+    transformers = pytest.importorskip("transformers")
+    table = load("gradient_error_table")
+    config = transformers.LlamaConfig(
+        vocab_size=24,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        use_cache=False,
     )
-    noise, shrinks = found
-    assert noise["bias"] < 0.01
-    assert noise["added variance"] == pytest.approx(0.04, rel=0.05)
-    assert shrinks["bias"] == pytest.approx(0.1, rel=0.02)
-    assert shrinks["shrinkage"] == pytest.approx(0.1, rel=0.02)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    tokens = torch.randint(24, (2, 9))
+    layers = model.model.layers
+    with table.watched(layers) as seen:
+        logits = model(input_ids=tokens[:, :-1]).logits
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    found = table.gradients(seen, layers, None)
+    first = iter(found[: len(found) // 2])
+    layer = layers[0]
+    for name, linears in table.LINEARS.items():
+        (_, dx), (_, dweight) = next(first), next(first)
+        norm = layer.get_submodule(name)
+        x = seen.inputs[f"0.{name}"].detach().requires_grad_()
+        y = F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+        (true,) = torch.autograd.grad(y, x, seen.outputs[f"0.{name}"].grad)
+        torch.testing.assert_close(dx, true.flatten(0, 1), rtol=1e-4, atol=1e-6)
+        weights = torch.cat([layer.get_submodule(n).weight.grad for n in linears])
+        torch.testing.assert_close(dweight, weights, rtol=1e-4, atol=1e-6)
+    expected = [layer.mlp.down_proj.weight.grad]
+    expected += [seen.outputs[f"0.mlp.{n}_proj"].grad.flatten(0, 1) for n in ("gate", "up")]
+    for true in expected:
+        torch.testing.assert_close(next(first)[1], true, rtol=1e-4, atol=1e-6)
+    q, k, v, _ = seen.attention[0]
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    scores = (inputs[0] @ inputs[1].mT * q.shape[-1] ** -0.5).masked_fill(
+        torch.ones(8, 8).triu(1).bool(), -torch.inf
+    )
+    out = scores.softmax(-1) @ inputs[2]
+    for true in torch.autograd.grad(out, inputs, seen.attention[0][3].grad):
+        torch.testing.assert_close(next(first)[1], true, rtol=1e-4, atol=1e-6)
+    rows = {row["code"]: row for row in table.site_errors(model, tokens.repeat(2, 1))}
+    assert "attention q, L2" not in rows["agoq"]
+    assert rows["fp8_e4m3"]["activation, L2"] < rows["int4"]["activation, L2"] / 2
 
 
 def test_attention_keeps_codes_only_inside(load: Load) -> None:
-    attention, specs = load("coded_attention"), load("research/activation_error").SPECS
+    attention = load("coded_attention")
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, 2, 16, 32, generator=generator).requires_grad_() for _ in "qkv"]
     dy = torch.randn(2, 2, 16, 32, generator=generator)
@@ -151,8 +76,8 @@ def test_attention_keeps_codes_only_inside(load: Load) -> None:
         return torch.autograd.grad(out, inputs, dy)
 
     exact, original, found = gradients(), F.scaled_dot_product_attention, []
-    for name in ("int8/128", "int4 asym/128"):
-        with attention.coded_attention(specs[name]):
+    for name in ("int8", "int4"):
+        with attention.coded_attention(CODECS[name]):
             found.append(
                 [float((g - e).norm() / e.norm()) for g, e in zip(gradients(), exact, strict=True)]
             )

@@ -96,31 +96,3 @@ def test_variants_are_chosen(load: Load) -> None:
     assert set(ours) & set(baselines) == {"bf16", "bf16, compiled"}
     with pytest.raises(ValueError, match=r"unknown variants \['bf17'\]"):
         activations.choose("bf16;bf17", "")
-
-
-def test_picture_and_the_points_that_nothing_beats(
-    run: Callable[..., str], load: Load, tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    points = {
-        "bf16": (20.0, 25.0),
-        "bf16, compiled": (17.0, 17.0),
-        "bf16, slow": (19.0, 17.0),
-        "agoq": (17.0, 5.0),
-        "torchao": (12.0, 11.0),
-        "offloaded": (200.0, 0.5),
-    }
-    rows = [
-        {"case": "tiny:8x1", "variant": name, "ms": ms, "saved_units": units}
-        for name, (ms, units) in points.items()
-    ]
-    rows.append({"case": "tiny:8x1", "variant": "coat", "failed": "out of memory"})
-    (tmp_path / "a.json").write_text(json.dumps({"results": {"rows": rows}}))
-    picture = tmp_path / "picture.png"
-    shown = run("research/draw_activations.py", str(tmp_path / "a.json"), "--picture", str(picture))
-    assert [line.split(":")[0].strip() for line in shown.splitlines()[1:]] == [
-        "offloaded",
-        "agoq",
-        "torchao",
-    ]
-    assert picture.stat().st_size > 5_000

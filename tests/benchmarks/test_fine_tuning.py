@@ -140,3 +140,18 @@ def test_a_process_reports_what_fails_and_goes_on(load: Load, folder: Path, tmp_
     assert "no such recipe" in failed["error"]
     assert "error" not in ended
     assert "failed: of an unknown recipe:0" in load("fine_tuning_report").summary([failed, ended])
+
+
+def test_low_rank_starts_at_zero_and_trains_alone(load: Load) -> None:
+    low_rank = load("low_rank")
+    block = torch.nn.ModuleList(
+        [torch.nn.Linear(4, 6, bias=False), torch.nn.Linear(6, 4, bias=False)]
+    )
+    x = torch.randn(3, 4)
+    before = block[0](x)
+    weights = low_rank.add_low_rank(block, rank=2, alpha=4.0)
+    assert [tuple(w.shape) for w in weights] == [(2, 4), (6, 2), (2, 6), (4, 2)]
+    assert torch.equal(block[0](x), before)
+    with torch.no_grad():
+        weights[1].fill_(1.0)
+    torch.testing.assert_close(block[0](x), before + 2 * (x @ weights[0].T).sum(1, keepdim=True))

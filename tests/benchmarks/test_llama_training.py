@@ -17,13 +17,13 @@ Load = Callable[[str], ModuleType]
 @pytest.fixture
 def start(load: Load) -> Callable[..., Any]:
     """Start a run on tokens that are drawn."""
-    llama, training = load("llama"), load("llama_training")
+    training = load("llama_training")
     blocks = torch.randint(24, (16, 9), generator=torch.Generator().manual_seed(2))
     data = load("ablation_data").Data(blocks, blocks, 24, {})
     sizes = {"hidden": 16, "intermediate": 16, "seq": 8, "steps": 6, "lr": 1e-2}
 
     def make(**changes: int) -> Any:
-        preset = replace(llama.PRESETS["smoke"], **sizes | changes)
+        preset = replace(training.PRESETS["smoke"], **sizes | changes)
         return training.Training(data, preset, seed=0)
 
     return make
@@ -77,16 +77,3 @@ def test_small_updates_are_kept_in_fp32(start: Callable[..., Any]) -> None:
             master.add_(2.0**-12)
             training.weights.publish()
     torch.testing.assert_close(weight, torch.full_like(weight, 1.0625), rtol=0, atol=0)
-
-
-def test_fine_tuning_begins_from_the_weights_alone(
-    start: Callable[..., Any], tmp_path: Path
-) -> None:
-    first, second = start(), start(steps=4)
-    first.run(2)
-    first.save(tmp_path / "trunk.pt")
-    second.begin_from(tmp_path / "trunk.pt")
-    assert second.step == 0
-    assert not second.optimizer.state
-    for expected, found in zip(_weights(first), _weights(second), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -35,8 +35,7 @@ def _report(tmp_path: Path, name: str, *options: str, size: int = 2) -> dict[str
 def test_slow_network_counts_bytes_and_compares_losses(tmp_path: Path) -> None:
     options = ["slow_network.py", "--tiny", "--text", str(FOLDER), "--seq", "16"]
     options += ["--microbatches", "4", "--micro-batch", "2", "--steps", "2", "--rate", "1mbit"]
-    training = ["--train-steps", "4", "--train-batches", "2"]
-    two = _report(tmp_path, *options, *training, "--codecs", "fp32,aq_sgd,tah,tah-int5")
+    two = _report(tmp_path, *options, "--codecs", "fp32,aq_sgd,tah,tah-int5")
     (alone,) = _report(tmp_path, *options, "--codecs", "fp32", size=1)["rows"]
     values = 4 * 2 * 16 * 64
     rows = {row["codec"]: row for row in two["rows"]}
@@ -55,22 +54,7 @@ def test_slow_network_counts_bytes_and_compares_losses(tmp_path: Path) -> None:
     bits = [rows["tah"][f"{way}_bits"] for way in ("forward", "backward")]
     assert sent == [round(values * each / 8) for each in bits]
     assert rows["tah"]["coding_share"] > 0
-    codecs = two["training"]["1mbit"]["codecs"]
-    first = {round(of["points"][0][1], 1) for of in codecs.values()}
-    assert len(first) == 1, "all start from the same weights on the same batch"
-    assert all(len(of["points"]) == 4 for of in codecs.values())
-    assert codecs["fp32"]["points"][-1][1] < codecs["fp32"]["points"][0][1]
-
-
-def test_curves_are_compared_at_the_loss_that_all_reach(load: Load) -> None:
-    quick = [(1.0, 4.0), (2.0, 2.0), (3.0, 2.0), (4.0, 1.0)]
-    slow = [(10.0, 4.0), (20.0, 3.0), (30.0, 2.0), (40.0, 2.0)]
-    found = load("slow_network_report").compare({"quick": quick, "slow": slow}, window=2)
-    assert found["target_loss"] == 2.0
-    assert {name: of["seconds"] for name, of in found["codecs"].items()} == {
-        "quick": 3.0,
-        "slow": 40.0,
-    }
+    assert rows["tah"]["loss"] != exact["loss"] == pytest.approx(rows["aq_sgd"]["loss"], rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -84,30 +68,3 @@ def test_rates_are_read(load: Load, rate: str, bits: float) -> None:
 def test_other_rates_are_refused(load: Load, rate: str) -> None:
     with pytest.raises(ValueError, match=f"rate '{rate}': give a number of kbit, mbit or gbit"):
         load("network").bits_per_s(rate)
-
-
-def test_zero_bubble_compares_schedules(tmp_path: Path) -> None:
-    options = ["--shape", "tiny", "--layers", "2", "--seq", "8", "--vocab", "32"]
-    options += ["--microbatches", "4", "--steps", "1", "--warmup", "0"]
-    options += ["--variants", "1f1b-checkpointing,zero-bubble,zero-bubble-agoq,1f1b-agoq-4bit"]
-    rows = _report(tmp_path, "zero_bubble.py", *options)["rows"]
-    recomputed, split, coded, uniform = rows
-    assert [row["schedule"] for row in rows] == ["1f1b", "zero_bubble", "zero_bubble", "1f1b"]
-    assert recomputed["loss"] == split["loss"], "the same weights, data and arithmetic"
-    assert coded["loss"] == pytest.approx(split["loss"], rel=0.05)
-    assert split["bits"] == split["predicted"] == [None, None]
-    assert split["kept"] == ["2", "1 (2 between halves)"]
-    # Two micro-batches between halves, on the last rank, are more than two before.
-    assert coded["half_size"] > 1.25
-    assert coded["bits"] == [min(8, int(4 * coded["half_size"])), 4]
-    assert coded["predicted"] == pytest.approx([2 * coded["bits"][0], 8 * coded["half_size"]])
-    assert (uniform["bits"], uniform["predicted"]) == ([4, 4], [8, 4])
-    assert all(0 < held < 10 for row in rows for held in row["held_mib"])
-
-
-def test_casts_for_a_step_hold_less_than_for_each_micro_batch(tmp_path: Path) -> None:
-    sizes = ["--layers", "4", "--hidden", "64", "--heads", "2", "--seq", "8", "--vocab", "32"]
-    options = ["pipeline_casts.py", *sizes, "--microbatches", "4", "--schedule", "gpipe"]
-    for row in _report(tmp_path, *options)["rows"]:
-        # Copies of four micro-batches, but the gradients, which come after, are as large as two.
-        assert 1.3 * row["copy_mib"] < row["each_mib"] - row["once_mib"] < 3 * row["copy_mib"]

@@ -1,17 +1,25 @@
-"""Times and lanes read from a Chrome trace whose right answer is known."""
+"""Times read from a Chrome trace whose right answer is known."""
 
 from __future__ import annotations
 
-import gzip
-import itertools
-import json
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-MAIN, AUTOGRAD = 1, 2
+COMPUTE, OUTER, REDUCE, COPIES = 7, 15, 17, 18
+GATHER, SCATTER = "ncclDevKernel_AllGather_RING_LL", "ncclDevKernel_SendRecv"
+# Name, stream, start, end and time of launch in microseconds. The second step lasts from 1000 to
+# 2000 and computes for 600 of it.
+KERNELS = [
+    ("gemm", COMPUTE, 100, 1000, 10),
+    (GATHER, OUTER, 960, 1100, 86),  # in flight when the second step starts
+    ("gemm", COMPUTE, 1120, 1420, 110),
+    ("direct_copy", COPIES, 1300, 1310, 111),
+    ("flash", COMPUTE, 1420, 1670, 150),
+    (SCATTER, REDUCE, 1500, 1900, 151),
+    ("multi_tensor_apply", COMPUTE, 1950, 2000, 190),
+]
 
 
 @pytest.fixture
@@ -19,128 +27,24 @@ def timeline(load: Any) -> ModuleType:
     return load("timeline")
 
 
-class Recording:
-    """Writes events as the profiler does, times in microseconds."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-        self._numbers = itertools.count(1)
-
-    def host(self, name: str, start: float, end: float) -> None:
-        self._add(name, "user_annotation", start, end, MAIN)
-
-    def gpu(
-        self,
-        name: str,
-        stream: int,
-        start: float,
-        end: float,
-        *,
-        launched: float,
-        thread: int = MAIN,
-        ranks: list[int] | None = None,
-    ) -> None:
-        correlation = next(self._numbers)
-        self._add("launch", "cuda_runtime", launched, launched + 1, thread, correlation=correlation)
-        more: dict[str, Any] = {"correlation": correlation, "stream": stream}
-        if ranks is not None:
-            more["Process Group Ranks"] = str(ranks)
-        self._add(name, "kernel", start, end, stream, **more)
-
-    def _add(
-        self, name: str, category: str, start: float, end: float, thread: int, **args: object
-    ) -> None:
-        event = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start}
-        self.events.append(event | {"tid": thread, "args": args})
-
-    @property
-    def trace(self) -> dict[str, Any]:
-        return {"traceEvents": self.events}
+def _event(category: str, name: str, start: float, end: float, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start, "args": args}
 
 
-def recorded() -> dict[str, Any]:
-    """Two steps; the second lasts from 1000 to 2000 and computes for 600 of it."""
-    run = Recording()
-    compute, outer, inner, reduce, copies = 7, 15, 16, 17, 18
-    run.host("step", 0, 90)
-    run.gpu("gemm", compute, 100, 1000, launched=10)
-    run.host("step", 100, 200)
-    run.host("Optimizer.step#AdamW.step", 180, 199)
-    # in flight when the second step starts: counts from 1000 on
-    run.gpu("quantize_rows_kernel", outer, 940, 960, launched=85)
-    run.gpu("ncclDevKernel_AllGather_RING_LL", outer, 960, 1100, launched=86, ranks=[0, 2])
-    run.gpu("ncclDevKernel_AllGather_RING_LL", inner, 1100, 1120, launched=87, ranks=[0, 1])
-    run.gpu("dequantize_rows_kernel", inner, 1120, 1130, launched=88)
-    run.gpu("gemm", compute, 1120, 1420, launched=110)
-    run.gpu("direct_copy", copies, 1300, 1310, launched=111)
-    run.gpu("flash", compute, 1420, 1670, launched=150, thread=AUTOGRAD)
-    run.gpu(
-        "ncclDevKernel_SendRecv", reduce, 1500, 1900, launched=151, thread=AUTOGRAD, ranks=[0, 2]
-    )
-    run.gpu(
-        "ncclDevKernel_SendRecv", reduce, 1900, 1920, launched=152, thread=AUTOGRAD, ranks=[0, 1]
-    )
-    run.gpu("multi_tensor_apply", compute, 1950, 2000, launched=190)
-    return run.trace
+def _trace(kernels: list[tuple[str, int, int, int, int]]) -> dict[str, Any]:
+    events = [_event("user_annotation", "step", start, start + 90) for start in (0, 100)]
+    for number, (name, stream, start, end, launched) in enumerate(kernels):
+        events.append(_event("cuda_runtime", "launch", launched, launched + 1, correlation=number))
+        events.append(_event("kernel", name, start, end, correlation=number, stream=stream))
+    return {"traceEvents": events}
 
 
 def test_times_of_the_second_step(timeline: ModuleType) -> None:
-    times = timeline.summarize(timeline.read_step(recorded(), node_size=2))
-    assert times["step_ms"] == pytest.approx(1.0)
-    assert times["compute_ms"] == pytest.approx(0.6)
-    assert times["exposed_ms"] == pytest.approx(0.4)
-    # 1000 to 1120 and 1670 to 1920 something else runs, from 1920 to 1950 nothing does
-    assert times["exposed_communicating_ms"] == pytest.approx(0.37)
-    assert times["exposed_idle_ms"] == pytest.approx(0.03)
-    assert times["network_ms"] == pytest.approx(0.54)
-    assert times["network_overlapped"] == pytest.approx(170 / 540)
-    kinds = {name: kind["ms"] for name, kind in times["kinds"].items()}
-    assert kinds == pytest.approx(
-        {
-            "weights between nodes": 0.1,
-            "weights within a node": 0.02,
-            "gradients between nodes": 0.4,
-            "gradients within a node": 0.02,
-            "quantize": 0.01,
-            "copy": 0.01,
-        }
-    )
-    assert times["kinds"]["gradients between nodes"]["overlapped"] == pytest.approx(170 / 400)
-
-
-def test_without_a_node_size_collectives_are_not_told_apart(timeline: ModuleType) -> None:
-    times = timeline.summarize(timeline.read_step(recorded()))
-    assert times["kinds"]["weights collective"]["ms"] == pytest.approx(0.12)
-
-
-def test_phases_by_launching_thread(timeline: ModuleType) -> None:
-    step = timeline.read_step(recorded(), node_size=2)
-    lengths = {
-        activity: timeline.total(step.spans(activity=activity))
-        for activity in ("forward", "backward", "optimizer")
-    }
-    assert lengths == {"forward": 300, "backward": 250, "optimizer": 50}
+    assert timeline.read_step(_trace(KERNELS)) == pytest.approx((1.0, 0.6, 0.4))
 
 
 def test_unusable_traces_say_why(timeline: ModuleType) -> None:
     with pytest.raises(ValueError, match="marks 0 `step` ranges"):
         timeline.read_step({"traceEvents": []})
-    run = Recording()
-    run.host("step", 0, 1)
-    run.host("step", 1, 2)
     with pytest.raises(ValueError, match="no GPU work"):
-        timeline.read_step(run.trace)
-
-
-def test_command_draws_and_writes(
-    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    source, report = tmp_path / "quantized_10gbit.json.gz", tmp_path / "trace.json"
-    source.write_bytes(gzip.compress(json.dumps(recorded()).encode()))
-    options = ["--node-size", "2", "--json", str(report), "--pictures", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", ["draw_timeline.py", str(source), *options])
-    load("research/draw_timeline").main()
-    times = json.loads(report.read_text())["results"]["traces"]["quantized_10gbit"]
-    assert times["exposed_ms"] == pytest.approx(0.4)
-    assert 2_000 < (tmp_path / "quantized_10gbit.png").stat().st_size < 150_000
+        timeline.read_step(_trace([]))

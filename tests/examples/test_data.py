@@ -10,26 +10,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from pretraining.batches import BlockBatches, ResumableLoader
+from pretraining.corpus import BlockLoader
 from pretraining.data import TextDataModule
 
 
 def _loader(
-    count: int = 50,
-    *,
-    batch_size: int = 4,
-    rank: int = 0,
-    world_size: int = 1,
-    workers: int = 0,
-    text: str = "a",
-) -> ResumableLoader:
+    count: int = 50, *, batch_size: int = 4, rank: int = 0, world_size: int = 1, text: str = "a"
+) -> BlockLoader:
     """Return a loader of blocks that hold their own number."""
     blocks = np.arange(count, dtype=np.uint16).repeat(3).reshape(count, 3)
-    batches = BlockBatches(blocks, batch_size=batch_size, rank=rank, world_size=world_size, seed=3)
-    return ResumableLoader(batches, num_workers=workers, identity={"text": text})
+    share = {"batch_size": batch_size, "rank": rank, "world_size": world_size}
+    return BlockLoader(blocks, **share, seed=3, identity={"text": text})
 
 
-def _take(loader: ResumableLoader, count: int) -> list[list[int]]:
+def _take(loader: BlockLoader, count: int) -> list[list[int]]:
     """Take ``count`` batches over as many epochs as that needs."""
     taken: list[list[int]] = []
     while len(taken) < count:
@@ -54,10 +48,6 @@ def test_ranks_share_the_order_of_one_rank() -> None:
     alone = _take(_loader(batch_size=8), 20)
     ranks = [_take(_loader(batch_size=4, rank=r, world_size=2), 20) for r in range(2)]
     assert [a + b for a, b in zip(*ranks, strict=True)] == alone
-
-
-def test_workers_do_not_change_the_order() -> None:
-    assert _take(_loader(workers=2), 7) == _take(_loader(), 7)
 
 
 @pytest.mark.parametrize("stop", [1, 5, 11, 12, 13, 30])
@@ -90,7 +80,7 @@ def test_resume_on_other_data_is_refused() -> None:
 
 def test_too_few_blocks() -> None:
     with pytest.raises(ValueError, match=r"7 blocks are not enough.*2 ranks.*batch_size=4"):
-        BlockBatches(np.zeros((7, 3), dtype=np.uint16), batch_size=4, world_size=2)
+        BlockLoader(np.zeros((7, 3), dtype=np.uint16), batch_size=4, world_size=2)
 
 
 def test_data_module(text_folder: Path, tmp_path: Path) -> None:

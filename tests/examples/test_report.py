@@ -55,11 +55,9 @@ def test_report_errors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["both", "no reference", "no traffic", "nothing"])
 def test_plot(case: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="draws the plot")
-    from pretraining import plots
-
     full, quantized = _runs()
     run = {"no traffic": full, "nothing": report.Report(name="empty")}.get(case, quantized)
-    path = plots.draw(run, full if case == "both" else None, tmp_path / "plots" / "report.png")
+    path = report.draw(run, full if case == "both" else None, tmp_path / "plots" / "report.png")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -111,14 +109,13 @@ def test_quickstart_comparison(capsys: pytest.CaptureFixture[str]) -> None:
 def test_table_and_plot_have_one_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="draws the plot")
     from matplotlib.axes import Axes
-    from pretraining import plots
 
     labels = []
     full, quantized = _runs()
     full.unit = quantized.unit = "nats per byte"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Axes, "set", lambda axes, **values: labels.append(values["ylabel"]))
-        plots.draw(quantized, full, tmp_path / "report.png")
+        report.draw(quantized, full, tmp_path / "report.png")
     quickstart.print_comparison(full, quantized)
     assert labels == ["validation loss (nats per byte)"]
     assert labels[0] in capsys.readouterr().out

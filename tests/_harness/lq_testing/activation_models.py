@@ -62,7 +62,7 @@ class Module(TinyModule):
 
 
 def codes(function: Callable[[], Any]) -> int:
-    """How many of our operators a function runs, in compiled code too."""
+    """Count our operators that a function runs, in compiled code too."""
     with torch.autograd.profiler.profile() as profile:
         function()
     ours = ("lq_lightning::norm", "lq_lightning::activation")  # others encode messages

@@ -164,7 +164,7 @@ class UnitReduction:
         return result
 
     def exact(self, slots: Tensor) -> Tensor:
-        """What plain FSDP2 computes for the mean, in fp32."""
+        """Return the mean that plain FSDP2 computes, in fp32."""
         every = [torch.empty_like(slots) for _ in range(self.world)]
         dist.all_gather(every, slots)
         return torch.stack(every)[:, dist.get_rank()].float().mean(dim=0)

@@ -244,7 +244,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Plan:
-    """How to make a block: kind, spelling and steps of each part."""
+    """Recipe of a block: kind, spelling and steps of each part."""
 
     parts: tuple[tuple[int, int, tuple[tuple[str, Steps], ...]], ...]
     residual: bool

@@ -228,7 +228,7 @@ class DrawingModule(TinyModule):
         self.drawn[(where, *place)] = [draw(self) for draw in DRAWS.values()]
 
     def in_layers(self) -> list[tuple[int, tuple[float, ...]]]:
-        """What own layers drew, each with its place."""
+        """Return the draws of own layers, each with its place."""
         return [
             (block.place, numbers)
             for block in self.net.blocks

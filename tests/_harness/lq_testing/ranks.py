@@ -64,7 +64,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """What a child needs; only builtins, so that it unpickles before anything is imported."""
+    """Work of a child; only builtins, so that it unpickles before anything is imported."""
 
     module: str
     file: str

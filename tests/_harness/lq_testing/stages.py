@@ -28,7 +28,7 @@ class Ranks:
     stages: list[StageModule]
 
     def forward(self, index: int = 0) -> tuple[list[Any], list[Tensor]]:
-        """What each stage returns for a micro-batch, and what each but the first received."""
+        """Return outputs of all stages for a micro-batch, and inputs of all but the first."""
         outputs: list[Any] = []
         received: list[Tensor] = []
         for stage in self.stages:

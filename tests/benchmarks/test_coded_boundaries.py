@@ -1,10 +1,8 @@
-"""Coded boundaries of one process are those of a pipeline, and runs of their ablation."""
+"""Coded boundaries of one process are those of a pipeline."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,11 +18,8 @@ from lq_lightning.pipeline.boundary import (
 )
 
 Load = Callable[[str], ModuleType]
-Run = Callable[..., str]
 
 STAGES, MICROBATCHES, WIDTH = 4, 4, 32
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-SMOKE = ("pipeline_ablation.py", "--cpu", "--no-compile", "--preset", "smoke", "--stages", "2")
 
 
 def _update(layers: nn.ModuleList) -> None:
@@ -97,34 +92,3 @@ def test_stages_are_of_equal_size(load: Load) -> None:
     assert after(5, 2) == [1]
     with pytest.raises(ValueError, match="2 layers do not make 3 stages"):
         after(2, 3)
-
-
-def test_identities_are_those_of_the_content(load: Load) -> None:
-    identities = load("pipeline_ablation").identities
-    tokens = torch.tensor([[1, 2], [2, 1], [1, 2]])
-    first, second, third = identities(tokens).tolist()
-    assert first == third != second
-    assert identities(tokens.flip(0)).tolist() == [third, second, first]
-
-
-def test_fine_tuning_remembers_its_sequences(run: Run, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    shown = run(
-        *SMOKE,
-        *("--text", str(BENCHMARKS), "--trunk-steps", "50", "--trunk", str(tmp_path)),
-        *("--tune-blocks", "8", "--tune-epochs", "4", "--json", str(report)),
-        *("--runs", "full precision:0,aq_sgd:0,int4 tile 64 hadamard 64:0,none / int6:0"),
-    )
-    assert "without codes" in shown
-    assert list(tmp_path.glob("trunk_smoke_tune8_0_50.pt"))
-    results = json.loads(report.read_text())["results"]
-    assert results["preset"]["steps"] == 8
-    found = {name: runs[0] for name, runs in results["variants"].items()}
-    assert found["full precision"]["val_loss"] == found["full precision"]["exact_val_loss"]
-    # bf16 once, then differences of 4.5 bits.
-    assert found["aq_sgd"]["forward_bits"] == pytest.approx((16 + 3 * 4.5) / 4)
-    assert found["aq_sgd"]["backward_bits"] == found["none / int6"]["backward_bits"] == 7.0
-    coded = found["int4 tile 64 hadamard 64"]
-    assert coded["forward_bits"] == 4.5
-    assert coded["val_loss"] != coded["exact_val_loss"]
-    assert "int4 tile 64 hadamard 64" in run("table.py", str(report))
