@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.pipeline.boundary import make_boundary_codec
 from lq_lightning.pipeline.engine import PipelineEngine
-from lq_lightning.pipeline.links import ProcessGroupLinks
+from lq_lightning.pipeline.execution import ProcessGroupLinks
 
 INT5 = CodecSpec(code="int5", group_size=64, symmetric=False, scale_dtype="bfloat16")
 # Forward and backward. Integers have a scale and a minimum in bf16 per tile, of 64 channels

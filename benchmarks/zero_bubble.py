@@ -41,7 +41,7 @@ from lq_lightning.activations.policy import ActivationPolicy
 from lq_lightning.foundation.nested import tensors_in
 from lq_lightning.optim import QuantizedAdamW
 from lq_lightning.pipeline.boundary import make_boundary_codec
-from lq_lightning.pipeline.in_flight import InFlight, compensated_bits, in_flight
+from lq_lightning.pipeline.schedules import InFlight, compensated_bits, in_flight
 
 BITS = 4
 AGOQ = ActivationPolicy(norm="int4_hadamard", activation="int4")

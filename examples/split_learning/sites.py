@@ -16,9 +16,9 @@ from torch import Tensor
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.codecs.mixed import Ranges, WidthTable
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec, AQSGDQuantization
+from lq_lightning.pipeline.boundary import CastCodec, GroupCodec
 from lq_lightning.pipeline.message import BoundaryCodec, Message
 from lq_lightning.pipeline.mixed import Lines, MixedCodec
-from lq_lightning.pipeline.plain_codecs import CastCodec, GroupCodec
 
 from .adapters import Packing
 from .settings import OptionError, SplitSettings

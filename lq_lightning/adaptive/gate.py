@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lq_lightning.codecs.mixed import RANGES, Ranges, WidthTable
 from lq_lightning.foundation.checks import check_choice, is_whole
-from lq_lightning.foundation.transfer import send_to
+from lq_lightning.foundation.streams import send_to
 
 from .config import AdaptiveBitsConfig
 from .slopes import error_slope

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lq_lightning.foundation.blocks import is_silent_container
-from lq_lightning.foundation.trunk import Trunk, find_trunk
+from lq_lightning.foundation.layer_stack import LayerStack, find_layer_stack, is_silent_container
 
 from .gate import BitGate
 from .quantize import adaptive_quantize
@@ -62,7 +61,7 @@ def find_sites(module: nn.Module, sites: str | Sequence[str] = "boundaries") -> 
 
 def _group(module: nn.Module, group: str) -> list[str]:
     try:
-        trunk = find_trunk(module)
+        trunk = find_layer_stack(module)
     except (ValueError, NotImplementedError) as error:
         raise ValueError(
             f"`sites={group!r}` needs a model with one list of repeated blocks, which "
@@ -73,7 +72,7 @@ def _group(module: nn.Module, group: str) -> list[str]:
     return [f"{trunk.layers[0]}:input", *outputs, _head(module, trunk)]
 
 
-def _head(module: nn.Module, trunk: Trunk) -> str:
+def _head(module: nn.Module, trunk: LayerStack) -> str:
     """Where the LM head is called, or, if it is no module, behind what runs last.
 
     It is what the model itself says (as those of Hugging Face do), or the last module with a matrix

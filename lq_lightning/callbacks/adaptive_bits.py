@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, GateOptimizer, attach
-from lq_lightning.pipeline.gated import GatedBoundaries
+from lq_lightning.pipeline.boundary_widths import BoundaryWidths
 
 from . import adaptive_checks
 from .adaptive_pipeline import PipelineGates
@@ -178,7 +178,7 @@ class AdaptiveBits(Callback):
                     pl_module, lambda module: self._place(trainer, module)
                 )
 
-    def connect_boundaries(self, boundaries: GatedBoundaries, module: nn.Module) -> None:
+    def connect_boundaries(self, boundaries: BoundaryWidths, module: nn.Module) -> None:
         """Learn the widths of what crosses a pipeline's boundaries: see ``LearnsWidths``."""
         before, state = self._trained_on(module), self._restored
         if state is None and before is not None:

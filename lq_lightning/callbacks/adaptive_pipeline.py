@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, GateOptimizer, adaptive_quantize
 from lq_lightning.codecs.mixed import WidthTable
-from lq_lightning.pipeline.gated import GatedBoundaries
+from lq_lightning.pipeline.boundary_widths import BoundaryWidths
 from lq_lightning.pipeline.message import Message
 from lq_lightning.pipeline.mixed import Lines
 from lq_lightning.pipeline.stage import Boundary
@@ -55,7 +55,7 @@ class PipelineGates:
         config: AdaptiveBitsConfig,
         per: Lines,
         lines: int | None,
-        boundaries: GatedBoundaries,
+        boundaries: BoundaryWidths,
         state: Mapping[str, Any] | None = None,
     ) -> None:
         self._config, self._per, self._given_lines = config, per, lines

@@ -26,7 +26,7 @@ votes                the reduction of a few bytes that ranks agree by, which may
 *Nothing but transfers on the network's streams.* Wherever a stream would decode one unit before it
 sends the next one, the network would wait meanwhile, once for every unit. So transfers over the
 slowest network follow each other on a stream that does nothing else, and wait for what they send
-alone (:class:`NetworkStages`).
+alone (:class:`CommPipeline`).
 
 *What waits for what.* A stage that hands something over records an event; who reads it, or writes
 over it, waits for that event first:
@@ -40,7 +40,7 @@ over it, waits for that event first:
 
 *What is held until when.* The caching allocator gives freed memory to the next tensor of the stream
 it was allocated on, at once. So a tensor that another stream still uses is either held until its
-own stream has waited for that use (:class:`SecondStage`), or the allocator is told of the use
+own stream has waited for that use (:class:`StreamStage`), or the allocator is told of the use
 (:func:`record_use`) before the last reference goes. Gradients that wait for others of their stack
 are in memory of the computing stream, which is told where they are read (``ReductionStack``). The
 replica lives as long as its unit; where it is replaced, the replacing stream has waited for all
@@ -71,13 +71,14 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "NetworkStages",
-    "SecondStage",
+    "CommPipeline",
+    "StreamStage",
     "current_stream",
     "has_streams",
     "new_stream",
     "on_stream",
     "record_use",
+    "send_to",
 ]
 
 
@@ -114,7 +115,7 @@ def record_use(tensor: Tensor) -> None:
         tensor.record_stream(current_stream())
 
 
-class SecondStage:
+class StreamStage:
     """The second stage of a pipeline, on a CUDA stream of its own (see [Note: streams]).
 
     The first stage runs on whatever stream is current: it calls :meth:`make_room`, prepares
@@ -164,7 +165,7 @@ class SecondStage:
             current_stream().wait_stream(self._stream)
 
 
-class NetworkStages:
+class CommPipeline:
     """The second and third stage of a pipeline: a transfer, and work on what it received.
 
     Each has a CUDA stream of its own: a transfer starts when the one before it is done and what it
@@ -172,7 +173,7 @@ class NetworkStages:
     """
 
     def __init__(self) -> None:
-        self._transfers, self._received = SecondStage(), SecondStage()
+        self._transfers, self._received = StreamStage(), StreamStage()
 
     def make_room(self) -> None:
         """Let the stream of earlier transfers' messages wait until another may be submitted."""
@@ -200,3 +201,21 @@ class NetworkStages:
         """Let the current stream wait for everything submitted, and hold nothing any more."""
         self._transfers.join()
         self._received.join()
+
+
+def send_to(values: Tensor, device: torch.device) -> Tensor:
+    """Return values of the host on a device, for the current stream of that.
+
+    A plain ``to`` lets the host wait until the device has done all work of the stream.
+
+    Args:
+        values: On the CPU, any shape and dtype.
+        device: Where they are needed.
+
+    Returns:
+        ``values`` itself if ``device`` is the CPU, else a copy.
+    """
+    if device.type != "cuda":
+        return values.to(device)
+    # The allocator of pinned memory keeps it until the copy is done.
+    return values.pin_memory().to(device, non_blocking=True)

@@ -2,29 +2,254 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import cast, get_args
 
 import torch
+from torch import Tensor
 
-from lq_lightning.codecs import CodecSpec
+from lq_lightning.codecs import CodecSpec, decode, encode, flatten_rows
 from lq_lightning.codecs.spec import Code
-from lq_lightning.foundation.checks import check_choice
+from lq_lightning.foundation.checks import check_choice, is_number
+from lq_lightning.kernels.tah import TAHFormat, tah_dequantize, tah_quantize
 
 from .aq_sgd import AQSGDCodec, AQSGDQuantization
-from .message import BoundaryCodec, Message
+from .message import (
+    GROUP_TILES,
+    BoundaryCodec,
+    Message,
+    StatelessCodec,
+    check_channels,
+    check_floats,
+    check_payload,
+)
 from .mixed import MixedCodec
-from .plain_codecs import CastCodec, GroupCodec
-from .tah import TAHCodec, TAHQuantization
 
 __all__ = [
-    "CODEC_NAMES",
     "AQSGDQuantization",
     "BoundaryCodec",
+    "CODEC_NAMES",
     "Message",
     "TAHQuantization",
     "codec_classes",
     "make_boundary_codec",
 ]
+
+
+class CastCodec(StatelessCodec):
+    """The values as they are, or rounded to a dtype.
+
+    Args:
+        name: of the codec.
+        dtype: what travels; None for the dtype of the tensor.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype | None) -> None:
+        self.name = name
+        self._dtype = dtype
+
+    def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Refuse to round what is not a floating-point number."""
+        if self._dtype is not None and not dtype.is_floating_point:
+            raise ValueError(
+                f"The codec {self.name!r} rounds floating-point numbers and was given {dtype}. "
+                "Choose the codec 'none'."
+            )
+
+    def size(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Return the bytes of a payload."""
+        return math.prod(shape) * (self._dtype or dtype).itemsize
+
+    def encode(self, x: Tensor, message: Message) -> Tensor:
+        """Return the bytes of the values; see the base class."""
+        self.check(x.shape, x.dtype)
+        values = torch.empty(x.shape, dtype=self._dtype or x.dtype, device=x.device)
+        return values.copy_(x.detach()).view(-1).view(torch.uint8)
+
+    def decode(
+        self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
+    ) -> Tensor:
+        """Return the values; see the base class."""
+        check_payload(self.name, payload, self.size(shape, dtype))
+        values = payload.view(self._dtype or dtype).view(tuple(shape))
+        return values.to(dtype, copy=True)
+
+
+class GroupCodec(StatelessCodec):
+    """Groups of neighbouring channels that share a scale, as one encoded row.
+
+    Args:
+        name: of the codec.
+        spec: of the groups; they must not cross tokens.
+    """
+
+    def __init__(self, name: str, spec: CodecSpec) -> None:
+        if spec.group_size == "row" or spec.rounding == "stochastic":
+            raise ValueError(
+                f"A stage boundary cannot be coded with group_size={spec.group_size!r}, "
+                f"rounding={spec.rounding!r}: every token needs scales of its own, and nothing "
+                "seeds the noise. Use a group_size of 16 to 4096 and rounding='nearest'."
+            )
+        self.name = name
+        self.spec = spec
+
+    @property
+    def options(self) -> str:
+        """The specification."""
+        return repr(self.spec)
+
+    def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Refuse groups that would cross tokens, and dtypes that kernels do not take."""
+        check_floats(self.name, dtype)
+        check_channels(
+            self.name, shape, int(self.spec.group_size), GROUP_TILES, "CodecSpec.group_size"
+        )
+
+    def size(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Return the bytes of a payload."""
+        return self.spec.nbytes(math.prod(shape))
+
+    def encode(self, x: Tensor, message: Message) -> Tensor:
+        """Return scales and codes; see the base class."""
+        self.check(x.shape, x.dtype)
+        rows = x.detach().contiguous().view(-1, x.shape[-1])
+        return encode(self.spec, flatten_rows(self.spec, rows)).view(-1)
+
+    def decode(
+        self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
+    ) -> Tensor:
+        """Return the values; see the base class."""
+        check_payload(self.name, payload, self.size(shape, dtype))
+        numel = math.prod(shape)
+        return decode(self.spec, payload.view(1, -1), numel, dtype=dtype).view(tuple(shape))
+
+
+TILE_SIZES = (8, 16, 32, 64, 128, 256)
+BITS = (None, 2, 3, 4, 5, 6, 7, 8)
+# Of the tokens; section 4 of the paper.
+_INT4_SHARE = 0.8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TAHQuantization:
+    """Tile-wise adaptive Hadamard quantization of stage boundaries (TAH-Quant, section 3).
+
+    A tile is so many neighbouring channels of a token, with a scale and a minimum. Where its
+    largest magnitude is more than twice the second largest, that value is swapped to the front and
+    the tile transformed: the outlier becomes a constant offset, which the minimum absorbs.
+
+    Attributes:
+        tile_size: channels of a tile: 8, 16, 32, 64, 128 or 256; must divide the hidden size.
+        bits: of every code, 2 to 8. None for the mix of INT3 and INT4 of the paper.
+        int4_share: of the tokens of each sequence; the others, with the lowest entropy of
+            magnitudes, are INT3 in all tiles (version 1 of the paper). Their number is rounded
+            down. 0 and 1 are ``bits=3`` and ``bits=4``. None for the 0.8 of the paper, and with
+            ``bits``.
+        hadamard: swap and transform tiles with an outlier.
+
+    Raises:
+        ValueError: a value that is not listed above, or ``int4_share`` with ``bits``.
+    """
+
+    tile_size: int = 64
+    bits: int | None = None
+    int4_share: float | None = None
+    hadamard: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every field and their combination."""
+        owner = type(self).__name__
+        check_choice(owner, "tile_size", self.tile_size, TILE_SIZES)
+        if not isinstance(self.hadamard, bool):
+            raise ValueError(
+                f"`{owner}(hadamard={self.hadamard!r})` is not supported: choose True or False."
+            )
+        bits, share = self.bits, self.int4_share
+        check_choice(owner, "bits", bits, BITS)
+        if bits is not None and share is not None:
+            raise ValueError(
+                f"`{owner}(bits={bits}, int4_share={share!r})` is not supported: the share mixes "
+                "INT3 and INT4. Set bits alone, or leave bits=None."
+            )
+        if share is not None and not (is_number(share) and 0 <= share <= 1):
+            raise ValueError(
+                f"`{owner}(int4_share={share!r})` is not supported: choose a number from 0 (all "
+                "INT3) to 1 (all INT4), or None."
+            )
+
+    @property
+    def kernel_format(self) -> TAHFormat:
+        """The same facts, as the kernels take them."""
+        share = _INT4_SHARE if self.int4_share is None else self.int4_share
+        int3_share = 1 - Fraction(repr(share))  # exact: 1 - 0.8 is not 0.2 in floats
+        bits = self.bits or (3 if int3_share == 1 else 4)
+        return TAHFormat(
+            tile=self.tile_size,
+            bits=bits,
+            int3_share=Fraction(0) if self.bits or int3_share == 1 else int3_share,
+            hadamard=self.hadamard,
+        )
+
+
+class TAHCodec(StatelessCodec):
+    """The codec of ``TAHQuantization``.
+
+    Args:
+        name: of the codec.
+        config: what the payloads look like.
+    """
+
+    def __init__(self, name: str, config: TAHQuantization) -> None:
+        self.name = name
+        self.config = config
+        self._format = config.kernel_format
+        self._text = str(self._format)
+
+    @property
+    def options(self) -> str:
+        """The configuration."""
+        return repr(self.config)
+
+    def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Refuse tiles that would cross tokens, and dtypes that kernels do not take."""
+        check_floats(self.name, dtype)
+        if self._format.int3_share and len(shape) < 2:
+            raise ValueError(
+                f"The codec {self.name!r} ranks the tokens of a sequence and was given hidden "
+                f"states of shape {tuple(shape)}; expected [..., tokens, channels]. Choose the "
+                "codec 'tah5'."
+            )
+        check_channels(
+            self.name, shape, self.config.tile_size, TILE_SIZES, "TAHQuantization.tile_size"
+        )
+
+    def size(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Return the bytes of a payload."""
+        return self._format.layout(*_three_dimensions(shape)).nbytes
+
+    def encode(self, x: Tensor, message: Message) -> Tensor:
+        """Return bits, codes, scales and outliers; see the base class."""
+        self.check(x.shape, x.dtype)
+        values = x.detach().contiguous().view(_three_dimensions(x.shape))
+        payload: Tensor = tah_quantize(values, self._text)
+        return payload
+
+    def decode(
+        self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
+    ) -> Tensor:
+        """Return the values; see the base class."""
+        check_payload(self.name, payload, self.size(shape, dtype))
+        values: Tensor = tah_dequantize(payload, *_three_dimensions(shape), self._text, dtype)
+        return values.view(tuple(shape))
+
+
+def _three_dimensions(shape: Sequence[int]) -> tuple[int, int, int]:
+    """Return sequences, tokens and channels."""
+    return math.prod(shape[:-2]), math.prod(shape[-2:-1]), shape[-1]
+
 
 _INTEGERS = tuple(f"int{bits}" for bits in range(2, 9))
 CODEC_NAMES = ("none", "bf16", "fp8", *_INTEGERS, "tah", "tah5", "aq_sgd", "amaq")

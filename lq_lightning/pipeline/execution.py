@@ -2,20 +2,289 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lq_lightning.foundation.groups import shared_split
+
 from .boundary import BoundaryCodec, Message
-from .links import Inbox, Links, Outbox
 from .schedules import Action, Key, Program
 from .stage import Boundary, Stage
-from .traffic import BoundaryTraffic
 
-__all__ = ["Endpoint", "Execution", "Listener"]
+__all__ = [
+    "BoundaryTraffic",
+    "Endpoint",
+    "Execution",
+    "Inbox",
+    "Links",
+    "Listener",
+    "Outbox",
+    "ProcessGroupLinks",
+    "Work",
+    "started",
+]
+
+
+@dataclass(slots=True)
+class BoundaryTraffic:
+    """What this rank sent to neighbouring stages on other ranks since the start.
+
+    Attributes:
+        forward_bytes: Bytes of payloads of hidden states.
+        forward_values: Values in them.
+        backward_bytes: Bytes of payloads of gradients.
+        backward_values: Values in them.
+        evaluation_bytes: Bytes of payloads sent in evaluation, which are not counted above.
+        table_bytes: Bytes of width tables, which are not counted above.
+    """
+
+    forward_bytes: int = 0
+    forward_values: int = 0
+    backward_bytes: int = 0
+    backward_values: int = 0
+    evaluation_bytes: int = 0
+    table_bytes: int = 0
+
+    def count(self, message: Message, nbytes: int, values: int) -> None:
+        """Add one payload of ``nbytes`` that carries ``values``."""
+        if not message.training:
+            self.evaluation_bytes += nbytes
+        elif message.backward:
+            self.backward_bytes += nbytes
+            self.backward_values += values
+        else:
+            self.forward_bytes += nbytes
+            self.forward_values += values
+
+    @property
+    def sent(self) -> int:
+        """All bytes sent by this rank."""
+        payloads = self.forward_bytes + self.backward_bytes + self.evaluation_bytes
+        return payloads + self.table_bytes
+
+    def snapshot(self) -> BoundaryTraffic:
+        """A copy that does not go on counting."""
+        return replace(self)
+
+    def since(self, earlier: BoundaryTraffic) -> BoundaryTraffic:
+        """What was counted after ``earlier`` was taken."""
+        values = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
+        return BoundaryTraffic(**values)
+
+
+# Receives that are posted before they are needed, for each rank that sends, at most. Transfers go
+# on while this rank computes only into receives that are posted. More would only take memory for
+# payloads: the link is busy as long as there is always one more.
+_AHEAD = 4
+
+
+class Work(Protocol):
+    """A transfer under way, as ``torch.distributed.Work`` is."""
+
+    def wait(self) -> object:
+        """Let the host (CPU tensors) or the current stream (CUDA tensors) wait for the transfer."""
+
+    def is_completed(self) -> bool:
+        """Return whether it is known to be done."""
+
+
+class Links(Protocol):
+    """Ways to the other ranks of a pipeline. Messages from one rank to another keep their order.
+
+    Attributes:
+        rank: number of this rank.
+        size: ranks of the pipeline.
+        occupy_device: transfers under way keep the device from being done, as NCCL's do.
+    """
+
+    rank: int
+    size: int
+    occupy_device: bool
+
+    def send(self, payload: Tensor, peer: int) -> Work:
+        """Start to send ``payload``, which stays as it is until the transfer is done."""
+
+    def receive(self, payload: Tensor, peer: int) -> Work:
+        """Start to receive into ``payload``."""
+
+
+class ProcessGroupLinks:
+    """Links over process groups: for NCCL one group for each way between two ranks.
+
+    NCCL runs the transfers of a communicator one after another on one stream. With one for both
+    ways, gradients that come would wait for hidden states that go, and ranks that post them in
+    different orders would wait for each other for ever. With a communicator for each way, all that
+    runs on one has one sender and one receiver, and both know its order (``Program.messages``).
+
+    Every rank of ``group`` must make one, at the same time: communicators are made here, where no
+    rank waits for another in a different order.
+
+    Args:
+        group: the ranks of the pipeline, in the order of its first stages.
+        device: where payloads are.
+        ways: pairs of ranks of the group, sender and receiver, in the same order on all ranks.
+        own_groups: make a group for each way; by default on GPUs.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        ways: Iterable[tuple[int, int]],
+        own_groups: bool | None = None,
+    ) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.occupy_device = device.type == "cuda"
+        self._ranks = dist.get_process_group_ranks(group)
+        ways = list(ways)
+        if own_groups is None:
+            own_groups = device.type == "cuda"  # gloo's ways are independent of each other
+        self._groups = (
+            _own_groups(group, ways, device) if own_groups else dict.fromkeys(ways, group)
+        )
+        first = torch.zeros(1, dtype=torch.uint8, device=device)
+        for source, target in ways:
+            # The first transfer of a communicator makes it, for which both ranks wait. Later, one
+            # could be waiting for one communicator while its peer waits for another.
+            if self.rank == source:
+                self.send(first, target).wait()
+            elif self.rank == target:
+                self.receive(first, source).wait()
+
+    def send(self, payload: Tensor, peer: int) -> Work:
+        """Start to send ``payload`` to a rank of the pipeline.
+
+        On CUDA the transfer begins when the current stream has made the payload.
+        """
+        group = self._groups[self.rank, peer]
+        return started(dist.isend(payload, group=group, dst=self._ranks[peer]))
+
+    def receive(self, payload: Tensor, peer: int) -> Work:
+        """Start to receive into ``payload`` from a rank of the pipeline.
+
+        On CUDA the transfer begins when the current stream is done with what it was given before
+        this call, and so with what used the payload's memory last.
+        """
+        group = self._groups[peer, self.rank]
+        return started(dist.irecv(payload, group=group, src=self._ranks[peer]))
+
+
+class Outbox:
+    """Payloads on their way to other ranks, which must live until they have arrived."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._sent: deque[tuple[Work, Tensor]] = deque()
+
+    def send(self, payload: Tensor, peer: int) -> None:
+        """Start to send a payload, and let go of those that are done."""
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        self._sent.append((self._links.send(payload, peer), payload))
+
+    def finish(self) -> None:
+        """Wait for all of them: on CUDA it is the current stream that does.
+
+        The memory of a payload is used again by the current stream only, which is behind the
+        transfer then.
+        """
+        while self._sent:
+            self._sent[0][0].wait()
+            self._sent.popleft()
+
+
+class Inbox:
+    """Receives of one step, posted before they are needed, in the order in which peers send.
+
+    Where transfers occupy the device, a receive is posted in its turn (``Program.messages``) and no
+    sooner: who waits for the whole device (a benchmark of kernels in the first step, an allocator
+    out of memory, a user) waits for all receives, which must not wait for what comes later.
+
+    Args:
+        links: where from.
+        expected: by peer, its messages to this rank in its order, with how many computations of
+            this rank come before they are waited for, and their bytes.
+        device: where payloads are to be.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        expected: Mapping[int, Iterator[tuple[Key, int, int]]],
+        device: torch.device,
+    ) -> None:
+        self._links = links
+        self._expected = expected
+        self._next = {peer: next(messages, None) for peer, messages in expected.items()}
+        self._done = 0
+        self._device = device
+        self._posted: dict[int, dict[Key, tuple[Work, Tensor]]] = {peer: {} for peer in expected}
+
+    def advance(self, done: int) -> None:
+        """Post what is to be posted when this rank has made and sent ``done`` computations."""
+        self._done = done
+        for peer in self._expected:
+            self._post(peer)
+
+    def take(self, key: Key, peer: int) -> Tensor:
+        """Return a payload, for use on the current stream, when it has arrived."""
+        self._post(peer, until=key)
+        work, payload = self._posted[peer].pop(key)
+        # Before the wait: while this rank waits and computes, more arrives.
+        self._post(peer)
+        work.wait()
+        return payload
+
+    def _post(self, peer: int, until: Key | None = None) -> None:
+        """Post receives in order: up to one that is needed, and as many as are worth it."""
+        posted = self._posted[peer]
+        # In turn there are few ahead, and peers may have to wait for all that they have sent.
+        limit = math.inf if self._links.occupy_device else _AHEAD
+        while (following := self._next[peer]) is not None:
+            key, needs, nbytes = following
+            if needs > self._done or (len(posted) >= limit and (until is None or until in posted)):
+                return
+            payload = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            posted[key] = (self._links.receive(payload, peer), payload)
+            self._next[peer] = next(self._expected[peer], None)
+
+
+def _own_groups(
+    group: dist.ProcessGroup, ways: Sequence[tuple[int, int]], device: torch.device
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """Make a group for each way; returns those of this rank."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    groups = {}
+    rest = list(ways)
+    while rest:
+        # Groups are made by all ranks together: as many at a time as have no rank in common.
+        taken: list[tuple[int, int]] = []
+        for way in rest:
+            if all(set(way).isdisjoint(other) for other in taken):
+                taken.append(way)
+        rest = [way for way in rest if way not in taken]
+        others = sorted(set(range(size)).difference(*taken))
+        rows = [sorted(way) for way in taken]
+        # Links of another engine use them again: its messages have all arrived.
+        use = f"links {taken}"  # both ways between two ranks have the same rows
+        made = shared_split(use, group, [*rows, others] if others else rows, device)
+        groups.update({way: made for way in taken if rank in way})
+    return groups
+
+
+def started(work: dist.Work | None) -> Work:
+    """Return a transfer of a group that this rank is in."""
+    if work is None:
+        raise AssertionError("this rank is in the group")
+    return work
 
 
 class Listener(Protocol):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lq_lightning.foundation.layer_stack import find_layer_stack
 from lq_lightning.foundation.streams import has_streams
-from lq_lightning.foundation.trunk import find_trunk
 
 __all__ = ["measure_times"]
 
@@ -41,7 +41,7 @@ def measure_times(
         RuntimeError: ``run`` does not call the layers.
         ValueError, NotImplementedError: as :func:`plan_stages` for models that cannot be cut.
     """
-    found = find_trunk(module, trunk)
+    found = find_layer_stack(module, trunk)
     names = (*found.before, *found.layers, *found.after)
     started: dict[str, float] = {}
     seconds: dict[str, list[float]] = defaultdict(list)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -12,12 +12,65 @@ from torch import nn
 
 from lq_lightning._compat.modules import is_compiled_in_place, is_compiled_wrapper
 from lq_lightning.foundation.checks import is_whole
-from lq_lightning.foundation.trunk import Trunk, find_trunk, names_around
+from lq_lightning.foundation.layer_stack import LayerStack, find_layer_stack, names_around
 
-from .absent import check_replaceable
-from .balance import balance
+from .placeholders import check_replaceable
 
-__all__ = ["PipelinePlan", "SharedParameter", "Split", "plan_stages"]
+__all__ = ["PipelinePlan", "SharedParameter", "Split", "balance", "plan_stages"]
+
+
+def balance(
+    costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
+) -> tuple[int, ...]:
+    """Return how many consecutive layers each stage gets.
+
+    The largest cost of a stage is as small as it can be with one layer or more per stage; among
+    such cuts, the sum of the squared costs is. Where that leaves a choice, earlier stages get fewer
+    layers, since they keep the activations of more micro-batches.
+
+    Args:
+        costs: Of the layers, not negative.
+        num_stages: At most as many as layers.
+        first: What the first stage computes besides layers.
+        last: What the last stage computes besides layers.
+    """
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+
+    def cost_of(stage: int, begin: int, end: int) -> float:
+        own = sums[end] - sums[begin]
+        return own + first * (stage == 0) + last * (stage == num_stages - 1)
+
+    limit = _search(len(costs), num_stages, cost_of, None)[0]
+    return _search(len(costs), num_stages, cost_of, limit)[1]
+
+
+def _search(
+    num_layers: int, num_stages: int, cost_of: Callable[[int, int, int], float], limit: float | None
+) -> tuple[float, tuple[int, ...]]:
+    """The best cut: of the smallest maximum, or within a limit of the smallest sum of squares."""
+    # best[end]: value and cut of the stages so far, which hold the first `end` layers
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for stage in range(num_stages):
+        later = num_stages - 1 - stage
+        reached: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for end in range(stage + 1, num_layers - later + 1):
+            for begin, (value, cut) in best.items():
+                if begin >= end:
+                    continue
+                cost = cost_of(stage, begin, end)
+                if limit is not None and cost > limit:
+                    continue
+                total = max(value, cost) if limit is None else value + cost * cost
+                if end in reached and total > reached[end][0]:
+                    continue
+                candidate = (total, (*cut, end - begin))
+                if end not in reached or candidate < reached[end]:
+                    reached[end] = candidate
+        best = reached
+    return best[num_layers]
+
 
 Split = Literal["parameters"] | Sequence[int] | Mapping[str, float]
 """How layers are dealt out: by parameters, given per stage, or by given costs of modules."""
@@ -133,7 +186,7 @@ def plan_stages(
     """
     if num_stages < 1:
         raise ValueError(f"`num_stages={num_stages}` must be at least 1.")
-    found = find_trunk(module, trunk)
+    found = find_layer_stack(module, trunk)
     if len(found.layers) < num_stages:
         raise ValueError(
             f"`{type(module).__name__}` has {len(found.layers)} layers, fewer than the "
@@ -172,7 +225,7 @@ def _is_inside(name: str, modules: Sequence[str]) -> bool:
 
 
 def _counts(
-    module: nn.Module, trunk: Trunk, num_stages: int, split: Split
+    module: nn.Module, trunk: LayerStack, num_stages: int, split: Split
 ) -> tuple[tuple[int, ...], dict[str, float]]:
     """Layers of each stage, and the cost of every module."""
     names = (*trunk.before, *trunk.layers, *trunk.after)
@@ -198,7 +251,7 @@ def _counts(
     return counts, costs
 
 
-def _given_counts(split: Sequence[int], trunk: Trunk, num_stages: int) -> tuple[int, ...]:
+def _given_counts(split: Sequence[int], trunk: LayerStack, num_stages: int) -> tuple[int, ...]:
     counts = tuple(split)
     if not all(map(is_whole, counts)):
         raise ValueError(f"`split={list(counts)}` must hold whole numbers of layers.")
@@ -218,7 +271,7 @@ def _given_counts(split: Sequence[int], trunk: Trunk, num_stages: int) -> tuple[
 
 
 def _given_costs(
-    split: Mapping[str, float], trunk: Trunk, names: tuple[str, ...]
+    split: Mapping[str, float], trunk: LayerStack, names: tuple[str, ...]
 ) -> dict[str, float]:
     unknown = [name for name in split if name not in names]
     missing = [name for name in trunk.layers if name not in split]

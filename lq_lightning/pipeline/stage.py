@@ -13,9 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lq_lightning._compat.saved_tensors import has_storage, storage_key
 
-from .received import Received, receive
-from .saved_tensors import SavedTensors
-from .split_backward import SplitBackward
+from .split_backward import Received, SavedTensors, SplitBackward, receive
 
 __all__ = ["Boundary", "Stage"]
 

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lq_lightning.pipeline.boundary import BoundaryCodec, Message, make_boundary_codec
 from lq_lightning.pipeline.engine import PipelineEngine
-from lq_lightning.pipeline.in_flight import in_flight
+from lq_lightning.pipeline.schedules import in_flight
 from lq_lightning.pipeline.stage import Stage
 
 CASES = [

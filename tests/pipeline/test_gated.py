@@ -13,8 +13,8 @@ from lq_testing.pipeline_toys import BATCH, WIDTH, Boundary, make_gated, make_la
 from torch import Tensor
 
 from lq_lightning.codecs.mixed import WidthTable, round_trip_mixed
+from lq_lightning.pipeline.boundary_widths import BoundaryWidths
 from lq_lightning.pipeline.engine import PipelineEngine
-from lq_lightning.pipeline.gated import GatedBoundaries
 from lq_lightning.pipeline.message import Message
 from lq_lightning.pipeline.mixed import Lines, MixedCodec
 
@@ -46,7 +46,7 @@ class Recording(MixedCodec):
 
 def _pipeline(
     schedule: str, per_rank: int, group: dist.ProcessGroup, replicas: dist.ProcessGroup
-) -> tuple[PipelineEngine, Recording, GatedBoundaries]:
+) -> tuple[PipelineEngine, Recording, BoundaryWidths]:
     num_stages, codec = dist.get_world_size(group) * per_rank, Recording()
     layers = make_layers(num_stages)
     engine, gated = make_gated(schedule, 4, layers, num_stages, (codec, codec), group, replicas)

@@ -18,8 +18,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lq_lightning.pipeline.partition import keep_stages, kept_stages
-from lq_lightning.pipeline.parts import StageModule
+from lq_lightning.pipeline.partition import StageModule, keep_stages, kept_stages
 from lq_lightning.pipeline.plan import plan_stages
 
 BATCHES = [batch(step, 0, size=2) for step in range(2)]

@@ -21,9 +21,13 @@ from torch.utils.checkpoint import (
 )
 
 from lq_lightning.activations import quantize_activations
-from lq_lightning.pipeline.received import Received, receive
-from lq_lightning.pipeline.saved_tensors import SavedTensors
-from lq_lightning.pipeline.split_backward import SplitBackward, check_not_compiled
+from lq_lightning.pipeline.split_backward import (
+    Received,
+    SavedTensors,
+    SplitBackward,
+    check_not_compiled,
+    receive,
+)
 from lq_lightning.pipeline.stage import Stage
 
 
@@ -173,7 +177,7 @@ def test_nodes_of_functions_stay_until_their_half_is_done(form: str) -> None:
     split = SplitBackward(get_gradient_edge(run()), received, weights)
     # Python's objects for nodes of functions own them in some versions of torch only.
     split.backward_input(torch.ones(2, 4))
-    owners = [owner for meeting in split._meetings for owner in meeting.owners]
+    owners = [owner for meeting in split._cut_points for owner in meeting.owners]
     assert len(owners) == (1 if form == "without" else 3)
     assert not any(isinstance(owner, BackwardCFunction) for owner in owners)
     owners.clear()

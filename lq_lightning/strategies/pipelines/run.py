@@ -15,14 +15,12 @@ from torch import Tensor
 
 from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.reporting import QuantizationReport
-from lq_lightning.pipeline.agreement import Agreement, batch_signature
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec
 from lq_lightning.pipeline.batches import batch_size, concatenate, sample_ids, split_batch
-from lq_lightning.pipeline.calls import BoundaryMeta
-from lq_lightning.pipeline.engine import PipelineEngine
+from lq_lightning.pipeline.engine import Agreement, PipelineEngine, batch_signature
+from lq_lightning.pipeline.interceptor import BoundaryMeta
 from lq_lightning.pipeline.mixed import MixedCodec
-from lq_lightning.pipeline.partition import kept_stages
-from lq_lightning.pipeline.parts import StageModule
+from lq_lightning.pipeline.partition import StageModule, kept_stages
 from lq_lightning.pipeline.random_numbers import RandomNumbers, held_generators
 from lq_lightning.pipeline.schedules import rank_of_stage
 from lq_lightning.plugins import FullyShardedPrecision

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lq_lightning.pipeline.partition import keep_stages
-from lq_lightning.pipeline.parts import StageModule
+from lq_lightning.pipeline.partition import StageModule, keep_stages
 from lq_lightning.pipeline.plan import PipelinePlan, Split, plan_stages
 
 Step = Callable[[Any, Any], Tensor]

@@ -17,19 +17,17 @@ from torch import Tensor, nn
 from lq_lightning.codecs.mixed import Ranges, WidthTable
 from lq_lightning.foundation.agreement import gather_objects
 
-from .agreement import Agreement, batch_digest
-from .engine import PipelineEngine
-from .execution import Listener
-from .links import started
+from .engine import Agreement, PipelineEngine, batch_digest
+from .execution import Listener, started
 from .message import Message
 from .mixed import Lines, MixedCodec, StartingWidths
 from .schedules import rank_of_stage
 
-__all__ = ["GatedBoundaries", "GatedBoundary", "LearnsWidths", "boundaries_between"]
+__all__ = ["BoundaryWidths", "CodedBoundary", "LearnsWidths", "boundaries_between"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GatedBoundary:
+class CodedBoundary:
     """A boundary between two ranks.
 
     Attributes:
@@ -45,7 +43,7 @@ class GatedBoundary:
     target: int
 
 
-def boundaries_between(schedule: str, names: Sequence[str], size: int) -> list[GatedBoundary]:
+def boundaries_between(schedule: str, names: Sequence[str], size: int) -> list[CodedBoundary]:
     """Return the boundaries between stages on different ranks; within one nothing is sent.
 
     Args:
@@ -56,7 +54,7 @@ def boundaries_between(schedule: str, names: Sequence[str], size: int) -> list[G
     num_stages = len(names) + 1
     places = [rank_of_stage(schedule, stage, num_stages, size) for stage in range(num_stages)]
     return [
-        GatedBoundary(index=index, name=name, source=places[index], target=places[index + 1])
+        CodedBoundary(index=index, name=name, source=places[index], target=places[index + 1])
         for index, name in enumerate(names)
         if places[index] != places[index + 1]
     ]
@@ -66,7 +64,7 @@ def boundaries_between(schedule: str, names: Sequence[str], size: int) -> list[G
 class LearnsWidths(Protocol):
     """A callback that learns the widths of boundaries."""
 
-    def connect_boundaries(self, boundaries: GatedBoundaries, module: nn.Module) -> None:
+    def connect_boundaries(self, boundaries: BoundaryWidths, module: nn.Module) -> None:
         """Take the boundaries of the run, on all ranks together, before its first step.
 
         It has to call ``boundaries.begin``, also if the run only evaluates.
@@ -77,7 +75,7 @@ class LearnsWidths(Protocol):
         """
 
 
-class GatedBoundaries:
+class BoundaryWidths:
     """The boundaries of a pipeline that travel as ``"amaq"``, as one of its ranks sees them.
 
     All ranks of the pipeline call ``begin``, ``exchange``, ``total`` and ``gather`` together.
@@ -92,7 +90,7 @@ class GatedBoundaries:
 
     def __init__(
         self,
-        boundaries: Sequence[GatedBoundary],
+        boundaries: Sequence[CodedBoundary],
         engine: PipelineEngine,
         codec: MixedCodec,
         control_group: dist.ProcessGroup,
@@ -104,7 +102,7 @@ class GatedBoundaries:
         self._rank = dist.get_rank(control_group)
 
     @property
-    def sent(self) -> tuple[GatedBoundary, ...]:
+    def sent(self) -> tuple[CodedBoundary, ...]:
         """Those over which this rank sends hidden states: it learns their widths."""
         return tuple(each for each in self.all if each.source == self._rank)
 

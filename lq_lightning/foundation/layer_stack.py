@@ -16,15 +16,40 @@ from typing import Any
 
 from torch import nn
 
-from lq_lightning.foundation.blocks import has_parameters, is_block, is_silent_container
+__all__ = [
+    "LayerStack",
+    "find_layer_stack",
+    "has_parameters",
+    "hidden_name",
+    "is_block",
+    "is_silent_container",
+    "names_around",
+]
 
-__all__ = ["Trunk", "find_trunk", "hidden_name", "names_around"]
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether the module or one inside of it has parameters."""
+    return next(module.parameters(), None) is not None
+
+
+def is_silent_container(module: nn.Module) -> bool:
+    """Whether nothing calls the module itself, only what is in it."""
+    return (
+        isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        and type(module).forward is nn.Module.forward
+    )
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether the module can be called and has parameters in submodules of its own."""
+    return not is_silent_container(module) and any(has_parameters(c) for c in module.children())
+
 
 _FRAMEWORKS = ("torch", "lightning", "pytorch_lightning")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trunk:
+class LayerStack:
     """Names of the modules of a model, by their place around its repeated blocks.
 
     Attributes:
@@ -38,7 +63,7 @@ class Trunk:
     after: tuple[str, ...]
 
 
-def find_trunk(root: nn.Module, trunk: str | None = None) -> Trunk:
+def find_layer_stack(root: nn.Module, trunk: str | None = None) -> LayerStack:
     """Find the repeated blocks of ``root`` and what lies around them.
 
     The blocks are the children of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that have
@@ -69,7 +94,7 @@ def find_trunk(root: nn.Module, trunk: str | None = None) -> Trunk:
     layers = tuple(f"{container}.{key}" if container else key for key in keys)
     _check_distinct(root, layers)
     around = list(_children_around(root, layers))
-    return Trunk(
+    return LayerStack(
         layers=layers,
         before=tuple(name for name, earlier in around if earlier),
         after=tuple(name for name, earlier in around if not earlier),

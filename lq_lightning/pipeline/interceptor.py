@@ -27,10 +27,10 @@ from torch import Tensor
 
 from lq_lightning._compat.modes import without_step_mode
 
-from .placeholders import Placeholders
+from .placeholder_tracking import PlaceholderTracker
 from .random_numbers import RandomNumbers
 
-__all__ = ["BoundaryMeta", "LayerCalls", "StageEnd"]
+__all__ = ["BoundaryMeta", "LayerInterceptor", "StageEnd"]
 
 _KEEP = (
     "layers of a pipeline must keep its shape, and from the first on its dtype. Let stages end "
@@ -69,7 +69,7 @@ class StageEnd(BaseException):
         self.hidden = hidden
 
 
-class LayerCalls:
+class LayerInterceptor:
     """The calls of a model's layers in the step that runs now. See [Note: a step in parts].
 
     Layers, stand-ins and stages of a model share one object on a rank.
@@ -86,7 +86,7 @@ class LayerCalls:
         self._layers = layers
         self.boundary: BoundaryMeta | None = None
         self.random = RandomNumbers()
-        self._placeholders: Placeholders | None = None
+        self._placeholders: PlaceholderTracker | None = None
         self._output: Tensor | None = None  # of the last layer
         self._first = self._last = self._next = 0
         self._received: Tensor | None = None
@@ -103,7 +103,7 @@ class LayerCalls:
         step: Callable[[], Any],
         span: tuple[int, int],
         received: Tensor | None,
-        placeholders: Placeholders | None = None,
+        placeholders: PlaceholderTracker | None = None,
     ) -> Any:
         """Run the part of ``step`` that has the layers ``span[0]`` to ``span[1]``.
 
@@ -146,7 +146,7 @@ class LayerCalls:
         return result
 
     def check(self, value: object, use: str) -> None:
-        """Refuse a value of the step that depends on a stand-in, as :class:`Placeholders`."""
+        """Refuse a value of the step that depends on a stand-in, as :class:`PlaceholderTracker`."""
         if self._placeholders is not None:
             self._placeholders.check(value, use)
 
