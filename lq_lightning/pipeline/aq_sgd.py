@@ -1,9 +1,9 @@
-"""AQ-SGD: what has changed in the hidden states of a sample since it was last seen.
+"""AQ-SGD: sends how the hidden states of a sample changed since it was last seen.
 
-The first time a sample is seen it travels in full precision, and both ends keep it as m. From then
-on the sender encodes the difference to m, and both ends add what it decodes to: m is what the
-receiver goes on with, and the next difference carries the error of this one (Wang et al., 2022,
-section 3). Evaluation travels in full precision and changes nothing.
+The first time, a sample travels in full precision and both ends keep it as m. Afterwards the sender
+encodes the difference to m, and both ends add the decoded difference to m: the receiver goes on
+with m, and the next difference carries the error of this one (Wang et al., 2022, section 3).
+Evaluation travels in full precision and changes nothing.
 
 Shape legend: B samples, S tokens, N channels.
 """
@@ -14,12 +14,11 @@ import math
 import os
 import shutil
 import tempfile
-import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import IO, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -37,6 +36,11 @@ from .message import (
     check_payload,
 )
 
+__all__ = ["AQSGDCodec", "AQSGDQuantization"]
+
+DifferenceCode = Literal["int2", "int3", "int4", "int5", "int6", "int7", "int8"]
+CacheDtype = Literal["bfloat16", "float16", "float32"]
+
 
 @dataclass(frozen=True, slots=True)
 class Visit:
@@ -44,37 +48,32 @@ class Visit:
 
     Attributes:
         samples: identities, in the order of the message.
-        slots: where the values of each sample lie, or will.
-        known: whether a sample was held before the message; others are sent in full precision.
+        slots: slot of each sample in the cache.
+        known_at: indices within the message of samples that were cached before it.
+        new_at: indices of the other samples, which travel in full precision.
     """
 
     samples: tuple[int, ...]
     slots: tuple[int, ...]
-    known: tuple[bool, ...]
-
-    @property
-    def known_at(self) -> list[int]:
-        """Indices within the message of the samples that are held."""
-        return [index for index, known in enumerate(self.known) if known]
-
-    @property
-    def new_at(self) -> list[int]:
-        """Indices within the message of the other samples."""
-        return [index for index, known in enumerate(self.known) if not known]
+    known_at: list[int]
+    new_at: list[int]
 
 
 class SampleCache:
-    """As many samples as fit, the least recently used one making room for a new one.
+    """An LRU cache of hidden states with the same content on both ends of a boundary.
 
-    The first ones lie in memory, the rest in a file that has no name any more, so that nothing is
-    left of it however the process ends.
+    Which samples are cached is decided when a message is announced, from the identities alone;
+    values are read and written when it is encoded or decoded. Both ends see messages in one order
+    and so decide alike, however many are announced before the first arrives.
+
+    The first slots are in memory, the others in an unnamed file, which vanishes with the process.
 
     Args:
         numel: values of a sample.
-        dtype: that they are kept in.
-        max_nbytes: of all values.
-        memory_nbytes: of those in memory.
-        folder: of the file.
+        dtype: dtype of the cached values.
+        max_nbytes: bytes of all values, at most.
+        memory_nbytes: bytes of those in memory, at most.
+        folder: folder of the file.
     """
 
     def __init__(
@@ -82,25 +81,26 @@ class SampleCache:
     ) -> None:
         self.numel = numel
         self._dtype = dtype
-        self._capacity = max_nbytes // (numel * dtype.itemsize)
-        self._in_memory = min(self._capacity, memory_nbytes // (numel * dtype.itemsize))
+        self._nbytes = numel * dtype.itemsize
+        self._capacity = max_nbytes // self._nbytes
+        self._in_memory = memory_nbytes // self._nbytes
         self._folder = folder
         self._slots: OrderedDict[int, int] = OrderedDict()  # least recently used first
         self._memory: dict[int, Tensor] = {}
-        self._file: Tensor | None = None
-        self._handle = -1  # of the same file
-        self._rows_on_disk = 0
+        self._file: IO[bytes] | None = None
 
     def __len__(self) -> int:
-        """Return the number of samples that are held."""
+        """Return the number of cached samples."""
         return len(self._slots)
 
     def visit(self, samples: Sequence[int]) -> Visit:
-        """Decide what the next message does; to be called once for each, in their order."""
-        slots, known = [], []
-        new: set[int] = set()  # their values are not there before the message is
-        for sample in samples:
-            known.append(sample in self._slots and sample not in new)
+        """Decide what the next message does; called once for each message, in their order."""
+        visit = Visit(tuple(samples), (), [], [])
+        slots: list[int] = []
+        new: set[int] = set()  # their values only exist once the message has been coded
+        for index, sample in enumerate(samples):
+            known = sample in self._slots and sample not in new
+            (visit.known_at if known else visit.new_at).append(index)
             if sample in self._slots:
                 self._slots.move_to_end(sample)
             else:
@@ -109,88 +109,75 @@ class SampleCache:
                 self._slots[sample] = slot
                 new.add(sample)
             slots.append(self._slots[sample])
-        return Visit(tuple(samples), tuple(slots), tuple(known))
+        return replace(visit, slots=tuple(slots))
 
     def load(self, slots: Sequence[int], device: torch.device) -> Tensor:
         """Return the values of slots, ``[len(slots), numel]``, new and on the device."""
-        return torch.stack([self._row(slot) for slot in slots]).to(device)
+        return torch.stack([self._read(slot) for slot in slots]).to(device)
 
     def store(self, slots: Sequence[int], values: Tensor) -> None:
         """Keep ``[len(slots), numel]`` values; of equal slots the last.
 
-        What is not finite becomes 0, or the sample would never be finite again.
+        Values that are not finite become 0, or the sample would never be finite again.
 
         Raises:
-            OSError: There is no room for the file to grow.
+            OSError: the disk is full.
         """
         kept = values.to(self._dtype).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         kept = kept.cpu()  # one transfer for all of them, as in `load`
         for slot, row in zip(slots, kept, strict=True):
-            self._row(slot).copy_(row)
+            if slot < self._in_memory:
+                self._memory[slot] = row.clone()  # not a view, which would keep all of `kept`
+            else:
+                self._write(slot, row)
 
-    def _row(self, slot: int) -> Tensor:
-        if slot < self._in_memory:
-            if slot not in self._memory:
-                self._memory[slot] = torch.empty(self.numel, dtype=self._dtype)
-            return self._memory[slot]
+    def _place(self, slot: int) -> tuple[int, int]:
+        """Return the file, and where the slot begins in it."""
         if self._file is None:
-            self._file = self._open((self._capacity - self._in_memory) * self.numel)
-        row = slot - self._in_memory
-        if row >= self._rows_on_disk:
-            self._grow(row + 1)
-        return self._file[row * self.numel : (row + 1) * self.numel]
+            self._file = tempfile.TemporaryFile(prefix="lq_lightning_", dir=self._folder)  # noqa: SIM115
+        return self._file.fileno(), (slot - self._in_memory) * self._nbytes
 
-    def _open(self, numel: int) -> Tensor:
-        handle, path = tempfile.mkstemp(prefix="lq_lightning_", dir=self._folder)
-        self._handle = handle
-        weakref.finalize(self, os.close, handle)
-        try:  # sparse: takes disk space as it grows
-            return torch.from_file(path, shared=True, size=numel, dtype=self._dtype)
-        finally:
-            os.unlink(path)
+    def _read(self, slot: int) -> Tensor:
+        if slot < self._in_memory:
+            return self._memory[slot]
+        file, start = self._place(slot)
+        return torch.frombuffer(bytearray(os.pread(file, self._nbytes, start)), dtype=self._dtype)
 
-    def _grow(self, rows: int) -> None:
-        """Take disk space for the first rows: a full disk ends the process where they are written.
-
-        (A page of a mapped file that gets no space raises SIGBUS, which no Python sees.)
-        """
-        nbytes = self.numel * self._dtype.itemsize
-        start, end = self._rows_on_disk * nbytes, rows * nbytes
+    def _write(self, slot: int, row: Tensor) -> None:
+        file, start = self._place(slot)
+        data = memoryview(row.contiguous().view(torch.uint8).numpy())
+        written = 0
         try:
-            os.posix_fallocate(self._handle, start, end - start)
+            while written < self._nbytes:  # a nearly full disk takes a part
+                written += os.pwrite(file, data[written:], start + written)
         except OSError as error:
             free = shutil.disk_usage(self._folder).free
             raise OSError(
                 error.errno,
                 f"`AQSGDQuantization` keeps hidden states of samples in a file in "
-                f"`{self._folder}`, which has to grow from {start} to {end} bytes, and up to "
-                f"{(self._capacity - self._in_memory) * nbytes}, but there are {free} bytes free "
-                f"({os.strerror(error.errno or 0)}). Free some, give a `folder` on a larger disk "
-                "or more `memory_nbytes`, or hold fewer samples, by a smaller `cache_nbytes`, on "
-                "all ranks.",
+                f"`{self._folder}`, which has to grow from {start} to {start + self._nbytes} "
+                f"bytes, and up to {(self._capacity - self._in_memory) * self._nbytes}, but there "
+                f"are {free} bytes free ({os.strerror(error.errno or 0)}). Free some, give a "
+                "`folder` on a larger disk or more `memory_nbytes`, or hold fewer samples, by a "
+                "smaller `cache_nbytes`, on all ranks.",
             ) from error
-        self._rows_on_disk = rows
-
-
-DifferenceCode = Literal["int2", "int3", "int4", "int5", "int6", "int7", "int8"]
-CacheDtype = Literal["bfloat16", "float16", "float32"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AQSGDQuantization:
-    """Quantized differences of hidden states to those that the sample had when last seen.
+    """Quantized differences of hidden states to those of the same sample in the last epoch.
 
-    Needs samples that come again: more than one epoch, and what a sample is made of must not
-    change. Every sample of every boundary takes S * N values on both ends.
+    Needs more than one epoch of samples whose contents do not change. Every sample takes S * N
+    values per boundary, on both ends.
 
     Attributes:
-        code: of the differences, which are asymmetric with a bf16 scale and minimum per tile.
+        code: code of the differences, which are asymmetric with a bf16 scale and minimum per tile.
         tile_size: channels of a tile, a power of two from 16 to 4096.
-        cache_dtype: that samples are kept in.
-        cache_nbytes: kept at most, of one boundary on one end. Then the least recently used sample
-            makes room: it is in full precision when it comes again.
-        memory_nbytes: of those in memory; the rest is in a file.
-        folder: of the file, which is deleted as soon as it is open; None for that of the system.
+        cache_dtype: dtype of cached samples.
+        cache_nbytes: bytes cached at most, for one boundary on one end. Then the least recently
+            used sample makes room: it is in full precision when it comes again.
+        memory_nbytes: bytes of these in memory; the rest is in a file.
+        folder: folder of the file, which has no name; None for the system's temporary folder.
 
     Raises:
         ValueError: a value that is not listed above.
@@ -224,12 +211,9 @@ class AQSGDQuantization:
 
     @property
     def spec(self) -> CodecSpec:
-        """How differences become bytes."""
+        """Format of the differences."""
         return CodecSpec(
-            code=self.code,
-            group_size=self.tile_size,
-            symmetric=False,
-            scale_dtype="bfloat16",
+            code=self.code, group_size=self.tile_size, symmetric=False, scale_dtype="bfloat16"
         )
 
 
@@ -239,10 +223,6 @@ class AQSGDCodec(BoundaryCodec):
     A payload is ``[samples in full precision | differences]``, both from a multiple of 16 bytes.
     A sample that a message has twice counts as unseen twice, or is added to twice the same m; the
     last is kept.
-
-    Args:
-        name: of the codec.
-        config: what is kept and how differences are encoded.
     """
 
     def __init__(self, name: str, config: AQSGDQuantization) -> None:
@@ -250,12 +230,12 @@ class AQSGDCodec(BoundaryCodec):
         self.config = config
         self._spec = config.spec
         self._caches: dict[int, SampleCache] = {}
-        # Announced and not yet encoded or decoded, by boundary and micro-batch.
+        # Messages that were announced and not yet coded, by boundary and micro-batch.
         self._visits: OrderedDict[tuple[int, int], Visit] = OrderedDict()
 
     @property
     def options(self) -> str:
-        """The configuration, but for what concerns one end only."""
+        """The configuration, without what concerns one end only."""
         return repr(replace(self.config, memory_nbytes=0, folder=None))
 
     def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -325,15 +305,14 @@ class AQSGDCodec(BoundaryCodec):
         self._keep(cache, visit, received, references)
         return rows.view(tuple(shape))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Forget all samples: checkpoints hold none, so both ends begin anew when one is loaded."""
-        super().load_state_dict(state)
-        self.close()
+    def forget(self) -> None:
+        """Forget all samples: checkpoints hold none, so both ends start over with one."""
+        self._caches.clear()
+        self._visits.clear()
 
     def close(self) -> None:
         """Release memory and files."""
-        self._caches.clear()
-        self._visits.clear()
+        self.forget()
 
     def _sections(self, visit: Visit, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
         """Return where the differences begin and where they end."""
@@ -345,27 +324,26 @@ class AQSGDCodec(BoundaryCodec):
         return start, start + self._spec.nbytes(len(visit.known_at) * numel)
 
     def _references(self, cache: SampleCache, visit: Visit, device: torch.device) -> Tensor | None:
-        """Return what is kept of the samples that are, before anything is written."""
+        """Return the cached values of the known samples, before anything is written."""
         slots = [visit.slots[index] for index in visit.known_at]
         return cache.load(slots, device) if slots else None
 
     def _keep(
         self, cache: SampleCache, visit: Visit, new: Tensor, references: Tensor | None
     ) -> None:
-        # A slot may be that of a known sample that made room for a new one: that one comes later.
+        # A known sample may have made room for a new one, which has its slot: known ones go first.
         if references is not None:
             cache.store([visit.slots[index] for index in visit.known_at], references)
         if visit.new_at:
             cache.store([visit.slots[index] for index in visit.new_at], new)
 
     def _announced(self, shape: Sequence[int], message: Message) -> Visit:
-        """Return what a message does, deciding it the first time."""
+        """Return the visit of a message, which is decided the first time."""
         key = message.boundary, message.microbatch
         samples = _identities(self.name, shape, message)
         visit = self._visits.get(key)
         if visit is None:
-            visit = self._cache(shape, message).visit(samples)
-            self._visits[key] = visit
+            visit = self._visits[key] = self._cache(shape, message).visit(samples)
         elif visit.samples != samples:
             raise RuntimeError(
                 f"Boundary {key[0]}, micro-batch {key[1]} was announced with the samples "
@@ -375,7 +353,7 @@ class AQSGDCodec(BoundaryCodec):
         return visit
 
     def _arrived(self, shape: Sequence[int], message: Message) -> tuple[Visit, SampleCache]:
-        """Return what a message does and the cache, and forget the announcement."""
+        """Return the visit of a message and its cache, and forget the announcement."""
         visit = self._announced(shape, message)
         first = next(key for key in self._visits if key[0] == message.boundary)
         if first != (message.boundary, message.microbatch):
@@ -391,14 +369,13 @@ class AQSGDCodec(BoundaryCodec):
         cache = self._caches.get(message.boundary)
         if cache is None:
             config = self.config
-            cache = SampleCache(
+            cache = self._caches[message.boundary] = SampleCache(
                 numel,
                 SCALE_DTYPES[config.cache_dtype],
                 config.cache_nbytes,
                 config.memory_nbytes,
                 Path(config.folder or tempfile.gettempdir()),
             )
-            self._caches[message.boundary] = cache
         if cache.numel != numel:
             raise ValueError(
                 f"The codec {self.name!r} keeps samples of {cache.numel} values and was given one "

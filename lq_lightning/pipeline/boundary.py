@@ -1,4 +1,4 @@
-"""Codecs of stage boundaries by name or by specification."""
+"""Codecs of stage boundaries by name or specification; here are those without a memory."""
 
 from __future__ import annotations
 
@@ -24,35 +24,42 @@ from .message import (
     StatelessCodec,
     check_channels,
     check_floats,
-    check_payload,
 )
 from .mixed import MixedCodec
 
 __all__ = [
+    "CODEC_NAMES",
     "AQSGDQuantization",
     "BoundaryCodec",
-    "CODEC_NAMES",
+    "CastCodec",
+    "GroupCodec",
     "Message",
+    "TAHCodec",
     "TAHQuantization",
     "codec_classes",
     "make_boundary_codec",
 ]
 
+_INTEGERS = tuple(f"int{bits}" for bits in range(2, 9))
+CODEC_NAMES = ("none", "bf16", "fp8", *_INTEGERS, "tah", "tah5", "aq_sgd", "amaq")
+# Channels that share a scale, forward and backward, as in the paper of TAH-Quant. "tah5", which is
+# not in the paper, has the forward tile in both directions.
+_FORWARD_TILE = 64
+_BACKWARD_TILE = 32
+_TAH_TILES = (8, 16, 32, 64, 128, 256)
+_TAH_BITS = (None, 2, 3, 4, 5, 6, 7, 8)
+_INT4_SHARE = 0.8  # of the tokens; section 4 of the paper
+
 
 class CastCodec(StatelessCodec):
-    """The values as they are, or rounded to a dtype.
-
-    Args:
-        name: of the codec.
-        dtype: what travels; None for the dtype of the tensor.
-    """
+    """Sends values as they are, or cast to ``dtype``."""
 
     def __init__(self, name: str, dtype: torch.dtype | None) -> None:
         self.name = name
         self._dtype = dtype
 
     def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Refuse to round what is not a floating-point number."""
+        """Refuse to cast values that are not floating-point numbers."""
         if self._dtype is not None and not dtype.is_floating_point:
             raise ValueError(
                 f"The codec {self.name!r} rounds floating-point numbers and was given {dtype}. "
@@ -63,27 +70,20 @@ class CastCodec(StatelessCodec):
         """Return the bytes of a payload."""
         return math.prod(shape) * (self._dtype or dtype).itemsize
 
-    def encode(self, x: Tensor, message: Message) -> Tensor:
-        """Return the bytes of the values; see the base class."""
-        self.check(x.shape, x.dtype)
+    def _encode(self, x: Tensor) -> Tensor:
         values = torch.empty(x.shape, dtype=self._dtype or x.dtype, device=x.device)
-        return values.copy_(x.detach()).view(-1).view(torch.uint8)
+        return values.copy_(x).view(-1).view(torch.uint8)
 
-    def decode(
-        self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
-    ) -> Tensor:
-        """Return the values; see the base class."""
-        check_payload(self.name, payload, self.size(shape, dtype))
-        values = payload.view(self._dtype or dtype).view(tuple(shape))
-        return values.to(dtype, copy=True)
+    def _decode(self, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return payload.view(self._dtype or dtype).view(shape).to(dtype, copy=True)
 
 
 class GroupCodec(StatelessCodec):
-    """Groups of neighbouring channels that share a scale, as one encoded row.
+    """Encodes groups of neighboring channels that share a scale.
 
     Args:
-        name: of the codec.
-        spec: of the groups; they must not cross tokens.
+        name: name of the codec.
+        spec: format of the groups, which must not cross tokens.
     """
 
     def __init__(self, name: str, spec: CodecSpec) -> None:
@@ -112,42 +112,29 @@ class GroupCodec(StatelessCodec):
         """Return the bytes of a payload."""
         return self.spec.nbytes(math.prod(shape))
 
-    def encode(self, x: Tensor, message: Message) -> Tensor:
-        """Return scales and codes; see the base class."""
-        self.check(x.shape, x.dtype)
-        rows = x.detach().contiguous().view(-1, x.shape[-1])
+    def _encode(self, x: Tensor) -> Tensor:
+        rows = x.contiguous().view(-1, x.shape[-1])
         return encode(self.spec, flatten_rows(self.spec, rows)).view(-1)
 
-    def decode(
-        self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
-    ) -> Tensor:
-        """Return the values; see the base class."""
-        check_payload(self.name, payload, self.size(shape, dtype))
-        numel = math.prod(shape)
-        return decode(self.spec, payload.view(1, -1), numel, dtype=dtype).view(tuple(shape))
-
-
-TILE_SIZES = (8, 16, 32, 64, 128, 256)
-BITS = (None, 2, 3, 4, 5, 6, 7, 8)
-# Of the tokens; section 4 of the paper.
-_INT4_SHARE = 0.8
+    def _decode(self, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return decode(self.spec, payload.view(1, -1), math.prod(shape), dtype=dtype).view(shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TAHQuantization:
     """Tile-wise adaptive Hadamard quantization of stage boundaries (TAH-Quant, section 3).
 
-    A tile is so many neighbouring channels of a token, with a scale and a minimum. Where its
+    A tile is a run of neighboring channels of a token, with a scale and a minimum. Where its
     largest magnitude is more than twice the second largest, that value is swapped to the front and
     the tile transformed: the outlier becomes a constant offset, which the minimum absorbs.
 
     Attributes:
         tile_size: channels of a tile: 8, 16, 32, 64, 128 or 256; must divide the hidden size.
-        bits: of every code, 2 to 8. None for the mix of INT3 and INT4 of the paper.
-        int4_share: of the tokens of each sequence; the others, with the lowest entropy of
-            magnitudes, are INT3 in all tiles (version 1 of the paper). Their number is rounded
-            down. 0 and 1 are ``bits=3`` and ``bits=4``. None for the 0.8 of the paper, and with
-            ``bits``.
+        bits: bits of every code, 2 to 8. None for the mix of INT3 and INT4 of the paper.
+        int4_share: share of the tokens of each sequence in INT4; the others, with the lowest
+            entropy of magnitudes, are INT3 in all tiles (version 1 of the paper). Their number is
+            rounded down. 0 and 1 are ``bits=3`` and ``bits=4``. None for the 0.8 of the paper, and
+            with ``bits``.
         hadamard: swap and transform tiles with an outlier.
 
     Raises:
@@ -162,13 +149,13 @@ class TAHQuantization:
     def __post_init__(self) -> None:
         """Check every field and their combination."""
         owner = type(self).__name__
-        check_choice(owner, "tile_size", self.tile_size, TILE_SIZES)
+        check_choice(owner, "tile_size", self.tile_size, _TAH_TILES)
         if not isinstance(self.hadamard, bool):
             raise ValueError(
                 f"`{owner}(hadamard={self.hadamard!r})` is not supported: choose True or False."
             )
         bits, share = self.bits, self.int4_share
-        check_choice(owner, "bits", bits, BITS)
+        check_choice(owner, "bits", bits, _TAH_BITS)
         if bits is not None and share is not None:
             raise ValueError(
                 f"`{owner}(bits={bits}, int4_share={share!r})` is not supported: the share mixes "
@@ -182,7 +169,7 @@ class TAHQuantization:
 
     @property
     def kernel_format(self) -> TAHFormat:
-        """The same facts, as the kernels take them."""
+        """The same options in the form that the kernels take."""
         share = _INT4_SHARE if self.int4_share is None else self.int4_share
         int3_share = 1 - Fraction(repr(share))  # exact: 1 - 0.8 is not 0.2 in floats
         bits = self.bits or (3 if int3_share == 1 else 4)
@@ -195,12 +182,7 @@ class TAHQuantization:
 
 
 class TAHCodec(StatelessCodec):
-    """The codec of ``TAHQuantization``.
-
-    Args:
-        name: of the codec.
-        config: what the payloads look like.
-    """
+    """The codec of ``TAHQuantization``."""
 
     def __init__(self, name: str, config: TAHQuantization) -> None:
         self.name = name
@@ -223,27 +205,20 @@ class TAHCodec(StatelessCodec):
                 "codec 'tah5'."
             )
         check_channels(
-            self.name, shape, self.config.tile_size, TILE_SIZES, "TAHQuantization.tile_size"
+            self.name, shape, self.config.tile_size, _TAH_TILES, "TAHQuantization.tile_size"
         )
 
     def size(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """Return the bytes of a payload."""
         return self._format.layout(*_three_dimensions(shape)).nbytes
 
-    def encode(self, x: Tensor, message: Message) -> Tensor:
-        """Return bits, codes, scales and outliers; see the base class."""
-        self.check(x.shape, x.dtype)
-        values = x.detach().contiguous().view(_three_dimensions(x.shape))
-        payload: Tensor = tah_quantize(values, self._text)
+    def _encode(self, x: Tensor) -> Tensor:
+        payload: Tensor = tah_quantize(x.contiguous().view(_three_dimensions(x.shape)), self._text)
         return payload
 
-    def decode(
-        self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
-    ) -> Tensor:
-        """Return the values; see the base class."""
-        check_payload(self.name, payload, self.size(shape, dtype))
+    def _decode(self, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         values: Tensor = tah_dequantize(payload, *_three_dimensions(shape), self._text, dtype)
-        return values.view(tuple(shape))
+        return values.view(shape)
 
 
 def _three_dimensions(shape: Sequence[int]) -> tuple[int, int, int]:
@@ -251,16 +226,8 @@ def _three_dimensions(shape: Sequence[int]) -> tuple[int, int, int]:
     return math.prod(shape[:-2]), math.prod(shape[-2:-1]), shape[-1]
 
 
-_INTEGERS = tuple(f"int{bits}" for bits in range(2, 9))
-CODEC_NAMES = ("none", "bf16", "fp8", *_INTEGERS, "tah", "tah5", "aq_sgd", "amaq")
-# Channels that share a scale, forward and backward; those of the paper of TAH-Quant. "tah5", which
-# is not of the paper, has the former in both directions.
-_FORWARD_TILE = 64
-_BACKWARD_TILE = 32
-
-
 def codec_classes(backward: bool) -> tuple[type, ...]:
-    """Return the classes of which an instance may be given in place of a name."""
+    """Return the classes whose instances are accepted in place of a name."""
     forward_only = () if backward else (AQSGDQuantization,)
     return (TAHQuantization, *forward_only, CodecSpec)
 
@@ -272,13 +239,13 @@ def make_boundary_codec(
 
     Names: ``"none"`` sends values as they are, ``"bf16"`` rounded; ``"fp8"`` sends E4M3 with a
     bf16 scale per tile; ``"int2"`` to ``"int8"`` are asymmetric, with a bf16 scale and minimum per
-    tile; ``"tah"`` is ``TAHQuantization``, ``"tah5"`` the same with ``bits=5``; ``"aq_sgd"``, which
-    is not for gradients, ``AQSGDQuantization``; and ``"amaq"`` has learned widths. Tiles are
-    64 channels forward and 32 backward, but for ``"tah5"``, whose are 64.
+    tile; ``"tah"`` is ``TAHQuantization``, ``"tah5"`` the same with ``bits=5``; ``"aq_sgd"``, for
+    hidden states only, ``AQSGDQuantization``; and ``"amaq"`` has learned widths. Tiles are
+    64 channels forward and 32 backward, except for ``"tah5"``: 64 in both directions.
 
     Args:
         codec: a name, or a specification.
-        backward: the codec is for gradients.
+        backward: whether the codec is for gradients.
 
     Raises:
         ValueError: another name or type, or a specification that does not suit boundaries.
@@ -306,11 +273,8 @@ def make_boundary_codec(
         return TAHCodec(codec, TAHQuantization(tile_size=_FORWARD_TILE, bits=5))
     name = "fp8_e4m3" if codec == "fp8" else codec
     if name not in get_args(Code):
-        raise AssertionError(f"{name} is no entry of the table of codes")
+        raise AssertionError(f"{name} is not in the table of codes")
     spec = CodecSpec(
-        code=cast(Code, name),
-        group_size=tile,
-        symmetric=codec == "fp8",
-        scale_dtype="bfloat16",
+        code=cast(Code, name), group_size=tile, symmetric=codec == "fp8", scale_dtype="bfloat16"
     )
     return GroupCodec(codec, spec)

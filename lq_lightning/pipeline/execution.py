@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lq_lightning.foundation.groups import shared_split
 
-from .boundary import BoundaryCodec, Message
+from .message import BoundaryCodec, Message
 from .schedules import Action, Key, Program
 from .stage import Boundary, Stage
 
@@ -31,58 +31,13 @@ __all__ = [
     "started",
 ]
 
-
-@dataclass(slots=True)
-class BoundaryTraffic:
-    """What this rank sent to neighbouring stages on other ranks since the start.
-
-    Attributes:
-        forward_bytes: Bytes of payloads of hidden states.
-        forward_values: Values in them.
-        backward_bytes: Bytes of payloads of gradients.
-        backward_values: Values in them.
-        evaluation_bytes: Bytes of payloads sent in evaluation, which are not counted above.
-        table_bytes: Bytes of width tables, which are not counted above.
-    """
-
-    forward_bytes: int = 0
-    forward_values: int = 0
-    backward_bytes: int = 0
-    backward_values: int = 0
-    evaluation_bytes: int = 0
-    table_bytes: int = 0
-
-    def count(self, message: Message, nbytes: int, values: int) -> None:
-        """Add one payload of ``nbytes`` that carries ``values``."""
-        if not message.training:
-            self.evaluation_bytes += nbytes
-        elif message.backward:
-            self.backward_bytes += nbytes
-            self.backward_values += values
-        else:
-            self.forward_bytes += nbytes
-            self.forward_values += values
-
-    @property
-    def sent(self) -> int:
-        """All bytes sent by this rank."""
-        payloads = self.forward_bytes + self.backward_bytes + self.evaluation_bytes
-        return payloads + self.table_bytes
-
-    def snapshot(self) -> BoundaryTraffic:
-        """A copy that does not go on counting."""
-        return replace(self)
-
-    def since(self, earlier: BoundaryTraffic) -> BoundaryTraffic:
-        """What was counted after ``earlier`` was taken."""
-        values = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
-        return BoundaryTraffic(**values)
-
-
-# Receives that are posted before they are needed, for each rank that sends, at most. Transfers go
-# on while this rank computes only into receives that are posted. More would only take memory for
-# payloads: the link is busy as long as there is always one more.
+# Receives that are posted before they are needed, for each sending rank, at most. Transfers go on
+# while this rank computes only into posted receives. More would only take memory for payloads: the
+# link is busy as long as there is always one more.
 _AHEAD = 4
+
+
+# --- links between ranks ------------------------------------------------------------------------
 
 
 class Work(Protocol):
@@ -96,12 +51,12 @@ class Work(Protocol):
 
 
 class Links(Protocol):
-    """Ways to the other ranks of a pipeline. Messages from one rank to another keep their order.
+    """Links to the other ranks of a pipeline. Messages from one rank to another keep their order.
 
     Attributes:
         rank: number of this rank.
         size: ranks of the pipeline.
-        occupy_device: transfers under way keep the device from being done, as NCCL's do.
+        occupy_device: whether the device is not idle while a transfer is under way, as with NCCL.
     """
 
     rank: int
@@ -109,26 +64,26 @@ class Links(Protocol):
     occupy_device: bool
 
     def send(self, payload: Tensor, peer: int) -> Work:
-        """Start to send ``payload``, which stays as it is until the transfer is done."""
+        """Start to send ``payload``, which must not change until the transfer is done."""
 
     def receive(self, payload: Tensor, peer: int) -> Work:
         """Start to receive into ``payload``."""
 
 
 class ProcessGroupLinks:
-    """Links over process groups: for NCCL one group for each way between two ranks.
+    """Links over process groups: for NCCL one group for each direction between two ranks.
 
     NCCL runs the transfers of a communicator one after another on one stream. With one for both
-    ways, gradients that come would wait for hidden states that go, and ranks that post them in
-    different orders would wait for each other for ever. With a communicator for each way, all that
-    runs on one has one sender and one receiver, and both know its order (``Program.messages``).
+    directions, arriving gradients would wait for departing hidden states, and ranks that post them
+    in different orders would deadlock. With a communicator for each direction, every communicator
+    has one sender and one receiver, and both know its order (``Program.messages``).
 
     Every rank of ``group`` must make one, at the same time: communicators are made here, where no
     rank waits for another in a different order.
 
     Args:
-        group: the ranks of the pipeline, in the order of its first stages.
-        device: where payloads are.
+        group: ranks of the pipeline, in the order of its first stages.
+        device: device of payloads.
         ways: pairs of ranks of the group, sender and receiver, in the same order on all ranks.
         own_groups: make a group for each way; by default on GPUs.
     """
@@ -160,21 +115,48 @@ class ProcessGroupLinks:
                 self.receive(first, source).wait()
 
     def send(self, payload: Tensor, peer: int) -> Work:
-        """Start to send ``payload`` to a rank of the pipeline.
-
-        On CUDA the transfer begins when the current stream has made the payload.
-        """
+        """Start to send; on CUDA as soon as the current stream has made the payload."""
         group = self._groups[self.rank, peer]
         return started(dist.isend(payload, group=group, dst=self._ranks[peer]))
 
     def receive(self, payload: Tensor, peer: int) -> Work:
-        """Start to receive into ``payload`` from a rank of the pipeline.
+        """Start to receive into ``payload``.
 
-        On CUDA the transfer begins when the current stream is done with what it was given before
-        this call, and so with what used the payload's memory last.
+        On CUDA the transfer begins when the current stream has done all work given before this
+        call, and so everything that used the payload's memory last.
         """
         group = self._groups[peer, self.rank]
         return started(dist.irecv(payload, group=group, src=self._ranks[peer]))
+
+
+def _own_groups(
+    group: dist.ProcessGroup, ways: Sequence[tuple[int, int]], device: torch.device
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """Make a group for each way; returns those of this rank."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    groups = {}
+    rest = list(ways)
+    while rest:
+        # Groups are made by all ranks together: as many at a time as have no rank in common.
+        taken: list[tuple[int, int]] = []
+        for way in rest:
+            if all(set(way).isdisjoint(other) for other in taken):
+                taken.append(way)
+        rest = [way for way in rest if way not in taken]
+        others = sorted(set(range(size)).difference(*taken))
+        rows = [sorted(way) for way in taken]
+        # Links of another engine reuse them: its messages have all arrived.
+        use = f"links {taken}"  # both ways between two ranks have the same rows
+        made = shared_split(use, group, [*rows, others] if others else rows, device)
+        groups.update({way: made for way in taken if rank in way})
+    return groups
+
+
+def started(work: dist.Work | None) -> Work:
+    """Return a transfer of a group that this rank is in."""
+    if work is None:
+        raise AssertionError("this rank is in the group")
+    return work
 
 
 class Outbox:
@@ -185,16 +167,16 @@ class Outbox:
         self._sent: deque[tuple[Work, Tensor]] = deque()
 
     def send(self, payload: Tensor, peer: int) -> None:
-        """Start to send a payload, and let go of those that are done."""
+        """Start to send a payload, and drop those that have arrived."""
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
         self._sent.append((self._links.send(payload, peer), payload))
 
     def finish(self) -> None:
-        """Wait for all of them: on CUDA it is the current stream that does.
+        """Wait for all of them: on CUDA the current stream waits.
 
-        The memory of a payload is used again by the current stream only, which is behind the
-        transfer then.
+        The memory of a payload is reused by the current stream only, which then runs after the
+        transfer.
         """
         while self._sent:
             self._sent[0][0].wait()
@@ -205,14 +187,15 @@ class Inbox:
     """Receives of one step, posted before they are needed, in the order in which peers send.
 
     Where transfers occupy the device, a receive is posted in its turn (``Program.messages``) and no
-    sooner: who waits for the whole device (a benchmark of kernels in the first step, an allocator
-    out of memory, a user) waits for all receives, which must not wait for what comes later.
+    sooner: whoever waits for the whole device (a benchmark of kernels in the first step, an
+    allocator out of memory, a user) waits for all posted receives, which must not depend on what
+    this rank does later.
 
     Args:
-        links: where from.
+        links: links to the peers.
         expected: by peer, its messages to this rank in its order, with how many computations of
             this rank come before they are waited for, and their bytes.
-        device: where payloads are to be.
+        device: device of payloads.
     """
 
     def __init__(
@@ -229,13 +212,13 @@ class Inbox:
         self._posted: dict[int, dict[Key, tuple[Work, Tensor]]] = {peer: {} for peer in expected}
 
     def advance(self, done: int) -> None:
-        """Post what is to be posted when this rank has made and sent ``done`` computations."""
+        """Post what may be posted once this rank has made and sent ``done`` computations."""
         self._done = done
         for peer in self._expected:
             self._post(peer)
 
     def take(self, key: Key, peer: int) -> Tensor:
-        """Return a payload, for use on the current stream, when it has arrived."""
+        """Return a payload, for use on the current stream, once it has arrived."""
         self._post(peer, until=key)
         work, payload = self._posted[peer].pop(key)
         # Before the wait: while this rank waits and computes, more arrives.
@@ -257,34 +240,54 @@ class Inbox:
             self._next[peer] = next(self._expected[peer], None)
 
 
-def _own_groups(
-    group: dist.ProcessGroup, ways: Sequence[tuple[int, int]], device: torch.device
-) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """Make a group for each way; returns those of this rank."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    groups = {}
-    rest = list(ways)
-    while rest:
-        # Groups are made by all ranks together: as many at a time as have no rank in common.
-        taken: list[tuple[int, int]] = []
-        for way in rest:
-            if all(set(way).isdisjoint(other) for other in taken):
-                taken.append(way)
-        rest = [way for way in rest if way not in taken]
-        others = sorted(set(range(size)).difference(*taken))
-        rows = [sorted(way) for way in taken]
-        # Links of another engine use them again: its messages have all arrived.
-        use = f"links {taken}"  # both ways between two ranks have the same rows
-        made = shared_split(use, group, [*rows, others] if others else rows, device)
-        groups.update({way: made for way in taken if rank in way})
-    return groups
+# --- one step -----------------------------------------------------------------------------------
 
 
-def started(work: dist.Work | None) -> Work:
-    """Return a transfer of a group that this rank is in."""
-    if work is None:
-        raise AssertionError("this rank is in the group")
-    return work
+@dataclass(slots=True)
+class BoundaryTraffic:
+    """Counters of what this rank sent to stages on other ranks since the start.
+
+    Attributes:
+        forward_bytes: Bytes of hidden states in training.
+        forward_values: Values in them.
+        backward_bytes: Bytes of gradients.
+        backward_values: Values in them.
+        evaluation_bytes: Bytes of hidden states in evaluation.
+        table_bytes: Bytes of width tables.
+    """
+
+    forward_bytes: int = 0
+    forward_values: int = 0
+    backward_bytes: int = 0
+    backward_values: int = 0
+    evaluation_bytes: int = 0
+    table_bytes: int = 0
+
+    def count(self, message: Message, nbytes: int, values: int) -> None:
+        """Add one payload of ``nbytes`` that carries ``values``."""
+        if not message.training:
+            self.evaluation_bytes += nbytes
+        elif message.backward:
+            self.backward_bytes += nbytes
+            self.backward_values += values
+        else:
+            self.forward_bytes += nbytes
+            self.forward_values += values
+
+    @property
+    def sent(self) -> int:
+        """All bytes sent by this rank."""
+        payloads = self.forward_bytes + self.backward_bytes + self.evaluation_bytes
+        return payloads + self.table_bytes
+
+    def snapshot(self) -> BoundaryTraffic:
+        """A copy that stops counting."""
+        return replace(self)
+
+    def since(self, earlier: BoundaryTraffic) -> BoundaryTraffic:
+        """Counts since the snapshot ``earlier``."""
+        values = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
+        return BoundaryTraffic(**values)
 
 
 class Listener(Protocol):
@@ -294,14 +297,12 @@ class Listener(Protocol):
         """A step begins, on all ranks of the pipeline; before anything is sent."""
 
     def encode(self, message: Message, hidden: Tensor) -> Tensor:
-        """Return the payload of a hidden state, which stays as it is as long as it is kept."""
+        """Return the payload of a hidden state, which nobody changes as long as it is kept."""
 
     def returned(self, message: Message, gradient: Tensor) -> None:
         """The gradient of what the other rank decoded is there; once for each hidden state.
 
-        Args:
-            message: That of the gradient.
-            gradient: Not to be changed.
+        ``message`` is that of the gradient, which must not be changed.
         """
 
 
@@ -310,12 +311,12 @@ class Endpoint:
     """What this rank sends and receives with.
 
     Attributes:
-        links: ways to other ranks.
+        links: links to other ranks.
         outbox: payloads on their way.
-        forward_codec: of hidden states.
-        backward_codec: of gradients.
-        traffic: counts what is sent.
-        device: where tensors are.
+        forward_codec: codec of hidden states.
+        backward_codec: codec of gradients.
+        traffic: counters of what is sent.
+        device: device of tensors.
     """
 
     links: Links
@@ -336,9 +337,9 @@ class Execution:
 
     Attributes:
         program: orders of all ranks.
-        stages: those of this rank, by index.
-        endpoint: what to send and receive with.
-        boundary: what hidden states are.
+        stages: stages of this rank, by index.
+        endpoint: links and codecs.
+        boundary: shape and dtype of hidden states.
         samples: identities of samples, by micro-batch.
         training: whether graphs are kept for backward passes.
         listener: encodes what is sent to other ranks; None in evaluation.
@@ -420,7 +421,7 @@ class Execution:
         else:
             with torch.no_grad():
                 payload = self.endpoint.codec(key).encode(tensor, message)
-        # On CUDA the current stream makes the payload, and the transfer is behind it.
+        # On CUDA the current stream makes the payload, and the transfer waits for that.
         self.endpoint.outbox.send(payload, peer)
         self.endpoint.traffic.count(message, payload.numel(), tensor.numel())
 
@@ -440,5 +441,5 @@ class Execution:
         return tensor
 
     def _other_side(self, stage: int) -> int | None:
-        """Return the rank of a stage, None if it is on this rank: nothing is coded then."""
+        """Return the rank of a stage; None if it is this rank, where nothing is coded."""
         return None if stage in self.stages else self.program.rank_of(stage)

@@ -2,12 +2,12 @@
 
 [Note: a step in parts]
 The user's whole step runs on every stage. Modules in front of the layers that a stage does not hold
-are replaced by stand-ins, which give NaN in the right shape. Layers of earlier stages pass their
+are replaced by placeholders, which give NaN in the right shape. Layers of earlier stages pass their
 input on, and the last of them gives the received hidden state. Where the layer behind the last one
 of the stage is called, :class:`StageEnd` leaves the user's code, and what the last layer returned
 goes to the next stage, which runs the code between the two. So masks and positions are computed by
 the user's own code on every stage, and any loss works. What else of the skipped modules is used is
-refused: see [Note: what depends on stand-ins].
+refused: see [Note: what depends on placeholders].
 
 All this happens around ``layer(...)``, outside of every hook of the layer. The layers of the stage
 run as ever: their hooks (as those of FSDP2) have run when the step is left, and checkpointing, in
@@ -72,7 +72,7 @@ class StageEnd(BaseException):
 class LayerInterceptor:
     """The calls of a model's layers in the step that runs now. See [Note: a step in parts].
 
-    Layers, stand-ins and stages of a model share one object on a rank.
+    Layers, placeholders and stages of a model share one object on a rank.
 
     Args:
         layers: Names of all layers of the model, in the order of their calls.
@@ -146,12 +146,12 @@ class LayerInterceptor:
         return result
 
     def check(self, value: object, use: str) -> None:
-        """Refuse a value of the step that depends on a stand-in, as :class:`PlaceholderTracker`."""
+        """Refuse a value of the step that depends on a placeholder, as :class:`PlaceholderTracker`."""
         if self._placeholders is not None:
             self._placeholders.check(value, use)
 
-    def given_by_stand_in(self, tensor: Tensor, module: str) -> Tensor:
-        """Mark a stand-in's output, which replaces that of ``module``, and return it."""
+    def given_by_placeholder(self, tensor: Tensor, module: str) -> Tensor:
+        """Mark a placeholder's output, which replaces that of ``module``, and return it."""
         if self._placeholders is not None:
             self._placeholders.mark(tensor, module)
         return tensor
@@ -249,7 +249,7 @@ class LayerInterceptor:
     def call_before(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a module that stand-ins replace elsewhere: they do not draw what it draws."""
+        """Call a module that placeholders replace elsewhere: they do not draw what it draws."""
         with self.random.layer():
             return forward(*args, **kwargs)
 
@@ -307,7 +307,7 @@ class LayerInterceptor:
                 raise RuntimeError(
                     f"the stage of `{self._layers[self._first]}` received a hidden state of shape "
                     f"{tuple(() if received is None else received.shape)}, but from the same batch "
-                    "the code in front of the layers, with stand-ins for the modules that this "
+                    "the code in front of the layers, with placeholders for the modules that this "
                     f"rank lacks, gives one of {tuple(hidden.shape)}. Its shape must depend on "
                     "those of the batch only: use `quantized_fsdp`."
                 )
@@ -322,7 +322,7 @@ class LayerInterceptor:
 
     def _nan(self, index: int, shape: Sequence[int], device: torch.device) -> Tensor:
         nan = torch.full(tuple(shape), math.nan, dtype=self._boundary().dtype, device=device)
-        return self.given_by_stand_in(nan, self._layers[index])
+        return self.given_by_placeholder(nan, self._layers[index])
 
     def _check_entry(self, name: str, hidden: Tensor) -> None:
         if self._needs_gradient and not hidden.requires_grad:

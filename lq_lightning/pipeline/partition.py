@@ -16,7 +16,7 @@ from lq_lightning.foundation.layer_stack import hidden_name
 
 from .interceptor import BoundaryMeta, LayerInterceptor
 from .placeholder_tracking import PlaceholderTracker
-from .placeholders import PlaceholderAfter, PlaceholderLayer, stand_ins
+from .placeholders import PlaceholderAfter, PlaceholderLayer, placeholders
 from .plan import PipelinePlan
 
 __all__ = ["KeptStages", "StageModule", "keep_stages", "kept_stages"]
@@ -31,7 +31,7 @@ class KeptStages:
     Attributes:
         plan: Of the whole model.
         stages: Those that this rank holds, ascending.
-        absent: Names of the modules that were replaced by stand-ins.
+        absent: Names of the modules that were replaced by placeholders.
         calls: Of the layers.
     """
 
@@ -50,7 +50,7 @@ def kept_stages(module: nn.Module) -> KeptStages | None:
 def keep_stages(module: nn.Module, plan: PipelinePlan, stages: Iterable[int]) -> KeptStages:
     """Replace all modules of ``module`` that ``stages`` do not hold, in place.
 
-    Names stay those of the whole model: what is absent leaves a stand-in without parameters at its
+    Names stay those of the whole model: what is absent leaves a placeholder without parameters at its
     place. Modules and parameters that stay are the same objects; nothing is moved or copied, so
     this works on the meta device, before weights are allocated. Buffers outside of what is replaced
     stay on every stage.
@@ -93,12 +93,12 @@ def keep_stages(module: nn.Module, plan: PipelinePlan, stages: Iterable[int]) ->
         else:
             absent[name] = PlaceholderLayer(name, calls, index, layer)
     for name in plan.before:
-        for each, stand_in in stand_ins(module.get_submodule(name), name, calls).items():
+        for each, placeholder in placeholders(module.get_submodule(name), name, calls).items():
             replaced = module.get_submodule(each)
-            stand_in.may_draw = not type(replaced).__module__.startswith("torch.nn.")
+            placeholder.may_draw = not type(replaced).__module__.startswith("torch.nn.")
             if 0 not in kept:
-                absent[each] = stand_in
-            elif stand_in.may_draw:
+                absent[each] = placeholder
+            elif placeholder.may_draw:
                 _let_call(replaced, calls.call_before)
     if plan.num_stages - 1 not in kept:
         absent |= {name: PlaceholderAfter(name, calls) for name in plan.after}
@@ -169,7 +169,7 @@ class StageModule(nn.Module):
         index: Micro-batch of the next call; set it before.
         stage: Index of the stage.
         watched: Whether the next part refuses what the step uses of modules that earlier stages
-            hold, see [Note: what depends on stand-ins]. None: the first part does, later ones not.
+            hold, see [Note: what depends on placeholders]. None: the first part does, later ones not.
         refused: Where messages about that go; None: they are raised.
 
     Raises:

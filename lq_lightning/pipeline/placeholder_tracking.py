@@ -1,7 +1,7 @@
-"""Track values computed from stand-ins, and refuse uses of them.
+"""Track values computed from placeholders, and refuse uses of them.
 
-[Note: what depends on stand-ins]
-Stand-ins for modules of other stages give NaN, but NaN alone is not enough: `where`, `nan_to_num`,
+[Note: what depends on placeholders]
+Placeholders for modules of other stages give NaN, but NaN alone is not enough: `where`, `nan_to_num`,
 comparisons, `argmax` and `item` make values of it that look like any other. So in the first batch
 of each shape every operation of the step's own code is watched, below autograd: what it computes
 from something marked is marked, too. Marks belong to storages, so that views share them. Layers are
@@ -60,7 +60,7 @@ class _Mark:
     """Where a value comes from.
 
     Attributes:
-        module: Name of the one that a stand-in replaces.
+        module: Name of the one that a placeholder replaces.
         operations: What was done to its output, in order.
         place: Line of the user's code where the last one is.
         tensor: Keeps the storage, whose address is the key.
@@ -73,7 +73,7 @@ class _Mark:
 
 
 class PlaceholderTracker:
-    """Marks of one part of a step. See [Note: what depends on stand-ins].
+    """Marks of one part of a step. See [Note: what depends on placeholders].
 
     Args:
         module: The user's: what it keeps is checked where the part ends.
@@ -115,7 +115,7 @@ class PlaceholderTracker:
             self._eager = _eagerly()
 
     def mark(self, tensor: Tensor, module: str) -> None:
-        """Say that a stand-in for the module of that name gave a tensor."""
+        """Say that a placeholder for the module of that name gave a tensor."""
         self._marks[_key(tensor)] = _Mark(module, (), "", tensor)
 
     def check(self, value: object, use: str) -> None:
@@ -147,7 +147,7 @@ class PlaceholderTracker:
         way = f" (by {way}{f', {mark.place}' if mark.place else ''})" if way else ""
         message = (
             f"{use} depends on `{mark.module}`{way}, which another stage of the pipeline holds: "
-            "here a stand-in gives NaN of its shape. Stages pass on the hidden state alone. "
+            "here a placeholder gives NaN of its shape. Stages pass on the hidden state alone. "
             "Compute this from the batch or from the hidden state behind the layers, let the "
             "layers hand it on within the hidden state, or use `quantized_fsdp`."
         )

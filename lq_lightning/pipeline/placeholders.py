@@ -1,4 +1,4 @@
-"""Stand-ins for modules that another stage of a pipeline holds. They have no parameters."""
+"""Placeholders for modules that another stage of a pipeline holds. They have no parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = [
     "PlaceholderLayer",
     "PlaceholderModule",
     "check_replaceable",
-    "stand_ins",
+    "placeholders",
 ]
 
 
@@ -51,7 +51,7 @@ def _missing(absent: str, name: str) -> str:
 
 
 class PlaceholderModule(nn.Module):
-    """Base of the stand-ins.
+    """Base of the placeholders.
 
     Args:
         name: Of the module in the whole model.
@@ -91,7 +91,7 @@ class PlaceholderModule(nn.Module):
     ) -> Tensor:
         dtype = dtype or self.calls.embedded_dtype()
         nan = torch.full(shape, float("nan"), dtype=dtype, device=device)
-        return self.calls.given_by_stand_in(nan, self.absent_name)
+        return self.calls.given_by_placeholder(nan, self.absent_name)
 
     def _begin_call(self) -> None:
         if self.may_draw:
@@ -207,10 +207,10 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     return (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
 
-# --- which stand-in for which module ----------------------------------------------------------
+# --- which placeholder for which module ----------------------------------------------------------
 
 
-def stand_ins(
+def placeholders(
     module: nn.Module, name: str, calls: LayerInterceptor
 ) -> dict[str, PlaceholderModule]:
     """Return what must replace modules so that ``module`` has no parameters, by their names.
@@ -223,7 +223,7 @@ def stand_ins(
         calls: Of the model.
 
     Raises:
-        NotImplementedError: there is no stand-in for a module.
+        NotImplementedError: there is no placeholder for a module.
     """
     if not has_parameters(module):
         return {}
@@ -235,7 +235,7 @@ def stand_ins(
         return {name: PlaceholderLinear(name, calls, module.out_features)}
     base = getattr(module, "base_layer", None)  # of an adapter (peft)
     if isinstance(base, nn.Module):
-        return {name: next(iter(stand_ins(base, name, calls).values()))}
+        return {name: next(iter(placeholders(base, name, calls).values()))}
     own = dict(module.named_parameters(recurse=False))
     is_leaf = not any(has_parameters(child) for child in module.children())
     if (
@@ -252,14 +252,14 @@ def stand_ins(
         )
     replaced: dict[str, PlaceholderModule] = {}
     for key, child in module.named_children():
-        replaced |= stand_ins(child, f"{name}.{key}", calls)
+        replaced |= placeholders(child, f"{name}.{key}", calls)
     return replaced
 
 
 def check_replaceable(root: nn.Module, name: str) -> None:
-    """Refuse a module in front of the layers that no stand-in can replace.
+    """Refuse a module in front of the layers that no placeholder can replace.
 
     Raises:
-        NotImplementedError: there is no stand-in for it or for a module inside of it.
+        NotImplementedError: there is no placeholder for it or for a module inside of it.
     """
-    stand_ins(root.get_submodule(name), name, LayerInterceptor(()))
+    placeholders(root.get_submodule(name), name, LayerInterceptor(()))

@@ -182,7 +182,7 @@ def plan_stages(
         ValueError: no blocks, fewer layers than stages, a stage without layers, a bad ``split``.
         NotImplementedError: a model that cannot be cut: encoder-decoder, several lists of blocks,
             a layer that occurs twice, whole-model compilation, a module before the layers that no
-            stand-in can replace.
+            placeholder can replace.
     """
     if num_stages < 1:
         raise ValueError(f"`num_stages={num_stages}` must be at least 1.")

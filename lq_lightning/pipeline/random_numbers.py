@@ -6,9 +6,9 @@ stage that masks tokens is not the one that computes the loss of masked tokens. 
 begins with a seed of its own, the same on all stages of a pipeline, for every generator that a step
 may use: torch's, numpy's, Python's, and those that the module keeps.
 
-Layers run on one stage only, as do modules in front of them that stand-ins replace. These draw from
+Layers run on one stage only, as do modules in front of them that placeholders replace. These draw from
 generators that are seeded for each call, and leave those of the step as they were. The seed is
-drawn from the step's generator, also where a stand-in is called. So dropout in a layer does not
+drawn from the step's generator, also where a placeholder is called. So dropout in a layer does not
 depend on how the model is cut, and a layer that is computed again for backward, where checkpointing
 has put torch's generator back, finds its seed again.
 

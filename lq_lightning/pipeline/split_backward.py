@@ -1,8 +1,8 @@
 """Backward passes in two halves: first for the input of a stage, later for its weights.
 
-What zero-bubble schedules need (arXiv 2401.10241). The first half runs backward for the input
-alone, and notes which gradients arrive at the nodes where weights come in. The second half starts
-from there, so that nothing is computed twice.
+Zero-bubble schedules need this (arXiv 2401.10241). The first half runs backward for the input
+alone, and records the gradients that arrive at cut points, the nodes where weights join the path to
+the input. The second half starts from there, so nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -31,9 +31,34 @@ from .schedules import SPLIT_SCHEDULES
 
 __all__ = ["Received", "SavedTensors", "SplitBackward", "check_not_compiled", "receive"]
 
+_COMPILED = (is_compiled_wrapper, is_compiled_in_place, has_compiled_forward)
+
+
+def check_not_compiled(schedule: str, module: nn.Module) -> None:
+    """Check that the schedule can run the user's module with all layers.
+
+    Raises:
+        NotImplementedError: the schedule splits backward passes, and the module or a part of it is
+            compiled: compiled graphs have one backward pass only.
+    """
+    if schedule not in SPLIT_SCHEDULES:
+        return
+    for name, part in module.named_modules():
+        if any(is_compiled(part) for is_compiled in _COMPILED):
+            raise NotImplementedError(
+                f"`schedule={schedule!r}` splits backward passes, which compiled graphs do not "
+                f"support: {f'`{name}`' if name else 'the module'} is compiled. Use '1f1b' or "
+                "'interleaved_1f1b', or do not compile layers."
+            )
+
+
+# --- the received hidden state ------------------------------------------------------------------
+
 
 class _Arrived:
-    """What backward has brought to a received hidden state."""
+    """Holds the gradient of a received hidden state."""
+
+    # Apart from `Received`, which owns the node that owns this: a cycle would live forever.
 
     __slots__ = ("gradient",)
 
@@ -63,7 +88,7 @@ class Received:
     """Where the gradient of a received hidden state arrives; holds no values.
 
     Attributes:
-        edge: of the hidden state in the graph.
+        edge: the hidden state in the graph.
     """
 
     __slots__ = ("_arrived", "_like", "edge")
@@ -74,11 +99,11 @@ class Received:
         self._like = like.new_empty(1).expand(like.shape)  # shape, dtype and device
 
     def arrive(self, gradient: Tensor | None) -> None:
-        """Bring a gradient that was computed for ``edge``, instead of by a backward through it."""
+        """Set a gradient that was computed for ``edge``, instead of by a backward through it."""
         self._arrived.gradient = gradient
 
     def take_gradient(self) -> Tensor:
-        """Return what backward has brought, zeros if nothing; contiguous."""
+        """Return the gradient that arrived, zeros if none did; contiguous."""
         gradient, self._arrived.gradient = self._arrived.gradient, None
         if gradient is None:  # the stage does not use its input
             return torch.zeros_like(self._like, memory_format=torch.contiguous_format)
@@ -86,13 +111,12 @@ class Received:
 
 
 def receive(hidden: Tensor) -> tuple[Tensor, Received]:
-    """Return a hidden state that requires a gradient, and where that arrives.
+    """Start a graph with a hidden state that has none.
 
-    It has the memory of ``hidden``, may be changed in place, and is freed as soon as no node and
-    nobody else keeps it. Each call begins a graph of its own, also for one tensor.
-
-    Args:
-        hidden: without a graph.
+    Returns:
+        The hidden state, which requires a gradient, and where that arrives. It has the memory of
+        ``hidden``, may be changed in place, and is freed as soon as no node and nobody else keeps
+        it. Each call starts a graph of its own, also for one tensor.
     """
     arrived = _Arrived()
     root = hidden.new_empty(0).requires_grad_()
@@ -100,14 +124,17 @@ def receive(hidden: Tensor) -> tuple[Tensor, Received]:
     return entered, Received(get_gradient_edge(entered), arrived, hidden)
 
 
+# --- saved tensors that can be freed before the graph -------------------------------------------
+
+
 class _Saved:
     """One saved tensor of one node, which alone owns it.
 
     Attributes:
-        tensor: None before it is computed again, and once it is let go.
-        version: of the tensor.
-        region: in which it was saved, if it is to be computed again.
-        held: what checkpointing knows it by.
+        tensor: None before it is recomputed, and once it is freed.
+        version: version of the tensor.
+        region: region in which it was saved, if it is to be recomputed.
+        held: checkpointing's handle of it.
     """
 
     __slots__ = ("__weakref__", "held", "region", "tensor", "version")
@@ -121,7 +148,7 @@ class _Saved:
 
 
 class _Region:
-    """A checkpointed region: computed again once, for both halves.
+    """A checkpointed region: recomputed once, for both halves.
 
     Checkpointing by itself does so in each backward pass that reads something of the region.
     """
@@ -141,7 +168,7 @@ class _Region:
         return saved
 
     def compute(self) -> None:
-        """Take over what checkpointing computes again as soon as it is asked for a tensor of it."""
+        """Take over all tensors, which checkpointing recomputes when it is asked for the first."""
         for saved in (each() for each in self._saved):
             if saved is not None:
                 saved.tensor = self._unpack(saved.held)
@@ -152,20 +179,20 @@ class _Region:
 
 
 class SavedTensors:
-    """What nodes save in the forward pass of a stage, if its backward pass is split.
+    """Tensors that nodes save in the forward pass of a stage whose backward pass is split.
 
-    The first half runs every node on the way to the input, and has to retain the graph for the
-    second, which runs only nodes where weights come in. What the others have saved is not read
-    again, but without this it would stay as long as later nodes lead to them.
+    The first half runs every node on the path to the input, and has to retain the graph for the
+    second, which runs only nodes where weights join. What the others have saved is not read again,
+    but without this it would stay as long as later nodes lead to them.
 
-    A checkpointed region is computed again when the first half comes to it. What the second half
-    reads of it stays until then; the rest is let go before the next region is computed, so that
-    there is never more than one whole.
+    A checkpointed region is recomputed when the first half reaches it. Tensors that the second half
+    reads stay until then; the rest is freed before the next region is recomputed, so there is never
+    more than one whole region.
 
     Code with saved-tensor hooks of its own keeps what it saves itself.
 
     Args:
-        counted: Whether to know what is kept, for ``kept``.
+        counted: whether ``kept`` will be called.
     """
 
     # Nothing here may own what nodes have saved: nodes own these hooks, and so would live forever.
@@ -174,7 +201,7 @@ class SavedTensors:
         self._counted: list[ref[_Saved]] | None = [] if counted else None
         self._read: list[_Saved] = []
         self._keeping = False
-        self._letting_go = False
+        self._freeing = False
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -184,7 +211,7 @@ class SavedTensors:
             yield
 
     def kept(self) -> list[Tensor]:
-        """Return what nodes keep now, of checkpointed regions what was computed.
+        """Return what nodes keep now, of checkpointed regions what was recomputed.
 
         Weights too, but no copies of them in another dtype or layout.
         """
@@ -197,21 +224,21 @@ class SavedTensors:
 
         Args:
             reads_once: whether the second half reads only what is read there while ``keep(True)``
-                is in effect, so that all else that the first half reads can be let go.
+                is in effect, so that everything else that the first half reads can be freed.
         """
-        self._letting_go = reads_once
+        self._freeing = reads_once
         try:
             yield
-            self._let_go()
+            self._free()
         finally:
             self._read.clear()
-            self._letting_go = False
+            self._freeing = False
 
     def keep(self, keeping: bool) -> None:
-        """Say whether what is read now is read in the second half, too."""
+        """Set whether the second half needs what is read from now on."""
         self._keeping = keeping
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         for saved in self._read:
             saved.tensor = None
         self._read.clear()
@@ -228,55 +255,33 @@ class SavedTensors:
 
     def _unpack(self, saved: _Saved) -> Tensor:
         if saved.region is not None and not saved.region.is_computed:
-            self._let_go()
+            self._free()
             saved.region.compute()
         tensor = saved.tensor
         if tensor is None:
-            raise AssertionError("a node is run in both halves, but no weights come in there")
+            raise AssertionError("a node runs in both halves, but no weights join there")
         if version_of(tensor) != saved.version:  # autograd checks this only without hooks
             raise RuntimeError(
                 f"a tensor {list(tensor.shape)} that backward needs was changed in place after it "
                 "was saved: change a copy instead."
             )
-        if self._letting_go and not self._keeping:
+        if self._freeing and not self._keeping:
             self._read.append(saved)
         return tensor
 
 
-_COMPILED = (is_compiled_wrapper, is_compiled_in_place, has_compiled_forward)
-
-
-def check_not_compiled(schedule: str, module: nn.Module) -> None:
-    """Check that the schedule can run a module; compiled graphs have one backward pass only.
-
-    Args:
-        schedule: name of the schedule.
-        module: the user's, with all layers that run.
-
-    Raises:
-        NotImplementedError: the schedule splits backward passes, and the module or a part of it is
-            compiled.
-    """
-    if schedule not in SPLIT_SCHEDULES:
-        return
-    for name, part in module.named_modules():
-        if any(is_compiled(part) for is_compiled in _COMPILED):
-            raise NotImplementedError(
-                f"`schedule={schedule!r}` splits backward passes, which compiled graphs do not "
-                f"support: {f'`{name}`' if name else 'the module'} is compiled. Use '1f1b' or "
-                "'interleaved_1f1b', or do not compile layers."
-            )
+# --- the two halves -----------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
 class _CutPoint:
-    """Weights, and the nodes where they meet the way of the input.
+    """Weights, and the nodes where they join the path to the input.
 
     Attributes:
         weights: parameters that reach the same nodes.
         nodes: where the second half starts.
         owners: what keeps the nodes alive.
-        gradients: what arrived at each node in the first half.
+        gradients: gradients that arrived at each node in the first half.
     """
 
     weights: list[Tensor] = field(default_factory=list)
@@ -290,12 +295,12 @@ class SplitBackward:
 
     Args:
         output: where it starts.
-        received: the input of the stage, where its gradient is to arrive.
+        received: input of the stage, where its gradient is to arrive.
         weights: parameters of the stage; those that need no gradient or take no part are left out.
-        saved: what the forward pass saved, to be let go after the first half where it can.
+        saved: tensors saved in the forward pass, freed after the first half where possible.
 
     Raises:
-        NotImplementedError: a part of the stage is checkpointed in the reentrant way.
+        NotImplementedError: a part of the stage uses reentrant checkpointing.
     """
 
     def __init__(
@@ -316,14 +321,14 @@ class SplitBackward:
         """Compute the gradient of the input; none arrives if the output does not depend on it.
 
         Args:
-            gradient: of the output; None for a scalar.
+            gradient: gradient of the output; None for a scalar.
         """
         if self._output is None:
             raise AssertionError("called twice")
         handles: list[RemovableHandle] = []
-        for meeting in self._cut_points:
-            for node in meeting.nodes:
-                handles.append(node.register_prehook(self._note(meeting, node)))
+        for point in self._cut_points:
+            for node in point.nodes:
+                handles.append(node.register_prehook(self._record(point, node)))
                 handles.append(node.register_hook(self._left))
         try:
             with self._first_half():
@@ -338,12 +343,12 @@ class SplitBackward:
         if result is None and self._cut_points:  # the input takes no part: nothing was run yet
             self._cut_points[:] = [_whole(self._output, self._cut_points, gradient)]
         self._received.arrive(result)
-        # The way of the output to the first of the nodes is not needed again.
+        # The path from the output to the first of the nodes is not needed again.
         self._output = self._saved = None
 
     def kept(self) -> list[Tensor]:
         """Return the gradients that wait for ``backward_weight``."""
-        arrived = (each for meeting in self._cut_points for each in meeting.gradients.values())
+        arrived = (each for point in self._cut_points for each in point.gradients.values())
         return [gradient for each in arrived for gradient in each if gradient is not None]
 
     def backward_weight(self) -> None:
@@ -354,12 +359,12 @@ class SplitBackward:
     def _first_half(self) -> AbstractContextManager[None]:
         if self._saved is None:
             return nullcontext()
-        # Else the second half runs what lies between two nodes again.
+        # With several nodes the second half runs what lies between them again.
         return self._saved.first_half(all(len(each.nodes) == 1 for each in self._cut_points))
 
-    def _note(self, meeting: _CutPoint, node: Node) -> Callable[[Any], None]:
+    def _record(self, point: _CutPoint, node: Node) -> Callable[[Any], None]:
         def hook(gradients: Sequence[Tensor | None]) -> None:
-            meeting.gradients[node] = gradients
+            point.gradients[node] = gradients
             if self._saved is not None:
                 self._saved.keep(True)
 
@@ -371,7 +376,7 @@ class SplitBackward:
 
 
 def _cut_points(output: GradientEdge, leaf: Node, weights: Sequence[Tensor]) -> list[_CutPoint]:
-    """Find where weights meet the way from ``output`` to ``leaf``; what shares nodes is one."""
+    """Find where weights join the path from ``output`` to ``leaf``; shared nodes make one point."""
     root = output.node
     wanted = {get_gradient_edge(weight).node: weight for weight in weights}
     order = _children_first(root)
@@ -383,39 +388,39 @@ def _cut_points(output: GradientEdge, leaf: Node, weights: Sequence[Tensor]) -> 
             "`gradient_checkpointing_enable({'use_reentrant': False})`, or use '1f1b' or "
             "'interleaved_1f1b'."
         )
-    way: set[Node] = {root}  # without a way to the input, all is left to the second half
-    below: dict[Node, frozenset[Node]] = {}  # weights behind what is not on the way
+    path: set[Node] = {root}  # without a path to the input, all is left to the second half
+    below: dict[Node, frozenset[Node]] = {}  # weights behind nodes that are not on the path
     for node in order:
         children = _children(node)
-        if node is leaf or any(child in way for child in children):
-            way.add(node)
+        if node is leaf or any(child in path for child in children):
+            path.add(node)
         elif node is not root:
             own = frozenset((node,)) if node in wanted else frozenset()
             below[node] = own.union(*(below[child] for child in children))
-    meetings: list[tuple[_CutPoint, set[Node]]] = []
+    points: list[tuple[_CutPoint, set[Node]]] = []
     for node in order:
-        if node not in way:
+        if node not in path:
             continue
         reached = frozenset[Node]().union(*(below.get(c, frozenset()) for c in _children(node)))
         if reached:
             nodes, behind = [node], set(reached)
-            for each in [entry for entry in meetings if not behind.isdisjoint(entry[1])]:
-                meetings.remove(each)
+            for each in [entry for entry in points if not behind.isdisjoint(entry[1])]:
+                points.remove(each)
                 nodes = each[0].nodes + nodes
                 behind |= each[1]
-            meetings.append((_CutPoint([wanted[w] for w in behind], nodes), behind))
+            points.append((_CutPoint([wanted[w] for w in behind], nodes), behind))
     owners = _owners(output, order)
-    for meeting, _ in meetings:
-        meeting.owners = [owners[node] for node in meeting.nodes]
-    return [meeting for meeting, _ in meetings]
+    for point, _ in points:
+        point.owners = [owners[node] for node in point.nodes]
+    return [point for point, _ in points]
 
 
 def _owners(output: GradientEdge, order: Sequence[Node]) -> dict[Node, Node]:
-    """Return what to hold so that each node stays: itself, or the nearest that leads to it.
+    """Return what keeps each node alive: itself, or the nearest owner that leads to it.
 
     Args:
         output: where the graph starts; its token owns a first node that only the graph owns.
-        order: all nodes, each behind what it leads to.
+        order: all nodes, each behind its children.
     """
     owners = {output.node: output.ownership_token or output.node}
     for node in reversed(order):
@@ -424,11 +429,9 @@ def _owners(output: GradientEdge, order: Sequence[Node]) -> dict[Node, Node]:
     return owners
 
 
-def _whole(
-    output: GradientEdge, meetings: Sequence[_CutPoint], gradient: Tensor | None
-) -> _CutPoint:
-    """Return one meeting at the output, from where the second half is the whole backward pass."""
-    weights = [weight for meeting in meetings for weight in meeting.weights]
+def _whole(output: GradientEdge, points: Sequence[_CutPoint], gradient: Tensor | None) -> _CutPoint:
+    """Return one cut point at the output, so that the second half is the whole backward pass."""
+    weights = [weight for point in points for weight in point.weights]
     arrived: list[Tensor | None] = [None] * output.output_nr
     arrived.append(torch.ones(()) if gradient is None else gradient)
     owner = output.ownership_token or output.node
@@ -440,9 +443,9 @@ def _children(node: Node) -> list[Node]:
 
 
 def _children_first(root: Node) -> list[Node]:
-    """Return all nodes of a graph, each behind what it leads to.
+    """Return all nodes of a graph, each behind its children.
 
-    The list keeps Python's objects for them, which are made anew once they are let go.
+    The list keeps Python's objects for them, which are made anew once they are dropped.
     """
     order: list[Node] = []
     seen = {root}
@@ -460,9 +463,9 @@ def _children_first(root: Node) -> list[Node]:
     return order
 
 
-def _add_gradients(meeting: _CutPoint) -> None:
+def _add_gradients(point: _CutPoint) -> None:
     edges, gradients = [], []
-    for node, arrived in meeting.gradients.items():
+    for node, arrived in point.gradients.items():
         for slot, gradient in enumerate(arrived):
             if gradient is not None:
                 edges.append(GradientEdge(node, slot))
@@ -470,16 +473,16 @@ def _add_gradients(meeting: _CutPoint) -> None:
     if not edges:
         return
     handles = []
-    if len(meeting.nodes) > 1:
+    if len(point.nodes) > 1:
         # One may lead to another that shares a weight with it: what the first sends on has arrived
         # at the second already, in the first half.
-        for node, arrived in meeting.gradients.items():
+        for node, arrived in point.gradients.items():
             handles.append(node.register_prehook(lambda _, arrived=arrived: arrived))
     try:
         # Into `.grad`, so that hooks behind the accumulation of gradients see them. The graph is
-        # retained, since the way between two nodes can lead through those of other meetings. Nodes
-        # are freed with the last meeting that leads to them.
-        torch.autograd.backward(edges, gradients, retain_graph=True, inputs=meeting.weights)
+        # retained, since the path between two nodes can lead through those of other cut points.
+        # Nodes are freed with the last cut point that leads to them.
+        torch.autograd.backward(edges, gradients, retain_graph=True, inputs=point.weights)
     finally:
         for handle in handles:
             handle.remove()

@@ -16,7 +16,7 @@ from lq_lightning.codecs.mixed import WidthTable, round_trip_mixed
 from lq_lightning.pipeline.boundary_widths import BoundaryWidths
 from lq_lightning.pipeline.engine import PipelineEngine
 from lq_lightning.pipeline.message import Message
-from lq_lightning.pipeline.mixed import Lines, MixedCodec
+from lq_lightning.pipeline.mixed import MixedCodec
 
 Key = tuple[int, bool, int]
 
@@ -70,7 +70,7 @@ def _steps(rank: int, size: int, schedule: str, per_rank: int) -> Any:
         alone = group if each == rank else alone
     assert alone is not None
     engine, codec, gated = _pipeline(schedule, per_rank, everyone, alone)
-    gated.begin(_start, "channel", "fitted", {}, {})
+    gated.begin(_start, {}, {})
     found = []
     for step in range(3):
         sent = engine.traffic.table_bytes
@@ -137,23 +137,17 @@ def _agree(rank: int, size: int) -> list[str]:
     ]
     heard = []
     tables = {0: _table(0, 1)}
-    gated.begin(_start, "channel", "full", tables, {"target": "4"})
+    gated.begin(_start, tables, {"target": "4"})
     assert dict(codec.tables) == tables  # on all ranks, whoever sends
-    lines: tuple[Lines, Lines] = ("channel", "position")
-    for per, given, target in (
-        (lines[place], tables, 4),
-        (lines[0], {0: _table(0, 1 + place)}, 4),
-        (lines[0], tables, 4 - place),
-    ):
+    for given, target in (({0: _table(0, 1 + place)}, 4), (tables, 4 - place)):
         with pytest.raises(RuntimeError) as caught:
-            gated.begin(_start, per, "full", given, {"target": str(target)})
+            gated.begin(_start, given, {"target": str(target)})
         heard.append(str(caught.value))
     return heard
 
 
 def test_what_a_pipeline_agrees_on() -> None:
-    for per, table, target in run_ranks(_agree, 4):
-        assert "what shares a width is channel on rank 0, position on rank 1" in per
+    for table, target in run_ranks(_agree, 4):
         assert "the digest of the widths of boundary 0 is" in table
         assert "target is 4 on rank 0, 3 on rank 1" in target
         assert target.endswith("Give all ranks the same options and the same checkpoint.")

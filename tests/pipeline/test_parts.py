@@ -108,7 +108,7 @@ class Loose(nn.Module):
         extras = []
         for layer in self.layers[1:] if self.use == "skip" else self.layers:
             assert layer.kind == "full"
-            assert layer.attention_type == "full"  # a setting that stand-ins keep
+            assert layer.attention_type == "full"  # a setting that placeholders keep
             scaled = embedded if self.use == "embedded" else scale
             x, _, extra = layer(hidden_states=x, scale=scaled)
             extras.append(extra)

@@ -261,7 +261,7 @@ class PipelineRun:
     def forget(self) -> None:
         """Let codecs begin anew, on all ranks: the weights are others now."""
         for codec in self.codecs:
-            codec.load_state_dict({})
+            codec.forget()
 
     def _take(self) -> _Batch:
         batch, self._batch = self._batch, None
@@ -362,7 +362,7 @@ class PipelineRun:
 
 
 def _check_first_loss(owner: str, step: str, loss: Tensor) -> None:
-    """Warn of NaN, which stand-ins give to layers that read them past the step's own code."""
+    """Warn of NaN, which placeholders give to layers that read them past the step's own code."""
     if bool(loss.isnan()):
         rank_zero_warn(
             "The loss of the first batch is NaN. If it is not without a pipeline, "
