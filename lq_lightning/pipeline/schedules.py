@@ -1,7 +1,7 @@
 """Schedules: what each rank of a pipeline computes in a step, and in which order.
 
-Everything here is pure. Every rank derives the orders of all ranks, and from them in which order
-messages reach it, so that nothing has to be said about messages before they are sent.
+Everything here is pure. Every rank derives the orders of all ranks, and from them the order in
+which messages reach it, so that nothing has to be announced before it is sent.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple, cast, get_args
 
 from lq_lightning._compat.pipelining import TorchSchedule, schedule_actions
 from lq_lightning.foundation.checks import check_choice
 
 __all__ = [
-    "Action",
     "BITS",
+    "SCHEDULES",
+    "SPLIT_SCHEDULES",
+    "Action",
     "InFlight",
     "Key",
     "Program",
-    "SCHEDULES",
-    "SPLIT_SCHEDULES",
     "Schedule",
     "check_schedule",
     "compensated_bits",
@@ -35,7 +36,8 @@ __all__ = [
 
 Schedule = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
-SPLIT_SCHEDULES = ("zero_bubble", "zbv")  # whose backward passes have two halves
+SPLIT_SCHEDULES = ("zero_bubble", "zbv")  # their backward passes have two halves
+BITS = range(2, 9)  # widths of integer codes
 
 _ONE_STAGE = ("gpipe", "1f1b", "eager_1f1b")
 
@@ -44,8 +46,8 @@ class Action(NamedTuple):
     """One computation of one stage.
 
     Attributes:
-        kind: ``"F"`` forward, ``"B"`` backward, ``"I"`` backward for the input only, ``"W"`` what
-            is left of it, for the weights.
+        kind: ``"F"`` forward, ``"B"`` backward, ``"I"`` backward for the input only, ``"W"`` the
+            rest of it, for the weights.
         stage: index of the stage.
         microbatch: index of the micro-batch.
     """
@@ -59,13 +61,7 @@ Orders = Sequence[Sequence[Action]]
 
 
 class Key(NamedTuple):
-    """Which message of a step.
-
-    Attributes:
-        boundary: index of the stage before it.
-        backward: a gradient goes back, rather than a hidden state forward.
-        microbatch: index of the micro-batch.
-    """
+    """A message of a step; see ``Message``."""
 
     boundary: int
     backward: bool
@@ -82,7 +78,7 @@ class Program:
         num_microbatches: micro-batches of the step.
         orders: computations by rank.
         needs: by rank, for each of its computations, how many computations of each rank must have
-            been made before it can be.
+            been made before.
         turns: by rank, for each of its computations, its place in one order of all computations of
             all ranks, in which each comes after what it needs.
     """
@@ -117,13 +113,13 @@ class Program:
         With each goes the number of computations of ``target`` before it should wait for it.
 
         Args:
-            source: the rank that sends.
-            target: the rank that receives.
-            in_turn: wait before the first computation that comes after that of the message in the
-                order of all. If every rank waits for all its transfers before each computation,
-                then each waits only for what comes before, and all end. Else wait as soon as
-                nothing that ``target`` still has to send is needed for the message, which is
-                earlier; but two ranks that did nothing before would wait for each other for ever.
+            source: sending rank.
+            target: receiving rank.
+            in_turn: wait before the first computation that comes after the sender's in the common
+                order. If every rank waits for all its transfers before each computation, each then
+                waits only for what comes before, and all end. Otherwise wait as soon as nothing
+                that ``target`` still has to send is needed for the message, which is earlier; but
+                two ranks that waited for everything would then deadlock.
         """
         if source == target:
             return
@@ -203,13 +199,14 @@ def check_schedule(
             )
 
 
+@lru_cache(maxsize=8)
 def training_program(
     schedule: str, pipeline_size: int, num_microbatches: int, stages_per_rank: int = 1
 ) -> Program:
     """Return the orders of a training step.
 
     ``"gpipe"``: all forward passes, then all backward passes. ``"1f1b"``: stage ``s`` of ``n``
-    starts with ``n - s`` forward passes, then backward and forward take turns. ``"eager_1f1b"``
+    starts with ``n - s`` forward passes, then backward and forward alternate. ``"eager_1f1b"``
     starts with ``3 (n - s) - 2``, for slow links: until the first gradient comes back, a hidden
     state travels, the next stage computes and a gradient travels, each of which takes one period of
     the steady state at most. 1F1B would wait for transfers. ``"interleaved_1f1b"``,
@@ -239,13 +236,14 @@ def training_program(
     return Program.of(schedule, pipeline_size * stages_per_rank, num_microbatches, lists)
 
 
+@lru_cache(maxsize=8)
 def evaluation_program(
     schedule: str, pipeline_size: int, num_microbatches: int, stages_per_rank: int = 1
 ) -> Program:
     """Return the orders of an evaluation step: forward passes of any number of micro-batches.
 
     Rounds of as many micro-batches as ranks, within a round stage by stage. All ranks follow one
-    total order in which every stage comes after the one before it, so none waits for ever.
+    total order in which every stage comes after the one before it, so none deadlocks.
     """
     num_stages = pipeline_size * stages_per_rank
     orders = []
@@ -268,7 +266,7 @@ def _one_forward_one_backward(stage: int, start: int, num_microbatches: int) -> 
 
 
 def _merged(order: list[Action]) -> list[Action]:
-    """Make one backward pass of two halves that follow each other, which costs less.
+    """Make two halves that follow each other one backward pass, which costs less.
 
     On stage 0 there is no input to go first: its first half is the whole, so that nothing is kept
     for the second.
@@ -295,7 +293,7 @@ def _needs(
         The counts, and the time of each computation if all took one unit and transfers none.
 
     Raises:
-        AssertionError: ranks would wait for each other for ever.
+        AssertionError: ranks would deadlock.
     """
     counts: dict[Action, tuple[int, ...]] = {}
     needs: list[list[tuple[int, ...]]] = [[] for _ in orders]
@@ -340,7 +338,7 @@ def _turns(orders: Orders, slots: Mapping[Action, int]) -> tuple[tuple[int, ...]
 
 
 def _inputs(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
-    """Return what a computation takes in, each with the actions that may have made it."""
+    """Return the inputs of a computation, each with the actions that may have made it."""
     kind, stage, _ = action
     if kind == "F":
         return [(action._replace(stage=stage - 1),)] if stage > 0 else []
@@ -353,27 +351,27 @@ def _inputs(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
     return inputs
 
 
-BITS = range(2, 9)  # widths that integer codes have
+# --- micro-batches in flight --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """What a rank keeps at its peaks, in micro-batches of a stage.
+    """Micro-batches of a stage that a rank keeps at its peaks.
 
     Where a schedule splits backward passes, a micro-batch keeps something else between the two
     halves than before them: no longer what only gradients of inputs need, but until the second half
     also the gradients that have arrived at weights.
 
     Attributes:
-        peaks: pairs of micro-batches whose backward pass is to begin, and of those between its two
-            halves, at one time; those that no other pair exceeds, in ascending order.
+        peaks: pairs of micro-batches before their backward pass, and between its two halves, at
+            one time; those that no other pair exceeds, in ascending order.
     """
 
     peaks: tuple[tuple[int, int], ...]
 
     @property
     def whole(self) -> int:
-        """Most micro-batches whose backward pass is to begin."""
+        """Most micro-batches before their backward pass."""
         return max(whole for whole, _ in self.peaks)
 
     @property
@@ -393,7 +391,7 @@ class InFlight:
 def in_flight(
     schedule: str, pipeline_size: int, num_microbatches: int, stages_per_rank: int = 1
 ) -> tuple[InFlight, ...]:
-    """Count by rank what a schedule keeps, from what it computes in which order.
+    """Count by rank the micro-batches that a schedule keeps.
 
     Interleaved 1F1B with 4 ranks, 2 stages each and enough micro-batches keeps 11, 9, 7 and 5.
 
@@ -413,6 +411,10 @@ def in_flight(
     return tuple(ranks)
 
 
+def _exceeded(pair: tuple[int, int], pairs: set[tuple[int, int]]) -> bool:
+    return any(p != pair and p[0] >= pair[0] and p[1] >= pair[1] for p in pairs)
+
+
 def compensated_bits(
     counts: Sequence[InFlight] | Sequence[int],
     bits: int = 4,
@@ -420,16 +422,16 @@ def compensated_bits(
     cap: int = 8,
     half_size: float = 1.0,
 ) -> tuple[int, ...]:
-    """Return bits per rank that use the memory that ranks with fewer micro-batches leave.
+    """Return bits per rank that use the memory left by ranks with fewer micro-batches in flight.
 
-    Rank ``i`` gets ``bits * N_1 / N_i``, where ``N_1`` is the largest count (AGoQ, equation 22; its
-    equation 21 for ``N_i`` counts the ranks from the other end). With counts of split backward
-    passes the quotient is that of ``InFlight.peak``. So with ``"floor"`` no rank's peak exceeds
+    Rank ``i`` gets ``bits * N_1 / N_i``, where ``N_1`` is the largest count (DBCA-PP; AGoQ,
+    equation 22; its equation 21 for ``N_i`` counts the ranks from the other end). With split
+    backward passes the counts are ``InFlight.peak``. So with ``"floor"`` no rank's peak exceeds
     that of the rank with the largest, at ``bits``.
 
     Args:
-        counts: by rank, what ``in_flight`` returns, or numbers of micro-batches.
-        bits: of the rank with the largest count.
+        counts: results of ``in_flight``, or numbers of micro-batches, by rank.
+        bits: bits of the rank with the largest count.
         rounding: ``"floor"``; or ``"nearest"``, as in the paper, with which peaks can grow.
         cap: most bits.
         half_size: bytes that a micro-batch keeps between the halves of its backward pass, per byte
@@ -456,7 +458,3 @@ def compensated_bits(
         rounded = math.floor(exact if rounding == "floor" else exact + 0.5)
         result.append(min(rounded, cap))
     return tuple(result)
-
-
-def _exceeded(pair: tuple[int, int], pairs: set[tuple[int, int]]) -> bool:
-    return any(p != pair and p[0] >= pair[0] and p[1] >= pair[1] for p in pairs)
