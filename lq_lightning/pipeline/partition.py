@@ -1,4 +1,4 @@
-"""Keep the modules of some stages of a model, in place."""
+"""Keep the modules of some stages of a model, in place, and run the parts of a step they have."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _RECORD = "_lq_pipeline"  # kept in the module, so that both are freed together
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptStages:
-    """What is left of a model on this rank.
+    """The part of a model that this rank holds.
 
     Attributes:
-        plan: Of the whole model.
-        stages: Those that this rank holds, ascending.
+        plan: Plan of the whole model.
+        stages: Stages of this rank, ascending.
         absent: Names of the modules that were replaced by placeholders.
-        calls: Of the layers.
+        calls: Interceptor of the layers.
     """
 
     plan: PipelinePlan
@@ -42,7 +42,7 @@ class KeptStages:
 
 
 def kept_stages(module: nn.Module) -> KeptStages | None:
-    """Return what :func:`keep_stages` left of the module; None if it is whole."""
+    """Return what :func:`keep_stages` kept of the module; None if it is whole."""
     record: KeptStages | None = module.__dict__.get(_RECORD)
     return record
 
@@ -50,21 +50,21 @@ def kept_stages(module: nn.Module) -> KeptStages | None:
 def keep_stages(module: nn.Module, plan: PipelinePlan, stages: Iterable[int]) -> KeptStages:
     """Replace all modules of ``module`` that ``stages`` do not hold, in place.
 
-    Names stay those of the whole model: what is absent leaves a placeholder without parameters at its
-    place. Modules and parameters that stay are the same objects; nothing is moved or copied, so
-    this works on the meta device, before weights are allocated. Buffers outside of what is replaced
-    stay on every stage.
+    Names stay those of the whole model: an absent module leaves a placeholder without parameters.
+    Modules and parameters that stay are the same objects; nothing is moved or copied, so this works
+    on the meta device, before weights are allocated. Buffers outside of what is replaced stay on
+    every stage.
 
     Call this before the model is sharded or compiled. Afterwards it runs in parts only, by
     :class:`StageModule`.
 
     Args:
         module: The whole model.
-        plan: Made for it.
+        plan: Plan made for it.
         stages: Stages of this rank.
 
     Returns:
-        What is left; the same when called again.
+        The kept part; the same when called again.
 
     Raises:
         ValueError: a stage that ``plan`` does not have.
@@ -123,8 +123,8 @@ _CLASSES: dict[type, type] = {}
 def _let_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """Let ``call(forward, args, kwargs)`` do every call; the module and its class name stay.
 
-    The class changes, as ``fully_shard`` does it, because ``module(...)`` looks up ``__call__``
-    there: nothing on the instance comes before compiled calls, hooks and checkpointing.
+    The class changes, as in ``fully_shard``, because ``module(...)`` looks up ``__call__`` there:
+    nothing on the instance comes before compiled calls, hooks and checkpointing.
     """
     cls = type(module)
     if cls not in _CLASSES:
@@ -140,6 +140,9 @@ def _calling(cls: type[nn.Module]) -> Callable[..., Any]:
         return self.__dict__["_lq_call"](partial(cls.__call__, self), args, kwargs)
 
     return __call__
+
+
+# --- parts of a step ----------------------------------------------------------------------------
 
 
 def _call(part: Callable[[Tensor | None], Any], hidden: Tensor | None) -> Any:
@@ -168,12 +171,12 @@ class StageModule(nn.Module):
     Attributes:
         index: Micro-batch of the next call; set it before.
         stage: Index of the stage.
-        watched: Whether the next part refuses what the step uses of modules that earlier stages
-            hold, see [Note: what depends on placeholders]. None: the first part does, later ones not.
-        refused: Where messages about that go; None: they are raised.
+        watched: Whether the next part refuses uses of modules that earlier stages hold, see [Note:
+            values that depend on placeholders]. None: the first part does, later ones do not.
+        refused: List to which such refusals are added; None: they are raised.
 
     Raises:
-        ValueError: the stage is not one of those that were kept.
+        ValueError: the stage was not kept.
     """
 
     def __init__(
@@ -205,11 +208,6 @@ class StageModule(nn.Module):
         """Whether it gets no hidden state."""
         return self.stage == 0
 
-    @property
-    def is_last(self) -> bool:
-        """Whether it ends with what the step returns."""
-        return self.stage == self._plan.num_stages - 1
-
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Parameter]]:
@@ -224,17 +222,17 @@ class StageModule(nn.Module):
                 yield f"{dot}{name}", parameter
 
     def set_boundary(self, boundary: BoundaryMeta) -> None:
-        """Say what crosses the boundaries from now on; on all stages, before they run."""
+        """Set what crosses the boundaries from now on; on all stages, before they run."""
         self._calls.boundary = boundary
 
     def forward(self, hidden: Tensor | None = None) -> Any:
         """Run the part on the micro-batch ``index``.
 
         Args:
-            hidden: Of the stage before; None on the first stage.
+            hidden: Hidden state of the stage before; None on the first stage.
 
         Returns:
-            The hidden state for the next stage, on the last what the step returns.
+            The hidden state for the next stage; on the last stage the result of the step.
 
         Raises:
             RuntimeError: the step calls the layers not at all, twice, or in another order, or the
@@ -248,15 +246,12 @@ class StageModule(nn.Module):
             watched, self.watched = True, False
         else:
             watched = self.watched
-        placeholders = (
-            PlaceholderTracker(self._module[0]) if watched and not self.is_first else None
-        )
-        step = partial(self._run, self.index)
-        result = self._calls.run(step, self._span, hidden, placeholders)
-        if placeholders is not None and placeholders.refused:
+        tracker = PlaceholderTracker(self._module[0]) if watched and not self.is_first else None
+        result = self._calls.run(partial(self._run, self.index), self._span, hidden, tracker)
+        if tracker is not None and tracker.refused:
             if self.refused is None:
-                raise NotImplementedError(placeholders.refused[0])
-            self.refused += placeholders.refused
+                raise NotImplementedError(tracker.refused[0])
+            self.refused += tracker.refused
         return result
 
     def probe(self, index: int) -> BoundaryMeta:
@@ -286,7 +281,7 @@ class StageModule(nn.Module):
 
 @contextmanager
 def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """Undo what is done to buffers inside, in place or by putting other tensors there."""
+    """Undo changes of buffers, in place or by putting other tensors there."""
     saved = [
         (owner, name, buffer, buffer.clone())
         for owner in module.modules()

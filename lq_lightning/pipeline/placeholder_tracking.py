@@ -1,15 +1,15 @@
 """Track values computed from placeholders, and refuse uses of them.
 
-[Note: what depends on placeholders]
-Placeholders for modules of other stages give NaN, but NaN alone is not enough: `where`, `nan_to_num`,
-comparisons, `argmax` and `item` make values of it that look like any other. So in the first batch
-of each shape every operation of the step's own code is watched, below autograd: what it computes
-from something marked is marked, too. Marks belong to storages, so that views share them. Layers are
-not watched: they get the hidden state that was received, and nothing else that is marked.
+[Note: values that depend on placeholders]
+Placeholders for modules of other stages give NaN, but NaN alone is not enough: `where`,
+`nan_to_num`, comparisons, `argmax` and `item` turn it into values that look like any other. So in
+the first batch of each shape every operation of the step's own code is watched, below autograd:
+results computed from a marked tensor are marked, too. Marks belong to storages, so that views share
+them. Layers are not watched: they get the received hidden state, and nothing else that is marked.
 
-Only what survives is refused: what goes into a layer or to the next stage, what the step returns or
-logs, what modules keep, and what becomes a Python value or decides a shape. The step goes on after
-that, so that every rank comes to the end of the batch, where all of them hear of it.
+Only values that survive are refused: those that go into a layer or to the next stage, that the step
+returns or logs, that modules keep, that become a Python value or decide a shape. The step goes on
+after a finding, so that every rank reaches the end of the batch, where all of them hear of it.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ _OWN_FOLDERS = tuple(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Mark:
-    """Where a value comes from.
+    """Origin of a marked value.
 
     Attributes:
-        module: Name of the one that a placeholder replaces.
-        operations: What was done to its output, in order.
-        place: Line of the user's code where the last one is.
-        tensor: Keeps the storage, whose address is the key.
+        module: Name of the module that a placeholder replaces.
+        operations: Operations on its output, in order.
+        place: Line of the user's code with the last of them.
+        tensor: Keeps the storage alive, whose address is the key.
     """
 
     module: str
@@ -73,13 +73,13 @@ class _Mark:
 
 
 class PlaceholderTracker:
-    """Marks of one part of a step. See [Note: what depends on placeholders].
+    """Marks of one part of a step. See [Note: values that depend on placeholders].
 
     Args:
-        module: The user's: what it keeps is checked where the part ends.
+        module: The user's module, whose attributes are checked when the part ends.
 
     Attributes:
-        refused: What was found, one message each.
+        refused: Findings, one message each.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -115,15 +115,13 @@ class PlaceholderTracker:
             self._eager = _eagerly()
 
     def mark(self, tensor: Tensor, module: str) -> None:
-        """Say that a placeholder for the module of that name gave a tensor."""
+        """Mark the output of the placeholder for ``module``."""
         self._marks[_key(tensor)] = _Mark(module, (), "", tensor)
 
     def check(self, value: object, use: str) -> None:
-        """Refuse a value if something in it is marked.
+        """Refuse a value if a tensor in it is marked, in collections and objects of any kind.
 
-        Args:
-            value: Tensors, in collections, dataclasses and other objects.
-            use: What becomes of it: the beginning of a sentence.
+        ``use`` says what becomes of it: the beginning of a sentence.
         """
         mark = self._first(_reachable(value))
         if mark is not None:
@@ -179,14 +177,14 @@ class PlaceholderTracker:
         return result
 
     def refuse_reading(self, name: str, mark: _Mark) -> None:
-        """Refuse that an operation makes a Python value or a shape of something marked."""
+        """Refuse an operation that makes a Python value or a shape of something marked."""
         place = _place()
         where = f" in {place}" if place else ""
         name = _NAMES.get(name, name)
         self._refuse(f"a Python value or shape that the step takes by `{name}`{where}", mark)
 
     def escape(self, name: str, tensor: object) -> None:
-        """Refuse that Python reads the memory of something marked."""
+        """Refuse code that reads the memory of something marked."""
         if isinstance(tensor, Tensor):
             mark = self._marks.get(_key(tensor))
             if mark is not None:
@@ -194,34 +192,34 @@ class PlaceholderTracker:
 
 
 class _Operations(OperatorMode):
-    def __init__(self, placeholders: PlaceholderTracker) -> None:
+    def __init__(self, tracker: PlaceholderTracker) -> None:
         super().__init__()
-        self._placeholders = placeholders
+        self._tracker = tracker
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if not isinstance(func, OpOverload):
             return func(*args, **(kwargs or {}))
-        return self._placeholders.run(func, args, kwargs or {})
+        return self._tracker.run(func, args, kwargs or {})
 
 
 class _Escapes(TorchFunctionMode):
-    def __init__(self, placeholders: PlaceholderTracker) -> None:
+    def __init__(self, tracker: PlaceholderTracker) -> None:
         super().__init__()
-        self._placeholders = placeholders
+        self._tracker = tracker
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name in _ESCAPES and args:
-            self._placeholders.escape(name, args[0])
+            self._tracker.escape(name, args[0])
         return func(*args, **(kwargs or {}))
 
 
 def _eagerly() -> AbstractContextManager[Any]:
-    """Let compiled functions run as written; in effect at once, not from ``with`` on."""
+    """Run compiled functions as written; in effect at once, not from ``with`` on."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

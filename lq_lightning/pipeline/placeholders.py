@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class _Settings:
-    """Settings of a module inside of an absent layer: models read them from their first layer."""
+    """Settings of a module inside an absent layer: models read them from their first layer."""
 
     def __init__(self, values: dict[str, Any], name: str) -> None:
         self.__dict__ |= values | {"absent_name": name}
@@ -32,13 +32,12 @@ class _Settings:
 
 
 def _settings(module: nn.Module, name: str) -> dict[str, Any]:
-    children = module.named_children()
-    inner = {key: (child, f"{name}.{key}") for key, child in children}
     values: dict[str, Any] = {}
     for cls in [each for each in reversed(type(module).__mro__) if each not in nn.Module.__mro__]:
         values |= {key: value for key, value in vars(cls).items() if key[:1] != "_"}
     values |= vars(module)
     plain = {k: v for k, v in values.items() if isinstance(v, (bool, int, float, str))}
+    inner = {key: (child, f"{name}.{key}") for key, child in module.named_children()}
     return plain | {key: _Settings(_settings(*child), child[1]) for key, child in inner.items()}
 
 
@@ -51,14 +50,10 @@ def _missing(absent: str, name: str) -> str:
 
 
 class PlaceholderModule(nn.Module):
-    """Base of the placeholders.
-
-    Args:
-        name: Of the module in the whole model.
-        calls: Of the model.
+    """Stands for the module ``name`` of the whole model; the base of the placeholders.
 
     Attributes:
-        may_draw: Whether what it replaces may draw random numbers, for which it has a seed then.
+        may_draw: Whether the module may draw random numbers, for which it has a seed of its own.
     """
 
     may_draw = False
@@ -71,19 +66,15 @@ class PlaceholderModule(nn.Module):
 
     @property
     def calls(self) -> LayerInterceptor:
-        """The calls of the model's layers."""
+        """The interceptor of the model's layers."""
         return self._calls[0]
 
     def extra_repr(self) -> str:
-        """Say what is missing."""
+        """Show the name."""
         return self.absent_name
 
     def __getattr__(self, name: str) -> Any:
-        """Explain what is not there.
-
-        Raises:
-            AttributeError: always.
-        """
+        """Raise ``AttributeError`` with an explanation: parameters and submodules are elsewhere."""
         raise AttributeError(_missing(self.__dict__.get("absent_name", "?"), name))
 
     def _nan(
@@ -93,26 +84,12 @@ class PlaceholderModule(nn.Module):
         nan = torch.full(shape, float("nan"), dtype=dtype, device=device)
         return self.calls.given_by_placeholder(nan, self.absent_name)
 
-    def _begin_call(self) -> None:
-        if self.may_draw:
-            self.calls.random.pass_layer()
-        if self.calls.passed_layers():
-            raise RuntimeError(
-                f"`{self.absent_name}` is used behind the layers, but was taken for a part in "
-                "front of them, which only the first stage holds. Register it behind the layers; "
-                "steps that run the model several times, as `generate`, need `quantized_fsdp`."
-            )
-
 
 class PlaceholderLayer(PlaceholderModule):
-    """In place of a layer: passes its input on, in the form in which layers return it.
+    """Passes its input on, in the form in which layers return it.
 
-    Args:
-        name: Of the layer.
-        calls: Of the model.
-        index: Of the layer.
-        layer: What it replaces; settings such as ``attention_type``, also those of modules inside
-            of it, are kept.
+    Settings of the layer that it replaces, such as ``attention_type``, are kept, also those of
+    modules inside it.
     """
 
     def __init__(self, name: str, calls: LayerInterceptor, index: int, layer: nn.Module) -> None:
@@ -126,14 +103,10 @@ class PlaceholderLayer(PlaceholderModule):
 
 
 class PlaceholderAfter(PlaceholderModule):
-    """In place of what runs behind the layers, which a step does not reach here."""
+    """Stands for a module after the layers, which a step does not reach here."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse the call.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raise ``RuntimeError``: the call is at the wrong place."""
         if self.calls.passed_layers():
             raise RuntimeError(
                 f"`{self.absent_name}` is used before all layers have run: in a pipeline, every "
@@ -145,69 +118,49 @@ class PlaceholderAfter(PlaceholderModule):
         )
 
 
-class PlaceholderEmbedding(PlaceholderModule):
-    """In place of an embedding: NaN of shape ``[*input.shape, size]``.
+class PlaceholderBefore(PlaceholderModule):
+    """Stands for a module before the layers: returns NaN in the shape of the module's output.
 
     Args:
-        name: Of the embedding.
-        calls: Of the model.
-        shape: ``(entries, size)``.
+        name: Name of the module.
+        calls: Interceptor of the model's layers.
+        shape: From the shape of the input to that of the output.
+        keeps_dtype: Whether the output has the dtype of the input, rather than that of the hidden
+            state.
+        weight: Shape of the attribute ``weight``, if models ask it for dtype and device.
     """
 
-    def __init__(self, name: str, calls: LayerInterceptor, shape: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        name: str,
+        calls: LayerInterceptor,
+        shape: Callable[[torch.Size], tuple[int, ...]],
+        keeps_dtype: bool = False,
+        weight: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__(name, calls)
-        self._shape = shape
+        self._shape, self._keeps_dtype, self._weight = shape, keeps_dtype, weight
 
     @property
     def weight(self) -> Tensor:
-        """NaN of the table's shape: models ask it for dtype and device."""
+        """NaN of the table's shape, for embeddings: models ask it for dtype and device."""
         device = self.calls.device()
-        if device is None or self.calls.passed_layers():
+        if device is None or self._weight is None or self.calls.passed_layers():
             raise AttributeError  # which `__getattr__` explains
-        return self._nan((1, 1), device).expand(self._shape)
+        return self._nan((1, 1), device).expand(self._weight)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return NaN for each index."""
-        self._begin_call()
-        indices = next(_tensors(args, kwargs))
-        return self._nan((*indices.shape, self._shape[1]), indices.device)
-
-
-class PlaceholderLinear(PlaceholderModule):
-    """In place of a projection: NaN of shape ``[*input.shape[:-1], size]``.
-
-    Args:
-        name: Of the projection.
-        calls: Of the model.
-        size: Features of its output.
-    """
-
-    def __init__(self, name: str, calls: LayerInterceptor, size: int) -> None:
-        super().__init__(name, calls)
-        self._size = size
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return NaN for each row."""
-        self._begin_call()
-        x = next(_tensors(args, kwargs))
-        return self._nan((*x.shape[:-1], self._size), x.device)
-
-
-class PlaceholderNorm(PlaceholderModule):
-    """In place of a norm: NaN of its input's shape."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return NaN for each element."""
-        self._begin_call()
-        x = next(_tensors(args, kwargs))
-        return self._nan(tuple(x.shape), x.device, x.dtype)
-
-
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    return (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-
-
-# --- which placeholder for which module ----------------------------------------------------------
+        """Return NaN."""
+        if self.may_draw:
+            self.calls.random.pass_layer()
+        if self.calls.passed_layers():
+            raise RuntimeError(
+                f"`{self.absent_name}` is used behind the layers, but was taken for a part in "
+                "front of them, which only the first stage holds. Register it behind the layers; "
+                "steps that run the model several times, as `generate`, need `quantized_fsdp`."
+            )
+        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        return self._nan(self._shape(x.shape), x.device, x.dtype if self._keeps_dtype else None)
 
 
 def placeholders(
@@ -218,9 +171,9 @@ def placeholders(
     Modules whose parameters all lie in submodules keep their own code.
 
     Args:
-        module: Runs in front of the layers.
-        name: Of it in the whole model.
-        calls: Of the model.
+        module: A module before the layers.
+        name: Its name in the whole model.
+        calls: Interceptor of the model's layers.
 
     Raises:
         NotImplementedError: there is no placeholder for a module.
@@ -228,22 +181,19 @@ def placeholders(
     if not has_parameters(module):
         return {}
     if isinstance(module, nn.Embedding):
-        return {
-            name: PlaceholderEmbedding(name, calls, (module.num_embeddings, module.embedding_dim))
-        }
+        table = module.num_embeddings, module.embedding_dim
+        return {name: PlaceholderBefore(name, calls, lambda s: (*s, table[1]), weight=table)}
     if isinstance(module, nn.Linear):
-        return {name: PlaceholderLinear(name, calls, module.out_features)}
+        size = module.out_features
+        return {name: PlaceholderBefore(name, calls, lambda s: (*s[:-1], size))}
     base = getattr(module, "base_layer", None)  # of an adapter (peft)
     if isinstance(base, nn.Module):
         return {name: next(iter(placeholders(base, name, calls).values()))}
     own = dict(module.named_parameters(recurse=False))
     is_leaf = not any(has_parameters(child) for child in module.children())
-    if (
-        is_leaf
-        and "norm" in type(module).__name__.lower()
-        and all(p.ndim < 2 for p in own.values())
-    ):
-        return {name: PlaceholderNorm(name, calls)}
+    is_norm = is_leaf and "norm" in type(module).__name__.lower()
+    if is_norm and all(p.ndim < 2 for p in own.values()):
+        return {name: PlaceholderBefore(name, calls, tuple, keeps_dtype=True)}
     if own:
         raise NotImplementedError(
             f"`{name}` ({type(module).__name__}) runs in front of the layers and has parameters of "
@@ -257,9 +207,5 @@ def placeholders(
 
 
 def check_replaceable(root: nn.Module, name: str) -> None:
-    """Refuse a module in front of the layers that no placeholder can replace.
-
-    Raises:
-        NotImplementedError: there is no placeholder for it or for a module inside of it.
-    """
+    """Raise ``NotImplementedError`` for a module before the layers without a placeholder."""
     placeholders(root.get_submodule(name), name, LayerInterceptor(()))

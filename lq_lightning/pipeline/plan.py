@@ -24,19 +24,17 @@ def balance(
 ) -> tuple[int, ...]:
     """Return how many consecutive layers each stage gets.
 
-    The largest cost of a stage is as small as it can be with one layer or more per stage; among
-    such cuts, the sum of the squared costs is. Where that leaves a choice, earlier stages get fewer
-    layers, since they keep the activations of more micro-batches.
+    Minimizes the largest cost of a stage, with one layer or more per stage; among such cuts, the
+    sum of the squared costs. Where that leaves a choice, earlier stages get fewer layers, since
+    they keep the activations of more micro-batches.
 
     Args:
-        costs: Of the layers, not negative.
-        num_stages: At most as many as layers.
-        first: What the first stage computes besides layers.
-        last: What the last stage computes besides layers.
+        costs: Costs of the layers, not negative.
+        num_stages: Number of stages, at most that of layers.
+        first: Cost of the first stage besides layers.
+        last: Cost of the last stage besides layers.
     """
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
+    sums = list(accumulate(costs, initial=0.0))
 
     def cost_of(stage: int, begin: int, end: int) -> float:
         own = sums[end] - sums[begin]
@@ -49,7 +47,7 @@ def balance(
 def _search(
     num_layers: int, num_stages: int, cost_of: Callable[[int, int, int], float], limit: float | None
 ) -> tuple[float, tuple[int, ...]]:
-    """The best cut: of the smallest maximum, or within a limit of the smallest sum of squares."""
+    """Find the cut of the smallest maximum, or within a limit of the smallest sum of squares."""
     # best[end]: value and cut of the stages so far, which hold the first `end` layers
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(num_stages):
@@ -78,11 +76,11 @@ Split = Literal["parameters"] | Sequence[int] | Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedParameter:
-    """One parameter that several stages hold, so that they must add up its gradients.
+    """A parameter that several stages hold, which must add up its gradients.
 
     Attributes:
-        names: Its names in the whole model; the first is that of ``named_parameters()``.
-        stages: The stages that hold it, ascending, two or more.
+        names: Names in the whole model; the first is that of ``named_parameters()``.
+        stages: Stages that hold it, ascending, two or more.
     """
 
     names: tuple[str, ...]
@@ -91,17 +89,17 @@ class SharedParameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelinePlan:
-    """Which stage holds which modules. All names are those in the whole model.
+    """Which stage holds which modules, by their names in the whole model.
 
     Attributes:
         num_stages: Stages of the pipeline, over all ranks.
-        layers: The repeated blocks, in the order of their calls.
-        stages: The layers of each stage.
-        before: Other modules with parameters, which the first stage holds (embeddings).
-        after: Other modules with parameters, which the last stage holds (last norm, head).
-        aliases: Other names of modules that have several -> the first.
+        layers: Repeated blocks, in the order of their calls.
+        stages: Layers of each stage.
+        before: Other modules with parameters on the first stage (embeddings).
+        after: Other modules with parameters on the last stage (last norm, head).
+        aliases: Further names of modules that have several -> the first.
         shared: Parameters that several stages hold.
-        costs: Share of the whole cost that each stage has, by what balanced the stages.
+        costs: Share of each stage in the cost by which stages were balanced.
     """
 
     num_stages: int
@@ -114,10 +112,10 @@ class PipelinePlan:
     costs: tuple[float, ...]
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """The stages that hold the parameter or buffer (or module) of this name, ascending.
+        """Return the stages that hold the parameter, buffer or module of this name, ascending.
 
-        A tied parameter has several names, each in its own stage: see ``shared``. What is neither
-        in a layer nor in another module with parameters is on every stage.
+        A tied parameter has several names, each in its own stage: see ``shared``. Anything that is
+        neither in a layer nor in another module with parameters is on every stage.
         """
         for stage, names in enumerate(self.stages):
             if _is_inside(name, names):
@@ -132,21 +130,21 @@ class PipelinePlan:
         return tuple(range(self.num_stages))
 
     def modules_of(self, stage: int) -> tuple[str, ...]:
-        """Names of the modules that one stage holds alone, in the order of their calls."""
+        """Return the names of the modules that one stage holds alone, in the order of calls."""
         before = self.before if stage == 0 else ()
         after = self.after if stage == self.num_stages - 1 else ()
         return (*before, *self.stages[stage], *after)
 
     def summary(self) -> str:
-        """A few lines for people."""
+        """Return a few lines for people."""
         lines = [f"{len(self.layers)} layers in {self.num_stages} stages:"]
         for stage, cost in enumerate(self.costs):
             names = self.stages[stage]
-            around = [*(self.before if stage == 0 else ())]
             span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-            around += [f"{span} ({len(names)})"]
-            around += [*(self.after if stage == self.num_stages - 1 else ())]
-            lines.append(f"  {stage}: {', '.join(around)}: {cost:.0%}")
+            before = self.before if stage == 0 else ()
+            after = self.after if stage == self.num_stages - 1 else ()
+            parts = [*before, f"{span} ({len(names)})", *after]
+            lines.append(f"  {stage}: {', '.join(parts)}: {cost:.0%}")
         for shared in self.shared:
             stages = ", ".join(map(str, shared.stages))
             lines.append(
@@ -165,17 +163,16 @@ def plan_stages(
 ) -> PipelinePlan:
     """Cut a model into the stages of a pipeline; the model is left as it is.
 
-    The repeated blocks are cut into consecutive groups. What runs before them is on the first
-    stage, what runs after them on the last. A parameter that a module around the blocks holds
-    itself (as ``self.positions = nn.Parameter(...)``) is on every stage.
+    The repeated blocks are cut into consecutive groups. Modules that run before them are on the
+    first stage, modules that run after them on the last. A parameter that a module around the
+    blocks holds itself (as ``self.positions = nn.Parameter(...)``) is on every stage.
 
     Args:
         module: The whole model, on any device (also meta).
         num_stages: Stages over all ranks: pipeline size times stages per rank.
-        split: ``"parameters"`` makes the largest number of parameters of a stage as small as
-            possible; a list gives the layers of each stage; a mapping from names of layers and
-            other modules to costs (as :func:`measure_times` returns) replaces the numbers of
-            parameters.
+        split: ``"parameters"`` minimizes the largest number of parameters of a stage; a list gives
+            the layers of each stage; a mapping from names of layers and other modules to costs (as
+            from :func:`measure_times`) replaces the numbers of parameters.
         trunk: Name of the container of the blocks, for a model with several lists of them.
 
     Raises:
@@ -227,7 +224,7 @@ def _is_inside(name: str, modules: Sequence[str]) -> bool:
 def _counts(
     module: nn.Module, trunk: LayerStack, num_stages: int, split: Split
 ) -> tuple[tuple[int, ...], dict[str, float]]:
-    """Layers of each stage, and the cost of every module."""
+    """Return the number of layers of each stage, and the cost of every module."""
     names = (*trunk.before, *trunk.layers, *trunk.after)
     if isinstance(split, Mapping):
         costs = _given_costs(split, trunk, names)

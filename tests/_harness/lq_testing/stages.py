@@ -34,7 +34,7 @@ class Ranks:
             stage.index = index
             # No leaves, which could not be changed in place: neither are what an engine receives.
             outputs.append(stage(*(leaf.clone() for leaf in received[-1:])))
-            if not stage.is_last:
+            if stage is not self.stages[-1]:
                 received.append(outputs[-1].detach().requires_grad_(torch.is_grad_enabled()))
         return outputs, received
 
