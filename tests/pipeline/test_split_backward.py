@@ -199,44 +199,6 @@ def test_hooks_behind_the_accumulation_see_gradients() -> None:
     assert seen == [True]
 
 
-class Remembers(nn.Module):
-    """Tells when what its parts saved is freed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.alive: dict[str, weakref.ref[Tensor]] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * 2
-        y = self.a(x)
-        z = torch.tanh(y)  # saves its output, which `b` saves as its input, too
-        w = torch.sigmoid(z * z)  # saves z twice, and its output
-        v = torch.exp(w * 3)  # saves its output
-        for name, tensor in (("x", x), ("w", w), ("v", v)):
-            self.alive[name] = weakref.ref(tensor.untyped_storage())
-        return self.b(v - 1).sin()
-
-
-def test_halves_let_go_of_what_they_have_read() -> None:
-    net, (x, received) = Remembers(), receive(torch.ones(3, 6))
-    saved = SavedTensors()
-    with saved.recorded():
-        out = net(x)
-    inputs = [out.grad_fn.next_functions[0][0]._saved_mat1]  # type: ignore[union-attr]
-    split = SplitBackward(get_gradient_edge(out), received, net.parameters(), saved)
-    kept = weakref.ref(inputs.pop().untyped_storage())
-    del out
-    split.backward_input(torch.ones(3, 6))
-    names = {name for name, ref in net.alive.items() if ref() is not None}
-    assert names == {"x"}  # the input of `a`, for its weight
-    assert kept() is not None  # that of `b`
-    split.backward_weight()
-    assert all(ref() is None for ref in net.alive.values())
-    assert kept() is None
-
-
 class Checkpointed(nn.Module):
     """Three blocks that run again; ``form`` says how."""
 
