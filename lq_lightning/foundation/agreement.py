@@ -1,4 +1,4 @@
-"""Agreement between ranks: about tensors that they exchange, and small numbers per step."""
+"""Agreement between ranks: on tensors that they exchange, on modules, and on numbers per step."""
 
 from __future__ import annotations
 
@@ -36,13 +36,9 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def first_other(value: T, group: dist.ProcessGroup | None = None) -> tuple[T, T, int] | None:
-    """Find the first rank of a group that has another value than its first rank.
+    """Find the first rank of a group (``None``: the world) whose value differs from the first's.
 
-    All ranks call it. Only hashes of the values' ``repr`` travel, unless they differ.
-
-    Args:
-        value: Any object that can be pickled.
-        group: ``None`` is the world.
+    All ranks call it. Only hashes of the picklable values' ``repr`` travel, unless they differ.
 
     Returns:
         The two values and that rank's number in the group; None if all ranks have the same.
@@ -68,16 +64,16 @@ def check_same_entries(
     advice: str,
     votes: Sequence[int] = (),
 ) -> list[int]:
-    """Make sure that ranks are about to exchange the same tensors, in one small all-reduce.
+    """Check that ranks are about to exchange the same tensors, in one small all-reduce.
 
     Only hashes travel, unless they differ.
 
     Args:
         entries: Description of each tensor by its name, in any order.
-        group: All its ranks call this; ``None`` is the world.
-        device: From where the group sends.
-        differ: Begins the error, such as "ranks have different buffers".
-        advice: What to do about it; ends the error.
+        group: Group whose ranks all call this; ``None`` is the world.
+        device: Device from which the group sends.
+        differ: Beginning of the error, such as "ranks have different buffers".
+        advice: End of the error: what to do about it.
         votes: Integers that travel along, equally many on every rank.
 
     Returns:
@@ -106,14 +102,14 @@ def check_same_entries(
 
 
 class MaxReduction:
-    """Starts reductions of a few small numbers to their maxima, which are waited for later.
+    """Starts all-reduces of a few small numbers to their maxima, which are waited for later.
 
-    Neither the host nor the computing stream waits when a reduction is started and the one before
-    has been read. On a GPU it runs on a stream of its own (see [Note: streams]). Unless values are
-    computed there, it is done as soon as all ranks have started it.
+    Neither the host nor the computing stream waits when one is started and the one before has been
+    read. On a GPU it runs on a stream of its own (see [Note: streams]). Unless values are computed
+    there, it is done as soon as all ranks have started it.
 
     Args:
-        device: Where the ranks of the groups to be used keep their tensors.
+        device: Device on which the ranks of the groups keep their tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -126,7 +122,7 @@ class MaxReduction:
         """Start the reduction of ``values`` (in 0..255, equally many on every rank) over ``group``.
 
         Args:
-            values: Known to the host.
+            values: Numbers known to the host.
             group: Process group.
             more: Further values, uint8 on the device, of the current stream. The host does not wait
                 for them; the reduction does.
@@ -169,14 +165,14 @@ class MaxReduction:
         return read
 
 
+# --- modules ------------------------------------------------------------------------------------
+
+
 def check_alike(root: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Make sure that ranks have the same parameters and buffers, in one order. All call this.
+    """Check that ranks (``None``: the world) have the same parameters and buffers, in one order.
 
-    Values are sent and gradients reduced by position: a difference would mix them up, or hang.
-
-    Args:
-        root: The module.
-        group: Ranks that hold it; ``None`` is the world.
+    All ranks call this. Values are sent and gradients reduced by position: a difference would mix
+    them up, or hang.
 
     Raises:
         ValueError: On all ranks: they differ in a name, shape, dtype, in what is trained, or in
@@ -208,13 +204,11 @@ def broadcast_module_states(
 ) -> None:
     """Copy buffers, and with ``parameters`` also unsharded parameters, from rank 0 to all ranks.
 
-    As DDP does, so that ranks that initialised the model differently train one model. Tensors on
-    the meta device and DTensors are left alone. ``group`` are the ranks that hold this module;
-    ``None`` is the world.
+    As in DDP, so that ranks that initialized the model differently train one model. Tensors on the
+    meta device and DTensors are left alone. ``group`` has the ranks that hold this module; ``None``
+    is the world.
     """
-    device = None
-    if dist.get_backend(group) == "nccl":
-        device = "cuda"
+    device = "cuda" if dist.get_backend(group) == "nccl" else None
     named = [*sorted(root.named_buffers()), *sorted(root.named_parameters() if parameters else ())]
     for _, tensor in named:  # by name, whatever the order of modules
         if tensor.is_meta or isinstance(tensor, DTensor):

@@ -1,4 +1,4 @@
-"""CUDA streams: the only place that makes, names and switches them, and work on them in stages.
+"""CUDA streams: the only place that makes, names and switches them, and pipelines of work on them.
 
 [Note: streams]
 
@@ -106,24 +106,24 @@ def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[None]:
 
 
 def record_use(tensor: Tensor) -> None:
-    """Let the allocator keep ``tensor``'s memory until the current stream has come this far.
+    """Let the allocator keep ``tensor``'s memory until the current stream has reached this point.
 
-    Call it for a tensor allocated on another stream before the last reference to it goes: where the
-    current stream is then, counts. Nothing happens on a device without streams.
+    Call it for a tensor allocated on another stream before the last reference to it goes. Nothing
+    happens on a device without streams.
     """
     if has_streams(tensor.device):
         tensor.record_stream(current_stream())
 
 
 class StreamStage:
-    """The second stage of a pipeline, on a CUDA stream of its own (see [Note: streams]).
+    """A stage of work on a CUDA stream of its own (see [Note: streams]).
 
-    The first stage runs on whatever stream is current: it calls :meth:`make_room`, prepares
+    The stage before it runs on whatever stream is current: it calls :meth:`make_room`, prepares
     tensors, and hands them to :meth:`submit`. They were allocated on its stream, so they are held
-    until that stream has waited for the second stage; only then may their memory be used again.
+    until that stream has waited for this stage; only then may their memory be reused.
 
     Args:
-        depth: Hand-overs that are held at the same time; the first stage waits for the oldest
+        depth: Hand-overs that are held at the same time; the stage before waits for the oldest
             beyond that, which bounds the memory.
     """
 
@@ -133,7 +133,7 @@ class StreamStage:
         self._held: deque[tuple[Tensor, torch.cuda.Stream, torch.cuda.Event]] = deque()
 
     def make_room(self) -> None:
-        """Let streams that handed over wait until less than ``depth`` hand-overs are in use.
+        """Let streams that handed over wait until fewer than ``depth`` hand-overs are in use.
 
         Not the current stream, which may be another one: memory goes back to where it came from.
         """
@@ -142,7 +142,7 @@ class StreamStage:
             first.wait_event(done)
 
     def submit(self, handed_over: Tensor, work: Callable[[], None]) -> None:
-        """Run ``work``, which reads ``handed_over``, after what the current stream has so far.
+        """Run ``work``, which reads ``handed_over``, after the current stream's work so far.
 
         If ``work`` raises, ``handed_over`` is held all the same: part of it may be under way.
         """
@@ -166,10 +166,10 @@ class StreamStage:
 
 
 class CommPipeline:
-    """The second and third stage of a pipeline: a transfer, and work on what it received.
+    """Two stages: a transfer, and work on what it received.
 
-    Each has a CUDA stream of its own: a transfer starts when the one before it is done and what it
-    sends is there, even if nothing was done yet with what that one received.
+    Each has a CUDA stream of its own: a transfer starts when the one before it is done and its
+    input is there, even if what that one received is still unprocessed.
     """
 
     def __init__(self) -> None:
@@ -182,12 +182,10 @@ class CommPipeline:
     def submit(
         self, sent: Tensor, transfer: Callable[[], Tensor], finish: Callable[[Tensor], None]
     ) -> None:
-        """Run ``transfer``, which reads ``sent``, and then ``finish`` with what it returned.
+        """Run ``transfer``, which reads ``sent``, and then ``finish`` with its result.
 
-        Args:
-            sent: Held until the transfer is done.
-            transfer: Returns memory of its own, which is held until ``finish`` is done.
-            finish: Reads that.
+        ``sent`` is held until the transfer is done, its result, which is memory of its own, until
+        ``finish`` is done.
         """
 
         def stage() -> None:
@@ -204,16 +202,9 @@ class CommPipeline:
 
 
 def send_to(values: Tensor, device: torch.device) -> Tensor:
-    """Return values of the host on a device, for the current stream of that.
+    """Return CPU values on a device, for its current stream; ``values`` itself on the CPU.
 
-    A plain ``to`` lets the host wait until the device has done all work of the stream.
-
-    Args:
-        values: On the CPU, any shape and dtype.
-        device: Where they are needed.
-
-    Returns:
-        ``values`` itself if ``device`` is the CPU, else a copy.
+    A plain ``to`` would let the host wait until the device has done all work of the stream.
     """
     if device.type != "cuda":
         return values.to(device)
