@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lq_lightning.pipeline.boundary import BoundaryCodec, Message
 from lq_lightning.pipeline.engine import PipelineEngine
 from lq_lightning.pipeline.execution import Links
-from lq_lightning.pipeline.interceptor import BoundaryMeta
+from lq_lightning.pipeline.message import BoundaryMeta
 from lq_lightning.pipeline.partition import StageModule, keep_stages
 from lq_lightning.pipeline.plan import plan_stages
 from lq_lightning.pipeline.schedules import stages_of_rank

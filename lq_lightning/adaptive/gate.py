@@ -160,9 +160,9 @@ class BitGate:
             self._set_channels(channels)
         if channels != self.channels:
             raise ValueError(
-                f"the gate `{self.name}` has {self.channels} channels, but a tensor with {channels} "
-                f"channels came to it. Only {self.channels} are possible: gates that were trained "
-                "belong to that model."
+                f"the gate `{self.name}` has {self.channels} channels, but a tensor with "
+                f"{channels} channels came to it. Only {self.channels} are possible: gates that "
+                "were trained belong to that model."
             )
 
     def accumulate(self, sums: Tensor, values: int) -> None:

@@ -20,8 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, GateOptimizer, adaptive_quantize
 from lq_lightning.codecs.mixed import WidthTable
 from lq_lightning.pipeline.boundary_widths import BoundaryWidths
-from lq_lightning.pipeline.message import Message
-from lq_lightning.pipeline.stage import Boundary
+from lq_lightning.pipeline.message import BoundaryMeta, Message
 
 from .gate_placement import GatePlacement
 
@@ -88,7 +87,7 @@ class PipelineGates:
 
     # --- in a step of the pipeline ----------------------------------------------------------------
 
-    def starts(self, boundary: Boundary) -> None:
+    def starts(self, boundary: BoundaryMeta) -> None:
         """Note how many channels hidden states have, on all ranks."""
         if self._channels is None:
             self._channels = boundary.shape[-1]

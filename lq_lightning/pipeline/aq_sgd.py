@@ -145,7 +145,7 @@ class SampleCache:
 
     def _write(self, slot: int, row: Tensor) -> None:
         file, start = self._place(slot)
-        data = memoryview(row.contiguous().view(torch.uint8).numpy())
+        data = row.contiguous().view(torch.uint8).numpy().tobytes()
         written = 0
         try:
             while written < self._nbytes:  # a nearly full disk takes a part

@@ -22,7 +22,7 @@ from .execution import (
     Outbox,
     ProcessGroupLinks,
 )
-from .message import BoundaryCodec
+from .message import BoundaryCodec, BoundaryMeta
 from .schedules import (
     Program,
     check_schedule,
@@ -31,7 +31,7 @@ from .schedules import (
     stages_of_rank,
     training_program,
 )
-from .stage import Boundary, Stage
+from .stage import Stage
 
 __all__ = ["Agreement", "PipelineEngine", "batch_digest", "batch_signature"]
 
@@ -298,7 +298,7 @@ class PipelineEngine:
 
     def step(
         self,
-        boundary: Boundary,
+        boundary: BoundaryMeta,
         samples: Tensor | None = None,
         num_microbatches: int | None = None,
     ) -> list[Tensor]:
@@ -325,7 +325,7 @@ class PipelineEngine:
 
     def evaluate(
         self,
-        boundary: Boundary,
+        boundary: BoundaryMeta,
         samples: Tensor | None = None,
         num_microbatches: int | None = None,
     ) -> list[Any]:
@@ -348,7 +348,7 @@ class PipelineEngine:
         self._endpoint.backward_codec.close()
 
     def _run(
-        self, program: Program, boundary: Boundary, samples: Tensor | None, training: bool
+        self, program: Program, boundary: BoundaryMeta, samples: Tensor | None, training: bool
     ) -> list[Any]:
         if self._failed is not None:
             raise RuntimeError(

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lq_lightning.foundation.groups import shared_split
 
-from .message import BoundaryCodec, Message
+from .message import BoundaryCodec, BoundaryMeta, Message
 from .schedules import Action, Key, Program
-from .stage import Boundary, Stage
+from .stage import Stage
 
 __all__ = [
     "BoundaryTraffic",
@@ -293,7 +293,7 @@ class BoundaryTraffic:
 class Listener(Protocol):
     """Encodes the hidden states that this rank sends in training, and hears their gradients."""
 
-    def starts(self, boundary: Boundary) -> None:
+    def starts(self, boundary: BoundaryMeta) -> None:
         """A step begins, on all ranks of the pipeline; before anything is sent."""
 
     def encode(self, message: Message, hidden: Tensor) -> Tensor:
@@ -348,7 +348,7 @@ class Execution:
     program: Program
     stages: Mapping[int, Stage]
     endpoint: Endpoint
-    boundary: Boundary
+    boundary: BoundaryMeta
     samples: tuple[Tensor | None, ...]
     training: bool
     listener: Listener | None = None

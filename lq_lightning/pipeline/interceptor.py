@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,10 +26,11 @@ from torch import Tensor
 
 from lq_lightning._compat.modes import without_step_mode
 
+from .message import BoundaryMeta
 from .placeholder_tracking import PlaceholderTracker
 from .random_numbers import RandomNumbers
 
-__all__ = ["BoundaryMeta", "LayerInterceptor", "StageEnd"]
+__all__ = ["LayerInterceptor", "StageEnd"]
 
 _KEEP = (
     "layers of a pipeline must keep its shape, and from the first on its dtype. Let stages end "
@@ -38,24 +38,6 @@ _KEEP = (
 )
 # What transformers collects from every layer by hooks, as arguments that it hands on to the layers.
 _COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BoundaryMeta:
-    """What crosses the boundaries of stages, for micro-batches of one shape. Plain data.
-
-    Attributes:
-        shape: Shape of the hidden state.
-        dtype: Dtype of the hidden state behind a layer.
-        embedded_dtype: Dtype of the hidden state in front of the first layer.
-        extras: For layers that return a tuple, which entries behind the hidden state are tensors;
-            None for those that return the hidden state itself.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    embedded_dtype: torch.dtype
-    extras: tuple[bool, ...] | None
 
 
 class StageEnd(BaseException):

@@ -23,6 +23,24 @@ GROUP_TILES = tuple(size for size in GROUP_SIZES if isinstance(size, int))
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoundaryMeta:
+    """What crosses the boundaries of stages, for micro-batches of one shape. Plain data.
+
+    Attributes:
+        shape: Shape of the hidden state.
+        dtype: Dtype of the hidden state behind a layer.
+        embedded_dtype: Dtype of the hidden state in front of the first layer.
+        extras: For layers that return a tuple, which entries behind the hidden state are tensors;
+            None for those that return the hidden state itself.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    embedded_dtype: torch.dtype
+    extras: tuple[bool, ...] | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Message:
     """Facts about a payload that both ends know before it is sent.

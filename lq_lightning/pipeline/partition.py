@@ -14,7 +14,8 @@ from torch.nn import Parameter
 
 from lq_lightning.foundation.layer_stack import hidden_name
 
-from .interceptor import BoundaryMeta, LayerInterceptor
+from .interceptor import LayerInterceptor
+from .message import BoundaryMeta
 from .placeholder_tracking import PlaceholderTracker
 from .placeholders import PlaceholderAfter, PlaceholderLayer, placeholders
 from .plan import PipelinePlan

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +13,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lq_lightning._compat.saved_tensors import has_storage, storage_key
 
+from .message import BoundaryMeta
 from .split_backward import Received, SavedTensors, SplitBackward, receive
 
-__all__ = ["Boundary", "Stage"]
-
-
-class Boundary(Protocol):
-    """Shape and dtype of the hidden state of a micro-batch, at every boundary."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Shape of the hidden state."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the hidden state and of its gradient."""
+__all__ = ["Stage"]
 
 
 @dataclass(slots=True)
@@ -77,7 +66,7 @@ class Stage:
         self.module.index = microbatch  # type: ignore[assignment]
         return self.module() if hidden is None else self.module(hidden)
 
-    def evaluate(self, microbatch: int, hidden: Tensor | None, boundary: Boundary) -> Any:
+    def evaluate(self, microbatch: int, hidden: Tensor | None, boundary: BoundaryMeta) -> Any:
         """Return the output of a micro-batch."""
         output = self._run(microbatch, hidden)
         if not self.is_last:
@@ -85,7 +74,7 @@ class Stage:
         return output
 
     def forward(
-        self, microbatch: int, hidden: Tensor | None, boundary: Boundary, split: bool = False
+        self, microbatch: int, hidden: Tensor | None, boundary: BoundaryMeta, split: bool = False
     ) -> Tensor:
         """Return the hidden state behind this stage, or on the last stage the loss; no graph.
 
@@ -166,7 +155,7 @@ class Stage:
                 f"the last stage has to return its loss as a tensor of one value, not {found}."
             )
 
-    def _check_hidden(self, hidden: object, boundary: Boundary) -> None:
+    def _check_hidden(self, hidden: object, boundary: BoundaryMeta) -> None:
         wanted = (tuple(boundary.shape), boundary.dtype)
         found = (tuple(hidden.shape), hidden.dtype) if isinstance(hidden, Tensor) else None
         if found != wanted:

@@ -18,7 +18,7 @@ from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec
 from lq_lightning.pipeline.batches import batch_size, concatenate, sample_ids, split_batch
 from lq_lightning.pipeline.engine import Agreement, PipelineEngine, batch_signature
-from lq_lightning.pipeline.interceptor import BoundaryMeta
+from lq_lightning.pipeline.message import BoundaryMeta
 from lq_lightning.pipeline.mixed import MixedCodec
 from lq_lightning.pipeline.partition import StageModule, kept_stages
 from lq_lightning.pipeline.random_numbers import RandomNumbers, held_generators
