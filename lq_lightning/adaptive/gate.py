@@ -88,11 +88,7 @@ class BitGate:
 
     @property
     def state(self) -> Tensor:
-        """``[5, channels]`` float32 on the CPU: gates, Adam's state, and values of each channel.
-
-        Raises:
-            RuntimeError: Nothing has been quantized, so that the number of channels is unknown.
-        """
+        """``[5, channels]`` float32 on the CPU: gates, Adam's state, and values of each channel."""
         if self._state is None:
             raise RuntimeError(
                 f"the gate `{self.name}` has not seen a tensor yet, so that its number of channels "
@@ -151,11 +147,7 @@ class BitGate:
     # --- quantized values ---------------------------------------------------------------------
 
     def expect(self, channels: int) -> None:
-        """Check a tensor's number of channels, or take it over.
-
-        Raises:
-            ValueError: It does not fit the gate.
-        """
+        """Take over a tensor's number of channels, or raise ``ValueError`` if it is another."""
         if self._state is None:
             self._set_channels(channels)
         if channels != self.channels:
@@ -168,10 +160,8 @@ class BitGate:
     def accumulate(self, sums: Tensor, values: int) -> None:
         """Add the result of one backward pass; called by ``adaptive_quantize``.
 
-        Args:
-            sums: ``[2, channels]`` float32: for each channel the sum of gradients times errors of
-                quantization, and the sum of squared errors.
-            values: Number of values in each channel.
+        ``sums`` is ``[2, channels]`` float32: for each channel the sum of gradients times errors of
+        quantization, and the sum of squared errors, over so many ``values`` per channel.
         """
         if not self.counts:
             return
@@ -198,9 +188,8 @@ class BitGate:
     def take(self, device: torch.device) -> Tensor:
         """Return the accumulated sums and reset them.
 
-        Returns:
-            ``[3, channels]`` float32 on ``device``: both sums, and values per channel. Zero without
-            a backward pass.
+        ``[3, channels]`` float32 on ``device``: both sums, and values per channel. Zero without a
+        backward pass.
         """
         if self._sums is None:
             return torch.zeros(3, self.state.shape[1], dtype=torch.float32, device=device)
@@ -246,16 +235,10 @@ def bits_of(q: Tensor, config: AdaptiveBitsConfig) -> Tensor:
 
 
 def round_jointly(bits: Tensor) -> Tensor:
-    """Round numbers to integers whose sum is the rounded sum of the numbers.
+    """Round ``[n]`` finite numbers to int64 whose sum is the rounded sum of the numbers.
 
     The largest fractions are rounded up; among equals the first ones. (Rounding each by itself
     would move the mean by up to half a bit.)
-
-    Args:
-        bits: ``[n]`` floating point, finite.
-
-    Returns:
-        ``[n]`` int64.
     """
     low = bits.floor()
     above = round(float(bits.double().sum())) - int(low.double().sum())
@@ -275,13 +258,7 @@ def error_slope(widths: Tensor, ranges: Ranges) -> Tensor:
     ln D. For full ranges D ~ (2^b - 1)^-2, which gives -ln 2 * 2^b / (2^b - 1). For fitted ones D
     is that of normal values, where a bit also widens the range and what lies outside comes closer.
 
-    Args:
-        widths: ``[n]`` integers from 1 on. Those above 8, which travel as bf16, are taken as codes
-            of full range.
-        ranges: Ranges of the codes.
-
-    Returns:
-        ``[n]`` float32, negative.
+    Widths above 8, which travel as bf16, are taken as codes of full range. All values are negative.
     """
     steps = torch.exp2(widths.float())
     slopes = -math.log(2.0) * steps / (steps - 1.0)
@@ -298,14 +275,7 @@ def level_errors(widths: Tensor, errors: Tensor, low: float, high: float) -> Ten
     A bit divides the mean square error by 4, so a channel gets half the binary logarithm of its
     error on top of the width that caused it, less a number common to all (reverse water-filling).
 
-    Args:
-        widths: ``[n]`` bits that channels had.
-        errors: ``[n]`` their mean square errors, finite, not all 0. Channels with 0 get ``low``.
-        low: Fewest bits.
-        high: Most bits.
-
-    Returns:
-        ``[n]`` float32.
+    ``errors`` are the finite mean square errors at ``widths``; channels with 0 get ``low``.
     """
     wanted = widths.double() + errors.double().log2() / 2.0
     goal = float(widths.double().mean())

@@ -66,14 +66,8 @@ class SampleCache:
     values are read and written when it is encoded or decoded. Both ends see messages in one order
     and so decide alike, however many are announced before the first arrives.
 
-    The first slots are in memory, the others in an unnamed file, which vanishes with the process.
-
-    Args:
-        numel: values of a sample.
-        dtype: dtype of the cached values.
-        max_nbytes: bytes of all values, at most.
-        memory_nbytes: bytes of those in memory, at most.
-        folder: folder of the file.
+    Slots are in memory up to ``memory_nbytes``, the others in an unnamed file in ``folder``, which
+    vanishes with the process. A sample has ``numel`` values.
     """
 
     def __init__(

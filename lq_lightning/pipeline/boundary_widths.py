@@ -33,8 +33,8 @@ class CodedBoundary:
     Attributes:
         index: index of the stage before it.
         name: name of the layer whose output crosses it, whatever the stages.
-        source: place in the pipeline of the rank that sends hidden states.
-        target: place of the rank that receives them.
+        source: rank in the pipeline that sends hidden states.
+        target: rank that receives them.
     """
 
     index: int
@@ -46,10 +46,7 @@ class CodedBoundary:
 def boundaries_between(schedule: str, names: Sequence[str], size: int) -> list[CodedBoundary]:
     """Return the boundaries between stages on different ranks; within a rank nothing is sent.
 
-    Args:
-        schedule: name of the schedule.
-        names: names of all boundaries, in order: one fewer than there are stages.
-        size: ranks of the pipeline.
+    ``names`` are those of all boundaries, in order: one fewer than there are stages.
     """
     num_stages = len(names) + 1
     places = [rank_of_stage(schedule, stage, num_stages, size) for stage in range(num_stages)]
@@ -141,13 +138,10 @@ class BoundaryWidths:
         return self._codec.encode_and_round(hidden, message)
 
     def exchange(self, tables: Mapping[int, WidthTable], channels: int) -> None:
-        """Use other widths from now on, and send them to the ranks that receive.
+        """Use the ``tables`` of ``sent`` from now on, and send them to the receiving ranks.
 
-        Each of these gets one message, with the tables of all boundaries to it.
-
-        Args:
-            tables: tables of ``sent``.
-            channels: channels of every table of the pipeline.
+        Each of these gets one message, with the tables of all boundaries to it. All tables of the
+        pipeline have the same number of channels.
         """
         outgoing, incoming = self._by_peer()
         works, arriving, leaving = [], {}, {}  # buffers must live until all transfers are done

@@ -80,9 +80,7 @@ class Agreement:
 def batch_signature(batch: object) -> str:
     """Return the structure of a batch with shapes and dtypes, without contents.
 
-    Args:
-        batch: tensors, in mappings, lists, tuples and dataclasses; anything else counts by its
-            type.
+    Tensors are found in mappings, lists, tuples and dataclasses; anything else counts by its type.
     """
     return "; ".join(
         f"{path}: {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
@@ -253,14 +251,8 @@ class PipelineEngine:
     ) -> None:
         """Compare the next step with the other ranks; every rank must call it.
 
-        Shapes, dtypes and ``samples`` are compared in each step, contents of the batch in the first
-        steps and then now and then.
-
-        Args:
-            batch: batch of this rank, before it is split.
-            training: whether ``step`` follows, not ``evaluate``.
-            num_microbatches: as for ``step``.
-            samples: as for ``step``.
+        Shapes, dtypes and ``samples`` are compared in each step, contents of the batch (before it
+        is split) in the first steps and then now and then.
 
         Raises:
             RuntimeError: on every rank if any two differ, with the values.

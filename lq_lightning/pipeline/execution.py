@@ -41,7 +41,7 @@ _AHEAD = 4
 
 
 class Work(Protocol):
-    """A transfer under way, as ``torch.distributed.Work`` is."""
+    """A transfer under way, such as ``torch.distributed.Work``."""
 
     def wait(self) -> object:
         """Let the host (CPU tensors) or the current stream (CUDA tensors) wait for the transfer."""
@@ -79,13 +79,8 @@ class ProcessGroupLinks:
     has one sender and one receiver, and both know its order (``Program.messages``).
 
     Every rank of ``group`` must make one, at the same time: communicators are made here, where no
-    rank waits for another in a different order.
-
-    Args:
-        group: ranks of the pipeline, in the order of its first stages.
-        device: device of payloads.
-        ways: pairs of ranks of the group, sender and receiver, in the same order on all ranks.
-        own_groups: make a group for each way; by default on GPUs.
+    rank waits for another in a different order. ``ways`` are pairs of sender and receiver within
+    the group, in the same order on all ranks; ``own_groups`` makes a group for each of them.
     """
 
     def __init__(
@@ -191,11 +186,8 @@ class Inbox:
     allocator out of memory, a user) waits for all posted receives, which must not depend on what
     this rank does later.
 
-    Args:
-        links: links to the peers.
-        expected: by peer, its messages to this rank in its order, with how many computations of
-            this rank come before they are waited for, and their bytes.
-        device: device of payloads.
+    ``expected`` has for each peer its messages to this rank in its order, with how many
+    computations of this rank come before they are waited for, and their bytes.
     """
 
     def __init__(
@@ -294,30 +286,18 @@ class Listener(Protocol):
     """Encodes the hidden states that this rank sends in training, and hears their gradients."""
 
     def starts(self, boundary: BoundaryMeta) -> None:
-        """A step begins, on all ranks of the pipeline; before anything is sent."""
+        """Prepare for a step, on all ranks of the pipeline, before anything is sent."""
 
     def encode(self, message: Message, hidden: Tensor) -> Tensor:
         """Return the payload of a hidden state, which nobody changes as long as it is kept."""
 
     def returned(self, message: Message, gradient: Tensor) -> None:
-        """The gradient of what the other rank decoded is there; once for each hidden state.
-
-        ``message`` is that of the gradient, which must not be changed.
-        """
+        """Take the gradient of what the other rank decoded, unchanged; once per hidden state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """What this rank sends and receives with.
-
-    Attributes:
-        links: links to other ranks.
-        outbox: payloads on their way.
-        forward_codec: codec of hidden states.
-        backward_codec: codec of gradients.
-        traffic: counters of what is sent.
-        device: device of tensors.
-    """
+    """Links, codecs and counters of this rank."""
 
     links: Links
     outbox: Outbox
@@ -335,14 +315,8 @@ class Endpoint:
 class Execution:
     """One step of one rank; used once.
 
-    Attributes:
-        program: orders of all ranks.
-        stages: stages of this rank, by index.
-        endpoint: links and codecs.
-        boundary: shape and dtype of hidden states.
-        samples: identities of samples, by micro-batch.
-        training: whether graphs are kept for backward passes.
-        listener: encodes what is sent to other ranks; None in evaluation.
+    ``stages`` are those of this rank, by index; ``samples`` the identities of samples, by
+    micro-batch.
     """
 
     program: Program

@@ -135,12 +135,10 @@ class RandomNumbers:
 
     @contextmanager
     def batch(self, seed: int, advance: bool = True) -> Iterator[None]:
-        """Around the parts of one batch; each begins with :meth:`start`.
+        """Around the parts of one batch, which each begin with :meth:`start`.
 
-        Args:
-            seed: Seed that is the same on all stages, and differs between batches and replicas.
-            advance: Advance the generators given to :meth:`hold`, from whose states micro-batches
-                get theirs.
+        ``seed`` is the same on all stages, and differs between batches and replicas. ``advance``
+        moves on the generators of :meth:`hold`, from whose states micro-batches get theirs.
         """
         own, held = [each.save() for each in self._own], {}
         for name, source in self._held.items():

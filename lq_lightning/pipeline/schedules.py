@@ -45,11 +45,8 @@ _ONE_STAGE = ("gpipe", "1f1b", "eager_1f1b")
 class Action(NamedTuple):
     """One computation of one stage.
 
-    Attributes:
-        kind: ``"F"`` forward, ``"B"`` backward, ``"I"`` backward for the input only, ``"W"`` the
-            rest of it, for the weights.
-        stage: index of the stage.
-        microbatch: index of the micro-batch.
+    Kinds are ``"F"`` forward, ``"B"`` backward, ``"I"`` backward for the input only, and ``"W"``
+    the rest of it, for the weights.
     """
 
     kind: str
@@ -74,8 +71,8 @@ class Program:
 
     Attributes:
         schedule: name of the schedule.
-        num_stages: stages of the pipeline.
-        num_microbatches: micro-batches of the step.
+        num_stages: number of stages.
+        num_microbatches: number of micro-batches.
         orders: computations by rank.
         needs: by rank, for each of its computations, how many computations of each rank must have
             been made before.
@@ -110,16 +107,12 @@ class Program:
     def messages(self, source: int, target: int, in_turn: bool) -> Iterator[tuple[Key, int]]:
         """Yield the messages of one rank to another, in the order in which they are sent.
 
-        With each goes the number of computations of ``target`` before it should wait for it.
-
-        Args:
-            source: sending rank.
-            target: receiving rank.
-            in_turn: wait before the first computation that comes after the sender's in the common
-                order. If every rank waits for all its transfers before each computation, each then
-                waits only for what comes before, and all end. Otherwise wait as soon as nothing
-                that ``target`` still has to send is needed for the message, which is earlier; but
-                two ranks that waited for everything would then deadlock.
+        With each goes the number of computations of ``target`` before it should wait for it: with
+        ``in_turn``, those that come before the sender's in the common order. If every rank waits
+        for all its transfers before each computation, each then waits only for what comes before,
+        and all end. Otherwise ``target`` waits as soon as nothing that it still has to send is
+        needed for the message, which is earlier; but two ranks that waited for everything would
+        then deadlock.
         """
         if source == target:
             return
@@ -160,12 +153,7 @@ def stages_of_rank(
 def check_schedule(
     schedule: str, pipeline_size: int, num_microbatches: int, stages_per_rank: int = 1
 ) -> None:
-    """Check that a schedule can be made.
-
-    Raises:
-        ValueError: an unknown name, a number of stages per rank that it does not have, or too few
-            micro-batches.
-    """
+    """Raise ``ValueError`` unless the schedule has such stages per rank and micro-batches."""
     check_choice("quantized_pipeline", "schedule", schedule, SCHEDULES)
     if pipeline_size < 1 or stages_per_rank < 1 or num_microbatches < 1:
         raise ValueError(
@@ -289,11 +277,7 @@ def _needs(
 ) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], dict[Action, int]]:
     """Count for each computation how many of each rank come before it, directly or not.
 
-    Returns:
-        The counts, and the time of each computation if all took one unit and transfers none.
-
-    Raises:
-        AssertionError: ranks would deadlock.
+    Also returns the time of each if all took one unit and transfers none.
     """
     counts: dict[Action, tuple[int, ...]] = {}
     needs: list[list[tuple[int, ...]]] = [[] for _ in orders]
@@ -358,9 +342,8 @@ def _inputs(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
 class InFlight:
     """Micro-batches of a stage that a rank keeps at its peaks.
 
-    Where a schedule splits backward passes, a micro-batch keeps something else between the two
-    halves than before them: no longer what only gradients of inputs need, but until the second half
-    also the gradients that have arrived at weights.
+    Between the halves of a split backward pass a micro-batch no longer keeps what only gradients of
+    inputs need, but also the gradients that have arrived at weights.
 
     Attributes:
         peaks: pairs of micro-batches before their backward pass, and between its two halves, at
@@ -427,18 +410,14 @@ def compensated_bits(
     Rank ``i`` gets ``bits * N_1 / N_i``, where ``N_1`` is the largest count (DBCA-PP; AGoQ,
     equation 22; its equation 21 for ``N_i`` counts the ranks from the other end). With split
     backward passes the counts are ``InFlight.peak``. So with ``"floor"`` no rank's peak exceeds
-    that of the rank with the largest, at ``bits``.
+    that of the rank with the largest, at ``bits``. Counts 11, 9, 7, 5 give 4, 4, 6, 8 bits.
 
     Args:
         counts: results of ``in_flight``, or numbers of micro-batches, by rank.
-        bits: bits of the rank with the largest count.
+        bits: bits of the rank with the largest count, 2 to 8.
         rounding: ``"floor"``; or ``"nearest"``, as in the paper, with which peaks can grow.
-        cap: most bits.
-        half_size: bytes that a micro-batch keeps between the halves of its backward pass, per byte
-            that it keeps before.
-
-    Returns:
-        Bits in 2 to 8: counts 11, 9, 7, 5 give 4, 4, 6, 8, with ``"nearest"`` 4, 5, 6, 8.
+        cap: most bits, 2 to 8.
+        half_size: bytes kept between the halves of a backward pass, per byte kept before.
 
     Raises:
         ValueError: a value that is not listed above.

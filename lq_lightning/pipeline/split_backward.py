@@ -128,23 +128,17 @@ def receive(hidden: Tensor) -> tuple[Tensor, Received]:
 
 
 class _Saved:
-    """One saved tensor of one node, which alone owns it.
-
-    Attributes:
-        tensor: None before it is recomputed, and once it is freed.
-        version: version of the tensor.
-        region: region in which it was saved, if it is to be recomputed.
-        held: checkpointing's handle of it.
-    """
+    """One saved tensor of one node, which alone owns it."""
 
     __slots__ = ("__weakref__", "held", "region", "tensor", "version")
 
     def __init__(self, tensor: Tensor | None, region: _Region | None = None) -> None:
         # Detached: an output leads to the node that owns this, and both would live forever.
+        # None before it is recomputed, and once it is freed.
         self.tensor = None if tensor is None else tensor.detach()
         self.version = 0 if tensor is None else version_of(tensor)
-        self.region = region
-        self.held: Any = None
+        self.region = region  # in which it was saved, if it is to be recomputed
+        self.held: Any = None  # checkpointing's handle of it
 
 
 class _Region:

@@ -21,20 +21,14 @@ __all__ = ["Stage"]
 
 @dataclass(slots=True)
 class _Kept:
-    """State of a micro-batch from its forward pass on.
+    """State of a micro-batch from its forward pass on."""
 
-    Attributes:
-        received: where the gradient of the input arrives; None on stage 0.
-        output: where backward starts; None if nothing in the stage needs a gradient. An edge, not
-            the output: that is freed as soon as it is sent, unless the graph itself keeps it.
-        saved: tensors that nodes have saved, if the backward pass is split.
-        nbytes: bytes of these; None if they are not counted.
-    """
-
-    received: Received | None
+    received: Received | None  # where the gradient of the input arrives; None on stage 0
+    # Where backward starts; None if nothing in the stage needs a gradient. An edge, not the output:
+    # that is freed as soon as it is sent, unless the graph itself keeps it.
     output: GradientEdge | None
-    saved: SavedTensors | None
-    nbytes: int | None
+    saved: SavedTensors | None  # what nodes have saved, if the backward pass is split
+    nbytes: int | None  # bytes of these, if they are counted
 
 
 class Stage:
@@ -81,11 +75,8 @@ class Stage:
         Args:
             microbatch: index of the micro-batch.
             hidden: hidden state before this stage, without a graph; None on stage 0.
-            boundary: shape and dtype of hidden states.
+            boundary: shape and dtype that hidden states must have.
             split: whether ``backward_input`` and ``backward_weight`` follow, not ``backward``.
-
-        Raises:
-            RuntimeError: the module returns something else.
         """
         received = None
         if hidden is not None:
@@ -108,9 +99,7 @@ class Stage:
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Add to the gradients of the parameters; return the gradient of the input.
 
-        Args:
-            microbatch: index of the micro-batch.
-            gradient: gradient of the output; None on the last stage.
+        ``gradient`` is that of the output; None on the last stage.
         """
         kept = self._kept.pop(microbatch)
         if kept.output is not None:
