@@ -125,6 +125,11 @@ class SampleCache:
             else:
                 self._write(slot, row)
 
+    def close(self) -> None:
+        """Delete the file."""
+        if self._file is not None:
+            self._file.close()
+
     def _place(self, slot: int) -> tuple[int, int]:
         """Return the file, and where the slot begins in it."""
         if self._file is None:
@@ -301,6 +306,8 @@ class AQSGDCodec(BoundaryCodec):
 
     def forget(self) -> None:
         """Forget all samples: checkpoints hold none, so both ends start over with one."""
+        for cache in self._caches.values():
+            cache.close()
         self._caches.clear()
         self._visits.clear()
 
