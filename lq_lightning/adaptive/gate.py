@@ -45,7 +45,7 @@ class BitGate:
 
     Args:
         config: Range of the bits, and where they start.
-        channels: Number of channels. None: that of the first tensor.
+        channels: Number of channels; None to take it from the first tensor.
         name: Name in messages.
         ranges: Ranges of the codes; see ``encode_mixed``.
 
@@ -256,7 +256,7 @@ def error_slope(widths: Tensor, ranges: Ranges) -> Tensor:
 
     Errors of a channel scale as the root of D, their mean square, so this is half of the slope of
     ln D. For full ranges D ~ (2^b - 1)^-2, which gives -ln 2 * 2^b / (2^b - 1). For fitted ones D
-    is that of normal values, where a bit also widens the range and what lies outside comes closer.
+    is that of normal values, where a bit also widens the range, and clipped values come closer.
 
     Widths above 8, which travel as bf16, are taken as codes of full range. All values are negative.
     """

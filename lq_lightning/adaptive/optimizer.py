@@ -23,7 +23,7 @@ _EPS = 1e-16
 _MARGIN = 0.25  # bits to either end of the range, where the sigmoid of a gate is nearly flat
 _NEAR = 1e-4  # bits by which a clipped mean may miss its goal
 _MOST_ROUNDS = 60
-# What the value of a gate means; and what earlier versions could choose and this one cannot.
+# Options that define the bits of a gate; and options of earlier versions that are fixed now.
 _FIXED = ("min_bits", "max_bits")
 _REMOVED = {"alpha": 1.0}
 
@@ -105,7 +105,7 @@ class GateOptimizer:
         return self.config.beta * (SETTLED_SCALE if self.reached else 1.0)
 
     def take(self, device: torch.device | str = "cpu") -> Tensor:
-        """Take what backward passes left in the gates, for a later ``step``, or to drop it.
+        """Take the sums of backward passes out of the gates, for a later ``step``, or to drop them.
 
         Returns:
             ``[3, channels of all gates]`` float32 on ``device``.
@@ -129,9 +129,6 @@ class GateOptimizer:
         Args:
             taken: Result of ``take``; None: take it now.
             scale: Factor of the loss, as for fp16; gradients are divided by it.
-
-        Raises:
-            RuntimeError: A gate has not seen a tensor yet.
         """
         taken = self.take() if taken is None else taken
         if self._average is not None:
@@ -240,10 +237,7 @@ class GateOptimizer:
     # --- saving -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that later steps depend on, as tensors and plain values.
-
-        Between steps only: gradients are not part of it.
-        """
+        """Return everything but gradients that later steps depend on: tensors and plain values."""
         return {
             "config": asdict(self.config),
             "reached": self.reached,

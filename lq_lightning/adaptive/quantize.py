@@ -32,12 +32,11 @@ def adaptive_quantize(x: Tensor, gate: BitGate, *, arrives: Tensor | None = None
     code breaks its graph here.
 
     Args:
-        x: ``[..., channels]``, float32, bfloat16 or float16. Each call is one message: a channel's
-            scale is that of all its values in it.
+        x: ``[..., channels]``, float32, bfloat16 or float16. Each call is one message, in which all
+            values of a channel share a scale.
         gate: Gate whose widths are used.
-        arrives: What the other end decodes, of the shape of ``x``, where a codec sends ``x`` in
-            the same widths. Then ``x`` itself is returned, and nothing is quantized here. The
-            gradient is that of the values that arrive.
+        arrives: Values that the other end decodes, where a codec sends ``x`` in the same widths.
+            Then ``x`` itself is returned with their gradient, and nothing is quantized here.
 
     Returns:
         Shape and dtype of ``x``.

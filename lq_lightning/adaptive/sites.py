@@ -38,10 +38,6 @@ def find_sites(module: nn.Module, sites: str | Sequence[str] = "boundaries") -> 
     ``"model.layers.3:output"`` (also without ``:output``) or ``"lm_head:input"``. In a pattern
     such as ``"model.layers.*:output"`` each ``*`` stands for a part between dots.
 
-    Args:
-        module: The whole model; it is not changed.
-        sites: One or several of these.
-
     Returns:
         Names, in the order in which the model reaches them as far as that is known.
 
@@ -161,9 +157,6 @@ def attach_quantizers(module: nn.Module, quantizers: Mapping[str, Quantizer]) ->
         module: Module whose forward passes change; names, parameters and state dict do not.
             Compile or shard it afterwards.
         quantizers: Functions by site, as ``find_sites`` names them.
-
-    Returns:
-        A handle whose ``remove()`` undoes it.
 
     Raises:
         ValueError: A site that does not exist.

@@ -2,60 +2,58 @@
 
 [Note: streams]
 
-*Who runs where.* The host issues everything in one order, the same on every rank. On a GPU that
-order is spread over streams:
+*Which work runs where.* The host issues everything in one order, the same on every rank. On a GPU
+that order is spread over streams:
 
 ==================== ==============================================================================
 stream               work
 ==================== ==============================================================================
 computing            forward, backward, optimizer steps: the stream current where users call us.
                      FSDP2 copies weights out of full replicas here
-FSDP2's gather ones  copy-in of shards, then our gather: it refreshes the replica, or gathers it
+FSDP2's all-gather   copy-in of shards, then our gather: it refreshes the replica, or gathers it
                      within a node
-FSDP2's reduce one   our reduce-scatter up to the last level; of a stack, at its last unit, or
-                     on the computing one when backward ends
+FSDP2's reduce       our reduce-scatter up to the last level; for a bucket of units, at its last
+                     unit, or on the computing stream when backward ends
 exchange, first      after an optimizer step: difference, encode
-exchange, second     the gather between nodes; of one node, the gather within it
-exchange, third      the gather within the node, decode, add to the replica
+exchange, second     the all-gather between nodes; with one node, within it
+exchange, third      the all-gather within the node, decode, add to the replica
 reductions, second   the last exchange of gradient reductions
 reductions, third    decode its messages and add them to the result
-votes                the reduction of a few bytes that ranks agree by, which may wait for the
-                     checksums of shards on the computing stream or FSDP2's gather ones
+votes                the reduction of a few bytes by which ranks agree, which may wait for the
+                     checksums of shards on the computing or FSDP2's all-gather stream
 ==================== ==============================================================================
 
-*Nothing but transfers on the network's streams.* Wherever a stream would decode one unit before it
-sends the next one, the network would wait meanwhile, once for every unit. So transfers over the
-slowest network follow each other on a stream that does nothing else, and wait for what they send
-alone (:class:`CommPipeline`).
+*Nothing but transfers on the network's streams.* If a stream decoded one unit before it sent the
+next, the network would idle meanwhile, once per unit. So transfers over the slowest network follow
+each other on a stream of their own and wait only for their inputs (:class:`CommPipeline`).
 
-*What waits for what.* A stage that hands something over records an event; who reads it, or writes
-over it, waits for that event first:
+*Events.* A stage that hands something over records an event; a stage that reads it, or writes over
+it, waits for that event first:
 
-- A gather waits for the last write to its replica (exchange or refresh), not for other units; of a
-  full replica that has been written it is no more than FSDP2's wait for that event.
+- A gather waits for the last write to its replica (exchange or refresh), not for other units; for a
+  full replica FSDP2 waits for that event alone.
 - The next exchange of a unit waits for the same event, and the first stream as a whole for the
   computing one, which reads what the gathers copied out.
-- An optimizer step waits for all exchanges, which read the main weights: it would change them.
-- Backward's caller waits for all deferred reductions when backward ends.
+- An optimizer step waits for all exchanges, because it changes the main weights that they read.
+- The caller of backward waits for all deferred reductions when backward ends.
 
-*What is held until when.* The caching allocator gives freed memory to the next tensor of the stream
-it was allocated on, at once. So a tensor that another stream still uses is either held until its
-own stream has waited for that use (:class:`StreamStage`), or the allocator is told of the use
-(:func:`record_use`) before the last reference goes. Gradients that wait for others of their stack
-are in memory of the computing stream, which is told where they are read (``ReductionStack``). The
-replica lives as long as its unit; where it is replaced, the replacing stream has waited for all
-writes to it, and its use is recorded. Memory that units share comes from the stream of the first
-one that is gathered; streams of others wait for that point (``ReplicaMemory``), before which the
-same memory may have been in other use.
+*Lifetimes.* The caching allocator gives freed memory to the next tensor of the stream it was
+allocated on, at once. So a tensor that another stream still uses is either held until its own
+stream has waited for that use (:class:`StreamStage`), or the allocator is told of the use
+(:func:`record_use`) before the last reference goes. Gradients in a bucket are in memory of the
+computing stream; their use is recorded where they are read. The replica lives as long as its unit;
+where it is replaced, the replacing stream has waited for all writes to it, and its use is recorded.
+Memory that units share comes from the stream of the first one that is gathered; streams of the
+others wait for that point, before which the same memory may have been in other use.
 
 *Order of collectives.* Collectives of one process group run in the order of the host's calls,
-whatever streams they are issued on. Whether one is issued may depend only on what all ranks know
-alike: the program's course, and what they have agreed on (``data_parallel/outside_writes.py``),
-never on what one rank sees in its own shards.
+whatever streams they are issued on. Whether one is issued may depend only on facts that all ranks
+share: the course of the program, and explicit agreements (such as votes on outside writes), never
+on what one rank sees in its own shards.
 
-*Errors.* The host may raise between two of these steps. What was being written is then marked as
-not usable before the first step, not after the last, and everything that waits ends up waiting for
-all streams, also those on which nothing was completed.
+*Errors.* The host may raise between any two of these steps. The object being written is marked as
+unusable before the first step, not after the last, and every waiter ends up waiting for all
+streams, also those on which nothing was completed.
 
 Tests replace :func:`has_streams`, :func:`new_stream`, :func:`current_stream`, :func:`on_stream` and
 :func:`record_use` here, so call them through this module.

@@ -1,4 +1,4 @@
-"""Counters of what quantized communication sends and loses."""
+"""Counters of the bytes and errors of quantized communication."""
 
 from __future__ import annotations
 

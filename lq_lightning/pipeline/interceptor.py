@@ -60,7 +60,7 @@ class LayerInterceptor:
         layers: Names of all layers of the model, in the order of their calls.
 
     Attributes:
-        boundary: What crosses the boundaries.
+        boundary: Hidden states that cross the boundaries.
         random: The generators that steps draw from.
     """
 

@@ -1,4 +1,4 @@
-"""Measure what the modules of a model take, to balance stages by time."""
+"""Measure the times of a model's modules, to balance stages by time."""
 
 from __future__ import annotations
 

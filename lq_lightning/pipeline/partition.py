@@ -53,7 +53,7 @@ def keep_stages(module: nn.Module, plan: PipelinePlan, stages: Iterable[int]) ->
 
     Names stay those of the whole model: an absent module leaves a placeholder without parameters.
     Modules and parameters that stay are the same objects; nothing is moved or copied, so this works
-    on the meta device, before weights are allocated. Buffers outside of what is replaced stay on
+    on the meta device, before weights are allocated. Buffers outside replaced modules stay on
     every stage.
 
     Call this before the model is sharded or compiled. Afterwards it runs in parts only, by
@@ -164,10 +164,10 @@ class StageModule(nn.Module):
         module: A model of which :func:`keep_stages` kept this stage.
         stage: Index of the stage.
         run: Runs the user's step on the micro-batch of that index and returns its loss or output.
-        enter: Called as ``enter(part, hidden)``, must return ``part(hidden)``. For what has to be
-            around a part while no exception may cross it: pass a method of ``module`` that
-            ``register_fsdp_forward_method`` made a forward, so that the root of FSDP2 sees the
-            received hidden state as its input, and as its output what goes on to the next stage.
+        enter: Called as ``enter(part, hidden)``, must return ``part(hidden)``. A wrapper that no
+            exception may cross: pass a method of ``module`` that ``register_fsdp_forward_method``
+            made a forward, so that the root of FSDP2 sees the received hidden state as its input,
+            and the one for the next stage as its output.
 
     Attributes:
         index: Micro-batch of the next call; set it before.

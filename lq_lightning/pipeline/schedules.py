@@ -433,7 +433,7 @@ def compensated_bits(
     peaks = [rank.peak(half_size) for rank in ranks]
     result = []
     for peak in peaks:
-        exact = bits * max(peaks) / peak + 1e-9  # what is an integer stays one
+        exact = bits * max(peaks) / peak + 1e-9  # integers stay integers
         rounded = math.floor(exact if rounding == "floor" else exact + 0.5)
         result.append(min(rounded, cap))
     return tuple(result)

@@ -1,4 +1,4 @@
-"""One stage of a pipeline: its forward and backward passes, and what it keeps between them."""
+"""One stage of a pipeline: its forward and backward passes, and its state between them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Kept:
     # Where backward starts; None if nothing in the stage needs a gradient. An edge, not the output:
     # that is freed as soon as it is sent, unless the graph itself keeps it.
     output: GradientEdge | None
-    saved: SavedTensors | None  # what nodes have saved, if the backward pass is split
+    saved: SavedTensors | None  # tensors of nodes, if the backward pass is split
     nbytes: int | None  # bytes of these, if they are counted
 
 
