@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class BitGate:
         channels: Number of channels; None to take it from the first tensor.
         name: Name in messages.
         ranges: Ranges of the codes; see ``encode_mixed``.
+        lines: Former name of ``channels``.
 
     Raises:
         ValueError: ``channels`` is not positive, or ``ranges`` unknown.
@@ -65,7 +67,12 @@ class BitGate:
         *,
         name: str = "gate",
         ranges: Ranges = "fitted",
+        lines: int | None = None,
     ) -> None:
+        if lines is not None:
+            message = f"`{type(self).__name__}(lines=...)` is called `channels` now."
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            channels = lines
         if channels is not None and (not is_whole(channels) or channels < 1):
             raise ValueError(
                 f"`{type(self).__name__}(channels={channels!r})` must be a whole number of 1 or "

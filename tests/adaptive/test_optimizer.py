@@ -482,6 +482,8 @@ def test_refuses_gates_that_do_not_belong_together() -> None:
         GateOptimizer({"a": BitGate(AdaptiveBitsConfig(beta=1.0), 2)}, config)
     with pytest.raises(ValueError, match="channels=0"):
         BitGate(config, 0)
+    with pytest.warns(DeprecationWarning, match="is called `channels` now"):
+        assert BitGate(config, lines=3).channels == 3
     with pytest.raises(RuntimeError, match="has not seen a tensor yet"):
         BitGate(config).widths  # noqa: B018
     with pytest.raises(ValueError, match=r"float32 of shape \[5, channels\]"):
