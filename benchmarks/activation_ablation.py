@@ -41,8 +41,7 @@ from llama_training import Training
 
 from lq_lightning.activations import ActivationPolicy, ActivationRule, quantize_activations
 from lq_lightning.activations.policy import CODECS, RECIPES
-from lq_lightning.pipeline.in_flight import compensated_bits, in_flight
-from lq_lightning.pipeline.schedules import rank_of_stage
+from lq_lightning.pipeline.schedules import compensated_bits, in_flight, rank_of_stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

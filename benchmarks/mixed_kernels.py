@@ -49,8 +49,8 @@ from lq_lightning.codecs import (
 )
 from lq_lightning.codecs.mixed import RANGES
 from lq_lightning.kernels.mixed import mixed_layout, reference, width_counts, width_rows
+from lq_lightning.pipeline.boundary import GroupCodec
 from lq_lightning.pipeline.message import Message
-from lq_lightning.pipeline.plain_codecs import GroupCodec
 
 WORKING_SET_NBYTES = 1 << 29
 SHAPES = ((1024, 4096), (4096, 1024), (4096, 4096), (16384, 4096))

@@ -43,11 +43,10 @@ from torch import Tensor, nn
 
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.pipeline.boundary import BoundaryCodec, make_boundary_codec
-from lq_lightning.pipeline.calls import BoundaryMeta
 from lq_lightning.pipeline.engine import PipelineEngine
-from lq_lightning.pipeline.links import ProcessGroupLinks
-from lq_lightning.pipeline.partition import keep_stages
-from lq_lightning.pipeline.parts import StageModule
+from lq_lightning.pipeline.execution import ProcessGroupLinks
+from lq_lightning.pipeline.message import BoundaryMeta
+from lq_lightning.pipeline.partition import StageModule, keep_stages
 from lq_lightning.pipeline.plan import plan_stages
 
 INT5 = CodecSpec(code="int5", group_size=64, symmetric=False, scale_dtype="bfloat16")

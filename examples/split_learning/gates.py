@@ -32,8 +32,6 @@ class SentGate:
         ranges: of its channels.
     """
 
-    per = "channel"
-
     def __init__(self, name: str, ranges: Ranges) -> None:
         self.name = name
         self.ranges = ranges
@@ -46,20 +44,24 @@ class SentGate:
         """Use the widths that the client has sent."""
         self._table = table
 
-    def table(self, lines: int) -> WidthTable:
+    def table(self) -> WidthTable:
         """Return the widths.
 
         Raises:
-            ValueError: the client has sent none, or of another number of channels.
+            ValueError: the client has sent none.
         """
-        if self._table is None or self._table.channels != lines:
-            raise ValueError(f"There are no widths of {lines} channels for `{self.name}`.")
+        if self._table is None:
+            raise ValueError(f"There are no widths for `{self.name}`.")
         return self._table
 
-    def expect(self, lines: int) -> int:
-        """Check the number of channels."""
-        self.table(lines)
-        return lines
+    def expect(self, channels: int) -> None:
+        """Check the number of channels.
+
+        Raises:
+            ValueError: the client has sent no widths, or of another number of channels.
+        """
+        if self._table is None or self._table.channels != channels:
+            raise ValueError(f"There are no widths of {channels} channels for `{self.name}`.")
 
     def accumulate(self, sums: Tensor, values: int) -> None:
         """Add what a backward pass says."""
@@ -95,7 +97,7 @@ class ClientGates:
     ) -> None:
         config = AdaptiveBitsConfig.preset(settings.bits, **changes)
         self.gates = {
-            name: BitGate(config, shape.num_lines, per=shape.lines, name=name, ranges=shape.ranges)
+            name: BitGate(config, shape.num_lines, name=name, ranges=shape.ranges)
             for name, shape in shapes.items()
         }
         self.optimizer = GateOptimizer(self.gates, config)

@@ -64,6 +64,7 @@ class SplitModel(nn.Module):
         self.adapters = NamedParameters(initial_adapters(self._peft[0]))
         packing = packing_of(self._peft[0], settings)
         self._packed = PackedAdapters(packing)
+        self._by_row = packing.lines_are_rows
         shapes = site_shapes(settings, packing, int(self.config.hidden_size))
         self.gates = ClientGates(shapes, settings, **gates) if settings.codec == "amaq" else None
         self.ends, held = self._load_ends(dtype) if settings.everything else (None, None)
@@ -129,6 +130,11 @@ class SplitModel(nn.Module):
         matrices = self._packed.connected(adapters)
         if gates is None:
             return matrices
+        if self._by_row:  # gates are those of columns
+            return {
+                name: adaptive_quantize(value.mT, gates[name], arrives=arriving[name].mT).mT
+                for name, value in matrices.items()
+            }
         return {
             name: adaptive_quantize(value, gates[name], arrives=arriving[name])
             for name, value in matrices.items()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,9 +17,9 @@ from torch import Tensor
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.codecs.mixed import Ranges, WidthTable
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec, AQSGDQuantization
+from lq_lightning.pipeline.boundary import CastCodec, GroupCodec
 from lq_lightning.pipeline.message import BoundaryCodec, Message
-from lq_lightning.pipeline.mixed import Lines, MixedCodec
-from lq_lightning.pipeline.plain_codecs import CastCodec, GroupCodec
+from lq_lightning.pipeline.mixed import MixedCodec
 
 from .adapters import Packing
 from .settings import OptionError, SplitSettings
@@ -42,7 +43,7 @@ class SiteShape:
         ranges: of lines.
     """
 
-    lines: Lines
+    lines: Literal["channel", "position"]
     num_lines: int
     channels: int
     dtype: torch.dtype
@@ -98,6 +99,8 @@ class Site:
         self.shape = shape
         self._forward = _forward_codec(name, shape, settings)
         self._backward = _gradient_codec(name, shape, settings)
+        # Widths are those of channels: rows that have them are encoded as columns.
+        self._turned = shape.lines == "position" and isinstance(self._forward, MixedCodec)
 
     def encode(self, x: Tensor, *, training: bool = True, samples: Tensor | None = None) -> Tensor:
         """Return the payload, on the CPU.
@@ -107,7 +110,7 @@ class Site:
             training: False in evaluation, of which AQ-SGD keeps nothing.
             samples: ``[len(x)]`` int64, what the tensor belongs to; AQ-SGD needs it.
         """
-        values = x.detach().to(self.shape.dtype)
+        values = self._turn(x.detach().to(self.shape.dtype))
         return self._forward.encode(values, _message(training, samples)).cpu()
 
     def encode_and_round(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,9 +119,15 @@ class Site:
         Args:
             x: ``[..., channels]``.
         """
-        values = x.detach().to(self.shape.dtype)
+        values = self._turn(x.detach().to(self.shape.dtype))
         payload, arrives = self._with_widths().encode_and_round(values, _message(True, None))
-        return payload.cpu(), arrives
+        return payload.cpu(), self._turn(arrives)
+
+    def _turn(self, x: Tensor) -> Tensor:
+        return x.mT if self._turned else x
+
+    def _turned_shape(self, shape: Sequence[int]) -> Sequence[int]:
+        return (*shape[:-2], shape[-1], shape[-2]) if self._turned else shape
 
     def decode(
         self,
@@ -133,9 +142,10 @@ class Site:
         Raises:
             ValueError: a payload of another size.
         """
-        message = _message(training, samples)
+        message, shape = _message(training, samples), self._turned_shape(shape)
         self._forward.nbytes(shape, self.shape.dtype, message)
-        return self._forward.decode(payload, shape, self.shape.dtype, message)
+        decoded = self._forward.decode(payload, shape, self.shape.dtype, message)
+        return self._turn(decoded).contiguous()
 
     def encode_gradient(self, gradient: Tensor) -> Tensor:
         """Return the payload of the gradient with respect to what was decoded."""
@@ -161,7 +171,7 @@ class Site:
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of a payload that AQ-SGD has seen before."""
-        bits = self._forward.bits_per_value(shape, self.shape.dtype)
+        bits = self._forward.bits_per_value(self._turned_shape(shape), self.shape.dtype)
         return round(bits * torch.Size(shape).numel() / 8)
 
     def gradient_nbytes(self, shape: Sequence[int]) -> int:
@@ -193,9 +203,7 @@ def _forward_codec(name: str, shape: SiteShape, settings: SplitSettings) -> Boun
         return AQSGDCodec(codec, config)
     mixed = MixedCodec()
     # Those of AMAQ are set before the first tensor.
-    mixed.begin(
-        lambda lines: WidthTable(torch.full((lines,), settings.bits)), shape.lines, shape.ranges
-    )
+    mixed.begin(lambda lines: WidthTable(torch.full((lines,), settings.bits)), shape.ranges)
     return mixed
 
 

@@ -1,4 +1,4 @@
-"""Bit widths of activations that are trained per channel or position (AMAQ)."""
+"""Bit widths of activations that are trained per channel (AMAQ)."""
 
 from .config import AdaptiveBitsConfig
 from .gate import BitGate

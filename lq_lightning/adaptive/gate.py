@@ -1,107 +1,105 @@
-"""The trained bit widths of one place where values are quantized."""
+"""The trained bit widths of one place where activations are quantized."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lq_lightning.codecs.mixed import RANGES, Ranges, WidthTable
 from lq_lightning.foundation.checks import check_choice, is_whole
-from lq_lightning.foundation.transfer import send_to
 
 from .config import AdaptiveBitsConfig
-from .slopes import error_slope
 
-__all__ = ["BitGate", "Lines", "round_jointly"]
+__all__ = ["BitGate", "bits_of", "error_slope", "level_errors", "round_jointly"]
 
-Lines = Literal["channel", "position"]
-
-# Rows of a gate's state: the gate itself, Adam's two moments and its number of steps, and how many
-# values of the line the last step that saw it had.
+# Rows of a gate's state: the gate itself, Adam's two moments and its number of steps, and the
+# number of values that the channel had in the last step that saw it.
 _GATE, _FIRST, _SECOND, _STEPS, _VALUES = range(5)
 _ROWS = 5
 # Models may be built, and code may run, where torch's defaults are others.
 _OURS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
+# Mean square error of uniform codes of 0 to 9 bits for normal values of deviation 1, with the range
+# that makes it least (Max, "Quantizing for minimum distortion", 1960).
+_NORMAL_ERRORS = (
+    *(1.0, 0.36338, 0.11885, 0.03744, 0.011543),
+    *(3.4952e-3, 1.04e-3, 3.0433e-4, 8.7686e-5, 2.4919e-5),
+)
+_LOGS = [math.log(error) for error in _NORMAL_ERRORS]
+# Slopes at 1 to 8 bits, from the widths below and above.
+_FITTED_SLOPES = [(more - less) / 4 for less, more in zip(_LOGS, _LOGS[2:], strict=False)]
+_BISECTIONS = 50
+
 
 class BitGate:
-    """A number per line that says how many bits the line gets.
+    """One trained number per channel (the last dimension), which stands for the channel's bits.
 
-    A line is a channel (the last dimension of what is quantized) or a position (the dimension
-    before it): what shares a width, a scale and a minimum. Gates are no parameters of any module.
-    They live on the CPU, where the sizes of messages are computed; their gradients are summed on
-    the device of what is quantized.
+    Gates are no parameters of any module. They live on the CPU, where the sizes of messages are
+    computed; their gradients are summed on the device of the quantized values.
 
-    Widths are integers. They are rounded together, so that their sum is that of the bits, rounded,
-    and change in ``GateOptimizer.step`` only.
+    Widths are integers. They are rounded together, so that their sum is the rounded sum of the
+    bits, and change in ``GateOptimizer.step`` only.
 
     Args:
         config: Range of the bits, and where they start.
-        lines: How many there are. None for channels: as many as the first tensor has.
-        per: What a line is. Tensors may have fewer positions than the gate, but not more.
-        name: For messages.
-        ranges: Of its lines; None: those of ``config``.
+        channels: Number of channels; None to take it from the first tensor.
+        name: Name in messages.
+        ranges: Ranges of the codes; see ``encode_mixed``.
+        lines: Former name of ``channels``.
 
     Raises:
-        ValueError: ``lines`` is not positive, or missing for positions.
+        ValueError: ``channels`` is not positive, or ``ranges`` unknown.
     """
 
     _state: Tensor | None
     _sums: Tensor | None
-    _seen: Tensor | None
     _widths: Tensor | None
+    _table: WidthTable | None
 
     def __init__(
         self,
         config: AdaptiveBitsConfig,
-        lines: int | None = None,
+        channels: int | None = None,
         *,
-        per: Lines = "channel",
         name: str = "gate",
-        ranges: Ranges | None = None,
+        ranges: Ranges = "fitted",
+        lines: int | None = None,
     ) -> None:
-        check_choice(type(self).__name__, "per", per, ("channel", "position"))
-        if lines is None and per == "position":
+        if lines is not None:
+            message = f"`{type(self).__name__}(lines=...)` is called `channels` now."
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            channels = lines
+        if channels is not None and (not is_whole(channels) or channels < 1):
             raise ValueError(
-                f"`{type(self).__name__}(per='position')` needs `lines`, the longest sequence: "
-                "the first one need not be."
+                f"`{type(self).__name__}(channels={channels!r})` must be a whole number of 1 or "
+                "more."
             )
-        if lines is not None and (not is_whole(lines) or lines < 1):
-            raise ValueError(
-                f"`{type(self).__name__}(lines={lines!r})` must be a whole number of 1 or more."
-            )
-        if ranges is not None:
-            check_choice(type(self).__name__, "ranges", ranges, RANGES)
+        check_choice(type(self).__name__, "ranges", ranges, RANGES)
         self.config = config
-        self.ranges: Ranges = config.ranges if ranges is None else ranges
-        self.per = per
+        self.ranges: Ranges = ranges
         self.name = name
         self.counts = True  # whether backward passes are added up
         # Lets autograd record the quantization of values that need no gradient themselves.
         self.anchor = torch.zeros((), requires_grad=True, **_OURS)
-        self._given_lines = lines
-        self._tables: dict[int, WidthTable] = {}
+        self._given_channels = channels
         self.reset()
 
     @property
-    def lines(self) -> int | None:
-        """How many lines there are; None as long as no tensor has said so."""
+    def channels(self) -> int | None:
+        """Number of channels; None as long as no tensor has shown it."""
         return None if self._state is None else self._state.shape[1]
 
     @property
     def state(self) -> Tensor:
-        """``[5, lines]`` float32 on the CPU: gates, Adam's state, and values of each line.
-
-        Raises:
-            RuntimeError: Nothing has been quantized, so that nobody knows how many lines there are.
-        """
+        """``[5, channels]`` float32 on the CPU: gates, Adam's state, and values of each channel."""
         if self._state is None:
             raise RuntimeError(
-                f"the gate `{self.name}` has not seen a tensor yet, so that its number of lines is "
-                "not known: give `lines`, or quantize something first."
+                f"the gate `{self.name}` has not seen a tensor yet, so that its number of channels "
+                "is not known: give `channels`, or quantize something first."
             )
         return self._state
 
@@ -109,12 +107,12 @@ class BitGate:
     def state(self, state: Tensor) -> None:
         if state.dim() != 2 or state.shape[0] != _ROWS or state.dtype != torch.float32:
             raise ValueError(
-                f"the state of the gate `{self.name}` must be float32 of shape [{_ROWS}, lines], "
-                f"got {state.dtype} of {list(state.shape)}."
+                f"the state of the gate `{self.name}` must be float32 of shape [{_ROWS}, "
+                f"channels], got {state.dtype} of {list(state.shape)}."
             )
         if self._state is not None and state.shape != self._state.shape:
             raise ValueError(
-                f"the gate `{self.name}` has {self.lines} lines, but the state to load has "
+                f"the gate `{self.name}` has {self.channels} channels, but the state to load has "
                 f"{state.shape[1]}: it belongs to another model."
             )
         self._state = state
@@ -122,158 +120,132 @@ class BitGate:
 
     @property
     def q(self) -> Tensor:
-        """``[lines]`` float32 on the CPU: the gates."""
+        """``[channels]`` float32 on the CPU: the gates."""
         return self.state[_GATE]
 
     @property
     def values(self) -> Tensor:
-        """``[lines]`` float32: values of each line in the last step that saw it; 0 before."""
+        """``[channels]`` float32: values of each in the last step that saw it; 0 before."""
         return self.state[_VALUES]
 
     def bits(self) -> Tensor:
-        """``[lines]`` float32: the real numbers behind the widths."""
+        """``[channels]`` float32: the real numbers behind the widths."""
         return bits_of(self.q, self.config)
 
     @property
     def widths(self) -> Tensor:
-        """``[lines]`` int64 on the CPU: bits of each line, from 1 to 16."""
+        """``[channels]`` int64 on the CPU: bits of each channel, from 1 to 16."""
         if self._widths is None:
             with torch.inference_mode(False):
                 self._widths = round_jointly(self.bits())
-                seen = self.values > 0
-                if not seen.all() and seen.any():  # positions that no sequence has take no bits
-                    self._widths[seen] = round_jointly(self.bits()[seen])
         return self._widths
 
-    def table(self, lines: int | None = None) -> WidthTable:
-        """Return the widths as what codecs take.
-
-        Args:
-            lines: Only so many of the first ones, for sequences shorter than the gate.
-        """
-        count = self.state.shape[1] if lines is None else lines
-        if count not in self._tables:
+    def table(self) -> WidthTable:
+        """Return the widths in the form that codecs take."""
+        if self._table is None:
             with torch.inference_mode(False):
-                self._tables[count] = WidthTable(self.widths[:count])
-        return self._tables[count]
+                self._table = WidthTable(self.widths)
+        return self._table
 
     def refresh(self) -> None:
         """Let widths follow the gates. Within an optimizer step they must not change."""
-        self._widths = None
-        self._tables.clear()
+        self._widths = self._table = None
 
-    # --- what is quantized --------------------------------------------------------------------
+    # --- quantized values ---------------------------------------------------------------------
 
-    def expect(self, lines: int) -> int:
-        """Check a tensor's number of lines, or take it over.
-
-        Raises:
-            ValueError: It does not fit the gate.
-        """
+    def expect(self, channels: int) -> None:
+        """Take over a tensor's number of channels, or raise ``ValueError`` if it is another."""
         if self._state is None:
-            self._set_lines(lines)
-        own = self.state.shape[1]
-        if lines > own or (lines != own and self.per == "channel"):
-            remedy = f"Only {own} are possible: gates that were trained belong to that model."
-            if self.per == "position":
-                remedy = f"Give at least {lines} `positions`, or cut sequences to {own}."
+            self._set_channels(channels)
+        if channels != self.channels:
             raise ValueError(
-                f"the gate `{self.name}` has {own} lines, but a tensor with {lines} {self.per}s "
-                f"came to it. {remedy}"
+                f"the gate `{self.name}` has {self.channels} channels, but a tensor with "
+                f"{channels} channels came to it. Only {self.channels} are possible: gates that "
+                "were trained belong to that model."
             )
-        return lines
 
     def accumulate(self, sums: Tensor, values: int) -> None:
-        """Add what one backward pass says; called by ``adaptive_quantize``.
+        """Add the result of one backward pass; called by ``adaptive_quantize``.
 
-        Args:
-            sums: ``[2, lines]`` or fewer lines, float32: for each line the sum of gradients times
-                errors of quantization, and that of squared errors.
-            values: In each of these lines.
+        ``sums`` is ``[2, channels]`` float32: for each channel the sum of gradients times errors of
+        quantization, and the sum of squared errors, over so many ``values`` per channel.
         """
         if not self.counts:
             return
-        lines = self.state.shape[1]
         self._message_values = values
-        if self._sums is None or self._seen is None:
-            self._sums, self._seen = sums.new_zeros(2, lines), torch.zeros(lines, **_OURS)
-        self._sums[:, : sums.shape[1]] += sums
-        self._seen[: sums.shape[1]] += values
+        if self._sums is None:
+            self._sums, self._seen = sums.new_zeros(2, self.state.shape[1]), 0
+        self._sums += sums
+        self._seen += values
 
     @property
     def grad(self) -> Tensor | None:
-        """``[lines]`` float32 on the CPU: gradient of the loss to ``q``; None without a backward.
+        """``[channels]`` float32 on the CPU: gradient of the loss to ``q``; None without backward.
 
         A value moves with the width by its error of quantization times ``error_slope``.
         """
         return None if self._sums is None else self._sums[0].cpu() * self.slope()
 
     def slope(self) -> Tensor:
-        """``[lines]`` float32: what the sums of ``accumulate`` are multiplied by."""
-        sigma = torch.sigmoid(self.config.alpha * self.q)
-        bits = self.config.alpha * (self.config.max_bits - self.config.min_bits)
+        """``[channels]`` float32: factor from the sums of ``accumulate`` to the gradient."""
+        sigma = torch.sigmoid(self.q)
+        bits = self.config.max_bits - self.config.min_bits
         return error_slope(self.widths, self.ranges) * bits * sigma * (1.0 - sigma)
 
     def take(self, device: torch.device) -> Tensor:
-        """Return what was accumulated, and begin anew.
+        """Return the accumulated sums and reset them.
 
-        Returns:
-            ``[3, lines]`` float32 on ``device``: both sums, and values per line. Zero without a
-            backward.
+        ``[3, channels]`` float32 on ``device``: both sums, and values per channel. Zero without a
+        backward pass.
         """
-        if self._sums is None or self._seen is None:
+        if self._sums is None:
             return torch.zeros(3, self.state.shape[1], dtype=torch.float32, device=device)
-        taken = torch.stack([*self._sums.to(device), send_to(self._seen, device)])
+        sums = self._sums.to(device)
+        seen = torch.full_like(sums[:1], self._seen)
         self.clear()
-        return taken
+        return torch.cat([sums, seen])
 
     def clear(self) -> None:
-        """Drop what was accumulated."""
-        self._sums = self._seen = None
+        """Drop the accumulated sums."""
+        self._sums, self._seen = None, 0
 
     def effective_bits(self) -> float:
         """Return the bits per value on the wire, for messages like the last one.
 
-        Scales and minima are counted, and a table for all messages of the last step; lines of more
-        than 8 bits count as 16. NaN before the first step.
+        Scales and minima are counted, and a table for all messages of the last step; channels of
+        more than 8 bits count as 16. NaN before the first step.
         """
-        seen = int((self.state[_VALUES] > 0).sum())  # the first ones
-        if self._message_values == 0 or seen == 0:
+        values = float(self.state[_VALUES].max())
+        if self._message_values == 0 or values == 0:
             return math.nan
-        messages = max(1, round(float(self.values.max()) / self._message_values))
-        return self.table(seen).effective_bits(self._message_values, messages)
+        messages = max(1, round(values / self._message_values))
+        return self.table().effective_bits(self._message_values, messages)
 
     def reset(self) -> None:
-        """Begin anew, as after construction."""
+        """Start over, as after construction."""
         self.clear()
         self.refresh()
         self._state = None
-        self._message_values = 0  # per line, of the last message
-        if self._given_lines is not None:
-            self._set_lines(self._given_lines)
+        self._message_values = 0  # per channel, of the last message
+        if self._given_channels is not None:
+            self._set_channels(self._given_channels)
 
-    def _set_lines(self, lines: int) -> None:
+    def _set_channels(self, channels: int) -> None:
         with torch.inference_mode(False):  # the first tensor may be one of a validation
-            self._state = torch.zeros(_ROWS, lines, **_OURS)
+            self._state = torch.zeros(_ROWS, channels, **_OURS)
             self._state[_GATE] = self.config.start
 
 
 def bits_of(q: Tensor, config: AdaptiveBitsConfig) -> Tensor:
     """Return the bits of gates, float32."""
-    return config.min_bits + (config.max_bits - config.min_bits) * torch.sigmoid(config.alpha * q)
+    return config.min_bits + (config.max_bits - config.min_bits) * torch.sigmoid(q)
 
 
 def round_jointly(bits: Tensor) -> Tensor:
-    """Round numbers to integers whose sum is theirs, rounded.
+    """Round ``[n]`` finite numbers to int64 whose sum is the rounded sum of the numbers.
 
-    Those with the largest fractions are rounded up; among equals the first ones. (Rounding each by
-    itself would move the mean by up to half a bit.)
-
-    Args:
-        bits: ``[n]`` floating point, finite.
-
-    Returns:
-        ``[n]`` int64.
+    The largest fractions are rounded up; among equals the first ones. (Rounding each by itself
+    would move the mean by up to half a bit.)
     """
     low = bits.floor()
     above = round(float(bits.double().sum())) - int(low.double().sum())
@@ -284,3 +256,40 @@ def round_jointly(bits: Tensor) -> Tensor:
     up, equal = fractions > least, fractions == least
     up |= equal & (equal.cumsum(0) <= above - up.sum())
     return low.long() + up
+
+
+def error_slope(widths: Tensor, ranges: Ranges) -> Tensor:
+    """Return the relative change of a quantization error per bit.
+
+    Errors of a channel scale as the root of D, their mean square, so this is half of the slope of
+    ln D. For full ranges D ~ (2^b - 1)^-2, which gives -ln 2 * 2^b / (2^b - 1). For fitted ones D
+    is that of normal values, where a bit also widens the range, and clipped values come closer.
+
+    Widths above 8, which travel as bf16, are taken as codes of full range. All values are negative.
+    """
+    steps = torch.exp2(widths.float())
+    slopes = -math.log(2.0) * steps / (steps - 1.0)
+    if ranges == "full":
+        return slopes
+    coded = len(_FITTED_SLOPES)
+    fitted = torch.tensor(_FITTED_SLOPES, dtype=torch.float32)[widths.clamp(max=coded).long() - 1]
+    return torch.where(widths <= coded, fitted, slopes)
+
+
+def level_errors(widths: Tensor, errors: Tensor, low: float, high: float) -> Tensor:
+    """Return bits of the same mean at which all channels expect the same error.
+
+    A bit divides the mean square error by 4, so a channel gets half the binary logarithm of its
+    error on top of the width that caused it, less a number common to all (reverse water-filling).
+
+    ``errors`` are the finite mean square errors at ``widths``; channels with 0 get ``low``.
+    """
+    wanted = widths.double() + errors.double().log2() / 2.0
+    goal = float(widths.double().mean())
+    below = low - float(wanted.max())  # where no channel has more than `low`
+    above = high - float(wanted[errors > 0].min())  # where none that counts has less than `high`
+    for _ in range(_BISECTIONS):
+        level = (below + above) / 2.0
+        mean = float((wanted + level).clamp(low, high).mean())
+        below, above = (below, level) if mean > goal else (level, above)
+    return (wanted + below).clamp(low, high).float()

@@ -1,18 +1,18 @@
-"""Training of gates: Adam, the regularizer, and the mean that is held."""
+"""Training of gates: Adam, the penalty for bits, and the mean that is held."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .config import AdaptiveBitsConfig
-from .gate import BitGate, bits_of
-from .slopes import level_errors
+from .config import SETTLED_SCALE, TOLERANCE, AdaptiveBitsConfig
+from .gate import BitGate, bits_of, level_errors
 
 __all__ = ["GateOptimizer"]
 
@@ -21,39 +21,40 @@ _BETAS = 0.9, 0.999
 # shrink with their number: with 1e-8, fifty thousand of them would already slow each other down.
 _EPS = 1e-16
 _MARGIN = 0.25  # bits to either end of the range, where the sigmoid of a gate is nearly flat
-_NEAR = 1e-4  # bits, by which the mean may miss where it is to be
+_NEAR = 1e-4  # bits by which a clipped mean may miss its goal
 _MOST_ROUNDS = 60
-_FIXED = ("min_bits", "max_bits", "alpha")  # what the value of a gate means
+# Options that define the bits of a gate; and options of earlier versions that are fixed now.
+_FIXED = ("min_bits", "max_bits")
+_REMOVED = {"alpha": 1.0}
 
 
 class GateOptimizer:
     """Trains gates, and holds the mean of their bits at the target.
 
     A step is one of Adam (no weight decay) on the gradient of the loss, which backward left in the
-    gates, plus that of ``beta`` times the mean of ``sigmoid(alpha * q)`` squared over all lines,
+    gates, plus the gradient of ``beta`` times the mean of ``sigmoid(q)`` squared over all channels,
     the latter as long as the mean of the bits is above the target. Once the mean has come down to
-    the target, it is clipped to that plus and minus the tolerance by one shift of all gates, so
-    that what channels and sites differ by stays; and the learning rate and ``beta`` are multiplied
-    by ``settled_scale``. The mean is that of all gated values: a line counts as often as it has
-    values. (AMAQ, sections 3.2 and A.1.) With ``reach_in_steps`` the mean is clipped on its way to
-    the target, too.
+    the target, it is clipped to within 0.1 bits of it by one shift of all gates, which keeps their
+    differences, and the learning rate and ``beta`` are multiplied by 0.1. The mean is that of all
+    gated values: a channel counts as often as it has values. (AMAQ, sections 3.2 and A.1.) With
+    ``reach_in_steps`` the mean is clipped on its way to the target, too.
 
-    The first step of a gate moves the bits of its lines to where their errors of quantization would
-    have been equal, at the same mean: a channel that is many times as large as the others gets its
+    The first step of a gate moves the bits of its channels to where their errors of quantization
+    would have been equal, at the same mean: a channel many times as large as the others gets its
     bits at once, for which Adam, whose steps are alike, would take hundreds. (Not in the paper.)
 
-    Lines that the last backward passes did not reach stay as they are, as do those with a gradient
-    that is not finite, which are counted in ``skipped_lines``.
+    Channels that the last backward passes did not reach stay as they are, as do those with a
+    gradient that is not finite, which are counted in ``skipped_lines``.
 
     All is computed on the CPU in one order, so that equal gradients give equal gates.
 
     Args:
-        gates: By name. The order must be the same on all ranks.
-        config: Of all of them.
+        gates: Gates by name, in the same order on all ranks.
+        config: Options that all gates share.
         average: Averages a float32 tensor over data-parallel ranks, whose gates are replicas; it
             is called once per step, on the device of the gradients.
         total: Sums a float64 tensor on the CPU over ranks that have other gates, but one mean with
-            these, as the stages of a pipeline do; called equally often on all of them.
+            these, such as the stages of a pipeline; called equally often on all of them.
 
     Raises:
         ValueError: There are no gates, or one of another configuration.
@@ -84,39 +85,39 @@ class GateOptimizer:
         self._average = average
         self._total = total
         self._mean: float | None = None
-        self._lines = 0.0
+        self._lines = 0.0  # channels of all gates
 
     @property
     def mean(self) -> float:
-        """Mean bits of all gated values, those of other stages included, after the last step."""
+        """Mean bits of all gated values, other stages included, after the last step."""
         return self.config.start_bits if self._mean is None else self._mean
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
-        return self.config.learning_rate * (self.config.settled_scale if self.reached else 1.0)
+        """Learning rate of the next step."""
+        return self.config.learning_rate * (SETTLED_SCALE if self.reached else 1.0)
 
     @property
     def beta(self) -> float:
-        """Of the next step; 0 while the mean is not above the target."""
+        """Weight of the penalty in the next step; 0 while the mean is not above the target."""
         if self.mean <= self.config.target:
             return 0.0
-        return self.config.beta * (self.config.settled_scale if self.reached else 1.0)
+        return self.config.beta * (SETTLED_SCALE if self.reached else 1.0)
 
     def take(self, device: torch.device | str = "cpu") -> Tensor:
-        """Take what backward passes left in the gates, for a later ``step``, or to drop it.
+        """Take the sums of backward passes out of the gates, for a later ``step``, or to drop them.
 
         Returns:
-            ``[3, lines of all gates]`` float32 on ``device``.
+            ``[3, channels of all gates]`` float32 on ``device``.
 
         Raises:
             RuntimeError: A gate has not seen a tensor yet.
         """
-        missing = [name for name, gate in self.gates.items() if gate.lines is None]
+        missing = [name for name, gate in self.gates.items() if gate.channels is None]
         if missing:
             raise RuntimeError(
                 f"nothing has passed the site {', '.join(f'`{name}`' for name in missing)} before "
-                "the first step: name sites that every step runs, or give the number of lines."
+                "the first step: name sites that every step runs, or give the number of channels."
             )
         taken = [gate.take(torch.device(device)) for gate in self.gates.values()]
         none = torch.zeros(3, 0, dtype=torch.float32, device=device)
@@ -126,11 +127,8 @@ class GateOptimizer:
         """Change gates and widths, once per step of the model's optimizer.
 
         Args:
-            taken: What ``take`` returned; None: take it now.
-            scale: By which the loss was multiplied, as for fp16; gradients are divided by it.
-
-        Raises:
-            RuntimeError: A gate has not seen a tensor yet.
+            taken: Result of ``take``; None: take it now.
+            scale: Factor of the loss, as for fp16; gradients are divided by it.
         """
         taken = self.take() if taken is None else taken
         if self._average is not None:
@@ -140,29 +138,24 @@ class GateOptimizer:
         none = sums.new_zeros(0)
         state = torch.cat([none.new_zeros(5, 0), *(gate.state for gate in gates)], 1)
         grad = sums / scale * torch.cat([none, *(gate.slope() for gate in gates)])
-        start = 0
-        for gate in gates:
-            part = slice(start, start + gate.state.shape[1])
+        parts = _slices(gates)
+        for gate, part in zip(gates, parts, strict=True):
             if not gate.state[3].any():  # nor after steps of which no gradient was finite
                 state[0, part] = self._levelled(gate, squares[part], seen[part])
-            start = part.stop
         state[4] = torch.where(seen > 0, seen, state[4])
         if self._mean is None:
             self._mean = self._measure(state)[0]
         finite = grad.square().isfinite()  # Adam keeps squares
         self.skipped_lines += int((~finite & (seen > 0)).sum())
         self.steps += 1
-        self._adam(state, grad + self._regularizer(state[0]), finite & (seen > 0))
+        self._adam(state, grad + self._penalty_gradient(state[0]), finite & (seen > 0))
         self._clip(state)
-        start = 0
-        for gate in gates:
-            lines = gate.state.shape[1]
-            gate.state.copy_(state[:, start : start + lines])
+        for gate, part in zip(gates, parts, strict=True):
+            gate.state.copy_(state[:, part])
             gate.refresh()
-            start += lines
 
     def _levelled(self, gate: BitGate, squares: Tensor, seen: Tensor) -> Tensor:
-        """What a gate that has never stepped begins with, so that its lines expect one error."""
+        """Where a gate that has never stepped starts, so that its channels expect one error."""
         config = self.config
         low, high = config.min_bits + _MARGIN, config.max_bits - _MARGIN
         known = (seen > 0) & squares.isfinite()
@@ -171,18 +164,15 @@ class GateOptimizer:
         bits = level_errors(gate.widths[known], squares[known] / seen[known], low, high)
         share = (bits - config.min_bits) / (config.max_bits - config.min_bits)
         q = gate.q.clone()
-        q[known] = share.logit() / config.alpha
+        q[known] = share.logit()
         return q
 
-    def _regularizer(self, q: Tensor) -> Tensor:
-        sigma = torch.sigmoid(self.config.alpha * q)
-        slope = self.config.alpha * sigma * (1.0 - sigma)
-        if self.config.regularizer == "l2":
-            slope = slope * 2.0 * sigma
-        return slope * (self.beta / max(1.0, self._lines))
+    def _penalty_gradient(self, q: Tensor) -> Tensor:
+        sigma = torch.sigmoid(q)
+        return sigma * (1.0 - sigma) * 2.0 * sigma * (self.beta / max(1.0, self._lines))
 
     def _adam(self, state: Tensor, grad: Tensor, moved: Tensor) -> None:
-        """One step of the lines that ``moved`` names; each has counted its own steps."""
+        """One step of the channels in ``moved``; each has counted its own steps."""
         q, first, second, steps = state[0], state[1], state[2], state[3]
         first = torch.where(moved, first.lerp(grad, 1.0 - _BETAS[0]), first)
         second = torch.where(moved, second.lerp(grad.square(), 1.0 - _BETAS[1]), second)
@@ -199,7 +189,7 @@ class GateOptimizer:
         """Mean of the bits, and its derivative by a shift of all gates."""
         config = self.config
         above = bits_of(state[0] + shift, config).double() - config.min_bits
-        slopes = config.alpha * above * (1.0 - above / (config.max_bits - config.min_bits))
+        slopes = above * (1.0 - above / (config.max_bits - config.min_bits))
         values = state[4].double()
         count = values.sum()
         parts = [values @ above + config.min_bits * count, values @ slopes, count]
@@ -219,15 +209,15 @@ class GateOptimizer:
         if mean == goal or slope == 0.0:
             self._mean = mean
             return
-        # Newton's steps on a function that only grows, bisection where they leave the bracket.
-        # All ranks see the same sums, so that they go the same way.
+        # Newton's method on an increasing function, bisection where it leaves the bracket. All
+        # ranks see the same sums, so they make the same number of collectives.
         shift, low, high = 0.0, -torch.inf, torch.inf
         for _ in range(_MOST_ROUNDS):
             if abs(mean - goal) <= _NEAR:
                 break
             low, high = (shift, high) if mean < goal else (low, shift)
             step = (goal - mean) / slope if slope > 0.0 else torch.inf * (goal - mean)
-            shift += min(max(step, -4.0 / self.config.alpha), 4.0 / self.config.alpha)
+            shift += min(max(step, -4.0), 4.0)
             if not low < shift < high:
                 shift = (low + high) / 2.0
             mean, slope = self._measure(state, shift)
@@ -241,16 +231,13 @@ class GateOptimizer:
             most = config.target + left * (self._start - config.target)
         self.reached = self.reached or min(mean, most) <= config.target
         if self.reached:
-            return config.target - config.tolerance, min(most, config.target + config.tolerance)
+            return config.target - TOLERANCE, min(most, config.target + TOLERANCE)
         return -torch.inf, most
 
     # --- saving -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that later steps depend on, as tensors and plain values.
-
-        Between steps only: gradients are not part of it.
-        """
+        """Return everything but gradients that later steps depend on: tensors and plain values."""
         return {
             "config": asdict(self.config),
             "reached": self.reached,
@@ -260,9 +247,9 @@ class GateOptimizer:
             "lines": self._lines,
             "skipped_lines": self.skipped_lines,
             "gates": {
-                name: {"per": gate.per, "state": gate.state.clone()}
+                name: {"per": "channel", "state": gate.state.clone()}
                 for name, gate in self.gates.items()
-                if gate.lines is not None
+                if gate.channels is not None
             },
         }
 
@@ -274,14 +261,14 @@ class GateOptimizer:
         Raises:
             ValueError: The state has other gates, or gates that mean something else.
         """
-        saved, own = state["config"], asdict(self.config)
-        for field in _FIXED:
+        saved, own = _REMOVED | state["config"], asdict(self.config) | _REMOVED
+        for field in (*_FIXED, *_REMOVED):
             if saved[field] != own[field]:
                 raise ValueError(
                     f"the saved gates have `{field}={saved[field]!r}`, but `{field}={own[field]!r}`"
-                    " was given now: the same gates would stand for other bits."
+                    " is used now: the same gates would stand for other bits."
                 )
-        kinds = {name: gate.per for name, gate in self.gates.items()}
+        kinds = dict.fromkeys(self.gates, "channel")
         given = {name: entry["per"] for name, entry in state["gates"].items()}
         if given and given != kinds:
             raise ValueError(
@@ -290,7 +277,7 @@ class GateOptimizer:
             )
         mean = state["mean"]
         again = saved["target"] == own["target"]
-        if mean is not None and not again and mean < own["target"] - self.config.tolerance:
+        if mean is not None and not again and mean < own["target"] - TOLERANCE:
             raise ValueError(
                 f"the saved gates have {mean:.2f} bits on average, which is below the new target "
                 f"of {own['target']:g}: bits are brought down only."
@@ -305,6 +292,12 @@ class GateOptimizer:
         self.reached, self.steps = state["reached"] and again, state["steps"] if again else 0
         self._start = state["start"] if again or mean is None else mean
         self.skipped_lines = state["skipped_lines"]
+
+
+def _slices(gates: Sequence[BitGate]) -> list[slice]:
+    """Columns of each gate in the state of all."""
+    ends = list(accumulate((gate.state.shape[1] for gate in gates), initial=0))
+    return [slice(start, end) for start, end in pairwise(ends)]
 
 
 def _shown(kinds: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Quantization of activations by trained widths, and the gradient to the gates."""
+"""Quantization of activations in trained widths, and the gradient to the gates."""
 
 from __future__ import annotations
 
@@ -24,91 +24,69 @@ def adaptive_quantize(x: Tensor, gate: BitGate, *, arrives: Tensor | None = None
 
     The gradient passes to ``x`` unchanged, straight through, also to values that a fitted range
     clips: with a zero there, what is far off would never come back. The gradient to the gates is
-    what the error of each value changes by with a bit (``error_slope``), evaluated at the integer
-    widths that were used; backward adds it up in ``gate``, also where ``x`` needs no gradient.
+    the change of each value's error per bit (``error_slope``), evaluated at the integer widths
+    that were used; backward adds it up in ``gate``, also where ``x`` needs no gradient.
     (AMAQ, section 3, which says only that gradients pass straight through.)
 
     Within checkpointed regions it is counted once; without gradients nothing is counted. Compiled
     code breaks its graph here.
 
     Args:
-        x: ``[..., channels]``, float32, bfloat16 or float16; for positions ``[..., positions,
-            channels]``. Each call is one message: a line's scale is that of all its values in it.
-        gate: Whose widths are used.
-        arrives: Of the shape of ``x``, what the other end of a wire decodes, where a codec sends
-            ``x`` in the same widths. Then ``x`` itself is returned, and nothing is quantized here.
-            The gradient is that of the values that arrive.
+        x: ``[..., channels]``, float32, bfloat16 or float16. Each call is one message, in which all
+            values of a channel share a scale.
+        gate: Gate whose widths are used.
+        arrives: Values that the other end decodes, where a codec sends ``x`` in the same widths.
+            Then ``x`` itself is returned with their gradient, and nothing is quantized here.
 
     Returns:
         Shape and dtype of ``x``.
 
     Raises:
-        ValueError: ``x`` has another dtype, too few dimensions, or lines that do not fit the gate;
+        ValueError: ``x`` has another dtype, no dimension, or channels that do not fit the gate;
             or ``arrives`` has another shape.
         NotImplementedError: ``x`` is a ``DTensor``.
     """
     if isinstance(x, DTensor):
         raise NotImplementedError(
             f"the gate `{gate.name}` got a DTensor of {tuple(x.placements)}: scales would be those "
-            "of a part of each line. Choose a site whose values are plain tensors."
+            "of a part of each channel. Choose a site whose values are plain tensors."
         )
     if x.dtype not in _DTYPES:
         raise ValueError(
             f"the gate `{gate.name}` quantizes float32, bfloat16 and float16, not {x.dtype}."
         )
-    dims = 1 if gate.per == "channel" else 2
-    if x.dim() < dims:
-        raise ValueError(
-            f"the gate `{gate.name}` with lines per {gate.per} needs tensors of {dims} dimensions "
-            f"or more, got {list(x.shape)}."
-        )
+    if x.dim() < 1:
+        raise ValueError(f"the gate `{gate.name}` needs tensors of 1 dimension or more, got [].")
     if arrives is not None and arrives.shape != x.shape:
         raise ValueError(
             f"the gate `{gate.name}` was given values of {list(x.shape)} of which "
             f"{list(arrives.shape)} arrive: give what is decoded from the same tensor."
         )
-    gate.expect(x.shape[-dims])
+    gate.expect(x.shape[-1])
     if x.numel() == 0:
         return x
     if not torch.is_grad_enabled():
         if arrives is not None:
             return x
-        lines = _as_lines(x, gate)
-        quantized = round_trip_mixed(lines, gate.table(lines.shape[1]), gate.ranges)
-        return _in_shape_of(x, quantized, gate)
+        return round_trip_mixed(_rows(x), gate.table(), gate.ranges).resize_(x.shape)
     result: Tensor = _AdaptiveQuantize.apply(x, gate.anchor, gate, arrives)  # type: ignore[no-untyped-call]
     return result
 
 
-def _as_lines(x: Tensor, gate: BitGate) -> Tensor:
-    """``[values of a line, lines]``, a view where possible."""
-    if gate.per == "position":
-        x = x.transpose(-1, -2)
+def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
-
-
-def _in_shape_of(x: Tensor, lines: Tensor, gate: BitGate) -> Tensor:
-    """Undo ``_as_lines`` for lines of their own memory, which become the result or are freed.
-
-    The result is no view: FSDP2 loses its hook on the output of a module where a view of something
-    is changed in place.
-    """
-    if gate.per == "channel":
-        return lines.resize_(x.shape)
-    transposed = lines.view(*x.shape[:-2], x.shape[-1], x.shape[-2]).transpose(-1, -2)
-    return transposed.clone(memory_format=torch.contiguous_format)
 
 
 def _errors(x: Tensor, quantized: Tensor, table: WidthTable) -> Tensor:
     """What quantization added, bf16: step times distance to the nearest code, or to the end.
 
-    Lines that travel as bf16 have the error that codes of their width and full range would have.
-    Exact tokens, whose errors no width changes, have none.
+    Channels that travel as bf16 have the error that codes of their width and full range would
+    have. Exact tokens, whose errors no width changes, have none.
 
     Args:
-        x: ``[values of a line, lines]``.
+        x: ``[tokens, channels]``.
         quantized: The same, encoded and decoded.
-        table: Of the lines.
+        table: Widths of the channels.
     """
     # Rounded once: differences of bf16 are computed in fp32 and rounded to bf16, without copies.
     if torch.float16 in (x.dtype, quantized.dtype):
@@ -132,19 +110,19 @@ class _AdaptiveQuantize(torch.autograd.Function):
         ctx: Any, x: Tensor, anchor: Tensor, gate: BitGate, arrives: Tensor | None
     ) -> Tensor:
         ctx.gate = gate
-        lines = _as_lines(x, gate)
-        table = gate.table(lines.shape[1])
+        rows, table = _rows(x), gate.table()
         if arrives is not None:
-            ctx.save_for_backward(_errors(lines, _as_lines(arrives, gate), table))
+            ctx.save_for_backward(_errors(rows, _rows(arrives), table))
             return x.view_as(x)
-        quantized = round_trip_mixed(lines, table, gate.ranges)
-        ctx.save_for_backward(_errors(lines, quantized, table))
-        return _in_shape_of(x, quantized, gate)
+        quantized = round_trip_mixed(rows, table, gate.ranges)
+        ctx.save_for_backward(_errors(rows, quantized, table))
+        # No view: FSDP2 loses its hook on a module's output where a view is changed in place.
+        return quantized.resize_(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (errors,) = ctx.saved_tensors
-        sums = (_as_lines(grad, ctx.gate).float() * errors).sum(0)
+        sums = (_rows(grad).float() * errors).sum(0)
         ctx.gate.accumulate(torch.stack([sums, errors.float().square().sum(0)]), errors.shape[0])
         return grad, None, None, None

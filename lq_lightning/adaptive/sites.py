@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lq_lightning.foundation.blocks import is_silent_container
-from lq_lightning.foundation.trunk import Trunk, find_trunk
+from lq_lightning.foundation.layer_stack import LayerStack, find_layer_stack, is_silent_container
 
 from .gate import BitGate
 from .quantize import adaptive_quantize
@@ -30,21 +29,17 @@ _SAYS_HEAD = "get_output_embeddings"
 def find_sites(module: nn.Module, sites: str | Sequence[str] = "boundaries") -> tuple[str, ...]:
     """Find places where hidden states can be quantized.
 
-    ``"boundaries"`` are the hidden states in front of the first of the model's repeated blocks,
-    which is what the embeddings produce, and those in front of the LM head; where the head is no
-    module, as with a tied matrix that is multiplied in ``forward``, behind the last module.
-    ``"layers"`` are these and the output of every block.
+    ``"boundaries"`` are the hidden states before the first of the model's repeated blocks (the
+    output of the embeddings) and before the LM head; where the head is no module, as with a tied
+    matrix that is multiplied in ``forward``, after the last module. ``"layers"`` adds the output
+    of every block.
 
-    Other sites are named as ``named_modules()`` does, with the end of the module:
+    Other sites are named as by ``named_modules()``, with the end of the module:
     ``"model.layers.3:output"`` (also without ``:output``) or ``"lm_head:input"``. In a pattern
     such as ``"model.layers.*:output"`` each ``*`` stands for a part between dots.
 
-    Args:
-        module: The whole model; it is not changed.
-        sites: One or several of these.
-
     Returns:
-        Names, in the order in which the model comes to them as far as that is known.
+        Names, in the order in which the model reaches them as far as that is known.
 
     Raises:
         ValueError: A name or pattern that matches nothing or names a container that is never
@@ -62,24 +57,24 @@ def find_sites(module: nn.Module, sites: str | Sequence[str] = "boundaries") -> 
 
 def _group(module: nn.Module, group: str) -> list[str]:
     try:
-        trunk = find_trunk(module)
+        stack = find_layer_stack(module)
     except (ValueError, NotImplementedError) as error:
         raise ValueError(
             f"`sites={group!r}` needs a model with one list of repeated blocks, which "
             f"`{type(module).__name__}` is not: {error} Name the sites instead, such as "
             f"`sites=['{_example(module)}:output']`."
         ) from error
-    outputs = [f"{layer}:output" for layer in trunk.layers] if group == "layers" else []
-    return [f"{trunk.layers[0]}:input", *outputs, _head(module, trunk)]
+    outputs = [f"{layer}:output" for layer in stack.layers] if group == "layers" else []
+    return [f"{stack.layers[0]}:input", *outputs, _head(module, stack)]
 
 
-def _head(module: nn.Module, trunk: Trunk) -> str:
-    """Where the LM head is called, or, if it is no module, behind what runs last.
+def _head(module: nn.Module, stack: LayerStack) -> str:
+    """Input of the LM head, or, if it is no module, the output of the last module.
 
-    It is what the model itself says (as those of Hugging Face do), or the last module with a matrix
+    The head is what the model itself names (as Hugging Face's do), or the last module with a matrix
     around the blocks, of the innermost parent that has one: a LightningModule may have others.
     """
-    parts = {name: module.get_submodule(name) for name in trunk.after}
+    parts = {name: module.get_submodule(name) for name in stack.after}
     owners: list[Any] = [getattr(m, _SAYS_HEAD, None) for m in module.modules()]
     heads = [says() for says in owners if says is not None]
     if known := [name for name, part in parts.items() if any(part is head for head in heads)]:
@@ -90,7 +85,7 @@ def _head(module: nn.Module, trunk: Trunk) -> str:
     for names in levels.values():
         if found := [n for n in names if any(p.dim() > 1 for p in parts[n].parameters())]:
             return f"{found[-1]}:input"
-    innermost = next(iter(levels.values()), [trunk.layers[-1]])
+    innermost = next(iter(levels.values()), [stack.layers[-1]])
     return f"{innermost[-1]}:output"
 
 
@@ -133,7 +128,7 @@ def _example(module: nn.Module) -> str:
 
 
 class AttachedSites:
-    """Quantizers at work in a module."""
+    """Quantizers that are installed in a module."""
 
     def __init__(self, handles: list[RemovableHandle]) -> None:
         self._handles = handles
@@ -146,19 +141,7 @@ class AttachedSites:
 
 
 def attach(module: nn.Module, gates: Mapping[str, BitGate]) -> AttachedSites:
-    """Quantize hidden states of a module by gates.
-
-    Args:
-        module: Its forward passes are changed; its names, parameters and state dict are not.
-            Compile or shard it afterwards.
-        gates: By site, as ``find_sites`` names them.
-
-    Returns:
-        A handle whose ``remove()`` undoes it.
-
-    Raises:
-        ValueError: A site that does not exist.
-    """
+    """Quantize hidden states of a module by gates: ``attach_quantizers`` for each gate's site."""
     return attach_quantizers(
         module, {site: partial(adaptive_quantize, gate=gate) for site, gate in gates.items()}
     )
@@ -171,11 +154,9 @@ def attach_quantizers(module: nn.Module, quantizers: Mapping[str, Quantizer]) ->
     called by keywords alone, ``hidden_states`` or else the first floating-point tensor.
 
     Args:
-        module: Its forward passes are changed; its names, parameters and state dict are not.
-        quantizers: By site, as ``find_sites`` names them.
-
-    Returns:
-        A handle whose ``remove()`` undoes it.
+        module: Module whose forward passes change; names, parameters and state dict do not.
+            Compile or shard it afterwards.
+        quantizers: Functions by site, as ``find_sites`` names them.
 
     Raises:
         ValueError: A site that does not exist.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, GateOptimizer, attach
-from lq_lightning.pipeline.gated import GatedBoundaries
+from lq_lightning.pipeline.boundary_widths import BoundaryWidths
 
 from . import adaptive_checks
 from .adaptive_pipeline import PipelineGates
@@ -28,7 +28,7 @@ __all__ = ["AdaptiveBits"]
 class AdaptiveBits(Callback):
     """Quantizes hidden states in bit widths that are trained with the model.
 
-    Every channel (or token position) of every site has a gate, which stands for a number of bits.
+    Every channel of every site has a gate, which stands for a number of bits.
     Gates start at many bits and are trained on the loss and on a penalty for bits until the mean
     over all sites has come down to ``target``; from then on the mean is held, and channels and
     sites that need more bits get them from those that need fewer. (AMAQ, arXiv 2510.05468.)
@@ -49,22 +49,14 @@ class AdaptiveBits(Callback):
         sites: ``"boundaries"``: in front of the model's first block and of its LM head.
             ``"layers"``: behind every block, too. Or names of modules, such as
             ``"model.layers.3:output"``; see ``lq_lightning.adaptive.find_sites``.
-        per: What gets a width: each ``"channel"`` or each ``"position"`` in the sequence.
-        positions: Longest sequence, for ``per="position"``.
         min_bits: Fewest bits; None: 1.
         max_bits: Most bits; None: 16, or 8 for targets below 3.5.
-        start_bits: Mean bits at the beginning, which the first step shares out among lines by their
+        start_bits: Mean bits at the beginning, which the first step deals out to channels by their
             errors; None: 8, or 6 for targets below 3.5.
-        alpha: Slope of the function from gates to bits.
-        regularizer: The penalty: the mean of squared (``"l2"``) or plain (``"l1"``) shares of the
-            range of bits.
-        beta: Its weight against the loss. More: the target is reached sooner.
-        learning_rate: Of the gates.
-        settled_scale: ``learning_rate`` and ``beta`` are multiplied by it at the target.
-        tolerance: How far the mean may be from the target once it was reached, in bits.
+        beta: Weight of the penalty for bits against the loss. More: the target is reached sooner.
+        learning_rate: Learning rate of the gates. It and ``beta`` fall to a tenth at the target.
         reach_in_steps: Optimizer steps in which the target is reached at the latest. None: sooner
             or later, by ``beta`` and ``learning_rate``, if they win over the loss.
-        ranges: Of lines: ``"fitted"`` to mean and deviation, or ``"full"``: minimum to maximum.
         histogram_every_n_steps: Optimizer steps between two histograms for the loggers; 0: none.
 
     Raises:
@@ -79,19 +71,12 @@ class AdaptiveBits(Callback):
         self,
         target: float = 4.0,
         sites: str | list[str] = "boundaries",
-        per: Literal["channel", "position"] = "channel",
-        positions: int | None = None,
         min_bits: float | None = None,
         max_bits: float | None = None,
         start_bits: float | None = None,
-        alpha: float = 1.0,
-        regularizer: Literal["l2", "l1"] = "l2",
         beta: float = 0.02,
         learning_rate: float = 1e-2,
-        settled_scale: float = 0.1,
-        tolerance: float = 0.1,
         reach_in_steps: int | None = None,
-        ranges: Literal["fitted", "full"] = "fitted",
         histogram_every_n_steps: int = 500,
     ) -> None:
         super().__init__()
@@ -99,21 +84,13 @@ class AdaptiveBits(Callback):
         self.config = AdaptiveBitsConfig.preset(
             target,
             owner=type(self).__name__,
-            alpha=alpha,
-            regularizer=regularizer,
             beta=beta,
             learning_rate=learning_rate,
-            settled_scale=settled_scale,
-            tolerance=tolerance,
             reach_in_steps=reach_in_steps,
-            ranges=ranges,
             **{name: value for name, value in ends.items() if value is not None},
         )
         adaptive_checks.check_count(self, "histogram_every_n_steps", histogram_every_n_steps, 0)
         self._sites = [sites] if isinstance(sites, str) else list(sites)
-        self._per = per
-        self._positions = positions
-        adaptive_checks.check_positions(self, per, positions)
         self._histogram_every_n_steps = histogram_every_n_steps
         self._model: weakref.ref[nn.Module] | None = None
         self._optimizer: GateOptimizer | None = None
@@ -178,13 +155,13 @@ class AdaptiveBits(Callback):
                     pl_module, lambda module: self._place(trainer, module)
                 )
 
-    def connect_boundaries(self, boundaries: GatedBoundaries, module: nn.Module) -> None:
+    def connect_boundaries(self, boundaries: BoundaryWidths, module: nn.Module) -> None:
         """Learn the widths of what crosses a pipeline's boundaries: see ``LearnsWidths``."""
         before, state = self._trained_on(module), self._restored
         if state is None and before is not None:
             state = before.state_dict()
             state["gates"] = boundaries.gather(state["gates"])  # after an error each has its own
-        pipeline = PipelineGates(self.config, self._per, self._positions, boundaries, state)
+        pipeline = PipelineGates(self.config, boundaries, state)
         self._optimizer, self._placement = pipeline.optimizer, pipeline.placement
         self._model = weakref.ref(module)
 
@@ -227,7 +204,7 @@ class AdaptiveBits(Callback):
         sites = ", ".join(f"`{site}`" for site in names)
         config = self.config
         rank_zero_info(
-            f"{type(self).__name__}: {len(names)} sites, bits per {self._per} from "
+            f"{type(self).__name__}: {len(names)} sites, bits per channel from "
             f"{config.min_bits:g} to {config.max_bits:g}, mean {self._require().mean:.2f} to "
             f"{config.target:g}: {sites}"
         )
@@ -255,7 +232,7 @@ class AdaptiveBits(Callback):
         if placement is None:
             raise AssertionError("Lightning calls `configure_model` before")
         if self._steps == 0:
-            placement.check_lines()
+            placement.check_channels()
         return self._require().take(placement.device)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -391,4 +368,4 @@ class AdaptiveBits(Callback):
         self._optimizer = optimizer
 
     def _make_gate(self, site: str) -> BitGate:
-        return BitGate(self.config, self._positions, per=self._per, name=site)
+        return BitGate(self.config, name=site)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import get_args
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -11,8 +10,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lq_lightning.adaptive import GateOptimizer
-from lq_lightning.adaptive.gate import Lines
-from lq_lightning.foundation.checks import check_choice, is_whole
+from lq_lightning.adaptive.config import TOLERANCE
+from lq_lightning.foundation.checks import is_whole
 
 from .strategy_check import check_strategy
 
@@ -20,7 +19,6 @@ __all__ = [
     "check_count",
     "check_hyperparameters",
     "check_optimizers",
-    "check_positions",
     "check_run",
     "warn_if_missed",
 ]
@@ -39,23 +37,6 @@ def check_count(callback: Callback, field: str, value: object, least: int) -> No
             f"`{type(callback).__name__}({field}={value!r})` must be a whole number of {least} or "
             "more."
         )
-
-
-def check_positions(callback: Callback, per: str, positions: int | None) -> None:
-    """Refuse unknown lines, a longest sequence without lines per position, and the reverse.
-
-    Raises:
-        ValueError: One is there without the other, or is none.
-    """
-    owner = type(callback).__name__
-    check_choice(owner, "per", per, get_args(Lines))
-    if (per == "position") != (positions is not None):
-        raise ValueError(
-            f"`{owner}(per={per!r}, positions={positions!r})`: `positions`, the longest sequence, "
-            "belongs to per='position', which needs it."
-        )
-    if positions is not None:
-        check_count(callback, "positions", positions, 1)
 
 
 def check_run(callback: Callback, trainer: pl.Trainer, sites: Sequence[str]) -> None:
@@ -139,7 +120,7 @@ def warn_if_missed(callback: Callback, optimizer: GateOptimizer) -> None:
         optimizer: Of these, after the last step.
     """
     config = optimizer.config
-    if optimizer.mean > config.target + config.tolerance:
+    if optimizer.mean > config.target + TOLERANCE:
         remedy = (
             f"Raise `beta`, which is {config.beta:g}, or `learning_rate`, train on, or give "
             "`reach_in_steps`."

@@ -19,10 +19,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, GateOptimizer, adaptive_quantize
 from lq_lightning.codecs.mixed import WidthTable
-from lq_lightning.pipeline.gated import GatedBoundaries
-from lq_lightning.pipeline.message import Message
-from lq_lightning.pipeline.mixed import Lines
-from lq_lightning.pipeline.stage import Boundary
+from lq_lightning.pipeline.boundary_widths import BoundaryWidths
+from lq_lightning.pipeline.message import BoundaryMeta, Message
 
 from .gate_placement import GatePlacement
 
@@ -35,15 +33,13 @@ class PipelineGates:
     A listener of the pipeline: ``starts``, ``encode`` and ``returned`` are for its engine.
 
     Args:
-        config: of all gates.
-        per: what a line is.
-        lines: of each gate; None for channels, as many as hidden states have.
-        boundaries: of the run; they are told how messages begin.
-        state: of the gates of all boundaries, of any number of stages; None to begin. Boundaries
-            that are no longer there are dropped, new ones begin at the mean, each with a warning.
+        config: options of all gates.
+        boundaries: boundaries of the run, whose starting widths are set here.
+        state: gates of all boundaries, of any number of stages; None to start. Boundaries that
+            are gone are dropped, new ones start at the mean, each with a warning.
 
     Attributes:
-        optimizer: of the gates of the boundaries that this rank sends over, by name.
+        optimizer: optimizer of the gates of the boundaries that this rank sends over.
 
     Raises:
         ValueError: on all ranks: ``state`` has gates that mean something else.
@@ -53,17 +49,14 @@ class PipelineGates:
     def __init__(
         self,
         config: AdaptiveBitsConfig,
-        per: Lines,
-        lines: int | None,
-        boundaries: GatedBoundaries,
+        boundaries: BoundaryWidths,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        self._config, self._per, self._given_lines = config, per, lines
-        self._boundaries = boundaries
-        self._lines = lines  # of each gate, once they are known
+        self._config, self._boundaries = config, boundaries
+        self._channels: int | None = None  # of hidden states, once they are known
         gates = self._gates_of_all()
         if state is not None:
-            state = _for_boundaries(state, tuple(gates), config, per)
+            state = _for_boundaries(state, tuple(gates), config)
             # On every rank those of all boundaries, so that no rank finds an error alone.
             GateOptimizer(gates, config).load_state_dict(state)
         own = {each.name: gates[each.name] for each in boundaries.sent}
@@ -78,33 +71,28 @@ class PipelineGates:
         self._edges: dict[tuple[int, int], GradientEdge] = {}
 
         def start(count: int) -> WidthTable:
-            return BitGate(config, count, per=per).table()
+            return BitGate(config, count).table()
 
         known = {each.index: gates[each.name] for each in boundaries.all}
         boundaries.begin(
             start,
-            per,
-            config.ranges,
-            {index: gate.table() for index, gate in known.items() if gate.lines is not None},
-            {"`AdaptiveBits`": repr(config), "its positions": str(lines)},
+            {index: gate.table() for index, gate in known.items() if gate.channels is not None},
+            {"`AdaptiveBits`": repr(config)},
         )
         boundaries.listen(self)
 
     def _gates_of_all(self) -> dict[str, BitGate]:
         """New gates of all boundaries, by name."""
-        return {
-            each.name: BitGate(self._config, self._given_lines, per=self._per, name=each.name)
-            for each in self._boundaries.all
-        }
+        return {each.name: BitGate(self._config, name=each.name) for each in self._boundaries.all}
 
     # --- in a step of the pipeline ----------------------------------------------------------------
 
-    def starts(self, boundary: Boundary) -> None:
-        """Note how many lines hidden states have, on all ranks."""
-        if self._lines is None:
-            self._lines = self._boundaries.num_lines(boundary.shape)
+    def starts(self, boundary: BoundaryMeta) -> None:
+        """Note how many channels hidden states have, on all ranks."""
+        if self._channels is None:
+            self._channels = boundary.shape[-1]
         for gate in self._gates.values():
-            gate.expect(self._boundaries.num_lines(boundary.shape))
+            gate.expect(boundary.shape[-1])
 
     def encode(self, message: Message, hidden: Tensor) -> Tensor:
         """Return the payload.
@@ -145,10 +133,10 @@ class PipelineGates:
         self._edges.clear()
 
     def _exchange(self) -> None:
-        if self._lines is None:
+        if self._channels is None:
             raise AssertionError("gates change after a step of the pipeline")
         tables = {index: gate.table() for index, gate in self._gates.items()}
-        self._boundaries.exchange(tables, self._lines)
+        self._boundaries.exchange(tables, self._channels)
 
     def _finish(self, own: GateOptimizer) -> GateOptimizer:
         whole = GateOptimizer(self._gates_of_all(), own.config)
@@ -157,7 +145,7 @@ class PipelineGates:
 
 
 def _for_boundaries(
-    state: Mapping[str, Any], names: Sequence[str], config: AdaptiveBitsConfig, per: Lines
+    state: Mapping[str, Any], names: Sequence[str], config: AdaptiveBitsConfig
 ) -> dict[str, Any]:
     """Return the state of gates with entries for these boundaries, and say what was changed."""
     GateOptimizer({}, config, total=torch.clone).load_state_dict({**state, "gates": {}})  # or raise
@@ -180,5 +168,5 @@ def _for_boundaries(
         like = next(iter(saved.values()))["state"]
         first = torch.zeros_like(like)
         first[0] = replace(config, target=mean, start_bits=mean).start
-        saved |= {name: {"per": per, "state": first.clone()} for name in new}
+        saved |= {name: {"per": "channel", "state": first.clone()} for name in new}
     return {**state, "gates": {name: saved[name] for name in names}}

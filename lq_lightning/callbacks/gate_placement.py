@@ -80,16 +80,15 @@ class GatePlacement:
             skipped = self.total(skipped)
         return {**state, "gates": self.join(state["gates"]), "skipped_lines": int(skipped)}
 
-    def check_lines(self) -> None:
-        """Raise on all ranks unless all gates know their lines, the same everywhere.
+    def check_channels(self) -> None:
+        """Raise on all ranks unless all gates know their channels, the same everywhere.
 
         Raises:
             RuntimeError: A site was not run yet, or differs between ranks.
         """
-        lines = [{name: gate.lines for name, gate in self.gates.items()}]
-        lines = self.gather(lines[0])
-        for name in dict.fromkeys(name for rank in lines for name in rank):
-            found = [rank.get(name) for rank in lines]
+        channels = self.gather({name: gate.channels for name, gate in self.gates.items()})
+        for name in dict.fromkeys(name for rank in channels for name in rank):
+            found = [rank.get(name) for rank in channels]
             if None in found:
                 where = "" if len(found) == 1 else f" on rank {found.index(None)}"
                 raise RuntimeError(
@@ -114,7 +113,7 @@ def measured_bits(optimizer: GateOptimizer, placement: GatePlacement | None) -> 
     sums = torch.zeros(len(names) + 1, 4, dtype=torch.float64)
     for row, name in zip(sums, names, strict=False):
         gate = optimizer.gates.get(name)
-        if gate is not None and gate.lines is not None:
+        if gate is not None and gate.channels is not None:
             weights = gate.values if gate.values.any() else torch.ones_like(gate.values)
             row[0], row[1] = gate.bits().double() @ weights.double(), weights.sum()
             if not math.isnan(effective := gate.effective_bits()):

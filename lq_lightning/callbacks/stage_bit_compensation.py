@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lq_lightning.pipeline.in_flight import InFlight, compensated_bits, in_flight
+from lq_lightning.pipeline.schedules import InFlight, compensated_bits, in_flight
 
 from .activation_quantization import ActivationQuantization
 

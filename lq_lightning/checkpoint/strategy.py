@@ -26,7 +26,7 @@ from lq_lightning.checkpoint.folder import (
 )
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint, naming
-from lq_lightning.foundation.broadcast import broadcast_module_states
+from lq_lightning.foundation.agreement import broadcast_module_states
 from lq_lightning.foundation.parameters import tied_names
 
 __all__ = ["CheckpointingStrategy"]

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lq_lightning.foundation.transfer import send_to
+from lq_lightning.foundation.streams import send_to
 from lq_lightning.kernels.message import ALIGNMENT_NBYTES, round_up
 from lq_lightning.kernels.mixed import (
     MAX_CODE_WIDTH,

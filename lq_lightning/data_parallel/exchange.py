@@ -8,7 +8,7 @@ import torch
 
 from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
 from lq_lightning.foundation import streams
-from lq_lightning.foundation.streams import NetworkStages
+from lq_lightning.foundation.streams import CommPipeline
 
 __all__ = ["ExchangeSchedule"]
 
@@ -29,7 +29,7 @@ class ExchangeSchedule:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._first: torch.cuda.Stream | None = None
-        self._later = NetworkStages()
+        self._later = CommPipeline()
 
     def run(self, stacks: Iterable[Sequence[WeightDifferenceAllGather]]) -> None:
         """Exchange the differences of units, in this order. Every rank must call this.

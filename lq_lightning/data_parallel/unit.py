@@ -13,7 +13,7 @@ from lq_lightning._compat.fsdp2 import GroupParam
 from lq_lightning._compat.torch import after_backward, backward_id
 from lq_lightning.codecs import CodecSpec, derive_seed
 from lq_lightning.data_parallel.layout import Segment, segment_runs
-from lq_lightning.foundation.streams import NetworkStages
+from lq_lightning.foundation.streams import CommPipeline
 from lq_lightning.foundation.topology import Topology
 from lq_lightning.foundation.traffic import ErrorSums, Traffic
 
@@ -42,7 +42,7 @@ class DeferredReductions:
     """
 
     def __init__(self) -> None:
-        self._stages = NetworkStages()
+        self._stages = CommPipeline()
         self._backward = -1
         self._waiting: tuple[object, Callable[[], None]] | None = None
 

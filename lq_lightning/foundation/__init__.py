@@ -1,4 +1,1 @@
-"""What several of the sibling packages need: one floor below all of them.
-
-Nothing here knows of codecs, kernels or Lightning.
-"""
+"""Code that sibling packages share; it knows nothing of codecs, kernels or Lightning."""

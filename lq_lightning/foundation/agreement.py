@@ -1,18 +1,28 @@
-"""Agreement between ranks: about tensors that they exchange, and small numbers per step."""
+"""Agreement between ranks: on tensors that they exchange, on modules, and on numbers per step."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lq_lightning.foundation import streams
 
-__all__ = ["MaxReduction", "check_same_entries", "describe", "first_other", "gather_objects"]
+__all__ = [
+    "MaxReduction",
+    "broadcast_module_states",
+    "check_alike",
+    "check_same_entries",
+    "describe",
+    "first_other",
+    "gather_objects",
+]
 
 T = TypeVar("T")
 
@@ -26,13 +36,9 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def first_other(value: T, group: dist.ProcessGroup | None = None) -> tuple[T, T, int] | None:
-    """Find the first rank of a group that has another value than its first rank.
+    """Find the first rank of a group (``None``: the world) whose value differs from the first's.
 
-    All ranks call it. Only hashes of the values' ``repr`` travel, unless they differ.
-
-    Args:
-        value: Any object that can be pickled.
-        group: ``None`` is the world.
+    All ranks call it. Only hashes of the picklable values' ``repr`` travel, unless they differ.
 
     Returns:
         The two values and that rank's number in the group; None if all ranks have the same.
@@ -58,16 +64,16 @@ def check_same_entries(
     advice: str,
     votes: Sequence[int] = (),
 ) -> list[int]:
-    """Make sure that ranks are about to exchange the same tensors, in one small all-reduce.
+    """Check that ranks are about to exchange the same tensors, in one small all-reduce.
 
     Only hashes travel, unless they differ.
 
     Args:
         entries: Description of each tensor by its name, in any order.
-        group: All its ranks call this; ``None`` is the world.
-        device: From where the group sends.
-        differ: Begins the error, such as "ranks have different buffers".
-        advice: What to do about it; ends the error.
+        group: Group whose ranks all call this; ``None`` is the world.
+        device: Device from which the group sends.
+        differ: Beginning of the error, such as "ranks have different buffers".
+        advice: End of the error: what to do about it.
         votes: Integers that travel along, equally many on every rank.
 
     Returns:
@@ -96,14 +102,14 @@ def check_same_entries(
 
 
 class MaxReduction:
-    """Starts reductions of a few small numbers to their maxima, which are waited for later.
+    """Starts all-reduces of a few small numbers to their maxima, which are waited for later.
 
-    Neither the host nor the computing stream waits when a reduction is started and the one before
-    has been read. On a GPU it runs on a stream of its own (see [Note: streams]). Unless values are
-    computed there, it is done as soon as all ranks have started it.
+    Neither the host nor the computing stream waits when one is started and the one before has been
+    read. On a GPU it runs on a stream of its own (see [Note: streams]). Unless values are computed
+    there, it is done as soon as all ranks have started it.
 
     Args:
-        device: Where the ranks of the groups to be used keep their tensors.
+        device: Device on which the ranks of the groups keep their tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -116,7 +122,7 @@ class MaxReduction:
         """Start the reduction of ``values`` (in 0..255, equally many on every rank) over ``group``.
 
         Args:
-            values: Known to the host.
+            values: Numbers known to the host.
             group: Process group.
             more: Further values, uint8 on the device, of the current stream. The host does not wait
                 for them; the reduction does.
@@ -157,3 +163,59 @@ class MaxReduction:
             return result.tolist()
 
         return read
+
+
+# --- modules ------------------------------------------------------------------------------------
+
+
+def check_alike(root: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Check that ranks (``None``: the world) have the same parameters and buffers, in one order.
+
+    All ranks call this. Values are sent and gradients reduced by position: a difference would mix
+    them up, or hang.
+
+    Raises:
+        ValueError: On all ranks: they differ in a name, shape, dtype, in what is trained, or in
+            what is on the meta device.
+    """
+    named = (*root.named_parameters(), *root.named_buffers())
+    mine = [
+        f"`{name}` of shape {tuple(tensor.shape)}, {tensor.dtype}, "
+        f"{'trained' if tensor.requires_grad else 'not trained'}"
+        f"{' and on the meta device' if tensor.is_meta else ''}"
+        for name, tensor in named
+    ]
+    found = first_other(mine, group)
+    if found is None:
+        return
+    *both, rank = found
+    pairs = zip_longest(*both, fillvalue="nothing more")
+    place, (first, other) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    raise ValueError(
+        f"ranks have built different modules: number {place + 1} of the parameters and buffers of "
+        f"`{type(root).__name__}` is {first} on the first rank, but {other} on rank {rank} of "
+        f"{dist.get_world_size(group)}. Ranks send values and add up gradients by position. Build "
+        "the same module on all of them, with its parts in the same order and the same ones frozen."
+    )
+
+
+def broadcast_module_states(
+    root: nn.Module, *, parameters: bool, group: dist.ProcessGroup | None = None
+) -> None:
+    """Copy buffers, and with ``parameters`` also unsharded parameters, from rank 0 to all ranks.
+
+    As in DDP, so that ranks that initialized the model differently train one model. Tensors on the
+    meta device and DTensors are left alone. ``group`` has the ranks that hold this module; ``None``
+    is the world.
+    """
+    device = "cuda" if dist.get_backend(group) == "nccl" else None
+    named = [*sorted(root.named_buffers()), *sorted(root.named_parameters() if parameters else ())]
+    for _, tensor in named:  # by name, whatever the order of modules
+        if tensor.is_meta or isinstance(tensor, DTensor):
+            continue
+        staged = tensor.detach().to(device) if device else tensor.detach()
+        staged = staged.contiguous()
+        flat = staged.view(-1).view(torch.uint8)  # gloo knows no float8
+        dist.broadcast(flat, group=group, group_src=0)
+        if staged.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(staged)

@@ -1,4 +1,4 @@
-"""Checks of options, with messages that name the value, what is allowed and what to do."""
+"""Checks of options, with messages that name the value, the allowed ones and the remedy."""
 
 from __future__ import annotations
 

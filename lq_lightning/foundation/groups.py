@@ -1,10 +1,10 @@
-"""Process groups: made once for all runs of a process, and those of a topology's two levels.
+"""Process groups that are made once for all runs of a process, and those of a topology.
 
-A group has threads and open files, and torch frees them only when it is destroyed. Nobody can tell
-when that is safe: a module that was sharded over a group needs it as long as it lives, and it lives
-until the garbage collector finds it, at different times on different ranks. So groups are kept as
-long as the default group lives, and the next run of the same ranks uses them again. All ranks of a
-group ask for the same ones in the same order, so that they find or make them together.
+A group has threads and open files, which torch frees only when it is destroyed. Nobody can tell
+when that is safe: a module that was sharded over a group needs it until the garbage collector finds
+the module, at different times on different ranks. So groups are kept as long as the default group
+lives, and the next run of the same ranks reuses them. All ranks of a group ask for the same ones in
+the same order, so that they find or make them together.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GroupOrMesh = TypeVar("GroupOrMesh", dist.ProcessGroup, DeviceMesh)
 
 
 class _Made:
-    """What was made since the default group began."""
+    """Groups and meshes that were made since the default group was initialized."""
 
     def __init__(self) -> None:
         self.world: dist.ProcessGroup | None = None
@@ -71,8 +71,8 @@ _runs = count()  # never from the beginning again: a store may outlive a default
 def _keep_garbage_from_children() -> None:
     """Let no forked process destroy a group of its parent.
 
-    What holds a group may be garbage in a cycle (FSDP2's states are). Collecting it in a forked
-    worker would run the group's destructor, which joins threads that the worker does not have.
+    A group's owner may be garbage in a cycle (as FSDP2's states). Collecting it in a forked worker
+    would run the group's destructor, which joins threads that the worker does not have.
     """
     os.register_at_fork(after_in_child=gc.freeze)
 
@@ -86,13 +86,9 @@ def _shared(key: Hashable, make: Callable[[], GroupOrMesh]) -> GroupOrMesh:
 
 
 def shared_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
-    """The mesh of all ranks with these axes, made once; all ranks call it.
+    """Return the mesh of all ranks with these axes, made once; all ranks call it.
 
-    Its groups have the timeout of the default group.
-
-    Args:
-        device_type: Where tensors are.
-        axes: Their sizes by name, outer ones first.
+    Its groups have the timeout of the default group. ``axes`` has sizes by name, outer ones first.
     """
 
     def make() -> DeviceMesh:
@@ -107,13 +103,9 @@ def shared_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
 def shared_group(
     key: Hashable, parent: dist.ProcessGroup, make: Callable[[], dist.ProcessGroup]
 ) -> dist.ProcessGroup:
-    """A group of ranks of ``parent``, made once for each key; all of its ranks call this.
+    """Return a group of ranks of ``parent``, made once for each key; all of its ranks call this.
 
-    Args:
-        key: The same on all ranks of ``parent``; says what the group is used for and of which of
-            its ranks it is.
-        parent: Ranks that meet to make it.
-        make: Makes it.
+    ``key`` is the same on all ranks of ``parent``: the group's purpose and ranks.
     """
     ranks = tuple(dist.get_process_group_ranks(parent))
     return _shared((key, ranks, dist.get_backend(parent)), make)
@@ -122,13 +114,13 @@ def shared_group(
 def shared_split(
     use: str, parent: dist.ProcessGroup, rows: list[list[int]], device: torch.device
 ) -> dist.ProcessGroup:
-    """The group of those ranks of ``parent`` in one row with this one, made once for each use.
+    """Return the group of the ranks of ``parent`` in one row with this rank, made once per use.
 
     Args:
-        use: What the group is for: other uses have groups of their own.
-        parent: All of its ranks call this.
-        rows: As ``split_group`` takes them.
-        device: Where the tensors are that will be sent.
+        use: Purpose of the group: other uses have groups of their own.
+        parent: Group whose ranks all call this.
+        rows: Rows as for ``split_group``.
+        device: Device of the tensors that will be sent.
     """
     key = (use, tuple(map(tuple, rows)))
     return shared_group(key, parent, lambda: split_group(parent, rows, device))
@@ -145,13 +137,11 @@ def distrust_groups() -> None:
 
 
 def prepare_groups(timeout: timedelta | None) -> None:
-    """Agree before a run that groups may be used again; all ranks of the default group call it.
+    """Agree before a run that groups may be reused; all ranks of the default group call it.
 
     After a run that failed on some rank, others may have operations under way that it never
-    started, which would meet those of the next run. Then all ranks make new groups.
-
-    Args:
-        timeout: How long to wait for the others.
+    started, which would meet those of the next run. Then all ranks make new groups. Waits for the
+    others for up to ``timeout``.
     """
     _made.refresh()
     if dist.get_world_size() == 1:
@@ -169,9 +159,9 @@ class RankGroups(NamedTuple):
     """The process groups of a topology that one rank belongs to.
 
     Attributes:
-        every: All ranks, in the topology's order.
-        intra: Ranks of this node, in local-rank order.
-        inter: Ranks with this local rank, in node order.
+        every: Group of all ranks, in the topology's order.
+        intra: Group of this node, in local-rank order.
+        inter: Group of the ranks with this local rank, in node order.
     """
 
     every: dist.ProcessGroup
@@ -187,10 +177,10 @@ class RankGroups(NamedTuple):
         often.
 
         Args:
-            topology: Of the ranks of ``every``.
-            every: The group that the model is sharded over. Groups made of it inherit its backend
-                and timeout.
-            device: Where the tensors are that will be sent.
+            topology: Topology of the ranks of ``every``.
+            every: Group that the model is sharded over. Groups made of it inherit its backend and
+                timeout.
+            device: Device of the tensors that will be sent.
 
         Raises:
             ValueError: ``topology`` is not one of these ranks.

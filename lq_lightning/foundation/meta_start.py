@@ -1,9 +1,8 @@
-"""Modules that were built on the meta device: give them memory and values, and check that it did.
+"""Memory and values for modules that were built on the meta device, and a check that all got some.
 
-``to_empty`` gives a tensor whatever the memory held before, and a class without a
-``reset_parameters`` that fills it trains on that. So new memory is marked, and whatever bears the
-mark when the first step comes has been given no value: by ``reset_parameters``, by a checkpoint, or
-by a hook of the user's.
+``to_empty`` gives a tensor whatever the memory held before, and a class whose ``reset_parameters``
+does not fill it trains on that. So new memory is marked, and a tensor that still has the mark at
+the first step was given no value: by ``reset_parameters``, a checkpoint, or a hook of the user's.
 """
 
 from __future__ import annotations
@@ -22,13 +21,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def initialize_meta_tensors(root: nn.Module, device: torch.device) -> None:
-    """Allocate tensors on the meta device, and call ``reset_parameters`` of their modules.
+    """Allocate meta tensors on ``device``, and call ``reset_parameters`` of their modules.
 
-    Tensors with values keep them. :func:`check_values` finds those that got none.
-
-    Args:
-        root: Sharded or not.
-        device: Where to allocate.
+    Tensors with values keep them. :func:`check_values` finds those that got none. ``root`` may be
+    sharded.
     """
     marked = {name for name, tensor in _named(root).items() if tensor.is_meta}
     if not marked:
@@ -41,9 +37,9 @@ def initialize_meta_tensors(root: nn.Module, device: torch.device) -> None:
         bits.fill_(_mark(tensors[name], bits))
     new = {id(tensors[name]) for name in marked}
     root.__dict__[_RECORD] = marked
-    # those of single modules, which `load_pretrained` sets, come last: another module that has the
-    # same tensor (tied weights) must not initialize it again. They are looked up before any is
-    # called: each works once, and another module's may call those of its children
+    # Those of instances, which `load_pretrained` sets, come last: another module that has the same
+    # tensor (tied weights) must not initialize it again. They are looked up before any is called:
+    # each works once, and another module's may call those of its children.
     owners.sort(key=lambda owner: "reset_parameters" in owner.__dict__)
     resets = [getattr(module, "reset_parameters", None) for module in owners]
     unloaded = {module for module in owners if "reset_parameters" not in module.__dict__}
@@ -58,10 +54,9 @@ def initialize_meta_tensors(root: nn.Module, device: torch.device) -> None:
 
 
 def _reset_adapters(root: nn.Module, new: set[nn.Module]) -> None:
-    """Initialize those of peft's LoRA layers that are new: B is zero, unlike a linear's.
+    """Initialize new LoRA layers of peft: B is zero, unlike a linear's.
 
-    Raises:
-        ValueError: By peft: the initialization needs weights of the base model.
+    peft raises ``ValueError`` if the initialization needs weights of the base model.
     """
     tuners = [m for m in root.modules() if isinstance(m.__dict__.get("peft_config"), dict)]
     for tuner in tuners:
@@ -75,11 +70,7 @@ def _reset_adapters(root: nn.Module, new: set[nn.Module]) -> None:
 
 
 def check_values(root: nn.Module) -> None:
-    """Make sure that nothing that was on the meta device lacks a value. Costs nothing again.
-
-    Raises:
-        RuntimeError: Something does.
-    """
+    """Raise ``RuntimeError`` if a tensor from the meta device has no value. Free after success."""
     marked = root.__dict__.pop(_RECORD, None)
     if marked is None:
         return
@@ -122,7 +113,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _mark(tensor: Tensor, bits: Tensor) -> int:
-    """What marks a number: a NaN that no operator makes, or an integer that is rarely needed."""
+    """Return the mark of a number: a NaN that no operator makes, or an unusual integer."""
     byte = b"\xff" if tensor.is_floating_point() or tensor.is_complex() else b"\xa5"
     return int.from_bytes(byte * bits.itemsize, "little", signed=bits.dtype != torch.uint8)
 

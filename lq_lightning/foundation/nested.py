@@ -11,11 +11,7 @@ __all__ = ["tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in mappings, lists and tuples of any depth, in their order.
-
-    Args:
-        value: What to look into; what is neither of these nor a tensor is passed over.
-    """
+    """Yield the tensors in mappings, lists and tuples of any depth, in their order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Names and kinds of a model's parameters, and copies that stand for them."""
+"""Names and kinds of a model's parameters, and recognition of their copies."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _COPIES = ("ToCopyBackward", "TBackward", "TransposeBackward", "ViewBackward", "
 
 
 def clean_name(name: str) -> str:
-    """A parameter name without what ``torch.compile`` and activation checkpointing insert."""
+    """Return a parameter name without the parts that compiling and checkpointing insert."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Every further name of a tied parameter -> its first name; all as :func:`clean_name` gives."""
+    """Map every further name of a tied parameter to its first; all by :func:`clean_name`."""
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     for raw, parameter in module.named_parameters(remove_duplicate=False):
@@ -35,13 +35,13 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 
 def embeddings(module: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
-    """Every ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model, once."""
+    """Return every ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model, once."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return [child for child in module.modules() if isinstance(child, kinds)]
 
 
 def is_copy_of_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but a parameter in another dtype or layout, by its graph."""
+    """Whether a tensor is a parameter in another dtype or layout, by its graph."""
     node: Any = tensor.grad_fn
     while node is not None:
         name = type(node).__name__

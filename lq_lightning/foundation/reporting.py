@@ -1,4 +1,4 @@
-"""What quantized parts of a run tell a monitor."""
+"""Interface between quantized parts of a run and a monitor."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ __all__ = ["QuantizationReport", "ReportsQuantization"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationReport:
-    """Numbers of one rank, by name. A name stands for one thing in all reports of a run.
+    """Numbers of one rank, by names that mean the same in all reports of a run.
 
-    What is counted runs on from the start of the run, so that any number of readers can take
-    differences.
+    Counts run on from the start of the run, so that any number of readers can take differences.
 
     Attributes:
-        counts: Amounts so far, such as bytes; of interest per optimizer step.
-        ratios: A numerator and a denominator so far; of interest is the quotient of what was added
-            to them.
-        totals: Numbers that are of interest as they are.
-        errors: Sums behind a relative L2 error since the last report: of squared errors, and of
-            squared exact values. Zeros where nothing was measured.
+        counts: Amounts so far, such as bytes; to be shown per optimizer step.
+        ratios: Numerators and denominators so far; to be shown as quotients of their increases.
+        totals: Numbers to be shown as they are.
+        errors: Sums of squared errors and of squared exact values since the last report, for a
+            relative L2 error. Zeros where nothing was measured.
     """
 
     counts: Mapping[str, float] = field(default_factory=dict)
@@ -38,10 +36,10 @@ class QuantizationReport:
 
 @runtime_checkable
 class ReportsQuantization(Protocol):
-    """A strategy, plugin or callback that quantizes something and can say what that does."""
+    """A strategy, plugin or callback that quantizes something and reports the effect."""
 
     def quantization_report(self) -> QuantizationReport | None:
-        """Report; None if nothing is quantized in this run. All ranks report the same names."""
+        """Return the report, with the same names on all ranks; None if nothing is quantized."""
 
     def measure_quantization_errors(self, measure: bool) -> None:
-        """Measure errors from now on, or no longer. It may cost time and memory."""
+        """Start or stop measuring errors, which may cost time and memory."""

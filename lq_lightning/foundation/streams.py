@@ -1,61 +1,59 @@
-"""CUDA streams: the only place that makes, names and switches them, and work on them in stages.
+"""CUDA streams: the only place that makes, names and switches them, and pipelines of work on them.
 
 [Note: streams]
 
-*Who runs where.* The host issues everything in one order, the same on every rank. On a GPU that
-order is spread over streams:
+*Which work runs where.* The host issues everything in one order, the same on every rank. On a GPU
+that order is spread over streams:
 
 ==================== ==============================================================================
 stream               work
 ==================== ==============================================================================
 computing            forward, backward, optimizer steps: the stream current where users call us.
                      FSDP2 copies weights out of full replicas here
-FSDP2's gather ones  copy-in of shards, then our gather: it refreshes the replica, or gathers it
+FSDP2's all-gather   copy-in of shards, then our gather: it refreshes the replica, or gathers it
                      within a node
-FSDP2's reduce one   our reduce-scatter up to the last level; of a stack, at its last unit, or
-                     on the computing one when backward ends
+FSDP2's reduce       our reduce-scatter up to the last level; for a bucket of units, at its last
+                     unit, or on the computing stream when backward ends
 exchange, first      after an optimizer step: difference, encode
-exchange, second     the gather between nodes; of one node, the gather within it
-exchange, third      the gather within the node, decode, add to the replica
+exchange, second     the all-gather between nodes; with one node, within it
+exchange, third      the all-gather within the node, decode, add to the replica
 reductions, second   the last exchange of gradient reductions
 reductions, third    decode its messages and add them to the result
-votes                the reduction of a few bytes that ranks agree by, which may wait for the
-                     checksums of shards on the computing stream or FSDP2's gather ones
+votes                the reduction of a few bytes by which ranks agree, which may wait for the
+                     checksums of shards on the computing or FSDP2's all-gather stream
 ==================== ==============================================================================
 
-*Nothing but transfers on the network's streams.* Wherever a stream would decode one unit before it
-sends the next one, the network would wait meanwhile, once for every unit. So transfers over the
-slowest network follow each other on a stream that does nothing else, and wait for what they send
-alone (:class:`NetworkStages`).
+*Nothing but transfers on the network's streams.* If a stream decoded one unit before it sent the
+next, the network would idle meanwhile, once per unit. So transfers over the slowest network follow
+each other on a stream of their own and wait only for their inputs (:class:`CommPipeline`).
 
-*What waits for what.* A stage that hands something over records an event; who reads it, or writes
-over it, waits for that event first:
+*Events.* A stage that hands something over records an event; a stage that reads it, or writes over
+it, waits for that event first:
 
-- A gather waits for the last write to its replica (exchange or refresh), not for other units; of a
-  full replica that has been written it is no more than FSDP2's wait for that event.
+- A gather waits for the last write to its replica (exchange or refresh), not for other units; for a
+  full replica FSDP2 waits for that event alone.
 - The next exchange of a unit waits for the same event, and the first stream as a whole for the
   computing one, which reads what the gathers copied out.
-- An optimizer step waits for all exchanges, which read the main weights: it would change them.
-- Backward's caller waits for all deferred reductions when backward ends.
+- An optimizer step waits for all exchanges, because it changes the main weights that they read.
+- The caller of backward waits for all deferred reductions when backward ends.
 
-*What is held until when.* The caching allocator gives freed memory to the next tensor of the stream
-it was allocated on, at once. So a tensor that another stream still uses is either held until its
-own stream has waited for that use (:class:`SecondStage`), or the allocator is told of the use
-(:func:`record_use`) before the last reference goes. Gradients that wait for others of their stack
-are in memory of the computing stream, which is told where they are read (``ReductionStack``). The
-replica lives as long as its unit; where it is replaced, the replacing stream has waited for all
-writes to it, and its use is recorded. Memory that units share comes from the stream of the first
-one that is gathered; streams of others wait for that point (``ReplicaMemory``), before which the
-same memory may have been in other use.
+*Lifetimes.* The caching allocator gives freed memory to the next tensor of the stream it was
+allocated on, at once. So a tensor that another stream still uses is either held until its own
+stream has waited for that use (:class:`StreamStage`), or the allocator is told of the use
+(:func:`record_use`) before the last reference goes. Gradients in a bucket are in memory of the
+computing stream; their use is recorded where they are read. The replica lives as long as its unit;
+where it is replaced, the replacing stream has waited for all writes to it, and its use is recorded.
+Memory that units share comes from the stream of the first one that is gathered; streams of the
+others wait for that point, before which the same memory may have been in other use.
 
 *Order of collectives.* Collectives of one process group run in the order of the host's calls,
-whatever streams they are issued on. Whether one is issued may depend only on what all ranks know
-alike: the program's course, and what they have agreed on (``data_parallel/outside_writes.py``),
-never on what one rank sees in its own shards.
+whatever streams they are issued on. Whether one is issued may depend only on facts that all ranks
+share: the course of the program, and explicit agreements (such as votes on outside writes), never
+on what one rank sees in its own shards.
 
-*Errors.* The host may raise between two of these steps. What was being written is then marked as
-not usable before the first step, not after the last, and everything that waits ends up waiting for
-all streams, also those on which nothing was completed.
+*Errors.* The host may raise between any two of these steps. The object being written is marked as
+unusable before the first step, not after the last, and every waiter ends up waiting for all
+streams, also those on which nothing was completed.
 
 Tests replace :func:`has_streams`, :func:`new_stream`, :func:`current_stream`, :func:`on_stream` and
 :func:`record_use` here, so call them through this module.
@@ -71,13 +69,14 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "NetworkStages",
-    "SecondStage",
+    "CommPipeline",
+    "StreamStage",
     "current_stream",
     "has_streams",
     "new_stream",
     "on_stream",
     "record_use",
+    "send_to",
 ]
 
 
@@ -105,24 +104,24 @@ def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[None]:
 
 
 def record_use(tensor: Tensor) -> None:
-    """Let the allocator keep ``tensor``'s memory until the current stream has come this far.
+    """Let the allocator keep ``tensor``'s memory until the current stream has reached this point.
 
-    Call it for a tensor allocated on another stream before the last reference to it goes: where the
-    current stream is then, counts. Nothing happens on a device without streams.
+    Call it for a tensor allocated on another stream before the last reference to it goes. Nothing
+    happens on a device without streams.
     """
     if has_streams(tensor.device):
         tensor.record_stream(current_stream())
 
 
-class SecondStage:
-    """The second stage of a pipeline, on a CUDA stream of its own (see [Note: streams]).
+class StreamStage:
+    """A stage of work on a CUDA stream of its own (see [Note: streams]).
 
-    The first stage runs on whatever stream is current: it calls :meth:`make_room`, prepares
+    The stage before it runs on whatever stream is current: it calls :meth:`make_room`, prepares
     tensors, and hands them to :meth:`submit`. They were allocated on its stream, so they are held
-    until that stream has waited for the second stage; only then may their memory be used again.
+    until that stream has waited for this stage; only then may their memory be reused.
 
     Args:
-        depth: Hand-overs that are held at the same time; the first stage waits for the oldest
+        depth: Hand-overs that are held at the same time; the stage before waits for the oldest
             beyond that, which bounds the memory.
     """
 
@@ -132,7 +131,7 @@ class SecondStage:
         self._held: deque[tuple[Tensor, torch.cuda.Stream, torch.cuda.Event]] = deque()
 
     def make_room(self) -> None:
-        """Let streams that handed over wait until less than ``depth`` hand-overs are in use.
+        """Let streams that handed over wait until fewer than ``depth`` hand-overs are in use.
 
         Not the current stream, which may be another one: memory goes back to where it came from.
         """
@@ -141,7 +140,7 @@ class SecondStage:
             first.wait_event(done)
 
     def submit(self, handed_over: Tensor, work: Callable[[], None]) -> None:
-        """Run ``work``, which reads ``handed_over``, after what the current stream has so far.
+        """Run ``work``, which reads ``handed_over``, after the current stream's work so far.
 
         If ``work`` raises, ``handed_over`` is held all the same: part of it may be under way.
         """
@@ -164,15 +163,15 @@ class SecondStage:
             current_stream().wait_stream(self._stream)
 
 
-class NetworkStages:
-    """The second and third stage of a pipeline: a transfer, and work on what it received.
+class CommPipeline:
+    """Two stages: a transfer, and work on what it received.
 
-    Each has a CUDA stream of its own: a transfer starts when the one before it is done and what it
-    sends is there, even if nothing was done yet with what that one received.
+    Each has a CUDA stream of its own: a transfer starts when the one before it is done and its
+    input is there, even if what that one received is still unprocessed.
     """
 
     def __init__(self) -> None:
-        self._transfers, self._received = SecondStage(), SecondStage()
+        self._transfers, self._received = StreamStage(), StreamStage()
 
     def make_room(self) -> None:
         """Let the stream of earlier transfers' messages wait until another may be submitted."""
@@ -181,12 +180,10 @@ class NetworkStages:
     def submit(
         self, sent: Tensor, transfer: Callable[[], Tensor], finish: Callable[[Tensor], None]
     ) -> None:
-        """Run ``transfer``, which reads ``sent``, and then ``finish`` with what it returned.
+        """Run ``transfer``, which reads ``sent``, and then ``finish`` with its result.
 
-        Args:
-            sent: Held until the transfer is done.
-            transfer: Returns memory of its own, which is held until ``finish`` is done.
-            finish: Reads that.
+        ``sent`` is held until the transfer is done, its result, which is memory of its own, until
+        ``finish`` is done.
         """
 
         def stage() -> None:
@@ -200,3 +197,14 @@ class NetworkStages:
         """Let the current stream wait for everything submitted, and hold nothing any more."""
         self._transfers.join()
         self._received.join()
+
+
+def send_to(values: Tensor, device: torch.device) -> Tensor:
+    """Return CPU values on a device, for its current stream; ``values`` itself on the CPU.
+
+    A plain ``to`` would let the host wait until the device has done all work of the stream.
+    """
+    if device.type != "cuda":
+        return values.to(device)
+    # The allocator of pinned memory keeps it until the copy is done.
+    return values.pin_memory().to(device, non_blocking=True)

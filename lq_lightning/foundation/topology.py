@@ -19,12 +19,11 @@ class Topology:
     """Which of the ranks that shard a model share a node.
 
     Rank ``r`` is number ``r % node_size`` of node ``r // node_size``. Ranks are numbered within the
-    mesh or group that the model is sharded over, which need not be the whole world:
-    :meth:`of` reads the numbers off it.
+    mesh or group that the model is sharded over, which need not be the whole world: see :meth:`of`.
 
     Attributes:
-        world_size: Ranks that shard the model.
-        rank: This rank.
+        world_size: Number of ranks that shard the model.
+        rank: Number of this rank.
         node_size: Ranks in one node. A smaller number than the machine really has emulates nodes.
         mesh: ``[nodes, node_size]`` mesh of these ranks whose process groups carry the messages;
             None makes such groups.
@@ -68,7 +67,7 @@ class Topology:
     def of(
         cls, ranks: DeviceMesh | dist.ProcessGroup | None = None, *, node_size: int | None = None
     ) -> Topology:
-        """Topology of the ranks that a model is sharded over; call it on each of them.
+        """Return the topology of the ranks that a model is sharded over; called on each of them.
 
         With pipeline stages, for example, ``Topology.of(mesh["dp"], node_size=8)`` describes the
         stage that this rank belongs to. Models that the same ranks shard share their process groups
@@ -76,7 +75,7 @@ class Topology:
 
         Args:
             ranks: 1-D mesh or process group of these ranks, by default the default group; or a 2-D
-                mesh ``[nodes, node_size]`` of them, of which the first axis crosses nodes.
+                mesh ``[nodes, node_size]``, whose first axis crosses nodes.
             node_size: Ranks in one node. None takes it from a 2-D mesh; other ranks are one node.
 
         Raises:
@@ -127,7 +126,7 @@ class Topology:
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """Where messages travel; a world of one rank counts as one that has other nodes."""
+        """Levels on which messages travel; a world of one rank counts as having other nodes."""
         if self.node_size == 1:
             return ("inter",)
         return ("intra",) if self.num_nodes == 1 else ("intra", "inter")

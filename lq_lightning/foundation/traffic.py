@@ -1,8 +1,8 @@
-"""Counters of what quantized communication really sends and loses."""
+"""Counters of the bytes and errors of quantized communication."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -27,11 +27,11 @@ class Traffic:
         gradients_inter: Gradient bytes sent to other nodes.
         baseline_weights: Bytes that plain FSDP2 sends for the same weight gathers.
         baseline_gradients: Bytes that plain FSDP2 sends for the same gradient reductions.
-        baseline_inter: The part of both that leaves the node.
+        baseline_inter: Part of both that leaves the node.
         weights_messages: Bytes of this rank's weight messages (payload, not times receivers).
-        weights_elements: Elements of those messages.
+        weights_elements: Elements of these.
         gradients_messages: Bytes of this rank's gradient messages on the slowest level used.
-        gradients_elements: Elements of those messages.
+        gradients_elements: Elements of these.
         full_precision_gathers: Full-precision gathers of a unit (the first one, and resyncs).
         exchanges: Quantized weight exchanges of a unit.
         reductions: Quantized gradient reductions of a unit.
@@ -54,7 +54,7 @@ class Traffic:
 
     @property
     def sent(self) -> float:
-        """All bytes sent by this rank."""
+        """Bytes sent by this rank."""
         return self.weights_intra + self.weights_inter + self.gradients_intra + self.gradients_inter
 
     @property
@@ -73,12 +73,12 @@ class Traffic:
         return _ratio(8 * self.gradients_messages, self.gradients_elements)
 
     def since(self, earlier: Traffic) -> Traffic:
-        """What was counted after ``earlier`` was taken."""
+        """Return the counts since the snapshot ``earlier``."""
         values = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
         return Traffic(**values)
 
     def snapshot(self) -> Traffic:
-        """A copy that does not go on counting."""
+        """Return a copy that stops counting."""
         return replace(self)
 
 
@@ -87,10 +87,9 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 
 def ring_bytes(nbytes: int, topology: Topology) -> tuple[float, float]:
-    """Bytes one rank sends in a ring collective over all ranks: within the node, to other nodes.
+    """Return the bytes one rank sends in a ring over all ranks: within the node, to other nodes.
 
-    Args:
-        nbytes: Bytes of one rank's slot.
+    ``nbytes`` are the bytes of one rank's slot.
     """
     inter = (topology.world_size - topology.node_size) / topology.node_size * nbytes
     if topology.node_size == topology.world_size:
@@ -100,13 +99,13 @@ def ring_bytes(nbytes: int, topology: Topology) -> tuple[float, float]:
 
 @dataclass(slots=True)
 class ErrorSums:
-    """Running sums behind the relative L2 error, kept on the device until asked for."""
+    """Running sums behind the relative L2 error, kept on the device until read."""
 
-    squared_error: Tensor | None = field(default=None)
-    squared_norm: Tensor | None = field(default=None)
+    squared_error: Tensor | None = None
+    squared_norm: Tensor | None = None
 
     def add(self, approximate: Tensor, exact: Tensor) -> None:
-        """Count ``approximate`` against ``exact`` (same shape, any float dtype)."""
+        """Add the error of ``approximate`` against ``exact`` (same shape, any float dtype)."""
         exact = exact.float()
         error = torch.sum((approximate.float() - exact) ** 2)
         norm = torch.sum(exact**2)
@@ -114,7 +113,7 @@ class ErrorSums:
         self.squared_norm = norm if self.squared_norm is None else self.squared_norm + norm
 
     def pop(self) -> tuple[float, float]:
-        """Return ``(sum of squared errors, sum of squares)`` and start again from zero."""
+        """Return ``(sum of squared errors, sum of squares)`` and reset them."""
         error = 0.0 if self.squared_error is None else float(self.squared_error)
         norm = 0.0 if self.squared_norm is None else float(self.squared_norm)
         self.squared_error = self.squared_norm = None

@@ -1,9 +1,9 @@
-"""AQ-SGD: what has changed in the hidden states of a sample since it was last seen.
+"""AQ-SGD: sends how the hidden states of a sample changed since it was last seen.
 
-The first time a sample is seen it travels in full precision, and both ends keep it as m. From then
-on the sender encodes the difference to m, and both ends add what it decodes to: m is what the
-receiver goes on with, and the next difference carries the error of this one (Wang et al., 2022,
-section 3). Evaluation travels in full precision and changes nothing.
+The first time, a sample travels in full precision and both ends keep it as m. Afterwards the sender
+encodes the difference to m, and both ends add the decoded difference to m: the receiver goes on
+with m, and the next difference carries the error of this one (Wang et al., 2022, section 3).
+Evaluation travels in full precision and changes nothing.
 
 Shape legend: B samples, S tokens, N channels.
 """
@@ -11,12 +11,14 @@ Shape legend: B samples, S tokens, N channels.
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import IO, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -33,27 +35,148 @@ from .message import (
     check_floats,
     check_payload,
 )
-from .sample_cache import SampleCache, Visit
+
+__all__ = ["AQSGDCodec", "AQSGDQuantization"]
 
 DifferenceCode = Literal["int2", "int3", "int4", "int5", "int6", "int7", "int8"]
 CacheDtype = Literal["bfloat16", "float16", "float32"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AQSGDQuantization:
-    """Quantized differences of hidden states to those that the sample had when last seen.
-
-    Needs samples that come again: more than one epoch, and what a sample is made of must not
-    change. Every sample of every boundary takes S * N values on both ends.
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What a message does to the cache.
 
     Attributes:
-        code: of the differences, which are asymmetric with a bf16 scale and minimum per tile.
+        samples: identities, in the order of the message.
+        slots: slot of each sample in the cache.
+        known_at: indices within the message of samples that were cached before it.
+        new_at: indices of the other samples, which travel in full precision.
+    """
+
+    samples: tuple[int, ...]
+    slots: tuple[int, ...]
+    known_at: list[int]
+    new_at: list[int]
+
+
+class SampleCache:
+    """An LRU cache of hidden states with the same content on both ends of a boundary.
+
+    Which samples are cached is decided when a message is announced, from the identities alone;
+    values are read and written when it is encoded or decoded. Both ends see messages in one order
+    and so decide alike, however many are announced before the first arrives.
+
+    Slots are in memory up to ``memory_nbytes``, the others in an unnamed file in ``folder``, which
+    vanishes with the process. A sample has ``numel`` values.
+    """
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, max_nbytes: int, memory_nbytes: int, folder: Path
+    ) -> None:
+        self.numel = numel
+        self._dtype = dtype
+        self._nbytes = numel * dtype.itemsize
+        self._capacity = max_nbytes // self._nbytes
+        self._in_memory = memory_nbytes // self._nbytes
+        self._folder = folder
+        self._slots: OrderedDict[int, int] = OrderedDict()  # least recently used first
+        self._memory: dict[int, Tensor] = {}
+        self._file: IO[bytes] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of cached samples."""
+        return len(self._slots)
+
+    def visit(self, samples: Sequence[int]) -> Visit:
+        """Decide what the next message does; called once for each message, in their order."""
+        visit = Visit(tuple(samples), (), [], [])
+        slots: list[int] = []
+        new: set[int] = set()  # their values only exist once the message has been coded
+        for index, sample in enumerate(samples):
+            known = sample in self._slots and sample not in new
+            (visit.known_at if known else visit.new_at).append(index)
+            if sample in self._slots:
+                self._slots.move_to_end(sample)
+            else:
+                full = len(self._slots) == self._capacity
+                slot = self._slots.popitem(last=False)[1] if full else len(self._slots)
+                self._slots[sample] = slot
+                new.add(sample)
+            slots.append(self._slots[sample])
+        return replace(visit, slots=tuple(slots))
+
+    def load(self, slots: Sequence[int], device: torch.device) -> Tensor:
+        """Return the values of slots, ``[len(slots), numel]``, new and on the device."""
+        return torch.stack([self._read(slot) for slot in slots]).to(device)
+
+    def store(self, slots: Sequence[int], values: Tensor) -> None:
+        """Keep ``[len(slots), numel]`` values; of equal slots the last.
+
+        Values that are not finite become 0, or the sample would never be finite again.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        kept = values.to(self._dtype).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        kept = kept.cpu()  # one transfer for all of them, as in `load`
+        for slot, row in zip(slots, kept, strict=True):
+            if slot < self._in_memory:
+                self._memory[slot] = row.clone()  # not a view, which would keep all of `kept`
+            else:
+                self._write(slot, row)
+
+    def close(self) -> None:
+        """Delete the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _place(self, slot: int) -> tuple[int, int]:
+        """Return the file, and where the slot begins in it."""
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(prefix="lq_lightning_", dir=self._folder)  # noqa: SIM115
+        return self._file.fileno(), (slot - self._in_memory) * self._nbytes
+
+    def _read(self, slot: int) -> Tensor:
+        if slot < self._in_memory:
+            return self._memory[slot]
+        file, start = self._place(slot)
+        return torch.frombuffer(bytearray(os.pread(file, self._nbytes, start)), dtype=self._dtype)
+
+    def _write(self, slot: int, row: Tensor) -> None:
+        file, start = self._place(slot)
+        data = row.contiguous().view(torch.uint8).numpy().tobytes()
+        written = 0
+        try:
+            while written < self._nbytes:  # a nearly full disk takes a part
+                written += os.pwrite(file, data[written:], start + written)
+        except OSError as error:
+            free = shutil.disk_usage(self._folder).free
+            raise OSError(
+                error.errno,
+                f"`AQSGDQuantization` keeps hidden states of samples in a file in "
+                f"`{self._folder}`, which has to grow from {start} to {start + self._nbytes} "
+                f"bytes, and up to {(self._capacity - self._in_memory) * self._nbytes}, but there "
+                f"are {free} bytes free ({os.strerror(error.errno or 0)}). Free some, give a "
+                "`folder` on a larger disk or more `memory_nbytes`, or hold fewer samples, by a "
+                "smaller `cache_nbytes`, on all ranks.",
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AQSGDQuantization:
+    """Quantized differences of hidden states to those of the same sample in the last epoch.
+
+    Needs more than one epoch of samples whose contents do not change. Every sample takes S * N
+    values per boundary, on both ends.
+
+    Attributes:
+        code: code of the differences, which are asymmetric with a bf16 scale and minimum per tile.
         tile_size: channels of a tile, a power of two from 16 to 4096.
-        cache_dtype: that samples are kept in.
-        cache_nbytes: kept at most, of one boundary on one end. Then the least recently used sample
-            makes room: it is in full precision when it comes again.
-        memory_nbytes: of those in memory; the rest is in a file.
-        folder: of the file, which is deleted as soon as it is open; None for that of the system.
+        cache_dtype: dtype of cached samples.
+        cache_nbytes: bytes cached at most, for one boundary on one end. Then the least recently
+            used sample makes room: it is in full precision when it comes again.
+        memory_nbytes: bytes of these in memory; the rest is in a file.
+        folder: folder of the file, which has no name; None for the system's temporary folder.
 
     Raises:
         ValueError: a value that is not listed above.
@@ -87,12 +210,9 @@ class AQSGDQuantization:
 
     @property
     def spec(self) -> CodecSpec:
-        """How differences become bytes."""
+        """Format of the differences."""
         return CodecSpec(
-            code=self.code,
-            group_size=self.tile_size,
-            symmetric=False,
-            scale_dtype="bfloat16",
+            code=self.code, group_size=self.tile_size, symmetric=False, scale_dtype="bfloat16"
         )
 
 
@@ -102,10 +222,6 @@ class AQSGDCodec(BoundaryCodec):
     A payload is ``[samples in full precision | differences]``, both from a multiple of 16 bytes.
     A sample that a message has twice counts as unseen twice, or is added to twice the same m; the
     last is kept.
-
-    Args:
-        name: of the codec.
-        config: what is kept and how differences are encoded.
     """
 
     def __init__(self, name: str, config: AQSGDQuantization) -> None:
@@ -113,12 +229,12 @@ class AQSGDCodec(BoundaryCodec):
         self.config = config
         self._spec = config.spec
         self._caches: dict[int, SampleCache] = {}
-        # Announced and not yet encoded or decoded, by boundary and micro-batch.
+        # Messages that were announced and not yet coded, by boundary and micro-batch.
         self._visits: OrderedDict[tuple[int, int], Visit] = OrderedDict()
 
     @property
     def options(self) -> str:
-        """The configuration, but for what concerns one end only."""
+        """The configuration, without what concerns one end only."""
         return repr(replace(self.config, memory_nbytes=0, folder=None))
 
     def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -188,15 +304,16 @@ class AQSGDCodec(BoundaryCodec):
         self._keep(cache, visit, received, references)
         return rows.view(tuple(shape))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Forget all samples: checkpoints hold none, so both ends begin anew when one is loaded."""
-        super().load_state_dict(state)
-        self.close()
+    def forget(self) -> None:
+        """Forget all samples: checkpoints hold none, so both ends start over with one."""
+        for cache in self._caches.values():
+            cache.close()
+        self._caches.clear()
+        self._visits.clear()
 
     def close(self) -> None:
         """Release memory and files."""
-        self._caches.clear()
-        self._visits.clear()
+        self.forget()
 
     def _sections(self, visit: Visit, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
         """Return where the differences begin and where they end."""
@@ -208,27 +325,26 @@ class AQSGDCodec(BoundaryCodec):
         return start, start + self._spec.nbytes(len(visit.known_at) * numel)
 
     def _references(self, cache: SampleCache, visit: Visit, device: torch.device) -> Tensor | None:
-        """Return what is kept of the samples that are, before anything is written."""
+        """Return the cached values of the known samples, before anything is written."""
         slots = [visit.slots[index] for index in visit.known_at]
         return cache.load(slots, device) if slots else None
 
     def _keep(
         self, cache: SampleCache, visit: Visit, new: Tensor, references: Tensor | None
     ) -> None:
-        # A slot may be that of a known sample that made room for a new one: that one comes later.
+        # A known sample may have made room for a new one, which has its slot: known ones go first.
         if references is not None:
             cache.store([visit.slots[index] for index in visit.known_at], references)
         if visit.new_at:
             cache.store([visit.slots[index] for index in visit.new_at], new)
 
     def _announced(self, shape: Sequence[int], message: Message) -> Visit:
-        """Return what a message does, deciding it the first time."""
+        """Return the visit of a message, which is decided the first time."""
         key = message.boundary, message.microbatch
         samples = _identities(self.name, shape, message)
         visit = self._visits.get(key)
         if visit is None:
-            visit = self._cache(shape, message).visit(samples)
-            self._visits[key] = visit
+            visit = self._visits[key] = self._cache(shape, message).visit(samples)
         elif visit.samples != samples:
             raise RuntimeError(
                 f"Boundary {key[0]}, micro-batch {key[1]} was announced with the samples "
@@ -238,7 +354,7 @@ class AQSGDCodec(BoundaryCodec):
         return visit
 
     def _arrived(self, shape: Sequence[int], message: Message) -> tuple[Visit, SampleCache]:
-        """Return what a message does and the cache, and forget the announcement."""
+        """Return the visit of a message and its cache, and forget the announcement."""
         visit = self._announced(shape, message)
         first = next(key for key in self._visits if key[0] == message.boundary)
         if first != (message.boundary, message.microbatch):
@@ -254,14 +370,13 @@ class AQSGDCodec(BoundaryCodec):
         cache = self._caches.get(message.boundary)
         if cache is None:
             config = self.config
-            cache = SampleCache(
+            cache = self._caches[message.boundary] = SampleCache(
                 numel,
                 SCALE_DTYPES[config.cache_dtype],
                 config.cache_nbytes,
                 config.memory_nbytes,
                 Path(config.folder or tempfile.gettempdir()),
             )
-            self._caches[message.boundary] = cache
         if cache.numel != numel:
             raise ValueError(
                 f"The codec {self.name!r} keeps samples of {cache.numel} values and was given one "

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -17,10 +18,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dt
 
 
 def batch_size(batch: Any) -> int:
-    """Return the common size of dim 0 of the tensors in a batch.
-
-    Args:
-        batch: As in :func:`split_batch`.
+    """Return the common size of dim 0 of the tensors in a batch as in :func:`split_batch`.
 
     Raises:
         ValueError: no tensor in it has a dim 0, or they differ.
@@ -50,10 +48,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
             dataclass of such. Strings in a list or tuple as long as the batch, which is how
             ``DataLoader`` joins them, are cut like a tensor, as are lists of numbers. Scalar
             tensors, numbers, strings and None go into every micro-batch.
-        num_microbatches: How many.
-
-    Returns:
-        ``num_microbatches`` batches of the same structure.
+        num_microbatches: Number of micro-batches, which have the same structure.
 
     Raises:
         ValueError: the batch is not divisible, or sizes differ.
@@ -87,7 +82,7 @@ def concatenate(outputs: Sequence[Any]) -> Any:
     None stay if they are the same for all micro-batches, otherwise they become a list.
 
     Args:
-        outputs: One for each micro-batch, all of the same structure.
+        outputs: Outputs by micro-batch, all of the same structure.
 
     Raises:
         ValueError: they have different structures.
@@ -121,28 +116,20 @@ def concatenate(outputs: Sequence[Any]) -> Any:
 
 
 def sample_ids(batch: Any) -> Tensor:
-    """Return a number for each sample that depends on its contents only.
+    """Return a hash of the contents of each sample of a batch as in :func:`split_batch`.
 
     Equal for equal samples on every rank and device, wherever they stand in a batch of any size;
     different for samples that differ in any bit, but for one pair in 2**63. Mappings are read in
     the order of their keys.
 
-    Args:
-        batch: As in :func:`split_batch`.
-
     Returns:
         ``[B]`` int64, on the device of the first tensor.
     """
     size = batch_size(batch)
-    result: Tensor | None = None
     tensors = [tensor for tensor in _tensors(batch) if tensor.dim()]
-    for tensor in tensors:
-        own = _row_hashes(tensor.detach().reshape(size, -1)).to(tensors[0].device)
-        # Mixing only what came before makes the order of tensors count.
-        result = own if result is None else _mix(_mix(result) + own)
-    if result is None:
-        raise AssertionError("batch_size has found a tensor")
-    return result
+    hashes = [_row_hashes(t.detach().reshape(size, -1)).to(tensors[0].device) for t in tensors]
+    # Mixing only the hash so far makes the order of tensors count.
+    return reduce(lambda result, own: _mix(_mix(result) + own), hashes)
 
 
 def _row_hashes(rows: Tensor) -> Tensor:

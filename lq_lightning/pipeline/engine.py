@@ -1,19 +1,28 @@
-"""The pipeline of one rank: its stages, and its links to the stages of other ranks."""
+"""The pipeline of one rank: its stages, its links to other ranks, and what ranks agree on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .agreement import Agreement, batch_digest, batch_signature
-from .boundary import BoundaryCodec
-from .execution import Endpoint, Execution, Listener
-from .links import Links, Outbox, ProcessGroupLinks
+from lq_lightning.foundation.agreement import gather_objects
+
+from .execution import (
+    BoundaryTraffic,
+    Endpoint,
+    Execution,
+    Links,
+    Listener,
+    Outbox,
+    ProcessGroupLinks,
+)
+from .message import BoundaryCodec, BoundaryMeta
 from .schedules import (
     Program,
     check_schedule,
@@ -22,10 +31,9 @@ from .schedules import (
     stages_of_rank,
     training_program,
 )
-from .stage import Boundary, Stage
-from .traffic import BoundaryTraffic
+from .stage import Stage
 
-__all__ = ["PipelineEngine"]
+__all__ = ["Agreement", "PipelineEngine", "batch_digest", "batch_signature"]
 
 T = TypeVar("T")
 
@@ -33,15 +41,108 @@ _DIGESTED_FIRST = 3  # steps whose batches are compared by content,
 _DIGESTED_EVERY = 100  # and then one of so many
 
 
+class Agreement:
+    """Comparisons between the ranks of a pipeline (a gloo group), 8 bytes per rank each.
+
+    Messages carry neither shape nor dtype: a rank with another batch would get a payload of another
+    size, which gloo truncates silently, or train on samples of which the last stage has other
+    labels. Every rank must call the methods in one order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def check(self, facts: Mapping[str, str], remedy: str) -> None:
+        """Compare facts, by name, with those of the other ranks.
+
+        Raises:
+            RuntimeError: on every rank if any two differ, with the values and the remedy.
+        """
+        text = repr(sorted(facts.items())).encode()
+        digest = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
+        mine = torch.tensor([digest], dtype=torch.int64)
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(gathered, mine, group=self._group)
+        if all(torch.equal(each, mine) for each in gathered):
+            return
+        # All ranks were given the same digests, so that all of them come here.
+        everyone = gather_objects(dict(facts), self._group)
+        raise RuntimeError(f"{_differences(everyone)} {remedy}")
+
+    def share(self, value: T | None, source: int) -> T:
+        """Return the value of rank ``source`` of the group on all of its ranks."""
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, group=self._group, group_src=source)
+        result: T = box[0]
+        return result
+
+
+def batch_signature(batch: object) -> str:
+    """Return the structure of a batch with shapes and dtypes, without contents.
+
+    Tensors are found in mappings, lists, tuples and dataclasses; anything else counts by its type.
+    """
+    return "; ".join(
+        f"{path}: {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        if isinstance(leaf, Tensor)
+        else f"{path}: {type(leaf).__name__}"
+        for path, leaf in _leaves(batch, "batch")
+    )
+
+
+def batch_digest(batch: object) -> str:
+    """Return a short digest of the contents of a batch: tensors, strings and numbers.
+
+    Tensors on a GPU are copied to the host, which waits for it.
+    """
+    digest = hashlib.sha256()
+    for _, leaf in _leaves(batch, "batch"):
+        if isinstance(leaf, Tensor):
+            content = leaf.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(content.numpy().tobytes())
+        elif isinstance(leaf, (str, bytes, bool, int, float, complex)):
+            digest.update(repr(leaf).encode())
+    return digest.hexdigest()[:12]
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from _leaves(value[key], f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name), f"{path}.{field.name}")
+    else:
+        yield path, value
+
+
+def _differences(everyone: list[dict[str, str]]) -> str:
+    found = []
+    for name in sorted({name for facts in everyone for name in facts}):
+        ranks: dict[str | None, list[str]] = {}
+        for rank, facts in enumerate(everyone):
+            ranks.setdefault(facts.get(name), []).append(str(rank))
+        if len(ranks) > 1:
+            values = ", ".join(
+                f"{value} on rank{'s' if len(who) > 1 else ''} {', '.join(who)}"
+                for value, who in ranks.items()
+            )
+            found.append(f"{name} is {values}")
+    return f"ranks of one pipeline differ: {'; '.join(found)}."
+
+
 class PipelineEngine:
     """The stages of one rank, run by a schedule, with coded boundaries.
 
-    From torch's pipeline schedules it takes what they compute and in which order, and runs it so
-    that only who needs a payload waits for it: payloads are sent as soon as they are made, while
-    the next micro-batch computes; receives are posted ahead, in the order in which the peer sends;
-    and the two ways between two ranks do not wait for each other. (torch's runtimes wait for sends
-    in 1F1B, post receives behind computations, keep receive buffers in full precision for all
-    micro-batches, and share one NCCL stream between both ways.)
+    It takes from torch's pipeline schedules which computations run in which order, and runs them so
+    that only the rank that needs a payload waits for it: payloads are sent as soon as they are
+    made, while the next micro-batch computes; receives are posted ahead, in the order in which the
+    peer sends; and the two directions between two ranks do not wait for each other. (torch's
+    runtimes wait for sends in 1F1B, post receives behind computations, keep receive buffers in full
+    precision for all micro-batches, and share one NCCL stream between both directions.)
 
     Gradients are added to ``.grad`` of the parameters; nothing is scaled.
 
@@ -49,16 +150,17 @@ class PipelineEngine:
         stages: modules of this rank's stages, by index; see ``Stage``.
         num_stages: stages of the pipeline.
         group: ranks of the pipeline, in the order of their first stages; None with ``links``.
-        control_group: the same ranks over gloo, for what they agree on; None if they need not.
-        device: where hidden states are.
+        control_group: the same ranks over gloo, for agreement; None without.
+        device: device of hidden states.
         schedule: one of ``SCHEDULES``.
         num_microbatches: micro-batches of a training step.
-        forward_codec: of hidden states, an instance of this rank's own.
-        backward_codec: of gradients, an instance of this rank's own.
-        links: how payloads travel; by default over ``group``.
+        forward_codec: codec of hidden states, an instance of this rank's own.
+        backward_codec: codec of gradients, an instance of this rank's own.
+        links: transport of payloads; by default ``group``.
 
     Attributes:
         listener: encodes hidden states in training, in place of the codec; mostly None.
+        traffic: counters of what this rank has sent to other stages since the start.
 
     Raises:
         ValueError: as ``check_schedule``; or ``stages`` are not those of this rank.
@@ -84,13 +186,12 @@ class PipelineEngine:
             raise ValueError(
                 f"{num_stages} stages cannot be shared equally by {size} ranks: use a multiple."
             )
-        self._shape = (schedule, size, num_stages // size)
-        self._num_stages = num_stages
-        self._num_microbatches = num_microbatches
         check_schedule(schedule, size, num_microbatches, num_stages // size)
         mine = stages_of_rank(schedule, rank, num_stages, size)
         if tuple(sorted(stages)) != mine:
             raise ValueError(f"rank {rank} has the stages {mine}, but was given {sorted(stages)}.")
+        self._schedule, self._size, self._num_stages = schedule, size, num_stages
+        self._num_microbatches = num_microbatches
         self._agreement = None if control_group is None else Agreement(control_group)
         if self._agreement is not None:
             facts = {
@@ -104,25 +205,22 @@ class PipelineEngine:
             }
             self._agreement.check(facts, "Give all ranks the same options.")
         if links is None:
-            links = ProcessGroupLinks(_given(group), device, self._ways())
+            if group is None:
+                raise ValueError("`group=None` needs `links`.")
+            links = ProcessGroupLinks(group, device, self._ways())
         self._stages = {index: Stage(stages[index], index, num_stages) for index in mine}
-        self._traffic = BoundaryTraffic()
+        self.traffic = BoundaryTraffic()
         self._endpoint = Endpoint(
             links=links,
             outbox=Outbox(links),
             forward_codec=forward_codec,
             backward_codec=backward_codec,
-            traffic=self._traffic,
+            traffic=self.traffic,
             device=device,
         )
         self.listener: Listener | None = None
         self._agreed = 0
         self._failed: str | None = None
-
-    @property
-    def traffic(self) -> BoundaryTraffic:
-        """What this rank has sent to neighbouring stages since the start."""
-        return self._traffic
 
     @property
     def has_failed(self) -> bool:
@@ -131,10 +229,10 @@ class PipelineEngine:
 
     @property
     def kept_nbytes(self) -> tuple[int, int]:
-        """What a micro-batch keeps before, and between, the halves of its backward pass, in bytes.
+        """Bytes that a micro-batch keeps before, and between, the halves of its backward pass.
 
-        Of this rank's stages together, of the first micro-batch since ``count_again``; zeros before
-        it, and of stages whose backward passes are not split.
+        Sums over this rank's stages, for the first micro-batch since ``count_again``; zeros before
+        it, and for stages whose backward passes are not split.
         """
         counts = [stage.kept_nbytes or (0, 0) for stage in self._stages.values()]
         return sum(whole for whole, _ in counts), sum(half for _, half in counts)
@@ -151,16 +249,10 @@ class PipelineEngine:
         num_microbatches: int | None = None,
         samples: Tensor | None = None,
     ) -> None:
-        """Compare with the other ranks what is about to be done; every rank must call it.
+        """Compare the next step with the other ranks; every rank must call it.
 
-        Shapes, dtypes and ``samples`` are compared in each step, contents of the batch in the first
-        steps and then now and then.
-
-        Args:
-            batch: that of this rank, before it is split.
-            training: whether ``step`` follows, not ``evaluate``.
-            num_microbatches: as for ``step``.
-            samples: as for ``step``.
+        Shapes, dtypes and ``samples`` are compared in each step, contents of the batch (before it
+        is split) in the first steps and then now and then.
 
         Raises:
             RuntimeError: on every rank if any two differ, with the values.
@@ -189,20 +281,16 @@ class PipelineEngine:
         )
 
     def share(self, value: T | None) -> T:
-        """Return the value of the rank with stage 0 on all ranks, every one of which must call it.
-
-        Args:
-            value: any object that can be pickled; ignored on the other ranks.
-        """
+        """Return the picklable value of the rank with stage 0 on all ranks, which all call it."""
         if self._agreement is None:
             if value is None:
                 raise ValueError("without a control group there is nothing to share over.")
             return value
-        return self._agreement.share(value, rank_of_stage(self._shape[0], 0, *self._sizes()))
+        return self._agreement.share(value, self._rank_of(0))
 
     def step(
         self,
-        boundary: Boundary,
+        boundary: BoundaryMeta,
         samples: Tensor | None = None,
         num_microbatches: int | None = None,
     ) -> list[Tensor]:
@@ -212,7 +300,7 @@ class PipelineEngine:
             boundary: shape and dtype of hidden states between stages; the same on all ranks.
             samples: int64 identities of the samples of the batch, in order, for codecs that
                 remember them. The same on all ranks.
-            num_microbatches: of this step, if not as usual; the same on all ranks.
+            num_microbatches: micro-batches of this step, if not as usual; the same on all ranks.
 
         Returns:
             On the rank of the last stage the losses by micro-batch, without graphs; else nothing.
@@ -224,45 +312,42 @@ class PipelineEngine:
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("`step` needs gradients, which are switched off: call `evaluate`.")
-        count = num_microbatches or self._num_microbatches
-        return self._run(_training(*self._shape, count), boundary, samples, training=True)
+        program = training_program(*self._program_arguments(num_microbatches))
+        return self._run(program, boundary, samples, training=True)
 
     def evaluate(
         self,
-        boundary: Boundary,
+        boundary: BoundaryMeta,
         samples: Tensor | None = None,
         num_microbatches: int | None = None,
     ) -> list[Any]:
-        """Run forward passes of all micro-batches.
+        """Run forward passes of all micro-batches; arguments as for ``step``.
 
-        Args:
-            boundary: as for ``step``.
-            samples: as for ``step``.
-            num_microbatches: as for ``step``; any number will do for any schedule.
+        Any ``num_microbatches`` will do for any schedule.
 
         Returns:
             On the rank of the last stage what it returned, by micro-batch; else nothing.
         """
-        count = num_microbatches or self._num_microbatches
+        program = evaluation_program(*self._program_arguments(num_microbatches))
         with torch.no_grad():
-            return self._run(_evaluation(*self._shape, count), boundary, samples, training=False)
+            return self._run(program, boundary, samples, training=False)
 
     def close(self) -> None:
-        """Wait for what is on its way, and release what the codecs hold."""
+        """Wait for payloads on their way, and release what the codecs hold."""
         if self._failed is None:
             self._endpoint.outbox.finish()
         self._endpoint.forward_codec.close()
         self._endpoint.backward_codec.close()
 
     def _run(
-        self, program: Program, boundary: Boundary, samples: Tensor | None, training: bool
+        self, program: Program, boundary: BoundaryMeta, samples: Tensor | None, training: bool
     ) -> list[Any]:
         if self._failed is not None:
             raise RuntimeError(
                 f"an earlier step of this pipeline failed ({self._failed}), and messages may be "
                 "missing on any rank: start again from a checkpoint."
             )
-        if self._shape[1] > 1:  # on all ranks, before anything is sent
+        if self._size > 1:  # on all ranks, before anything is sent
             self._endpoint.forward_codec.check(boundary.shape, boundary.dtype)
             self._endpoint.backward_codec.check(boundary.shape, boundary.dtype)
         listener = self.listener if training else None
@@ -290,25 +375,18 @@ class PipelineEngine:
                 stage.clear()
             raise
 
-    def _sizes(self) -> tuple[int, int]:
-        return self._num_stages, self._shape[1]
+    def _program_arguments(self, num_microbatches: int | None) -> tuple[str, int, int, int]:
+        count = num_microbatches or self._num_microbatches
+        return self._schedule, self._size, count, self._num_stages // self._size
+
+    def _rank_of(self, stage: int) -> int:
+        return rank_of_stage(self._schedule, stage, self._num_stages, self._size)
 
     def _ways(self) -> list[tuple[int, int]]:
         """Return the pairs of ranks that send to each other, in one order for all ranks."""
-        name, size, _ = self._shape
-        ranks = [rank_of_stage(name, s, self._num_stages, size) for s in range(self._num_stages)]
+        ranks = [self._rank_of(stage) for stage in range(self._num_stages)]
         pairs = set(zip(ranks, ranks[1:], strict=False))
         return sorted({way for a, b in pairs if a != b for way in ((a, b), (b, a))})
-
-
-@lru_cache(maxsize=8)
-def _training(schedule: str, size: int, stages_per_rank: int, count: int) -> Program:
-    return training_program(schedule, size, count, stages_per_rank)
-
-
-@lru_cache(maxsize=8)
-def _evaluation(schedule: str, size: int, stages_per_rank: int, count: int) -> Program:
-    return evaluation_program(schedule, size, count, stages_per_rank)
 
 
 def _split(samples: Tensor | None, count: int) -> tuple[Tensor | None, ...]:
@@ -317,9 +395,3 @@ def _split(samples: Tensor | None, count: int) -> tuple[Tensor | None, ...]:
     if samples.numel() % count:
         raise ValueError(f"{samples.numel()} samples cannot be split into {count} micro-batches.")
     return tuple(samples.cpu().view(count, -1))
-
-
-def _given(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if group is None:
-        raise ValueError("`group=None` needs `links`.")
-    return group

@@ -2,52 +2,302 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from .boundary import BoundaryCodec, Message
-from .links import Inbox, Links, Outbox
-from .schedules import Action, Key, Program
-from .stage import Boundary, Stage
-from .traffic import BoundaryTraffic
+from lq_lightning.foundation.groups import shared_split
 
-__all__ = ["Endpoint", "Execution", "Listener"]
+from .message import BoundaryCodec, BoundaryMeta, Message
+from .schedules import Action, Key, Program
+from .stage import Stage
+
+__all__ = [
+    "BoundaryTraffic",
+    "Endpoint",
+    "Execution",
+    "Inbox",
+    "Links",
+    "Listener",
+    "Outbox",
+    "ProcessGroupLinks",
+    "Work",
+    "started",
+]
+
+# Receives that are posted before they are needed, for each sending rank, at most. Transfers go on
+# while this rank computes only into posted receives. More would only take memory for payloads: the
+# link is busy as long as there is always one more.
+_AHEAD = 4
+
+
+# --- links between ranks ------------------------------------------------------------------------
+
+
+class Work(Protocol):
+    """A transfer under way, such as ``torch.distributed.Work``."""
+
+    def wait(self) -> object:
+        """Let the host (CPU tensors) or the current stream (CUDA tensors) wait for the transfer."""
+
+    def is_completed(self) -> bool:
+        """Return whether it is known to be done."""
+
+
+class Links(Protocol):
+    """Links to the other ranks of a pipeline. Messages from one rank to another keep their order.
+
+    Attributes:
+        rank: number of this rank.
+        size: ranks of the pipeline.
+        occupy_device: whether the device is not idle while a transfer is under way, as with NCCL.
+    """
+
+    rank: int
+    size: int
+    occupy_device: bool
+
+    def send(self, payload: Tensor, peer: int) -> Work:
+        """Start to send ``payload``, which must not change until the transfer is done."""
+
+    def receive(self, payload: Tensor, peer: int) -> Work:
+        """Start to receive into ``payload``."""
+
+
+class ProcessGroupLinks:
+    """Links over process groups: for NCCL one group for each direction between two ranks.
+
+    NCCL runs the transfers of a communicator one after another on one stream. With one for both
+    directions, arriving gradients would wait for departing hidden states, and ranks that post them
+    in different orders would deadlock. With a communicator for each direction, every communicator
+    has one sender and one receiver, and both know its order (``Program.messages``).
+
+    Every rank of ``group`` must make one, at the same time: communicators are made here, where no
+    rank waits for another in a different order. ``ways`` are pairs of sender and receiver within
+    the group, in the same order on all ranks; ``own_groups`` makes a group for each of them.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        ways: Iterable[tuple[int, int]],
+        own_groups: bool | None = None,
+    ) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.occupy_device = device.type == "cuda"
+        self._ranks = dist.get_process_group_ranks(group)
+        ways = list(ways)
+        if own_groups is None:
+            own_groups = device.type == "cuda"  # gloo's ways are independent of each other
+        self._groups = (
+            _own_groups(group, ways, device) if own_groups else dict.fromkeys(ways, group)
+        )
+        first = torch.zeros(1, dtype=torch.uint8, device=device)
+        for source, target in ways:
+            # The first transfer of a communicator makes it, for which both ranks wait. Later, one
+            # could be waiting for one communicator while its peer waits for another.
+            if self.rank == source:
+                self.send(first, target).wait()
+            elif self.rank == target:
+                self.receive(first, source).wait()
+
+    def send(self, payload: Tensor, peer: int) -> Work:
+        """Start to send; on CUDA as soon as the current stream has made the payload."""
+        group = self._groups[self.rank, peer]
+        return started(dist.isend(payload, group=group, dst=self._ranks[peer]))
+
+    def receive(self, payload: Tensor, peer: int) -> Work:
+        """Start to receive into ``payload``.
+
+        On CUDA the transfer begins when the current stream has done all work given before this
+        call, and so everything that used the payload's memory last.
+        """
+        group = self._groups[peer, self.rank]
+        return started(dist.irecv(payload, group=group, src=self._ranks[peer]))
+
+
+def _own_groups(
+    group: dist.ProcessGroup, ways: Sequence[tuple[int, int]], device: torch.device
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """Make a group for each way; returns those of this rank."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    groups = {}
+    rest = list(ways)
+    while rest:
+        # Groups are made by all ranks together: as many at a time as have no rank in common.
+        taken: list[tuple[int, int]] = []
+        for way in rest:
+            if all(set(way).isdisjoint(other) for other in taken):
+                taken.append(way)
+        rest = [way for way in rest if way not in taken]
+        others = sorted(set(range(size)).difference(*taken))
+        rows = [sorted(way) for way in taken]
+        # Links of another engine reuse them: its messages have all arrived.
+        use = f"links {taken}"  # both ways between two ranks have the same rows
+        made = shared_split(use, group, [*rows, others] if others else rows, device)
+        groups.update({way: made for way in taken if rank in way})
+    return groups
+
+
+def started(work: dist.Work | None) -> Work:
+    """Return a transfer of a group that this rank is in."""
+    if work is None:
+        raise AssertionError("this rank is in the group")
+    return work
+
+
+class Outbox:
+    """Payloads on their way to other ranks, which must live until they have arrived."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._sent: deque[tuple[Work, Tensor]] = deque()
+
+    def send(self, payload: Tensor, peer: int) -> None:
+        """Start to send a payload, and drop those that have arrived."""
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        self._sent.append((self._links.send(payload, peer), payload))
+
+    def finish(self) -> None:
+        """Wait for all of them: on CUDA the current stream waits.
+
+        The memory of a payload is reused by the current stream only, which then runs after the
+        transfer.
+        """
+        while self._sent:
+            self._sent[0][0].wait()
+            self._sent.popleft()
+
+
+class Inbox:
+    """Receives of one step, posted before they are needed, in the order in which peers send.
+
+    Where transfers occupy the device, a receive is posted in its turn (``Program.messages``) and no
+    sooner: whoever waits for the whole device (a benchmark of kernels in the first step, an
+    allocator out of memory, a user) waits for all posted receives, which must not depend on what
+    this rank does later.
+
+    ``expected`` has for each peer its messages to this rank in its order, with how many
+    computations of this rank come before they are waited for, and their bytes.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        expected: Mapping[int, Iterator[tuple[Key, int, int]]],
+        device: torch.device,
+    ) -> None:
+        self._links = links
+        self._expected = expected
+        self._next = {peer: next(messages, None) for peer, messages in expected.items()}
+        self._done = 0
+        self._device = device
+        self._posted: dict[int, dict[Key, tuple[Work, Tensor]]] = {peer: {} for peer in expected}
+
+    def advance(self, done: int) -> None:
+        """Post what may be posted once this rank has made and sent ``done`` computations."""
+        self._done = done
+        for peer in self._expected:
+            self._post(peer)
+
+    def take(self, key: Key, peer: int) -> Tensor:
+        """Return a payload, for use on the current stream, once it has arrived."""
+        self._post(peer, until=key)
+        work, payload = self._posted[peer].pop(key)
+        # Before the wait: while this rank waits and computes, more arrives.
+        self._post(peer)
+        work.wait()
+        return payload
+
+    def _post(self, peer: int, until: Key | None = None) -> None:
+        """Post receives in order: up to one that is needed, and as many as are worth it."""
+        posted = self._posted[peer]
+        # In turn there are few ahead, and peers may have to wait for all that they have sent.
+        limit = math.inf if self._links.occupy_device else _AHEAD
+        while (following := self._next[peer]) is not None:
+            key, needs, nbytes = following
+            if needs > self._done or (len(posted) >= limit and (until is None or until in posted)):
+                return
+            payload = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            posted[key] = (self._links.receive(payload, peer), payload)
+            self._next[peer] = next(self._expected[peer], None)
+
+
+# --- one step -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class BoundaryTraffic:
+    """Counters of what this rank sent to stages on other ranks since the start.
+
+    Attributes:
+        forward_bytes: Bytes of hidden states in training.
+        forward_values: Values in them.
+        backward_bytes: Bytes of gradients.
+        backward_values: Values in them.
+        evaluation_bytes: Bytes of hidden states in evaluation.
+        table_bytes: Bytes of width tables.
+    """
+
+    forward_bytes: int = 0
+    forward_values: int = 0
+    backward_bytes: int = 0
+    backward_values: int = 0
+    evaluation_bytes: int = 0
+    table_bytes: int = 0
+
+    def count(self, message: Message, nbytes: int, values: int) -> None:
+        """Add one payload of ``nbytes`` that carries ``values``."""
+        if not message.training:
+            self.evaluation_bytes += nbytes
+        elif message.backward:
+            self.backward_bytes += nbytes
+            self.backward_values += values
+        else:
+            self.forward_bytes += nbytes
+            self.forward_values += values
+
+    @property
+    def sent(self) -> int:
+        """All bytes sent by this rank."""
+        payloads = self.forward_bytes + self.backward_bytes + self.evaluation_bytes
+        return payloads + self.table_bytes
+
+    def snapshot(self) -> BoundaryTraffic:
+        """A copy that stops counting."""
+        return replace(self)
+
+    def since(self, earlier: BoundaryTraffic) -> BoundaryTraffic:
+        """Counts since the snapshot ``earlier``."""
+        values = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
+        return BoundaryTraffic(**values)
 
 
 class Listener(Protocol):
     """Encodes the hidden states that this rank sends in training, and hears their gradients."""
 
-    def starts(self, boundary: Boundary) -> None:
-        """A step begins, on all ranks of the pipeline; before anything is sent."""
+    def starts(self, boundary: BoundaryMeta) -> None:
+        """Prepare for a step, on all ranks of the pipeline, before anything is sent."""
 
     def encode(self, message: Message, hidden: Tensor) -> Tensor:
-        """Return the payload of a hidden state, which stays as it is as long as it is kept."""
+        """Return the payload of a hidden state, which nobody changes as long as it is kept."""
 
     def returned(self, message: Message, gradient: Tensor) -> None:
-        """The gradient of what the other rank decoded is there; once for each hidden state.
-
-        Args:
-            message: That of the gradient.
-            gradient: Not to be changed.
-        """
+        """Take the gradient of what the other rank decoded, unchanged; once per hidden state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """What this rank sends and receives with.
-
-    Attributes:
-        links: ways to other ranks.
-        outbox: payloads on their way.
-        forward_codec: of hidden states.
-        backward_codec: of gradients.
-        traffic: counts what is sent.
-        device: where tensors are.
-    """
+    """Links, codecs and counters of this rank."""
 
     links: Links
     outbox: Outbox
@@ -65,20 +315,14 @@ class Endpoint:
 class Execution:
     """One step of one rank; used once.
 
-    Attributes:
-        program: orders of all ranks.
-        stages: those of this rank, by index.
-        endpoint: what to send and receive with.
-        boundary: what hidden states are.
-        samples: identities of samples, by micro-batch.
-        training: whether graphs are kept for backward passes.
-        listener: encodes what is sent to other ranks; None in evaluation.
+    ``stages`` are those of this rank, by index; ``samples`` the identities of samples, by
+    micro-batch.
     """
 
     program: Program
     stages: Mapping[int, Stage]
     endpoint: Endpoint
-    boundary: Boundary
+    boundary: BoundaryMeta
     samples: tuple[Tensor | None, ...]
     training: bool
     listener: Listener | None = None
@@ -151,7 +395,7 @@ class Execution:
         else:
             with torch.no_grad():
                 payload = self.endpoint.codec(key).encode(tensor, message)
-        # On CUDA the current stream makes the payload, and the transfer is behind it.
+        # On CUDA the current stream makes the payload, and the transfer waits for that.
         self.endpoint.outbox.send(payload, peer)
         self.endpoint.traffic.count(message, payload.numel(), tensor.numel())
 
@@ -171,5 +415,5 @@ class Execution:
         return tensor
 
     def _other_side(self, stage: int) -> int | None:
-        """Return the rank of a stage, None if it is on this rank: nothing is coded then."""
+        """Return the rank of a stage; None if it is this rank, where nothing is coded."""
         return None if stage in self.stages else self.program.rank_of(stage)

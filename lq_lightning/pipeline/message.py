@@ -1,7 +1,7 @@
-"""What crosses the boundary between two stages, and what every codec of it does.
+"""Interface of the codecs of stage boundaries.
 
-A boundary has two ends, each with a codec of its own. Both ends know the shape, the dtype and the
-``Message``, so the payload carries neither: its size is settled before a byte is sent.
+Each end of a boundary has its own codec. Both ends know shape, dtype and the ``Message``, so
+payloads carry none of these and their size is known before a byte is sent.
 
 Shape legend: B samples of a micro-batch, S tokens, N channels.
 """
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,16 +23,34 @@ GROUP_TILES = tuple(size for size in GROUP_SIZES if isinstance(size, int))
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Message:
-    """What both ends know about a payload before it is sent.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoundaryMeta:
+    """What crosses the boundaries of stages, for micro-batches of one shape. Plain data.
 
     Attributes:
-        boundary: index of the boundary, that of the stage before it.
-        backward: a gradient goes back, rather than a hidden state forward.
+        shape: Shape of the hidden state.
+        dtype: Dtype of the hidden state behind a layer.
+        embedded_dtype: Dtype of the hidden state in front of the first layer.
+        extras: For layers that return a tuple, which entries behind the hidden state are tensors;
+            None for those that return the hidden state itself.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    embedded_dtype: torch.dtype
+    extras: tuple[bool, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Message:
+    """Facts about a payload that both ends know before it is sent.
+
+    Attributes:
+        boundary: index of the boundary, which is that of the stage before it.
+        backward: True for a gradient on its way back, False for a hidden state.
         microbatch: index within the step.
-        training: False in evaluation, where nothing is learned for later messages.
-        samples: ``[B]`` int64 on the CPU, identities of the samples; None where there are none.
+        training: False in evaluation, which leaves no trace in codecs with a memory.
+        samples: ``[B]`` int64 on the CPU, identities of the samples; None without any.
     """
 
     boundary: int
@@ -46,28 +63,27 @@ class Message:
 class BoundaryCodec(ABC):
     """Turns the tensors of a boundary into payloads and back.
 
-    Of every message the receiver asks for ``nbytes`` once and then calls ``decode``, the sender
-    calls ``encode``. On both ends the messages of one boundary and direction come in the same
-    order: several may be announced by ``nbytes`` before the first is decoded. After ``encode`` the
-    size is that of the payload; do not ask again.
+    For every message the receiver calls ``nbytes`` once and then ``decode``; the sender calls
+    ``encode``. Both ends see the messages of one boundary and direction in the same order. Several
+    may be announced by ``nbytes`` before the first is decoded.
 
     Attributes:
-        name: what the codec is called in options and reports.
+        name: name in options and reports.
     """
 
     name: str
 
     @property
     def options(self) -> str:
-        """All that both ends must have been given alike, the name apart; mostly nothing."""
+        """Options that both ends must share, besides the name."""
         return ""
 
     @abstractmethod
     def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Check that tensors like this can be encoded; call it before training.
+        """Check before training that such tensors can be encoded.
 
         Raises:
-            ValueError: a dtype or a number of channels (the last dimension) that cannot be.
+            ValueError: unsupported dtype, or number of channels (the last dimension).
         """
 
     @abstractmethod
@@ -76,24 +92,23 @@ class BoundaryCodec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, message: Message) -> Tensor:
-        """Return the payload, ``[nbytes]`` uint8, new and contiguous; NaN and Inf survive.
+        """Encode ``[..., S, N]`` of any strides; NaN and Inf survive.
 
-        Args:
-            x: ``[..., S, N]``, any strides.
-            message: what both ends know.
+        Returns:
+            ``[nbytes]`` uint8, new and contiguous.
         """
 
     @abstractmethod
     def decode(
         self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
     ) -> Tensor:
-        """Return the tensor, new: it shares no memory with the payload.
+        """Return a new tensor of this shape and dtype, which shares no memory with the payload.
 
         Args:
-            payload: ``[nbytes]`` uint8, contiguous, from an address that is a multiple of 16.
-            shape: of the tensor.
-            dtype: of the tensor.
-            message: what both ends know.
+            payload: ``[nbytes]`` uint8, contiguous, aligned to 16 bytes.
+            shape: shape of the tensor.
+            dtype: dtype of the tensor.
+            message: as for ``encode``.
 
         Raises:
             ValueError: a payload of another size.
@@ -101,30 +116,17 @@ class BoundaryCodec(ABC):
 
     @abstractmethod
     def bits_per_value(self, shape: Sequence[int], dtype: torch.dtype) -> float:
-        """Return the bits of a coded training message per value, all metadata counted."""
+        """Return the bits per value of a coded training message, all metadata counted."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what has to be restored for both ends to go on as they were; mostly nothing."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned.
-
-        Raises:
-            ValueError: a state of another kind of codec.
-        """
-        if state:
-            raise ValueError(
-                f"The codec {self.name!r} has no state, but was given {sorted(state)}. Load a "
-                "checkpoint that was written with this codec."
-            )
+    def forget(self) -> None:  # noqa: B027 (few codecs remember anything)
+        """Drop what was learned from messages; both ends call it when other weights are loaded."""
 
     def close(self) -> None:  # noqa: B027 (few codecs hold anything)
         """Release files and memory; the codec is not used after."""
 
 
 class StatelessCodec(BoundaryCodec):
-    """A codec whose payloads depend on the tensor alone."""
+    """Base of codecs whose payloads depend on the tensor alone."""
 
     @abstractmethod
     def size(self, shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -137,6 +139,24 @@ class StatelessCodec(BoundaryCodec):
     def bits_per_value(self, shape: Sequence[int], dtype: torch.dtype) -> float:
         """Return the bits of a payload per value."""
         return 8 * self.size(shape, dtype) / max(1, math.prod(shape))
+
+    def encode(self, x: Tensor, message: Message) -> Tensor:
+        """Return the payload; see the base class."""
+        self.check(x.shape, x.dtype)
+        return self._encode(x.detach())
+
+    def decode(
+        self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
+    ) -> Tensor:
+        """Return the values; see the base class."""
+        check_payload(self.name, payload, self.size(shape, dtype))
+        return self._decode(payload, tuple(shape), dtype)
+
+    @abstractmethod
+    def _encode(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _decode(self, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
 
 
 def check_floats(name: str, dtype: torch.dtype) -> None:
@@ -165,7 +185,7 @@ def check_channels(
 
 
 def check_payload(name: str, payload: Tensor, nbytes: int) -> None:
-    """Raise ``ValueError`` unless the payload has the size that its shape and dtype say."""
+    """Raise ``ValueError`` unless the payload has the size that shape and dtype imply."""
     if payload.dtype != torch.uint8 or tuple(payload.shape) != (nbytes,):
         raise ValueError(
             f"The codec {name!r} was given a payload of {payload.dtype} {tuple(payload.shape)}; "

@@ -1,44 +1,49 @@
-"""Keep the modules of some stages of a model, in place."""
+"""Keep the modules of some stages of a model, in place, and run the parts of a step they have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
 
-from lq_lightning.foundation.trunk import hidden_name
+from lq_lightning.foundation.layer_stack import hidden_name
 
-from .absent import AbsentAfter, AbsentLayer, stand_ins
-from .calls import LayerCalls
+from .interceptor import LayerInterceptor
+from .message import BoundaryMeta
+from .placeholder_tracking import PlaceholderTracker
+from .placeholders import PlaceholderAfter, PlaceholderLayer, placeholders
 from .plan import PipelinePlan
 
-__all__ = ["KeptStages", "keep_stages", "kept_stages"]
+__all__ = ["KeptStages", "StageModule", "keep_stages", "kept_stages"]
 
 _RECORD = "_lq_pipeline"  # kept in the module, so that both are freed together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptStages:
-    """What is left of a model on this rank.
+    """The part of a model that this rank holds.
 
     Attributes:
-        plan: Of the whole model.
-        stages: Those that this rank holds, ascending.
-        absent: Names of the modules that were replaced by stand-ins.
-        calls: Of the layers.
+        plan: Plan of the whole model.
+        stages: Stages of this rank, ascending.
+        absent: Names of the modules that were replaced by placeholders.
+        calls: Interceptor of the layers.
     """
 
     plan: PipelinePlan
     stages: tuple[int, ...]
     absent: tuple[str, ...]
-    calls: LayerCalls
+    calls: LayerInterceptor
 
 
 def kept_stages(module: nn.Module) -> KeptStages | None:
-    """Return what :func:`keep_stages` left of the module; None if it is whole."""
+    """Return what :func:`keep_stages` kept of the module; None if it is whole."""
     record: KeptStages | None = module.__dict__.get(_RECORD)
     return record
 
@@ -46,21 +51,21 @@ def kept_stages(module: nn.Module) -> KeptStages | None:
 def keep_stages(module: nn.Module, plan: PipelinePlan, stages: Iterable[int]) -> KeptStages:
     """Replace all modules of ``module`` that ``stages`` do not hold, in place.
 
-    Names stay those of the whole model: what is absent leaves a stand-in without parameters at its
-    place. Modules and parameters that stay are the same objects; nothing is moved or copied, so
-    this works on the meta device, before weights are allocated. Buffers outside of what is replaced
-    stay on every stage.
+    Names stay those of the whole model: an absent module leaves a placeholder without parameters.
+    Modules and parameters that stay are the same objects; nothing is moved or copied, so this works
+    on the meta device, before weights are allocated. Buffers outside replaced modules stay on
+    every stage.
 
     Call this before the model is sharded or compiled. Afterwards it runs in parts only, by
     :class:`StageModule`.
 
     Args:
         module: The whole model.
-        plan: Made for it.
+        plan: Plan made for it.
         stages: Stages of this rank.
 
     Returns:
-        What is left; the same when called again.
+        The kept part; the same when called again.
 
     Raises:
         ValueError: a stage that ``plan`` does not have.
@@ -80,24 +85,24 @@ def keep_stages(module: nn.Module, plan: PipelinePlan, stages: Iterable[int]) ->
                 f"cannot become the stages {list(kept)}: build it again."
             )
         return record
-    calls = LayerCalls(plan.layers)
+    calls = LayerInterceptor(plan.layers)
     absent: dict[str, nn.Module] = {}
     for index, name in enumerate(plan.layers):
         layer = module.get_submodule(name)
         if plan.stages_of(name)[0] in kept:
             _let_call(layer, partial(calls.call_layer, index, hidden_name(layer)))
         else:
-            absent[name] = AbsentLayer(name, calls, index, layer)
+            absent[name] = PlaceholderLayer(name, calls, index, layer)
     for name in plan.before:
-        for each, stand_in in stand_ins(module.get_submodule(name), name, calls).items():
+        for each, placeholder in placeholders(module.get_submodule(name), name, calls).items():
             replaced = module.get_submodule(each)
-            stand_in.may_draw = not type(replaced).__module__.startswith("torch.nn.")
+            placeholder.may_draw = not type(replaced).__module__.startswith("torch.nn.")
             if 0 not in kept:
-                absent[each] = stand_in
-            elif stand_in.may_draw:
+                absent[each] = placeholder
+            elif placeholder.may_draw:
                 _let_call(replaced, calls.call_before)
     if plan.num_stages - 1 not in kept:
-        absent |= {name: AbsentAfter(name, calls) for name in plan.after}
+        absent |= {name: PlaceholderAfter(name, calls) for name in plan.after}
     _replace(module, absent)
     record = KeptStages(plan=plan, stages=kept, absent=tuple(absent), calls=calls)
     module.__dict__[_RECORD] = record
@@ -119,8 +124,8 @@ _CLASSES: dict[type, type] = {}
 def _let_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """Let ``call(forward, args, kwargs)`` do every call; the module and its class name stay.
 
-    The class changes, as ``fully_shard`` does it, because ``module(...)`` looks up ``__call__``
-    there: nothing on the instance comes before compiled calls, hooks and checkpointing.
+    The class changes, as in ``fully_shard``, because ``module(...)`` looks up ``__call__`` there:
+    nothing on the instance comes before compiled calls, hooks and checkpointing.
     """
     cls = type(module)
     if cls not in _CLASSES:
@@ -136,3 +141,156 @@ def _calling(cls: type[nn.Module]) -> Callable[..., Any]:
         return self.__dict__["_lq_call"](partial(cls.__call__, self), args, kwargs)
 
     return __call__
+
+
+# --- parts of a step ----------------------------------------------------------------------------
+
+
+def _call(part: Callable[[Tensor | None], Any], hidden: Tensor | None) -> Any:
+    return part(hidden)
+
+
+class StageModule(nn.Module):
+    """One stage: runs the part of a step that has its layers. See [Note: a step in parts].
+
+    It has no modules of its own, so that ``state_dict`` and modes stay with ``module``. Its
+    ``parameters()`` are those of the stage, read from ``module`` anew each time, since FSDP2 puts
+    others there while it runs; ``named_parameters()`` gives the names in the whole model.
+
+    Order: :func:`keep_stages`, then weights and ``fully_shard`` on the layers and ``module``, then
+    this. Several stages of a rank share one ``module``; one of them runs at a time.
+
+    Args:
+        module: A model of which :func:`keep_stages` kept this stage.
+        stage: Index of the stage.
+        run: Runs the user's step on the micro-batch of that index and returns its loss or output.
+        enter: Called as ``enter(part, hidden)``, must return ``part(hidden)``. A wrapper that no
+            exception may cross: pass a method of ``module`` that ``register_fsdp_forward_method``
+            made a forward, so that the root of FSDP2 sees the received hidden state as its input,
+            and the one for the next stage as its output.
+
+    Attributes:
+        index: Micro-batch of the next call; set it before.
+        stage: Index of the stage.
+        watched: Whether the next part refuses uses of modules that earlier stages hold, see [Note:
+            values that depend on placeholders]. None: the first part does, later ones do not.
+        refused: List to which such refusals are added; None: they are raised.
+
+    Raises:
+        ValueError: the stage was not kept.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stage: int,
+        run: Callable[[int], Any],
+        enter: Callable[[Callable[[Tensor | None], Any], Tensor | None], Any] = _call,
+    ) -> None:
+        super().__init__()
+        record = kept_stages(module)
+        if record is None or stage not in record.stages:
+            held = "the whole module" if record is None else f"the stages {list(record.stages)}"
+            raise ValueError(f"stage {stage} was not kept: this rank holds {held}.")
+        self.index = 0
+        self.stage = stage
+        self._plan, self._calls = record.plan, record.calls
+        self._module = [module]  # not a submodule
+        self._run, self._enter = run, enter
+        first = self._plan.layers.index(self._plan.stages[stage][0])
+        self._span = (first, first + len(self._plan.stages[stage]) - 1)
+        self.watched: bool | None = None
+        self.refused: list[str] | None = None
+        names = (name for name, _ in module.named_parameters(remove_duplicate=False))
+        self._names = frozenset(name for name in names if stage in self._plan.stages_of(name))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it gets no hidden state."""
+        return self.stage == 0
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Parameter]]:
+        """Yield the parameters of the stage with their names in the whole model."""
+        dot = f"{prefix}." if prefix else ""
+        seen = set[Parameter]()
+        # With all names: the first one of a shared parameter may be that of another stage.
+        for name, parameter in self._module[0].named_parameters(remove_duplicate=False):
+            if name in self._names and parameter not in seen:
+                if remove_duplicate:
+                    seen.add(parameter)
+                yield f"{dot}{name}", parameter
+
+    def set_boundary(self, boundary: BoundaryMeta) -> None:
+        """Set what crosses the boundaries from now on; on all stages, before they run."""
+        self._calls.boundary = boundary
+
+    def forward(self, hidden: Tensor | None = None) -> Any:
+        """Run the part on the micro-batch ``index``.
+
+        Args:
+            hidden: Hidden state of the stage before; None on the first stage.
+
+        Returns:
+            The hidden state for the next stage; on the last stage the result of the step.
+
+        Raises:
+            RuntimeError: the step calls the layers not at all, twice, or in another order, or the
+                shape of ``hidden`` is not that of the micro-batch.
+            NotImplementedError: the step uses more of earlier stages than the hidden state.
+        """
+        return self._enter(self._part, hidden)
+
+    def _part(self, hidden: Tensor | None) -> Any:
+        if self.watched is None:
+            watched, self.watched = True, False
+        else:
+            watched = self.watched
+        tracker = PlaceholderTracker(self._module[0]) if watched and not self.is_first else None
+        result = self._calls.run(partial(self._run, self.index), self._span, hidden, tracker)
+        if tracker is not None and tracker.refused:
+            if self.refused is None:
+                raise NotImplementedError(tracker.refused[0])
+            self.refused += tracker.refused
+        return result
+
+    def probe(self, index: int) -> BoundaryMeta:
+        """Find what crosses the boundaries for the micro-batch ``index``, on the first stage.
+
+        Runs the step up to and through the first layer without gradients; random numbers and
+        buffers, such as running statistics, stay as they were. With FSDP2 it is a forward of the
+        root: all ranks of its mesh must probe.
+
+        Raises:
+            RuntimeError: this is not the first stage.
+            NotImplementedError: the layers return more than one hidden state.
+        """
+        if not self.is_first:
+            raise RuntimeError(
+                f"stage {self.stage} cannot probe: only the first stage has its input."
+            )
+
+        def part(hidden: Tensor | None) -> Any:
+            return self._calls.probe(partial(self._run, index))
+
+        numbers = self._calls.random.batch(0, advance=False)
+        with torch.no_grad(), numbers, _unchanged_buffers(self._module[0]):
+            boundary: BoundaryMeta = self._enter(part, None)
+        return boundary
+
+
+@contextmanager
+def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    """Undo changes of buffers, in place or by putting other tensors there."""
+    saved = [
+        (owner, name, buffer, buffer.clone())
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        for owner, name, buffer, value in saved:
+            buffer.copy_(value)
+            setattr(owner, name, buffer)

@@ -1,288 +1,211 @@
-"""Track values computed from stand-ins, and refuse uses of them.
-
-[Note: what depends on stand-ins]
-Stand-ins for modules of other stages give NaN, but NaN alone is not enough: `where`, `nan_to_num`,
-comparisons, `argmax` and `item` make values of it that look like any other. So in the first batch
-of each shape every operation of the step's own code is watched, below autograd: what it computes
-from something marked is marked, too. Marks belong to storages, so that views share them. Layers are
-not watched: they get the hidden state that was received, and nothing else that is marked.
-
-Only what survives is refused: what goes into a layer or to the next stage, what the step returns or
-logs, what modules keep, and what becomes a Python value or decides a shape. The step goes on after
-that, so that every rank comes to the end of the batch, where all of them hear of it.
-"""
+"""Placeholders for modules that another stage of a pipeline holds. They have no parameters."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-import os
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from lq_lightning._compat.modes import (
-    OperatorMode,
-    OpOverload,
-    operation_name,
-    without_modes,
-    written_by,
-)
-from lq_lightning._compat.saved_tensors import has_storage, storage_key
-from lq_lightning.foundation.nested import tensors_in
+from lq_lightning.foundation.layer_stack import has_parameters, hidden_name
 
-__all__ = ["Placeholders"]
+from .interceptor import LayerInterceptor
 
-# They read shape, dtype and device alone.
-_FROM_SHAPE = frozenset(
-    ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
-) | frozenset(("new_zeros", "new_ones", "new_full"))
-# They write all elements without reading one.
-_OVERWRITING = frozenset(
-    ("fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_")
-)
-# Python reads the memory of a tensor, which no operation shows.
-_ESCAPES = frozenset(("tolist", "numpy", "__array__", "__dlpack__"))
-_NAMES = {"_local_scalar_dense": "item", "_unique2": "unique"}
-_MAX_OPERATIONS = 6
-_OWN_FOLDERS = tuple(
-    os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__))
-)
+__all__ = [
+    "PlaceholderAfter",
+    "PlaceholderLayer",
+    "PlaceholderModule",
+    "check_replaceable",
+    "placeholders",
+]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Mark:
-    """Where a value comes from.
+class _Settings:
+    """Settings of a module inside an absent layer: models read them from their first layer."""
+
+    def __init__(self, values: dict[str, Any], name: str) -> None:
+        self.__dict__ |= values | {"absent_name": name}
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(_missing(self.__dict__.get("absent_name", "?"), name))
+
+
+def _settings(module: nn.Module, name: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for cls in [each for each in reversed(type(module).__mro__) if each not in nn.Module.__mro__]:
+        values |= {key: value for key, value in vars(cls).items() if key[:1] != "_"}
+    values |= vars(module)
+    plain = {k: v for k, v in values.items() if isinstance(v, (bool, int, float, str))}
+    inner = {key: (child, f"{name}.{key}") for key, child in module.named_children()}
+    return plain | {key: _Settings(_settings(*child), child[1]) for key, child in inner.items()}
+
+
+def _missing(absent: str, name: str) -> str:
+    return (
+        f"`{absent}.{name}`: `{absent}` is on another stage of the pipeline, so that here it can "
+        "only be called in a step. A head that reads the weight of an embedding can be a module of "
+        "its own that shares it: `self.head.weight = self.embedding.weight`."
+    )
+
+
+class PlaceholderModule(nn.Module):
+    """Stands for the module ``name`` of the whole model; the base of the placeholders.
 
     Attributes:
-        module: Name of the one that a stand-in replaces.
-        operations: What was done to its output, in order.
-        place: Line of the user's code where the last one is.
-        tensor: Keeps the storage, whose address is the key.
+        may_draw: Whether the module may draw random numbers, for which it has a seed of its own.
     """
 
-    module: str
-    operations: tuple[str, ...]
-    place: str
-    tensor: Tensor
+    may_draw = False
+
+    def __init__(self, name: str, calls: LayerInterceptor) -> None:
+        super().__init__()
+        self.absent_name = name
+        # In a list, so that it is neither copied with nor seen as part of the module.
+        self._calls = [calls]
+
+    @property
+    def calls(self) -> LayerInterceptor:
+        """The interceptor of the model's layers."""
+        return self._calls[0]
+
+    def extra_repr(self) -> str:
+        """Show the name."""
+        return self.absent_name
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise ``AttributeError`` with an explanation: parameters and submodules are elsewhere."""
+        raise AttributeError(_missing(self.__dict__.get("absent_name", "?"), name))
+
+    def _nan(
+        self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        dtype = dtype or self.calls.embedded_dtype()
+        nan = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        return self.calls.given_by_placeholder(nan, self.absent_name)
 
 
-class Placeholders:
-    """Marks of one part of a step. See [Note: what depends on stand-ins].
+class PlaceholderLayer(PlaceholderModule):
+    """Passes its input on, in the form in which layers return it.
+
+    Settings of the layer that it replaces, such as ``attention_type``, are kept, also those of
+    modules inside it.
+    """
+
+    def __init__(self, name: str, calls: LayerInterceptor, index: int, layer: nn.Module) -> None:
+        super().__init__(name, calls)
+        self._index, self._argument = index, hidden_name(layer)
+        self.__dict__ |= _settings(layer, name) | self.__dict__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden state that came in."""
+        return self.calls.call_layer(self._index, self._argument, None, args, kwargs)
+
+
+class PlaceholderAfter(PlaceholderModule):
+    """Stands for a module after the layers, which a step does not reach here."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ``RuntimeError``: the call is at the wrong place."""
+        if self.calls.passed_layers():
+            raise RuntimeError(
+                f"`{self.absent_name}` is used before all layers have run: in a pipeline, every "
+                "step runs all layers (no early exit)."
+            )
+        raise RuntimeError(
+            f"`{self.absent_name}` is used in front of the layers, but was taken for a part behind "
+            "them, which only the last stage holds. Register it in front of the layers."
+        )
+
+
+class PlaceholderBefore(PlaceholderModule):
+    """Stands for a module before the layers: returns NaN in the shape of the module's output.
 
     Args:
-        module: The user's: what it keeps is checked where the part ends.
-
-    Attributes:
-        refused: What was found, one message each.
+        name: Name of the module.
+        calls: Interceptor of the model's layers.
+        shape: From the shape of the input to that of the output.
+        keeps_dtype: Whether the output has the dtype of the input, rather than that of the hidden
+            state.
+        weight: Shape of the attribute ``weight``, if models ask it for dtype and device.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.refused: list[str] = []
-        self._module = module
-        self._marks: dict[int, _Mark] = {}
-        self._below = _Operations(self)
-        self._calls = _Escapes(self)
-        self._eager: AbstractContextManager[Any] = nullcontext()
+    def __init__(
+        self,
+        name: str,
+        calls: LayerInterceptor,
+        shape: Callable[[torch.Size], tuple[int, ...]],
+        keeps_dtype: bool = False,
+        weight: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(name, calls)
+        self._shape, self._keeps_dtype, self._weight = shape, keeps_dtype, weight
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch every operation inside. Compiled code runs eagerly, which keeps it compiled."""
-        with ExitStack() as stack:
-            self._eager = _eagerly()
-            stack.callback(lambda: self._eager.__exit__(None, None, None))
-            stack.enter_context(self._below)
-            stack.enter_context(self._calls)
-            try:
-                yield
-                self._check_state()
-            finally:
-                self._marks.clear()
+    @property
+    def weight(self) -> Tensor:
+        """NaN of the table's shape, for embeddings: models ask it for dtype and device."""
+        device = self.calls.device()
+        if device is None or self._weight is None or self.calls.passed_layers():
+            raise AttributeError  # which `__getattr__` explains
+        return self._nan((1, 1), device).expand(self._weight)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Run a layer inside without watching it."""
-        self._eager.__exit__(None, None, None)
-        try:
-            with without_modes(self._below, self._calls):
-                yield
-        finally:
-            self._eager = _eagerly()
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return NaN."""
+        if self.may_draw:
+            self.calls.random.pass_layer()
+        if self.calls.passed_layers():
+            raise RuntimeError(
+                f"`{self.absent_name}` is used behind the layers, but was taken for a part in "
+                "front of them, which only the first stage holds. Register it behind the layers; "
+                "steps that run the model several times, as `generate`, need `quantized_fsdp`."
+            )
+        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        return self._nan(self._shape(x.shape), x.device, x.dtype if self._keeps_dtype else None)
 
-    def mark(self, tensor: Tensor, module: str) -> None:
-        """Say that a stand-in for the module of that name gave a tensor."""
-        self._marks[_key(tensor)] = _Mark(module, (), "", tensor)
 
-    def check(self, value: object, use: str) -> None:
-        """Refuse a value if something in it is marked.
+def placeholders(
+    module: nn.Module, name: str, calls: LayerInterceptor
+) -> dict[str, PlaceholderModule]:
+    """Return what must replace modules so that ``module`` has no parameters, by their names.
 
-        Args:
-            value: Tensors, in collections, dataclasses and other objects.
-            use: What becomes of it: the beginning of a sentence.
-        """
-        mark = self._first(_reachable(value))
-        if mark is not None:
-            self._refuse(use, mark)
+    Modules whose parameters all lie in submodules keep their own code.
 
-    def _check_state(self) -> None:
-        for path, owner in self._module.named_modules():
-            for name, value in _attributes(owner):
-                mark = self._first(_reachable(value, objects=False))
-                if mark is not None:
-                    full = f"{path}.{name}" if path else name
-                    self._refuse(f"what the step keeps as `{full}`", mark)
+    Args:
+        module: A module before the layers.
+        name: Its name in the whole model.
+        calls: Interceptor of the model's layers.
 
-    def _first(self, tensors: Iterator[Tensor]) -> _Mark | None:
-        if not self._marks:
-            return None
-        return next((m for m in (self._marks.get(_key(t)) for t in tensors) if m), None)
-
-    def _refuse(self, use: str, mark: _Mark) -> None:
-        way = " -> ".join(mark.operations)
-        way = f" (by {way}{f', {mark.place}' if mark.place else ''})" if way else ""
-        message = (
-            f"{use} depends on `{mark.module}`{way}, which another stage of the pipeline holds: "
-            "here a stand-in gives NaN of its shape. Stages pass on the hidden state alone. "
-            "Compute this from the batch or from the hidden state behind the layers, let the "
-            "layers hand it on within the hidden state, or use `quantized_fsdp`."
+    Raises:
+        NotImplementedError: there is no placeholder for a module.
+    """
+    if not has_parameters(module):
+        return {}
+    if isinstance(module, nn.Embedding):
+        table = module.num_embeddings, module.embedding_dim
+        return {name: PlaceholderBefore(name, calls, lambda s: (*s, table[1]), weight=table)}
+    if isinstance(module, nn.Linear):
+        size = module.out_features
+        return {name: PlaceholderBefore(name, calls, lambda s: (*s[:-1], size))}
+    base = getattr(module, "base_layer", None)  # of an adapter (peft)
+    if isinstance(base, nn.Module):
+        return {name: next(iter(placeholders(base, name, calls).values()))}
+    own = dict(module.named_parameters(recurse=False))
+    is_leaf = not any(has_parameters(child) for child in module.children())
+    is_norm = is_leaf and "norm" in type(module).__name__.lower()
+    if is_norm and all(p.ndim < 2 for p in own.values()):
+        return {name: PlaceholderBefore(name, calls, tuple, keeps_dtype=True)}
+    if own:
+        raise NotImplementedError(
+            f"`{name}` ({type(module).__name__}) runs in front of the layers and has parameters of "
+            f"its own ({', '.join(own)}), so that other stages have nothing to put in its place. "
+            "Build it of `nn.Embedding`, `nn.Linear` and norms, or use `quantized_fsdp`."
         )
-        if message not in self.refused:
-            self.refused.append(message)
-
-    # --- operations -----------------------------------------------------------------------------
-
-    def run(self, operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation and mark its results."""
-        mark = self._first(tensors_in((args, kwargs)))
-        if mark is None:
-            return operation(*args, **kwargs)
-        name = operation_name(operation)
-        read = self._first(_read_by(operation, name, args, kwargs))
-        if read is not None:
-            self.refuse_reading(name, read)
-        result = operation(*args, **kwargs)
-        if name in _FROM_SHAPE or (name == "bernoulli" and operation.overloadpacket.p == operation):
-            return result
-        if name in _OVERWRITING and self._first(tensors_in((args[1:], kwargs))) is None:
-            if _is_whole(args[0]):
-                self._marks.pop(_key(args[0]), None)
-            return result
-        operations = (*mark.operations, _NAMES.get(name, name).strip("_"))[-_MAX_OPERATIONS:]
-        place = _place()
-        for tensor in (*tensors_in(result), *written_by(operation, args, kwargs)):
-            self._marks.setdefault(_key(tensor), _Mark(mark.module, operations, place, tensor))
-        return result
-
-    def refuse_reading(self, name: str, mark: _Mark) -> None:
-        """Refuse that an operation makes a Python value or a shape of something marked."""
-        place = _place()
-        where = f" in {place}" if place else ""
-        name = _NAMES.get(name, name)
-        self._refuse(f"a Python value or shape that the step takes by `{name}`{where}", mark)
-
-    def escape(self, name: str, tensor: object) -> None:
-        """Refuse that Python reads the memory of something marked."""
-        if isinstance(tensor, Tensor):
-            mark = self._marks.get(_key(tensor))
-            if mark is not None:
-                self.refuse_reading(name, mark)
+    replaced: dict[str, PlaceholderModule] = {}
+    for key, child in module.named_children():
+        replaced |= placeholders(child, f"{name}.{key}", calls)
+    return replaced
 
 
-class _Operations(OperatorMode):
-    def __init__(self, placeholders: Placeholders) -> None:
-        super().__init__()
-        self._placeholders = placeholders
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if not isinstance(func, OpOverload):
-            return func(*args, **(kwargs or {}))
-        return self._placeholders.run(func, args, kwargs or {})
-
-
-class _Escapes(TorchFunctionMode):
-    def __init__(self, placeholders: Placeholders) -> None:
-        super().__init__()
-        self._placeholders = placeholders
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _ESCAPES and args:
-            self._placeholders.escape(name, args[0])
-        return func(*args, **(kwargs or {}))
-
-
-def _eagerly() -> AbstractContextManager[Any]:
-    """Let compiled functions run as written; in effect at once, not from ``with`` on."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
-
-
-def _key(tensor: Tensor) -> int:
-    return storage_key(tensor) if has_storage(tensor) else id(tensor)
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor is all of its storage."""
-    if not has_storage(tensor) or not tensor.is_contiguous():
-        return False
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-
-
-def _read_by(
-    operation: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[Tensor]:
-    """Yield the arguments whose values decide a Python value or the shape of the result."""
-    if name == "index":  # a mask, not numbers of rows
-        return (t for t in tensors_in(args[1]) if t.dtype in (torch.bool, torch.uint8))
-    if name == "masked_select":
-        return tensors_in(args[1:])
-    tags = operation.tags
-    reads = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
-    return tensors_in((args, kwargs)) if reads or name == "_assert_async" else iter(())
-
-
-def _place() -> str:
-    """The line of the user's code that runs now."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((*_OWN_FOLDERS, "<")) and os.path.basename(file) != "contextlib.py":
-            return f"{os.path.basename(file)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
-    for name, value in vars(module).items():
-        if name in ("_parameters", "_buffers"):
-            yield from value.items()
-        elif name != "_modules":
-            yield name, value
-
-
-def _reachable(value: object, objects: bool = True, depth: int = 6) -> Iterator[Tensor]:
-    """Yield the tensors in collections, and in attributes of objects that are no modules."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if depth == 0 or isinstance(value, (nn.Module, str, bytes)) or callable(value):
-        return
-    items: list[object] = []
-    if isinstance(value, (Mapping, list, tuple, set, frozenset)):
-        items += value.values() if isinstance(value, Mapping) else value
-    elif objects:
-        items += getattr(value, "__dict__", {}).values()
-        items += (getattr(value, name, None) for name in getattr(type(value), "__slots__", ()))
-    for item in items:
-        yield from _reachable(item, objects, depth - 1)
+def check_replaceable(root: nn.Module, name: str) -> None:
+    """Raise ``NotImplementedError`` for a module before the layers without a placeholder."""
+    placeholders(root.get_submodule(name), name, LayerInterceptor(()))

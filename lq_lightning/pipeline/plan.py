@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -12,12 +12,63 @@ from torch import nn
 
 from lq_lightning._compat.modules import is_compiled_in_place, is_compiled_wrapper
 from lq_lightning.foundation.checks import is_whole
-from lq_lightning.foundation.trunk import Trunk, find_trunk, names_around
+from lq_lightning.foundation.layer_stack import LayerStack, find_layer_stack, names_around
 
-from .absent import check_replaceable
-from .balance import balance
+from .placeholders import check_replaceable
 
-__all__ = ["PipelinePlan", "SharedParameter", "Split", "plan_stages"]
+__all__ = ["PipelinePlan", "SharedParameter", "Split", "balance", "plan_stages"]
+
+
+def balance(
+    costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
+) -> tuple[int, ...]:
+    """Return how many consecutive layers each stage gets.
+
+    Minimizes the largest cost of a stage, with one layer or more per stage; among such cuts, the
+    sum of the squared costs. Where that leaves a choice, earlier stages get fewer layers, since
+    they keep the activations of more micro-batches.
+
+    Args:
+        costs: Costs of the layers, not negative.
+        num_stages: Number of stages, at most that of layers.
+        first: Cost of the first stage besides layers.
+        last: Cost of the last stage besides layers.
+    """
+    sums = list(accumulate(costs, initial=0.0))
+
+    def cost_of(stage: int, begin: int, end: int) -> float:
+        own = sums[end] - sums[begin]
+        return own + first * (stage == 0) + last * (stage == num_stages - 1)
+
+    limit = _search(len(costs), num_stages, cost_of, None)[0]
+    return _search(len(costs), num_stages, cost_of, limit)[1]
+
+
+def _search(
+    num_layers: int, num_stages: int, cost_of: Callable[[int, int, int], float], limit: float | None
+) -> tuple[float, tuple[int, ...]]:
+    """Find the cut of the smallest maximum, or within a limit of the smallest sum of squares."""
+    # best[end]: value and cut of the stages so far, which hold the first `end` layers
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for stage in range(num_stages):
+        later = num_stages - 1 - stage
+        reached: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for end in range(stage + 1, num_layers - later + 1):
+            for begin, (value, cut) in best.items():
+                if begin >= end:
+                    continue
+                cost = cost_of(stage, begin, end)
+                if limit is not None and cost > limit:
+                    continue
+                total = max(value, cost) if limit is None else value + cost * cost
+                if end in reached and total > reached[end][0]:
+                    continue
+                candidate = (total, (*cut, end - begin))
+                if end not in reached or candidate < reached[end]:
+                    reached[end] = candidate
+        best = reached
+    return best[num_layers]
+
 
 Split = Literal["parameters"] | Sequence[int] | Mapping[str, float]
 """How layers are dealt out: by parameters, given per stage, or by given costs of modules."""
@@ -25,11 +76,11 @@ Split = Literal["parameters"] | Sequence[int] | Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedParameter:
-    """One parameter that several stages hold, so that they must add up its gradients.
+    """A parameter that several stages hold, which must add up its gradients.
 
     Attributes:
-        names: Its names in the whole model; the first is that of ``named_parameters()``.
-        stages: The stages that hold it, ascending, two or more.
+        names: Names in the whole model; the first is that of ``named_parameters()``.
+        stages: Stages that hold it, ascending, two or more.
     """
 
     names: tuple[str, ...]
@@ -38,17 +89,17 @@ class SharedParameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelinePlan:
-    """Which stage holds which modules. All names are those in the whole model.
+    """Which stage holds which modules, by their names in the whole model.
 
     Attributes:
         num_stages: Stages of the pipeline, over all ranks.
-        layers: The repeated blocks, in the order of their calls.
-        stages: The layers of each stage.
-        before: Other modules with parameters, which the first stage holds (embeddings).
-        after: Other modules with parameters, which the last stage holds (last norm, head).
-        aliases: Other names of modules that have several -> the first.
+        layers: Repeated blocks, in the order of their calls.
+        stages: Layers of each stage.
+        before: Other modules with parameters on the first stage (embeddings).
+        after: Other modules with parameters on the last stage (last norm, head).
+        aliases: Further names of modules that have several -> the first.
         shared: Parameters that several stages hold.
-        costs: Share of the whole cost that each stage has, by what balanced the stages.
+        costs: Share of each stage in the cost by which stages were balanced.
     """
 
     num_stages: int
@@ -61,10 +112,10 @@ class PipelinePlan:
     costs: tuple[float, ...]
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """The stages that hold the parameter or buffer (or module) of this name, ascending.
+        """Return the stages that hold the parameter, buffer or module of this name, ascending.
 
-        A tied parameter has several names, each in its own stage: see ``shared``. What is neither
-        in a layer nor in another module with parameters is on every stage.
+        A tied parameter has several names, each in its own stage: see ``shared``. Anything that is
+        neither in a layer nor in another module with parameters is on every stage.
         """
         for stage, names in enumerate(self.stages):
             if _is_inside(name, names):
@@ -79,21 +130,21 @@ class PipelinePlan:
         return tuple(range(self.num_stages))
 
     def modules_of(self, stage: int) -> tuple[str, ...]:
-        """Names of the modules that one stage holds alone, in the order of their calls."""
+        """Return the names of the modules that one stage holds alone, in the order of calls."""
         before = self.before if stage == 0 else ()
         after = self.after if stage == self.num_stages - 1 else ()
         return (*before, *self.stages[stage], *after)
 
     def summary(self) -> str:
-        """A few lines for people."""
+        """Return a few lines for people."""
         lines = [f"{len(self.layers)} layers in {self.num_stages} stages:"]
         for stage, cost in enumerate(self.costs):
             names = self.stages[stage]
-            around = [*(self.before if stage == 0 else ())]
             span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-            around += [f"{span} ({len(names)})"]
-            around += [*(self.after if stage == self.num_stages - 1 else ())]
-            lines.append(f"  {stage}: {', '.join(around)}: {cost:.0%}")
+            before = self.before if stage == 0 else ()
+            after = self.after if stage == self.num_stages - 1 else ()
+            parts = [*before, f"{span} ({len(names)})", *after]
+            lines.append(f"  {stage}: {', '.join(parts)}: {cost:.0%}")
         for shared in self.shared:
             stages = ", ".join(map(str, shared.stages))
             lines.append(
@@ -112,28 +163,27 @@ def plan_stages(
 ) -> PipelinePlan:
     """Cut a model into the stages of a pipeline; the model is left as it is.
 
-    The repeated blocks are cut into consecutive groups. What runs before them is on the first
-    stage, what runs after them on the last. A parameter that a module around the blocks holds
-    itself (as ``self.positions = nn.Parameter(...)``) is on every stage.
+    The repeated blocks are cut into consecutive groups. Modules that run before them are on the
+    first stage, modules that run after them on the last. A parameter that a module around the
+    blocks holds itself (as ``self.positions = nn.Parameter(...)``) is on every stage.
 
     Args:
         module: The whole model, on any device (also meta).
         num_stages: Stages over all ranks: pipeline size times stages per rank.
-        split: ``"parameters"`` makes the largest number of parameters of a stage as small as
-            possible; a list gives the layers of each stage; a mapping from names of layers and
-            other modules to costs (as :func:`measure_times` returns) replaces the numbers of
-            parameters.
+        split: ``"parameters"`` minimizes the largest number of parameters of a stage; a list gives
+            the layers of each stage; a mapping from names of layers and other modules to costs (as
+            from :func:`measure_times`) replaces the numbers of parameters.
         trunk: Name of the container of the blocks, for a model with several lists of them.
 
     Raises:
         ValueError: no blocks, fewer layers than stages, a stage without layers, a bad ``split``.
         NotImplementedError: a model that cannot be cut: encoder-decoder, several lists of blocks,
             a layer that occurs twice, whole-model compilation, a module before the layers that no
-            stand-in can replace.
+            placeholder can replace.
     """
     if num_stages < 1:
         raise ValueError(f"`num_stages={num_stages}` must be at least 1.")
-    found = find_trunk(module, trunk)
+    found = find_layer_stack(module, trunk)
     if len(found.layers) < num_stages:
         raise ValueError(
             f"`{type(module).__name__}` has {len(found.layers)} layers, fewer than the "
@@ -172,9 +222,9 @@ def _is_inside(name: str, modules: Sequence[str]) -> bool:
 
 
 def _counts(
-    module: nn.Module, trunk: Trunk, num_stages: int, split: Split
+    module: nn.Module, trunk: LayerStack, num_stages: int, split: Split
 ) -> tuple[tuple[int, ...], dict[str, float]]:
-    """Layers of each stage, and the cost of every module."""
+    """Return the number of layers of each stage, and the cost of every module."""
     names = (*trunk.before, *trunk.layers, *trunk.after)
     if isinstance(split, Mapping):
         costs = _given_costs(split, trunk, names)
@@ -198,7 +248,7 @@ def _counts(
     return counts, costs
 
 
-def _given_counts(split: Sequence[int], trunk: Trunk, num_stages: int) -> tuple[int, ...]:
+def _given_counts(split: Sequence[int], trunk: LayerStack, num_stages: int) -> tuple[int, ...]:
     counts = tuple(split)
     if not all(map(is_whole, counts)):
         raise ValueError(f"`split={list(counts)}` must hold whole numbers of layers.")
@@ -218,7 +268,7 @@ def _given_counts(split: Sequence[int], trunk: Trunk, num_stages: int) -> tuple[
 
 
 def _given_costs(
-    split: Mapping[str, float], trunk: Trunk, names: tuple[str, ...]
+    split: Mapping[str, float], trunk: LayerStack, names: tuple[str, ...]
 ) -> dict[str, float]:
     unknown = [name for name in split if name not in names]
     missing = [name for name in trunk.layers if name not in split]

@@ -3,20 +3,19 @@
 [Note: random numbers of a step in parts]
 Code outside of the layers runs on several stages, which have to draw the same numbers there: the
 stage that masks tokens is not the one that computes the loss of masked tokens. So each micro-batch
-begins with a seed of its own, the same on all stages of a pipeline, for every generator that a step
+starts with a seed of its own, the same on all stages of a pipeline, for every generator that a step
 may use: torch's, numpy's, Python's, and those that the module keeps.
 
-Layers run on one stage only, as do modules in front of them that stand-ins replace. These draw from
-generators that are seeded for each call, and leave those of the step as they were. The seed is
-drawn from the step's generator, also where a stand-in is called. So dropout in a layer does not
-depend on how the model is cut, and a layer that is computed again for backward, where checkpointing
-has put torch's generator back, finds its seed again.
+Layers run on one stage only, as do modules in front of them that have placeholders elsewhere. They
+draw from generators that are seeded for each call, and leave those of the step as they were. The
+seed is drawn from the step's generator, also where a placeholder is called. So dropout in a layer
+does not depend on how the model is cut, and a layer that is recomputed for backward, where
+checkpointing has restored torch's generator, finds its seed again.
 
-In front of the first layer all stages have to have drawn the same: in the first batch of a shape
-they compare.
+By the first layer all stages must have drawn the same: they compare in the first batch of a shape.
 
-Behind a batch the generators are where they were in front of it, so that all ranks shuffle and
-augment alike.
+After a batch the generators are where they were before it, so that all ranks shuffle and augment
+alike.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class _Source:
 
 
 class _NumpyGlobal:
-    """numpy's global generator. It is exchanged: its state takes 60 us to copy, each way."""
+    """numpy's global generator. It is swapped out: its state takes 60 us to copy, each way."""
 
     def __init__(self) -> None:
         self._spare = np.random.MT19937(0), np.random.MT19937(0)
@@ -103,11 +102,11 @@ class RandomNumbers:
     """The generators of a step. See [Note: random numbers of a step in parts].
 
     Args:
-        device: Whose default generator is one of them, beside the CPU's.
+        device: Device whose default generator is one of them, beside the CPU's.
 
     Attributes:
-        compared: By micro-batch, digests of the generators where parts have called the first layer;
-            None unless they are to be compared.
+        compared: Digests of the generators at the first layer, by micro-batch; None unless they are
+            to be compared.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -126,7 +125,7 @@ class RandomNumbers:
         self._held_seeds: dict[str, int] = {}
 
     def hold(self, generators: Mapping[str, object]) -> None:
-        """Say which other generators the step may use, by name."""
+        """Set which other generators the step may use, by name."""
         sources = {name: _source_of(each) for name, each in generators.items()}
         self._held = {name: source for name, source in sources.items() if source is not None}
 
@@ -136,12 +135,10 @@ class RandomNumbers:
 
     @contextmanager
     def batch(self, seed: int, advance: bool = True) -> Iterator[None]:
-        """Around the parts of one batch; each begins with :meth:`start`.
+        """Around the parts of one batch, which each begin with :meth:`start`.
 
-        Args:
-            seed: The same on all stages, another for every batch and replica.
-            advance: Let the generators given to :meth:`hold`, from whose states micro-batches get
-                theirs, be others behind it.
+        ``seed`` is the same on all stages, and differs between batches and replicas. ``advance``
+        moves on the generators of :meth:`hold`, from whose states micro-batches get theirs.
         """
         own, held = [each.save() for each in self._own], {}
         for name, source in self._held.items():
@@ -161,7 +158,7 @@ class RandomNumbers:
                     self._held[name].restore(state)
 
     def start(self, microbatch: int) -> None:
-        """Let a part of a step begin with the numbers of its micro-batch."""
+        """Seed all generators for a part of a step on a micro-batch."""
         self._microbatch = microbatch
         seed = mixed_seed(self._seed, microbatch)
         for source in self._own:
@@ -170,7 +167,7 @@ class RandomNumbers:
             source.seed(mixed_seed(self._held_seeds[name], microbatch))
 
     def compare(self) -> None:
-        """Take down where the generators are, for a comparison between stages."""
+        """Record the states of the generators, for a comparison between stages."""
         if self.compared is not None:
             sources = [*self._own, *self._held.values()]
             states = [getattr(state := each.save(), "state", state) for each in sources]
@@ -194,7 +191,7 @@ class RandomNumbers:
     def pass_layer(self) -> None:
         """Do to the generators of the step what :meth:`layer` does."""
         _draw()
-        # As any exchange, this forgets the second of two normal numbers that numpy has at hand.
+        # As any swap, this drops the second of two normal numbers that numpy has at hand.
         _numpy.set_bit_generator(_numpy.get_bit_generator())
 
 

@@ -1,28 +1,34 @@
 """Schedules: what each rank of a pipeline computes in a step, and in which order.
 
-Everything here is pure. Every rank derives the orders of all ranks, and from them in which order
-messages reach it, so that nothing has to be said about messages before they are sent.
+Everything here is pure. Every rank derives the orders of all ranks, and from them the order in
+which messages reach it, so that nothing has to be announced before it is sent.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple, cast, get_args
 
 from lq_lightning._compat.pipelining import TorchSchedule, schedule_actions
 from lq_lightning.foundation.checks import check_choice
 
 __all__ = [
+    "BITS",
     "SCHEDULES",
     "SPLIT_SCHEDULES",
     "Action",
+    "InFlight",
     "Key",
     "Program",
     "Schedule",
     "check_schedule",
+    "compensated_bits",
     "evaluation_program",
+    "in_flight",
     "rank_of_stage",
     "stages_of_rank",
     "training_program",
@@ -30,7 +36,8 @@ __all__ = [
 
 Schedule = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
-SPLIT_SCHEDULES = ("zero_bubble", "zbv")  # whose backward passes have two halves
+SPLIT_SCHEDULES = ("zero_bubble", "zbv")  # their backward passes have two halves
+BITS = range(2, 9)  # widths of integer codes
 
 _ONE_STAGE = ("gpipe", "1f1b", "eager_1f1b")
 
@@ -38,11 +45,8 @@ _ONE_STAGE = ("gpipe", "1f1b", "eager_1f1b")
 class Action(NamedTuple):
     """One computation of one stage.
 
-    Attributes:
-        kind: ``"F"`` forward, ``"B"`` backward, ``"I"`` backward for the input only, ``"W"`` what
-            is left of it, for the weights.
-        stage: index of the stage.
-        microbatch: index of the micro-batch.
+    Kinds are ``"F"`` forward, ``"B"`` backward, ``"I"`` backward for the input only, and ``"W"``
+    the rest of it, for the weights.
     """
 
     kind: str
@@ -54,13 +58,7 @@ Orders = Sequence[Sequence[Action]]
 
 
 class Key(NamedTuple):
-    """Which message of a step.
-
-    Attributes:
-        boundary: index of the stage before it.
-        backward: a gradient goes back, rather than a hidden state forward.
-        microbatch: index of the micro-batch.
-    """
+    """A message of a step; see ``Message``."""
 
     boundary: int
     backward: bool
@@ -73,11 +71,11 @@ class Program:
 
     Attributes:
         schedule: name of the schedule.
-        num_stages: stages of the pipeline.
-        num_microbatches: micro-batches of the step.
+        num_stages: number of stages.
+        num_microbatches: number of micro-batches.
         orders: computations by rank.
         needs: by rank, for each of its computations, how many computations of each rank must have
-            been made before it can be.
+            been made before.
         turns: by rank, for each of its computations, its place in one order of all computations of
             all ranks, in which each comes after what it needs.
     """
@@ -109,16 +107,12 @@ class Program:
     def messages(self, source: int, target: int, in_turn: bool) -> Iterator[tuple[Key, int]]:
         """Yield the messages of one rank to another, in the order in which they are sent.
 
-        With each goes the number of computations of ``target`` before it should wait for it.
-
-        Args:
-            source: the rank that sends.
-            target: the rank that receives.
-            in_turn: wait before the first computation that comes after that of the message in the
-                order of all. If every rank waits for all its transfers before each computation,
-                then each waits only for what comes before, and all end. Else wait as soon as
-                nothing that ``target`` still has to send is needed for the message, which is
-                earlier; but two ranks that did nothing before would wait for each other for ever.
+        With each goes the number of computations of ``target`` before it should wait for it: with
+        ``in_turn``, those that come before the sender's in the common order. If every rank waits
+        for all its transfers before each computation, each then waits only for what comes before,
+        and all end. Otherwise ``target`` waits as soon as nothing that it still has to send is
+        needed for the message, which is earlier; but two ranks that waited for everything would
+        then deadlock.
         """
         if source == target:
             return
@@ -159,12 +153,7 @@ def stages_of_rank(
 def check_schedule(
     schedule: str, pipeline_size: int, num_microbatches: int, stages_per_rank: int = 1
 ) -> None:
-    """Check that a schedule can be made.
-
-    Raises:
-        ValueError: an unknown name, a number of stages per rank that it does not have, or too few
-            micro-batches.
-    """
+    """Raise ``ValueError`` unless the schedule has such stages per rank and micro-batches."""
     check_choice("quantized_pipeline", "schedule", schedule, SCHEDULES)
     if pipeline_size < 1 or stages_per_rank < 1 or num_microbatches < 1:
         raise ValueError(
@@ -198,13 +187,14 @@ def check_schedule(
             )
 
 
+@lru_cache(maxsize=8)
 def training_program(
     schedule: str, pipeline_size: int, num_microbatches: int, stages_per_rank: int = 1
 ) -> Program:
     """Return the orders of a training step.
 
     ``"gpipe"``: all forward passes, then all backward passes. ``"1f1b"``: stage ``s`` of ``n``
-    starts with ``n - s`` forward passes, then backward and forward take turns. ``"eager_1f1b"``
+    starts with ``n - s`` forward passes, then backward and forward alternate. ``"eager_1f1b"``
     starts with ``3 (n - s) - 2``, for slow links: until the first gradient comes back, a hidden
     state travels, the next stage computes and a gradient travels, each of which takes one period of
     the steady state at most. 1F1B would wait for transfers. ``"interleaved_1f1b"``,
@@ -234,13 +224,14 @@ def training_program(
     return Program.of(schedule, pipeline_size * stages_per_rank, num_microbatches, lists)
 
 
+@lru_cache(maxsize=8)
 def evaluation_program(
     schedule: str, pipeline_size: int, num_microbatches: int, stages_per_rank: int = 1
 ) -> Program:
     """Return the orders of an evaluation step: forward passes of any number of micro-batches.
 
     Rounds of as many micro-batches as ranks, within a round stage by stage. All ranks follow one
-    total order in which every stage comes after the one before it, so none waits for ever.
+    total order in which every stage comes after the one before it, so none deadlocks.
     """
     num_stages = pipeline_size * stages_per_rank
     orders = []
@@ -263,7 +254,7 @@ def _one_forward_one_backward(stage: int, start: int, num_microbatches: int) -> 
 
 
 def _merged(order: list[Action]) -> list[Action]:
-    """Make one backward pass of two halves that follow each other, which costs less.
+    """Make two halves that follow each other one backward pass, which costs less.
 
     On stage 0 there is no input to go first: its first half is the whole, so that nothing is kept
     for the second.
@@ -286,11 +277,7 @@ def _needs(
 ) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], dict[Action, int]]:
     """Count for each computation how many of each rank come before it, directly or not.
 
-    Returns:
-        The counts, and the time of each computation if all took one unit and transfers none.
-
-    Raises:
-        AssertionError: ranks would wait for each other for ever.
+    Also returns the time of each if all took one unit and transfers none.
     """
     counts: dict[Action, tuple[int, ...]] = {}
     needs: list[list[tuple[int, ...]]] = [[] for _ in orders]
@@ -335,7 +322,7 @@ def _turns(orders: Orders, slots: Mapping[Action, int]) -> tuple[tuple[int, ...]
 
 
 def _inputs(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
-    """Return what a computation takes in, each with the actions that may have made it."""
+    """Return the inputs of a computation, each with the actions that may have made it."""
     kind, stage, _ = action
     if kind == "F":
         return [(action._replace(stage=stage - 1),)] if stage > 0 else []
@@ -346,3 +333,107 @@ def _inputs(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
         after = action._replace(stage=stage + 1)
         inputs.append((after._replace(kind="B"), after._replace(kind="I")))
     return inputs
+
+
+# --- micro-batches in flight --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Micro-batches of a stage that a rank keeps at its peaks.
+
+    Between the halves of a split backward pass a micro-batch no longer keeps what only gradients of
+    inputs need, but also the gradients that have arrived at weights.
+
+    Attributes:
+        peaks: pairs of micro-batches before their backward pass, and between its two halves, at
+            one time; those that no other pair exceeds, in ascending order.
+    """
+
+    peaks: tuple[tuple[int, int], ...]
+
+    @property
+    def whole(self) -> int:
+        """Most micro-batches before their backward pass."""
+        return max(whole for whole, _ in self.peaks)
+
+    @property
+    def halves(self) -> int:
+        """Most micro-batches between the two halves of their backward pass."""
+        return max(half for _, half in self.peaks)
+
+    def peak(self, half_size: float) -> float:
+        """Return the peak in micro-batches, if one between two halves counts ``half_size``."""
+        return max(whole + half_size * half for whole, half in self.peaks)
+
+    def __str__(self) -> str:
+        """Return one number, or both."""
+        return f"{self.whole} ({self.halves} between halves)" if self.halves else str(self.whole)
+
+
+def in_flight(
+    schedule: str, pipeline_size: int, num_microbatches: int, stages_per_rank: int = 1
+) -> tuple[InFlight, ...]:
+    """Count by rank the micro-batches that a schedule keeps.
+
+    Interleaved 1F1B with 4 ranks, 2 stages each and enough micro-batches keeps 11, 9, 7 and 5.
+
+    Raises:
+        ValueError: as ``check_schedule``.
+    """
+    program = training_program(schedule, pipeline_size, num_microbatches, stages_per_rank)
+    ranks = []
+    for order in program.orders:
+        whole = half = 0
+        pairs = set()
+        for action in order:
+            whole += {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
+            half += {"F": 0, "B": 0, "I": 1, "W": -1}[action.kind]
+            pairs.add((whole, half))
+        ranks.append(InFlight(tuple(sorted(p for p in pairs if not _exceeded(p, pairs)))))
+    return tuple(ranks)
+
+
+def _exceeded(pair: tuple[int, int], pairs: set[tuple[int, int]]) -> bool:
+    return any(p != pair and p[0] >= pair[0] and p[1] >= pair[1] for p in pairs)
+
+
+def compensated_bits(
+    counts: Sequence[InFlight] | Sequence[int],
+    bits: int = 4,
+    rounding: Literal["floor", "nearest"] = "floor",
+    cap: int = 8,
+    half_size: float = 1.0,
+) -> tuple[int, ...]:
+    """Return bits per rank that use the memory left by ranks with fewer micro-batches in flight.
+
+    Rank ``i`` gets ``bits * N_1 / N_i``, where ``N_1`` is the largest count (DBCA-PP; AGoQ,
+    equation 22; its equation 21 for ``N_i`` counts the ranks from the other end). With split
+    backward passes the counts are ``InFlight.peak``. So with ``"floor"`` no rank's peak exceeds
+    that of the rank with the largest, at ``bits``. Counts 11, 9, 7, 5 give 4, 4, 6, 8 bits.
+
+    Args:
+        counts: results of ``in_flight``, or numbers of micro-batches, by rank.
+        bits: bits of the rank with the largest count, 2 to 8.
+        rounding: ``"floor"``; or ``"nearest"``, as in the paper, with which peaks can grow.
+        cap: most bits, 2 to 8.
+        half_size: bytes kept between the halves of a backward pass, per byte kept before.
+
+    Raises:
+        ValueError: a value that is not listed above.
+    """
+    check_choice("StageBitCompensation", "bits", bits, tuple(BITS))
+    check_choice("StageBitCompensation", "cap", cap, tuple(BITS))
+    check_choice("StageBitCompensation", "rounding", rounding, ("floor", "nearest"))
+    if cap < bits:
+        raise ValueError(f"`cap={cap}` is below `bits={bits}`: set `cap={bits}` or more.")
+    if not 0 <= half_size < math.inf:
+        raise ValueError(f"`half_size={half_size}` is no quotient of bytes: give 0 or more.")
+    ranks = [c if isinstance(c, InFlight) else InFlight(((c, 0),)) for c in counts]
+    peaks = [rank.peak(half_size) for rank in ranks]
+    result = []
+    for peak in peaks:
+        exact = bits * max(peaks) / peak + 1e-9  # integers stay integers
+        rounded = math.floor(exact if rounding == "floor" else exact + 0.5)
+        result.append(min(rounded, cap))
+    return tuple(result)

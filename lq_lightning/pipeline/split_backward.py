@@ -1,16 +1,17 @@
 """Backward passes in two halves: first for the input of a stage, later for its weights.
 
-What zero-bubble schedules need (arXiv 2401.10241). The first half runs backward for the input
-alone, and notes which gradients arrive at the nodes where weights come in. The second half starts
-from there, so that nothing is computed twice.
+Zero-bubble schedules need this (arXiv 2401.10241). The first half runs backward for the input
+alone, and records the gradients that arrive at cut points, the nodes where weights join the path to
+the input. The second half starts from there, so nothing is computed twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -23,26 +24,22 @@ from lq_lightning._compat.modules import (
     is_compiled_in_place,
     is_compiled_wrapper,
 )
+from lq_lightning._compat.saved_tensors import Hooks, around_checkpoints, version_of
+from lq_lightning.foundation.parameters import is_copy_of_parameter
 
-from .received import Received
-from .saved_tensors import SavedTensors
 from .schedules import SPLIT_SCHEDULES
 
-__all__ = ["SplitBackward", "check_not_compiled"]
+__all__ = ["Received", "SavedTensors", "SplitBackward", "check_not_compiled", "receive"]
 
 _COMPILED = (is_compiled_wrapper, is_compiled_in_place, has_compiled_forward)
 
 
 def check_not_compiled(schedule: str, module: nn.Module) -> None:
-    """Check that the schedule can run a module; compiled graphs have one backward pass only.
-
-    Args:
-        schedule: name of the schedule.
-        module: the user's, with all layers that run.
+    """Check that the schedule can run the user's module with all layers.
 
     Raises:
         NotImplementedError: the schedule splits backward passes, and the module or a part of it is
-            compiled.
+            compiled: compiled graphs have one backward pass only.
     """
     if schedule not in SPLIT_SCHEDULES:
         return
@@ -55,15 +52,230 @@ def check_not_compiled(schedule: str, module: nn.Module) -> None:
             )
 
 
+# --- the received hidden state ------------------------------------------------------------------
+
+
+class _Arrived:
+    """Holds the gradient of a received hidden state."""
+
+    # Apart from `Received`, which owns the node that owns this: a cycle would live forever.
+
+    __slots__ = ("gradient",)
+
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
+
+
+class _Receive(torch.autograd.Function):
+    """Puts a hidden state at the beginning of a graph.
+
+    Not as a leaf: that could not be changed in place, as a layer may do with its input, and would
+    be kept until backward, also where the layers keep only a code of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, hidden: Tensor, arrived: _Arrived) -> Tensor:
+        ctx.arrived = arrived
+        return hidden.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.arrived.gradient = gradient
+        return None, None, None
+
+
+class Received:
+    """Where the gradient of a received hidden state arrives; holds no values.
+
+    Attributes:
+        edge: the hidden state in the graph.
+    """
+
+    __slots__ = ("_arrived", "_like", "edge")
+
+    def __init__(self, edge: GradientEdge, arrived: _Arrived, like: Tensor) -> None:
+        self.edge = edge
+        self._arrived = arrived
+        self._like = like.new_empty(1).expand(like.shape)  # shape, dtype and device
+
+    def arrive(self, gradient: Tensor | None) -> None:
+        """Set a gradient that was computed for ``edge``, instead of by a backward through it."""
+        self._arrived.gradient = gradient
+
+    def take_gradient(self) -> Tensor:
+        """Return the gradient that arrived, zeros if none did; contiguous."""
+        gradient, self._arrived.gradient = self._arrived.gradient, None
+        if gradient is None:  # the stage does not use its input
+            return torch.zeros_like(self._like, memory_format=torch.contiguous_format)
+        return gradient.contiguous()
+
+
+def receive(hidden: Tensor) -> tuple[Tensor, Received]:
+    """Start a graph with a hidden state that has none.
+
+    Returns:
+        The hidden state, which requires a gradient, and where that arrives. It has the memory of
+        ``hidden``, may be changed in place, and is freed as soon as no node and nobody else keeps
+        it. Each call starts a graph of its own, also for one tensor.
+    """
+    arrived = _Arrived()
+    root = hidden.new_empty(0).requires_grad_()
+    entered: Tensor = _Receive.apply(root, hidden, arrived)  # type: ignore[no-untyped-call]
+    return entered, Received(get_gradient_edge(entered), arrived, hidden)
+
+
+# --- saved tensors that can be freed before the graph -------------------------------------------
+
+
+class _Saved:
+    """One saved tensor of one node, which alone owns it."""
+
+    __slots__ = ("__weakref__", "held", "region", "tensor", "version")
+
+    def __init__(self, tensor: Tensor | None, region: _Region | None = None) -> None:
+        # Detached: an output leads to the node that owns this, and both would live forever.
+        # None before it is recomputed, and once it is freed.
+        self.tensor = None if tensor is None else tensor.detach()
+        self.version = 0 if tensor is None else version_of(tensor)
+        self.region = region  # in which it was saved, if it is to be recomputed
+        self.held: Any = None  # checkpointing's handle of it
+
+
+class _Region:
+    """A checkpointed region: recomputed once, for both halves.
+
+    Checkpointing by itself does so in each backward pass that reads something of the region.
+    """
+
+    def __init__(self, hooks: Hooks, counted: list[ref[_Saved]] | None) -> None:
+        self._pack, self._unpack = hooks
+        self._saved: list[ref[_Saved]] = []
+        self._counted = counted
+        self.is_computed = False
+
+    def pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(None, self)
+        saved.held = self._pack(tensor)
+        self._saved.append(ref(saved))
+        if self._counted is not None and not is_copy_of_parameter(tensor):
+            self._counted.append(ref(saved))
+        return saved
+
+    def compute(self) -> None:
+        """Take over all tensors, which checkpointing recomputes when it is asked for the first."""
+        for saved in (each() for each in self._saved):
+            if saved is not None:
+                saved.tensor = self._unpack(saved.held)
+                saved.version = version_of(saved.tensor)
+                saved.held = None
+        self._saved.clear()
+        self.is_computed = True
+
+
+class SavedTensors:
+    """Tensors that nodes save in the forward pass of a stage whose backward pass is split.
+
+    The first half runs every node on the path to the input, and has to retain the graph for the
+    second, which runs only nodes where weights join. What the others have saved is not read again,
+    but without this it would stay as long as later nodes lead to them.
+
+    A checkpointed region is recomputed when the first half reaches it. Tensors that the second half
+    reads stay until then; the rest is freed before the next region is recomputed, so there is never
+    more than one whole region.
+
+    Code with saved-tensor hooks of its own keeps what it saves itself.
+
+    Args:
+        counted: whether ``kept`` will be called.
+    """
+
+    # Nothing here may own what nodes have saved: nodes own these hooks, and so would live forever.
+
+    def __init__(self, counted: bool = False) -> None:
+        self._counted: list[ref[_Saved]] | None = [] if counted else None
+        self._read: list[_Saved] = []
+        self._keeping = False
+        self._freeing = False
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Around the forward pass."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with hooks, around_checkpoints(self._around):
+            yield
+
+    def kept(self) -> list[Tensor]:
+        """Return what nodes keep now, of checkpointed regions what was recomputed.
+
+        Weights too, but no copies of them in another dtype or layout.
+        """
+        saved = (each() for each in self._counted or ())
+        return [each.tensor for each in saved if each is not None and each.tensor is not None]
+
+    @contextmanager
+    def first_half(self, reads_once: bool) -> Iterator[None]:
+        """Around the first half.
+
+        Args:
+            reads_once: whether the second half reads only what is read there while ``keep(True)``
+                is in effect, so that everything else that the first half reads can be freed.
+        """
+        self._freeing = reads_once
+        try:
+            yield
+            self._free()
+        finally:
+            self._read.clear()
+            self._freeing = False
+
+    def keep(self, keeping: bool) -> None:
+        """Set whether the second half needs what is read from now on."""
+        self._keeping = keeping
+
+    def _free(self) -> None:
+        for saved in self._read:
+            saved.tensor = None
+        self._read.clear()
+
+    def _around(self, hooks: Hooks) -> Hooks:
+        return _Region(hooks, self._counted).pack, self._unpack
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        # Autocast's copies of weights are shared by micro-batches, as weights are.
+        if self._counted is not None and not is_copy_of_parameter(tensor):
+            self._counted.append(ref(saved))
+        return saved
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        if saved.region is not None and not saved.region.is_computed:
+            self._free()
+            saved.region.compute()
+        tensor = saved.tensor
+        if tensor is None:
+            raise AssertionError("a node runs in both halves, but no weights join there")
+        if version_of(tensor) != saved.version:  # autograd checks this only without hooks
+            raise RuntimeError(
+                f"a tensor {list(tensor.shape)} that backward needs was changed in place after it "
+                "was saved: change a copy instead."
+            )
+        if self._freeing and not self._keeping:
+            self._read.append(saved)
+        return tensor
+
+
+# --- the two halves -----------------------------------------------------------------------------
+
+
 @dataclass(slots=True, eq=False)
-class _Meeting:
-    """Weights, and the nodes where they meet the way of the input.
+class _CutPoint:
+    """Weights, and the nodes where they join the path to the input.
 
     Attributes:
         weights: parameters that reach the same nodes.
         nodes: where the second half starts.
         owners: what keeps the nodes alive.
-        gradients: what arrived at each node in the first half.
+        gradients: gradients that arrived at each node in the first half.
     """
 
     weights: list[Tensor] = field(default_factory=list)
@@ -77,12 +289,12 @@ class SplitBackward:
 
     Args:
         output: where it starts.
-        received: the input of the stage, where its gradient is to arrive.
+        received: input of the stage, where its gradient is to arrive.
         weights: parameters of the stage; those that need no gradient or take no part are left out.
-        saved: what the forward pass saved, to be let go after the first half where it can.
+        saved: tensors saved in the forward pass, freed after the first half where possible.
 
     Raises:
-        NotImplementedError: a part of the stage is checkpointed in the reentrant way.
+        NotImplementedError: a part of the stage uses reentrant checkpointing.
     """
 
     def __init__(
@@ -95,7 +307,7 @@ class SplitBackward:
         self._output: GradientEdge | None = output
         self._received = received
         self._saved = saved
-        self._meetings = _meetings(
+        self._cut_points = _cut_points(
             output, received.edge.node, [w for w in weights if w.requires_grad]
         )
 
@@ -103,14 +315,14 @@ class SplitBackward:
         """Compute the gradient of the input; none arrives if the output does not depend on it.
 
         Args:
-            gradient: of the output; None for a scalar.
+            gradient: gradient of the output; None for a scalar.
         """
         if self._output is None:
             raise AssertionError("called twice")
         handles: list[RemovableHandle] = []
-        for meeting in self._meetings:
-            for node in meeting.nodes:
-                handles.append(node.register_prehook(self._note(meeting, node)))
+        for point in self._cut_points:
+            for node in point.nodes:
+                handles.append(node.register_prehook(self._record(point, node)))
                 handles.append(node.register_hook(self._left))
         try:
             with self._first_half():
@@ -122,31 +334,31 @@ class SplitBackward:
             for handle in handles:
                 handle.remove()
         (result,) = found
-        if result is None and self._meetings:  # the input takes no part: nothing was run yet
-            self._meetings[:] = [_whole(self._output, self._meetings, gradient)]
+        if result is None and self._cut_points:  # the input takes no part: nothing was run yet
+            self._cut_points[:] = [_whole(self._output, self._cut_points, gradient)]
         self._received.arrive(result)
-        # The way of the output to the first of the nodes is not needed again.
+        # The path from the output to the first of the nodes is not needed again.
         self._output = self._saved = None
 
     def kept(self) -> list[Tensor]:
         """Return the gradients that wait for ``backward_weight``."""
-        arrived = (each for meeting in self._meetings for each in meeting.gradients.values())
+        arrived = (each for point in self._cut_points for each in point.gradients.values())
         return [gradient for each in arrived for gradient in each if gradient is not None]
 
     def backward_weight(self) -> None:
         """Add to the gradients of the weights; nothing is kept after."""
-        while self._meetings:
-            _add_gradients(self._meetings.pop())
+        while self._cut_points:
+            _add_gradients(self._cut_points.pop())
 
     def _first_half(self) -> AbstractContextManager[None]:
         if self._saved is None:
             return nullcontext()
-        # Else the second half runs what lies between two nodes again.
-        return self._saved.first_half(all(len(each.nodes) == 1 for each in self._meetings))
+        # With several nodes the second half runs what lies between them again.
+        return self._saved.first_half(all(len(each.nodes) == 1 for each in self._cut_points))
 
-    def _note(self, meeting: _Meeting, node: Node) -> Callable[[Any], None]:
+    def _record(self, point: _CutPoint, node: Node) -> Callable[[Any], None]:
         def hook(gradients: Sequence[Tensor | None]) -> None:
-            meeting.gradients[node] = gradients
+            point.gradients[node] = gradients
             if self._saved is not None:
                 self._saved.keep(True)
 
@@ -157,8 +369,8 @@ class SplitBackward:
             self._saved.keep(False)
 
 
-def _meetings(output: GradientEdge, leaf: Node, weights: Sequence[Tensor]) -> list[_Meeting]:
-    """Find where weights meet the way from ``output`` to ``leaf``; what shares nodes is one."""
+def _cut_points(output: GradientEdge, leaf: Node, weights: Sequence[Tensor]) -> list[_CutPoint]:
+    """Find where weights join the path from ``output`` to ``leaf``; shared nodes make one point."""
     root = output.node
     wanted = {get_gradient_edge(weight).node: weight for weight in weights}
     order = _children_first(root)
@@ -170,39 +382,39 @@ def _meetings(output: GradientEdge, leaf: Node, weights: Sequence[Tensor]) -> li
             "`gradient_checkpointing_enable({'use_reentrant': False})`, or use '1f1b' or "
             "'interleaved_1f1b'."
         )
-    way: set[Node] = {root}  # without a way to the input, all is left to the second half
-    below: dict[Node, frozenset[Node]] = {}  # weights behind what is not on the way
+    path: set[Node] = {root}  # without a path to the input, all is left to the second half
+    below: dict[Node, frozenset[Node]] = {}  # weights behind nodes that are not on the path
     for node in order:
         children = _children(node)
-        if node is leaf or any(child in way for child in children):
-            way.add(node)
+        if node is leaf or any(child in path for child in children):
+            path.add(node)
         elif node is not root:
             own = frozenset((node,)) if node in wanted else frozenset()
             below[node] = own.union(*(below[child] for child in children))
-    meetings: list[tuple[_Meeting, set[Node]]] = []
+    points: list[tuple[_CutPoint, set[Node]]] = []
     for node in order:
-        if node not in way:
+        if node not in path:
             continue
         reached = frozenset[Node]().union(*(below.get(c, frozenset()) for c in _children(node)))
         if reached:
             nodes, behind = [node], set(reached)
-            for each in [entry for entry in meetings if not behind.isdisjoint(entry[1])]:
-                meetings.remove(each)
+            for each in [entry for entry in points if not behind.isdisjoint(entry[1])]:
+                points.remove(each)
                 nodes = each[0].nodes + nodes
                 behind |= each[1]
-            meetings.append((_Meeting([wanted[w] for w in behind], nodes), behind))
+            points.append((_CutPoint([wanted[w] for w in behind], nodes), behind))
     owners = _owners(output, order)
-    for meeting, _ in meetings:
-        meeting.owners = [owners[node] for node in meeting.nodes]
-    return [meeting for meeting, _ in meetings]
+    for point, _ in points:
+        point.owners = [owners[node] for node in point.nodes]
+    return [point for point, _ in points]
 
 
 def _owners(output: GradientEdge, order: Sequence[Node]) -> dict[Node, Node]:
-    """Return what to hold so that each node stays: itself, or the nearest that leads to it.
+    """Return what keeps each node alive: itself, or the nearest owner that leads to it.
 
     Args:
         output: where the graph starts; its token owns a first node that only the graph owns.
-        order: all nodes, each behind what it leads to.
+        order: all nodes, each behind its children.
     """
     owners = {output.node: output.ownership_token or output.node}
     for node in reversed(order):
@@ -211,13 +423,13 @@ def _owners(output: GradientEdge, order: Sequence[Node]) -> dict[Node, Node]:
     return owners
 
 
-def _whole(output: GradientEdge, meetings: Sequence[_Meeting], gradient: Tensor | None) -> _Meeting:
-    """Return one meeting at the output, from where the second half is the whole backward pass."""
-    weights = [weight for meeting in meetings for weight in meeting.weights]
+def _whole(output: GradientEdge, points: Sequence[_CutPoint], gradient: Tensor | None) -> _CutPoint:
+    """Return one cut point at the output, so that the second half is the whole backward pass."""
+    weights = [weight for point in points for weight in point.weights]
     arrived: list[Tensor | None] = [None] * output.output_nr
     arrived.append(torch.ones(()) if gradient is None else gradient)
     owner = output.ownership_token or output.node
-    return _Meeting(weights, [output.node], [owner], {output.node: arrived})
+    return _CutPoint(weights, [output.node], [owner], {output.node: arrived})
 
 
 def _children(node: Node) -> list[Node]:
@@ -225,9 +437,9 @@ def _children(node: Node) -> list[Node]:
 
 
 def _children_first(root: Node) -> list[Node]:
-    """Return all nodes of a graph, each behind what it leads to.
+    """Return all nodes of a graph, each behind its children.
 
-    The list keeps Python's objects for them, which are made anew once they are let go.
+    The list keeps Python's objects for them, which are made anew once they are dropped.
     """
     order: list[Node] = []
     seen = {root}
@@ -245,9 +457,9 @@ def _children_first(root: Node) -> list[Node]:
     return order
 
 
-def _add_gradients(meeting: _Meeting) -> None:
+def _add_gradients(point: _CutPoint) -> None:
     edges, gradients = [], []
-    for node, arrived in meeting.gradients.items():
+    for node, arrived in point.gradients.items():
         for slot, gradient in enumerate(arrived):
             if gradient is not None:
                 edges.append(GradientEdge(node, slot))
@@ -255,16 +467,16 @@ def _add_gradients(meeting: _Meeting) -> None:
     if not edges:
         return
     handles = []
-    if len(meeting.nodes) > 1:
+    if len(point.nodes) > 1:
         # One may lead to another that shares a weight with it: what the first sends on has arrived
         # at the second already, in the first half.
-        for node, arrived in meeting.gradients.items():
+        for node, arrived in point.gradients.items():
             handles.append(node.register_prehook(lambda _, arrived=arrived: arrived))
     try:
         # Into `.grad`, so that hooks behind the accumulation of gradients see them. The graph is
-        # retained, since the way between two nodes can lead through those of other meetings. Nodes
-        # are freed with the last meeting that leads to them.
-        torch.autograd.backward(edges, gradients, retain_graph=True, inputs=meeting.weights)
+        # retained, since the path between two nodes can lead through those of other cut points.
+        # Nodes are freed with the last cut point that leads to them.
+        torch.autograd.backward(edges, gradients, retain_graph=True, inputs=point.weights)
     finally:
         for handle in handles:
             handle.remove()

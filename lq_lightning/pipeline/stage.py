@@ -1,11 +1,11 @@
-"""One stage of a pipeline: its forward and backward passes, and what it keeps between them."""
+"""One stage of a pipeline: its forward and backward passes, and its state between them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,46 +13,22 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lq_lightning._compat.saved_tensors import has_storage, storage_key
 
-from .received import Received, receive
-from .saved_tensors import SavedTensors
-from .split_backward import SplitBackward
+from .message import BoundaryMeta
+from .split_backward import Received, SavedTensors, SplitBackward, receive
 
-__all__ = ["Boundary", "Stage"]
-
-
-class Boundary(Protocol):
-    """The hidden state of a micro-batch between any two stages.
-
-    Attributes:
-        shape: of the tensor.
-        dtype: of the tensor, and of its gradient.
-    """
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Sizes of the tensor."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the tensor."""
+__all__ = ["Stage"]
 
 
 @dataclass(slots=True)
 class _Kept:
-    """What a stage keeps of a micro-batch from its forward pass on.
+    """State of a micro-batch from its forward pass on."""
 
-    Attributes:
-        received: where the gradient of the input arrives; None on stage 0.
-        output: where backward starts; None if nothing in the stage needs a gradient. An edge, not
-            the output: that is freed as soon as it is sent, unless the graph itself keeps it.
-        saved: what nodes have saved, if the backward pass is split.
-        nbytes: of that; None if it is not counted.
-    """
-
-    received: Received | None
+    received: Received | None  # where the gradient of the input arrives; None on stage 0
+    # Where backward starts; None if nothing in the stage needs a gradient. An edge, not the output:
+    # that is freed as soon as it is sent, unless the graph itself keeps it.
     output: GradientEdge | None
-    saved: SavedTensors | None
-    nbytes: int | None
+    saved: SavedTensors | None  # tensors of nodes, if the backward pass is split
+    nbytes: int | None  # bytes of these, if they are counted
 
 
 class Stage:
@@ -62,13 +38,13 @@ class Stage:
         module: its ``forward(hidden=None)`` returns the hidden state, and on the last stage a
             scalar loss in training, anything in evaluation. ``module.index`` is set to the
             micro-batch before. Its ``parameters()`` are those of this stage.
-        index: of the stage.
+        index: index of the stage.
         num_stages: stages of the pipeline.
 
     Attributes:
-        kept_nbytes: what the first micro-batch whose backward pass was split has kept, in bytes:
-            before it, and between its halves; weights and autocast's copies of them are left out.
-            None before there was one, and to be set to None to count again.
+        kept_nbytes: bytes kept by the first micro-batch whose backward pass was split, before it
+            and between its halves, without weights and autocast's copies of them. None before
+            there was one; set it to None to count again.
     """
 
     def __init__(self, module: nn.Module, index: int, num_stages: int) -> None:
@@ -80,36 +56,35 @@ class Stage:
         self._kept: dict[int, _Kept] = {}
         self._halves: dict[int, SplitBackward] = {}
 
-    def evaluate(self, microbatch: int, hidden: Tensor | None, boundary: Boundary) -> Any:
-        """Return the output of a micro-batch."""
+    def _run(self, microbatch: int, hidden: Tensor | None) -> Any:
         self.module.index = microbatch  # type: ignore[assignment]
-        output = self.module() if hidden is None else self.module(hidden)
+        return self.module() if hidden is None else self.module(hidden)
+
+    def evaluate(self, microbatch: int, hidden: Tensor | None, boundary: BoundaryMeta) -> Any:
+        """Return the output of a micro-batch."""
+        output = self._run(microbatch, hidden)
         if not self.is_last:
             self._check_hidden(output, boundary)
         return output
 
     def forward(
-        self, microbatch: int, hidden: Tensor | None, boundary: Boundary, split: bool = False
+        self, microbatch: int, hidden: Tensor | None, boundary: BoundaryMeta, split: bool = False
     ) -> Tensor:
         """Return the hidden state behind this stage, or on the last stage the loss; no graph.
 
         Args:
             microbatch: index of the micro-batch.
-            hidden: the hidden state before this stage, without a graph; None on stage 0.
-            boundary: what hidden states are.
-            split: ``backward_input`` and ``backward_weight`` follow, not ``backward``.
-
-        Raises:
-            RuntimeError: the module returns something else.
+            hidden: hidden state before this stage, without a graph; None on stage 0.
+            boundary: shape and dtype that hidden states must have.
+            split: whether ``backward_input`` and ``backward_weight`` follow, not ``backward``.
         """
         received = None
         if hidden is not None:
             hidden, received = receive(hidden)
-        self.module.index = microbatch  # type: ignore[assignment]
         counted = split and self.kept_nbytes is None
         saved = SavedTensors(counted) if split else None
         with nullcontext() if saved is None else saved.recorded():
-            output = self.module() if hidden is None else self.module(hidden)
+            output = self._run(microbatch, hidden)
         if self.is_last:
             self._check_loss(output)
             output = output.reshape(())
@@ -122,11 +97,9 @@ class Stage:
         return result
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        """Add to the gradients of the parameters; return that of the input.
+        """Add to the gradients of the parameters; return the gradient of the input.
 
-        Args:
-            microbatch: index of the micro-batch.
-            gradient: of the output; None on the last stage.
+        ``gradient`` is that of the output; None on the last stage.
         """
         kept = self._kept.pop(microbatch)
         if kept.output is not None:
@@ -148,18 +121,18 @@ class Stage:
         return kept.received.take_gradient()
 
     def backward_weight(self, microbatch: int) -> None:
-        """Add to the gradients of the parameters what ``backward_input`` has left."""
+        """Add to the gradients of the parameters, after ``backward_input``."""
         half = self._halves.pop(microbatch, None)
         if half is not None:
             half.backward_weight()
 
     def clear(self) -> None:
-        """Let go of all micro-batches, after an error."""
+        """Drop all micro-batches, after an error."""
         self._kept.clear()
         self._halves.clear()
 
     def _nbytes(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of storages, each once, that are not those of weights."""
+        """Bytes of storages, each once, without those of weights."""
         weights = {storage_key(p) for p in self.module.parameters() if has_storage(p)}
         found = {storage_key(t): t.untyped_storage().nbytes() for t in tensors if has_storage(t)}
         return sum(nbytes for key, nbytes in found.items() if key not in weights)
@@ -171,7 +144,7 @@ class Stage:
                 f"the last stage has to return its loss as a tensor of one value, not {found}."
             )
 
-    def _check_hidden(self, hidden: object, boundary: Boundary) -> None:
+    def _check_hidden(self, hidden: object, boundary: BoundaryMeta) -> None:
         wanted = (tuple(boundary.shape), boundary.dtype)
         found = (tuple(hidden.shape), hidden.dtype) if isinstance(hidden, Tensor) else None
         if found != wanted:

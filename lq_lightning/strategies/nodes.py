@@ -21,8 +21,7 @@ from lq_lightning.data_parallel import (
     Topology,
     start_alike,
 )
-from lq_lightning.foundation.agreement import check_same_entries, describe
-from lq_lightning.foundation.broadcast import broadcast_module_states
+from lq_lightning.foundation.agreement import broadcast_module_states, check_same_entries, describe
 from lq_lightning.foundation.groups import RankGroups, shared_mesh
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.strategies.failures import explain_lost_rank

@@ -20,10 +20,10 @@ from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQuantization
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.aq_sgd import AQSGDQuantization
+from lq_lightning.pipeline.boundary import TAHQuantization
 from lq_lightning.pipeline.plan import PipelinePlan
 from lq_lightning.pipeline.schedules import SPLIT_SCHEDULES, stages_of_rank
 from lq_lightning.pipeline.split_backward import check_not_compiled
-from lq_lightning.pipeline.tah import TAHQuantization
 from lq_lightning.strategies.failures import explain_lost_rank
 from lq_lightning.strategies.fully_sharded import DEFAULT_TIMEOUT
 from lq_lightning.strategies.pipelined import PipelinedStrategy

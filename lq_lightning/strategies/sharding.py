@@ -26,7 +26,7 @@ from lq_lightning._compat.fsdp2 import fsdp_units, offloads_to_cpu
 from lq_lightning._compat.lightning import convert_floating
 from lq_lightning._compat.modules import prepare_fsdp_class
 from lq_lightning.data_parallel import PackedAgreement
-from lq_lightning.foundation.broadcast import broadcast_module_states, check_alike
+from lq_lightning.foundation.agreement import broadcast_module_states, check_alike
 from lq_lightning.foundation.meta_start import initialize_meta_tensors
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_fully_sharded, check_shardable

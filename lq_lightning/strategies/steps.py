@@ -19,7 +19,7 @@ from lq_lightning._compat.lightning import trainer_of
 from lq_lightning._compat.modules import reset_iteration
 from lq_lightning.checkpoint.strategy import CheckpointingStrategy
 from lq_lightning.data_parallel import PackedAgreement
-from lq_lightning.foundation.broadcast import broadcast_module_states
+from lq_lightning.foundation.agreement import broadcast_module_states
 from lq_lightning.foundation.groups import distrust_groups, note_failed_run
 from lq_lightning.foundation.meta_start import check_values
 from lq_lightning.plugins import FullyShardedPrecision

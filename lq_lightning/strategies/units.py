@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lq_lightning.foundation.blocks import has_parameters, is_block, is_silent_container
+from lq_lightning.foundation.layer_stack import has_parameters, is_block, is_silent_container
 
 __all__ = [
     "ChosenUnits",

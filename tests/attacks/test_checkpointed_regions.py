@@ -261,24 +261,9 @@ SIZES = {
     "num_key_value_heads": 4,
     "num_experts_per_tok": 2,
 }
-LATENT = {
-    "n_routed_experts": 8,
-    "moe_intermediate_size": 32,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 0,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 32,
-    "n_shared_experts": 1,
-}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 8},
-    "Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 32, "head_dim": 16},
     "GptOss": {"num_local_experts": 8, "head_dim": 16},
-    "DeepseekV3": LATENT,
 }
 
 

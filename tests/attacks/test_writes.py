@@ -1,4 +1,4 @@
-"""What training steps do with parameters and gradients, on two ranks, against DDP and plain FSDP2.
+"""What training steps do with parameters and gradients, on two ranks, against DDP.
 
 Each program trains a small model whose embedding, head and own parameters belong to the root while
 its blocks are units. A step that loses a write, a hook or a gradient ends with other weights.
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lq_testing import run_ranks
 from lq_testing.lightning_models import loader, trainer
 from lq_testing.models import Block
@@ -56,9 +55,8 @@ class Program(pl.LightningModule):
     """A student, a frozen teacher, parameters of its own, and plain SGD."""
 
     manual = False
-    stock = False  # plain FSDP2 runs it, too
     codecs = False  # something depends on weights that a codec could miss
-    sharded = ""  # by hand: the nets, or the blocks alone
+    sharded = False  # the blocks, by hand
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,8 +69,6 @@ class Program(pl.LightningModule):
         for net in (self.net, self.teacher) if self.sharded else ():
             for block in net.blocks:
                 fully_shard(block, mesh=self.device_mesh["data_parallel"])
-            if self.sharded == "nets":
-                fully_shard(net, mesh=self.device_mesh["data_parallel"])
 
     def loss(self, tokens: Tensor) -> Tensor:
         return F.cross_entropy(self.net(tokens).flatten(0, 1), tokens.flatten())
@@ -181,7 +177,6 @@ class TeacherFollowsInForward(TeacherFollows):
 
 @kind
 class WeightsAreClamped(Program):
-    stock = True
     codecs = True
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
@@ -192,7 +187,6 @@ class WeightsAreClamped(Program):
 
 @kind
 class StateIsLoaded(Program):
-    stock = True
     codecs = True
 
     def on_train_start(self) -> None:
@@ -222,8 +216,6 @@ class StateIsRead(Program):
 
 @kind
 class FrozenOnTheWay(Program):
-    stock = True
-
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
         self.net.embed.requires_grad_(batch_idx != 1)
         self.net.blocks[0].requires_grad_(batch_idx != 1)
@@ -233,8 +225,6 @@ class FrozenOnTheWay(Program):
 @kind
 class GradientsAreCleared(Program):
     """``p.grad = None`` at the head of a step, of gradients that accumulate."""
-
-    stock = True
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
         self.net.head.zero_grad()
@@ -359,7 +349,6 @@ class Manual(Program):
 
 @kind
 class ClipsByHand(Manual):
-    stock = True
     codecs = True
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> None:
@@ -402,8 +391,6 @@ class ClipsThroughLightning(Manual):
 
 @kind
 class NoiseAndNoGradient(Manual):
-    stock = True
-
     def training_step(self, tokens: Tensor, batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
@@ -419,7 +406,6 @@ class NoiseAndNoGradient(Manual):
 class AscendsFirst(Manual):
     """Sharpness-aware minimization."""
 
-    stock = True
     codecs = True
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> None:
@@ -474,7 +460,6 @@ class Critic(Manual):
 
 @kind
 class TwoLossesOfOneGraph(Manual):
-    stock = True
     codecs = True
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> None:
@@ -507,8 +492,6 @@ class Accumulates(Manual):
 
 @kind
 class StepsWithAClosure(Manual):
-    stock = True
-
     def training_step(self, tokens: Tensor, batch_idx: int) -> None:
         optimizer = self.optimizers()
 
@@ -526,7 +509,6 @@ class StepsWithAClosure(Manual):
 class HooksOnParameters(Manual):
     """Hooks that are set in a step see each reduced gradient."""
 
-    stock = True
     codecs = True
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> None:
@@ -564,7 +546,9 @@ class Outcome(NamedTuple):
         return max(float((a - b).norm() / a.norm()) for a, b in zip(mine, its, strict=True))
 
 
-def _fit(make: type[Program], root: str, strategy: Any, devices: int, sharded: str = "") -> Outcome:
+def _fit(
+    make: type[Program], root: str, strategy: Any, devices: int, sharded: bool = False
+) -> Outcome:
     torch.manual_seed(0)
     module = make()
     module.sharded = sharded
@@ -580,11 +564,9 @@ def _errors(make: type[Program], root: str, ranks: int) -> dict[str, float]:
     else:
         expected = fit("ddp_find_unused_parameters_true")
     # one rank is sharded only by hand
-    runs = {"off": fit(QuantizedFSDPStrategy(**PLAIN), sharded="blocks" if ranks == 1 else "")}
+    runs = {"off": fit(QuantizedFSDPStrategy(**PLAIN), sharded=ranks == 1)}
     if make.codecs and ranks > 1:
         runs["codecs"] = fit(QuantizedFSDPStrategy(**SMALL))
-    if make.stock and ranks > 1:
-        runs["stock"] = fit(ModelParallelStrategy(ranks, 1), sharded="nets")
     return {run: expected.error_of(outcome) for run, outcome in runs.items()}
 
 
@@ -595,56 +577,53 @@ def _steps(rank: int, ranks: int, root: str, names: list[str]) -> dict[str, dict
 # --- refused --------------------------------------------------------------------------------------
 
 
-class ClampsItself(nn.Linear):
+class WritesItself(nn.Linear):
+    how = "in place"
+
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.clamp_(min=0)
+        if self.how == "in place":
+            with torch.no_grad():
+                self.weight.clamp_(min=0)
+        elif self.how == "assigned":
+            self.weight.data = self.weight.data.clamp(min=0)
+        else:
+            self.weight.data.clamp_(min=0)
         return super().forward(x)
 
 
-class AssignsItself(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.data = self.weight.data.clamp(min=0)
-        return super().forward(x)
-
-
-class WritesItsData(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.data.clamp_(min=0)
-        return super().forward(x)
-
-
-class WritesInForward(Program):
-    layer: type[nn.Module] = ClampsItself
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.head = self.layer(WIDTH, VOCAB)
-
+class Forward(Program):
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
         return self.loss(tokens)
 
 
-class AssignsInForward(WritesInForward):
-    layer = AssignsItself
+class WritesInForward(Forward):
+    how = "in place"
 
-
-class WritesInAUnit(WritesInForward):
     def __init__(self) -> None:
         super().__init__()
-        self.net.blocks[1].down = ClampsItself(2 * WIDTH + 3, WIDTH)
+        self.net.head = WritesItself(WIDTH, VOCAB)
+        self.net.head.how = self.how
+
+
+class AssignsInForward(WritesInForward):
+    how = "assigned"
 
 
 class WritesDataInForward(WritesInForward):
-    layer = WritesItsData
+    how = "data"
 
 
-class WritesDataInAUnit(WritesInForward):
-    layer = nn.Linear
+class WritesInAUnit(Forward):
+    how = "in place"
 
     def __init__(self) -> None:
         super().__init__()
-        self.net.blocks[1].down = WritesItsData(2 * WIDTH + 3, WIDTH)
+        self.net.blocks[1].down = WritesItself(2 * WIDTH + 3, WIDTH)
+        self.net.blocks[1].down.how = self.how
+
+
+class WritesDataInAUnit(WritesInAUnit):
+    how = "data"
 
 
 class CallsBackward(Manual):
@@ -682,17 +661,13 @@ class HooksAShard(Program):
         return self.loss(tokens)
 
 
-class HooksEarly(WritesInForward):
-    layer = nn.Linear
-
+class HooksEarly(Forward):
     def __init__(self) -> None:
         super().__init__()
         self.net.embed.weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
-class LimitsNorms(WritesInForward):
-    layer = nn.Linear
-
+class LimitsNorms(Forward):
     def __init__(self) -> None:
         super().__init__()
         self.net.embed = nn.Embedding(VOCAB, WIDTH, max_norm=1.0)
@@ -704,9 +679,7 @@ class CompilesADirectUse(Program):
         return project(self.net.hidden(tokens), self.net.head.weight).square().mean()
 
 
-class WritesBeforeBackward(WritesInForward):
-    layer = nn.Linear
-
+class WritesBeforeBackward(Forward):
     def on_before_zero_grad(self, optimizer: Any) -> None:
         with torch.no_grad():
             self.net.blocks[0].up.weight.mul_(1)
@@ -747,7 +720,7 @@ def _attack(rank: int, ranks: int, root: str) -> dict[str, dict[str, float]]:
     return _steps(rank, ranks, root, list(KINDS))
 
 
-def test_steps_do_what_they_do_in_ddp_and_fsdp2_or_are_refused(tmp_path: Path) -> None:
+def test_steps_do_what_they_do_in_ddp_or_are_refused(tmp_path: Path) -> None:
     for kinds in run_trainer(_attack, 2, str(tmp_path)):
         assert len(kinds) == len(KINDS)
         for name, errors in kinds.items():

@@ -117,16 +117,6 @@ def test_trained_widths_can_be_attached_again(tmp_path: Path) -> None:
         attached.remove()
 
 
-def test_the_mean_of_one_site_is_the_mean(tmp_path: Path) -> None:
-    bits = AdaptiveBits(**FAST, per="position", positions=40, sites="net.blocks.0")
-    fit(model(), tmp_path, bits, max_steps=3)
-    found = bits.metrics()
-    assert found["adaptive_bits/net.blocks.0.output"] == pytest.approx(found["adaptive_bits/mean"])
-    (gate,) = bits.gates.values()
-    assert (gate.values == 0).any()  # sequences are shorter
-    assert gate.bits().mean() != pytest.approx(found["adaptive_bits/mean"])
-
-
 def same(one: Any, other: Any) -> bool:
     """Whether gates, what their optimizer knows, and the model are equal to the bit."""
     gates = [{k: v["state"] for k, v in run[0]["gates"].items()} for run in (one, other)]

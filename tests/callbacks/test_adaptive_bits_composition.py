@@ -274,21 +274,6 @@ def test_evaluation_has_the_same_widths_and_counts_nothing(tmp_path: Path) -> No
     assert seen[-1].tolist() == seen[-2].tolist() != seen[0].tolist()
 
 
-def test_positions_with_sequences_of_several_lengths(tmp_path: Path) -> None:
-    class Lengths(TinyModule):
-        def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
-            return super().training_step(tokens[:, : 8 - batch_idx % 2], batch_idx)
-
-    bits, _ = train(model(Lengths), tmp_path, bits={"per": "position", "positions": 10})
-    state = states(bits)[HEAD]
-    assert state.shape == (5, 10)
-    assert state[3].tolist() == [8.0] * 7 + [4.0] + [0.0] * 2
-    assert state[4].tolist() == [96.0] * 8 + [0.0] * 2  # batch times width
-    short = {"per": "position", "positions": 7}
-    with pytest.raises(ValueError, match=r"`net.blocks.0:input` has 7 lines.*8 positions"):
-        train(model(Lengths), tmp_path, bits=short)
-
-
 def test_quantized_optimizers_step_gates_too(tmp_path: Path) -> None:
     class Small(TinyModule):
         def configure_optimizers(self) -> Any:
@@ -403,12 +388,7 @@ def test_refusals_before_the_first_step(tmp_path: Path) -> None:
         ({"target": True}, "target=True.* must be a number"),
         ({"beta": "much"}, r"`AdaptiveBits\(beta='much'\)` must be 0 or more"),
         ({"target": 7.0, "start_bits": 6.0}, r"start_bits=6, target=7"),
-        ({"per": "position"}, "`positions`, the longest sequence"),
-        ({"positions": 8}, "`positions`, the longest sequence"),
-        ({"per": "position", "positions": 0}, r"Bits\(positions=0\)` must be a whole number of 1"),
-        ({"per": "token"}, r"`AdaptiveBits\(per='token'\).*'channel', 'position'"),
         ({"histogram_every_n_steps": -1}, "histogram_every_n_steps=-1"),
-        ({"regularizer": "l0"}, "regularizer='l0'"),
     ],
 )
 def test_refuses_options(options: dict[str, Any], match: str) -> None:

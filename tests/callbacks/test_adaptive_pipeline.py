@@ -57,7 +57,7 @@ def _train(rank: int, size: int) -> Any:
             *(schedule, COUNT, _layers(num_stages), num_stages),
             *((codec, make_boundary_codec("none", backward=True)), group, alone[rank]),
         )
-        gates = PipelineGates(CONFIG, "channel", None, boundaries)
+        gates = PipelineGates(CONFIG, boundaries)
         placement = gates.placement
         losses, gradients = [], []
         for _ in range(3):
@@ -69,7 +69,7 @@ def _train(rank: int, size: int) -> Any:
         engine.close()
         gates.optimizer.skipped_lines = 1 + rank
         state = placement.joined(gates.optimizer.state_dict())
-        again = PipelineGates(CONFIG, "channel", None, boundaries, state)
+        again = PipelineGates(CONFIG, boundaries, state)
         assert again.optimizer.skipped_lines == (0 if rank else 3)  # counted once
         assert again.optimizer.mean == gates.optimizer.mean
         for index, table in widths.items():

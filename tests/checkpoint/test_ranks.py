@@ -21,7 +21,7 @@ from lq_lightning.checkpoint.files import incomplete_name
 from lq_lightning.checkpoint.folder import ShardedCheckpoint, save_sharded_checkpoint
 from lq_lightning.checkpoint.ranks import ALONE, RankGroup
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint
-from lq_lightning.foundation.broadcast import broadcast_module_states
+from lq_lightning.foundation.agreement import broadcast_module_states
 
 WORLD = RankGroup()
 

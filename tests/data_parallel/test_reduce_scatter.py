@@ -183,7 +183,7 @@ def test_a_failed_backward_is_joined_by_the_next_one(monkeypatch: pytest.MonkeyP
         def join(self) -> None:
             order.append("join")
 
-    monkeypatch.setattr(unit, "NetworkStages", Stages)
+    monkeypatch.setattr(unit, "CommPipeline", Stages)
     monkeypatch.setattr(unit, "backward_id", lambda: running[0])
     monkeypatch.setattr(unit, "after_backward", callbacks.append)
     reductions, messages = unit.DeferredReductions(), torch.empty(0)

@@ -31,7 +31,7 @@ from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
 from lq_lightning.data_parallel.replica import Replica, ReplicaMemory
 from lq_lightning.data_parallel.unit import DeferredReductions
 from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
-from lq_lightning.foundation.streams import SecondStage
+from lq_lightning.foundation.streams import StreamStage
 
 
 def _copied_out_from(recorder: Recorder, read: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +55,7 @@ MUTANTS: dict[str, tuple[Any, str]] = {
     "an update waits for the exchanges": (ExchangeSchedule, "join"),
     "backward waits for deferred reductions": (DeferredReductions, "join"),
     "the second stage waits for the first": (Stream, "wait_stream"),
-    "hand-overs are held until their stream has waited": (SecondStage, "join"),
+    "hand-overs are held until their stream has waited": (StreamStage, "join"),
     "readers wait for events": (Stream, "wait_event"),
 }
 
@@ -119,9 +119,9 @@ def _fail_an_exchange(model: TinyLM, optimizer: torch.optim.Optimizer, communica
 def _races(rank: int, world: int, node_size: int, replica: str, mutant: str) -> list[str]:
     torch.manual_seed(0)
     held = [0]
-    submit = SecondStage.submit
+    submit = StreamStage.submit
 
-    def counting(stage: SecondStage, *args: Any) -> None:
+    def counting(stage: StreamStage, *args: Any) -> None:
         submit(stage, *args)
         held[0] = max(held[0], len(stage._held))
 
@@ -132,7 +132,7 @@ def _races(rank: int, world: int, node_size: int, replica: str, mutant: str) -> 
         read = _copied_out_from(recorder, WeightDifferenceAllGather.read)
         stack.enter_context(replaced(WeightDifferenceAllGather, "read", read))
         model, optimizer, communication = _build(world, rank, node_size, replica)
-        stack.enter_context(replaced(SecondStage, "submit", counting))
+        stack.enter_context(replaced(StreamStage, "submit", counting))
         for owner in (WeightDifferenceAllGather, TwoLevelReduceScatter):
             own = on_own_stream(recorder, owner.__call__)
             stack.enter_context(replaced(owner, "__call__", own))

@@ -157,7 +157,7 @@ def test_gates_learn_as_if_all_were_in_one_process() -> None:
     for step, expected in enumerate(losses):
         ids = batches()[step % 4]
         matrices = {
-            key: adaptive_quantize(value, gates.gates[key])
+            key: adaptive_quantize(value.mT, gates.gates[key]).mT
             for key, value in packing.pack(adapters.values()).items()
         }
         embedded = adaptive_quantize(ends.model.embeddings(ids), gates.gates[EMBEDDED])

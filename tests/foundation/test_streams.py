@@ -8,7 +8,7 @@ import torch
 from lq_testing.streams import Stream, recorded_streams
 from torch import Tensor
 
-from lq_lightning.foundation.streams import NetworkStages, SecondStage
+from lq_lightning.foundation.streams import CommPipeline, StreamStage
 
 
 def _write(tensor: Tensor) -> None:
@@ -19,7 +19,7 @@ def test_a_transfer_waits_for_what_it_sends_and_not_for_work_on_what_was_receive
     finished: list[tuple[Stream, dict[int, int]]] = []  # each with the clock of its stream then
     seen: list[int] = []  # how many of them each transfer has waited for
     with recorded_streams() as recorder:
-        stages, first = NetworkStages(), recorder.current
+        stages, first = CommPipeline(), recorder.current
 
         def transfer(sent: Tensor) -> Tensor:
             done = recorder.current.clock
@@ -46,7 +46,7 @@ def test_a_transfer_waits_for_what_it_sends_and_not_for_work_on_what_was_receive
 
 def test_what_was_handed_over_is_held_until_the_stream_it_came_from_has_waited() -> None:
     with recorded_streams() as recorder:
-        stage, other = SecondStage(depth=1), recorder.new_stream()
+        stage, other = StreamStage(depth=1), recorder.new_stream()
         handed = torch.ones(8)
         stage.submit(handed, partial(_write, handed))
         del handed

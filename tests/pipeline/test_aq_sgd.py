@@ -175,20 +175,21 @@ def test_the_file_has_no_name_and_goes(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would end the process by a signal once pages are written that have no place."""
     sender, _ = ends(4, 1, folder=tmp_path)
-    taken: list[tuple[int, int]] = []
+    pwrite = os.pwrite
 
-    def fallocate(handle: int, start: int, nbytes: int) -> None:
-        if start + nbytes > 2 * SAMPLE_NBYTES:
+    def nearly_full(file: int, data: Any, start: int) -> int:
+        room = min(2 * SAMPLE_NBYTES - start, 100)  # of which a write takes a part
+        if room <= 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        taken.append((start, nbytes))
+        return pwrite(file, data[:room], start)
 
-    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    monkeypatch.setattr(os, "pwrite", nearly_full)
     x = torch.randn(3, TOKENS, CHANNELS)
-    for _ in range(2):  # space is taken once
+    for _ in range(2):
         sender.encode(x, message([1, 2, 3]))
-    assert sum(nbytes for _, nbytes in taken) == 2 * SAMPLE_NBYTES
+    kept = sender._caches[0].load([0, 1, 2], torch.device("cpu")).float()
+    torch.testing.assert_close(kept.view_as(x), x, rtol=2**-8, atol=1e-3)
     match = (
         rf"in a file in `{tmp_path}`, .* grow from 1024 to 1536 bytes, and up to 1536, .*"
         r"No space left.*`folder` on a larger disk"
@@ -212,9 +213,7 @@ def test_a_loaded_checkpoint_begins_anew() -> None:
     x = torch.randn(1, TOKENS, CHANNELS)
     send(sender, receiver, x, message([1]))
     for codec in (sender, receiver):
-        state = codec.state_dict()
-        assert state == {}
-        codec.load_state_dict(state)
+        codec.forget()
     assert send(sender, receiver, x, message([1]))[0] == x.nbytes
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -243,16 +242,3 @@ def test_bad_options_of_tah(options: dict[str, Any]) -> None:
     field = next(iter(options))
     with pytest.raises(ValueError, match=rf"TAHQuantization\({field}="):
         TAHQuantization(**options)
-
-
-def test_configurations_are_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        TAHQuantization().tile_size = 32  # type: ignore[misc]
-
-
-def test_state_of_another_codec_is_refused() -> None:
-    codec = make_boundary_codec("tah")
-    codec.load_state_dict(codec.state_dict())
-    with pytest.raises(ValueError, match=r"'tah' has no state.*\['samples'\]"):
-        codec.load_state_dict({"samples": 1})
-    codec.close()

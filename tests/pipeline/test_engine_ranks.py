@@ -11,10 +11,9 @@ from lq_testing import run_ranks
 from lq_testing.pipeline_toys import Boundary, make_data, make_engine, make_layers, make_stages
 from torch import Tensor
 
-from lq_lightning.pipeline.agreement import batch_digest, batch_signature
 from lq_lightning.pipeline.boundary import TAHQuantization, make_boundary_codec
-from lq_lightning.pipeline.engine import PipelineEngine
-from lq_lightning.pipeline.links import ProcessGroupLinks
+from lq_lightning.pipeline.engine import PipelineEngine, batch_digest, batch_signature
+from lq_lightning.pipeline.execution import ProcessGroupLinks
 
 
 def _engine(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lq_testing.stages import check_equal, cut
+from lq_testing.stages import check_equal
 from torch import Tensor, nn
 
 from lq_lightning.pipeline.plan import plan_stages
@@ -104,20 +104,3 @@ def test_adapters() -> None:
         if "lora_B" in name or "lora_embedding_A" in name:
             nn.init.normal_(parameter, std=0.1)  # zeros would hide the gradients of the others
     check_equal(model, step, batches(), 2)
-
-
-def test_what_is_collected_from_all_layers_is_refused() -> None:
-    model = build("mixtral", output_router_logits=True)
-    with pytest.raises(NotImplementedError, match=r"config.output_router_logits=True` of"):
-        plan_stages(model, 2)
-    collecting = [batch | {"output_hidden_states": True} for batch in batches(1)]
-    with pytest.raises(NotImplementedError, match="`output_hidden_states=True` collects"):
-        cut(build("llama"), step, collecting, 2).forward()
-
-
-def test_encoder_decoder_models_are_refused() -> None:
-    config = transformers.T5Config(
-        d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, vocab_size=50
-    )
-    with pytest.raises(NotImplementedError, match="`T5ForConditionalGeneration` is an encoder-d"):
-        plan_stages(transformers.T5ForConditionalGeneration(config), 2)

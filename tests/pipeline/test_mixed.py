@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from lq_lightning.codecs.mixed import Ranges, WidthTable, round_trip_mixed
 from lq_lightning.pipeline.boundary import BoundaryCodec, make_boundary_codec
 from lq_lightning.pipeline.message import Message
-from lq_lightning.pipeline.mixed import Lines, MixedCodec
+from lq_lightning.pipeline.mixed import MixedCodec
 
 SHAPE = (2, 12, 20)
 
@@ -26,35 +25,27 @@ def _start(lines: int) -> WidthTable:
     return WidthTable([5] * lines)
 
 
-def _codec(per: Lines = "channel", ranges: Ranges = "fitted") -> MixedCodec:
+def _codec(ranges: Ranges = "fitted") -> MixedCodec:
     codec = MixedCodec()
-    codec.begin(_start, per, ranges)
+    codec.begin(_start, ranges)
     return codec
 
 
-def _as_lines(x: Tensor, per: Lines) -> Tensor:
-    return (x if per == "channel" else x.mT).flatten(0, 1)
-
-
-@pytest.mark.parametrize("per", ["channel", "position"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranges", ["full", "fitted"])
-def test_values_and_sizes_are_those_of_the_table(
-    per: Lines, dtype: torch.dtype, ranges: Ranges
-) -> None:
+def test_values_and_sizes_are_those_of_the_table(dtype: torch.dtype, ranges: Ranges) -> None:
     x = torch.randn(SHAPE).to(dtype)
     x[0, 3, 4] = float("nan")
-    lines = 20 if per == "channel" else 12
-    tables = {0: _start(lines), 1: _table(lines)}  # the first is that of the beginning
+    tables = {0: _start(20), 1: _table(20)}  # the first is that of the beginning
     # what is received needs no ranges; gradients are sent with full ones
-    ends = _codec(per, ranges), _codec(per, "full")
+    ends = _codec(ranges), _codec("full")
     for end in ends:
         end.set_table(1, tables[1])
     for boundary, table in tables.items():
         for view, backward in ((x, False), (x.mT.contiguous().mT, False), (x, True)):
             message = _message(boundary, backward)
             nbytes = ends[1].nbytes(SHAPE, dtype, message)
-            assert nbytes == table.nbytes(x.numel() // lines)
+            assert nbytes == table.nbytes(24)
             payload = ends[0].encode(view, message)
             assert payload.shape == (nbytes,)
             decoded = ends[1].decode(payload, SHAPE, dtype, message)
@@ -64,27 +55,24 @@ def test_values_and_sizes_are_those_of_the_table(
             payload.fill_(0xFF)
             assert decoded.dtype == dtype
             assert decoded.is_contiguous()
-            expected = round_trip_mixed(_as_lines(x, per), table, "full" if backward else ranges)
-            found = _as_lines(decoded, per)
+            expected = round_trip_mixed(x.flatten(0, 1), table, "full" if backward else ranges)
+            found = decoded.flatten(0, 1)
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
             assert found.isnan().any()
-    mean = (tables[1].nbytes(x.numel() // lines)) * 8 / x.numel()  # of what was set
+    mean = tables[1].nbytes(24) * 8 / x.numel()  # of what was set
     assert ends[0].bits_per_value(SHAPE, dtype) == mean
 
 
 def test_widths_change_when_a_table_is_set() -> None:
-    codec = _codec("position")
-    short = (1, 7, 20)
-    before = codec.nbytes(short, torch.float32, _message())
+    codec = _codec()
+    before = codec.nbytes(SHAPE, torch.float32, _message())
     for seed in (0, 1):  # the second in the place of the first
-        table = _table(12, seed)
+        table = _table(20, seed)
         codec.set_table(0, table)
-        assert codec.nbytes(SHAPE, torch.float32, _message()) == table.nbytes(40)
-        first = WidthTable(table.widths[:7])  # shorter sequences have the first positions
-        assert codec.nbytes(short, torch.float32, _message()) == first.nbytes(20)
-    assert codec.nbytes(short, torch.float32, _message(1)) == before
-    codec.begin(_start, "position", "full")
-    assert codec.nbytes(short, torch.float32, _message()) == before
+        assert codec.nbytes(SHAPE, torch.float32, _message()) == table.nbytes(24)
+    assert codec.nbytes(SHAPE, torch.float32, _message(1)) == before
+    codec.begin(_start, "full")
+    assert codec.nbytes(SHAPE, torch.float32, _message()) == before
 
 
 def test_needs_a_callback() -> None:
@@ -98,22 +86,12 @@ def test_needs_a_callback() -> None:
         codec.encode(torch.zeros(SHAPE), _message())
 
 
-@pytest.mark.parametrize(
-    ("per", "shape", "what"),
-    [
-        ("channel", (2, 12, 16), "of 20 channels, but hidden states have 16. Load a checkpoint"),
-        ("channel", (2, 12, 24), "of 20 channels, but hidden states have 24"),
-        (
-            "position",
-            (2, 24, 20),
-            "of 20 positions, but hidden states have 24. Give `AdaptiveBits`",
-        ),
-    ],
-)
-def test_other_hidden_states(per: Lines, shape: tuple[int, ...], what: str) -> None:
-    codec = _codec(per)
+@pytest.mark.parametrize("channels", [16, 24])
+def test_other_hidden_states(channels: int) -> None:
+    codec, shape = _codec(), (2, 12, channels)
     codec.check(shape, torch.float32)
     codec.set_table(3, _table(20))
+    what = f"of 20 channels, but hidden states have {channels}. Load a checkpoint"
     with pytest.raises(ValueError, match=f"boundary 3 are those {what}"):
         codec.check(shape, torch.float32)
     assert codec.nbytes(shape, torch.float32, _message()) > 0  # of another boundary

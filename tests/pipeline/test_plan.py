@@ -12,9 +12,8 @@ import torch
 from lq_testing.models import WIDTH, Block, TinyLM, batch
 from torch import Tensor, nn
 
-from lq_lightning.pipeline.balance import balance
 from lq_lightning.pipeline.measure import measure_times
-from lq_lightning.pipeline.plan import SharedParameter, plan_stages
+from lq_lightning.pipeline.plan import SharedParameter, balance, plan_stages
 
 
 def test_stages_hold_layers_in_order_and_what_lies_around_at_the_ends() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lq_lightning.activations import ActivationPolicy, quantize_activations
-from lq_lightning.pipeline.received import receive
+from lq_lightning.pipeline.split_backward import receive
 from lq_lightning.pipeline.stage import Stage
 
 WIDTH = 64

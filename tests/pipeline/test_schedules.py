@@ -6,13 +6,15 @@ import itertools
 
 import pytest
 
-from lq_lightning.pipeline.in_flight import InFlight, compensated_bits, in_flight
 from lq_lightning.pipeline.schedules import (
     SCHEDULES,
     Action,
+    InFlight,
     Program,
     check_schedule,
+    compensated_bits,
     evaluation_program,
+    in_flight,
     stages_of_rank,
     training_program,
 )

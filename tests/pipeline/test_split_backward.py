@@ -21,9 +21,13 @@ from torch.utils.checkpoint import (
 )
 
 from lq_lightning.activations import quantize_activations
-from lq_lightning.pipeline.received import Received, receive
-from lq_lightning.pipeline.saved_tensors import SavedTensors
-from lq_lightning.pipeline.split_backward import SplitBackward, check_not_compiled
+from lq_lightning.pipeline.split_backward import (
+    Received,
+    SavedTensors,
+    SplitBackward,
+    check_not_compiled,
+    receive,
+)
 from lq_lightning.pipeline.stage import Stage
 
 
@@ -173,7 +177,7 @@ def test_nodes_of_functions_stay_until_their_half_is_done(form: str) -> None:
     split = SplitBackward(get_gradient_edge(run()), received, weights)
     # Python's objects for nodes of functions own them in some versions of torch only.
     split.backward_input(torch.ones(2, 4))
-    owners = [owner for meeting in split._meetings for owner in meeting.owners]
+    owners = [owner for meeting in split._cut_points for owner in meeting.owners]
     assert len(owners) == (1 if form == "without" else 3)
     assert not any(isinstance(owner, BackwardCFunction) for owner in owners)
     owners.clear()
@@ -193,44 +197,6 @@ def test_hooks_behind_the_accumulation_see_gradients() -> None:
     assert seen == []
     split.backward_weight()
     assert seen == [True]
-
-
-class Remembers(nn.Module):
-    """Tells when what its parts saved is freed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.alive: dict[str, weakref.ref[Tensor]] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * 2
-        y = self.a(x)
-        z = torch.tanh(y)  # saves its output, which `b` saves as its input, too
-        w = torch.sigmoid(z * z)  # saves z twice, and its output
-        v = torch.exp(w * 3)  # saves its output
-        for name, tensor in (("x", x), ("w", w), ("v", v)):
-            self.alive[name] = weakref.ref(tensor.untyped_storage())
-        return self.b(v - 1).sin()
-
-
-def test_halves_let_go_of_what_they_have_read() -> None:
-    net, (x, received) = Remembers(), receive(torch.ones(3, 6))
-    saved = SavedTensors()
-    with saved.recorded():
-        out = net(x)
-    inputs = [out.grad_fn.next_functions[0][0]._saved_mat1]  # type: ignore[union-attr]
-    split = SplitBackward(get_gradient_edge(out), received, net.parameters(), saved)
-    kept = weakref.ref(inputs.pop().untyped_storage())
-    del out
-    split.backward_input(torch.ones(3, 6))
-    names = {name for name, ref in net.alive.items() if ref() is not None}
-    assert names == {"x"}  # the input of `a`, for its weight
-    assert kept() is not None  # that of `b`
-    split.backward_weight()
-    assert all(ref() is None for ref in net.alive.values())
-    assert kept() is None
 
 
 class Checkpointed(nn.Module):

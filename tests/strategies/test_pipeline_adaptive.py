@@ -94,7 +94,7 @@ def _trains(rank: int, world_size: int, root: str) -> Any:
 
 
 def _on_two_ranks(rank: int, world_size: int, root: str) -> dict[str, Any]:
-    runs = (_trains, _positions, _frozen, _goes_on, _refused)
+    runs = (_trains, _frozen, _goes_on, _refused)
     return {run.__name__: run(rank, world_size, root) for run in runs}
 
 
@@ -140,31 +140,6 @@ def test_gates_train_and_both_ends_follow(runs: Any) -> None:
     assert list(state["gates"]) == ["net.blocks.1:output"]
     assert state["reached"]
     assert other[6]["gates"].keys() == state["gates"].keys()
-
-
-def _positions(rank: int, world_size: int, root: str) -> Any:
-    bits = AdaptiveBits(per="position", positions=10, **FAST)  # two are never there
-    run, _, losses, seen = _fit(root, world_size, bits)
-    return losses, seen, bits.state_dict(), run.strategy.quantization_report()
-
-
-def test_positions(runs: Any) -> None:
-    (losses, seen, state, report), other = runs["_positions"]
-    assert losses == other[0]
-    assert losses[-1] < losses[0]
-    assert seen.steps == other[1].steps
-    first = WidthTable([8] * 10)
-    assert seen.steps[0] == {0: first}
-    tables = [each[0] for each in seen.steps]
-    assert [table.channels for table in tables] == [10] * 6
-    shown = [WidthTable(table.widths[:8]) for table in tables]
-    sizes = [4 * table.nbytes(2 * WIDTH) for table in shown]
-    assert report.counts["bytes_boundary_forward"] == sum(sizes)
-    assert report.counts["bytes_boundary_tables"] == 6 * 5
-    assert len(set(shown)) > 1
-    gates = state["gates"][SITE.replace(".output", ":output")]["state"][0]
-    assert gates[8:].unique().numel() == 1  # nothing has trained them
-    assert gates[:8].unique().numel() > 1
 
 
 def _several(rank: int, world_size: int, root: str) -> Any:
@@ -340,7 +315,6 @@ def _refused(rank: int, world_size: int, root: str) -> list[str]:
         (AdaptiveBits(), {"forward_codec": "tah5"}),
         (AdaptiveBits(sites="layers"), {}),
         (AdaptiveBits(target=4.0 - rank), {}),
-        (AdaptiveBits(per="position", positions=7), {}),
     ]
     for bits, options in cases:
         with pytest.raises((ValueError, RuntimeError)) as caught:
@@ -354,9 +328,9 @@ def _refused(rank: int, world_size: int, root: str) -> list[str]:
     entry = state["gates"]["net.blocks.1:output"]
     entry["state"] = entry["state"][:, :16]
     torch.save(saved, f"{root}/narrow{rank}.ckpt")
-    for path, options in ((f"narrow{rank}", {}), ("saved", {"alpha": 2.0})):
+    for path, options in ((f"narrow{rank}", {}), ("saved", {"max_bits": 12.0})):
         bits = AdaptiveBits(**{**FAST, **options})
-        with pytest.raises(ValueError, match="boundary 0|alpha") as refused:
+        with pytest.raises(ValueError, match="boundary 0|max_bits") as refused:
             _fit(root, world_size, bits, 2, f"{root}/{path}.ckpt")
         heard.append(str(refused.value))
     return heard
@@ -364,7 +338,7 @@ def _refused(rank: int, world_size: int, root: str) -> list[str]:
 
 def test_what_is_refused(runs: Any) -> None:
     for heard in runs["_refused"]:
-        missing, other, sites, target, positions, hidden, alpha = heard
+        missing, other, sites, target, hidden, most = heard
         assert '`QuantizedPipelineStrategy(forward_codec="amaq")` sends' in missing
         assert "add `lq_lightning.AdaptiveBits()` to its callbacks" in missing
         assert "`AdaptiveBits` learns" in other
@@ -372,9 +346,8 @@ def test_what_is_refused(runs: Any) -> None:
         assert "`AdaptiveBits(sites=['layers'])`: in a pipeline" in sites
         assert "`AdaptiveBits` is AdaptiveBitsConfig(target=4.0" in target
         assert "on rank 0, AdaptiveBitsConfig(target=3.0" in target
-        assert "those of 7 positions, but hidden states have 8. Give `AdaptiveBits`" in positions
         assert "boundary 0 are those of 16 channels, but hidden states have 24" in hidden
-        assert "the saved gates have `alpha=1.0`" in alpha
+        assert "the saved gates have `max_bits=16.0`" in most
 
 
 def test_gradients_alone_cannot_have_learned_widths() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from lightning.pytorch.callbacks import Callback
 
-from lq_lightning.pipeline.gated import GatedBoundaries, LearnsWidths, boundaries_between
+from lq_lightning.pipeline.boundary_widths import BoundaryWidths, LearnsWidths, boundaries_between
 from lq_lightning.pipeline.mixed import MixedCodec
 from lq_lightning.pipeline.plan import PipelinePlan
 from lq_lightning.strategies.pipelines.options import PipelineOptions
@@ -55,7 +55,7 @@ def connect_learner(
         return
     names = [f"{layers[-1]}:output" for layers in plan.stages[:-1]]
     learner.connect_boundaries(
-        GatedBoundaries(
+        BoundaryWidths(
             boundaries_between(options.schedule, names, ranks.size),
             run.engine,
             codec,

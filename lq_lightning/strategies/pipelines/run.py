@@ -15,14 +15,12 @@ from torch import Tensor
 
 from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.reporting import QuantizationReport
-from lq_lightning.pipeline.agreement import Agreement, batch_signature
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec
 from lq_lightning.pipeline.batches import batch_size, concatenate, sample_ids, split_batch
-from lq_lightning.pipeline.calls import BoundaryMeta
-from lq_lightning.pipeline.engine import PipelineEngine
+from lq_lightning.pipeline.engine import Agreement, PipelineEngine, batch_signature
+from lq_lightning.pipeline.message import BoundaryMeta
 from lq_lightning.pipeline.mixed import MixedCodec
-from lq_lightning.pipeline.partition import kept_stages
-from lq_lightning.pipeline.parts import StageModule
+from lq_lightning.pipeline.partition import StageModule, kept_stages
 from lq_lightning.pipeline.random_numbers import RandomNumbers, held_generators
 from lq_lightning.pipeline.schedules import rank_of_stage
 from lq_lightning.plugins import FullyShardedPrecision
@@ -263,7 +261,7 @@ class PipelineRun:
     def forget(self) -> None:
         """Let codecs begin anew, on all ranks: the weights are others now."""
         for codec in self.codecs:
-            codec.load_state_dict({})
+            codec.forget()
 
     def _take(self) -> _Batch:
         batch, self._batch = self._batch, None
@@ -364,7 +362,7 @@ class PipelineRun:
 
 
 def _check_first_loss(owner: str, step: str, loss: Tensor) -> None:
-    """Warn of NaN, which stand-ins give to layers that read them past the step's own code."""
+    """Warn of NaN, which placeholders give to layers that read them past the step's own code."""
     if bool(loss.isnan()):
         rank_zero_warn(
             "The loss of the first batch is NaN. If it is not without a pipeline, "

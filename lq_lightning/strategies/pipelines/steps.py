@@ -15,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 from lq_lightning._compat.autograd import hasten_casts, let_go_of_casts
 from lq_lightning._compat.modules import begin_root_forward, end_root_forward
 from lq_lightning._compat.saved_tensors import version_of
-from lq_lightning.pipeline.calls import LayerCalls
+from lq_lightning.pipeline.interceptor import LayerInterceptor
 from lq_lightning.pipeline.partition import kept_stages
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.pipelines.logs import LogRecorder
@@ -51,7 +51,7 @@ class MicroBatches:
 
     def __init__(self, module: LightningModule, precision: FullyShardedPrecision) -> None:
         kept = kept_stages(module)
-        self._calls = LayerCalls(()) if kept is None else kept.calls
+        self._calls = LayerInterceptor(()) if kept is None else kept.calls
         self.logs = LogRecorder(module, self._calls.check)
         self._module = module
         self._metrics = [m for m in module.modules() if isinstance(m, (Metric, MetricCollection))]

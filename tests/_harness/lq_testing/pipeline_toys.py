@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lq_lightning.pipeline.boundary import BoundaryCodec, make_boundary_codec
+from lq_lightning.pipeline.boundary_widths import BoundaryWidths, CodedBoundary, boundaries_between
 from lq_lightning.pipeline.engine import PipelineEngine
-from lq_lightning.pipeline.gated import GatedBoundaries, GatedBoundary, boundaries_between
 from lq_lightning.pipeline.mixed import MixedCodec
 from lq_lightning.pipeline.schedules import stages_of_rank
 
@@ -100,7 +100,7 @@ def make_engine(
     )
 
 
-def make_boundaries(schedule: str, size: int, num_stages: int) -> list[GatedBoundary]:
+def make_boundaries(schedule: str, size: int, num_stages: int) -> list[CodedBoundary]:
     """The boundaries between ranks; that behind stage 0 has the name "layer 0"."""
     return boundaries_between(schedule, [f"layer {i}" for i in range(num_stages - 1)], size)
 
@@ -113,11 +113,11 @@ def make_gated(
     codecs: tuple[MixedCodec, BoundaryCodec],
     group: dist.ProcessGroup,
     replicas: dist.ProcessGroup,
-) -> tuple[PipelineEngine, GatedBoundaries]:
+) -> tuple[PipelineEngine, BoundaryWidths]:
     """The same, and its boundaries in learned widths."""
     engine = make_engine(schedule, num_microbatches, layers, num_stages, codecs, group, group)
     boundaries = make_boundaries(schedule, dist.get_world_size(group), num_stages)
-    return engine, GatedBoundaries(boundaries, engine, codecs[0], group, replicas)
+    return engine, BoundaryWidths(boundaries, engine, codecs[0], group, replicas)
 
 
 class ThreadWork:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lq_lightning.pipeline.partition import keep_stages
-from lq_lightning.pipeline.parts import StageModule
+from lq_lightning.pipeline.partition import StageModule, keep_stages
 from lq_lightning.pipeline.plan import PipelinePlan, Split, plan_stages
 
 Step = Callable[[Any, Any], Tensor]
@@ -35,7 +34,7 @@ class Ranks:
             stage.index = index
             # No leaves, which could not be changed in place: neither are what an engine receives.
             outputs.append(stage(*(leaf.clone() for leaf in received[-1:])))
-            if not stage.is_last:
+            if stage is not self.stages[-1]:
                 received.append(outputs[-1].detach().requires_grad_(torch.is_grad_enabled()))
         return outputs, received
 

@@ -1,17 +1,17 @@
-"""Follow a step of the user through the layers of a model, of which a stage has only some.
+"""Follow a user's step through the layers of a model, of which a stage has only some.
 
 [Note: a step in parts]
-The user's whole step runs on every stage. Modules in front of the layers that a stage does not hold
-are replaced by stand-ins, which give NaN in the right shape. Layers of earlier stages pass their
-input on, and the last of them gives the received hidden state. Where the layer behind the last one
-of the stage is called, :class:`StageEnd` leaves the user's code, and what the last layer returned
-goes to the next stage, which runs the code between the two. So masks and positions are computed by
-the user's own code on every stage, and any loss works. What else of the skipped modules is used is
-refused: see [Note: what depends on stand-ins].
+The user's whole step runs on every stage. Modules before the layers that a stage does not hold are
+replaced by placeholders, which return NaN in the right shape. Layers of earlier stages pass their
+input on, and the last of them returns the received hidden state. Where the layer behind the last
+one of the stage is called, :class:`StageEnd` leaves the user's code, and the output of the last
+layer goes to the next stage, which runs the code between the two. So masks and positions are
+computed by the user's own code on every stage, and any loss works. Other uses of skipped modules
+are refused: see [Note: values that depend on placeholders].
 
 All this happens around ``layer(...)``, outside of every hook of the layer. The layers of the stage
-run as ever: their hooks (as those of FSDP2) have run when the step is left, and checkpointing, in
-or around them, computes again from the hidden state of its own micro-batch.
+run as usual: their hooks (as those of FSDP2) have run when the step is left, and checkpointing, in
+or around them, recomputes from the hidden state of its own micro-batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,10 +26,11 @@ from torch import Tensor
 
 from lq_lightning._compat.modes import without_step_mode
 
-from .placeholders import Placeholders
+from .message import BoundaryMeta
+from .placeholder_tracking import PlaceholderTracker
 from .random_numbers import RandomNumbers
 
-__all__ = ["BoundaryMeta", "LayerCalls", "StageEnd"]
+__all__ = ["LayerInterceptor", "StageEnd"]
 
 _KEEP = (
     "layers of a pipeline must keep its shape, and from the first on its dtype. Let stages end "
@@ -38,24 +38,6 @@ _KEEP = (
 )
 # What transformers collects from every layer by hooks, as arguments that it hands on to the layers.
 _COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BoundaryMeta:
-    """What crosses the boundaries of stages, for micro-batches of one shape. Plain data.
-
-    Attributes:
-        shape: Of the hidden state.
-        dtype: Of the hidden state behind a layer.
-        embedded_dtype: Of the hidden state in front of the first layer.
-        extras: Of what a layer returns as a tuple behind the hidden state, which entries are
-            tensors; None if it returns the hidden state itself.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    embedded_dtype: torch.dtype
-    extras: tuple[bool, ...] | None
 
 
 class StageEnd(BaseException):
@@ -69,16 +51,16 @@ class StageEnd(BaseException):
         self.hidden = hidden
 
 
-class LayerCalls:
-    """The calls of a model's layers in the step that runs now. See [Note: a step in parts].
+class LayerInterceptor:
+    """Intercepts the calls of a model's layers in a step. See [Note: a step in parts].
 
-    Layers, stand-ins and stages of a model share one object on a rank.
+    Layers, placeholders and stages of a model share one on a rank.
 
     Args:
         layers: Names of all layers of the model, in the order of their calls.
 
     Attributes:
-        boundary: What crosses the boundaries.
+        boundary: Hidden states that cross the boundaries.
         random: The generators that steps draw from.
     """
 
@@ -86,7 +68,7 @@ class LayerCalls:
         self._layers = layers
         self.boundary: BoundaryMeta | None = None
         self.random = RandomNumbers()
-        self._placeholders: Placeholders | None = None
+        self._tracker: PlaceholderTracker | None = None
         self._output: Tensor | None = None  # of the last layer
         self._first = self._last = self._next = 0
         self._received: Tensor | None = None
@@ -103,7 +85,7 @@ class LayerCalls:
         step: Callable[[], Any],
         span: tuple[int, int],
         received: Tensor | None,
-        placeholders: Placeholders | None = None,
+        tracker: PlaceholderTracker | None = None,
     ) -> Any:
         """Run the part of ``step`` that has the layers ``span[0]`` to ``span[1]``.
 
@@ -111,29 +93,29 @@ class LayerCalls:
             step: The user's step.
             span: Indices of the first and the last layer of the stage.
             received: Hidden state for the first of them; None on the first stage.
-            placeholders: Where to note what is used of earlier stages; None not to watch.
+            tracker: Finds uses of modules of earlier stages; None not to look.
 
         Returns:
-            The hidden state behind the last layer of the stage, or on the last stage what ``step``
-            returns.
+            The hidden state behind the last layer of the stage; on the last stage the result of
+            ``step``.
 
         Raises:
             RuntimeError: the step calls the layers not at all, twice, or in another order.
             NotImplementedError: layers that pass on more than one hidden state.
         """
         self._first, self._last, self._next = *span, 0
-        self._received, self._placeholders, self._changed = received, placeholders, None
+        self._received, self._tracker, self._changed = received, tracker, None
         self._needs_gradient = received is not None and received.requires_grad
         self._running, self._left = True, False
         try:
-            with nullcontext() if placeholders is None else placeholders.watching():
+            with nullcontext() if tracker is None else tracker.watching():
                 return self._run_watched(step)
         except Exception as error:
-            if placeholders is not None and placeholders.refused:
-                raise NotImplementedError(placeholders.refused[0]) from error
+            if tracker is not None and tracker.refused:
+                raise NotImplementedError(tracker.refused[0]) from error
             raise
         finally:
-            self._received = self._placeholders = self._output = None
+            self._received = self._tracker = self._output = None
             self._running = False
 
     def _run_watched(self, step: Callable[[], Any]) -> Any:
@@ -146,23 +128,18 @@ class LayerCalls:
         return result
 
     def check(self, value: object, use: str) -> None:
-        """Refuse a value of the step that depends on a stand-in, as :class:`Placeholders`."""
-        if self._placeholders is not None:
-            self._placeholders.check(value, use)
+        """Refuse a value of the step that depends on a placeholder."""
+        if self._tracker is not None:
+            self._tracker.check(value, use)
 
-    def given_by_stand_in(self, tensor: Tensor, module: str) -> Tensor:
-        """Mark a stand-in's output, which replaces that of ``module``, and return it."""
-        if self._placeholders is not None:
-            self._placeholders.mark(tensor, module)
+    def given_by_placeholder(self, tensor: Tensor, module: str) -> Tensor:
+        """Mark the output of the placeholder for ``module``, and return it."""
+        if self._tracker is not None:
+            self._tracker.mark(tensor, module)
         return tensor
 
     def probe(self, step: Callable[[], Any]) -> BoundaryMeta:
-        """Run ``step`` through its first layer and describe what lies behind that.
-
-        Raises:
-            RuntimeError: as :meth:`run`.
-            NotImplementedError: as :meth:`run`.
-        """
+        """Run ``step`` through its first layer and describe the output; errors as :meth:`run`."""
         self._probing = True
         try:
             boundary: BoundaryMeta = self.run(step, (0, 0), None)
@@ -193,18 +170,18 @@ class LayerCalls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Do what a part does at a layer.
+        """Handle the call of a layer.
 
         Args:
-            index: Of the layer in the model.
+            index: Index of the layer in the model.
             argument: Name of the argument that is the hidden state where none is positional.
             forward: Calls the layer; None if this rank does not hold it.
-            args: Of the call.
-            kwargs: Of the call.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
         """
         name = self._layers[index]
         if not self._running and forward is not None:
-            with self.random.layer():  # computed again for backward by checkpointing
+            with self.random.layer():  # recomputed for backward by checkpointing
                 return forward(*args, **kwargs)
         self._check_call(index, kwargs)
         hidden = args[0] if args else kwargs.get(argument)
@@ -228,10 +205,10 @@ class LayerCalls:
             self._changed = index
         if forward is None:
             raise AssertionError(f"{name} is on another stage")
-        watched = self._placeholders
-        if watched is not None:
+        tracker = self._tracker
+        if tracker is not None:
             self._check_arguments(name, hidden, argument, args, kwargs)
-        unwatched = nullcontext() if watched is None else watched.paused()
+        unwatched = nullcontext() if tracker is None else tracker.paused()
         with without_step_mode(), self.random.layer(), unwatched:
             output = forward(*args, **kwargs)
         if self._probing:
@@ -249,20 +226,20 @@ class LayerCalls:
     def call_before(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a module that stand-ins replace elsewhere: they do not draw what it draws."""
+        """Call a module that has placeholders elsewhere, which do not draw what it draws."""
         with self.random.layer():
             return forward(*args, **kwargs)
 
     def passed_layers(self) -> bool:
-        """Whether the step that runs now has called layers already."""
+        """Whether the running step has called layers already."""
         return self._running and self._next > 0
 
     def embedded_dtype(self) -> torch.dtype:
-        """The dtype of the hidden state in front of the first layer."""
+        """Dtype of the hidden state in front of the first layer."""
         return self._boundary().embedded_dtype
 
     def device(self) -> torch.device | None:
-        """Where the hidden state is that the part gets; None elsewhere."""
+        """Device of the hidden state that the part received; None elsewhere."""
         return None if self._received is None else self._received.device
 
     def _boundary(self) -> BoundaryMeta:
@@ -296,7 +273,7 @@ class LayerCalls:
             )
 
     def _before_part(self, index: int, hidden: Tensor) -> Any:
-        """What a layer of an earlier stage returns: behind the last of them, what was received.
+        """Return the output of a layer of an earlier stage; of the last one, the received state.
 
         So the first layer of the stage gets it as its argument, which checkpointing of that call
         keeps.
@@ -307,7 +284,7 @@ class LayerCalls:
                 raise RuntimeError(
                     f"the stage of `{self._layers[self._first]}` received a hidden state of shape "
                     f"{tuple(() if received is None else received.shape)}, but from the same batch "
-                    "the code in front of the layers, with stand-ins for the modules that this "
+                    "the code in front of the layers, with placeholders for the modules that this "
                     f"rank lacks, gives one of {tuple(hidden.shape)}. Its shape must depend on "
                     "those of the batch only: use `quantized_fsdp`."
                 )
@@ -322,7 +299,7 @@ class LayerCalls:
 
     def _nan(self, index: int, shape: Sequence[int], device: torch.device) -> Tensor:
         nan = torch.full(tuple(shape), math.nan, dtype=self._boundary().dtype, device=device)
-        return self.given_by_stand_in(nan, self._layers[index])
+        return self.given_by_placeholder(nan, self._layers[index])
 
     def _check_entry(self, name: str, hidden: Tensor) -> None:
         if self._needs_gradient and not hidden.requires_grad:

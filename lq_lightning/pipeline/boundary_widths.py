@@ -1,7 +1,7 @@
-"""Boundaries whose widths are learned: what a rank says of them to what learns them, and back.
+"""Interface between a rank's pipeline engine and the learner of its boundary bit widths.
 
-Widths are learned by the rank that sends hidden states. The rank that receives them is told once
-per optimizer step, between two steps of the pipeline, so that both ends always agree on sizes.
+The rank that sends hidden states learns the widths. It tells the receiving rank once per optimizer
+step, between two steps of the pipeline, so that both ends always agree on sizes.
 """
 
 from __future__ import annotations
@@ -14,29 +14,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lq_lightning.codecs.mixed import Ranges, WidthTable
+from lq_lightning.codecs.mixed import WidthTable
 from lq_lightning.foundation.agreement import gather_objects
 
-from .agreement import Agreement, batch_digest
-from .engine import PipelineEngine
-from .execution import Listener
-from .links import started
+from .engine import Agreement, PipelineEngine, batch_digest
+from .execution import Listener, started
 from .message import Message
-from .mixed import Lines, MixedCodec, StartingWidths
+from .mixed import MixedCodec, StartingWidths
 from .schedules import rank_of_stage
 
-__all__ = ["GatedBoundaries", "GatedBoundary", "LearnsWidths", "boundaries_between"]
+__all__ = ["BoundaryWidths", "CodedBoundary", "LearnsWidths", "boundaries_between"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GatedBoundary:
+class CodedBoundary:
     """A boundary between two ranks.
 
     Attributes:
-        index: that of the stage before it.
-        name: of the site, whatever the stages: that of the layer whose output crosses it.
-        source: place in the pipeline of the rank that sends hidden states.
-        target: that of the rank that receives them.
+        index: index of the stage before it.
+        name: name of the layer whose output crosses it, whatever the stages.
+        source: rank in the pipeline that sends hidden states.
+        target: rank that receives them.
     """
 
     index: int
@@ -45,18 +43,15 @@ class GatedBoundary:
     target: int
 
 
-def boundaries_between(schedule: str, names: Sequence[str], size: int) -> list[GatedBoundary]:
-    """Return the boundaries between stages on different ranks; within one nothing is sent.
+def boundaries_between(schedule: str, names: Sequence[str], size: int) -> list[CodedBoundary]:
+    """Return the boundaries between stages on different ranks; within a rank nothing is sent.
 
-    Args:
-        schedule: name of the schedule.
-        names: of the sites between all stages, in order: one fewer than there are stages.
-        size: ranks of the pipeline.
+    ``names`` are those of all boundaries, in order: one fewer than there are stages.
     """
     num_stages = len(names) + 1
     places = [rank_of_stage(schedule, stage, num_stages, size) for stage in range(num_stages)]
     return [
-        GatedBoundary(index=index, name=name, source=places[index], target=places[index + 1])
+        CodedBoundary(index=index, name=name, source=places[index], target=places[index + 1])
         for index, name in enumerate(names)
         if places[index] != places[index + 1]
     ]
@@ -66,33 +61,30 @@ def boundaries_between(schedule: str, names: Sequence[str], size: int) -> list[G
 class LearnsWidths(Protocol):
     """A callback that learns the widths of boundaries."""
 
-    def connect_boundaries(self, boundaries: GatedBoundaries, module: nn.Module) -> None:
-        """Take the boundaries of the run, on all ranks together, before its first step.
+    def connect_boundaries(self, boundaries: BoundaryWidths, module: nn.Module) -> None:
+        """Take the boundaries of the run; called on all ranks together before the first step.
 
-        It has to call ``boundaries.begin``, also if the run only evaluates.
-
-        Args:
-            boundaries: of the pipeline.
-            module: of which this rank has kept its stages.
+        It has to call ``boundaries.begin``, also if the run only evaluates. ``module`` holds this
+        rank's stages.
         """
 
 
-class GatedBoundaries:
-    """The boundaries of a pipeline that travel as ``"amaq"``, as one of its ranks sees them.
+class BoundaryWidths:
+    """The ``"amaq"`` boundaries of a pipeline, as one of its ranks sees them.
 
     All ranks of the pipeline call ``begin``, ``exchange``, ``total`` and ``gather`` together.
 
     Args:
-        boundaries: those of the whole pipeline, ascending; not those within a rank.
-        engine: of this rank.
-        codec: that of its hidden states.
+        boundaries: boundaries between ranks of the whole pipeline, ascending.
+        engine: engine of this rank.
+        codec: codec of its hidden states.
         control_group: ranks of the pipeline, over gloo.
         replicas: ranks with the same stages, over gloo.
     """
 
     def __init__(
         self,
-        boundaries: Sequence[GatedBoundary],
+        boundaries: Sequence[CodedBoundary],
         engine: PipelineEngine,
         codec: MixedCodec,
         control_group: dist.ProcessGroup,
@@ -104,8 +96,8 @@ class GatedBoundaries:
         self._rank = dist.get_rank(control_group)
 
     @property
-    def sent(self) -> tuple[GatedBoundary, ...]:
-        """Those over which this rank sends hidden states: it learns their widths."""
+    def sent(self) -> tuple[CodedBoundary, ...]:
+        """Boundaries over which this rank sends hidden states: it learns their widths."""
         return tuple(each for each in self.all if each.source == self._rank)
 
     @property
@@ -114,24 +106,17 @@ class GatedBoundaries:
         return self._rank == 0
 
     def listen(self, listener: Listener | None) -> None:
-        """Let something encode what is sent in training, or nothing any more."""
+        """Let ``listener`` encode what is sent in training; None for the codec alone."""
         self._engine.listener = listener
 
     def begin(
-        self,
-        start: StartingWidths,
-        per: Lines,
-        ranges: Ranges,
-        tables: Mapping[int, WidthTable],
-        facts: Mapping[str, str],
+        self, start: StartingWidths, tables: Mapping[int, WidthTable], facts: Mapping[str, str]
     ) -> None:
-        """Say how messages begin.
+        """Set the first widths.
 
         Args:
-            start: returns the table of a boundary with so many lines that ``tables`` has not.
-            per: what shares a width.
-            ranges: of hidden states.
-            tables: of all boundaries or none; the same on all ranks.
+            start: returns the table of a boundary with so many channels that is not in ``tables``.
+            tables: tables of all boundaries or none; the same on all ranks.
             facts: what ranks must have been given alike, by name.
 
         Raises:
@@ -142,10 +127,9 @@ class GatedBoundaries:
             for index, table in tables.items()
         }
         Agreement(self._group).check(
-            {"what shares a width": per, **facts, **digests},
-            "Give all ranks the same options and the same checkpoint.",
+            {**facts, **digests}, "Give all ranks the same options and the same checkpoint."
         )
-        self._codec.begin(start, per, ranges)
+        self._codec.begin(start, "fitted")
         for index, table in tables.items():
             self._codec.set_table(index, table)
 
@@ -153,22 +137,15 @@ class GatedBoundaries:
         """Return the payload of a hidden state, and what the other rank decodes."""
         return self._codec.encode_and_round(hidden, message)
 
-    def num_lines(self, shape: Sequence[int]) -> int:
-        """Return how many lines hidden states of a shape have."""
-        return self._codec.num_lines(shape)
+    def exchange(self, tables: Mapping[int, WidthTable], channels: int) -> None:
+        """Use the ``tables`` of ``sent`` from now on, and send them to the receiving ranks.
 
-    def exchange(self, tables: Mapping[int, WidthTable], num_lines: int) -> None:
-        """Use other widths from now on, and send them to the ranks that receive.
-
-        One message goes to each of these, with the tables of all boundaries to it.
-
-        Args:
-            tables: of ``sent``.
-            num_lines: of each table of the pipeline.
+        Each of these gets one message, with the tables of all boundaries to it. All tables of the
+        pipeline have the same number of channels.
         """
         outgoing, incoming = self._by_peer()
-        works, arriving, leaving = [], {}, {}  # which live until all is done
-        nbytes = -(-num_lines // 2)
+        works, arriving, leaving = [], {}, {}  # buffers must live until all transfers are done
+        nbytes = -(-channels // 2)
         for peer, indices in incoming.items():
             buffer = torch.empty(len(indices) * nbytes, dtype=torch.uint8)
             works.append(started(dist.irecv(buffer, group=self._group, group_src=peer)))
@@ -183,7 +160,7 @@ class GatedBoundaries:
             self._codec.set_table(index, table)
         for peer, indices in incoming.items():
             for index, packed in zip(indices, arriving[peer].view(-1, nbytes), strict=True):
-                self._codec.set_table(index, WidthTable.unpack(packed, num_lines))
+                self._codec.set_table(index, WidthTable.unpack(packed, channels))
 
     def total(self, values: Tensor) -> Tensor:
         """Return the sum of ``values``, on the CPU, over the ranks of the pipeline."""
@@ -192,11 +169,7 @@ class GatedBoundaries:
         return summed
 
     def average(self, gradients: Tensor) -> Tensor:
-        """Return the mean over the ranks with the same stages, which call it together.
-
-        Args:
-            gradients: on the CPU.
-        """
+        """Return the mean of ``gradients``, on the CPU, over the ranks with the same stages."""
         size = dist.get_world_size(self._replicas)
         if size == 1 or not gradients.numel():
             return gradients
@@ -205,11 +178,7 @@ class GatedBoundaries:
         return mean.div_(size)
 
     def gather(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of all ranks on all of them, in the order of the pipeline.
-
-        Args:
-            part: by name of boundaries in ``sent``, anything that can be pickled.
-        """
+        """Return the picklable entries, by name of boundary, of all ranks on all of them."""
         parts = gather_objects(dict(part), self._group)
         joined = {name: value for each in parts for name, value in each.items()}
         return {each.name: joined[each.name] for each in self.all if each.name in joined}

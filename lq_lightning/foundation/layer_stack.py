@@ -1,6 +1,6 @@
-"""Find the trunk of a model: the repeated blocks that one hidden state flows through.
+"""Find the layer stack of a model: the repeated blocks that one hidden state flows through.
 
-Everything else that has parameters runs before the trunk (embeddings) or after it (last norm, head,
+Everything else with parameters runs before the stack (embeddings) or after it (last norm, head,
 loss). Nothing is executed: this works on the meta device too.
 """
 
@@ -16,19 +16,44 @@ from typing import Any
 
 from torch import nn
 
-from lq_lightning.foundation.blocks import has_parameters, is_block, is_silent_container
+__all__ = [
+    "LayerStack",
+    "find_layer_stack",
+    "has_parameters",
+    "hidden_name",
+    "is_block",
+    "is_silent_container",
+    "names_around",
+]
 
-__all__ = ["Trunk", "find_trunk", "hidden_name", "names_around"]
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether the module or one inside it has parameters."""
+    return next(module.parameters(), None) is not None
+
+
+def is_silent_container(module: nn.Module) -> bool:
+    """Whether nothing calls the module itself, only what is in it."""
+    return (
+        isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        and type(module).forward is nn.Module.forward
+    )
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether the module can be called and has parameters in submodules of its own."""
+    return not is_silent_container(module) and any(has_parameters(c) for c in module.children())
+
 
 _FRAMEWORKS = ("torch", "lightning", "pytorch_lightning")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trunk:
+class LayerStack:
     """Names of the modules of a model, by their place around its repeated blocks.
 
     Attributes:
-        layers: The repeated blocks, in the order of their calls.
+        layers: Repeated blocks, in the order of their calls.
         before: Other modules with parameters that run before them.
         after: Other modules with parameters that run after them.
     """
@@ -38,17 +63,17 @@ class Trunk:
     after: tuple[str, ...]
 
 
-def find_trunk(root: nn.Module, trunk: str | None = None) -> Trunk:
-    """Find the repeated blocks of ``root`` and what lies around them.
+def find_layer_stack(root: nn.Module, trunk: str | None = None) -> LayerStack:
+    """Find the repeated blocks of ``root`` and the modules around them.
 
     The blocks are the children of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that have
-    parameters in submodules of their own. What lies around them runs before or after them by the
-    order in which the code of their common parent uses both, or, where that does not show it, by
-    the order in which they were registered.
+    parameters in submodules of their own. Other modules run before or after them by the order in
+    which the code of their common parent uses both, or, where that does not show it, by the order
+    in which they were registered.
 
     Args:
         root: The model.
-        trunk: Name of the container of the blocks, for a model that has several lists of them.
+        trunk: Name of the container of the blocks, for a model with several lists of them.
 
     Raises:
         ValueError: there are no blocks, or ``trunk`` names no container of blocks.
@@ -56,20 +81,17 @@ def find_trunk(root: nn.Module, trunk: str | None = None) -> Trunk:
             twice.
     """
     lists = dict(_block_lists(root, "", set()))
-    if trunk is not None:
-        if trunk not in lists:
-            raise ValueError(
-                f"`trunk={trunk!r}` names no list of blocks of `{type(root).__name__}`; it has: "
-                f"{', '.join(lists) or 'none'}."
-            )
-        container = trunk
-    else:
-        container = _only_list(root, lists)
+    if trunk is not None and trunk not in lists:
+        raise ValueError(
+            f"`trunk={trunk!r}` names no list of blocks of `{type(root).__name__}`; it has: "
+            f"{', '.join(lists) or 'none'}."
+        )
+    container = _only_list(root, lists) if trunk is None else trunk
     keys = lists[container]
     layers = tuple(f"{container}.{key}" if container else key for key in keys)
     _check_distinct(root, layers)
     around = list(_children_around(root, layers))
-    return Trunk(
+    return LayerStack(
         layers=layers,
         before=tuple(name for name, earlier in around if earlier),
         after=tuple(name for name, earlier in around if not earlier),
@@ -79,7 +101,7 @@ def find_trunk(root: nn.Module, trunk: str | None = None) -> Trunk:
 def _children_around(root: nn.Module, layers: tuple[str, ...]) -> Iterator[tuple[str, bool]]:
     """Yield the modules with parameters around the layers, and whether each runs before them.
 
-    The innermost come first: what is behind the layers comes in the order of calls.
+    Innermost first, so that modules after the layers come in the order of calls.
     """
     for path in reversed(names_around(layers[0])):
         parent = root.get_submodule(path)
@@ -101,7 +123,7 @@ def _children_around(root: nn.Module, layers: tuple[str, ...]) -> Iterator[tuple
 
 
 def names_around(name: str) -> list[str]:
-    """Return the names of the modules around one, outermost first: the root's, ``""``, leads."""
+    """Return the names of the modules around one, outermost (the root, ``""``) first."""
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(len(parts))]
 
@@ -110,7 +132,7 @@ def names_around(name: str) -> list[str]:
 
 
 def _block_lists(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, list[str]]]:
-    """Names of the outermost containers of blocks, with the keys of these."""
+    """Yield the names of the outermost containers of blocks, with the keys of the blocks."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -207,9 +229,9 @@ def _used_before(orders: list[list[str]], key: str, trunk_key: str) -> bool | No
 
 
 def _orders_of_use(parent: nn.Module) -> list[list[str]]:
-    """Attributes of ``self`` in the order in which forward, and the training step, use them.
+    """Return attributes of ``self`` in the order of use in forward and in the training step.
 
-    Needed for models that register their last norm in front of their layers, as OPT does.
+    For models that register their last norm before their layers, as OPT.
     """
     if isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         return []
@@ -218,7 +240,7 @@ def _orders_of_use(parent: nn.Module) -> list[list[str]]:
 
 
 class _Bodies:
-    """The methods that a class and its bases, but for those of torch and Lightning, define."""
+    """The methods that a class and its bases define, without those of torch and Lightning."""
 
     def __init__(self, cls: type) -> None:
         self._methods: dict[str, Any] = {}
@@ -229,7 +251,7 @@ class _Bodies:
         self._open: set[str] = set()
 
     def uses(self, method: str) -> Iterator[str]:
-        """Attributes that the method uses, also in methods that it calls."""
+        """Yield attributes that the method uses, also in methods that it calls."""
         function = self._methods.get(method)
         if not inspect.isfunction(function) or method in self._open:
             return
@@ -260,7 +282,7 @@ class _Bodies:
 
 
 def hidden_name(layer: nn.Module) -> str:
-    """Name of the first argument of the layer's forward."""
+    """Return the name of the first argument of the layer's forward."""
     names = [
         name
         for name, parameter in inspect.signature(layer.forward).parameters.items()
