@@ -24,11 +24,11 @@ from torch import Tensor
 
 from lq_lightning._compat.checkpoint import unflatten_checkpoint
 from lq_lightning.checkpoint.by_name import by_position
+from lq_lightning.checkpoint.checkpointer import EXTRA, EXTRA_TENSORS, TIES
 from lq_lightning.checkpoint.files import is_sharded_checkpoint, write_in_place
 from lq_lightning.checkpoint.folder import ShardedCheckpoint
-from lq_lightning.checkpoint.places import is_copy_key
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint
-from lq_lightning.checkpoint.strategy import EXTRA, EXTRA_TENSORS, TIES
+from lq_lightning.checkpoint.state_keys import is_copy_key
 from lq_lightning.foundation.parameters import clean_name
 
 __all__ = ["consolidate_checkpoint", "main"]

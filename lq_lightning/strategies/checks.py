@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn, optim
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -27,6 +28,7 @@ from lq_lightning.foundation.parameters import shares_memory_within
 
 __all__ = [
     "check_callbacks",
+    "check_device",
     "check_fully_sharded",
     "check_loss",
     "check_optimizer",
@@ -171,6 +173,39 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
                 "module does not allow. Allowed: one rank, or `torch.nn.utils.prune` in "
                 "`configure_model`, which runs before sharding and keeps its masks."
             )
+
+
+def check_device(strategy: ModelParallelStrategy, synchronizes_layers: bool) -> None:
+    """Refuse devices that do not go with the strategy's other options.
+
+    Raises:
+        ValueError: This process has no device, or one that is not supported, or not by the backend
+            or by synchronized batch norm.
+    """
+    devices = len(strategy.parallel_devices or ())
+    if strategy.local_rank >= devices:
+        raise ValueError(
+            f"this is process {strategy.local_rank + 1} of its machine, but the Trainer has "
+            f"`devices={devices}` there: give it as many as processes were started "
+            "(`torchrun --nproc-per-node`). On CPUs `devices='auto'` is 1."
+        )
+    device = strategy.root_device.type
+    if device not in ("cpu", "cuda"):
+        raise ValueError(
+            f"`accelerator={device!r}` is not supported by `{type(strategy).__name__}`: choose "
+            "'cpu' or 'cuda'."
+        )
+    if device == "cpu" and synchronizes_layers and strategy.world_size > 1:
+        raise ValueError(
+            "`sync_batchnorm=True` needs GPUs, but the accelerator is 'cpu', for which torch "
+            "has no synchronized batch norm: leave it out, or set `accelerator='cuda'`."
+        )
+    backend = strategy.process_group_backend or ""
+    if device == "cpu" and "nccl" in backend:
+        raise ValueError(
+            f"`process_group_backend={backend!r}` needs GPUs, but the accelerator is 'cpu': "
+            "leave it out (gloo is used), or set `accelerator='cuda'`."
+        )
 
 
 def check_start(callbacks: Sequence[Any], ranks: RankGroup) -> None:

@@ -155,7 +155,7 @@ def test_links_to_the_last_checkpoint_point_to_one_at_any_time(tmp_path: Path) -
         previous, newest = folder / "epoch1.ckpt", folder / "epoch2.ckpt"
         shutil.copytree(previous, newest)
         use = strategy()
-        use._newest_checkpoint = newest
+        use._checkpointer._newest = newest
 
         def replace() -> None:
             use.remove_checkpoint(str(previous))  # noqa: B023

@@ -19,7 +19,7 @@ from lq_lightning import (
     QuantizedFSDPStrategy,
     WeightQuantization,
 )
-from lq_lightning.strategies.choose_quantization import WeightOption
+from lq_lightning.strategies.collectives import WeightOption
 
 CLASS = "lq_lightning.QuantizedFSDPStrategy"
 

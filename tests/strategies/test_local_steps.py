@@ -30,7 +30,7 @@ from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
 from lq_lightning.optim import OptimizerQuantization
 from lq_lightning.strategies import failures
 from lq_lightning.strategies.failures import LostRankError
-from lq_lightning.strategies.stop_signal import StopSignal
+from lq_lightning.strategies.failures import StopSignal
 
 NODES = {**SMALL, "node_size": 2}
 BATCHES = 3  # of an epoch
@@ -335,7 +335,8 @@ def test_yaml_takes_a_number_or_a_config(tmp_path: Path) -> None:
         ("null", None),
     ):
         strategy: Any = _trainer(str(tmp_path), text).strategy
-        assert strategy._local_steps == expected
+        groups = strategy._groups
+        assert (groups and groups._config) == expected
 
 
 @pytest.mark.parametrize(

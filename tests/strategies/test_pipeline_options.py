@@ -70,7 +70,7 @@ def test_pipeline_has_to_divide_the_world() -> None:
 
 def test_one_rank_is_a_plain_run(tmp_path: Any) -> None:
     with (
-        mock.patch("lq_lightning.strategies.pipelined.rank_zero_info") as info,
+        mock.patch("lq_lightning.strategies.quantized_pipeline.rank_zero_info") as info,
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("error", message=".*has no effect")

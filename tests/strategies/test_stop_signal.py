@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lq_lightning import QuantizedFSDPStrategy
-from lq_lightning.strategies.stop_signal import StopSignal
+from lq_lightning.strategies.failures import StopSignal
 
 OPTIONS = {"min_quantized_numel": 64}
 
@@ -80,7 +80,7 @@ def _stops(rank: int, world_size: int, root: str, where: str, gpu: bool) -> None
     handler = signal.getsignal(signal.SIGTERM)
     save = OnExceptionCheckpoint(root, filename=where)
     said: list[str] = []
-    with mock.patch("lq_lightning.strategies.stop_signal.rank_zero_info", said.append):
+    with mock.patch("lq_lightning.strategies.failures.rank_zero_info", said.append):
         first = _fit(
             root, gpu, Signal(where, rank=1), save, enable_checkpointing=True, **options
         ).values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from lq_lightning.pipeline.parts import StageModule
 from lq_lightning.pipeline.random_numbers import RandomNumbers, held_generators
 from lq_lightning.pipeline.schedules import rank_of_stage
 from lq_lightning.plugins import FullyShardedPrecision
+from lq_lightning.strategies.optimizer_steps import StrategyPart
 from lq_lightning.strategies.pipelines.logs import replay
 from lq_lightning.strategies.pipelines.metrics import sum_over_pipelines
 from lq_lightning.strategies.pipelines.options import PipelineOptions
@@ -64,7 +66,7 @@ class _Batch:
     watched: bool
 
 
-class PipelineRun:
+class PipelineRun(StrategyPart):
     """Runs the steps of a module of which this rank has kept its stages.
 
     All ranks of a pipeline make one and call its methods together.
@@ -264,6 +266,26 @@ class PipelineRun:
         """Let codecs begin anew, on all ranks: the weights are others now."""
         for codec in self.codecs:
             codec.load_state_dict({})
+
+    def on_weights_loaded(self) -> None:
+        """Refer to nothing that was sent before."""
+        self.forget()
+
+    def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """The seed of the run, from which steps get their random numbers."""
+        return {"seed_of_steps": self.seeds.of_run}, {}
+
+    def load_extra_state(
+        self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Continue with the saved seed; samples that codecs remember are not saved."""
+        self.seeds.of_run = int(values.get("seed_of_steps", self.seeds.of_run))
+        if self.remembers:
+            rank_zero_warn(
+                "Checkpoints do not hold the hidden states that the codec 'aq_sgd' keeps of "
+                "samples: each sample travels in full precision once again, so that the first "
+                "epoch is slower, and the run does not continue bit for bit."
+            )
 
     def _take(self) -> _Batch:
         batch, self._batch = self._batch, None
