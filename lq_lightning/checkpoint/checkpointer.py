@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lq_lightning._compat.lightning import fill_wrapping_checkpoint_io
-from lq_lightning.checkpoint import by_name, state, state_keys
+from lq_lightning.checkpoint import by_name, state
 from lq_lightning.checkpoint.files import is_local, is_sharded_checkpoint, move_links, put_back
 from lq_lightning.checkpoint.folder import (
     ShardedCheckpoint,
@@ -30,9 +30,10 @@ from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_ch
 from lq_lightning.foundation.broadcast import broadcast_module_states
 from lq_lightning.foundation.parameters import tied_names
 
-__all__ = ["ALL_RANKS", "Checkpointer", "ModelLayout", "TrainingState", "show_shards"]
+__all__ = ["Checkpointer", "ModelLayout", "TrainingState", "is_replica_key", "show_shards"]
 
-ALL_RANKS = RankGroup()  # that write and read one checkpoint together
+
+ALL_RANKS = RankGroup()  # they write and read one checkpoint together
 # Keys under which an open ShardedCheckpoint, and the path it came from, pass through Trainer.
 _SOURCE, _PATH = "_sharded_checkpoint", "_checkpoint_path"
 EXTRA = "lq_lightning"  # key of this package's own entry in a checkpoint
@@ -105,7 +106,7 @@ class ModelLayout:
         return by_name.gather_optimizer(self.module, optimizer, ALL_RANKS)
 
     def load_whole_optimizer_state(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
-        """Load what one process or :meth:`whole_optimizer_state` saved; all ranks call it."""
+        """Load a state of one process or of :meth:`whole_optimizer_state`; all ranks call it."""
         named = by_name.state_by_name(self.module, optimizer, whole)
         if named is None:
             by_name.check_order(self.module, optimizer, self.shard_ranks)
@@ -234,7 +235,7 @@ class Checkpointer:
         layout = self._layout()
         if layout.replica_ranks == ALL_RANKS:
             return values, tensors
-        # of each replica group: the first one's values, and a list of all
+        # values of the first replica group at the top, and a list of all groups'
         every = ALL_RANKS.all_gather(values)[:: layout.replica_ranks.size]
         return {**every[0], "copies": every}, tensors
 
@@ -251,7 +252,7 @@ class Checkpointer:
         """
         if not dist.is_initialized() and self._strategy.global_rank > 0:
             return  # before a run: processes do not know each other, and each has the whole model
-        path = ALL_RANKS.broadcast(filepath)  # of the caller's type: a custom CheckpointIO gets it
+        path = ALL_RANKS.broadcast(filepath)  # keep its type for a custom CheckpointIO
         layout = self._layout()
         values: dict[str, Any] = {}
         tensors: dict[str, dict[str, Any]] = {}
@@ -259,7 +260,7 @@ class Checkpointer:
             values, tensors = self._extra_state()
         if self.saves_sharded:
             check_folder(path, storage_options)
-            stored = state_keys.take_tensors(checkpoint, layout.replica_group)
+            stored = _take_tensors(checkpoint, layout.replica_group)
             stored |= {k: found for k, found in {**tensors, TIES: layout.ties}.items() if found}
             if values:
                 checkpoint[EXTRA] = values
@@ -332,7 +333,7 @@ class Checkpointer:
             self._deferred_load = load
 
     def run_deferred_load(self) -> None:
-        """Load what :meth:`load_model` was given before the model was ready."""
+        """Load a state that :meth:`load_model` was given before the model was ready."""
         self._model_is_ready = True
         load, self._deferred_load = self._deferred_load, None
         if load is not None:
@@ -351,7 +352,7 @@ class Checkpointer:
             part.on_weights_loaded()
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state of all optimizers, then what this package added to the checkpoint."""
+        """Load the state of all optimizers, then this package's own entry."""
         with naming(checkpoint.get(_PATH)):
             self._load_optimizers(checkpoint)
 
@@ -363,15 +364,15 @@ class Checkpointer:
         extra = dict(checkpoint.get(EXTRA, {}))
         whole = {kind: extra.pop(key, {}) for kind, key in EXTRA_TENSORS.items()}
         if checkpoint["global_step"] == 0 and any(o.state_dict() for o in strategy.optimizers):
-            state_keys.check_has_optimizers(source or checkpoint["optimizer_states"])
+            _check_has_optimizers(source or checkpoint["optimizer_states"])
         for index, optimizer in enumerate(strategy.optimizers):
             if source is not None:
-                place = state_keys.optimizer_place(source, index, layout.replica_group)
+                place = _optimizer_path(source, index, layout.replica_group)
                 state.load_sharded_optimizer(
                     module, optimizer, source, place, module.strict_loading, layout.aliases
                 )
             else:
-                saved = state_keys.whole_state(checkpoint["optimizer_states"], index)
+                saved = _whole_state(checkpoint["optimizer_states"], index)
                 layout.load_whole_optimizer_state(optimizer, saved)
         saved_schedules = checkpoint.get("lr_schedulers", ())
         by_name.check_schedules(strategy.lr_scheduler_configs, saved_schedules)
@@ -385,3 +386,57 @@ class Checkpointer:
                 else:
                     tensors[kind] = state.load_like(module, whole[kind])
             part.load_extra_state(values, tensors)
+
+
+def is_replica_key(key: object) -> bool:
+    """Whether a folder has optimizers of a replica group under this key, not of the first one."""
+    return str(key).startswith("node_")
+
+
+def _optimizer_path(checkpoint: ShardedCheckpoint, index: int, group: int) -> tuple[str, ...]:
+    """Path of an optimizer's state in a folder, for a replica group.
+
+    With N saved replica groups, group n continues with the state of group n % N.
+    """
+    others = {path[0] for path in checkpoint.paths.values() if is_replica_key(path[0])}
+    number = group % (1 + len(others))
+    own = f"optimizer_{index}"
+    return (f"node_{number}", own) if number else (own,)
+
+
+def _take_tensors(checkpoint: dict[str, Any], group: int) -> dict[str, Any]:
+    """Move the tensors of Lightning's checkpoint into a dictionary for the data files."""
+    stored = {"state_dict": checkpoint.pop("state_dict")}
+    if "optimizer_states" in checkpoint:
+        own = {f"optimizer_{i}": found for i, found in enumerate(checkpoint["optimizer_states"])}
+        stored |= {f"node_{group}": own} if group else own
+        checkpoint["optimizer_states"] = []  # the key says that there is training state
+    return stored
+
+
+def _whole_state(states: Sequence[Any], index: int) -> Any:
+    """The state of an optimizer in a file.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if index < len(states):
+        return states[index]
+    raise ValueError(
+        f"there is no state for optimizer {index}: it was saved with {len(states)} optimizer(s). "
+        "Configure as many as in the run that saved it, or load only the weights."
+    )
+
+
+def _check_has_optimizers(saved: ShardedCheckpoint | Sequence[object]) -> None:
+    """Refuse a checkpoint of step 0 that was saved before optimizers were made.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if not (saved.keys_under("optimizer_0") if isinstance(saved, ShardedCheckpoint) else saved):
+        raise ValueError(
+            "the checkpoint was saved before training began, as by a run that failed at its start, "
+            "and holds no state of an optimizer. There is nothing to continue from: delete it, and "
+            "start without `ckpt_path`."
+        )

@@ -61,7 +61,7 @@ class _Stored:
                     "`load_pretrained` was called. Resize layers before it, and leave the files "
                     "as they are until the strategy has set up the module."
                 )
-            # of mapped memory, not a copy
+            # `entry` is mapped memory: only these rows are read
             local_tensor(tensor.detach()).copy_(entry[shard_slices(tensor)])
 
 
@@ -70,10 +70,9 @@ class _Reset:
     """Stands in for ``reset_parameters`` of one module, once.
 
     Attributes:
-        owner: The module.
-        stored: Where its tensors come from, by their names in it.
-        initialize: Gives values to the others; None if there are none.
-        filled: What this load has filled so far, by id: the tensor, which keeps its id from being
+        stored: Stored tensors by their names in the module.
+        initialize: Function that fills the others; None if there are none.
+        filled: Filled tensors by id: the tensor itself, which keeps its id from being
             used again, and what it was filled with.
     """
 
@@ -164,13 +163,11 @@ def _fill(
     initialize: Callable[[], object] | None,
     filled: dict[int, tuple[Tensor, _Stored]],
 ) -> None:
-    """Fill a module's own tensors, those on the meta device later.
+    """Fill a module's own tensors; tensors on the meta device are filled later.
 
     Args:
-        owner: The module.
-        found: What is in the files, by ids of tensors.
-        initialize: What else gives values to the module, if it is one of transformers.
-        filled: For :class:`_Reset`.
+        found: Stored tensors by the id of a tensor of the module.
+        initialize: Initializer of the module, if it is one of transformers.
     """
     later = {}
     complete = True

@@ -1,4 +1,4 @@
-"""Refuse, before the first step, what does not work on a sharded model."""
+"""Checks before the first step: modules, callbacks and optimizers that cannot be sharded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _UNSUPPORTED_IF_FUSED = (optim.Adagrad, optim.SGD)
 
 
 def check_shardable(root: nn.Module) -> None:
-    """Refuse, before anything is changed, what FSDP2 cannot shard.
+    """Refuse modules that FSDP2 cannot shard, before anything is changed.
 
     Raises:
         TypeError: A submodule is wrapped by FSDP1, DDP or DataParallel.
@@ -214,8 +214,8 @@ def check_start(callbacks: Sequence[Any], ranks: RankGroup) -> None:
     Lightning's search finds every other one that a killed run has set aside.
 
     Args:
-        callbacks: Those of the Trainer.
-        ranks: All of them call this.
+        callbacks: The Trainer's.
+        ranks: The ranks that call this together.
 
     Raises:
         RuntimeError: The checkpoint of ``OnExceptionCheckpoint`` was set aside. It is back.

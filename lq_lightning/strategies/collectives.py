@@ -33,7 +33,6 @@ from lq_lightning.strategies.options import (
 from lq_lightning.strategies.sharding import sharded
 
 __all__ = [
-    "Choice",
     "QuantizedCollectives",
     "WeightOption",
     "choose_quantization",
@@ -48,20 +47,6 @@ class WeightOption(NamedTuple):
 
     method: Literal["auto", "qWD", "qW"]
     replica: Literal["auto", "full", "node"]
-
-
-class Choice(NamedTuple):
-    """What a run quantizes.
-
-    Attributes:
-        weights: Codec of the weights; None for FSDP2's own gather.
-        gradients: Codec of the gradients; None for FSDP2's own reduction.
-        reason: What was chosen and why; empty if nothing was left open.
-    """
-
-    weights: WeightQuantization | None
-    gradients: GradientQuantization | None
-    reason: str
 
 
 def nvlink_inside_nodes(device: torch.device, node_size: int) -> bool:
@@ -84,19 +69,17 @@ def choose_quantization(
     gradients: Auto | GradientQuantization | None,
     topology: Topology,
     nvlink: bool,
-) -> Choice:
-    """Fill in what the user left open.
+) -> tuple[WeightQuantization | None, GradientQuantization | None, str]:
+    """Replace every ``"auto"`` by a choice.
 
     On one node of GPUs linked by NVLink nothing is quantized: FSDP2's collectives hide behind the
     computation there, and quantized ones can at best be as fast. Anywhere else weights travel as
     ``"qWD"`` and gradients as ``"TLq-HS"``. The replica is shared by a node if NVLink makes reading
     it cheap, since that takes less memory, and full on every rank otherwise.
 
-    Args:
-        weights: Given by the user.
-        gradients: Given by the user.
-        topology: Ranks and nodes.
-        nvlink: Whether NVLink connects all GPUs of every node.
+    Returns:
+        How weights are gathered and gradients reduced (None: as FSDP2 does), and what was chosen
+        and why (empty if nothing was left open).
     """
     fast = topology.num_nodes == 1 and nvlink
     notes = []
@@ -109,14 +92,14 @@ def choose_quantization(
             method = "qWD"
             notes.append(f"weights={'none' if fast else method!r}")
             if fast:
-                return Choice(None, gradients, _reason(notes, topology, nvlink))
+                return None, gradients, _reason(notes, topology, nvlink)
         if replica == "auto":
             shared = nvlink and topology.num_nodes > 1 and topology.node_size > 1
             replica = "node" if shared else "full"
             if method == "qWD":
                 notes.append(f"replica={replica!r}")
         weights = WeightQuantization(method=method, replica=replica)
-    return Choice(weights, gradients, _reason(notes, topology, nvlink))
+    return weights, gradients, _reason(notes, topology, nvlink)
 
 
 def _reason(notes: list[str], topology: Topology, nvlink: bool) -> str:
@@ -133,8 +116,7 @@ class QuantizedCollectives(StrategyPart):
 
     Args:
         strategy: Gives the device and the attached module.
-        options: The strategy's.
-        given: Options that the user has given.
+        given: Options that the user has set.
 
     Attributes:
         weights: How weights are gathered; may be left open.

@@ -1,4 +1,4 @@
-"""What code of a step does with sharded parameters, told apart: use their values, or handle them.
+"""Direct uses of sharded parameters in a step: computing with values, or handling parameters.
 
 Between the calls of modules the parameters of the root are shards, as optimizers, clipping and
 writes need them. A step may also compute with one directly, as in ``F.linear(x, self.emb.weight)``,

@@ -64,10 +64,8 @@ class LostRankError(RuntimeError):
 class Failures:
     """How a strategy deals with failing ranks and stop signals.
 
-    Args:
-        strategy: Gives ranks and devices.
-
     Attributes:
+        training_began: Whether there is anything to continue from.
         why_not_saved: Why this failing rank cannot write a checkpoint with the others; None if it
             can, or does not fail.
     """
@@ -75,21 +73,17 @@ class Failures:
     def __init__(self, strategy: ModelParallelStrategy) -> None:
         self._strategy = strategy
         self._stop_signal: StopSignal | None = None
-        self._training_began = False
+        self.training_began = False
         self.why_not_saved: str | None = None
 
     def begin_run(self) -> None:
         """Forget the run before; all ranks call it equally often."""
         _begin_run()
-        self._stop_signal, self._training_began, self.why_not_saved = None, False, None
+        self._stop_signal, self.training_began, self.why_not_saved = None, False, None
 
     def heed_stop_signal(self, trainer: Trainer, meet: Callable[[], bool] | None) -> None:
         """Let all ranks stop together after SIGTERM; ``meet`` as in :class:`StopSignal`."""
         self._stop_signal = StopSignal(trainer, self._strategy.root_device, meet)
-
-    def training_starts(self) -> None:
-        """Note that there is something to continue from here on."""
-        self._training_began = True
 
     def training_ends(self) -> None:
         """Stop all ranks after a signal that no batch followed."""
@@ -114,7 +108,7 @@ class Failures:
         if trainer is None or not (trainer.state.fn == TrainerFn.FITTING and trainer.interrupted):
             self.why_not_saved = None
         elif self.why_not_saved is None:  # else another callback has waited for the others
-            self.why_not_saved = _why_not_saved(trainer.global_step, self._training_began)
+            self.why_not_saved = _why_not_saved(trainer.global_step, self.training_began)
         return self.why_not_saved is None
 
     def warn_not_saved(self, filepath: object) -> None:
@@ -170,7 +164,7 @@ def _note() -> str:
 
 
 def _lost_rank_error(error: BaseException, rank: int, world_size: int) -> LostRankError:
-    """An error that names what happened instead of the socket that noticed it."""
+    """Return an error that names the cause instead of the socket that noticed it."""
     told = read_note(_note(), _LISTEN)
     if told is not None:
         return LostRankError(f"rank {rank} of {world_size} stopped because {told}")
@@ -207,7 +201,7 @@ def _why_not_saved(global_step: int, training_began: bool) -> str | None:
     until the timeout of the run, and the error would not be seen before.
 
     Args:
-        global_step: Of the run; ranks at different ones have no common state.
+        global_step: Optimizer steps so far; ranks at different ones have no common state.
         training_began: Whether there is anything to continue from.
     """
     if not training_began:
@@ -235,7 +229,7 @@ def is_refused_for_shards(error: BaseException) -> bool:
 
 
 def _explain_sharded_use(error: BaseException) -> None:
-    """Put what to do in front of torch's message about an operation on sharded parameters."""
+    """Put advice in front of torch's message about an operation on sharded parameters."""
     if not is_refused_for_shards(error):
         return
     error.args = (

@@ -1,4 +1,4 @@
-"""FSDP2 as a Lightning strategy: what all strategies of this package have in common.
+"""FSDP2 as a Lightning strategy: the base class of all strategies of this package.
 
 What it adds to Lightning's ``ModelParallelStrategy``: it shards any LightningModule by itself,
 gathers in its steps what belongs to no unit, quantizes collectives, defers gradient reduction while
@@ -66,15 +66,18 @@ from lq_lightning.strategies.optimizer_steps import OptimizerSteps, StrategyPart
 from lq_lightning.strategies.options import FSDPOptions, check_option_names, given_options
 from lq_lightning.strategies.root_forward import RootForward, register_evaluation_steps
 from lq_lightning.strategies.sharding import (
+    ChosenUnits,
     ShardedModule,
     Sharding,
+    ShardingPlan,
+    UnitSelector,
     check_settings,
     compile_units,
+    find_units,
     remember,
     shard,
     sharded,
 )
-from lq_lightning.strategies.units import ChosenUnits, ShardingPlan, UnitSelector, find_units
 
 __all__ = ["FullyShardedStrategy"]
 
@@ -89,6 +92,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     Attributes:
         parts: What the hooks of steps and checkpoints are passed on to, in this order.
+        step_group: The ranks that take or skip an optimizer step together; None are all.
+        meeting: Whether all ranks wait for each other before the next batch; None: always.
+        why_alone: Why no other rank shares what this one trains, where that is so.
 
     Raises:
         ValueError: An option has a value outside its choices.
@@ -96,6 +102,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
     """
 
     given: dict[str, object]  # options without those that have their defaults
+    step_group: dist.ProcessGroup | None = None
+    meeting: Callable[[], bool] | None = None
+    why_alone = "there is one rank, which sends nothing"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> FullyShardedStrategy:
         """Name unknown options.
@@ -149,7 +158,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def on_sharded(self, module: LightningModule) -> Any:
         """Called once per module after it was sharded; the result is kept with the module."""
-        return self._collectives.install(module, self.replica_topology(), self.vocabulary(module))
+        return self._collectives.install(module, self.replica_topology(), None)
 
     def unit_selector(self) -> UnitSelector | ChosenUnits:
         """Which modules are gathered as one piece."""
@@ -177,25 +186,6 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Ranks and nodes that share the shards of a module."""
         return self.topology()
 
-    def vocabulary(self, module: LightningModule) -> list[nn.Parameter] | None:
-        """Embeddings and heads of the module; None where they can be told from it."""
-        return None
-
-    @property
-    def why_nothing_travels(self) -> str:
-        """Why no other rank shares what this one trains, if none does."""
-        return "there is one rank, which sends nothing"
-
-    @property
-    def step_group(self) -> dist.ProcessGroup | None:
-        """The ranks that take or skip an optimizer step together; ``None`` are all."""
-        return None
-
-    @property
-    def meeting(self) -> Callable[[], bool] | None:
-        """Whether all ranks wait for each other before the next batch; ``None``: always."""
-        return None
-
     def model_layout(self) -> ModelLayout:
         """How the attached module is spread over the ranks."""
         return ModelLayout(module=self._require_module())
@@ -218,7 +208,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return self._steps.num_skipped
 
     def quantization_report(self) -> QuantizationReport | None:
-        """What the quantized collectives send and lose, and how many steps were skipped."""
+        """Report bytes and errors of the quantized collectives, and the number of skipped steps."""
         if self.communication is None:
             return None
         report = self.communication.quantization_report()
@@ -413,13 +403,13 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 state.check_optimizer(self._require_module(), optimizer, index)
         if self.replica_topology().world_size == 1:
             names = ("weights", "gradients", "replica")
-            self._collectives.warn_without_effect(names, self.why_nothing_travels)
+            self._collectives.warn_without_effect(names, self.why_alone)
         self._collectives.follow(self.optimizers)
 
     def teardown(self) -> None:
         """Finish saves; on one rank also move the model to the CPU, as a single device does."""
         module = self.lightning_module
-        # what was refused before it had values cannot be moved
+        # a module that was refused on the meta device has no values to move
         on_meta = module is not None and any(p.is_meta for p in module.parameters())
         if self._is_sharded or on_meta:
             ModelParallelStrategy.teardown(self)
@@ -467,7 +457,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         with self._guard():
             result = step(*args, **kwargs)
         if self._is_sharded:
-            # as hooks get them while training; FSDP2 keeps the root gathered
+            # hooks see shards, as in training; FSDP2 would keep the root gathered
             show_shards(self._attached_module)
         return result
 
@@ -659,14 +649,14 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self._checkpointer.load_model(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state of all optimizers, then what this package added to the checkpoint."""
+        """Load the state of all optimizers, then this package's own entry."""
         self._checkpointer.load_optimizers(checkpoint)
 
     # --- begin, end, errors ---------------------------------------------------------------------
 
     def on_train_start(self) -> None:
         """Note that there is something to continue from here on."""
-        self._failures.training_starts()
+        self._failures.training_began = True
 
     def on_train_end(self) -> None:
         """Check the last gradients, and stop all ranks after a signal that no batch followed."""

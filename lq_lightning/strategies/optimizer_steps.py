@@ -25,7 +25,7 @@ __all__ = ["OptimizerSteps", "StrategyPart", "warn_on_first"]
 
 
 class StrategyPart:
-    """What a strategy holds beside FSDP2: its hooks run on all ranks, and do nothing by default.
+    """A part of a strategy; its hooks run on all ranks and do nothing by default.
 
     Attributes:
         tensor_kinds: Kinds of tensors that :meth:`load_extra_state` wants from a checkpoint.
@@ -59,7 +59,7 @@ class StrategyPart:
 
 
 def warn_on_first(group: dist.ProcessGroup | None, message: str) -> None:
-    """Warn of what ranks have in common, on the first rank of a group; None are all."""
+    """Warn on the first rank of a group only; None is the group of all ranks."""
     if group is None:
         rank_zero_warn(message)
     elif group.rank() == 0:
@@ -91,7 +91,7 @@ class OptimizerSteps(StrategyPart):
         self._largest: WeakKeyDictionary[Optimizer, list[Tensor]] = WeakKeyDictionary()
 
     def set_up(self, module: LightningModule, optimizers: list[Optimizer]) -> None:
-        """Start a run of ``fit``, and drop what an interrupted one left in the module.
+        """Start a run of ``fit``; drop gradients that an interrupted one left in the module.
 
         Raises:
             NotImplementedError: L-BFGS with ``skip_nonfinite_steps``.

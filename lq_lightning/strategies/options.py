@@ -1,4 +1,4 @@
-"""Options of the strategies: errors and warnings name the value, and what to do."""
+"""Options of the strategies, and their checks: errors name the value and the remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from lq_lightning.data_parallel import GradientQuantization, WeightQuantization
 from lq_lightning.foundation.checks import is_number, is_whole
-from lq_lightning.strategies.units import check_selector
+from lq_lightning.strategies.sharding import check_selector
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -78,7 +78,7 @@ class FSDPOptions:
     seed: int = 0
 
     def check(self, owner: str) -> None:
-        """Refuse values that no run could have; those of quantization know their own.
+        """Refuse values that no run could use; ``QuantizedCollectives`` checks its own options.
 
         Raises:
             ValueError: An option has such a value.
@@ -111,16 +111,16 @@ class FSDPOptions:
         raise _refused(owner, "timeout", timeout, allowed)
 
 
-def _defaults(cls: type) -> dict[str, object] | None:
-    """Defaults of a strategy's options by name; None if it takes any, as a user's class may."""
+def _defaults(cls: type) -> tuple[dict[str, object], bool]:
+    """Defaults of a strategy's options by name, and whether it takes any others as well."""
     parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-    found = {n: p.default for n, p in parameters.items() if n != "self"}
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        if not cls.__init__.__module__.startswith("lq_lightning."):  # type: ignore[misc]
-            return None
-        found.pop("options")
-        found = {**{field.name: field.default for field in fields(FSDPOptions)}, **found}
-    return found
+    found = {n: p.default for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+    takes_others = len(found) < len(parameters)
+    del found["self"]
+    if takes_others and cls.__init__.__module__.startswith("lq_lightning."):  # type: ignore[misc]
+        shared = {field.name: field.default for field in fields(FSDPOptions)}
+        return {**found, **shared, **found}, False  # the class's own first, with its defaults
+    return found, takes_others
 
 
 def check_option_names(cls: type, given: Mapping[str, Any]) -> None:
@@ -129,15 +129,15 @@ def check_option_names(cls: type, given: Mapping[str, Any]) -> None:
     Raises:
         TypeError: ``cls.__init__`` has no such option.
     """
-    known = _defaults(cls)
-    unknown = [] if known is None else [name for name in given if name not in known]
-    if unknown:
+    known, takes_others = _defaults(cls)
+    unknown = [name for name in given if name not in known]
+    if unknown and not takes_others:
         shown = f"{unknown[0]}={given[unknown[0]]!r}"
-        configs = _configs_with(unknown[0], cls, known or ())
+        configs = _configs_with(unknown[0], cls, known)
         remedy = " or ".join(f"`{name}={config}({shown})`" for name, config in configs)
         raise TypeError(
             f"`{cls.__name__}` has no option `{shown}`. {f'Give {remedy}. ' if remedy else ''}"
-            f"Options are: {', '.join(known or ())}."
+            f"Options are: {', '.join(known)}."
         )
 
 
@@ -159,9 +159,8 @@ def given_options(
     cls: type, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> dict[str, object]:
     """Options in a call of ``cls`` that do not have their defaults."""
-    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-    given = {**dict(zip(list(parameters)[1:], args, strict=False)), **kwargs}
-    defaults = _defaults(cls) or {}
+    defaults, _ = _defaults(cls)
+    given = {**dict(zip(defaults, args, strict=False)), **kwargs}
     return {n: v for n, v in given.items() if n not in defaults or v != defaults[n]}
 
 
@@ -193,7 +192,7 @@ def _refused(owner: str, name: str, value: object, allowed: str) -> ValueError:
 
 
 def check_flag(owner: str, name: str, value: object) -> None:
-    """Refuse what is no bool, such as the string ``"no"``, which Python takes for true.
+    """Refuse values that are not bool, such as the string ``"no"``, which Python takes for true.
 
     Raises:
         ValueError: ``value`` is something else.
@@ -205,7 +204,7 @@ def check_flag(owner: str, name: str, value: object) -> None:
 def check_count(
     owner: str, name: str, value: object, least: int, config: type | None = None
 ) -> None:
-    """Refuse what is no whole number of at least ``least``.
+    """Refuse anything but a whole number of at least ``least``.
 
     ``config`` is a class of which an instance could be given instead.
 
@@ -218,7 +217,7 @@ def check_count(
 
 
 def _check_backend(owner: str, backend: object) -> None:
-    """Refuse what names no backend of ``torch.distributed``.
+    """Refuse names that are no backends of ``torch.distributed``.
 
     Raises:
         ValueError: ``backend`` is neither ``None`` nor such a name, or "device:name" pairs of them.

@@ -32,7 +32,6 @@ from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
 from lq_lightning.strategies.options import FSDPOptions
 from lq_lightning.strategies.pipelines.adaptive import check_learner, connect_learner
 from lq_lightning.strategies.pipelines.checkpoints import StageLayout
-from lq_lightning.strategies.pipelines.data import draw_alike
 from lq_lightning.strategies.pipelines.gradients import PipelineGradients, SharedTensor
 from lq_lightning.strategies.pipelines.options import (
     PipelineOptions,
@@ -40,7 +39,7 @@ from lq_lightning.strategies.pipelines.options import (
     check_stage_optimizer,
     make_stage_optimizer,
 )
-from lq_lightning.strategies.pipelines.ranks import PipelineRanks, stage_topology
+from lq_lightning.strategies.pipelines.ranks import PipelineRanks, draw_alike, stage_topology
 from lq_lightning.strategies.pipelines.run import PipelineRun
 from lq_lightning.strategies.pipelines.stages import (
     CutModule,
@@ -51,8 +50,13 @@ from lq_lightning.strategies.pipelines.stages import (
     remember_cut,
     shared_tensors,
 )
-from lq_lightning.strategies.sharding import check_settings, compile_units
-from lq_lightning.strategies.units import ChosenUnits, UnitSelector, find_units
+from lq_lightning.strategies.sharding import (
+    ChosenUnits,
+    UnitSelector,
+    check_settings,
+    compile_units,
+    find_units,
+)
 
 __all__ = ["PipelineLayout", "QuantizedPipelineStrategy"]
 
@@ -265,6 +269,9 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             with self._failures.explained():
                 self._ranks = PipelineRanks(size, self.root_device)
         self._device_mesh = self._ranks.mesh
+        self.why_alone = (
+            "each stage is on one rank, so that its weights and gradients do not travel"
+        )
         set_device_mesh(self._require_module(), self._ranks.mesh)
 
     # --- setup ------------------------------------------------------------------------------------
@@ -283,8 +290,15 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             }
         return {**super().settings(), **own}
 
+    def on_sharded(self, module: LightningModule) -> Any:
+        """Install the quantized collectives among the ranks of a stage."""
+        if self._cut is None:
+            return super().on_sharded(module)
+        vocabulary = self._cut.parameters_of(module, self._cut.vocabulary)
+        return self._collectives.install(module, self.topology(), vocabulary)
+
     def unit_selector(self) -> UnitSelector | ChosenUnits:
-        """The units of the whole model, of which a stage shards what it holds."""
+        """The units of the whole model; a stage shards those that it holds."""
         return self._options.units if self._cut is None else self._cut.units
 
     def place_module(self, module: LightningModule) -> None:
@@ -356,7 +370,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             connect_learner(callbacks, run, self._pipeline_options, ranks, plan)
 
     def quantization_report(self) -> QuantizationReport | None:
-        """What crosses boundaries, and what is reduced and gathered within stages."""
+        """Report bytes over boundaries, and of the collectives within stages."""
         report = super().quantization_report()
         if self._run is None:
             return report
@@ -384,13 +398,13 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         )
 
     def on_exception(self, exception: BaseException) -> None:
-        """Let no later run receive what this one has sent."""
+        """Drop groups in which messages of this run may wait for a later one."""
         if self._run is not None and self._run.engine.has_failed:
             distrust_groups()
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Free what codecs keep of samples, too."""
+        """Free the samples that codecs keep, and tear down."""
         if self._run is not None:
             self._run.forget()
         super().teardown()
@@ -403,12 +417,6 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         if self._ranks is not None:
             draw_alike(dataloader, self._ranks)
         return dataloader
-
-    def vocabulary(self, module: LightningModule) -> list[nn.Parameter] | None:
-        """Embeddings and heads of the whole model that this rank has a part of."""
-        if self._cut is None:
-            return super().vocabulary(module)
-        return self._cut.parameters_of(module, self._cut.vocabulary)
 
     def full_precision_states(self, quantize_embeddings: bool) -> list[nn.Parameter]:
         """Parameters whose optimizer states must not be rounded.
@@ -451,13 +459,6 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             module, shared = self._require_module(), self._shared
             self._gradients = PipelineGradients(module, self.optimizers[0], shared)
             self._fsdp_precision.clip_norm = self._gradients.clip
-
-    @property
-    def why_nothing_travels(self) -> str:
-        """Why no other rank shares what this one trains, if none does."""
-        if self._ranks is None:
-            return super().why_nothing_travels
-        return "each stage is on one rank, so that its weights and gradients do not travel"
 
     def _say_that_nothing_is_cut(self) -> None:
         why = "with one rank along the pipeline the model is not cut, and nothing crosses stages"

@@ -29,8 +29,7 @@ from lq_lightning._compat.tensors import local_tensor
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
 from lq_lightning.optim import OptimizerQuantization
 from lq_lightning.strategies import failures
-from lq_lightning.strategies.failures import LostRankError
-from lq_lightning.strategies.failures import StopSignal
+from lq_lightning.strategies.failures import LostRankError, StopSignal
 
 NODES = {**SMALL, "node_size": 2}
 BATCHES = 3  # of an epoch

@@ -53,9 +53,11 @@ def test_values_are_checked(options: dict[str, Any], message: str) -> None:
 
 def test_unknown_options_are_named() -> None:
     with pytest.raises(TypeError, match="has no option `stages=3`.*pipeline_size"):
-        QuantizedPipelineStrategy(stages=3)  # type: ignore[call-arg]
+        QuantizedPipelineStrategy(stages=3)
     with pytest.raises(TypeError, match=r"`forward_codec=AQSGDQuantization\(cache_nbytes=3\)`"):
-        QuantizedPipelineStrategy(cache_nbytes=3)  # type: ignore[call-arg]
+        QuantizedPipelineStrategy(cache_nbytes=3)
+    with pytest.raises(TypeError, match=r"no option `local_steps=4`.*pipeline_size, .*, weights"):
+        QuantizedPipelineStrategy(local_steps=4)
 
 
 def test_registered() -> None:

@@ -211,7 +211,7 @@ def test_targets_made_in_another_way_are_refused() -> None:
 def test_counts_are_checked() -> None:
     with pytest.raises(ValueError, match=r"count_targets=5\)` is not supported: give a function"):
         QuantizedPipelineStrategy(count_targets=5)  # type: ignore[arg-type]
-    options = QuantizedPipelineStrategy(count_targets=lambda batch: batch)._options
+    options = QuantizedPipelineStrategy(count_targets=lambda batch: batch)._pipeline_options
     assert options.shares([1, torch.tensor(3)]) == [0.5, 1.5]
     assert options.shares([0, 0]) == [1.0, 1.0]
     with pytest.raises(ValueError, match=r"returned \[1.0, -1.0\] for the micro-batches"):

@@ -25,7 +25,6 @@ class StageLayout(ModelLayout):
     """The layout of a module of which each rank of a pipeline holds some stages.
 
     Attributes:
-        cut: Record of the cut.
         control_group: Ranks of this pipeline, on a backend that sends CPU tensors.
     """
 
@@ -87,7 +86,7 @@ class StageLayout(ModelLayout):
         return by_position(states, groups) if ALL_RANKS.is_first else {}
 
     def load_whole_optimizer_state(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
-        """Load this stage's part of what one process or all stages saved."""
+        """Load this stage's part of a state that one process or all stages saved."""
         own = self._state_by_name(optimizer)
         if not own:
             super().load_whole_optimizer_state(optimizer, whole)
@@ -100,7 +99,7 @@ class StageLayout(ModelLayout):
 
 
 class _Place:
-    """Stands for a tensor in what is pickled."""
+    """Placeholder of a tensor in a pickled dictionary."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
@@ -114,10 +113,10 @@ def gather_parts(part: dict[str, Any], group: dist.ProcessGroup) -> dict[str, An
     Args:
         part: Tensors on the CPU, other values, or dictionaries of them, by name. Of a name on
             several ranks the first one counts.
-        group: Of a backend that sends CPU tensors.
+        group: Ranks to join, on a backend that sends CPU tensors.
 
     Returns:
-        All of them on the first rank, nothing elsewhere.
+        The joined dictionary on the first rank, an empty one elsewhere.
     """
     tensors: list[Tensor] = []
     outline = _outline(part, tensors)
@@ -173,11 +172,6 @@ def _name_positions(
     whole: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], optimizer: Optimizer
 ) -> dict[str, Any]:
     """Turn a state keyed by position into one by parameter name.
-
-    Args:
-        whole: As one process saves it.
-        groups: Of this run, over all stages.
-        optimizer: For the message.
 
     Raises:
         ValueError: The groups have other numbers of parameters.

@@ -33,19 +33,18 @@ _MICROBATCHES_PER_RANK = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineOptions:
-    """How a model is cut into stages, and what happens at their boundaries.
+    """Options of stages, schedule and boundaries.
 
     Attributes:
         pipeline_size: Ranks along the pipeline; None for all.
         schedule: Order of forward and backward passes.
         num_microbatches: Parts of a batch; None for as many as divide it, up to four per rank.
-        stages_per_rank: Stages on each rank.
         split: ``"parameters"``, layers of each stage, or costs of modules.
         trunk: Name of the list of layers, where a model has several.
-        forward_codec: What hidden states travel as.
-        backward_codec: What their gradients travel as.
-        tied_gradients: What gradients of tied weights travel as between stages.
-        count_targets: Counts the targets of a (micro-)batch.
+        forward_codec: Code of hidden states on the wire.
+        backward_codec: Code of their gradients.
+        tied_gradients: Code of gradients of tied weights between stages.
+        count_targets: Function that counts the targets of a (micro-)batch.
     """
 
     pipeline_size: int | None
@@ -123,7 +122,7 @@ class PipelineOptions:
                 f"`count_targets` returned {counts} for the micro-batches of a batch: return the "
                 "number of targets, 0 or more."
             )
-        # of a batch without any target the loss is what the step says
+        # without any target in the batch the loss stays as the step computes it
         mean = sum(counts) / len(counts)
         return [count / mean if mean else 1.0 for count in counts]
 
@@ -261,7 +260,7 @@ def check_stage_optimizer(owner: str, optimizer: Optimizer) -> None:
 
 
 def make_stage_optimizer(configure: Callable[[], None]) -> None:
-    """Call what makes the optimizer, and say what to do where all weights of a rank are frozen.
+    """Make the optimizer; give advice where all weights of a rank are frozen.
 
     Raises:
         ValueError: There is nothing to optimize on this rank.

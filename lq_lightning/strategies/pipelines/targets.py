@@ -82,7 +82,7 @@ class _Leaf:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What a function makes of such tensors and constants."""
+    """The result of a function of such tensors and constants."""
 
     function: Callable[..., Any]
     args: Any
@@ -92,7 +92,7 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """A slice, whose bounds may be made of the batch, too."""
+    """A slice whose bounds may be made of the batch."""
 
     start: Any
     stop: Any
@@ -104,9 +104,7 @@ class _Call:
     """A mean over targets in a step, up to the values of the batch.
 
     Attributes:
-        target: How its targets are made.
-        ignored: The target that does not count.
-        weighted: Whether classes have weights.
+        target: Recipe of its targets.
     """
 
     target: Any
@@ -115,10 +113,10 @@ class _Call:
 
 
 class BatchMeans:
-    """Corrects means over targets to those of the batch; see [Note: means over a batch].
+    """Corrects means over targets to means over the batch; see [Note: means over a batch].
 
     Args:
-        arguments: Of the step, for each micro-batch.
+        arguments: Arguments of the step for each micro-batch.
     """
 
     def __init__(self, arguments: Sequence[tuple[Any, ...]]) -> None:
@@ -134,15 +132,15 @@ class BatchMeans:
     def factor(
         self, number: int, call: _Call | None, found: Tensor, count: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        """What the mean of a micro-batch has to be multiplied with, and whether it has to be.
+        """Return the factor that corrects the mean of a micro-batch, and whether to apply it.
 
         None if that is not known.
 
         Args:
-            number: Of the call in the step.
-            call: Nothing if it is not known how its targets are made.
-            found: Its number of targets.
-            count: Counts those of another micro-batch.
+            number: Index of the call in the step.
+            call: The call; None if it is not known how its targets are made.
+            found: Number of targets.
+            count: Function that counts the targets of another micro-batch.
 
         Raises:
             RuntimeError: Micro-batches before this one made their targets otherwise.
@@ -221,7 +219,9 @@ class _Watch(StepMode):
         self._nodes: Any = WeakIdKeyDictionary()
         for place, tensor in enumerate(leaves):
             self._nodes[tensor] = _Leaf(place)
-        self._plain: Any = WeakIdKeyDictionary()  # what corrected means were, and linear terms
+        self._plain: Any = (
+            WeakIdKeyDictionary()
+        )  # uncorrected values of corrected means and linear terms
         self._read = False  # whether Python took numbers from the batch, which may be anywhere
         self._number = 0
         self._around = (outer_hooks(), torch.is_grad_enabled())
@@ -319,7 +319,7 @@ class _Watch(StepMode):
             return result
         count = partial(_count, ignored=ignored, weight=weight)
         node = self._nodes.get(target)
-        # what a checkpoint computes again in backward cannot be corrected there
+        # activation checkpointing computes it again in backward, where nothing can be corrected
         inside = self._around != (outer_hooks(), torch.is_grad_enabled())
         unknown = node is None or inside or self._read
         call = None if unknown else _Call(node, ignored, weight is not None)
@@ -343,7 +343,7 @@ def _count(target: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def _make(node: Any, leaves: Sequence[Tensor] | _Joined, known: dict[int, Any]) -> Any:
-    """Make of other leaves what ``node`` says; ``known`` is what was made, by the node's id."""
+    """Repeat the recipe ``node`` with other leaves; ``known`` caches results by the node's id."""
     if isinstance(node, _Leaf):
         return leaves[node.place]
     if isinstance(node, _Slice):
