@@ -8,6 +8,7 @@ import each other.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,9 @@ LONG_FILES: dict[str, str] = {
 }
 
 
+_parse = functools.cache(ast.parse)  # several checks read the same trees, and change none
+
+
 def _sources(*folders: str) -> list[Path]:
     return sorted(p for folder in folders for p in (ROOT / folder).rglob("*.py"))
 
@@ -99,7 +103,7 @@ def _imports(tree: ast.AST, module: str) -> Iterator[tuple[str, list[str]]]:
 def _downward_violations(source: str, module: str) -> list[str]:
     own = _folder(module)
     found = []
-    for base, names in _imports(ast.parse(source), module):
+    for base, names in _imports(_parse(source), module):
         if base.split(".")[0] != "lq_lightning":
             continue
         # `from lq_lightning import codecs` names the folder after the import.
@@ -123,7 +127,7 @@ def _downward_violations(source: str, module: str) -> list[str]:
 def _lightning_violations(source: str, module: str) -> list[str]:
     if LEVELS.get(_folder(module), 9) >= LEVELS["checkpoint"] and _folder(module) != "_compat":
         return []
-    tree = ast.parse(source)
+    tree = _parse(source)
     if _folder(module) == "_compat":
         tree = _without_lazy_imports(tree)
     return [
@@ -151,7 +155,7 @@ def _is_private(name: str) -> bool:
 def _private_violations(source: str, module: str) -> list[str]:
     if _folder(module) == "_compat":
         return []
-    tree = ast.parse(source)
+    tree = _parse(source)
     found = []
     for base, names in _imports(tree, module):
         if base.split(".")[0] in WITH_PRIVATE_PARTS:
@@ -184,7 +188,7 @@ def _instance_violations(source: str, module: str) -> list[str]:
         return []
     own = module.removeprefix("lq_lightning.")
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parse(source)):
         name = _attribute(node)
         if name is None or name in NOT_PRIVATE or (own, name) in OWN_PRIVATE:
             continue
@@ -291,7 +295,7 @@ def test_library_prints_nothing_and_leaves_nothing_open() -> None:
         found += [f"{name}: {m.group()}" for m in words.finditer(text)]
         found += [
             f"{name}:{node.lineno} print("
-            for node in ast.walk(ast.parse(text))
+            for node in ast.walk(_parse(text))
             if isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
             and node.func.id == "print"
@@ -310,7 +314,7 @@ def _own_bases(sources: dict[str, str]) -> dict[str, int]:
     """Count for each class, ``module:Name``, how many classes of ours lie in a line above it."""
     bases: dict[str, list[str]] = {}
     for module, source in sources.items():
-        tree = ast.parse(source)
+        tree = _parse(source)
         names = {
             alias.asname or alias.name: f"{node.module}:{alias.name}"
             for node in ast.walk(tree)
@@ -341,7 +345,7 @@ def test_classes_extend_at_most_one_of_ours() -> None:
 
 
 def test_modules_say_what_they_are_for() -> None:
-    silent = [n for n, p in LIBRARY.items() if not ast.get_docstring(ast.parse(p.read_text()))]
+    silent = [n for n, p in LIBRARY.items() if not ast.get_docstring(_parse(p.read_text()))]
     assert not silent
 
 

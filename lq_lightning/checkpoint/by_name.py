@@ -17,18 +17,6 @@ from lq_lightning.checkpoint import state
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.foundation.parameters import clean_name
 
-__all__ = [
-    "NAMES",
-    "by_name",
-    "by_position",
-    "check_alike",
-    "check_order",
-    "check_schedules",
-    "gather_optimizer",
-    "state_by_name",
-    "with_names",
-]
-
 NAMES = "parameter_names"  # key of a state: names by position
 
 
@@ -54,8 +42,8 @@ def by_name(saved: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any] | 
     """A state keyed by name where it says which parameter is which; else None.
 
     Args:
-        saved: What :func:`by_position` or the ``state_dict`` of an optimizer returned. The latter
-            has names if the optimizer was made with some.
+        saved: Result of :func:`by_position`, or an optimizer's ``state_dict``, which has names if
+            the optimizer was made with some.
         known: Names of all parameters of the model.
     """
     groups = saved["param_groups"]

@@ -30,9 +30,6 @@ from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_ch
 from lq_lightning.foundation.broadcast import broadcast_module_states
 from lq_lightning.foundation.parameters import tied_names
 
-__all__ = ["Checkpointer", "ModelLayout", "TrainingState", "is_replica_key", "show_shards"]
-
-
 ALL_RANKS = RankGroup()  # they write and read one checkpoint together
 # Keys under which an open ShardedCheckpoint, and the path it came from, pass through Trainer.
 _SOURCE, _PATH = "_sharded_checkpoint", "_checkpoint_path"
@@ -298,7 +295,7 @@ class Checkpointer:
                 Lightning.
             weights_only: As given to ``trainer.fit`` and its siblings. ``None`` means ``True``:
                 nothing but tensors and plain values is built, whatever the checkpoint asks for.
-                False loads any Python object and runs what the checkpoint says.
+                False loads any Python object, and runs any code in the checkpoint.
 
         Raises:
             FileNotFoundError: There is no such checkpoint.

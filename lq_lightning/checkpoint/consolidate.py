@@ -53,7 +53,7 @@ def consolidate_checkpoint(
         format: ``"lightning"`` keeps everything, ``"safetensors"`` the model's tensors.
         prefix: Keep only tensors whose name starts so, and cut it off (``"safetensors"`` only).
         weights_only: As in ``torch.load``; ``None`` means ``True``.
-        verify: Compare what is read with its checksums. A Lightning checkpoint holds the checksums
+        verify: Compare the files with their checksums. A Lightning checkpoint holds the checksums
             of its records, safetensors have none.
 
     Raises:

@@ -25,14 +25,6 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from lq_lightning.checkpoint.files import CHECKSUMS_FILENAME, ChecksumFile, FileChecksum
 
-__all__ = [
-    "ChecksumWriter",
-    "GivenMetadataReader",
-    "SafeLoadPlanner",
-    "first_failure",
-    "has_checksums",
-]
-
 _MARK = "lq_lightning_checksums"  # attribute of the pickled StorageMeta; other readers ignore it
 
 

@@ -22,32 +22,6 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-__all__ = [
-    "CHECKSUMS_FILENAME",
-    "HOW_TO_SKIP",
-    "HOW_TO_TRUST",
-    "REMEDY",
-    "ChecksumFile",
-    "FileChecksum",
-    "find_damage",
-    "hint_replaced",
-    "incomplete_name",
-    "is_local",
-    "is_sharded_checkpoint",
-    "move_into_place",
-    "move_links",
-    "put_back",
-    "read_checksums",
-    "remove",
-    "remove_at_once",
-    "replace_link",
-    "sole_writer",
-    "sync",
-    "write_checksums",
-    "write_in_place",
-]
-
-
 _ONE_EACH = (
     "Give each run a folder of its own (`ModelCheckpoint(dirpath=...)` or the Trainer's "
     "`default_root_dir`), or stop one of them."
@@ -57,7 +31,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # NFS, Lustre and others say these
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
-# What this process has put under a name last, to notice that another run replaces it.
+# Identity of the last file that this process has put under a name: another run may replace it.
 _placed: dict[str, tuple[int, int]] = {}
 
 
@@ -153,7 +127,7 @@ def sole_writer(path: Path) -> Iterator[None]:
 def write_in_place(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` make a file under another name and move it to ``path`` when it is on disk.
 
-    What was written before an error is removed: the disk may be full of it.
+    After an error the unfinished file is removed: the disk may be full of it.
 
     Raises:
         RuntimeError: Another process is writing it at this moment.
@@ -348,8 +322,8 @@ class FileChecksum:
 class ChecksumFile(io.BufferedWriter):
     """A new file, written from start to end, that computes its checksum.
 
-    Large pieces are summed by a second thread while they are written, so that only what is faster
-    than a core's CRC-32 (1 GB/s with zlib 1.2.13) has to wait for it.
+    Large pieces are summed by a second thread while they are written, so only disks faster than
+    a core's CRC-32 (1 GB/s with zlib 1.2.13) have to wait for it.
     """
 
     def __init__(self, path: Path) -> None:

@@ -45,15 +45,6 @@ from lq_lightning.checkpoint.single_file import explain_unpickling, load_archive
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes 0.1 s to import: not before it is needed
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = [
-    "METADATA_FILENAME",
-    "ShardedCheckpoint",
-    "check_folder",
-    "needed_nbytes",
-    "read_metadata",
-    "save_sharded_checkpoint",
-]
-
 
 META_FILENAME = "meta.pt"
 

@@ -73,7 +73,7 @@ class _Reset:
         stored: Stored tensors by their names in the module.
         initialize: Function that fills the others; None if there are none.
         filled: Filled tensors by id: the tensor itself, which keeps its id from being
-            used again, and what it was filled with.
+            used again, and its source.
     """
 
     owner: nn.Module
@@ -113,8 +113,8 @@ def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) ->
 
     Call it in ``configure_model``, right after the module was made under ``torch.device("meta")``.
     The weights are read once the strategy has cut the module into stages and sharded it, and each
-    rank reads what it holds, before a checkpoint given as ``ckpt_path`` is loaded. What is not on
-    the meta device is filled at once, sharded or not. Resize layers and tie weights before.
+    rank reads its own part, before a checkpoint given as ``ckpt_path`` is loaded. Tensors that are
+    not on the meta device are filled at once, sharded or not. Resize layers and tie weights before.
 
     Values are converted to the dtypes of the module. Of tied weights one name in the files is
     enough. Buffers that are in no file, such as the frequencies of rotary embeddings, are computed

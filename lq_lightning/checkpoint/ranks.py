@@ -11,11 +11,9 @@ import torch.distributed as dist
 
 from lq_lightning.foundation.agreement import first_other, gather_objects
 
-__all__ = ["ALONE", "RankGroup"]
-
 T = TypeVar("T")
 
-# Errors that travel to other ranks as what they are; everything else arrives as a RuntimeError.
+# Errors that keep their class on other ranks; everything else arrives as a RuntimeError.
 _KINDS = (
     FileNotFoundError,
     OSError,

@@ -24,16 +24,6 @@ from lq_lightning.checkpoint.files import (
 )
 from lq_lightning.checkpoint.ranks import ALONE, RankGroup
 
-__all__ = [
-    "AtomicCheckpointIO",
-    "explain_unpickling",
-    "find_damaged_records",
-    "is_archive",
-    "load_archive",
-    "load_full_checkpoint",
-    "naming",
-]
-
 
 @contextmanager
 def naming(path: object) -> Generator[None, None, None]:
@@ -157,7 +147,7 @@ def find_damaged_records(path: Path, rank: int = 0, size: int = 1) -> list[str]:
         rank, size: Part to look at, and number of parts, which are about equally large.
 
     Returns:
-        What is wrong with each damaged record; nothing for archives written without checksums
+        Description of each damaged record; none for archives written without checksums
         (``torch.serialization.set_crc32_options(False)``).
     """
     try:

@@ -17,21 +17,6 @@ from lq_lightning.checkpoint.ranks import ALONE, RankGroup
 from lq_lightning.foundation.parameters import clean_name, tied_names
 from lq_lightning.optim import QuantizedOptimizer, refuse_codes
 
-__all__ = [
-    "check_optimizer",
-    "full_state",
-    "gather_tensors",
-    "load_like",
-    "load_model",
-    "load_optimizer",
-    "load_sharded_like",
-    "load_sharded_model",
-    "load_sharded_optimizer",
-    "merge_parameter_groups",
-    "optimizer_state_by_name",
-]
-
-
 _NO_ALIASES: Mapping[str, str] = {}
 
 

@@ -26,16 +26,6 @@ from lq_lightning.checkpoint.files import is_local, put_back
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.foundation.parameters import shares_memory_within
 
-__all__ = [
-    "check_callbacks",
-    "check_device",
-    "check_fully_sharded",
-    "check_loss",
-    "check_optimizer",
-    "check_shardable",
-    "check_start",
-]
-
 _WRAPPERS = (FullyShardedDataParallel, DistributedDataParallel, DataParallel)
 
 # Their updates need operations that torch does not have for DTensors.

@@ -32,13 +32,6 @@ from lq_lightning.strategies.options import (
 )
 from lq_lightning.strategies.sharding import sharded
 
-__all__ = [
-    "QuantizedCollectives",
-    "WeightOption",
-    "choose_quantization",
-    "nvlink_inside_nodes",
-]
-
 Auto = Literal["auto"]
 
 
@@ -78,8 +71,8 @@ def choose_quantization(
     it cheap, since that takes less memory, and full on every rank otherwise.
 
     Returns:
-        How weights are gathered and gradients reduced (None: as FSDP2 does), and what was chosen
-        and why (empty if nothing was left open).
+        Quantization of weights and of gradients (None: FSDP2's own collective), and the choice with
+        its reason (empty if nothing was left open).
     """
     fast = topology.num_nodes == 1 and nvlink
     notes = []

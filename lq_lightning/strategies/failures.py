@@ -24,19 +24,10 @@ from lq_lightning._compat.lightning import note_sigterm, replace_stop_check, tra
 from lq_lightning._compat.torch import leave_note, meet, read_note
 from lq_lightning.foundation.groups import distrust_groups, note_failed_run
 
-__all__ = [
-    "Failures",
-    "LostRankError",
-    "StopSignal",
-    "explain_lost_rank",
-    "is_lost_rank",
-    "is_refused_for_shards",
-]
-
 # How long ranks may fail one after the other and still save together: a slow batch.
 _TOGETHER = timedelta(seconds=60)
 _failures = count()
-# How long to look for what another rank says of its failure, once a collective has failed.
+# How long to look for another rank's note of its failure, once a collective has failed.
 _LISTEN = timedelta(seconds=1)
 _runs = 0
 
@@ -249,8 +240,8 @@ class StopSignal:
     Lightning broadcasts a flag of rank 0 before every batch and waits until the device has computed
     everything to read it (its issue 21487): nothing is left to overlap the next batch with, and a
     signal on another rank only stops that one. Here the flags of all ranks are reduced on a CUDA
-    stream of their own, and what is read before a batch is the reduction that was started before
-    the previous one, so the device keeps a batch of work. A signal takes effect one or two batches
+    stream of their own, and the reduction that is read before a batch was started before the
+    previous one, so the device keeps a batch of work. A signal takes effect one or two batches
     later; on a CPU, where the reduction is read at once, before the next batch. A validation within
     training is finished first.
 

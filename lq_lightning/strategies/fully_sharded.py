@@ -1,9 +1,9 @@
 """FSDP2 as a Lightning strategy: the base class of all strategies of this package.
 
-What it adds to Lightning's ``ModelParallelStrategy``: it shards any LightningModule by itself,
-gathers in its steps what belongs to no unit, quantizes collectives, defers gradient reduction while
-accumulating, maps precisions, and writes and reads checkpoints of any world size. It holds a part
-for each of these, and turns Lightning's hooks into calls of them.
+Beyond Lightning's ``ModelParallelStrategy`` it shards any LightningModule by itself, gathers the
+root's parameters in steps, quantizes collectives, defers gradient reduction in accumulation, maps
+precisions, and writes and reads checkpoints of any world size. It holds a part for each of these,
+and turns Lightning's hooks into calls of them.
 """
 
 from __future__ import annotations
@@ -79,8 +79,6 @@ from lq_lightning.strategies.sharding import (
     sharded,
 )
 
-__all__ = ["FullyShardedStrategy"]
-
 
 class FullyShardedStrategy(ModelParallelStrategy):
     """FSDP2 over all ranks for any LightningModule; a plain single-device run on one rank.
@@ -91,10 +89,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
         options: The options that all strategies share.
 
     Attributes:
-        parts: What the hooks of steps and checkpoints are passed on to, in this order.
+        parts: Receivers of the hooks of steps and checkpoints, in this order.
         step_group: The ranks that take or skip an optimizer step together; None are all.
         meeting: Whether all ranks wait for each other before the next batch; None: always.
-        why_alone: Why no other rank shares what this one trains, where that is so.
+        why_alone: Reason for warnings where this rank shares its module with no other.
 
     Raises:
         ValueError: An option has a value outside its choices.
@@ -190,7 +188,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """How the attached module is spread over the ranks."""
         return ModelLayout(module=self._require_module())
 
-    # --- what is there --------------------------------------------------------------------------
+    # --- public state ---------------------------------------------------------------------------
 
     @property
     def communication(self) -> QuantizedCommunication | None:
@@ -444,8 +442,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def root_forward(self) -> Generator[None, None, None]:
         """Keep the root's own parameters gathered, and in their modules, for several calls.
 
-        A hook may call submodules without it, as in ``self.net(x)``, and each call gathers what it
-        needs. This gathers once for all of them, for example around ``self.model.generate(...)``,
+        A hook may call submodules without it, as in ``self.net(x)``; each call then gathers by
+        itself. This gathers once for all of them, for example around ``self.model.generate(...)``,
         and for code that reads parameters of the root without a call. All ranks together; without
         gradients, except in ``training_step``. Harmless where nothing is sharded.
         """

@@ -21,8 +21,6 @@ from lq_lightning._compat.lightning import accumulation_window
 from lq_lightning._compat.modules import discard_unreduced_gradients
 from lq_lightning._compat.tensors import local_tensor
 
-__all__ = ["OptimizerSteps", "StrategyPart", "warn_on_first"]
-
 
 class StrategyPart:
     """A part of a strategy; its hooks run on all ranks and do nothing by default.
@@ -172,7 +170,7 @@ class OptimizerSteps(StrategyPart):
         bad = (~torch.isfinite(largest)).any().to(torch.int32)
         if dist.is_initialized() and dist.get_world_size(group) > 1:
             dist.all_reduce(bad, dist.ReduceOp.MAX, group=group)
-        if not bad.item():
+        if not bad.item():  # waits for the device: all ranks have to take the same branch
             optimizer.step(**kwargs)
             return result, True
         self.num_skipped += 1

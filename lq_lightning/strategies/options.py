@@ -16,18 +16,6 @@ from lq_lightning.data_parallel import GradientQuantization, WeightQuantization
 from lq_lightning.foundation.checks import is_number, is_whole
 from lq_lightning.strategies.sharding import check_selector
 
-__all__ = [
-    "DEFAULT_TIMEOUT",
-    "FSDPOptions",
-    "GradientName",
-    "ReplicaName",
-    "WeightName",
-    "check_count",
-    "check_option_names",
-    "given_options",
-    "warn_without_effect",
-]
-
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 WeightName = Literal["auto", "qWD", "qW", "none"]
@@ -50,7 +38,7 @@ class FSDPOptions:
         reduce_every_microbatch: Do not defer reductions with ``accumulate_grad_batches``.
         skip_nonfinite_steps: Leave out optimizer steps with infinite or NaN gradients.
         check_replicas_every_n_steps: Compare checksums of the weight replicas that often; 0 never.
-        on_drift: What to do if replicas differ.
+        on_drift: Reaction to replicas that differ.
         compile_units: ``torch.compile`` the forward of each unit.
         save_distributed_checkpoint: Write checkpoint directories with one file per rank.
         verify_checkpoints: Compare checkpoints with their checksums before anything is loaded.
@@ -169,7 +157,7 @@ def warn_without_effect(
 ) -> None:
     """Warn on rank zero of options that do nothing in this run, if any of ``names`` was given.
 
-    ``"none"`` does not count, as nothing is what it asks for.
+    ``"none"`` does not count: it asks for no effect.
     """
     found = {name: given[name] for name in names if given.get(name, "none") != "none"}
     if found:

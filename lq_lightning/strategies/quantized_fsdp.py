@@ -39,9 +39,6 @@ from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
 from lq_lightning.strategies.optimizer_steps import StrategyPart
 from lq_lightning.strategies.options import DEFAULT_TIMEOUT, FSDPOptions, check_count
 
-__all__ = ["QuantizedFSDPStrategy", "ReplicaGroups"]
-
-
 NODE, SHARD = "node", "data_parallel"  # axes of the mesh where nodes train alone
 
 
@@ -289,11 +286,11 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             nodes.
         local_steps: Let nodes train alone and bring them together every so many optimizer steps
             (DiLoCo), for slow networks between nodes: a number, or a full ``LocalSteps``. The model
-            is then sharded within each node, where all other options apply. What brings nodes
-            together takes another 8/node_size bytes per parameter.
+            is then sharded within each node, where all other options apply. Outer steps take
+            another 8/node_size bytes per parameter.
         min_quantized_numel: Smaller tensors travel in full precision.
         units: Names of modules that are gathered as one piece, or of their classes, or a function
-            that says so of a module. ``None`` finds them: what ``configure_model`` sharded, else
+            that says so of a module. ``None`` finds them: units of ``configure_model``, else
             Hugging Face's ``_no_split_modules``, else repeated blocks.
         reshard_after_forward: Free a unit's weights between forward and backward.
         reduce_every_microbatch: With ``accumulate_grad_batches``, reduce gradients in every
@@ -302,8 +299,8 @@ class QuantizedFSDPStrategy(FullyShardedStrategy):
             together, and count them in ``num_skipped_steps``.
         check_replicas_every_n_steps: Compare checksums of the weight replicas of all ranks every
             that many optimizer steps; 0 never does.
-        on_drift: What to do if replicas differ: ``"resync"`` refreshes the unit in full precision
-            and warns, ``"raise"`` stops.
+        on_drift: Reaction to replicas that differ: ``"resync"`` refreshes the unit in full
+            precision and warns, ``"raise"`` stops.
         compile_units: ``torch.compile`` the forward of each unit.
         save_distributed_checkpoint: On several ranks write checkpoint directories with one file per
             rank; otherwise, and always on one rank, single files.

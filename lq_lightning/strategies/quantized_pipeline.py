@@ -24,13 +24,11 @@ from lq_lightning.data_parallel import Topology
 from lq_lightning.foundation.groups import distrust_groups
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.aq_sgd import AQSGDQuantization
-from lq_lightning.pipeline.plan import PipelinePlan
 from lq_lightning.pipeline.schedules import SPLIT_SCHEDULES, stages_of_rank
 from lq_lightning.pipeline.split_backward import check_not_compiled
 from lq_lightning.pipeline.tah import TAHQuantization
 from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
 from lq_lightning.strategies.options import FSDPOptions
-from lq_lightning.strategies.pipelines.adaptive import check_learner, connect_learner
 from lq_lightning.strategies.pipelines.checkpoints import StageLayout
 from lq_lightning.strategies.pipelines.gradients import PipelineGradients, SharedTensor
 from lq_lightning.strategies.pipelines.options import (
@@ -57,8 +55,6 @@ from lq_lightning.strategies.sharding import (
     compile_units,
     find_units,
 )
-
-__all__ = ["PipelineLayout", "QuantizedPipelineStrategy"]
 
 ScheduleName = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 Split = Literal["parameters"] | list[int] | dict[str, float]
@@ -120,21 +116,21 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             stage. A mapping from names of modules to costs balances by these
             (``lq_lightning.pipeline.measure.measure_times``).
         trunk: Name of the list of layers to cut, for a model that has several.
-        forward_codec: What hidden states travel as: ``"tah5"`` (5 bits), ``"tah"`` (3 and 4
+        forward_codec: Code of hidden states: ``"tah5"`` (5 bits), ``"tah"`` (3 and 4
             bits, the paper's), ``"aq_sgd"`` (differences to the same sample an epoch ago),
             ``"amaq"`` (as many bits per channel as the callback ``AdaptiveBits`` learns),
             ``"int2"`` to ``"int8"``, ``"fp8"``, ``"bf16"`` or ``"none"``. Or a
             ``TAHQuantization``, an ``AQSGDQuantization`` or a ``CodecSpec``. Their tiles have to
             divide the hidden size.
-        backward_codec: What their gradients travel as; any of these but ``"aq_sgd"``;
+        backward_codec: Code of their gradients; any of these but ``"aq_sgd"``;
             ``"amaq"``, with the widths of hidden states, only where ``forward_codec`` is. The paper
             of TAH-Quant has ``"int6"``.
-        tied_gradients: What gradients of weights that the first and the last stage hold (an
-            embedding that is also the head) travel as between them, once per optimizer step:
+        tied_gradients: Code of gradients of weights that the first and the last stage hold (an
+            embedding that is also the head), exchanged once per optimizer step:
             ``"int8"``, ``"int4"`` or ``"none"``. ``"auto"`` is ``"none"`` where ``backward_codec``
             is, else ``"int8"``. They are as large as the vocabulary: over slow links untie them.
         count_targets: A function from a batch, or a part of one, to the number of its targets, by
-            which the losses of micro-batches are weighted, and what they log as means. ``None``:
+            which losses and logged means of micro-batches are weighted. ``None``:
             means of ``cross_entropy`` are those of the batch where its targets are made of the
             batch alone, and a warning says so where that cannot be seen.
         reshard_after_forward: Has to be False with several stages: weights stay gathered during a
@@ -261,7 +257,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         self._pipeline_options.check_schedule(size)
         if size > 1:
             callbacks = self._require_module().trainer.callbacks  # type: ignore[attr-defined]
-            check_learner(type(self).__name__, self._pipeline_options, callbacks)
+            self._pipeline_options.check_learner(type(self).__name__, callbacks)
         super().setup_environment()
         if size == 1:
             return
@@ -333,7 +329,8 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         run = self._make_run(module, record, ranks)
         drawn = torch.empty((), dtype=torch.int64, device="cpu").random_()
         run.seeds.of_run = ALL_RANKS.broadcast(int(drawn))
-        self._connect_learner(run, ranks, record.plan)
+        callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+        run.connect_learner(callbacks)
 
     def _cut_now(self, module: LightningModule, ranks: PipelineRanks) -> CutModule:
         check_module(type(self).__name__, module)
@@ -357,17 +354,9 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             self.parts.remove(self._run)
             self._run.engine.close()
             self._run = None
-        with self._failures.explained():
-            self._run = PipelineRun(
-                module, self._fsdp_precision, self._pipeline_options, ranks, record
-            )
+        self._run = PipelineRun(module, self._fsdp_precision, self._pipeline_options, ranks, record)
         self.parts.append(self._run)
         return self._run
-
-    def _connect_learner(self, run: PipelineRun, ranks: PipelineRanks, plan: PipelinePlan) -> None:
-        callbacks = run.module.trainer.callbacks  # type: ignore[attr-defined]
-        with self._failures.explained():
-            connect_learner(callbacks, run, self._pipeline_options, ranks, plan)
 
     def quantization_report(self) -> QuantizationReport | None:
         """Report bytes over boundaries, and of the collectives within stages."""
@@ -421,8 +410,8 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
     def full_precision_states(self, quantize_embeddings: bool) -> list[nn.Parameter]:
         """Parameters whose optimizer states must not be rounded.
 
-        Those that other stages hold, too, have to be updated alike there; and what is an embedding
-        in the whole model may be a mere matrix in this part of it.
+        Parameters that other stages also hold have to be updated alike there. An embedding of the
+        whole model may look like any other matrix in this part of it.
         """
         if self._cut is None:
             return []

@@ -34,9 +34,6 @@ from lq_lightning._compat.modules import (
 from lq_lightning._compat.parameter_forms import GatheredCopies, RootParameters, gathered_values
 from lq_lightning.strategies.direct_uses import DirectUses
 
-__all__ = ["LostWrites", "RootForward", "register_evaluation_steps"]
-
-
 _STEPS = ("validation_step", "test_step", "predict_step")
 _MARKER = "_lq_forward_methods"
 

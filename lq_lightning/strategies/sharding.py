@@ -34,25 +34,6 @@ from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_fully_sharded, check_shardable
 from lq_lightning.strategies.root_forward import RootForward
 
-__all__ = [
-    "ChosenUnits",
-    "ShardedModule",
-    "Sharding",
-    "ShardingPlan",
-    "UnitSelector",
-    "already_configured",
-    "check_selector",
-    "check_settings",
-    "choose_units",
-    "compile_units",
-    "find_units",
-    "remember",
-    "shard",
-    "shard_module",
-    "sharded",
-]
-
-
 _WITH_STATISTICS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -330,8 +311,7 @@ def find_units(root: nn.Module, units: UnitSelector | ChosenUnits = None) -> Sha
 
     Args:
         root: The model, or a part of it in which modules have kept their names.
-        units: How to choose, or what was chosen in the whole model, of which ``root`` may hold
-            nothing.
+        units: How to choose, or the choice in the whole model, of which ``root`` may hold nothing.
 
     Raises:
         ValueError, TypeError: As :func:`choose_units`.
@@ -351,11 +331,10 @@ def find_units(root: nn.Module, units: UnitSelector | ChosenUnits = None) -> Sha
 def choose_units(root: nn.Module, units: UnitSelector = None) -> ChosenUnits:
     """Choose modules of a whole model.
 
-    In order: what ``units`` selects; the ``_no_split_modules`` of Hugging Face models inside;
-    repeated blocks, which are the direct children of a ``ModuleList``, ``ModuleDict`` or
-    ``Sequential`` that have parameters in submodules of their own, two or more of a class. A module
-    without such submodules (a lone ``Linear``) is never found automatically, nor is one inside of
-    another that was.
+    In order: modules that ``units`` selects; the ``_no_split_modules`` of Hugging Face models
+    inside; repeated blocks, two or more of a class: direct children of a ``ModuleList``,
+    ``ModuleDict`` or ``Sequential`` with parameters in submodules of their own. A module without
+    such submodules (a lone ``Linear``) is never found automatically, nor one inside another unit.
 
     Raises:
         ValueError: ``units`` selects nothing, a container without ``forward``, or the root itself.

@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from lq_testing import RankError
-from lq_testing.checkpoints import fit, module, run_trainer, strategy
-from lq_testing.lightning_models import loader
+from lq_testing.checkpoints import fit, module, strategy
+from lq_testing.lightning_models import PLAIN, loader, run_trainer
 
 from lq_lightning.checkpoint import files, folder
 from lq_lightning.checkpoint.folder import ShardedCheckpoint
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint
-
-PLAIN = {"weights": "none", "gradients": "none"}
 
 
 def _killed_while_saving(rank: int, world_size: int, root: str) -> None:

@@ -18,14 +18,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lq_testing import RankError
-from lq_testing.checkpoints import fit, module, run_trainer, strategy
+from lq_testing.checkpoints import fit, module, strategy
+from lq_testing.lightning_models import PLAIN, run_trainer
 
 from lq_lightning.checkpoint import files
 from lq_lightning.checkpoint.folder import save_sharded_checkpoint
 from lq_lightning.checkpoint.ranks import ALONE
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO
 
-PLAIN = {"weights": "none", "gradients": "none"}
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.symlink")  # audit events of the file system
 
 

@@ -17,9 +17,18 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.cli import LightningCLI
-from lq_testing.checkpoints import SMALL, StateAtStart, module, moments, run_trainer, weights
+from lq_testing.checkpoints import StateAtStart, module, moments, weights
 from lq_testing.fsdp2 import same_on_all_ranks
-from lq_testing.lightning_models import Fails, Losses, TinyModule, loader, quiet, trainer
+from lq_testing.lightning_models import (
+    SMALL,
+    Fails,
+    Losses,
+    TinyModule,
+    loader,
+    quiet,
+    run_trainer,
+    trainer,
+)
 from lq_testing.models import WIDTH
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard

@@ -11,8 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
-from lq_testing import run_ranks
-from lq_testing.lightning_models import TinyModule, loader, trainer
+from lq_testing.lightning_models import TinyModule, loader, run_trainer, trainer
 from lq_testing.ranks import RankError
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
@@ -24,7 +23,6 @@ from lq_lightning.strategies.pipelines.options import PipelineOptions
 from lq_lightning.strategies.pipelines.ranks import stage_topology
 from lq_lightning.strategies.pipelines.stages import describe_shared
 
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=60.0)
 NONE = {"forward_codec": "none", "backward_codec": "none"}
 
 

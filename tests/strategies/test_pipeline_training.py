@@ -7,8 +7,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lq_testing import run_ranks
-from lq_testing.lightning_models import Losses, TinyModule, Tokens, loader, trainer
+from lq_testing.lightning_models import (
+    EXACT,
+    Losses,
+    TinyModule,
+    Tokens,
+    loader,
+    run_trainer,
+    trainer,
+)
 from lq_testing.models import VOCAB
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
@@ -16,9 +23,6 @@ from torchmetrics import SumMetric
 from torchmetrics.classification import BinaryAUROC
 
 from lq_lightning import QuantizedPipelineStrategy
-
-EXACT = {"forward_codec": "none", "backward_codec": "none"}
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 
 
 class Module(TinyModule):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import subprocess
@@ -18,8 +17,15 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.loggers import CSVLogger
-from lq_testing import run_ranks
-from lq_testing.lightning_models import Losses, TinyModule, loader, quiet, trainer
+from lq_testing.lightning_models import (
+    SMALL,
+    Losses,
+    TinyModule,
+    loader,
+    quiet,
+    run_trainer,
+    trainer,
+)
 from lq_testing.models import TinyLM
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -37,9 +43,6 @@ from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
 from lq_lightning.strategies.optimizer_steps import StrategyPart
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = {"min_quantized_numel": 64}
-
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 
 
 # --- Hugging Face -------------------------------------------------------------------------------

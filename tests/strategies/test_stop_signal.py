@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 from pathlib import Path
@@ -14,8 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lq_testing import run_ranks
-from lq_testing.lightning_models import Losses, TinyModule, Tokens, loader, trainer
+from lq_testing.lightning_models import Losses, TinyModule, Tokens, loader, run_trainer, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -23,8 +21,6 @@ from lq_lightning import QuantizedFSDPStrategy
 from lq_lightning.strategies.failures import StopSignal
 
 OPTIONS = {"min_quantized_numel": 64}
-
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=60.0)
 
 
 class Same(Tokens):

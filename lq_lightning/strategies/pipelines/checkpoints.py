@@ -17,8 +17,6 @@ from lq_lightning.checkpoint.checkpointer import ALL_RANKS, ModelLayout
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.strategies.pipelines.stages import CutModule
 
-__all__ = ["StageLayout", "gather_parts"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StageLayout(ModelLayout):

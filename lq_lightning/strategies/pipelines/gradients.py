@@ -16,8 +16,6 @@ from lq_lightning._compat.tensors import local_tensor
 from lq_lightning._compat.torch import all_gather_flat
 from lq_lightning.codecs import CodecSpec, decode_reduce, encode
 
-__all__ = ["PipelineGradients", "SharedTensor"]
-
 
 class SharedTensor:
     """A parameter that several ranks of a pipeline hold, such as a tied embedding.
@@ -70,7 +68,7 @@ class SharedTensor:
             return
         others = self._group.size() - 1
         if self.codec is None:
-            # What an all-reduce sends in rings; gloo and NCCL may choose otherwise.
+            # Bytes of a ring all-reduce; gloo and NCCL may use another algorithm.
             self.sent_nbytes += 2 * others * local.nbytes // (others + 1)
             dist.all_reduce(local, group=self._group)
         else:
@@ -93,9 +91,9 @@ class PipelineGradients:
     """Keeps a batch's gradients from ``zero_grad`` until Lightning asks for them.
 
     The schedule of a pipeline runs forward and backward together, as Lightning's ``training_step``.
-    Then Lightning calls ``zero_grad``, and only then ``backward``, which hands out what is there.
-    Gradients are moved, never copied. Those of a sharded module wait unreduced inside of FSDP2,
-    where no ``zero_grad`` finds them.
+    Then Lightning calls ``zero_grad``, and only then ``backward``, which hands them out. Gradients
+    are moved, never copied. A sharded module's stay unreduced inside FSDP2, out of reach of
+    ``zero_grad``.
 
     Args:
         shared: Parameters that other stages hold, too.

@@ -24,9 +24,6 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lq_lightning._compat.metrics import has_separate_lists, set_step_value, step_value
 from lq_lightning.strategies.pipelines.ranks import PipelineRanks
 
-__all__ = ["LogCall", "LogRecorder", "Logged", "replay", "sum_over_pipelines", "unchanged"]
-
-
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": torch.mean,
     "sum": torch.sum,
@@ -210,7 +207,7 @@ def replay(
     contribute empty states, when torchmetrics adds them up over all ranks at the end of an epoch.
 
     Args:
-        calls, values: The fields of what :meth:`LogRecorder.take` returned on the last stage.
+        calls, values: The fields of the last stage's :class:`Logged`.
         replicas: Ranks with other data, over which ``sync_dist=True`` reduces: the stages of a
             pipeline log the same values, which a sum must not count again.
     """
@@ -309,8 +306,8 @@ def sum_over_pipelines(
 def unchanged(metrics: Sequence[Metric | MetricCollection]) -> Iterator[None]:
     """Leave out updates inside, around a part of a step that does not come to its end.
 
-    Each stage runs what is in front of the layers, so that metrics there would be updated several
-    times on a rank that has the last stage and others. They return NaN.
+    Each stage runs the code in front of the layers, so metrics there would be updated several times
+    on a rank that has the last stage and others. They return NaN.
     """
     names = ("forward", "update")
     replaced = [(m, {name: m.__dict__.get(name) for name in names}) for m in metrics]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS, Optimizer
@@ -20,11 +21,10 @@ from lq_lightning.pipeline.boundary import (
     codec_classes,
     make_boundary_codec,
 )
+from lq_lightning.pipeline.gated import LearnsWidths
 from lq_lightning.pipeline.mixed import MixedCodec
 from lq_lightning.pipeline.schedules import SCHEDULES, check_schedule
 from lq_lightning.strategies.options import check_count
-
-__all__ = ["PipelineOptions", "check_module", "check_stage_optimizer", "make_stage_optimizer"]
 
 # With four micro-batches per rank the bubble is below a fifth of a step, whatever the size:
 # (p - 1) / (4p + p - 1).
@@ -137,6 +137,29 @@ class PipelineOptions:
             return CodecSpec(code="int8", group_size=128, scale_dtype="bfloat16")
         return CodecSpec(code="int4", group_size=128, hadamard_size=128, scale_dtype="bfloat16")
 
+    def check_learner(self, owner: str, callbacks: Iterable[Callback]) -> None:
+        """Check that widths are learned if, and only if, hidden states travel in them.
+
+        Raises:
+            ValueError: Either of both is missing.
+        """
+        learner = learner_of(callbacks)
+        travels = self.forward_codec == "amaq"
+        if travels and learner is None:
+            raise ValueError(
+                f'`{owner}(forward_codec="amaq")` sends hidden states in widths that '
+                "`AdaptiveBits` learns, but there is none in the Trainer: add "
+                "`lq_lightning.AdaptiveBits()` to its callbacks, or choose another codec, such as "
+                '"tah5".'
+            )
+        if learner is not None and not travels:
+            name = type(learner).__name__
+            raise ValueError(
+                f"`{name}` learns the widths of what crosses the boundaries of stages, but `{owner}"
+                f"(forward_codec={self.forward_codec!r})` sends that otherwise: set "
+                f'forward_codec="amaq", or remove `{name}`.'
+            )
+
     def check_schedule(self, pipeline_size: int) -> None:
         """Refuse a schedule that does not go with the numbers.
 
@@ -214,6 +237,11 @@ class PipelineOptions:
         except ValueError:
             return False
         return True
+
+
+def learner_of(callbacks: Iterable[Callback]) -> LearnsWidths | None:
+    """Return the callback that learns the widths of boundaries, if there is one."""
+    return next((each for each in callbacks if isinstance(each, LearnsWidths)), None)
 
 
 def check_module(owner: str, module: LightningModule) -> None:

@@ -16,9 +16,6 @@ from lq_lightning._compat.torch import group_timeout
 from lq_lightning.data_parallel import Topology
 from lq_lightning.foundation.groups import shared_group, shared_mesh, shared_split
 
-__all__ = ["DATA_PARALLEL", "PIPELINE", "PipelineRanks", "draw_alike", "stage_topology"]
-
-
 PIPELINE, DATA_PARALLEL = "pipeline", "data_parallel"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from lq_lightning.pipeline.aq_sgd import AQSGDCodec
 from lq_lightning.pipeline.batches import batch_size, concatenate, sample_ids, split_batch
 from lq_lightning.pipeline.calls import BoundaryMeta
 from lq_lightning.pipeline.engine import PipelineEngine
+from lq_lightning.pipeline.gated import GatedBoundaries, boundaries_between
 from lq_lightning.pipeline.mixed import MixedCodec
 from lq_lightning.pipeline.partition import kept_stages
 from lq_lightning.pipeline.parts import StageModule
@@ -30,13 +32,11 @@ from lq_lightning.pipeline.schedules import rank_of_stage
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.optimizer_steps import StrategyPart
 from lq_lightning.strategies.pipelines.logs import LogCall, Logged, replay, sum_over_pipelines
-from lq_lightning.strategies.pipelines.options import PipelineOptions
+from lq_lightning.strategies.pipelines.options import PipelineOptions, learner_of
 from lq_lightning.strategies.pipelines.ranks import PipelineRanks
 from lq_lightning.strategies.pipelines.stages import CutModule
 from lq_lightning.strategies.pipelines.steps import MicroBatches, joined_extra
 from lq_lightning.strategies.pipelines.targets import COUNT
-
-__all__ = ["BatchSeeds", "Outcome", "OutcomeBroadcast", "PipelineRun"]
 
 
 class BatchSeeds:
@@ -88,8 +88,8 @@ class Outcome(NamedTuple):
 class OutcomeBroadcast:
     """Sends outcomes from the last stage to all ranks of a pipeline, which call it together.
 
-    Numbers stay on the device, so that no host waits for what it computes. What is logged hardly
-    changes: names travel when they do.
+    Numbers stay on the device, so that no host waits for it. Names are sent only when they change,
+    which is rare.
 
     Args:
         source: Place of the last stage's rank in the pipeline.
@@ -182,7 +182,7 @@ class PipelineRun(StrategyPart):
         module: This rank's part, at its place, sharded or not.
 
     Attributes:
-        remembers: Whether hidden states refer to what was sent of the same sample before.
+        remembers: Whether hidden states are coded as differences to earlier ones of the sample.
         seeds: Seeds of the batches.
     """
 
@@ -239,6 +239,24 @@ class PipelineRun(StrategyPart):
         self._batch: _Batch | None = None
         self._has_trained = False
         self._batches_to_check = _BATCHES_TO_CHECK
+
+    def connect_learner(self, callbacks: Iterable[Callback]) -> None:
+        """Give the boundaries to the callback that learns their widths, if there is one.
+
+        All ranks of the run call this together.
+        """
+        learner, codec, ranks = learner_of(callbacks), self.codecs[0], self._ranks
+        if learner is None or not isinstance(codec, MixedCodec):
+            return
+        names = [f"{layers[-1]}:output" for layers in self._plan.stages[:-1]]
+        boundaries = GatedBoundaries(
+            boundaries_between(self._options.schedule, names, ranks.size),
+            self.engine,
+            codec,
+            ranks.control_group,
+            ranks.stage_control_group,
+        )
+        learner.connect_boundaries(boundaries, self.module)
 
     def prepare(self, step: str, arguments: tuple[Any, ...], training: bool) -> int:
         """Cut a batch into micro-batches, and find the shapes that cross the boundaries.
@@ -403,7 +421,7 @@ class PipelineRun(StrategyPart):
 
         Returns:
             As ``training_step``, on all ranks: the mean loss of the micro-batches, on the last
-            stage with what else the step returned; None if a micro-batch had no loss.
+            stage with other returned values; None if a micro-batch had no loss.
         """
         batch = self._take()
         running = self._micro.running(batch.step, batch.arguments, scale, batch.shares)
@@ -429,7 +447,7 @@ class PipelineRun(StrategyPart):
             everywhere: Whether all ranks are to have the outputs, not only the last stage.
 
         Returns:
-            What the step returned for all micro-batches, joined; None on other stages.
+            Outputs of the step for all micro-batches, joined; None on other stages.
         """
         batch = self._take()
         running = self._micro.running(batch.step, batch.arguments, None, batch.shares)

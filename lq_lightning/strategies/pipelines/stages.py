@@ -27,16 +27,6 @@ from lq_lightning.strategies.sharding import (
     choose_units,
 )
 
-__all__ = [
-    "CutModule",
-    "cut",
-    "cut_of",
-    "describe_shared",
-    "place",
-    "remember_cut",
-    "shared_tensors",
-]
-
 _RECORD = "_lq_cut"  # kept in the module, so that both are freed together
 
 
@@ -46,13 +36,13 @@ class CutModule:
 
     Attributes:
         settings: Options that the cut depends on.
-        plan: Which stage holds what.
+        plan: Modules of each stage.
         stages: Indices of this rank's stages.
-        units: What is gathered as one piece in the whole model.
+        units: FSDP2 units of the whole model.
         order: Place of every parameter and buffer in the state dict of the whole model.
         aliases: First name in the whole model by name of a tied parameter in this part.
         ties: First name by further name of tied parameters in the whole state dict.
-        numels: Parameters of each stage; what several hold is counted in each.
+        numels: Parameters of each stage; shared ones are counted in each.
         numel_of: Elements of every parameter of the whole model, tied ones once.
         embeddings: Weights of embeddings in the whole model, by all names that they have.
         vocabulary: Weights of embeddings and heads, likewise.

@@ -21,8 +21,6 @@ from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.pipelines.logs import LogRecorder, unchanged
 from lq_lightning.strategies.pipelines.targets import BatchMeans
 
-__all__ = ["MicroBatches", "StepOutput", "joined_extra"]
-
 
 class StepOutput(NamedTuple):
     """Output of the last stage for a micro-batch.
@@ -40,7 +38,7 @@ class MicroBatches:
     """Runs the user's step on the micro-batches of one batch, as stages ask for them.
 
     Attributes:
-        logs: What steps log on the last stage.
+        logs: Recorder of the steps on the last stage.
         means: Corrects means over targets in the schedule that runs; None if it must not.
     """
 
@@ -123,11 +121,11 @@ class MicroBatches:
         """Call the user's step on a micro-batch.
 
         Args:
-            is_last: Whether the last stage runs, where steps come to their end. What others log in
-                front of the layers is dropped: the last stage logs it, too.
+            is_last: Whether this is the last stage, where steps come to their end. Logs of other
+                stages, from in front of the layers, are dropped: the last stage repeats them.
 
         Returns:
-            The scaled loss, in evaluation what the step returned.
+            The scaled loss; in evaluation the output of the step.
         """
         if self._step is None:
             raise AssertionError("a stage ran outside of a schedule")

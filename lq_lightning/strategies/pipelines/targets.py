@@ -2,20 +2,21 @@
 
 [Note: means over a batch]
 ``cross_entropy`` divides by the number of targets that it does not ignore. Micro-batches differ in
-that number (padding), so that the mean of their means is not the mean of the batch, and one without
-any target has 0 / 0. Let micro-batch i of M have n_i targets, and the batch n: with its mean
-multiplied by ``M n_i / n``, and 0 where n_i is, the mean over micro-batches is that of the batch,
-in losses, in what is logged and in gradients.
+that number (padding), so the mean of their means is not the mean of the batch, and a micro-batch
+without targets has 0 / 0. Let micro-batch i of M have n_i targets, and the batch n: if its mean is
+multiplied by ``M n_i / n`` (0 for n_i = 0), the mean over micro-batches is the batch's, in
+losses, in logged values and in gradients.
 
 Backward passes of the first micro-batches run before the forward passes of the last ones, so n has
-to be known at the first loss. Targets are mostly made from the batch alone, by a few functions such
-as slices and comparisons. These are noted while the first micro-batch runs, and done again with the
-tensors of the other ones, whose own steps then have to call the same functions. They are also done
-with the tensors of the whole batch: if that gives another number, as where a step loops over its
-samples and takes `labels[i]`, one process would not have joined these targets into one mean, and
-each micro-batch keeps its own. So does what is not linear in a mean, such as a perplexity. Where
-targets are made otherwise (from hidden states, at random, from numbers that Python read from them),
-the micro-batches stay as they are, and a warning gives the numbers if they differ.
+to be known at the first loss. Most targets are made from the batch alone, by a few functions such
+as slices and comparisons. These are recorded while the first micro-batch runs, and repeated with
+the tensors of the others, whose own steps then have to call the same functions. They are also
+repeated with the tensors of the whole batch: if that gives another number, as where a step loops
+over its samples and takes `labels[i]`, one process would not have joined these targets into one
+mean, and each micro-batch keeps its own. So do functions that are not linear in a mean, such as a
+perplexity. Where targets are made otherwise (from hidden states, at random, from numbers that
+Python read from them), the micro-batches keep their means, and a warning gives the numbers of
+targets if they differ.
 """
 
 from __future__ import annotations
@@ -35,8 +36,6 @@ from lq_lightning._compat.modes import StepMode
 from lq_lightning._compat.saved_tensors import has_storage, outer_hooks, storage_key
 from lq_lightning.foundation.nested import tensors_in
 
-__all__ = ["COUNT", "BatchMeans"]
-
 _MEANS = (functional.cross_entropy, functional.nll_loss)
 _SIGNATURES = {function: inspect.signature(function) for function in _MEANS}
 _PLAIN: tuple[type, ...] = (type(None), bool, int, float, str, type(...))
@@ -49,7 +48,7 @@ _IN_PLACE |= {"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "
 COUNT = "a function from a (micro-)batch to its number of targets"
 _CANNOT_MAKE = (RuntimeError, IndexError, TypeError, ValueError)
 _CONSTANTS = {"arange", "zeros", "ones", "full", "eye"}
-# Which keep what a mean is multiplied with, and some that do not.
+# Functions that keep the factor of a mean, and some that do not.
 _LINEAR = {"add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "true_divide", "neg"}
 _LINEAR |= {"mean", "sum", "detach"}
 _LINEAR |= {
