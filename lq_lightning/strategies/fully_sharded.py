@@ -567,15 +567,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     # --- checkpoints ----------------------------------------------------------------------------
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """False: Trainer then passes ``weights_only`` on; the model is loaded late all the same."""
-        return False
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """True: Trainer calls :meth:`load_optimizer_state_dict`, only while fitting."""
-        return True
+    # Trainer passes `weights_only` on only then; the model is loaded after setup all the same.
+    restore_checkpoint_after_setup = False
+    lightning_restore_optimizer = True  # by `load_optimizer_state_dict`, only while fitting
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
