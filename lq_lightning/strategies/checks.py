@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -244,21 +244,3 @@ def check_optimizer(optimizer: Optimizer) -> None:
         "or Muon, or SGD or Adagrad without `fused`; `QuantizedPrecision` makes the states of Adam "
         "and AdamW as small as a quarter. Or run on one rank."
     )
-
-
-def check_loss(loss: Tensor) -> None:
-    """Refuse a loss that was computed from parameters that are sharded at that time.
-
-    Raises:
-        RuntimeError: The loss is a DTensor.
-    """
-    if isinstance(loss, DTensor):
-        raise RuntimeError(
-            "the loss is a DTensor: something like `sum(p.pow(2).sum() for p in self.parameters())`"
-            " entered it, but where a step computes with parameters, only those that belong to no "
-            "unit are whole, all others are shards. Give the optimizer `weight_decay`; any other "
-            "penalty on weights enters through its gradient, in the hook "
-            "`on_before_optimizer_step`, where parameters and gradients are shards alike: "
-            "`p.grad.add_(p.detach(), alpha=2 * strength)` for every `p` of "
-            "`self.parameters()` that has a `p.grad`."
-        )

@@ -69,7 +69,8 @@ class Failures:
 
     def begin_run(self) -> None:
         """Forget the run before; all ranks call it equally often."""
-        _begin_run()
+        global _runs
+        _runs += 1
         self._stop_signal, self.training_began, self.why_not_saved = None, False, None
 
     def heed_stop_signal(self, trainer: Trainer, meet: Callable[[], bool] | None) -> None:
@@ -86,9 +87,11 @@ class Failures:
         return explain_lost_rank(self._strategy.global_rank, self._strategy.world_size)
 
     def tell_others(self, error: BaseException) -> None:
-        """Let ranks that will lose contact with this one know its error."""
+        """Let ranks that will lose contact with this one know its error. Nobody waits for them."""
         if self._strategy.world_size > 1 and not isinstance(error, LostRankError):
-            _tell_others(error, self._strategy.global_rank)
+            text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+            rank = self._strategy.global_rank
+            leave_note(_note(), f"rank {rank} failed: {type(error).__name__}: {text}")
 
     def can_save(self, module: LightningModule) -> bool:
         """Whether all ranks are here to save; asked by each save before its first collective.
@@ -136,18 +139,6 @@ def is_lost_rank(error: BaseException) -> bool:
         isinstance(error, RuntimeError) and "gloo" in str(error).lower()
     )
     return ours and bool(_LOST.search(str(error)))
-
-
-def _begin_run() -> None:
-    """Forget errors of runs before; all ranks call it equally often."""
-    global _runs
-    _runs += 1
-
-
-def _tell_others(error: BaseException, rank: int) -> None:
-    """Let ranks that will lose contact with this one know its error. Nobody waits for them."""
-    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    leave_note(_note(), f"rank {rank} failed: {type(error).__name__}: {text}")
 
 
 def _note() -> str:

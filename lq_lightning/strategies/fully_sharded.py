@@ -56,7 +56,6 @@ from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import (
     check_callbacks,
     check_device,
-    check_loss,
     check_optimizer,
     check_start,
 )
@@ -64,7 +63,7 @@ from lq_lightning.strategies.collectives import QuantizedCollectives
 from lq_lightning.strategies.failures import Failures, is_lost_rank
 from lq_lightning.strategies.optimizer_steps import OptimizerSteps, StrategyPart, warn_on_first
 from lq_lightning.strategies.options import FSDPOptions, check_option_names, given_options
-from lq_lightning.strategies.root_forward import RootForward, register_evaluation_steps
+from lq_lightning.strategies.root_forward import RootForward, check_loss, register_evaluation_steps
 from lq_lightning.strategies.sharding import (
     ChosenUnits,
     ShardedModule,

@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -321,6 +322,24 @@ class RootForward:
         """The step's own code goes on."""
         if self._in_step:
             self._uses.resume()
+
+
+def check_loss(loss: Tensor) -> None:
+    """Refuse a loss that was computed from parameters that are sharded at that time.
+
+    Raises:
+        RuntimeError: The loss is a DTensor.
+    """
+    if isinstance(loss, DTensor):
+        raise RuntimeError(
+            "the loss is a DTensor: something like `sum(p.pow(2).sum() for p in self.parameters())`"
+            " entered it, but where a step computes with parameters, only those that belong to no "
+            "unit are whole, all others are shards. Give the optimizer `weight_decay`; any other "
+            "penalty on weights enters through its gradient, in the hook "
+            "`on_before_optimizer_step`, where parameters and gradients are shards alike: "
+            "`p.grad.add_(p.detach(), alpha=2 * strength)` for every `p` of "
+            "`self.parameters()` that has a `p.grad`."
+        )
 
 
 def _uses_root(module: nn.Module) -> bool:
