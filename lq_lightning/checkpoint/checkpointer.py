@@ -302,7 +302,7 @@ class Checkpointer:
             ValueError: It is incomplete or damaged.
             pickle.UnpicklingError: It needs ``weights_only=False``.
         """
-        path = ALL_RANKS.broadcast(checkpoint_path)
+        path = ALL_RANKS.broadcast(checkpoint_path)  # all ranks read the first one's path
         if is_local(path):
             ALL_RANKS.together(lambda: ALL_RANKS.is_first and put_back(Path(path)))
         if is_sharded_checkpoint(path):
@@ -377,6 +377,7 @@ class Checkpointer:
         values = copies[layout.replica_group % len(copies)]
         for part in self._states:
             tensors: dict[str, dict[str, Any]] = {}
+            # each kind is loaded by a collective, so in one order on all ranks
             for kind in part.tensor_kinds if isinstance(module, FSDPModule) else ():
                 if source is not None:
                     tensors[kind] = state.load_sharded_like(module, source, kind)

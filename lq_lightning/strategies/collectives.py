@@ -182,6 +182,7 @@ class QuantizedCollectives(StrategyPart):
         if topology.world_size == 1:
             return None
         is_open = self.gradients == "auto" or isinstance(self.weights, WeightOption)
+        # Every rank takes the same branches: options are equal, and this is agreed on.
         nvlink = is_open and nvlink_inside_nodes(self._strategy.root_device, topology.node_size)
         weights, gradients, reason = choose_quantization(
             self.weights, self.gradients, topology, nvlink

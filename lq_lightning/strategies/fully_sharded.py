@@ -339,7 +339,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         with self._failures.explained():
             self.place_module(module)
-            self._checkpointer.run_deferred_load()
+            self._checkpointer.run_deferred_load()  # before optimizers are made, as on one device
         for submodule in module.modules():
             if isinstance(submodule, Metric):
                 submodule.to(self.root_device)
@@ -425,13 +425,14 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 yield
             except Exception as error:
                 if not is_lost_rank(error):
+                    # the others wait in a collective, and will find the note when it fails
                     self._failures.tell_others(error)
                     if self._is_sharded:
                         self._drop_step()
                 raise
 
     def _drop_step(self) -> None:
-        for part in self.parts:
+        for part in self.parts:  # first: FSDP2's reset frees memory that reductions write to
             part.on_step_error()
         if self._agreement is not None:
             self._agreement.forget()
@@ -532,7 +533,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             if manual is not None:
                 manual.before_update()
             if agreement is not None:
-                agreement.check()
+                agreement.check()  # raises on all ranks, before a wrong update
             return result
 
         with self._failures.explained():
@@ -588,7 +589,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """The model's state, with which a save begins; nothing if none can follow."""
         if not self._failures.can_save(self._require_module()):
             return {}
-        for part in self.parts:
+        for part in self.parts:  # may start collectives: all ranks are here
             part.before_save()
         return self._checkpointer.module_state()
 

@@ -113,7 +113,7 @@ class OptimizerSteps(StrategyPart):
             yield
             return
         root = cast(FSDPModule, self._module)
-        root.set_requires_gradient_sync(False)
+        root.set_requires_gradient_sync(False)  # FSDP2 then sums unsharded gradients
         self._pending = True
         try:
             yield

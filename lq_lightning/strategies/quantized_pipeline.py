@@ -320,6 +320,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             if self._options.compile_units:
                 compile_units(module, find_units(module, self.unit_selector()))
         least = self._options.min_quantized_numel
+        # makes process groups, in one order on all ranks
         self._shared = tuple(shared_tensors(module, record, ranks, self._pipeline_options, least))
         if known is None:
             for shared in self._shared:
@@ -327,6 +328,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             if self._shared:
                 rank_zero_info(describe_shared(self._shared, self._pipeline_options.tied_gradients))
         run = self._make_run(module, record, ranks)
+        # stages draw from one seed, so that code in front of the layers draws alike on all of them
         drawn = torch.empty((), dtype=torch.int64, device="cpu").random_()
         run.seeds.of_run = ALL_RANKS.broadcast(int(drawn))
         callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
@@ -509,7 +511,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
             scale = 1.0 / (count * trainer.accumulate_grad_batches)
             with self._fsdp_precision.adding_up(module):
                 result = run.train(scale)
-            gradients.hold()
+            gradients.hold()  # Lightning calls `zero_grad` between this and `backward`
         return result
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
