@@ -8,6 +8,7 @@ import each other.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,8 +50,20 @@ OWN_PRIVATE = {
     ("strategies.units", "_no_split_modules"),
 }
 MAX_FILE_LINES = 600
+MAX_OWN_BASES = 1  # a class of ours may extend another one, which extends none of ours
+DEEPER_CLASSES = {
+    "lq_lightning.activations.sites:FunctionSite",
+    "lq_lightning.activations.sites:MultiheadSite",
+    "lq_lightning.data_parallel.weight_all_gather:WeightAllGather",
+    "lq_lightning.data_parallel.weight_difference:WeightDifferenceAllGather",
+}
 # Files of up to 800 lines, and why each is one file.
-LONG_FILES: dict[str, str] = {}
+LONG_FILES: dict[str, str] = {
+    "lq_lightning.strategies.fully_sharded": "fifty hooks of Lightning, passed on to parts",
+}
+
+
+_parse = functools.cache(ast.parse)  # several checks read the same trees, and change none
 
 
 def _sources(*folders: str) -> list[Path]:
@@ -90,7 +103,7 @@ def _imports(tree: ast.AST, module: str) -> Iterator[tuple[str, list[str]]]:
 def _downward_violations(source: str, module: str) -> list[str]:
     own = _folder(module)
     found = []
-    for base, names in _imports(ast.parse(source), module):
+    for base, names in _imports(_parse(source), module):
         if base.split(".")[0] != "lq_lightning":
             continue
         # `from lq_lightning import codecs` names the folder after the import.
@@ -114,7 +127,7 @@ def _downward_violations(source: str, module: str) -> list[str]:
 def _lightning_violations(source: str, module: str) -> list[str]:
     if LEVELS.get(_folder(module), 9) >= LEVELS["checkpoint"] and _folder(module) != "_compat":
         return []
-    tree = ast.parse(source)
+    tree = _parse(source)
     if _folder(module) == "_compat":
         tree = _without_lazy_imports(tree)
     return [
@@ -142,7 +155,7 @@ def _is_private(name: str) -> bool:
 def _private_violations(source: str, module: str) -> list[str]:
     if _folder(module) == "_compat":
         return []
-    tree = ast.parse(source)
+    tree = _parse(source)
     found = []
     for base, names in _imports(tree, module):
         if base.split(".")[0] in WITH_PRIVATE_PARTS:
@@ -175,7 +188,7 @@ def _instance_violations(source: str, module: str) -> list[str]:
         return []
     own = module.removeprefix("lq_lightning.")
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parse(source)):
         name = _attribute(node)
         if name is None or name in NOT_PRIVATE or (own, name) in OWN_PRIVATE:
             continue
@@ -282,7 +295,7 @@ def test_library_prints_nothing_and_leaves_nothing_open() -> None:
         found += [f"{name}: {m.group()}" for m in words.finditer(text)]
         found += [
             f"{name}:{node.lineno} print("
-            for node in ast.walk(ast.parse(text))
+            for node in ast.walk(_parse(text))
             if isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
             and node.func.id == "print"
@@ -297,8 +310,42 @@ def test_files_stay_readable() -> None:
     assert not {n for n in LONG_FILES if long.get(n, 0) <= MAX_FILE_LINES}
 
 
+def _own_bases(sources: dict[str, str]) -> dict[str, int]:
+    """Count for each class, ``module:Name``, how many classes of ours lie in a line above it."""
+    bases: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        tree = _parse(source)
+        names = {
+            alias.asname or alias.name: f"{node.module}:{alias.name}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and str(node.module) in sources
+            for alias in node.names
+        }
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        names |= {node.name: f"{module}:{node.name}" for node in classes}
+        for node in classes:
+            found = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+            known = [names[b.id] for b in found if isinstance(b, ast.Name) and b.id in names]
+            bases[f"{module}:{node.name}"] = known
+
+    def depth(name: str) -> int:
+        return max((1 + depth(base) for base in bases.get(name, ())), default=0)
+
+    return {name: depth(name) for name in bases}
+
+
+def test_classes_extend_at_most_one_of_ours() -> None:
+    depths = _own_bases({name: path.read_text() for name, path in LIBRARY.items()})
+    assert {name for name, n in depths.items() if n > MAX_OWN_BASES} <= DEEPER_CLASSES
+    tower = {
+        "lq_lightning.a": "class A: pass\nclass B(A): pass",
+        "lq_lightning.b": "from lq_lightning.a import B\nclass C(B): pass",
+    }
+    assert _own_bases(tower)["lq_lightning.b:C"] == 2
+
+
 def test_modules_say_what_they_are_for() -> None:
-    silent = [n for n, p in LIBRARY.items() if not ast.get_docstring(ast.parse(p.read_text()))]
+    silent = [n for n, p in LIBRARY.items() if not ast.get_docstring(_parse(p.read_text()))]
     assert not silent
 
 

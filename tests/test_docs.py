@@ -286,7 +286,8 @@ def _rows_of_options(name: str) -> dict[str, str]:
 
 def _parameters(name: str) -> dict[str, inspect.Parameter]:
     found = dict(inspect.signature(getattr(lq_lightning, name)).parameters)
-    if name == "QuantizedPipelineStrategy":  # whose page names those of the other strategy once
+    if name == "QuantizedPipelineStrategy":  # which takes those of the other strategy, too
+        found.pop("options")
         shared = _parameters("QuantizedFSDPStrategy")
         differ = {key for key in shared if found.pop(key, shared[key]) != shared[key]}
         assert differ == {"reshard_after_forward"}

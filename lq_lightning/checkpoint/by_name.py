@@ -17,18 +17,6 @@ from lq_lightning.checkpoint import state
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.foundation.parameters import clean_name
 
-__all__ = [
-    "NAMES",
-    "by_name",
-    "by_position",
-    "check_alike",
-    "check_order",
-    "check_schedules",
-    "gather_optimizer",
-    "state_by_name",
-    "with_names",
-]
-
 NAMES = "parameter_names"  # key of a state: names by position
 
 
@@ -36,8 +24,8 @@ def by_position(states: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) 
     """An optimizer's state keyed by position, as torch keys it in one process, and the names.
 
     Args:
-        states: By parameter name.
-        groups: With names as ``params``.
+        states: States by parameter name.
+        groups: Parameter groups with names as ``params``.
     """
     names = [name for group in groups for name in group["params"]]
     position: dict[Any, Any] = {name: i for i, name in enumerate(names)}
@@ -54,8 +42,8 @@ def by_name(saved: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any] | 
     """A state keyed by name where it says which parameter is which; else None.
 
     Args:
-        saved: What :func:`by_position` or the ``state_dict`` of an optimizer returned. The latter
-            has names if the optimizer was made with some.
+        saved: Result of :func:`by_position`, or an optimizer's ``state_dict``, which has names if
+            the optimizer was made with some.
         known: Names of all parameters of the model.
     """
     groups = saved["param_groups"]
@@ -77,7 +65,7 @@ def by_name(saved: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any] | 
 def state_by_name(
     module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """As :func:`by_name`; None, too, if the optimizer has parameters that are not the module's."""
+    """As :func:`by_name`; also None if the optimizer has parameters that are not the module's."""
     if any(None in group for group in _group_names(module, optimizer)):
         return None
     return by_name(saved, {clean_name(name) for name, _ in module.named_parameters()})
@@ -164,9 +152,8 @@ def gather_optimizer(module: nn.Module, optimizer: Optimizer, ranks: RankGroup) 
     All ranks call it; states are gathered by name, in the first rank's order.
 
     Args:
-        module: Has the optimizer's parameters.
-        optimizer: May have them in another order on another rank.
-        ranks: Those that hold shards of them.
+        optimizer: Its parameters may have another order on another rank.
+        ranks: The ranks that hold shards of them.
 
     Raises:
         ValueError: On all ranks: an optimizer or its states differ.
@@ -212,8 +199,7 @@ def check_schedules(configs: Sequence[Any], saved: Sequence[Mapping[str, Any]]) 
     Call it when optimizers are loaded, by name, and schedules are not yet.
 
     Args:
-        configs: Lightning's, of all schedules.
-        saved: Their states.
+        configs: Lightning's configurations of all schedules.
 
     Raises:
         ValueError: Parameter groups have another order than in the checkpoint.
@@ -222,7 +208,7 @@ def check_schedules(configs: Sequence[Any], saved: Sequence[Mapping[str, Any]]) 
         optimizer = getattr(config.scheduler, "optimizer", None)
         groups = [] if optimizer is None else optimizer.param_groups
         rates = [float(group.get("initial_lr", -1.0)) for group in groups]
-        for part in (values, *values.get("_schedulers", ())):  # of SequentialLR and its like
+        for part in (values, *values.get("_schedulers", ())):  # SequentialLR and similar
             bases = [float(rate) for rate in part.get("base_lrs", ())]
             if bases != rates and sorted(bases) == sorted(rates):
                 raise ValueError(

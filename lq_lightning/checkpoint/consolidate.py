@@ -24,11 +24,10 @@ from torch import Tensor
 
 from lq_lightning._compat.checkpoint import unflatten_checkpoint
 from lq_lightning.checkpoint.by_name import by_position
+from lq_lightning.checkpoint.checkpointer import EXTRA, EXTRA_TENSORS, TIES, is_replica_key
 from lq_lightning.checkpoint.files import is_sharded_checkpoint, write_in_place
 from lq_lightning.checkpoint.folder import ShardedCheckpoint
-from lq_lightning.checkpoint.places import is_copy_key
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint
-from lq_lightning.checkpoint.strategy import EXTRA, EXTRA_TENSORS, TIES
 from lq_lightning.foundation.parameters import clean_name
 
 __all__ = ["consolidate_checkpoint", "main"]
@@ -54,7 +53,7 @@ def consolidate_checkpoint(
         format: ``"lightning"`` keeps everything, ``"safetensors"`` the model's tensors.
         prefix: Keep only tensors whose name starts so, and cut it off (``"safetensors"`` only).
         weights_only: As in ``torch.load``; ``None`` means ``True``.
-        verify: Compare what is read with its checksums. A Lightning checkpoint holds the checksums
+        verify: Compare the files with their checksums. A Lightning checkpoint holds the checksums
             of its records, safetensors have none.
 
     Raises:
@@ -110,7 +109,7 @@ def _read_sharded(checkpoint: ShardedCheckpoint, everything: bool, folder: Path)
     wanted = {
         key: path
         for key, path in checkpoint.paths.items()
-        if (everything and path[0] != TIES and not is_copy_key(path[0]))
+        if (everything and path[0] != TIES and not is_replica_key(path[0]))
         or path[0] in ("state_dict", "model")
     }
     wanted = {key: path for key, path in wanted.items() if path not in ties}
@@ -137,7 +136,7 @@ def _read_sharded(checkpoint: ShardedCheckpoint, everything: bool, folder: Path)
 
 
 def _read_ties(checkpoint: ShardedCheckpoint) -> dict[tuple[str, str], str]:
-    """Paths of weights that are others of the folder, too, and the names of these."""
+    """Paths of tied weights, and the names under which the folder holds them."""
     further = {key: name for key, (name,) in checkpoint.keys_under(TIES).items()}
     first: dict[str, Any] = dict.fromkeys(further)
     if first:

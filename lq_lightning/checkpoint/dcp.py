@@ -1,4 +1,4 @@
-"""What this package adds to torch.distributed.checkpoint: checksums, restricted unpickling.
+"""Additions to torch.distributed.checkpoint: checksums, restricted unpickling.
 
 Import this module late: torch.distributed.checkpoint takes 0.1 s.
 """
@@ -23,15 +23,7 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from lq_lightning.checkpoint.checksums import CHECKSUMS_FILENAME, ChecksumFile, FileChecksum
-
-__all__ = [
-    "ChecksumWriter",
-    "GivenMetadataReader",
-    "SafeLoadPlanner",
-    "first_failure",
-    "has_checksums",
-]
+from lq_lightning.checkpoint.files import CHECKSUMS_FILENAME, ChecksumFile, FileChecksum
 
 _MARK = "lq_lightning_checksums"  # attribute of the pickled StorageMeta; other readers ignore it
 
@@ -42,13 +34,13 @@ def has_checksums(metadata: Metadata) -> bool:
 
 
 def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
-    """The first rank (of the group) that failed in DCP, and what it raised."""
+    """Return the first rank (of the group) that failed in DCP, and its error."""
     rank = min(error.failures)
     return rank, error.failures[rank][0]
 
 
 class _ChecksumFileSystem(FileSystem):
-    """Local files; remembers the checksums of those that it writes."""
+    """Local files; keeps the checksums of the files that it writes."""
 
     def __init__(self) -> None:
         self.checksums: dict[str, FileChecksum] = {}
@@ -73,11 +65,7 @@ class _ChecksumFileSystem(FileSystem):
 
 
 class ChecksumWriter(FileSystemWriter):
-    """Writes one file per rank, with its checksum.
-
-    Args:
-        path: A new directory.
-    """
+    """Writes one file per rank, with its checksum."""
 
     def __init__(self, path: Path) -> None:
         """Make a writer for one checkpoint."""
@@ -98,12 +86,7 @@ class ChecksumWriter(FileSystemWriter):
 
 
 class GivenMetadataReader(FileSystemReader):
-    """Reads data files, whose description was read before, safely.
-
-    Args:
-        path: The directory.
-        metadata: Its description.
-    """
+    """Reads data files, whose description was read before, safely."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         """Make a reader."""
@@ -119,9 +102,6 @@ class SafeLoadPlanner(DefaultLoadPlanner):
     """Fills a flat state dict; its leaves that are no tensors are unpickled with ``weights_only``.
 
     DCP itself reads tensors with ``weights_only=True``.
-
-    Args:
-        weights_only: As in ``torch.load``.
     """
 
     def __init__(self, weights_only: bool) -> None:

@@ -6,44 +6,32 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import io
+import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-
-from lq_lightning.checkpoint.checksums import CHECKSUMS_FILENAME
-
-__all__ = [
-    "hint_replaced",
-    "incomplete_name",
-    "is_local",
-    "is_sharded_checkpoint",
-    "move_into_place",
-    "move_links",
-    "put_back",
-    "remove",
-    "remove_at_once",
-    "replace_link",
-    "sole_writer",
-    "sync",
-    "write_in_place",
-]
 
 _ONE_EACH = (
     "Give each run a folder of its own (`ModelCheckpoint(dirpath=...)` or the Trainer's "
     "`default_root_dir`), or stop one of them."
 )
 _LONGEST_NAME = 255  # bytes, on nearly all file systems
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # NFS, Lustre and others say these
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
-# What this process has put under a name last, to notice that another run replaces it.
+# Identity of the last file that this process has put under a name: another run may replace it.
 _placed: dict[str, tuple[int, int]] = {}
 
 
@@ -139,7 +127,7 @@ def sole_writer(path: Path) -> Iterator[None]:
 def write_in_place(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` make a file under another name and move it to ``path`` when it is on disk.
 
-    What was written before an error is removed: the disk may be full of it.
+    After an error the unfinished file is removed: the disk may be full of it.
 
     Raises:
         RuntimeError: Another process is writing it at this moment.
@@ -158,7 +146,7 @@ def write_in_place(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def move_into_place(finished: Path, path: Path) -> None:
-    """Give a finished file or directory its final name, replacing what has that name.
+    """Give a finished file or directory its final name, replacing any previous one.
 
     A process may be killed at any point: there is a complete one under the name, or (on file
     systems that cannot exchange two names) the previous one where :func:`put_back` finds it.
@@ -227,7 +215,7 @@ def _note_placed(path: Path) -> None:
 
 
 def _check_replaced(path: Path) -> None:
-    """Warn if another process has replaced what this one saved there."""
+    """Warn if another process has replaced a checkpoint of this one."""
     known, found = _placed.get(str(path.absolute())), _identity(path)
     if known is not None and found is not None and found != known:
         rank_zero_warn(
@@ -240,7 +228,7 @@ def put_back(path: Path) -> bool:
     """Give a checkpoint its name again if a process was killed while it replaced it.
 
     Returns:
-        Whether that was so.
+        Whether it had lost its name.
 
     Raises:
         RuntimeError: The other process is still replacing it.
@@ -295,10 +283,6 @@ def move_links(path: Path, newest: Path) -> None:
     """Let links to the last checkpoint not point to one that is about to be removed.
 
     Lightning removes a checkpoint before it lets `last.ckpt` point to a newer one.
-
-    Args:
-        path: What will be removed.
-        newest: What they are to point to.
     """
     for link in path.parent.glob("last*"):
         if link.is_symlink() and link.resolve() == path.resolve() != newest.resolve():
@@ -311,3 +295,138 @@ def hint_replaced(path: Path) -> str:
     if not os.path.lexists(aside):
         return ""
     return f". The run was killed while it replaced it; the previous one is still at `{aside}`"
+
+
+CHECKSUMS_FILENAME = "checksums.json"
+REMEDY = "Resume from another checkpoint, or copy this one again."
+HOW_TO_SKIP = (
+    "To load it as it is, turn the check off: `verify_checkpoints=False` of the strategy, or "
+    "`--no-verify` of `lq_lightning.checkpoint.consolidate`."
+)
+HOW_TO_TRUST = (
+    "pass `weights_only=False` to `trainer.fit`, `validate`, `test` or `predict`, or "
+    "`--no-weights-only` to `lq_lightning.checkpoint.consolidate`"
+)
+_CHUNK_NBYTES = 1 << 22
+_OVERLAPPED_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileChecksum:
+    """Size and CRC-32 of a file, as ``zlib.crc32`` computes it."""
+
+    nbytes: int
+    crc32: int
+
+
+class ChecksumFile(io.BufferedWriter):
+    """A new file, written from start to end, that computes its checksum.
+
+    Large pieces are summed by a second thread while they are written, so only disks faster than
+    a core's CRC-32 (1 GB/s with zlib 1.2.13) have to wait for it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file."""
+        super().__init__(io.FileIO(path, "wb"))
+        self._nbytes = self._crc32 = 0
+        self._thread = ThreadPoolExecutor(1)
+
+    def write(self, data: Any, /) -> int:
+        """Append ``data``."""
+        if len(data) < _OVERLAPPED_NBYTES:
+            self._crc32 = zlib.crc32(data, self._crc32)
+            written = super().write(data)
+        else:
+            sum_up = self._thread.submit(zlib.crc32, data, self._crc32)
+            try:
+                written = super().write(data)
+            finally:
+                self._crc32 = sum_up.result()  # `data` is gone after this call
+        self._nbytes += written
+        return written
+
+    def seek(self, *args: Any) -> int:
+        """Refuse: overwritten bytes cannot be taken out of a checksum.
+
+        Raises:
+            io.UnsupportedOperation: Always.
+        """
+        raise io.UnsupportedOperation("this file is written from its start to its end")
+
+    def close(self) -> None:
+        """Wait until all is on disk (torch below 2.14 syncs before Python's buffer is written)."""
+        if not self.closed:
+            self.flush()
+            os.fsync(self.fileno())
+        self._thread.shutdown()
+        super().close()
+
+    def checksum(self) -> FileChecksum:
+        """Of everything written so far."""
+        return FileChecksum(nbytes=self._nbytes, crc32=self._crc32)
+
+
+def write_checksums(folder: Path, checksums: Mapping[str, FileChecksum]) -> Path:
+    """Write the checksums of the files in ``folder``, by name; returns the new file."""
+    path = folder / CHECKSUMS_FILENAME
+    files = {
+        name: {"nbytes": checksum.nbytes, "crc32": f"{checksum.crc32:08x}"}
+        for name, checksum in sorted(checksums.items())
+    }
+    path.write_text(json.dumps({"algorithm": "crc32", "files": files}, indent=1) + "\n")
+    return path
+
+
+def read_checksums(folder: Path) -> dict[str, FileChecksum] | None:
+    """Checksums by file name; ``None`` if the folder has none.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    path = folder / CHECKSUMS_FILENAME
+    if not path.is_file():
+        return None
+    try:
+        files = json.loads(path.read_text())["files"]
+        return {
+            name: FileChecksum(nbytes=int(entry["nbytes"]), crc32=int(entry["crc32"], 16))
+            for name, entry in files.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"`{folder}` is damaged: {CHECKSUMS_FILENAME} cannot be read ({error}). {REMEDY} "
+            f"{HOW_TO_SKIP}"
+        ) from error
+
+
+def find_damage(
+    folder: Path, checksums: Mapping[str, FileChecksum], names: Iterable[str]
+) -> list[str]:
+    """Read files and describe the damage of each that is not as it was written."""
+    found = []
+    for name in names:
+        expected = checksums.get(name)
+        if expected is None:
+            found.append(f"{name} is not listed in {CHECKSUMS_FILENAME}")
+            continue
+        try:
+            actual = _checksum(folder / name)
+        except OSError as error:
+            found.append(f"{name} cannot be read ({error})")
+            continue
+        if actual.nbytes != expected.nbytes:
+            found.append(f"{name} is {actual.nbytes} instead of {expected.nbytes} bytes long")
+        elif actual.crc32 != expected.crc32:
+            found.append(f"{name} holds other bytes than were written")
+    return found
+
+
+def _checksum(path: Path) -> FileChecksum:
+    buffer = memoryview(bytearray(_CHUNK_NBYTES))
+    nbytes = crc32 = 0
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            nbytes += count
+            crc32 = zlib.crc32(buffer[:count], crc32)
+    return FileChecksum(nbytes=nbytes, crc32=crc32)

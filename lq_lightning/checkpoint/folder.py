@@ -8,6 +8,8 @@ saves, ``checksums.json`` the checksum of each of these files.
 
 from __future__ import annotations
 
+import io
+import pathlib
 import pickle
 import warnings
 from collections.abc import Callable, Generator
@@ -18,33 +20,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lq_lightning.checkpoint.archives import explain_unpickling, load_archive
-from lq_lightning.checkpoint.checksums import (
+from lq_lightning._compat.checkpoint import LAYOUT_BY_NAME, METADATA_CLASSES
+from lq_lightning.checkpoint.files import (
     CHECKSUMS_FILENAME,
     HOW_TO_SKIP,
+    HOW_TO_TRUST,
     REMEDY,
     ChecksumFile,
     FileChecksum,
     find_damage,
-    read_checksums,
-    write_checksums,
-)
-from lq_lightning.checkpoint.files import (
     hint_replaced,
     incomplete_name,
     is_local,
     move_into_place,
+    read_checksums,
     remove,
     sole_writer,
     sync,
+    write_checksums,
 )
-from lq_lightning.checkpoint.metadata import METADATA_FILENAME, needed_nbytes, read_metadata
 from lq_lightning.checkpoint.ranks import ALONE, RankGroup
+from lq_lightning.checkpoint.single_file import explain_unpickling, load_archive
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes 0.1 s to import: not before it is needed
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["ShardedCheckpoint", "check_folder", "save_sharded_checkpoint"]
 
 META_FILENAME = "meta.pt"
 
@@ -83,7 +83,7 @@ def save_sharded_checkpoint(
             its key.
         meta: Everything else, saved by the first rank.
         path: The same on every rank, on a file system that all ranks see.
-        ranks: Those that write; all of them must call this. DTensors may be sharded over fewer.
+        ranks: The ranks that write and call this together. DTensors may be sharded over fewer.
 
     Raises:
         RuntimeError: A rank could not write, or the first one not rename, or another process is
@@ -154,7 +154,7 @@ def _alone_is_no_surprise() -> Generator[None, None, None]:
 
 
 def _on_first(ranks: RankGroup, path: Path, work: Callable[[], None]) -> None:
-    """Do something on the first rank; all ranks raise what went wrong there."""
+    """Do something on the first rank; all ranks raise its error."""
 
     def explained() -> None:
         try:
@@ -173,16 +173,15 @@ class ShardedCheckpoint:
     """A complete checkpoint directory, opened for reading.
 
     Args:
-        path: The directory.
         weights_only: As in ``torch.load``; ``None`` means ``True``. With False *everything* in the
             folder is unpickled without restriction, the description of its files included.
-        ranks: Those that read it; all of them must construct it and call :meth:`load`.
+        ranks: The ranks that read it: all of them construct it and call :meth:`load`.
         verify: Compare all files with their checksums, if there are any. Each file is read by one
             rank.
 
     Attributes:
-        paths: Flat key of every stored leaf -> its path in the nested state.
-        entries: Flat key -> DCP's description (size and dtype of a tensor).
+        paths: Path in the nested state by flat key of a stored leaf.
+        entries: DCP's description (size and dtype of a tensor) by flat key.
 
     Raises:
         FileNotFoundError: There is no such directory.
@@ -323,3 +322,146 @@ class ShardedCheckpoint:
             raise ValueError(
                 f"rank {rank} could not read the checkpoint `{self.path}`: {why}. {REMEDY}"
             ) from error
+
+
+METADATA_FILENAME = ".metadata"
+
+# Where the checkpoint was written: pure paths, so that another system or Python can read them.
+_PATHS = {
+    "Path": pathlib.PurePosixPath,
+    "PosixPath": pathlib.PurePosixPath,
+    "PurePosixPath": pathlib.PurePosixPath,
+    "WindowsPath": pathlib.PureWindowsPath,
+    "PureWindowsPath": pathlib.PureWindowsPath,
+}
+_PATH_MODULES = ("pathlib", "pathlib._local")  # Python 3.13 has moved the classes
+_VALUES = (torch.dtype, torch.layout, torch.memory_format)
+_CAN_BE_CHANGED = 1 << 9  # Py_TPFLAGS_HEAPTYPE; other classes refuse new attributes
+_OF_CLASSES = ("__name__", "__qualname__", "__bases__")  # attributes that `vars` does not show
+
+
+class _RefusedError(Exception):
+    """The pickle asks for something that no metadata needs."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds the classes of DCP's metadata and nothing else."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._attributes: dict[int, tuple[Any, dict[str, Any]]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return an allowed class or value.
+
+        Raises:
+            _RefusedError: It is not one.
+        """
+        found = self._find(module, name)
+        if isinstance(found, type) and found.__flags__ & _CAN_BE_CHANGED:
+            for shared in (found, *getattr(found, "__members__", {}).values()):
+                self._attributes.setdefault(id(shared), (shared, _attributes(shared)))
+        return found
+
+    def _find(self, module: str, name: str) -> Any:
+        if module in _PATH_MODULES and name in _PATHS:
+            return _PATHS[name]
+        if module == "torch" and isinstance(getattr(torch, name, None), _VALUES):
+            return getattr(torch, name)
+        if (module, name) == LAYOUT_BY_NAME:  # torch's own function has a cache to write to
+            layouts = {str(v): v for v in vars(torch).values() if isinstance(v, torch.layout)}
+            return layouts.__getitem__
+        if (module, name) in METADATA_CLASSES:
+            return super().find_class(module, name)
+        raise _RefusedError(f"`{module}.{name}`")
+
+    def check_classes(self) -> None:
+        """Undo changes of classes and enum members, whose attributes a pickle can set.
+
+        Raises:
+            _RefusedError: Something was.
+        """
+        found = []
+        for shared, before in self._attributes.values():
+            after = _attributes(shared)
+            changed = [key for key in after if key not in before or after[key] is not before[key]]
+            for key in changed:
+                if key in before:
+                    setattr(shared, key, before[key])
+                else:
+                    delattr(shared, key)
+                found.append(f"an attribute `{key}` of `{shared}`")
+        if found:
+            raise _RefusedError(found[0])
+
+
+def _attributes(shared: Any) -> dict[str, Any]:
+    attributes = dict(vars(shared))
+    if isinstance(shared, type):
+        attributes |= {key: getattr(shared, key) for key in _OF_CLASSES}
+    return attributes
+
+
+def _restricted(content: bytes) -> Any:
+    unpickler = _MetadataUnpickler(io.BytesIO(content))
+    try:
+        return unpickler.load()
+    finally:
+        unpickler.check_classes()
+
+
+def read_metadata(folder: Path, weights_only: bool) -> Metadata:
+    """Read DCP's description of a checkpoint directory.
+
+    Args:
+        weights_only: Build nothing but the description. False runs whatever the file says.
+
+    Raises:
+        pickle.UnpicklingError: It needs ``weights_only=False``.
+        ValueError: It is cut off, damaged or something else.
+    """
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    path = folder / METADATA_FILENAME
+    content = path.read_bytes()
+    try:
+        metadata = _restricted(content) if weights_only else pickle.loads(content)
+    except _RefusedError as error:
+        raise pickle.UnpicklingError(
+            f"`{path}` asks for {error}, which the description of a checkpoint does not need: it "
+            f"may be an attack. Nothing was run. If you trust the whole folder, {HOW_TO_TRUST}."
+        ) from error
+    except Exception as error:  # a damaged pickle raises nearly everything
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"`{path}` is cut off or damaged ({reason}). {REMEDY}") from error
+    if not isinstance(metadata, Metadata):
+        kind = type(metadata).__name__
+        raise ValueError(f"`{path}` holds a {kind} instead of DCP's Metadata. {REMEDY}")
+    return metadata
+
+
+def needed_nbytes(folder: Path, metadata: Metadata) -> dict[str, int]:
+    """How long each data file must at least be, by name.
+
+    Raises:
+        ValueError: The description does not have its usual form, or refers to other folders.
+    """
+    needed: dict[str, int] = {}
+    try:
+        for info in (metadata.storage_data or {}).values():
+            end = info.offset + info.length
+            needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
+        outside = [name for name in needed if Path(name).name != name]
+        for part in (metadata.state_dict_metadata, metadata.planner_data or {}):
+            part.items()
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"`{folder / METADATA_FILENAME}` is damaged or was not written by "
+            f"torch.distributed.checkpoint ({error}). {REMEDY}"
+        ) from error
+    if outside:
+        raise ValueError(
+            f"`{folder / METADATA_FILENAME}` refers to `{outside[0]}`: data files lie in the "
+            f"folder itself. {REMEDY}"
+        )
+    return needed

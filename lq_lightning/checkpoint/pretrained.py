@@ -61,7 +61,7 @@ class _Stored:
                     "`load_pretrained` was called. Resize layers before it, and leave the files "
                     "as they are until the strategy has set up the module."
                 )
-            # of mapped memory, not a copy
+            # `entry` is mapped memory: only these rows are read
             local_tensor(tensor.detach()).copy_(entry[shard_slices(tensor)])
 
 
@@ -70,11 +70,10 @@ class _Reset:
     """Stands in for ``reset_parameters`` of one module, once.
 
     Attributes:
-        owner: The module.
-        stored: Where its tensors come from, by their names in it.
-        initialize: Gives values to the others; None if there are none.
-        filled: What this load has filled so far, by id: the tensor, which keeps its id from being
-            used again, and what it was filled with.
+        stored: Stored tensors by their names in the module.
+        initialize: Function that fills the others; None if there are none.
+        filled: Filled tensors by id: the tensor itself, which keeps its id from being
+            used again, and its source.
     """
 
     owner: nn.Module
@@ -114,8 +113,8 @@ def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) ->
 
     Call it in ``configure_model``, right after the module was made under ``torch.device("meta")``.
     The weights are read once the strategy has cut the module into stages and sharded it, and each
-    rank reads what it holds, before a checkpoint given as ``ckpt_path`` is loaded. What is not on
-    the meta device is filled at once, sharded or not. Resize layers and tie weights before.
+    rank reads its own part, before a checkpoint given as ``ckpt_path`` is loaded. Tensors that are
+    not on the meta device are filled at once, sharded or not. Resize layers and tie weights before.
 
     Values are converted to the dtypes of the module. Of tied weights one name in the files is
     enough. Buffers that are in no file, such as the frequencies of rotary embeddings, are computed
@@ -164,13 +163,11 @@ def _fill(
     initialize: Callable[[], object] | None,
     filled: dict[int, tuple[Tensor, _Stored]],
 ) -> None:
-    """Fill a module's own tensors, those on the meta device later.
+    """Fill a module's own tensors; tensors on the meta device are filled later.
 
     Args:
-        owner: The module.
-        found: What is in the files, by ids of tensors.
-        initialize: What else gives values to the module, if it is one of transformers.
-        filled: For :class:`_Reset`.
+        found: Stored tensors by the id of a tensor of the module.
+        initialize: Initializer of the module, if it is one of transformers.
     """
     later = {}
     complete = True

@@ -11,11 +11,9 @@ import torch.distributed as dist
 
 from lq_lightning.foundation.agreement import first_other, gather_objects
 
-__all__ = ["ALONE", "RankGroup"]
-
 T = TypeVar("T")
 
-# Errors that travel to other ranks as what they are; everything else arrives as a RuntimeError.
+# Errors that keep their class on other ranks; everything else arrives as a RuntimeError.
 _KINDS = (
     FileNotFoundError,
     OSError,
@@ -29,7 +27,7 @@ _KINDS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankGroup:
-    """Some ranks and what they do about a checkpoint together. Objects travel, not tensors.
+    """Ranks that handle a checkpoint together. They exchange objects, not tensors.
 
     Attributes:
         group: Their process group; ``None`` is the world, or this process if there is no group.
@@ -51,7 +49,7 @@ class RankGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank does what only one may do."""
+        """Whether this is the rank that does what only one may do."""
         return self.rank == 0
 
     def broadcast(self, value: T) -> T:

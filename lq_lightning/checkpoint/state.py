@@ -17,21 +17,6 @@ from lq_lightning.checkpoint.ranks import ALONE, RankGroup
 from lq_lightning.foundation.parameters import clean_name, tied_names
 from lq_lightning.optim import QuantizedOptimizer, refuse_codes
 
-__all__ = [
-    "check_optimizer",
-    "full_state",
-    "gather_tensors",
-    "load_like",
-    "load_model",
-    "load_optimizer",
-    "load_sharded_like",
-    "load_sharded_model",
-    "load_sharded_optimizer",
-    "merge_parameter_groups",
-    "optimizer_state_by_name",
-]
-
-
 _NO_ALIASES: Mapping[str, str] = {}
 
 
@@ -107,9 +92,8 @@ def load_model(
 
     Args:
         module: This rank's part of the model, or all of it.
-        state: Of the whole model.
-        strict: Whether all names have to fit.
-        ranks: Those that hold the whole model together; all of them must call this.
+        state: State of the whole model.
+        ranks: The ranks that hold the whole model together and call this.
 
     Raises:
         RuntimeError: Names or shapes do not fit on some rank (names only if ``strict``).
@@ -136,10 +120,8 @@ def load_optimizer(
     """Load a full optimizer state, keyed by position as torch does, or by parameter name.
 
     Args:
-        module: Has the optimizer's parameters.
-        optimizer: To be loaded.
-        state: Of the optimizer, or by name of one that has more parameters.
-        aliases: Name of a parameter in ``module`` -> its name in ``state``, where they differ.
+        state: State of the optimizer, or by name of one that has more parameters.
+        aliases: Name in ``state`` by name of a parameter in ``module``, where they differ.
         strict: Whether a state by name has to have all of the optimizer's parameters.
 
     Raises:
@@ -234,10 +216,6 @@ def merge_parameter_groups(state: dict[str, Any], ranks: RankGroup) -> dict[str,
 
     Ranks with other parts of the model have other parameters in the group of an index. Groups of
     one index with equal hyperparameters become one; others follow at the end.
-
-    Args:
-        state: What :func:`optimizer_state_by_name` returned.
-        ranks: All that write the checkpoint.
     """
     merged: dict[tuple[int, str], dict[str, Any]] = {}
     for groups in ranks.all_gather(state.get("param_groups", [])):
@@ -333,8 +311,8 @@ def load_sharded_optimizer(
 ) -> None:
     """Load an optimizer's state by parameter name from a checkpoint of any world size.
 
-    ``place`` says where it lies, see :func:`optimizer_place`; ``aliases`` are names in the
-    checkpoint, by those in ``module``. Parameters without stored state keep none, as those that
+    ``place`` is its path in the checkpoint; ``aliases`` are names in the checkpoint, by those in
+    ``module``. Parameters without stored state keep none, as those that
     never had a gradient.
 
     Raises:

@@ -149,7 +149,7 @@ class FullyShardedPrecision(Precision):
             # Autocast drops its casts where a thread leaves its outermost context. Here that is
             # this one, which is switched off for the backward passes. They run in this thread,
             # since autograd's own has no outer context: checkpointing enters one there. Nor is
-            # there a cache for them: what computes again in autocast may do so from leaves, which
+            # there a cache for them: recomputation in autocast may start from leaves, which
             # autocast takes for weights.
             with (
                 torch.autocast(self.device_type, enabled=False, cache_enabled=False),

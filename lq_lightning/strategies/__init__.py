@@ -1,7 +1,15 @@
-"""Lightning strategies."""
+"""Lightning strategies, and what a strategy of one's own is made of."""
 
 from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
+from lq_lightning.strategies.optimizer_steps import StrategyPart
+from lq_lightning.strategies.options import FSDPOptions
 from lq_lightning.strategies.quantized_fsdp import QuantizedFSDPStrategy
 from lq_lightning.strategies.quantized_pipeline import QuantizedPipelineStrategy
 
-__all__ = ["FullyShardedStrategy", "QuantizedFSDPStrategy", "QuantizedPipelineStrategy"]
+__all__ = [
+    "FSDPOptions",
+    "FullyShardedStrategy",
+    "QuantizedFSDPStrategy",
+    "QuantizedPipelineStrategy",
+    "StrategyPart",
+]

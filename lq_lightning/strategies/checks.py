@@ -1,4 +1,4 @@
-"""Refuse, before the first step, what does not work on a sharded model."""
+"""Checks before the first step: modules, callbacks and optimizers that cannot be sharded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from torch import Tensor, nn, optim
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn, optim
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -25,15 +26,6 @@ from lq_lightning.checkpoint.files import is_local, put_back
 from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.foundation.parameters import shares_memory_within
 
-__all__ = [
-    "check_callbacks",
-    "check_fully_sharded",
-    "check_loss",
-    "check_optimizer",
-    "check_shardable",
-    "check_start",
-]
-
 _WRAPPERS = (FullyShardedDataParallel, DistributedDataParallel, DataParallel)
 
 # Their updates need operations that torch does not have for DTensors.
@@ -42,7 +34,7 @@ _UNSUPPORTED_IF_FUSED = (optim.Adagrad, optim.SGD)
 
 
 def check_shardable(root: nn.Module) -> None:
-    """Refuse, before anything is changed, what FSDP2 cannot shard.
+    """Refuse modules that FSDP2 cannot shard, before anything is changed.
 
     Raises:
         TypeError: A submodule is wrapped by FSDP1, DDP or DataParallel.
@@ -173,14 +165,47 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
             )
 
 
+def check_device(strategy: ModelParallelStrategy, synchronizes_layers: bool) -> None:
+    """Refuse devices that do not go with the strategy's other options.
+
+    Raises:
+        ValueError: This process has no device, or one that is not supported, or not by the backend
+            or by synchronized batch norm.
+    """
+    devices = len(strategy.parallel_devices or ())
+    if strategy.local_rank >= devices:
+        raise ValueError(
+            f"this is process {strategy.local_rank + 1} of its machine, but the Trainer has "
+            f"`devices={devices}` there: give it as many as processes were started "
+            "(`torchrun --nproc-per-node`). On CPUs `devices='auto'` is 1."
+        )
+    device = strategy.root_device.type
+    if device not in ("cpu", "cuda"):
+        raise ValueError(
+            f"`accelerator={device!r}` is not supported by `{type(strategy).__name__}`: choose "
+            "'cpu' or 'cuda'."
+        )
+    if device == "cpu" and synchronizes_layers and strategy.world_size > 1:
+        raise ValueError(
+            "`sync_batchnorm=True` needs GPUs, but the accelerator is 'cpu', for which torch "
+            "has no synchronized batch norm: leave it out, or set `accelerator='cuda'`."
+        )
+    backend = strategy.process_group_backend or ""
+    if device == "cpu" and "nccl" in backend:
+        raise ValueError(
+            f"`process_group_backend={backend!r}` needs GPUs, but the accelerator is 'cpu': "
+            "leave it out (gloo is used), or set `accelerator='cuda'`."
+        )
+
+
 def check_start(callbacks: Sequence[Any], ranks: RankGroup) -> None:
     """Refuse to begin anew because the checkpoint to go on from had lost its name.
 
     Lightning's search finds every other one that a killed run has set aside.
 
     Args:
-        callbacks: Those of the Trainer.
-        ranks: All of them call this.
+        callbacks: The Trainer's.
+        ranks: The ranks that call this together.
 
     Raises:
         RuntimeError: The checkpoint of ``OnExceptionCheckpoint`` was set aside. It is back.
@@ -219,21 +244,3 @@ def check_optimizer(optimizer: Optimizer) -> None:
         "or Muon, or SGD or Adagrad without `fused`; `QuantizedPrecision` makes the states of Adam "
         "and AdamW as small as a quarter. Or run on one rank."
     )
-
-
-def check_loss(loss: Tensor) -> None:
-    """Refuse a loss that was computed from parameters that are sharded at that time.
-
-    Raises:
-        RuntimeError: The loss is a DTensor.
-    """
-    if isinstance(loss, DTensor):
-        raise RuntimeError(
-            "the loss is a DTensor: something like `sum(p.pow(2).sum() for p in self.parameters())`"
-            " entered it, but where a step computes with parameters, only those that belong to no "
-            "unit are whole, all others are shards. Give the optimizer `weight_decay`; any other "
-            "penalty on weights enters through its gradient, in the hook "
-            "`on_before_optimizer_step`, where parameters and gradients are shards alike: "
-            "`p.grad.add_(p.detach(), alpha=2 * strength)` for every `p` of "
-            "`self.parameters()` that has a `p.grad`."
-        )

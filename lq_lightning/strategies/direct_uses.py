@@ -1,4 +1,4 @@
-"""What code of a step does with sharded parameters, told apart: use their values, or handle them.
+"""Direct uses of sharded parameters in a step: computing with values, or handling parameters.
 
 Between the calls of modules the parameters of the root are shards, as optimizers, clipping and
 writes need them. A step may also compute with one directly, as in ``F.linear(x, self.emb.weight)``,
@@ -20,15 +20,13 @@ from torch.distributed.tensor import DTensor
 from lq_lightning._compat.modes import SuspendableMode
 from lq_lightning.strategies.failures import is_refused_for_shards
 
-__all__ = ["DirectUses"]
-
 # Properties that are part of the computation; all others (`data`, `grad`, `shape`) are not.
 _VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-# What leaves torch needs the whole value, also without a gradient.
+# Functions that take values out of torch need whole ones, also without a gradient.
 _VALUES = frozenset(
     ("item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__")
 )
-# Questions about a parameter, and what makes others like it.
+# Questions about a parameter, and functions that make others like it.
 _HANDLING = frozenset(
     (
         *("detach", "detach_", "requires_grad_", "retain_grad", "register_hook"),
@@ -53,7 +51,7 @@ class DirectUses(SuspendableMode):
       properties, gets shards.
     - With gradients enabled any other function of a trained parameter gets its gathered values.
     - A function that mixes shards with other tensors, or takes values out of torch, gets gathered
-      parameters, and whole tensors for what was computed from shards without gradients.
+      parameters, and whole tensors of results that were computed from shards without gradients.
     - Anything else (averages of weights, norms of gradients) computes with shards if torch can.
 
     Args:
@@ -151,7 +149,7 @@ class DirectUses(SuspendableMode):
         found = self._gathered(tensor)
         if found is not None:
             return found
-        # torch refuses what belongs to a unit, or would need the gradient of such a mixture
+        # torch refuses parameters of a unit, and mixtures that would need a gradient
         if tensor.requires_grad or isinstance(tensor, nn.Parameter):
             return tensor
         return tensor.full_tensor()

@@ -1,27 +1,30 @@
-"""FSDP2 as a Lightning strategy: the part of ``quantized_fsdp`` that knows nothing of codecs.
+"""FSDP2 as a Lightning strategy: the base class of all strategies of this package.
 
-What it adds to Lightning's ``ModelParallelStrategy``: it shards any LightningModule by itself,
-gathers in its steps what belongs to no unit, defers gradient reduction while accumulating, maps
-precisions, and writes and reads checkpoints of any world size.
+Beyond Lightning's ``ModelParallelStrategy`` it shards any LightningModule by itself, gathers the
+root's parameters in steps, quantizes collectives, defers gradient reduction in accumulation, maps
+precisions, and writes and reads checkpoints of any world size. It holds a part for each of these,
+and turns Lightning's hooks into calls of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from datetime import timedelta
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import LBFGS
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lq_lightning._compat.launcher import launcher_where_it_runs
@@ -33,68 +36,62 @@ from lq_lightning._compat.lightning import (
     take_compiler,
     use_own_sampling,
 )
-from lq_lightning._compat.modules import initialize_root
+from lq_lightning._compat.modules import initialize_root, reset_iteration
 from lq_lightning.checkpoint import state
 from lq_lightning.checkpoint.by_name import check_alike
+from lq_lightning.checkpoint.checkpointer import (
+    ALL_RANKS,
+    Checkpointer,
+    ModelLayout,
+    show_shards,
+)
 from lq_lightning.checkpoint.files import replace_link
 from lq_lightning.checkpoint.ranks import RankGroup
+from lq_lightning.data_parallel import PackedAgreement, QuantizedCommunication, Topology
+from lq_lightning.foundation.agreement import broadcast_module_states
 from lq_lightning.foundation.groups import prepare_groups, shared_mesh
-from lq_lightning.foundation.meta_start import initialize_meta_tensors
+from lq_lightning.foundation.meta_start import check_values, initialize_meta_tensors
+from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.plugins import FullyShardedPrecision
-from lq_lightning.strategies.checks import check_callbacks, check_optimizer, check_start
-from lq_lightning.strategies.failures import begin_run, explain_lost_rank
-from lq_lightning.strategies.gradients import DeferredReduction, FiniteGradients
-from lq_lightning.strategies.options import (
-    check_backend,
-    check_flag,
-    check_option_names,
-    check_timeout,
-    given_options,
+from lq_lightning.strategies.checks import (
+    check_callbacks,
+    check_device,
+    check_optimizer,
+    check_start,
 )
-from lq_lightning.strategies.root_forward import register_evaluation_steps
+from lq_lightning.strategies.collectives import QuantizedCollectives
+from lq_lightning.strategies.failures import Failures, is_lost_rank
+from lq_lightning.strategies.optimizer_steps import OptimizerSteps, StrategyPart, warn_on_first
+from lq_lightning.strategies.options import FSDPOptions, check_option_names, given_options
+from lq_lightning.strategies.root_forward import RootForward, check_loss, register_evaluation_steps
 from lq_lightning.strategies.sharding import (
+    ChosenUnits,
+    ShardedModule,
     Sharding,
+    ShardingPlan,
+    UnitSelector,
     check_settings,
     compile_units,
+    find_units,
     remember,
     shard,
     sharded,
 )
-from lq_lightning.strategies.steps import SteppingStrategy
-from lq_lightning.strategies.stop_signal import StopSignal
-from lq_lightning.strategies.units import (
-    ChosenUnits,
-    ShardingPlan,
-    UnitSelector,
-    check_selector,
-    find_units,
-)
-
-__all__ = ["DEFAULT_TIMEOUT", "FullyShardedStrategy"]
-
-DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class FullyShardedStrategy(SteppingStrategy):
+class FullyShardedStrategy(ModelParallelStrategy):
     """FSDP2 over all ranks for any LightningModule; a plain single-device run on one rank.
 
+    Subclasses take options as keywords, and add parts of their own to ``parts``.
+
     Args:
-        units: Names of modules that are gathered as one piece, or of their classes, or a predicate.
-            ``None``: what ``configure_model`` sharded, else Hugging Face's ``_no_split_modules``,
-            else repeated blocks.
-        reshard_after_forward: Free a unit's weights between forward and backward.
-        reduce_every_microbatch: With ``accumulate_grad_batches``, reduce gradients in every
-            micro-batch (less memory) instead of once per optimizer step (less traffic).
-        skip_nonfinite_steps: Leave out optimizer steps with infinite or NaN gradients, on all ranks
-            together, and count them in ``num_skipped_steps``. Gradients are looked at before
-            ``on_before_optimizer_step`` and clipping, and once more after both.
-        compile_units: ``torch.compile`` the forward of each unit.
-        save_distributed_checkpoint: On several ranks write checkpoint directories with one file per
-            rank; otherwise, and always on one rank, single files.
-        verify_checkpoints: Compare checkpoints with their checksums before anything is loaded.
-        process_group_backend: ``None`` for NCCL on GPUs and gloo on CPUs.
-        timeout: How long a collective waits for the other ranks before the run fails; a number is
-            seconds.
+        options: The options that all strategies share.
+
+    Attributes:
+        parts: Receivers of the hooks of steps and checkpoints, in this order.
+        step_group: The ranks that take or skip an optimizer step together; None are all.
+        meeting: Whether all ranks wait for each other before the next batch; None: always.
+        why_alone: Reason for warnings where this rank shares its module with no other.
 
     Raises:
         ValueError: An option has a value outside its choices.
@@ -102,6 +99,9 @@ class FullyShardedStrategy(SteppingStrategy):
     """
 
     given: dict[str, object]  # options without those that have their defaults
+    step_group: dist.ProcessGroup | None = None
+    meeting: Callable[[], bool] | None = None
+    why_alone = "there is one rank, which sends nothing"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> FullyShardedStrategy:
         """Name unknown options.
@@ -114,44 +114,29 @@ class FullyShardedStrategy(SteppingStrategy):
         strategy.given = given_options(cls, args, kwargs)
         return strategy
 
-    def __init__(
-        self,
-        units: list[str] | Callable[[nn.Module], bool] | None = None,
-        reshard_after_forward: bool = True,
-        reduce_every_microbatch: bool = False,
-        skip_nonfinite_steps: bool = False,
-        compile_units: bool = False,
-        save_distributed_checkpoint: bool = True,
-        verify_checkpoints: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
-    ) -> None:
+    def __init__(self, options: FSDPOptions) -> None:
         """Check and keep the options; nothing is started."""
         owner = type(self).__name__
-        for name, value in (
-            ("reshard_after_forward", reshard_after_forward),
-            ("reduce_every_microbatch", reduce_every_microbatch),
-            ("skip_nonfinite_steps", skip_nonfinite_steps),
-            ("compile_units", compile_units),
-            ("save_distributed_checkpoint", save_distributed_checkpoint),
-            ("verify_checkpoints", verify_checkpoints),
-        ):
-            check_flag(owner, name, value)
-        check_selector(units)
-        check_backend(owner, process_group_backend)
+        options.check(owner)
         self._attached_module: LightningModule | None = None
         self._default_precision = FullyShardedPrecision()
         super().__init__(
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            verify_checkpoints=verify_checkpoints,
-            process_group_backend=process_group_backend,
-            timeout=check_timeout(owner, timeout),
+            save_distributed_checkpoint=options.save_distributed_checkpoint,
+            process_group_backend=options.process_group_backend,
+            timeout=options.duration(owner),
         )
-        self._units: UnitSelector = units
-        self._reshard_after_forward = reshard_after_forward
-        self._reduce_every_microbatch = reduce_every_microbatch
-        self._finite_gradients = FiniteGradients() if skip_nonfinite_steps else None
-        self._compile_units = compile_units
+        self._options = options
+        self._failures = Failures(self)
+        self._steps = OptimizerSteps(options.skip_nonfinite_steps, options.reduce_every_microbatch)
+        self._collectives = QuantizedCollectives(self, options, self.given)
+        self.parts: list[StrategyPart] = [self._steps, self._collectives]
+        self._checkpointer = Checkpointer(
+            self,
+            self.model_layout,
+            self.parts,
+            distributed=options.save_distributed_checkpoint,
+            verify=options.verify_checkpoints,
+        )
 
     # --- for subclasses -------------------------------------------------------------------------
 
@@ -159,16 +144,22 @@ class FullyShardedStrategy(SteppingStrategy):
         """Options that sharding bakes into a module and that a later Trainer cannot change."""
         return {
             "precision": self._fsdp_precision.precision,
-            "reshard_after_forward": self._reshard_after_forward,
+            "reshard_after_forward": self._options.reshard_after_forward,
+            "node_size": self.topology().node_size if self.world_size > 1 else 1,
+            "local_steps": None,
+            "min_quantized_numel": self._options.min_quantized_numel,
+            "weights": self._collectives.weights,
+            "gradients": self._collectives.gradients,
+            "seed": self._options.seed,
         }
 
     def on_sharded(self, module: LightningModule) -> Any:
         """Called once per module after it was sharded; the result is kept with the module."""
-        return None
+        return self._collectives.install(module, self.replica_topology(), None)
 
     def unit_selector(self) -> UnitSelector | ChosenUnits:
         """Which modules are gathered as one piece."""
-        return self._units
+        return self._options.units
 
     def place_module(self, module: LightningModule) -> None:
         """Bring the module into the form and to the device that this rank trains it in.
@@ -178,6 +169,81 @@ class FullyShardedStrategy(SteppingStrategy):
         self._shard_once(module)
         initialize_root(cast(FSDPModule, module))
         register_evaluation_steps(module)
+
+    def topology(self) -> Topology:
+        """Ranks and nodes of this run.
+
+        Raises:
+            ValueError: The node size does not divide the world size.
+        """
+        size = self._options.node_size or self.num_processes
+        return Topology(world_size=self.world_size, rank=self.global_rank, node_size=size)
+
+    def replica_topology(self) -> Topology:
+        """Ranks and nodes that share the shards of a module."""
+        return self.topology()
+
+    def model_layout(self) -> ModelLayout:
+        """How the attached module is spread over the ranks."""
+        return ModelLayout(module=self._require_module())
+
+    # --- public state ---------------------------------------------------------------------------
+
+    @property
+    def communication(self) -> QuantizedCommunication | None:
+        """The quantized collectives in use; ``None`` on one rank, before ``setup``, or if off."""
+        return self._collectives.communication
+
+    @property
+    def sharding_plan(self) -> ShardingPlan | None:
+        """The units of the attached module; ``None`` before ``setup`` and on one rank."""
+        return None if self._sharded is None else self._sharded.plan
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Optimizer steps that ``skip_nonfinite_steps`` left out."""
+        return self._steps.num_skipped
+
+    def quantization_report(self) -> QuantizationReport | None:
+        """Report bytes and errors of the quantized collectives, and the number of skipped steps."""
+        if self.communication is None:
+            return None
+        report = self.communication.quantization_report()
+        return replace(report, totals={"skipped_steps": self.num_skipped_steps, **report.totals})
+
+    def measure_quantization_errors(self, measure: bool) -> None:
+        """Measure the errors of the quantized collectives, or no longer."""
+        if self.communication is not None:
+            self.communication.measure_quantization_errors(measure)
+
+    def _require_module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise RuntimeError(
+                "the strategy has no LightningModule yet: call a Trainer method first"
+            )
+        return self.lightning_module
+
+    @property
+    def _is_sharded(self) -> bool:
+        return isinstance(self._attached_module, FSDPModule)
+
+    @property
+    def _sharded(self) -> ShardedModule | None:
+        return sharded(self._attached_module)
+
+    @property
+    def _forward(self) -> RootForward | None:
+        return None if self._sharded is None else self._sharded.forward
+
+    @property
+    def _manual(self) -> RootForward | None:
+        """The forward of a module whose ``training_step`` runs backward and optimizers itself."""
+        module = self._attached_module
+        return None if module is None or module.automatic_optimization else self._forward
+
+    @property
+    def _agreement(self) -> PackedAgreement | None:
+        return None if self._sharded is None else self._sharded.agreement
 
     # --- environment ----------------------------------------------------------------------------
 
@@ -227,18 +293,16 @@ class FullyShardedStrategy(SteppingStrategy):
         """Start the process group and the device mesh, once.
 
         Raises:
-            ValueError: Device, backend or ``CheckpointIO`` do not fit.
+            ValueError: Topology, device, backend or ``CheckpointIO`` do not fit.
         """
-        begin_run()
-        self._is_set_up = self._training_began = False
-        self._why_not_saved = None
-        self._deferred_load = None
-        self._check_devices()
-        self.check_checkpoint_io()
+        if self.world_size > 1:
+            self.topology()
+        self._failures.begin_run()
+        check_device(self, synchronizes_layers=self._layer_sync is not None)
+        self._checkpointer.begin_run()
         self._fsdp_precision.device_type = self.root_device.type
-        finite = self._finite_gradients
-        self._fsdp_precision.look_at_gradients = None if finite is None else finite.look
-        with explain_lost_rank(self.global_rank, self.world_size):
+        self._fsdp_precision.look_at_gradients = self._steps.examine if self._steps.skips else None
+        with self._failures.explained():
             if self._device_mesh is not None and dist.is_initialized():
                 Strategy.setup_environment(self)
                 prepare_groups(self._timeout)
@@ -249,67 +313,40 @@ class FullyShardedStrategy(SteppingStrategy):
                 self._device_mesh = shared_mesh(self.root_device.type, axes)
         set_device_mesh(self._require_module(), self._device_mesh)
 
-    def _check_devices(self) -> None:
-        devices = len(self.parallel_devices or ())
-        if self.local_rank >= devices:
-            raise ValueError(
-                f"this is process {self.local_rank + 1} of its machine, but the Trainer has "
-                f"`devices={devices}` there: give it as many as processes were started "
-                "(`torchrun --nproc-per-node`). On CPUs `devices='auto'` is 1."
-            )
-        device = self.root_device.type
-        if device not in ("cpu", "cuda"):
-            raise ValueError(
-                f"`accelerator={device!r}` is not supported by `{type(self).__name__}`: choose "
-                "'cpu' or 'cuda'."
-            )
-        if device == "cpu" and self._layer_sync is not None and self.world_size > 1:
-            raise ValueError(
-                "`sync_batchnorm=True` needs GPUs, but the accelerator is 'cpu', for which torch "
-                "has no synchronized batch norm: leave it out, or set `accelerator='cuda'`."
-            )
-        backend = self._process_group_backend or ""
-        if device == "cpu" and "nccl" in backend:
-            raise ValueError(
-                f"`process_group_backend={backend!r}` needs GPUs, but the accelerator is 'cpu': "
-                "leave it out (gloo is used), or set `accelerator='cuda'`."
-            )
-
     def tensor_init_context(self, empty_init: bool | None = None) -> Any:
         """Where ``trainer.init_module`` and ``configure_model`` create tensors."""
         if self.world_size == 1:
             return Strategy.tensor_init_context(self, empty_init)
         return super().tensor_init_context(empty_init)
 
-    # --- setup ------------------------------------------------------------------------------------
+    # --- setup ----------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the module if that was not done yet, then make the optimizers."""
-        module = self._require_module()
+        module, fits = self._require_module(), trainer.state.fn == TrainerFn.FITTING
         replace_checkpoint_links(trainer, replace_link)
-        if trainer.state.fn == TrainerFn.FITTING:
-            check_start(trainer.callbacks, self.checkpoint_ranks)  # type: ignore[attr-defined]
+        if fits:
+            check_start(trainer.callbacks, ALL_RANKS)  # type: ignore[attr-defined]
         shared = self.world_size > 1
         if not shared and not any(isinstance(m, FSDPModule) for m in module.modules()):
             self._setup_single(trainer, module)
             return
         if self.accelerator is None:
             raise AssertionError("the Trainer sets the accelerator before `setup`")
-        self._stop_signal = None
         if shared:
-            self._stop_signal = StopSignal(trainer, self.root_device, self.meeting)
+            self._failures.heed_stop_signal(trainer, self.meeting)
         self.accelerator.setup(trainer)
         check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
-        with explain_lost_rank(self.global_rank, self.world_size):
+        with self._failures.explained():
             self.place_module(module)
-            self.run_deferred_load()
+            self._checkpointer.run_deferred_load()  # before optimizers are made, as on one device
         for submodule in module.modules():
             if isinstance(submodule, Metric):
                 submodule.to(self.root_device)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fits:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fits:
             if self._is_sharded:
                 for optimizer in self.optimizers:
                     check_optimizer(optimizer)
@@ -320,39 +357,34 @@ class FullyShardedStrategy(SteppingStrategy):
     def _setup_single(self, trainer: Trainer, module: LightningModule) -> None:
         use_own_sampling(trainer)
         initialize_meta_tensors(module, self.root_device)
-        if self._units is not None or self._compile_units:
-            plan = find_units(module, self._units)
-            if self._compile_units:
+        if self._options.units is not None or self._options.compile_units:
+            plan = find_units(module, self._options.units)
+            if self._options.compile_units:
                 compile_units(module, plan)
         Strategy.setup(self, trainer)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        self.run_deferred_load()  # only called on the single-device path
+        self._checkpointer.run_deferred_load()  # only called on the single-device path
         return model
 
     def _shard_once(self, module: LightningModule) -> None:
         known = sharded(module)
-        if known is None:
-            sharding = Sharding(
-                units=self.unit_selector(),
-                reshard_after_forward=self._reshard_after_forward,
-                compile_units=self._compile_units,
-                precision=self._fsdp_precision,
-                mesh=self.device_mesh["data_parallel"],
-                device=self.root_device,
-                layer_sync=self._layer_sync,
-            )
-            known = shard(module, sharding, self.settings())
-            known.extra = self.on_sharded(module)
-            remember(module, known)
-            rank_zero_info(known.plan.summary())
-        else:
+        if known is not None:
             check_settings(module, known.settings, self.settings())
-
-    @property
-    def sharding_plan(self) -> ShardingPlan | None:
-        """The units of the attached module; ``None`` before ``setup`` and on one rank."""
-        return None if self._sharded is None else self._sharded.plan
+            return
+        sharding = Sharding(
+            units=self.unit_selector(),
+            reshard_after_forward=self._options.reshard_after_forward,
+            compile_units=self._options.compile_units,
+            precision=self._fsdp_precision,
+            mesh=self.device_mesh["data_parallel"],
+            device=self.root_device,
+            layer_sync=self._layer_sync,
+        )
+        known = shard(module, sharding, self.settings())
+        known.extra = self.on_sharded(module)
+        remember(module, known)
+        rank_zero_info(known.plan.summary())
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers and check that they update the sharded parameters.
@@ -362,21 +394,19 @@ class FullyShardedStrategy(SteppingStrategy):
             NotImplementedError: L-BFGS with ``skip_nonfinite_steps``.
         """
         super().setup_optimizers(trainer)
-        self.num_skipped_steps = 0
-        self._deferred = DeferredReduction(self._require_module()) if self._is_sharded else None
-        for index, optimizer in enumerate(self.optimizers):
-            if self._finite_gradients is not None and isinstance(optimizer, LBFGS):
-                raise NotImplementedError(
-                    "`skip_nonfinite_steps=True` does not work with `LBFGS`, which evaluates the "
-                    "loss several times in a step: set it to False or use another optimizer."
-                )
-            if self._is_sharded:
+        self._steps.set_up(self._require_module(), self.optimizers)
+        if self._is_sharded:
+            for index, optimizer in enumerate(self.optimizers):
                 state.check_optimizer(self._require_module(), optimizer, index)
+        if self.replica_topology().world_size == 1:
+            names = ("weights", "gradients", "replica")
+            self._collectives.warn_without_effect(names, self.why_alone)
+        self._collectives.follow(self.optimizers)
 
     def teardown(self) -> None:
         """Finish saves; on one rank also move the model to the CPU, as a single device does."""
         module = self.lightning_module
-        # what was refused before it had values cannot be moved
+        # a module that was refused on the meta device has no values to move
         on_meta = module is not None and any(p.is_meta for p in module.parameters())
         if self._is_sharded or on_meta:
             ModelParallelStrategy.teardown(self)
@@ -384,5 +414,266 @@ class FullyShardedStrategy(SteppingStrategy):
         else:
             ParallelStrategy.teardown(self)
 
+    # --- forward --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _guard(self) -> Generator[None, None, None]:
+        """Leave FSDP2 usable after an error (such as out of memory), explain a lost rank."""
+        check_values(self._require_module())
+        with self._failures.explained():
+            try:
+                yield
+            except Exception as error:
+                if not is_lost_rank(error):
+                    # the others wait in a collective, and will find the note when it fails
+                    self._failures.tell_others(error)
+                    if self._is_sharded:
+                        self._drop_step()
+                raise
+
+    def _drop_step(self) -> None:
+        for part in self.parts:  # first: FSDP2's reset frees memory that reductions write to
+            part.on_step_error()
+        if self._agreement is not None:
+            self._agreement.forget()
+        reset_iteration(self._require_module())
+
+    @contextmanager
+    def root_forward(self) -> Generator[None, None, None]:
+        """Keep the root's own parameters gathered, and in their modules, for several calls.
+
+        A hook may call submodules without it, as in ``self.net(x)``; each call then gathers by
+        itself. This gathers once for all of them, for example around ``self.model.generate(...)``,
+        and for code that reads parameters of the root without a call. All ranks together; without
+        gradients, except in ``training_step``. Harmless where nothing is sharded.
+        """
+        forward = self._forward
+        with _NOTHING if forward is None else forward.gathered():
+            yield
+
+    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._guard():
+            result = step(*args, **kwargs)
+        if self._is_sharded:
+            # hooks see shards, as in training; FSDP2 would keep the root gathered
+            show_shards(self._attached_module)
+        return result
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``training_step``, whose calls of submodules are in a forward of the root unit."""
+        forward = self._forward
+        with self._guard():
+            if forward is None:
+                return super().training_step(*args, **kwargs)
+            with forward.step() as finish:
+                return finish(super().training_step(*args, **kwargs))
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``validation_step`` as a forward of the root unit."""
+        return self._evaluate(super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``test_step`` as a forward of the root unit."""
+        return self._evaluate(super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``predict_step`` as a forward of the root unit."""
+        return self._evaluate(super().predict_step, *args, **kwargs)
+
+    # --- backward -------------------------------------------------------------------------------
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Check the loss; end the forward in front of a ``manual_backward``."""
+        if self._is_sharded:
+            check_loss(closure_loss)
+        if self._manual is not None:
+            self._manual.before_backward(closure_loss)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Show shards with their gradients to the code after a ``manual_backward``."""
+        if self._manual is not None:
+            self._manual.after_backward()
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Backward, with an explanation if another rank is lost."""
+        with self._guard():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """Accumulate gradients of the backward passes inside without reducing them.
+
+        Lightning enters it for all but the last micro-batch of ``accumulate_grad_batches``. With
+        manual optimization write ``with self.trainer.strategy.block_backward_sync():`` around
+        ``self.manual_backward(loss)`` in all but the last micro-batch.
+        """
+        return self._steps.without_reduction()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Drop the state of an interrupted accumulation, or of gradients without a step."""
+        self._steps.start_batch()
+
+    # --- optimizer ------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure (forward and backward) and step, unless gradients are not finite."""
+        for part in self.parts:
+            part.before_optimizer_step(optimizer)
+        manual, agreement = self._manual, self._agreement
+
+        def run() -> Any:
+            result = closure()
+            if manual is not None:
+                manual.before_update()
+            if agreement is not None:
+                agreement.check()  # raises on all ranks, before a wrong update
+            return result
+
+        with self._failures.explained():
+            if self._steps.skips:
+                result, stepped = self._step_if_finite(optimizer, run, **kwargs)
+            else:
+                result, stepped = super().optimizer_step(optimizer, run, model, **kwargs), True
+            for part in self.parts:
+                part.after_optimizer_step(stepped)
+            if manual is not None:
+                manual.after_update()
+        return result
+
+    def _step_if_finite(
+        self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
+    ) -> tuple[Any, bool]:
+        def run() -> Any:
+            return self._fsdp_precision.run_closure(self._require_module(), optimizer, closure)
+
+        group = self.step_group
+        result, stepped = self._steps.step_if_finite(
+            optimizer, run, self.root_device, group, **kwargs
+        )
+        if not stepped:
+            warn_on_first(
+                group,
+                "optimizer step skipped because of infinite or NaN gradients "
+                f"({self.num_skipped_steps} so far); disable with `skip_nonfinite_steps=False`",
+            )
+        return result, stepped
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    # Trainer passes `weights_only` on only then; the model is loaded after setup all the same.
+    restore_checkpoint_after_setup = False
+    lightning_restore_optimizer = True  # by `load_optimizer_state_dict`, only while fitting
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Writes and reads single-file checkpoints."""
+        self._checkpoint_io = self._checkpointer.complete_io(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def whole_state_dict(self) -> dict[str, Any]:
+        """The state of the whole model on the first rank, nothing elsewhere; all ranks call it."""
+        return self._checkpointer.whole_module_state()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state, with which a save begins; nothing if none can follow."""
+        if not self._failures.can_save(self._require_module()):
+            return {}
+        for part in self.parts:  # may start collectives: all ranks are here
+            part.before_save()
+        return self._checkpointer.module_state()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state; nothing if no save can follow."""
+        if self._failures.why_not_saved is not None:
+            return {}
+        return self._checkpointer.optimizer_state(optimizer)
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | Path,
+        storage_options: Any | None = None,
+    ) -> None:
+        """Write a checkpoint, unless ``fit`` failed so that there is none; a warning says why."""
+        if self._failures.why_not_saved is not None:
+            self._failures.warn_not_saved(filepath)
+            return
+        if self._agreement is not None:
+            self._agreement.finish()  # gradients of other parameters must not get into a file
+        self._checkpointer.save(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint, unless the one that was to replace it is not saved."""
+        if self._failures.why_not_saved is None:
+            self._checkpointer.move_links(filepath)
+            super().remove_checkpoint(filepath)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks, but not behind a save that did not take place."""
+        if self._failures.why_not_saved is None:
+            super().barrier(name)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decide with all ranks, but alone behind a save that did not take place."""
+        if self._failures.why_not_saved is not None:
+            return decision
+        return super().reduce_boolean_decision(decision, all)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint file or directory, see :meth:`Checkpointer.load`."""
+        return self._checkpointer.load(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the model's state now, or once the model is sharded."""
+        self._checkpointer.load_model(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the state of all optimizers, then this package's own entry."""
+        self._checkpointer.load_optimizers(checkpoint)
+
+    # --- begin, end, errors ---------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Note that there is something to continue from here on."""
+        self._failures.training_began = True
+
+    def on_train_end(self) -> None:
+        """Check the last gradients, and stop all ranks after a signal that no batch followed."""
+        if self._agreement is not None:
+            self._agreement.finish()
+        self._failures.training_ends()
+
+    def _share_buffers(self) -> None:
+        """Let all ranks evaluate with the same buffers, such as running statistics."""
+        if self._is_sharded and self.world_size > 1:
+            layout = self.model_layout()
+            group = layout.shard_ranks.group
+            broadcast_module_states(layout.module, parameters=False, group=group)
+
+    on_validation_start = on_test_start = on_predict_start = _share_buffers
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say which rank failed and whether another one is the cause, or explain a use of shards.
+
+        Raises:
+            LostRankError: A collective outside of the steps lost its peer.
+        """
+        self._failures.explain(exception)
+
+
+_NOTHING = nullcontext()
 
 check_precision_with(FullyShardedStrategy, FullyShardedPrecision.check_name)

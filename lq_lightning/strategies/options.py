@@ -1,27 +1,114 @@
-"""The strategies' options: errors and warnings that name the value, and what to do."""
+"""Options of the strategies, and their checks: errors name the value and the remedy."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 
+from lq_lightning.data_parallel import GradientQuantization, WeightQuantization
 from lq_lightning.foundation.checks import is_number, is_whole
+from lq_lightning.strategies.sharding import check_selector
 
-__all__ = [
-    "check_backend",
-    "check_count",
-    "check_flag",
-    "check_option_names",
-    "check_timeout",
-    "given_options",
-    "warn_without_effect",
-]
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+WeightName = Literal["auto", "qWD", "qW", "none"]
+GradientName = Literal["auto", "TLq-HS", "TLq", "ULq", "QuanGrad", "none"]
+ReplicaName = Literal["auto", "full", "node"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FSDPOptions:
+    """Options of every strategy that shards by FSDP2; ``QuantizedFSDPStrategy`` explains them.
+
+    Attributes:
+        weights: How weights are gathered.
+        gradients: How gradients are reduced.
+        replica: Where the weights that differences refer to are kept.
+        node_size: Ranks per node; ``None`` takes it from Lightning.
+        min_quantized_numel: Smaller tensors travel in full precision.
+        units: Which modules are gathered as one piece.
+        reshard_after_forward: Free a unit's weights between forward and backward.
+        reduce_every_microbatch: Do not defer reductions with ``accumulate_grad_batches``.
+        skip_nonfinite_steps: Leave out optimizer steps with infinite or NaN gradients.
+        check_replicas_every_n_steps: Compare checksums of the weight replicas that often; 0 never.
+        on_drift: Reaction to replicas that differ.
+        compile_units: ``torch.compile`` the forward of each unit.
+        save_distributed_checkpoint: Write checkpoint directories with one file per rank.
+        verify_checkpoints: Compare checkpoints with their checksums before anything is loaded.
+        process_group_backend: ``None`` for NCCL on GPUs and gloo on CPUs.
+        timeout: How long a rank waits for others before the run fails; a number is seconds.
+        seed: Base of the seeds of stochastic rounding.
+    """
+
+    weights: WeightName | WeightQuantization = "auto"
+    gradients: GradientName | GradientQuantization = "auto"
+    replica: ReplicaName = "auto"
+    node_size: int | None = None
+    min_quantized_numel: int = 4096
+    units: list[str] | Callable[[nn.Module], bool] | None = None
+    reshard_after_forward: bool = True
+    reduce_every_microbatch: bool = False
+    skip_nonfinite_steps: bool = False
+    check_replicas_every_n_steps: int = 100
+    on_drift: Literal["resync", "raise"] = "resync"
+    compile_units: bool = False
+    save_distributed_checkpoint: bool = True
+    verify_checkpoints: bool = True
+    process_group_backend: str | None = None
+    timeout: timedelta | float | None = DEFAULT_TIMEOUT
+    seed: int = 0
+
+    def check(self, owner: str) -> None:
+        """Refuse values that no run could use; ``QuantizedCollectives`` checks its own options.
+
+        Raises:
+            ValueError: An option has such a value.
+            TypeError: ``units`` selects nothing that is a module.
+        """
+        for field in fields(self):
+            if isinstance(field.default, bool):
+                check_flag(owner, field.name, getattr(self, field.name))
+        check_selector(self.units)
+        _check_backend(owner, self.process_group_backend)
+        check_count(owner, "node_size", 1 if self.node_size is None else self.node_size, 1)
+        check_count(owner, "min_quantized_numel", self.min_quantized_numel, 1)
+        check_count(owner, "check_replicas_every_n_steps", self.check_replicas_every_n_steps, 0)
+        check_count(owner, "seed", self.seed, 0)
+
+    def duration(self, owner: str) -> timedelta | None:
+        """``timeout``, with seconds as a ``timedelta``; ``None`` leaves the choice to torch.
+
+        Raises:
+            ValueError: It is not positive, or something else.
+        """
+        timeout = self.timeout
+        if timeout is None:
+            return None
+        if is_number(timeout) and timeout > 0:
+            return timedelta(seconds=timeout)
+        if isinstance(timeout, timedelta) and timeout > timedelta(0):
+            return timeout
+        allowed = "a positive number of seconds, a `datetime.timedelta`, or None"
+        raise _refused(owner, "timeout", timeout, allowed)
+
+
+def _defaults(cls: type) -> tuple[dict[str, object], bool]:
+    """Defaults of a strategy's options by name, and whether it takes any others as well."""
+    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    found = {n: p.default for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+    takes_others = len(found) < len(parameters)
+    del found["self"]
+    if takes_others and cls.__init__.__module__.startswith("lq_lightning."):  # type: ignore[misc]
+        shared = {field.name: field.default for field in fields(FSDPOptions)}
+        return {**found, **shared, **found}, False  # the class's own first, with its defaults
+    return found, takes_others
 
 
 def check_option_names(cls: type, given: Mapping[str, Any]) -> None:
@@ -30,30 +117,27 @@ def check_option_names(cls: type, given: Mapping[str, Any]) -> None:
     Raises:
         TypeError: ``cls.__init__`` has no such option.
     """
-    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    unknown = [name for name in given if name not in parameters]
-    if unknown:
-        allowed = ", ".join(name for name in parameters if name != "self")
+    known, takes_others = _defaults(cls)
+    unknown = [name for name in given if name not in known]
+    if unknown and not takes_others:
         shown = f"{unknown[0]}={given[unknown[0]]!r}"
-        configs = _configs_with(unknown[0], cls)
+        configs = _configs_with(unknown[0], cls, known)
         remedy = " or ".join(f"`{name}={config}({shown})`" for name, config in configs)
         raise TypeError(
             f"`{cls.__name__}` has no option `{shown}`. {f'Give {remedy}. ' if remedy else ''}"
-            f"Options are: {allowed}."
+            f"Options are: {', '.join(known)}."
         )
 
 
-def _configs_with(option: str, cls: type) -> list[tuple[str, str]]:
+def _configs_with(option: str, cls: type, known: Iterable[str]) -> list[tuple[str, str]]:
     """Options of a class that take a configuration, and its class, where that has this option."""
     # Annotations of a user's subclass may have names that exist for type checkers only.
     ours = next(c for c in cls.__mro__ if c.__module__.startswith("lq_lightning."))
+    hints = {**get_type_hints(FSDPOptions), **get_type_hints(ours.__init__)}  # type: ignore[misc]
     return [
         (name, config.__name__)
-        for name, hint in get_type_hints(ours.__init__).items()  # type: ignore[misc]
-        if name in inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-        for config in get_args(hint)
+        for name in known
+        for config in get_args(hints.get(name))
         if isinstance(config, type) and is_dataclass(config)
         if option in (field.name for field in fields(config))
     ]
@@ -63,9 +147,8 @@ def given_options(
     cls: type, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> dict[str, object]:
     """Options in a call of ``cls`` that do not have their defaults."""
-    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-    given = {**dict(zip(list(parameters)[1:], args, strict=False)), **kwargs}
-    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    defaults, _ = _defaults(cls)
+    given = {**dict(zip(defaults, args, strict=False)), **kwargs}
     return {n: v for n, v in given.items() if n not in defaults or v != defaults[n]}
 
 
@@ -74,7 +157,7 @@ def warn_without_effect(
 ) -> None:
     """Warn on rank zero of options that do nothing in this run, if any of ``names`` was given.
 
-    ``"none"`` does not count, as nothing is what it asks for.
+    ``"none"`` does not count: it asks for no effect.
     """
     found = {name: given[name] for name in names if given.get(name, "none") != "none"}
     if found:
@@ -97,7 +180,7 @@ def _refused(owner: str, name: str, value: object, allowed: str) -> ValueError:
 
 
 def check_flag(owner: str, name: str, value: object) -> None:
-    """Refuse what is no bool, such as the string ``"no"``, which Python takes for true.
+    """Refuse values that are not bool, such as the string ``"no"``, which Python takes for true.
 
     Raises:
         ValueError: ``value`` is something else.
@@ -109,7 +192,7 @@ def check_flag(owner: str, name: str, value: object) -> None:
 def check_count(
     owner: str, name: str, value: object, least: int, config: type | None = None
 ) -> None:
-    """Refuse what is no whole number of at least ``least``.
+    """Refuse anything but a whole number of at least ``least``.
 
     ``config`` is a class of which an instance could be given instead.
 
@@ -121,24 +204,8 @@ def check_count(
         raise _refused(owner, name, value, f"a whole number of {least} or more{instead}")
 
 
-def check_timeout(owner: str, timeout: object) -> timedelta | None:
-    """Take seconds for a ``timedelta``; ``None`` leaves the choice to torch.
-
-    Raises:
-        ValueError: ``timeout`` is not positive, or something else.
-    """
-    if timeout is None:
-        return None
-    if is_number(timeout) and timeout > 0:
-        return timedelta(seconds=timeout)
-    if isinstance(timeout, timedelta) and timeout > timedelta(0):
-        return timeout
-    allowed = "a positive number of seconds, a `datetime.timedelta`, or None"
-    raise _refused(owner, "timeout", timeout, allowed)
-
-
-def check_backend(owner: str, backend: object) -> None:
-    """Refuse what names no backend of ``torch.distributed``.
+def _check_backend(owner: str, backend: object) -> None:
+    """Refuse names that are no backends of ``torch.distributed``.
 
     Raises:
         ValueError: ``backend`` is neither ``None`` nor such a name, or "device:name" pairs of them.

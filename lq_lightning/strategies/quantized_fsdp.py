@@ -2,81 +2,263 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
+from lq_lightning._compat.lightning import set_device_mesh
+from lq_lightning._compat.tensors import local_tensor
+from lq_lightning.checkpoint.checkpointer import ModelLayout
+from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.data_parallel import (
     GradientQuantization,
     LocalSteps,
-    QuantizedCommunication,
+    OuterOptimizer,
+    Topology,
     WeightQuantization,
-    quantize_communication,
+    start_alike,
 )
-from lq_lightning.foundation.checks import check_choice
+from lq_lightning.foundation.agreement import broadcast_module_states, check_same_entries, describe
+from lq_lightning.foundation.groups import RankGroups, shared_mesh
+from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.foundation.reporting import QuantizationReport
-from lq_lightning.strategies.choose_quantization import (
-    WeightOption,
-    choose_quantization,
-    nvlink_inside_nodes,
-)
-from lq_lightning.strategies.fully_sharded import DEFAULT_TIMEOUT
-from lq_lightning.strategies.nodes import NodesStrategy
-from lq_lightning.strategies.options import check_count, warn_without_effect
+from lq_lightning.strategies.collectives import QuantizedCollectives
+from lq_lightning.strategies.failures import Failures
+from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
+from lq_lightning.strategies.optimizer_steps import StrategyPart
+from lq_lightning.strategies.options import DEFAULT_TIMEOUT, FSDPOptions, check_count
 
-__all__ = ["QuantizedFSDPStrategy"]
-
-WeightName = Literal["auto", "qWD", "qW", "none"]
-GradientName = Literal["auto", "TLq-HS", "TLq", "ULq", "QuanGrad", "none"]
-ReplicaName = Literal["auto", "full", "node"]
+NODE, SHARD = "node", "data_parallel"  # axes of the mesh where nodes train alone
 
 
-def _check_name(option: str, value: object, allowed: tuple[object, ...], *configs: type) -> None:
-    check_choice("QuantizedFSDPStrategy", option, value, allowed, *configs)
+class ReplicaGroups(StrategyPart):
+    """The nodes of a run, each of which trains a replica of the model alone.
+
+    Between nodes nothing travels in a step: gradients, their norm, and the decision to skip a step
+    are a node's own. Whatever looks at the weights from outside has an outer step taken first, so
+    that it sees one model: a validation, a checkpoint, the end of ``fit``. So a checkpoint always
+    lies between two cycles, and the next one starts there, in the run that wrote it as in one that
+    resumes.
+
+    Args:
+        strategy: Gives devices and the mesh.
+        config: How nodes train alone.
+        topology: Returns all ranks and nodes of the run.
+        collectives: Exchanges within nodes.
+        failures: Explains lost ranks.
+        min_quantized_numel: Smaller tensors travel in full precision.
+    """
+
+    def __init__(
+        self,
+        strategy: ModelParallelStrategy,
+        config: LocalSteps,
+        topology: Callable[[], Topology],
+        collectives: QuantizedCollectives,
+        failures: Failures,
+        min_quantized_numel: int,
+    ) -> None:
+        self._strategy, self._config, self._topology = strategy, config, topology
+        self._collectives, self._failures = collectives, failures
+        self._min_quantized_numel = min_quantized_numel
+        self._outer: OuterOptimizer | None = None
+
+    @property
+    def are_several(self) -> bool:
+        """Whether this run has several nodes."""
+        return self._topology().num_nodes > 1
+
+    def own_topology(self) -> Topology:
+        """The ranks of this node."""
+        every = self._topology()
+        size = every.node_size
+        return Topology(world_size=size, rank=every.local_rank, node_size=size)
+
+    @property
+    def own_group(self) -> dist.ProcessGroup:
+        """The ranks of this node, which take or skip optimizer steps together."""
+        return self._strategy.device_mesh.get_group(SHARD)
+
+    def all_meet(self) -> bool:
+        """Whether all ranks wait for each other here anyway, as they do behind an outer step."""
+        return self._outer is None or self._outer.steps == 0
+
+    @property
+    def sent_nbytes(self) -> float | None:
+        """Bytes that this rank has sent to other nodes; None without an outer optimizer."""
+        return None if self._outer is None else self._outer.sent_nbytes
+
+    # --- setup ------------------------------------------------------------------------------------
+
+    def check(self, module: LightningModule, synchronizes_layers: bool) -> None:
+        """Refuse runs in which nodes cannot train alone.
+
+        Raises:
+            ValueError: There is one node, or batch norm is to be synchronized.
+        """
+        every, every_steps = self._topology(), self._config.every
+        owner = type(self._strategy).__name__
+        if module.trainer.state.fn == TrainerFn.FITTING and every.num_nodes == 1:
+            raise ValueError(
+                f"`{owner}(local_steps={every_steps})` lets nodes train alone, but this run has "
+                f"one node of {every.node_size} rank(s), which has nobody to be brought together "
+                "with. Leave it out, give the Trainer `num_nodes`, or let a smaller `node_size` "
+                "emulate nodes."
+            )
+        if synchronizes_layers and every.num_nodes > 1:
+            raise ValueError(
+                f"`sync_batchnorm=True` does not go with `{owner}(local_steps={every_steps})`: "
+                "every such layer would wait for the other nodes. Leave one of them out."
+            )
+
+    def make_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return a mesh with an axis of nodes: the given one if it has that."""
+        if NODE in (mesh.mesh_dim_names or ()):
+            return mesh
+        every = self._topology()
+        axes = {NODE: every.num_nodes, SHARD: every.node_size, "tensor_parallel": 1}
+        return shared_mesh(self._strategy.root_device.type, axes)
+
+    def make_alike(self, module: LightningModule) -> None:
+        """Let all nodes start from the weights and buffers of the first; all ranks call it.
+
+        Raises:
+            ValueError: The user has sharded something over other ranks than those of a node. On all
+                ranks: nodes have built different models.
+        """
+        mesh, device = self._strategy.device_mesh, self._strategy.root_device
+        own = mesh[SHARD].mesh.tolist()
+        for name, parameter in module.named_parameters():
+            ranks = parameter.device_mesh.mesh.tolist()  # type: ignore[attr-defined]
+            if ranks != own:
+                raise ValueError(
+                    f"`{name}` is sharded over the ranks {ranks}, but with `local_steps` every "
+                    f"node has a copy, here over {own}: give `fully_shard` the argument "
+                    f'`mesh=self.device_mesh["{SHARD}"]`.'
+                )
+        by_name = sorted(module.named_parameters())
+        check_same_entries(
+            {name: describe(t) for name, t in (*by_name, *module.named_buffers())},
+            None,
+            device,
+            differ="nodes do not have the same model",
+            advice="Build it alike on all of them: names, shapes and dtypes of parameters and "
+            "buffers must not depend on the node, its ranks or its data.",
+        )
+        start_alike([local_tensor(p) for _, p in by_name], mesh.get_group(NODE), device)
+        broadcast_module_states(module, parameters=False)
+
+    def set_up(self, trainer: Trainer, module: LightningModule) -> None:
+        """Make the outer optimizer, for a run of ``fit``."""
+        self._outer = None
+        if dist.group.WORLD is None:
+            return
+        mesh, every, config = self._strategy.device_mesh, self._topology(), self._config
+        self._outer = OuterOptimizer(
+            config,
+            every,
+            RankGroups(dist.group.WORLD, mesh.get_group(SHARD), mesh.get_group(NODE)),
+            names={p: clean_name(n) for n, p in module.named_parameters()},
+            min_quantized_numel=self._min_quantized_numel,
+            device=self._strategy.root_device,
+        )
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, _OuterStepFirst) for callback in callbacks):
+            callbacks.insert(0, _OuterStepFirst(self))
+        bits = "fp32" if config.bits is None else f"{config.bits} bits"
+        rank_zero_info(
+            f"{every.num_nodes} nodes of {every.node_size} rank(s) train alone for {config.every} "
+            f"steps each time, and exchange what they have learned in {bits}"
+        )
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Keep the weights from which a cycle starts."""
+        if self._outer is not None:
+            with self._failures.explained():
+                self._outer.begin_step(optimizer)
+
+    def after_optimizer_step(self, stepped: bool) -> None:
+        """Take an outer step if it is time to; other nodes may have taken a step skipped here."""
+        if self._outer is not None:
+            self._outer.steps += 1
+            if self._outer.is_due:
+                self.outer_step()
+
+    def outer_step(self) -> None:
+        """Average the nodes' progress since the last outer step; all then have equal weights.
+
+        Nothing happens where no node has taken a step since. All ranks call it.
+
+        Raises:
+            RuntimeError: Weights of a node are not finite, or nodes have taken different numbers of
+                steps; on all ranks, before anything is exchanged.
+        """
+        if self._outer is None or self._outer.steps == 0:
+            return
+        communication = self._collectives.communication
+        if communication is not None:
+            communication.join()  # exchanges within nodes still read the weights
+        with self._failures.explained():
+            self._outer.bring_together()
+        if communication is not None:
+            communication.invalidate()  # written by no optimizer step that differences could follow
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def before_save(self) -> None:
+        """Save one model."""
+        self.outer_step()
+
+    def on_weights_loaded(self) -> None:
+        """Start the next cycle from the loaded weights."""
+        if self._outer is not None:
+            self._outer.forget()
+
+    @property
+    def tensor_kinds(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The state of the outer optimizer."""
+        return () if self._outer is None else ("velocity", "anchor")
+
+    def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """The state of the outer optimizer."""
+        return {}, {} if self._outer is None else dict(self._outer.state())
+
+    def load_extra_state(
+        self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Continue with the saved outer optimizer."""
+        if self._outer is not None:
+            self._outer.load_state(tensors)
 
 
-def _weight_option(
-    weights: WeightName | WeightQuantization, replica: ReplicaName
-) -> WeightOption | WeightQuantization | None:
-    if isinstance(weights, WeightQuantization):
-        return weights
-    _check_name("weights", weights, get_args(WeightName), WeightQuantization)
-    if weights == "none":
-        return None
-    if "auto" in (weights, replica):
-        return WeightOption(weights, replica)
-    return WeightQuantization(method=weights, replica=replica)  # type: ignore[arg-type]
+class _OuterStepFirst(Callback):
+    """Takes an outer step before any other callback looks at the weights."""
+
+    def __init__(self, groups: ReplicaGroups) -> None:
+        self._groups = groups
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validate one model."""
+        self._groups.outer_step()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End with one model."""
+        self._groups.outer_step()
 
 
-def _gradient_option(
-    gradients: GradientName | GradientQuantization,
-) -> Literal["auto"] | GradientQuantization | None:
-    if isinstance(gradients, GradientQuantization):
-        return gradients
-    _check_name("gradients", gradients, get_args(GradientName), GradientQuantization)
-    if gradients == "auto":
-        return "auto"
-    return None if gradients == "none" else GradientQuantization(method=gradients)
-
-
-def _warn_of_options_without_effect(
-    config: GradientQuantization, communication: QuantizedCommunication
-) -> None:
-    if not isinstance(config.vocabulary_bits, int) or communication.plan.vocabulary:
-        return
-    if config.separates_vocabulary(communication.topology.levels):
-        why = "no trained embedding or head of `min_quantized_numel` elements was found"
-    else:
-        why = f'with `method="{config.method}"` other gradients have the same bits on this topology'
-    rank_zero_warn(f"`vocabulary_bits={config.vocabulary_bits}` has no effect: {why}.")
-
-
-class QuantizedFSDPStrategy(NodesStrategy):
+class QuantizedFSDPStrategy(FullyShardedStrategy):
     """FSDP2 for any LightningModule, sending 4-bit weights and 8/4-bit gradients (SDP4Bit).
 
     All ranks shard the model and see different data. On one rank nothing is sharded or quantized
@@ -103,11 +285,11 @@ class QuantizedFSDPStrategy(NodesStrategy):
             nodes.
         local_steps: Let nodes train alone and bring them together every so many optimizer steps
             (DiLoCo), for slow networks between nodes: a number, or a full ``LocalSteps``. The model
-            is then sharded within each node, where all other options apply. What brings nodes
-            together takes another 8/node_size bytes per parameter.
+            is then sharded within each node, where all other options apply. Outer steps take
+            another 8/node_size bytes per parameter.
         min_quantized_numel: Smaller tensors travel in full precision.
         units: Names of modules that are gathered as one piece, or of their classes, or a function
-            that says so of a module. ``None`` finds them: what ``configure_model`` sharded, else
+            that says so of a module. ``None`` finds them: units of ``configure_model``, else
             Hugging Face's ``_no_split_modules``, else repeated blocks.
         reshard_after_forward: Free a unit's weights between forward and backward.
         reduce_every_microbatch: With ``accumulate_grad_batches``, reduce gradients in every
@@ -116,8 +298,8 @@ class QuantizedFSDPStrategy(NodesStrategy):
             together, and count them in ``num_skipped_steps``.
         check_replicas_every_n_steps: Compare checksums of the weight replicas of all ranks every
             that many optimizer steps; 0 never does.
-        on_drift: What to do if replicas differ: ``"resync"`` refreshes the unit in full precision
-            and warns, ``"raise"`` stops.
+        on_drift: Reaction to replicas that differ: ``"resync"`` refreshes the unit in full
+            precision and warns, ``"raise"`` stops.
         compile_units: ``torch.compile`` the forward of each unit.
         save_distributed_checkpoint: On several ranks write checkpoint directories with one file per
             rank; otherwise, and always on one rank, single files.
@@ -157,177 +339,145 @@ class QuantizedFSDPStrategy(NodesStrategy):
         seed: int = 0,
     ) -> None:
         """Check the options; nothing is started."""
-        super().__init__(
-            local_steps=local_steps,
+        options = FSDPOptions(
+            weights=weights,
+            gradients=gradients,
+            replica=replica,
             node_size=node_size,
             min_quantized_numel=min_quantized_numel,
             units=units,
             reshard_after_forward=reshard_after_forward,
             reduce_every_microbatch=reduce_every_microbatch,
             skip_nonfinite_steps=skip_nonfinite_steps,
+            check_replicas_every_n_steps=check_replicas_every_n_steps,
+            on_drift=on_drift,
             compile_units=compile_units,
             save_distributed_checkpoint=save_distributed_checkpoint,
             verify_checkpoints=verify_checkpoints,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            seed=seed,
         )
-        _check_name("replica", replica, get_args(ReplicaName), WeightQuantization)
-        _check_name("on_drift", on_drift, ("resync", "raise"))
-        for name, value, least in (
-            ("check_replicas_every_n_steps", check_replicas_every_n_steps, 0),
-            ("seed", seed, 0),
-        ):
-            check_count(type(self).__name__, name, value, least)
-        self._weights = _weight_option(weights, replica)
-        self._gradients = _gradient_option(gradients)
-        self._check_every = check_replicas_every_n_steps
-        self._on_drift: Literal["resync", "raise"] = on_drift
-        self._seed = seed
+        super().__init__(options)
+        self._groups: ReplicaGroups | None = None
+        if local_steps is not None:
+            self._groups = self._replica_groups(local_steps)
+            self.parts.append(self._groups)
 
-    def quantization_report(self) -> QuantizationReport | None:
-        """What the quantized collectives send and lose, and how many steps were skipped."""
-        if self.communication is None and self._outer is None:
-            return None
-        report = QuantizationReport()
-        if self.communication is not None:
-            report = self.communication.quantization_report()
-        totals = {"skipped_steps": self.num_skipped_steps, **report.totals}
-        counts = dict(report.counts)
-        if self._outer is not None:
-            counts["bytes_weights_inter"] = self._outer.sent_nbytes  # nothing else leaves a node
-        return replace(report, counts=counts, totals=totals)
+    def _replica_groups(self, local_steps: int | LocalSteps) -> ReplicaGroups:
+        owner, options = type(self).__name__, self._options
+        if not isinstance(local_steps, LocalSteps):
+            check_count(owner, "local_steps", local_steps, 1, LocalSteps)
+            local_steps = LocalSteps(every=local_steps)
+        if not options.save_distributed_checkpoint:
+            raise ValueError(
+                f"`{owner}(local_steps=..., save_distributed_checkpoint=False)` is not supported: "
+                "each node has optimizer states of its own, which would cross the slow network to "
+                "be in one file. Save folders, and make one file of a folder with "
+                "`python -m lq_lightning.checkpoint.consolidate`."
+            )
+        return ReplicaGroups(
+            self,
+            local_steps,
+            self.topology,
+            self._collectives,
+            self._failures,
+            options.min_quantized_numel,
+        )
 
-    def measure_quantization_errors(self, measure: bool) -> None:
-        """Measure the errors of the quantized collectives, or no longer."""
-        if self.communication is not None:
-            self.communication.measure_quantization_errors(measure)
+    # --- replica groups ---------------------------------------------------------------------------
 
-    def vocabulary(self, module: LightningModule) -> list[nn.Parameter] | None:
-        """Embeddings and heads of the module; None where they can be told from it."""
-        return None
+    @property
+    def _alone(self) -> ReplicaGroups | None:
+        """The replica groups, if this run has several."""
+        return self._groups if self._groups is not None and self._groups.are_several else None
+
+    @property
+    def nodes_train_alone(self) -> bool:
+        """Whether every node of this run has a copy of the model."""
+        return self._alone is not None
+
+    def bring_nodes_together(self) -> None:
+        """Let nodes that train alone exchange what they have learned, and start from equal weights.
+
+        All ranks call it, between two training batches. Nothing happens where no node has taken a
+        step since the last time. It comes by itself after ``local_steps`` optimizer steps, and
+        before validations, checkpoints and the end of ``fit``.
+
+        Raises:
+            RuntimeError: Weights of a node are not finite, or nodes have taken different numbers of
+                steps; on all ranks, before anything is exchanged.
+        """
+        if self._groups is not None:
+            self._groups.outer_step()
+
+    def replica_topology(self) -> Topology:
+        """Ranks that share the shards of a module: one node where nodes train alone."""
+        return self.topology() if self._alone is None else self._alone.own_topology()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All ranks see different data, whatever they share."""
+        if self._alone is None:
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def model_layout(self) -> ModelLayout:
+        """How the attached module is spread over the ranks."""
+        if self._alone is None:
+            return super().model_layout()
+        return ModelLayout(
+            module=self._require_module(),
+            replica_group=self.topology().node,
+            replica_ranks=RankGroup(group=self.step_group),
+        )
 
     def settings(self) -> dict[str, object]:
         """Options that a later Trainer of the same module has to repeat."""
         return {
             **super().settings(),
-            "weights": self._weights,
-            "gradients": self._gradients,
-            "seed": self._seed,
+            "local_steps": None if self._alone is None else "any number",
         }
 
-    def on_sharded(self, module: LightningModule) -> QuantizedCommunication | None:
-        """Install the quantized collectives."""
-        self.make_copies_alike(module)
-        topology = self.copy_topology()
-        if topology.world_size == 1:
-            return None
-        is_open = self._gradients == "auto" or isinstance(self._weights, WeightOption)
-        nvlink = is_open and nvlink_inside_nodes(self.root_device, topology.node_size)
-        weights, gradients, reason = choose_quantization(
-            self._weights, self._gradients, topology, nvlink
-        )
-        if isinstance(self.given.get("weights"), WeightQuantization):
-            self._warn_without_effect(("replica",), "the `WeightQuantization` brings its own")
-        elif weights is None or weights.method != "qWD":
-            self._warn_without_effect(("replica",), 'only `weights="qWD"` keeps replicas')
-        if reason:
-            rank_zero_info(f"{type(self).__name__} {reason}")
-        if weights is None and gradients is None:
-            if is_open:
-                rank_zero_info(
-                    "Nothing is quantized: the link between these ranks is no bottleneck. Give "
-                    '`weights="qWD"` and `gradients="TLq-HS"` to quantize all the same.'
-                )
-            return None
-        communication = quantize_communication(
-            module,
-            weights=weights,
-            gradients=gradients,
-            topology=topology,
-            min_quantized_numel=self._min_quantized_numel,
-            seed=self._seed,
-            vocabulary=self.vocabulary(module),
-        )
-        if gradients is not None:
-            _warn_of_options_without_effect(gradients, communication)
-        plan = communication.plan
-        tell = rank_zero_warn if plan.leaves_out_much else rank_zero_info
-        tell(plan.summary())
-        return communication
+    def setup_environment(self) -> None:
+        """Start the process group and the mesh.
 
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the optimizers and let their steps start weight exchanges."""
-        super().setup_optimizers(trainer)
-        if self.copy_topology().world_size == 1:
-            names = ("weights", "gradients", "replica")
-            self._warn_without_effect(names, self.why_nothing_travels)
-        if self.communication is not None:
-            for optimizer in self.optimizers:
-                self.communication.register_optimizer(optimizer)
-
-    @property
-    def why_nothing_travels(self) -> str:
-        """Why no other rank shares what this one trains, if none does."""
-        if self.nodes_train_alone:
-            return (
+        Raises:
+            ValueError: The options do not go with the ranks and nodes of the run.
+        """
+        if self._groups is not None:
+            synchronizes_layers = self._layer_sync is not None
+            self._groups.check(self._require_module(), synchronizes_layers)
+        super().setup_environment()
+        if self._alone is not None:
+            self._device_mesh = self._alone.make_mesh(self.device_mesh)
+            set_device_mesh(self._require_module(), self._device_mesh)
+            self.step_group, self.meeting = self._alone.own_group, self._alone.all_meet
+            self._collectives.step_group = self.step_group
+            self.why_alone = (
                 "every node is one rank, and all that nodes exchange that train alone is what "
                 "`local_steps` says (`LocalSteps(bits=...)`)"
             )
-        return "there is one rank, which sends nothing"
 
-    def _warn_without_effect(self, names: Iterable[str], why: str) -> None:
-        warn_without_effect(type(self).__name__, self.given, names, why)
+    def on_sharded(self, module: LightningModule) -> Any:
+        """Install the quantized collectives."""
+        if self._alone is not None:
+            self._alone.make_alike(module)
+        return super().on_sharded(module)
 
-    def after_optimizer_step(self) -> None:
-        """Compare the replicas now and then, then bring nodes together if it is time to."""
-        self._check_replicas()
-        super().after_optimizer_step()
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimizers, and the outer one of nodes that train alone."""
+        super().setup_optimizers(trainer)
+        if self._groups is not None:
+            self._groups.set_up(trainer, self._require_module())
 
-    def _check_replicas(self) -> None:
-        communication = self.communication
-        if communication is None or not self._check_every or communication.step == 0:
-            return
-        if communication.step % self._check_every == 0:
-            drifted = communication.check_replicas(self._on_drift)
-            if drifted:
-                self.warn_once(
-                    f"the weight replicas of {len(drifted)} unit(s) differed between ranks after "
-                    f"step {communication.step} (first: `{drifted[0]}`) and are refreshed in full "
-                    "precision. Something writes to them on some ranks only."
-                )
-
-    def on_step_error(self) -> None:
-        """Let no reduction write to memory that is freed now, and keep nothing of the step."""
-        if self.communication is not None:
-            self.communication.recover()
-
-    def on_weights_loaded(self) -> None:
-        """Gather the loaded weights in full precision first."""
-        super().on_weights_loaded()
-        if self.communication is not None:
-            self.communication.invalidate()
-
-    def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        """Counters, and the replica that the next difference refers to."""
-        values, tensors = super().extra_state()
-        if self.num_skipped_steps:
-            values["num_skipped_steps"] = self.num_skipped_steps
-        if self.communication is not None:
-            values["communication"] = self.communication.state_dict()
-            tensors["replica"] = dict(self.communication.replica_state_dict())
-        return self.values_of_copies(values), tensors
-
-    def load_extra_state(
-        self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        """Continue with the saved replica, or from the weights if there is none."""
-        super().load_extra_state(values, tensors)
-        values = self.values_of_copy(values)
-        self.num_skipped_steps = int(values.get("num_skipped_steps", 0))
-        if self.communication is None:
-            return
-        if "communication" in values:
-            replica = tensors.get("replica", {})
-            self.communication.load_state_dict(values["communication"], replica)
-        else:
-            self.communication.invalidate()
+    def quantization_report(self) -> QuantizationReport | None:
+        """Report bytes and errors of the quantized collectives, and the number of skipped steps."""
+        report = super().quantization_report()
+        sent = None if self._groups is None else self._groups.sent_nbytes
+        if sent is None:
+            return report
+        if report is None:
+            report = QuantizationReport(totals={"skipped_steps": self.num_skipped_steps})
+        # nothing but the outer steps leaves a node
+        return replace(report, counts={**report.counts, "bytes_weights_inter": sent})

@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
-from lq_lightning._compat.lightning import set_device_mesh
+from lq_lightning._compat.lightning import accumulation_window, set_device_mesh
 from lq_lightning._compat.modules import initialize_root
+from lq_lightning.checkpoint.checkpointer import ALL_RANKS, ModelLayout, show_shards
+from lq_lightning.checkpoint.ranks import RankGroup
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQuantization
+from lq_lightning.data_parallel import Topology
+from lq_lightning.foundation.groups import distrust_groups
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.aq_sgd import AQSGDQuantization
 from lq_lightning.pipeline.boundary import TAHQuantization
-from lq_lightning.pipeline.plan import PipelinePlan
 from lq_lightning.pipeline.schedules import SPLIT_SCHEDULES, stages_of_rank
 from lq_lightning.pipeline.split_backward import check_not_compiled
-from lq_lightning.strategies.failures import explain_lost_rank
-from lq_lightning.strategies.fully_sharded import DEFAULT_TIMEOUT
-from lq_lightning.strategies.pipelined import PipelinedStrategy
-from lq_lightning.strategies.pipelines.adaptive import check_learner, connect_learner
-from lq_lightning.strategies.pipelines.options import PipelineOptions, check_module
-from lq_lightning.strategies.pipelines.ranks import PipelineRanks, stage_topology
+from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
+from lq_lightning.strategies.options import FSDPOptions
+from lq_lightning.strategies.pipelines.checkpoints import StageLayout
+from lq_lightning.strategies.pipelines.gradients import PipelineGradients, SharedTensor
+from lq_lightning.strategies.pipelines.options import (
+    PipelineOptions,
+    check_module,
+    check_stage_optimizer,
+    make_stage_optimizer,
+)
+from lq_lightning.strategies.pipelines.ranks import PipelineRanks, draw_alike, stage_topology
 from lq_lightning.strategies.pipelines.run import PipelineRun
 from lq_lightning.strategies.pipelines.stages import (
     CutModule,
@@ -40,10 +48,13 @@ from lq_lightning.strategies.pipelines.stages import (
     remember_cut,
     shared_tensors,
 )
-from lq_lightning.strategies.sharding import check_settings, compile_units
-from lq_lightning.strategies.units import ChosenUnits, UnitSelector, find_units
-
-__all__ = ["PipelineLayout", "QuantizedPipelineStrategy"]
+from lq_lightning.strategies.sharding import (
+    ChosenUnits,
+    UnitSelector,
+    check_settings,
+    compile_units,
+    find_units,
+)
 
 ScheduleName = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 Split = Literal["parameters"] | list[int] | dict[str, float]
@@ -74,7 +85,7 @@ class PipelineLayout:
     kept_nbytes: tuple[int, int]
 
 
-class QuantizedPipelineStrategy(PipelinedStrategy):
+class QuantizedPipelineStrategy(FullyShardedStrategy):
     """Pipeline parallelism for any LightningModule around a stack of layers, with few bits between.
 
     The layers are cut into stages, one or more per rank; a batch is cut into micro-batches, whose
@@ -105,46 +116,29 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
             stage. A mapping from names of modules to costs balances by these
             (``lq_lightning.pipeline.measure.measure_times``).
         trunk: Name of the list of layers to cut, for a model that has several.
-        forward_codec: What hidden states travel as: ``"tah5"`` (5 bits), ``"tah"`` (3 and 4
+        forward_codec: Code of hidden states: ``"tah5"`` (5 bits), ``"tah"`` (3 and 4
             bits, the paper's), ``"aq_sgd"`` (differences to the same sample an epoch ago),
             ``"amaq"`` (as many bits per channel as the callback ``AdaptiveBits`` learns),
             ``"int2"`` to ``"int8"``, ``"fp8"``, ``"bf16"`` or ``"none"``. Or a
             ``TAHQuantization``, an ``AQSGDQuantization`` or a ``CodecSpec``. Their tiles have to
             divide the hidden size.
-        backward_codec: What their gradients travel as; any of these but ``"aq_sgd"``;
+        backward_codec: Code of their gradients; any of these but ``"aq_sgd"``;
             ``"amaq"``, with the widths of hidden states, only where ``forward_codec`` is. The paper
             of TAH-Quant has ``"int6"``.
-        tied_gradients: What gradients of weights that the first and the last stage hold (an
-            embedding that is also the head) travel as between them, once per optimizer step:
+        tied_gradients: Code of gradients of weights that the first and the last stage hold (an
+            embedding that is also the head), exchanged once per optimizer step:
             ``"int8"``, ``"int4"`` or ``"none"``. ``"auto"`` is ``"none"`` where ``backward_codec``
             is, else ``"int8"``. They are as large as the vocabulary: over slow links untie them.
         count_targets: A function from a batch, or a part of one, to the number of its targets, by
-            which the losses of micro-batches are weighted, and what they log as means. ``None``:
+            which losses and logged means of micro-batches are weighted. ``None``:
             means of ``cross_entropy`` are those of the batch where its targets are made of the
             batch alone, and a warning says so where that cannot be seen.
-        weights: As in ``QuantizedFSDPStrategy``, among the ranks of a stage; so are all options
-            from here on.
-        gradients: How gradients are reduced.
-        replica: Where the weights that differences refer to are kept.
-        node_size: Ranks per node; ``None`` takes it from Lightning.
-        min_quantized_numel: Smaller tensors travel in full precision.
-        units: Which modules of the whole model are gathered as one piece, on the stage that holds
-            them; ``None`` are the layers.
         reshard_after_forward: Has to be False with several stages: weights stay gathered during a
             batch, as every micro-batch needs them.
-        reduce_every_microbatch: With ``accumulate_grad_batches``, reduce gradients after every
-            batch instead of once per optimizer step; never for each part of a batch.
-        skip_nonfinite_steps: Leave out optimizer steps with infinite or NaN gradients, on all ranks
-            together.
-        check_replicas_every_n_steps: Compare checksums of the weight replicas that often; 0 never.
-        on_drift: What to do if replicas differ.
-        compile_units: ``torch.compile`` the forward of each unit.
-        save_distributed_checkpoint: Write checkpoint directories with one file per rank; otherwise
-            single files. Both hold the whole model by its original names.
-        verify_checkpoints: Compare checkpoints with their checksums before anything is loaded.
-        process_group_backend: ``None`` for NCCL on GPUs and gloo on CPUs.
-        timeout: How long a rank waits for others before the run fails; a number is seconds.
-        seed: Base of the seeds of stochastic rounding.
+        options: Those of ``QuantizedFSDPStrategy`` but ``local_steps``, for the ranks of a stage.
+            There ``units`` selects from the whole model, and None are the layers;
+            ``reduce_every_microbatch`` reduces after every batch of an accumulation, never for each
+            part of one; single-file checkpoints hold the whole model by its original names, too.
 
     Raises:
         ValueError: An option has a value outside its choices, or does not go with the others.
@@ -169,46 +163,13 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
         backward_codec: CodecName | TAHQuantization | CodecSpec = "tah5",
         tied_gradients: Literal["auto", "int8", "int4", "none"] = "auto",
         count_targets: Callable[[Any], Any] | None = None,
-        weights: Literal["auto", "qWD", "qW", "none"] | WeightQuantization = "auto",
-        gradients: Literal["auto", "TLq-HS", "TLq", "ULq", "QuanGrad", "none"]
-        | GradientQuantization = "auto",
-        replica: Literal["auto", "full", "node"] = "auto",
-        node_size: int | None = None,
-        min_quantized_numel: int = 4096,
-        units: list[str] | Callable[[nn.Module], bool] | None = None,
+        *,
         reshard_after_forward: bool = False,
-        reduce_every_microbatch: bool = False,
-        skip_nonfinite_steps: bool = False,
-        check_replicas_every_n_steps: int = 100,
-        on_drift: Literal["resync", "raise"] = "resync",
-        compile_units: bool = False,
-        save_distributed_checkpoint: bool = True,
-        verify_checkpoints: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
         """Check the options; nothing is started."""
-        super().__init__(
-            weights=weights,
-            gradients=gradients,
-            replica=replica,
-            node_size=node_size,
-            min_quantized_numel=min_quantized_numel,
-            units=units,
-            reshard_after_forward=reshard_after_forward,
-            reduce_every_microbatch=reduce_every_microbatch,
-            skip_nonfinite_steps=skip_nonfinite_steps,
-            check_replicas_every_n_steps=check_replicas_every_n_steps,
-            on_drift=on_drift,
-            compile_units=compile_units,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            verify_checkpoints=verify_checkpoints,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            seed=seed,
-        )
-        self._options = PipelineOptions(
+        super().__init__(FSDPOptions(reshard_after_forward=reshard_after_forward, **options))
+        self._pipeline_options = PipelineOptions(
             pipeline_size=pipeline_size,
             schedule=schedule,
             num_microbatches=num_microbatches,
@@ -220,18 +181,26 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
             tied_gradients=tied_gradients,
             count_targets=count_targets,
         )
-        self._options.check(type(self).__name__)
+        self._pipeline_options.check(type(self).__name__)
         if reshard_after_forward and pipeline_size != 1:
             raise ValueError(
                 f"`{type(self).__name__}(reshard_after_forward=True)` would gather the weights of "
                 "a stage again for every micro-batch: leave it False, or set `pipeline_size=1`."
             )
-        if compile_units and schedule in SPLIT_SCHEDULES and pipeline_size != 1:
+        if self._options.compile_units and schedule in SPLIT_SCHEDULES and pipeline_size != 1:
             raise ValueError(
                 f"`{type(self).__name__}(schedule={schedule!r}, compile_units=True)`: the schedule "
                 "splits backward passes, which compiled graphs do not support. Choose '1f1b' or "
                 "'interleaved_1f1b', or do not compile units."
             )
+        self._ranks: PipelineRanks | None = None  # None: no pipeline, but plain FSDP2
+        self._run: PipelineRun | None = None
+        self._shared: tuple[SharedTensor, ...] = ()
+        self._gradients: PipelineGradients | None = None
+
+    @property
+    def _cut(self) -> CutModule | None:
+        return cut_of(self._attached_module)
 
     # --- environment ------------------------------------------------------------------------------
 
@@ -242,14 +211,14 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
         Raises:
             ValueError: They do not divide the world.
         """
-        return self._options.size(type(self).__name__, self.world_size)
+        return self._pipeline_options.size(type(self).__name__, self.world_size)
 
     @property
     def pipeline(self) -> PipelineLayout | None:
         """The pipeline of this run; ``None`` before it starts, or with one rank along it."""
         if self._ranks is None:
             return None
-        options, size = self._options, self._ranks.size
+        options, size = self._pipeline_options, self._ranks.size
         num_stages = size * options.stages_per_rank
         return PipelineLayout(
             schedule=options.schedule,
@@ -275,7 +244,7 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
         """Ranks and nodes that share the layers of this rank."""
         if self.pipeline_size == 1:
             return super().topology()
-        per_node = self.num_processes if self._node_size is None else self._node_size
+        per_node = self._options.node_size or self.num_processes
         return stage_topology(self.world_size, self.global_rank, self.pipeline_size, per_node)
 
     def setup_environment(self) -> None:
@@ -285,17 +254,20 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
             ValueError: The options do not go with the number of ranks.
         """
         size = self.pipeline_size
-        self._options.check_schedule(size)
+        self._pipeline_options.check_schedule(size)
         if size > 1:
             callbacks = self._require_module().trainer.callbacks  # type: ignore[attr-defined]
-            check_learner(type(self).__name__, self._options, callbacks)
+            self._pipeline_options.check_learner(type(self).__name__, callbacks)
         super().setup_environment()
         if size == 1:
             return
         if self._ranks is None or not dist.is_initialized():
-            with explain_lost_rank(self.global_rank, self.world_size):
+            with self._failures.explained():
                 self._ranks = PipelineRanks(size, self.root_device)
         self._device_mesh = self._ranks.mesh
+        self.why_alone = (
+            "each stage is on one rank, so that its weights and gradients do not travel"
+        )
         set_device_mesh(self._require_module(), self._ranks.mesh)
 
     # --- setup ------------------------------------------------------------------------------------
@@ -304,7 +276,7 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
         """Options that a later Trainer of the same module has to repeat."""
         own: dict[str, object] = {}
         if self.pipeline_size > 1:
-            options = self._options
+            options = self._pipeline_options
             own = {
                 "pipeline_size": self.pipeline_size,
                 "stages_per_rank": options.stages_per_rank,
@@ -314,9 +286,16 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
             }
         return {**super().settings(), **own}
 
+    def on_sharded(self, module: LightningModule) -> Any:
+        """Install the quantized collectives among the ranks of a stage."""
+        if self._cut is None:
+            return super().on_sharded(module)
+        vocabulary = self._cut.parameters_of(module, self._cut.vocabulary)
+        return self._collectives.install(module, self.topology(), vocabulary)
+
     def unit_selector(self) -> UnitSelector | ChosenUnits:
-        """The units of the whole model, of which a stage shards what it holds."""
-        return self._units if self._cut is None else self._cut.units
+        """The units of the whole model; a stage shards those that it holds."""
+        return self._options.units if self._cut is None else self._cut.units
 
     def place_module(self, module: LightningModule) -> None:
         """Keep the stages of this rank, and shard them over the ranks that hold the same.
@@ -328,7 +307,7 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
         if ranks is None:
             super().place_module(module)
             return
-        check_not_compiled(self._options.schedule, module)
+        check_not_compiled(self._pipeline_options.schedule, module)
         known = cut_of(module)
         record = known or self._cut_now(module, ranks)
         if known is not None:
@@ -338,28 +317,32 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
             initialize_root(cast(FSDPModule, module))
         else:
             place(module, self._fsdp_precision, self.root_device)
-            if self._compile_units:
+            if self._options.compile_units:
                 compile_units(module, find_units(module, self.unit_selector()))
-        least = self._min_quantized_numel
-        self._shared = tuple(shared_tensors(module, record, ranks, self._options, least))
+        least = self._options.min_quantized_numel
+        # makes process groups, in one order on all ranks
+        self._shared = tuple(shared_tensors(module, record, ranks, self._pipeline_options, least))
         if known is None:
             for shared in self._shared:
                 shared.share_value()
             if self._shared:
-                rank_zero_info(describe_shared(self._shared, self._options.tied_gradients))
+                rank_zero_info(describe_shared(self._shared, self._pipeline_options.tied_gradients))
         run = self._make_run(module, record, ranks)
+        # stages draw from one seed, so that code in front of the layers draws alike on all of them
         drawn = torch.empty((), dtype=torch.int64, device="cpu").random_()
-        run.seeds.of_run = self.checkpoint_ranks.broadcast(int(drawn))
-        self._connect_learner(run, ranks, record.plan)
+        run.seeds.of_run = ALL_RANKS.broadcast(int(drawn))
+        callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+        run.connect_learner(callbacks)
 
     def _cut_now(self, module: LightningModule, ranks: PipelineRanks) -> CutModule:
         check_module(type(self).__name__, module)
-        record = cut(module, self._options, ranks, self.settings(), self._units)
+        record = cut(module, self._pipeline_options, ranks, self.settings(), self._options.units)
         remember_cut(module, record)
         numels = ", ".join(f"{numel:,}" for numel in record.numels)
         rank_zero_info(
             f"{type(self).__name__}: {ranks.replicas} pipeline(s) of {ranks.size} ranks, schedule "
-            f"{self._options.schedule!r}\n{record.plan.summary()}\nparameters per stage: {numels}"
+            f"{self._pipeline_options.schedule!r}\n{record.plan.summary()}\n"
+            f"parameters per stage: {numels}"
         )
         return record
 
@@ -370,18 +353,15 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
             self._run.engine.count_again()
             return self._run
         if self._run is not None:
+            self.parts.remove(self._run)
             self._run.engine.close()
-        with explain_lost_rank(self.global_rank, self.world_size):
-            self._run = PipelineRun(module, self._fsdp_precision, self._options, ranks, record)
+            self._run = None
+        self._run = PipelineRun(module, self._fsdp_precision, self._pipeline_options, ranks, record)
+        self.parts.append(self._run)
         return self._run
 
-    def _connect_learner(self, run: PipelineRun, ranks: PipelineRanks, plan: PipelinePlan) -> None:
-        callbacks = run.module.trainer.callbacks  # type: ignore[attr-defined]
-        with explain_lost_rank(self.global_rank, self.world_size):
-            connect_learner(callbacks, run, self._options, ranks, plan)
-
     def quantization_report(self) -> QuantizationReport | None:
-        """What crosses boundaries, and what is reduced and gathered within stages."""
+        """Report bytes over boundaries, and of the collectives within stages."""
         report = super().quantization_report()
         if self._run is None:
             return report
@@ -393,3 +373,154 @@ class QuantizedPipelineStrategy(PipelinedStrategy):
         return replace(
             report, counts={**report.counts, **own.counts}, ratios={**report.ratios, **own.ratios}
         )
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def model_layout(self) -> ModelLayout:
+        """How the attached module is spread over the ranks."""
+        module, ranks, record = self._require_module(), self._ranks, self._cut
+        if ranks is None:
+            return super().model_layout()
+        shard_ranks = RankGroup(group=ranks.stage_group)
+        if record is None:
+            return ModelLayout(module=module, shard_ranks=shard_ranks)
+        return StageLayout(
+            module=module, shard_ranks=shard_ranks, cut=record, control_group=ranks.control_group
+        )
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Drop groups in which messages of this run may wait for a later one."""
+        if self._run is not None and self._run.engine.has_failed:
+            distrust_groups()
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Free the samples that codecs keep, and tear down."""
+        if self._run is not None:
+            self._run.forget()
+        super().teardown()
+
+    # --- data -------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let the ranks of a pipeline draw the same batches."""
+        dataloader = super().process_dataloader(dataloader)
+        if self._ranks is not None:
+            draw_alike(dataloader, self._ranks)
+        return dataloader
+
+    def full_precision_states(self, quantize_embeddings: bool) -> list[nn.Parameter]:
+        """Parameters whose optimizer states must not be rounded.
+
+        Parameters that other stages also hold have to be updated alike there. An embedding of the
+        whole model may look like any other matrix in this part of it.
+        """
+        if self._cut is None:
+            return []
+        names = frozenset(name for shared in self._cut.plan.shared for name in shared.names)
+        if not quantize_embeddings:
+            names |= self._cut.embeddings
+        return self._cut.parameters_of(self._require_module(), names)
+
+    # --- gradients --------------------------------------------------------------------------------
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimizer of this rank's stages.
+
+        Raises:
+            NotImplementedError: It cannot run in parts.
+            ValueError: On all ranks: one has nothing to give to it.
+        """
+        make = partial(super().setup_optimizers, trainer)
+        if self._ranks is None:
+            make()
+        else:
+            ALL_RANKS.together(partial(make_stage_optimizer, make))
+        self._fsdp_precision.clip_norm = self._gradients = None
+        if self._ranks is None:
+            self._say_that_nothing_is_cut()
+            return
+        if all(shared.codec is None for shared in self._shared):
+            why = "no weights of `min_quantized_numel` elements are on several ranks"
+            self._collectives.warn_without_effect(("tied_gradients",), why)
+        self._steps.defers = False  # a schedule always does
+        for optimizer in self.optimizers:
+            check_stage_optimizer(type(self).__name__, optimizer)
+        if self.optimizers:
+            module, shared = self._require_module(), self._shared
+            self._gradients = PipelineGradients(module, self.optimizers[0], shared)
+            self._fsdp_precision.clip_norm = self._gradients.clip
+
+    def _say_that_nothing_is_cut(self) -> None:
+        why = "with one rank along the pipeline the model is not cut, and nothing crosses stages"
+        names = [field.name for field in fields(PipelineOptions) if field.name != "pipeline_size"]
+        self._collectives.warn_without_effect(names, why)
+        if "pipeline_size" not in self.given:
+            rank_zero_info(f"{type(self).__name__}: {why}")
+
+    def gradient_norm(self) -> Tensor:
+        """The L2 norm of all gradients of the model, tied ones counted once.
+
+        For hooks between backward and the optimizer step, on all ranks of the run together.
+
+        Returns:
+            A float32 scalar, the same on every rank.
+
+        Raises:
+            RuntimeError: There is no pipeline, or no optimizer.
+        """
+        if self._gradients is None:
+            raise RuntimeError(
+                "`gradient_norm` is for the hooks of `fit` with several pipeline stages. Elsewhere "
+                "use `lq_lightning.grad_norm(module)`."
+            )
+        return self._gradients.total_norm()
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Hand out the gradients, which the schedule computed within ``training_step``."""
+        gradients, module = self._gradients, self._require_module()
+        if gradients is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        precision = self._fsdp_precision
+        last = accumulation_window(module.trainer).last
+        self.pre_backward(closure_loss)
+        loss = precision.pre_backward(closure_loss, module)
+        with self._guard():
+            with precision.handing_out(module):
+                gradients.give_back(reduce=last or self._options.reduce_every_microbatch)
+            if last:
+                gradients.sum_shared()
+        loss = precision.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward and backward passes of all micro-batches; return their mean loss."""
+        gradients, run = self._gradients, self._run
+        if gradients is None or run is None:
+            return super().training_step(*args, **kwargs)
+        module = self._require_module()
+        trainer = module.trainer
+        with self._guard():
+            count = run.prepare("training_step", args, training=True)
+            gradients.start(accumulation_window(trainer).first)
+            scale = 1.0 / (count * trainer.accumulate_grad_batches)
+            with self._fsdp_precision.adding_up(module):
+                result = run.train(scale)
+            gradients.hold()  # Lightning calls `zero_grad` between this and `backward`
+        return result
+
+    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        if run is None:
+            return super()._evaluate(step, *args, **kwargs)
+        with self._guard():
+            run.prepare(step.__name__, args, training=False)
+            result = run.evaluate(everywhere=step.__name__ == "predict_step")
+        if self._is_sharded:
+            show_shards(self._attached_module)
+        return result

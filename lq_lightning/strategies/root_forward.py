@@ -7,16 +7,18 @@ the modules, as in a loop written around FSDP2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from lq_lightning._compat.modules import (
     begin_root_forward,
@@ -30,11 +32,8 @@ from lq_lightning._compat.modules import (
     start_backward_at,
     watch_compiled_calls,
 )
-from lq_lightning._compat.parameter_forms import RootParameters, gathered_values
+from lq_lightning._compat.parameter_forms import GatheredCopies, RootParameters, gathered_values
 from lq_lightning.strategies.direct_uses import DirectUses
-from lq_lightning.strategies.lost_writes import LostWrites
-
-__all__ = ["RootForward", "register_evaluation_steps"]
 
 _STEPS = ("validation_step", "test_step", "predict_step")
 _MARKER = "_lq_forward_methods"
@@ -79,9 +78,9 @@ class RootForward:
         self._begun = False  # the root's forward, by this object
         self._written = False  # anything since it began
         self._backward_was_called = False  # by the step itself
-        self._versions: list[tuple[int, int]] = []  # of the shards that were gathered
+        self._versions: list[tuple[int, int]] = []  # version counters of the gathered shards
         self._caller: nn.Module | None = None  # the submodule that was called from outside
-        self._depth = 0  # of the caller calling itself
+        self._depth = 0  # recursion depth of the caller
         self._exit = ExitStack()
         module.register_forward_pre_hook(self._before_root, prepend=True)
         units: list[nn.Module] = []
@@ -101,7 +100,7 @@ class RootForward:
                 self._follow(child, units)
         if unit:
             units.append(module)
-        # in front of FSDP2's own, as the root comes first
+        # run before FSDP2's own hooks: the root's forward begins first
         module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._after, always_call=True)
 
@@ -136,7 +135,7 @@ class RootForward:
             self._leave()
             return None
         self._exit.close()
-        if output is None:  # as after an exception, which leaves units half way
+        if output is None:  # an exception may have left units half gathered
             reset_iteration(self._module)
             return None
         output = end_root_forward(self._root, output)
@@ -240,7 +239,7 @@ class RootForward:
     def step(self) -> Iterator[Callable[[Any], Any]]:
         """Around ``training_step``; gives a function that takes and returns its output."""
         if is_root_idle(self._root) and is_gathered(self._root):
-            self._root.reshard()  # of a step without a backward
+            self._root.reshard()  # the last step had no backward
         self._lost.check_hooks()
         self._in_step, self._begun, self._caller = True, False, None
         self._backward_was_called = False
@@ -325,9 +324,147 @@ class RootForward:
             self._uses.resume()
 
 
+def check_loss(loss: Tensor) -> None:
+    """Refuse a loss that was computed from parameters that are sharded at that time.
+
+    Raises:
+        RuntimeError: The loss is a DTensor.
+    """
+    if isinstance(loss, DTensor):
+        raise RuntimeError(
+            "the loss is a DTensor: something like `sum(p.pow(2).sum() for p in self.parameters())`"
+            " entered it, but where a step computes with parameters, only those that belong to no "
+            "unit are whole, all others are shards. Give the optimizer `weight_decay`; any other "
+            "penalty on weights enters through its gradient, in the hook "
+            "`on_before_optimizer_step`, where parameters and gradients are shards alike: "
+            "`p.grad.add_(p.detach(), alpha=2 * strength)` for every `p` of "
+            "`self.parameters()` that has a `p.grad`."
+        )
+
+
 def _uses_root(module: nn.Module) -> bool:
     """Whether a module or one inside of it, units left out, has parameters."""
     if isinstance(module, FSDPModule):
         return False
     own = next(module.parameters(recurse=False), None)
     return own is not None or any(map(_uses_root, module.children()))
+
+
+_WATCHED_STEPS = 2
+
+
+class _Sums(NamedTuple):
+    """Sums over the bits of a unit's gathered parameters, before and after a forward."""
+
+    names: list[str]
+    before: Tensor
+    after: Tensor
+
+
+class LostWrites:
+    """Notices writes into gathered parameters, which FSDP2 frees.
+
+    torch counts all but those through ``parameter.data``. For these the values before and after the
+    forward of each unit are compared, in the first steps only.
+
+    Args:
+        module: A sharded LightningModule.
+        units: Its units whose hooks run eagerly.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
+        self._copies = GatheredCopies(module)
+        self._units = [unit for unit in units if self._copies.names(unit)]
+        self._root = module
+        self._steps = 0
+        self._watches = False
+        self._handles: list[RemovableHandle] = []
+        self._open: list[tuple[Any, Tensor | None]] = []  # forwards that run now
+        self._sums: list[_Sums] = []
+
+    # --- values ---------------------------------------------------------------------------------
+
+    def start_step(self) -> None:
+        """Watch the forwards of units, if the run has just begun."""
+        self._sums.clear()
+        self._open.clear()
+        self._watches = self._steps < _WATCHED_STEPS
+        if self._watches:
+            self._steps += 1
+            for unit in self._units:  # within FSDP2's hooks
+                self._handles.append(unit.register_forward_pre_hook(self._before))
+                self._handles.append(unit.register_forward_hook(self._after, prepend=True))
+
+    def finish_step(self) -> None:
+        """Stop watching."""
+        self._watches = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def root_gathered(self) -> None:
+        """The root's forward begins."""
+        if self._watches and self._copies.names(self._root):
+            self._open.append((self._root, self._copies.sums(self._root)))
+
+    def root_ends(self) -> None:
+        """The root's forward is over."""
+        while self._open:  # including forwards that an exception has ended
+            unit, before = self._open.pop()
+            if unit is self._root:
+                self._close(unit, before)
+
+    def _before(self, unit: nn.Module, args: Any) -> None:
+        self._open.append((unit, self._copies.sums(unit)))
+
+    def _after(self, unit: nn.Module, args: Any, output: Any) -> None:
+        while self._open and self._open[-1][0] is not self._root:
+            opened, before = self._open.pop()
+            if opened is unit:
+                self._close(unit, before)
+                return
+
+    def _close(self, unit: nn.Module, before: Tensor | None) -> None:
+        after = self._copies.sums(unit)
+        if before is not None and after is not None:
+            self._sums.append(_Sums(self._copies.names(unit), before, after))
+
+    # --- checks ---------------------------------------------------------------------------------
+
+    def check_writes(self) -> None:
+        """Refuse writes that would be lost.
+
+        Raises:
+            RuntimeError: A gathered parameter was written.
+        """
+        name = self._copies.find_written()
+        if name is None and self._sums:
+            names = [name for sums in self._sums for name in sums.names]
+            before = torch.cat([sums.before for sums in self._sums])
+            after = torch.cat([sums.after for sums in self._sums])
+            changed = (before != after).tolist()
+            name = next((n for n, differs in zip(names, changed, strict=True) if differs), None)
+            self._sums.clear()
+        if name is not None:
+            raise RuntimeError(
+                f"the parameter `{name}` was written while a module ran that uses it, or through a "
+                "view of its values. There it is a gathered copy, which is freed, and the write "
+                "would be lost. Write to parameters in `training_step`, between the calls of "
+                "modules, or in a hook such as `on_train_batch_start`: `with torch.no_grad(): "
+                "parameter.clamp_(...)`."
+            )
+
+    def check_hooks(self) -> None:
+        """Refuse hooks that would never be called.
+
+        Raises:
+            RuntimeError: A shard has one.
+        """
+        name = self._copies.find_hooked()
+        if name is not None:
+            raise RuntimeError(
+                f"the parameter `{name}` has a hook of `register_hook`, which is never called on a "
+                "shard: its gradient does not come from autograd. Use `parameter."
+                "register_post_accumulate_grad_hook(hook)`, which gets the parameter when its "
+                "`grad` is there, averaged over the ranks."
+            )

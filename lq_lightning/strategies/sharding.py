@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,23 +28,11 @@ from lq_lightning._compat.lightning import convert_floating
 from lq_lightning._compat.modules import prepare_fsdp_class
 from lq_lightning.data_parallel import PackedAgreement
 from lq_lightning.foundation.agreement import broadcast_module_states, check_alike
+from lq_lightning.foundation.layer_stack import has_parameters, is_block, is_silent_container
 from lq_lightning.foundation.meta_start import initialize_meta_tensors
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.checks import check_fully_sharded, check_shardable
 from lq_lightning.strategies.root_forward import RootForward
-from lq_lightning.strategies.units import ChosenUnits, ShardingPlan, UnitSelector, find_units
-
-__all__ = [
-    "ShardedModule",
-    "Sharding",
-    "already_configured",
-    "check_settings",
-    "compile_units",
-    "remember",
-    "shard",
-    "shard_module",
-    "sharded",
-]
 
 _WITH_STATISTICS = (
     nn.BatchNorm1d,
@@ -61,7 +50,7 @@ class Sharding:
     """How a module is to be sharded.
 
     Attributes:
-        units: Which modules are gathered as one piece.
+        units: Modules that are gathered as one piece, or how to choose them.
         reshard_after_forward: Free a unit's weights between forward and backward.
         compile_units: ``torch.compile`` the forward of each unit.
         precision: Gives dtypes and the mixed-precision policy.
@@ -81,14 +70,14 @@ class Sharding:
 
 @dataclass(kw_only=True, slots=True)
 class ShardedModule:
-    """What is remembered about a module once it is sharded, whichever Trainer runs it next.
+    """Record of a sharded module, whichever Trainer runs it next.
 
     Attributes:
         settings: The options that were baked in.
         plan: Its units.
         forward: Gathers the root's parameters where its code computes with them.
         agreement: Whether ranks have gradients of the same parameters; None on one rank.
-        extra: What a subclass of the strategy attached.
+        extra: Return value of the strategy's ``on_sharded``.
     """
 
     settings: Mapping[str, object]
@@ -102,7 +91,7 @@ _RECORD = "_lq_sharded"  # kept in the module, so that both are freed together
 
 
 def sharded(module: nn.Module | None) -> ShardedModule | None:
-    """What is known about a sharded module; ``None`` if it is not sharded."""
+    """Return the record of a sharded module; ``None`` if it is not sharded."""
     return None if module is None else module.__dict__.get(_RECORD)
 
 
@@ -112,9 +101,8 @@ def shard(
     """Shard a module in place, with the values of the mesh's first rank.
 
     Args:
-        module: Not sharded, or by the user in ``configure_model``.
-        sharding: How.
-        settings: What a later Trainer cannot change; kept in the record.
+        module: Not sharded yet, or by the user in ``configure_model``.
+        settings: Options that a later Trainer cannot change; kept in the record.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: FSDP2 cannot shard it.
@@ -158,7 +146,7 @@ def remember(module: LightningModule, record: ShardedModule) -> None:
 def check_settings(
     module: LightningModule, known: Mapping[str, object], wanted: Mapping[str, object]
 ) -> None:
-    """Refuse other options than those that are baked into a module.
+    """Refuse options that differ from those that sharding baked into a module.
 
     Raises:
         ValueError: One of them differs.
@@ -210,8 +198,6 @@ def shard_module(
     """Apply ``fully_shard`` to the units of ``plan`` and last to ``root``; idempotent.
 
     Args:
-        root: The LightningModule.
-        plan: From :func:`find_units`.
         mesh: 1-D, over the ranks that share the module.
         precision: Gives the mixed-precision policy of units that are not sharded yet.
         reshard_after_forward: Free a unit's weights between forward and backward. The root keeps
@@ -264,3 +250,229 @@ def _has_own_parameters(module: nn.Module) -> bool:
 def _cast_to_weight(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     dtype = next(module.parameters(recurse=False)).dtype
     return tuple(convert_floating(arg, dtype) for arg in args)
+
+
+UnitSelector = Sequence[str] | Callable[[nn.Module], bool] | None
+"""Classes or modules by name, or a predicate over modules, or ``None`` to find repeated blocks."""
+
+
+class ChosenUnits(NamedTuple):
+    """Modules of a whole model that are to be units wherever a part of it is sharded.
+
+    Attributes:
+        source: How the units were found.
+    """
+
+    names: frozenset[str]
+    source: str
+
+
+class ShardingPlan(NamedTuple):
+    """Which modules are gathered and freed as one piece.
+
+    Attributes:
+        units: Names of the units, innermost first; the root comes on top of them.
+        source: How the units were found.
+        kept_in_root: ``(name, reason)`` of modules that looked like units but stay in the root.
+        candidates: Classes that ``units`` could name, largest modules first, if there are no units.
+    """
+
+    units: tuple[str, ...]
+    source: str
+    kept_in_root: tuple[tuple[str, str], ...] = ()
+    candidates: tuple[str, ...] = ()
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        lines = [self._found()]
+        lines += [f"`{name}` stays in the root: {reason}" for name, reason in self.kept_in_root]
+        return "\n".join(lines)
+
+    def _found(self) -> str:
+        if self.units:
+            shown = ", ".join(self.units[:4]) + (", ..." if len(self.units) > 4 else "")
+            return f"{len(self.units)} units from {self.source}: {shown}"
+        advice = "no module of it could be a unit"
+        if self.candidates:
+            advice = f"name the classes of its large parts, such as `units={[self.candidates[0]]}`"
+            if len(self.candidates) > 1:
+                advice += f" (there are: {', '.join(self.candidates[:8])})"
+        return (
+            f"0 units from {self.source}: the whole model is gathered at once, which takes its "
+            f"full size in memory and overlaps with nothing. If that is too much, {advice}."
+        )
+
+
+def find_units(root: nn.Module, units: UnitSelector | ChosenUnits = None) -> ShardingPlan:
+    """Choose the modules of ``root`` that become FSDP2 units.
+
+    They are the modules that already are FSDP2 units, or else those of :func:`choose_units` that
+    have parameters. One that shares a parameter with something outside stays in the root.
+
+    Args:
+        root: The model, or a part of it in which modules have kept their names.
+        units: How to choose, or the choice in the whole model, of which ``root`` may hold nothing.
+
+    Raises:
+        ValueError, TypeError: As :func:`choose_units`.
+    """
+    named = _submodules(root)
+    existing = tuple(name for name, module in named.items() if isinstance(module, FSDPModule))
+    if existing or isinstance(root, FSDPModule):
+        return ShardingPlan(_innermost_first(existing), "`configure_model`")
+    names, source = units if isinstance(units, ChosenUnits) else choose_units(root, units)
+    chosen = [name for name in named if name in names]
+    kept = _sharing(root, chosen)
+    chosen = [name for name in chosen if name not in kept and has_parameters(named[name])]
+    candidates = () if chosen else _candidates(root, named)
+    return ShardingPlan(_innermost_first(chosen), source, tuple(kept.items()), candidates)
+
+
+def choose_units(root: nn.Module, units: UnitSelector = None) -> ChosenUnits:
+    """Choose modules of a whole model.
+
+    In order: modules that ``units`` selects; the ``_no_split_modules`` of Hugging Face models
+    inside; repeated blocks, two or more of a class: direct children of a ``ModuleList``,
+    ``ModuleDict`` or ``Sequential`` with parameters in submodules of their own. A module without
+    such submodules (a lone ``Linear``) is never found automatically, nor one inside another unit.
+
+    Raises:
+        ValueError: ``units`` selects nothing, a container without ``forward``, or the root itself.
+        TypeError: ``units`` is neither a sequence of names nor a callable.
+    """
+    named = _submodules(root)
+    if units is not None:
+        return ChosenUnits(frozenset(_select(root, named, units)), "the `units` option")
+    if classes := _no_split_classes(root):
+        names = _outermost([n for n, m in named.items() if type(m).__name__ in classes])
+        source = f"`_no_split_modules` ({', '.join(sorted(classes))})"
+        if names:
+            return ChosenUnits(frozenset(names), source)
+    blocks = set(_repeated_blocks(root))
+    return ChosenUnits(frozenset(n for n, m in named.items() if m in blocks), "repeated blocks")
+
+
+def _submodules(root: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in root.named_modules() if name}
+
+
+def _outermost(names: Sequence[str]) -> list[str]:
+    """Leave out modules inside of others, as the mixers that Mamba lists beside its blocks."""
+    return [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
+
+
+def _candidates(root: nn.Module, named: dict[str, nn.Module]) -> tuple[str, ...]:
+    half = sum(p.numel() for p in root.parameters()) / 2
+    sizes: dict[str, int] = {}
+    for module in named.values():
+        numel = sum(p.numel() for p in module.parameters())
+        if 0 < numel <= half and not is_silent_container(module):
+            name = type(module).__name__
+            sizes[name] = max(sizes.get(name, 0), numel)
+    return tuple(sorted(sizes, key=lambda name: -sizes[name]))
+
+
+def _innermost_first(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=lambda name: -name.count(".")))
+
+
+def check_selector(units: UnitSelector) -> None:
+    """Refuse selectors that cannot select modules.
+
+    Raises:
+        TypeError: ``units`` is neither ``None``, nor a sequence of names, nor a callable.
+    """
+    if units is None or callable(units):
+        return
+    names = isinstance(units, Sequence) and not isinstance(units, str)
+    if not names or not all(isinstance(name, str) for name in units):
+        raise TypeError(
+            f"`units={units!r}` is not supported: give a list of class names such as ['Block'], or "
+            "of names of modules, or a function of a module that returns whether it is a unit."
+        )
+
+
+def _select(
+    root: nn.Module,
+    named: dict[str, nn.Module],
+    units: Sequence[str] | Callable[[nn.Module], bool],
+) -> list[str]:
+    check_selector(units)
+    full = {name: module for name, module in named.items() if has_parameters(module)}
+    present = Counter(type(m).__name__ for m in full.values())
+    known = ", ".join(sorted(present))
+    if callable(units):
+        chosen = [name for name, module in named.items() if units(module)]
+        if not chosen:
+            raise ValueError(
+                f"`units` selects no module of `{type(root).__name__}`. Its submodules have the "
+                f"classes: {known}."
+            )
+    else:
+        unknown = [name for name in units if name not in present and name not in full]
+        if unknown:
+            ends = tuple(f".{name}" for name in unknown)
+            similar = [name for name in full if name.endswith(ends)][:3]
+            raise ValueError(
+                f"`units={list(units)}`: `{type(root).__name__}` has no submodule of class "
+                f"{unknown}, nor one of that name"
+                + (f" (there is {similar})" if similar else "")
+                + f". Its submodules have the classes: {known}."
+            )
+        chosen = [n for n, m in named.items() if n in units or type(m).__name__ in units]
+    for name in chosen:
+        if is_silent_container(named[name]):
+            raise ValueError(
+                f"`units` selects `{name}`, a {type(named[name]).__name__} without `forward`, "
+                "which cannot be a unit because nothing calls it. Select its children."
+            )
+    return chosen
+
+
+def _no_split_classes(root: nn.Module) -> set[str]:
+    classes: set[str] = set()
+    for module in root.modules():
+        names = getattr(module, "_no_split_modules", None)
+        if isinstance(names, (list, tuple, set)):
+            classes.update(str(name) for name in names)
+    return classes
+
+
+def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    holds = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    blocks = [child for child in module.children() if holds and is_block(child)]
+    alike = Counter(type(block) for block in blocks)
+    for child in module.children():
+        if child in blocks and alike[type(child)] > 1:
+            yield child
+        else:
+            yield from _repeated_blocks(child)
+
+
+def _sharing(root: nn.Module, chosen: Sequence[str]) -> dict[str, str]:
+    """Chosen units that share a parameter with a module outside of them, and with which.
+
+    A second name for a whole unit is no sharing: whoever calls it calls the unit.
+    """
+    unit_names = {id(root.get_submodule(name)): name for name in chosen}
+    modules = dict(root.named_modules(remove_duplicate=False))
+    homes: dict[int, dict[str, str]] = defaultdict(dict)  # parameter -> {unit name: parameter name}
+    for path, module in modules.items():
+        for key, parameter in module.named_parameters(recurse=False):
+            unit = _innermost_unit(path, modules, unit_names)
+            homes[id(parameter)].setdefault(unit, f"{path}.{key}" if path else key)
+    kept: dict[str, str] = {}
+    for places in homes.values():
+        for unit, name in places.items():
+            other = next((n for u, n in places.items() if u != unit), None)
+            if unit and other is not None:
+                kept.setdefault(unit, f"`{name}` is shared with `{other}`")
+    return kept
+
+
+def _innermost_unit(path: str, modules: dict[str, nn.Module], unit_names: dict[int, str]) -> str:
+    while path:
+        if id(modules[path]) in unit_names:
+            return unit_names[id(modules[path])]
+        path = path.rpartition(".")[0]
+    return ""

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 from lq_lightning import QuantizedPipelineStrategy
 from lq_lightning.pipeline.random_numbers import RandomNumbers, held_generators
-from lq_lightning.strategies.pipelines.seeds import BatchSeeds
+from lq_lightning.strategies.pipelines.run import BatchSeeds
 
 EXACT = {"forward_codec": "none", "backward_codec": "none"}
 BATCHES = [batch(step, 0, size=3) for step in range(2)]

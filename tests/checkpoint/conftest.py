@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lq_testing.checkpoints import run_trainer, save_both
+from lq_testing.checkpoints import save_both
+from lq_testing.lightning_models import run_trainer
 
 
 @pytest.fixture(scope="session")

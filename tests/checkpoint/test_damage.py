@@ -15,7 +15,7 @@ import torch
 from lq_testing.damage import flip_bit, truncate, weight_offset, zero_page
 from torch.distributed.checkpoint import FileSystemReader
 
-from lq_lightning.checkpoint.checksums import ChecksumFile
+from lq_lightning.checkpoint.files import ChecksumFile
 from lq_lightning.checkpoint.folder import ShardedCheckpoint
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint
 

@@ -27,11 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lq_lightning.checkpoint.archives import load_archive
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint, main
-from lq_lightning.checkpoint.folder import ShardedCheckpoint
-from lq_lightning.checkpoint.metadata import read_metadata
-from lq_lightning.checkpoint.single_file import load_full_checkpoint
+from lq_lightning.checkpoint.folder import ShardedCheckpoint, read_metadata
+from lq_lightning.checkpoint.single_file import load_archive, load_full_checkpoint
 
 SHARED = (Metadata, StorageMeta, *_MEM_FORMAT_ENCODING)  # by all of the process
 STATE = {

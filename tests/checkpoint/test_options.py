@@ -12,9 +12,9 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.tuner import Tuner
-from lq_testing.checkpoints import fit, module, run_trainer, strategy, weights
+from lq_testing.checkpoints import fit, module, strategy, weights
 from lq_testing.damage import flip_bit, weight_offset
-from lq_testing.lightning_models import TinyModule, loader, trainer
+from lq_testing.lightning_models import TinyModule, loader, run_trainer, trainer
 from lq_testing.models import LoRABlock
 
 

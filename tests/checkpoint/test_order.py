@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lq_testing.checkpoints import run_trainer, strategy
-from lq_testing.lightning_models import TinyModule, loader, trainer
+from lq_testing.checkpoints import strategy
+from lq_testing.lightning_models import PLAIN, TinyModule, loader, run_trainer, trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -22,8 +22,6 @@ from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO
 from lq_lightning.checkpoint.state import load_optimizer
 from lq_lightning.foundation.parameters import clean_name
-
-PLAIN = {"weights": "none", "gradients": "none"}
 
 
 class Ordered(TinyModule):

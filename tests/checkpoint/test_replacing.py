@@ -18,14 +18,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lq_testing import RankError
-from lq_testing.checkpoints import fit, module, run_trainer, strategy
+from lq_testing.checkpoints import fit, module, strategy
+from lq_testing.lightning_models import PLAIN, run_trainer
 
 from lq_lightning.checkpoint import files
 from lq_lightning.checkpoint.folder import save_sharded_checkpoint
 from lq_lightning.checkpoint.ranks import ALONE
 from lq_lightning.checkpoint.single_file import AtomicCheckpointIO
 
-PLAIN = {"weights": "none", "gradients": "none"}
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.symlink")  # audit events of the file system
 
 
@@ -155,7 +155,7 @@ def test_links_to_the_last_checkpoint_point_to_one_at_any_time(tmp_path: Path) -
         previous, newest = folder / "epoch1.ckpt", folder / "epoch2.ckpt"
         shutil.copytree(previous, newest)
         use = strategy()
-        use._newest_checkpoint = newest
+        use._checkpointer._newest = newest
 
         def replace() -> None:
             use.remove_checkpoint(str(previous))  # noqa: B023

@@ -9,20 +9,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lq_testing.checkpoints import (
-    SMALL,
-    StateAtStart,
-    fit,
-    module,
-    moments,
-    run_trainer,
-    strategy,
-    weights,
-)
-from lq_testing.lightning_models import TinyModule, quiet
+from lq_testing.checkpoints import StateAtStart, fit, module, moments, strategy, weights
+from lq_testing.lightning_models import PLAIN, SMALL, TinyModule, quiet, run_trainer
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
-PLAIN = {"weights": "none", "gradients": "none"}
 
 # single file?, precision, options of the strategy, of the module
 EXACT = (

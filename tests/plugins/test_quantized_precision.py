@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
-from lq_testing import run_ranks
-from lq_testing.lightning_models import Losses, TinyModule, loader, quiet, trainer
+from lq_testing.lightning_models import Losses, TinyModule, loader, quiet, run_trainer, trainer
 from torch import nn
 
 from lq_lightning import (
@@ -28,7 +26,6 @@ from lq_lightning.codecs import CodecSpec
 from lq_lightning.optim import OptimizerQuantization, QuantizedAdamW, QuantizedSGD
 
 STATES = OptimizerQuantization(min_numel=256)
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=200.0)
 
 
 class Wide(TinyModule):

@@ -19,9 +19,10 @@ from lq_lightning import (
     QuantizedFSDPStrategy,
     WeightQuantization,
 )
-from lq_lightning.strategies.choose_quantization import WeightOption
+from lq_lightning.strategies.collectives import WeightOption
 
 CLASS = "lq_lightning.QuantizedFSDPStrategy"
+PIPELINE = "lq_lightning.QuantizedPipelineStrategy"
 
 
 def _strategy(arguments: list[str]) -> Any:
@@ -100,13 +101,19 @@ def test_yaml_with_nested_configs(tmp_path: Path) -> None:
     assert strategy._timeout == timedelta(seconds=90)
 
 
-def test_yaml_with_measured_times(tmp_path: Path) -> None:
+def test_yaml_of_a_pipeline_is_flat(tmp_path: Path) -> None:
     times = {"embed": 0.25, "blocks.0": 0.001, "blocks.1": 2.0}
     lines = ["trainer:", "  strategy:", "    class_path: lq_lightning.QuantizedPipelineStrategy"]
     lines += ["    init_args:", "      split:", *(f"        {n}: {t}" for n, t in times.items())]
+    lines += ["      weights: {bits: 3}", "      timeout: 60", "      units: [Block]"]
     (tmp_path / "a.yaml").write_text("\n".join(lines))
     strategy = _strategy([f"--config={tmp_path / 'a.yaml'}"])
-    assert strategy.settings()["split"] == times
+    settings = strategy.settings()
+    assert settings["split"] == times
+    assert settings["weights"] == WeightQuantization(bits=3)
+    assert settings["reshard_after_forward"] is False
+    assert strategy._timeout == timedelta(minutes=1)
+    assert strategy.given.keys() == {"split", "weights", "timeout", "units"}
 
 
 @pytest.mark.parametrize(
@@ -117,6 +124,8 @@ def test_yaml_with_measured_times(tmp_path: Path) -> None:
         (["--trainer.strategy.replica=rank"], "replica"),
         (["--trainer.strategy.weight_bits=4"], "weight_bits"),
         (["--trainer.strategy.compile_units=perhaps"], "compile_units"),
+        ([f"--trainer.strategy={PIPELINE}", "--trainer.strategy.local_steps=4"], "local_steps"),
+        ([f"--trainer.strategy={PIPELINE}", "--trainer.strategy.seed=x"], "seed"),
     ],
 )
 def test_wrong_values_stop_with_an_error(
@@ -127,13 +136,14 @@ def test_wrong_values_stop_with_an_error(
     assert message in capsys.readouterr().err + str(error.value)
 
 
-def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", [CLASS, PIPELINE])
+def test_help_explains_every_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        _strategy([f"--trainer.strategy.help={CLASS}"])
+        _strategy([f"--trainer.strategy.help={name}"])
     text = capsys.readouterr().out
     for option in ("weights", "gradients", "replica", "check_replicas_every_n_steps", "timeout"):
         line = next(part for part in text.split("\n  --") if f".{option} " in part)
-        assert len(line.split("(")[0]) > 40, line
+        assert len(line.split("(type")[0]) > 40, line
 
 
 def test_wrong_device_or_backend_is_explained() -> None:

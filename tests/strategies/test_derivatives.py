@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lq_testing import run_ranks
-from lq_testing.lightning_models import loader, trainer
+from lq_testing.lightning_models import loader, run_trainer, trainer
 from torch import Tensor, nn
 
 from lq_lightning import QuantizedFSDPStrategy
-
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 
 REFUSED = "gradient through the unit `{}` was asked for with `create_graph=True`"
 

@@ -17,8 +17,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
-from lq_testing import RankError, run_ranks
-from lq_testing.lightning_models import Fails, Losses, TinyModule, loader, trainer
+from lq_testing import RankError
+from lq_testing.lightning_models import (
+    SMALL,
+    Fails,
+    Losses,
+    TinyModule,
+    loader,
+    run_trainer,
+    trainer,
+)
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -26,10 +34,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lq_lightning import QuantizedFSDPStrategy
 from lq_lightning.strategies import failures
 from lq_lightning.strategies.failures import LostRankError, explain_lost_rank
-
-SMALL = {"min_quantized_numel": 64}
-
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True)
 
 
 class Dies(Callback):

@@ -10,17 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lq_testing import run_ranks
 from lq_testing.checkpoints import weights
 from lq_testing.fsdp2 import same_on_all_ranks
-from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
+from lq_testing.lightning_models import Losses, TinyModule, loader, run_trainer, trainer
 from torch.distributed.fsdp import FSDPModule
 
 from lq_lightning import LocalSteps, QuantizedFSDPStrategy
 from lq_lightning._compat.torch import all_linked_by_nvlink
 from lq_lightning.callbacks import QuantizationMonitor
-
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=200.0)
 
 
 def _fit(root: str, world: int, options: dict[str, Any], **kwargs: Any) -> tuple[Any, list[float]]:

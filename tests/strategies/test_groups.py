@@ -13,13 +13,12 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lq_testing import free_port
-from lq_testing.checkpoints import module, run_trainer
-from lq_testing.lightning_models import Tokens, loader, trainer
+from lq_testing.checkpoints import module
+from lq_testing.lightning_models import SMALL, Tokens, loader, run_trainer, trainer
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader
 
-SMALL = {"min_quantized_numel": 64}
 PIPELINE = {"forward_codec": "none", "backward_codec": "none"}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelPruning
-from lq_testing import run_ranks
-from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
+from lq_testing.lightning_models import PLAIN, Losses, TinyModule, loader, run_trainer, trainer
 from lq_testing.models import TinyLM
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lq_lightning import QuantizedFSDPStrategy
 
-PLAIN = {"weights": "none", "gradients": "none"}
 TOKENS = torch.arange(16).view(2, 8)
-
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 
 
 def _fit(

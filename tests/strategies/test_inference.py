@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lq_testing import run_ranks
-from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
+from lq_testing.lightning_models import Losses, TinyModule, loader, run_trainer, trainer
 from torch import Tensor
 
 from lq_lightning import QuantizedFSDPStrategy
-
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=200.0)
 
 
 class Evaluated(TinyModule):

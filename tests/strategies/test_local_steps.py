@@ -17,9 +17,18 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.cli import LightningCLI
-from lq_testing.checkpoints import SMALL, StateAtStart, module, moments, run_trainer, weights
+from lq_testing.checkpoints import StateAtStart, module, moments, weights
 from lq_testing.fsdp2 import same_on_all_ranks
-from lq_testing.lightning_models import Fails, Losses, TinyModule, loader, quiet, trainer
+from lq_testing.lightning_models import (
+    SMALL,
+    Fails,
+    Losses,
+    TinyModule,
+    loader,
+    quiet,
+    run_trainer,
+    trainer,
+)
 from lq_testing.models import WIDTH
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -29,8 +38,7 @@ from lq_lightning._compat.tensors import local_tensor
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
 from lq_lightning.optim import OptimizerQuantization
 from lq_lightning.strategies import failures
-from lq_lightning.strategies.failures import LostRankError
-from lq_lightning.strategies.stop_signal import StopSignal
+from lq_lightning.strategies.failures import LostRankError, StopSignal
 
 NODES = {**SMALL, "node_size": 2}
 BATCHES = 3  # of an epoch
@@ -335,7 +343,8 @@ def test_yaml_takes_a_number_or_a_config(tmp_path: Path) -> None:
         ("null", None),
     ):
         strategy: Any = _trainer(str(tmp_path), text).strategy
-        assert strategy._local_steps == expected
+        groups = strategy._groups
+        assert (groups and groups._config) == expected
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lq_testing import run_ranks
-from lq_testing.lightning_models import loader, trainer
+from lq_testing.lightning_models import loader, run_trainer, trainer
 from torch import Tensor, nn
 from torch.distributions import Normal
 
 from lq_lightning import QuantizedFSDPStrategy
 from lq_lightning.strategies.checks import check_shardable
-
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 
 
 class Result:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lq_testing import run_ranks
-from lq_testing.lightning_models import loader, trainer
+from lq_testing.lightning_models import loader, run_trainer, trainer
 from torch import Tensor, nn
 
 from lq_lightning import QuantizedFSDPStrategy
 from lq_lightning.strategies.sharding import sharded
 
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 CODECS = ({"weights": "none", "gradients": "none"}, {"min_quantized_numel": 1, "node_size": 1})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lq_testing import run_ranks
-from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
+from lq_testing.lightning_models import PLAIN, Losses, TinyModule, loader, run_trainer, trainer
 from lq_testing.models import WIDTH
 from torch import Tensor
 
@@ -21,10 +19,8 @@ from lq_lightning.adaptive import BitGate
 from lq_lightning.codecs.mixed import WidthTable
 
 AMAQ: dict[str, Any] = {"forward_codec": "amaq", "backward_codec": "none", "num_microbatches": 4}
-PLAIN: dict[str, Any] = {"weights": "none", "gradients": "none"}
 FAST: dict[str, Any] = {"learning_rate": 0.2, "beta": 0.1, "histogram_every_n_steps": 0}
 SITE = "net.blocks.1.output"
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 
 
 @dataclass

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lq_testing import run_ranks
-from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
+from lq_testing.lightning_models import PLAIN, Losses, TinyModule, loader, run_trainer, trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -17,8 +15,6 @@ from lq_lightning import QuantizedFSDPStrategy, QuantizedPipelineStrategy
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
 
 EXACT = {"forward_codec": "none", "backward_codec": "none", "weights": "none", "gradients": "none"}
-PLAIN = {"weights": "none", "gradients": "none"}
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 
 
 class Grouped(TinyModule):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,17 +10,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lq_testing import run_ranks
-from lq_testing.lightning_models import Losses, TinyModule, Tokens, trainer
+from lq_testing.lightning_models import EXACT, Losses, TinyModule, Tokens, run_trainer, trainer
 from lq_testing.models import VOCAB
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lq_lightning import QuantizedPipelineStrategy
 from lq_lightning.strategies.failures import LostRankError
-
-EXACT = {"forward_codec": "none", "backward_codec": "none"}
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 
 
 class Augmented(Dataset[Tensor]):

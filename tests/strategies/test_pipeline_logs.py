@@ -12,8 +12,12 @@ from lq_testing.lightning_models import loader, trainer
 from torch import Tensor
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from lq_lightning.strategies.pipelines.logs import LogRecorder, replay
-from lq_lightning.strategies.pipelines.metrics import sum_over_pipelines, unchanged
+from lq_lightning.strategies.pipelines.logs import (
+    LogRecorder,
+    replay,
+    sum_over_pipelines,
+    unchanged,
+)
 
 
 class Logging(pl.LightningModule):

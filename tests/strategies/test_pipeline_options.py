@@ -11,8 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
-from lq_testing import run_ranks
-from lq_testing.lightning_models import TinyModule, loader, trainer
+from lq_testing.lightning_models import TinyModule, loader, run_trainer, trainer
 from lq_testing.ranks import RankError
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
@@ -24,7 +23,6 @@ from lq_lightning.strategies.pipelines.options import PipelineOptions
 from lq_lightning.strategies.pipelines.ranks import stage_topology
 from lq_lightning.strategies.pipelines.stages import describe_shared
 
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=60.0)
 NONE = {"forward_codec": "none", "backward_codec": "none"}
 
 
@@ -53,9 +51,11 @@ def test_values_are_checked(options: dict[str, Any], message: str) -> None:
 
 def test_unknown_options_are_named() -> None:
     with pytest.raises(TypeError, match="has no option `stages=3`.*pipeline_size"):
-        QuantizedPipelineStrategy(stages=3)  # type: ignore[call-arg]
+        QuantizedPipelineStrategy(stages=3)
     with pytest.raises(TypeError, match=r"`forward_codec=AQSGDQuantization\(cache_nbytes=3\)`"):
-        QuantizedPipelineStrategy(cache_nbytes=3)  # type: ignore[call-arg]
+        QuantizedPipelineStrategy(cache_nbytes=3)
+    with pytest.raises(TypeError, match=r"no option `local_steps=4`.*pipeline_size, .*, weights"):
+        QuantizedPipelineStrategy(local_steps=4)
 
 
 def test_registered() -> None:
@@ -70,7 +70,7 @@ def test_pipeline_has_to_divide_the_world() -> None:
 
 def test_one_rank_is_a_plain_run(tmp_path: Any) -> None:
     with (
-        mock.patch("lq_lightning.strategies.pipelined.rank_zero_info") as info,
+        mock.patch("lq_lightning.strategies.quantized_pipeline.rank_zero_info") as info,
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("error", message=".*has no effect")

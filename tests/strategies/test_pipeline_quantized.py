@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lq_testing import run_ranks
-from lq_testing.lightning_models import Losses, Tokens, trainer
+from lq_testing.lightning_models import Losses, Tokens, run_trainer, trainer
 from lq_testing.small_llama import SmallLlama
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -27,7 +25,6 @@ from lq_lightning import (
     StageBitCompensation,
 )
 
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 FOUR_BITS = ActivationPolicy(norm="int4_hadamard", activation="int4")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from lq_testing import run_ranks
-from lq_testing.lightning_models import Losses, TinyModule, Tokens, trainer
+from lq_testing.lightning_models import EXACT, Losses, TinyModule, Tokens, run_trainer, trainer
 from lq_testing.models import VOCAB
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -20,9 +18,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lq_lightning import QuantizedPipelineStrategy
 from lq_lightning.strategies.pipelines.targets import BatchMeans
-
-EXACT = {"forward_codec": "none", "backward_codec": "none"}
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 
 Loss = Callable[[Tensor, dict[str, Tensor]], Tensor]  # of logits [B, T, V]
 
@@ -211,7 +206,7 @@ def test_targets_made_in_another_way_are_refused() -> None:
 def test_counts_are_checked() -> None:
     with pytest.raises(ValueError, match=r"count_targets=5\)` is not supported: give a function"):
         QuantizedPipelineStrategy(count_targets=5)  # type: ignore[arg-type]
-    options = QuantizedPipelineStrategy(count_targets=lambda batch: batch)._options
+    options = QuantizedPipelineStrategy(count_targets=lambda batch: batch)._pipeline_options
     assert options.shares([1, torch.tensor(3)]) == [0.5, 1.5]
     assert options.shares([0, 0]) == [1.0, 1.0]
     with pytest.raises(ValueError, match=r"returned \[1.0, -1.0\] for the micro-batches"):

@@ -7,8 +7,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lq_testing import run_ranks
-from lq_testing.lightning_models import Losses, TinyModule, Tokens, loader, trainer
+from lq_testing.lightning_models import (
+    EXACT,
+    Losses,
+    TinyModule,
+    Tokens,
+    loader,
+    run_trainer,
+    trainer,
+)
 from lq_testing.models import VOCAB
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
@@ -16,9 +23,6 @@ from torchmetrics import SumMetric
 from torchmetrics.classification import BinaryAUROC
 
 from lq_lightning import QuantizedPipelineStrategy
-
-EXACT = {"forward_codec": "none", "backward_codec": "none"}
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 
 
 class Module(TinyModule):
@@ -89,7 +93,7 @@ def _fit(root: str, strategy: Any, devices: int, data: Any = None, **options: An
     defaults = {"use_distributed_sampler": False, "num_sanity_val_steps": 2}
     callbacks = [losses, watch]
     run = trainer(strategy, root, devices=devices, callbacks=callbacks, **{**defaults, **options})
-    run.fit(module, loader(96, batch_size=8) if data is None else data, loader(20, batch_size=8))
+    run.fit(module, loader(48, batch_size=8) if data is None else data, loader(20, batch_size=8))
     metrics = {name: value.item() for name, value in run.callback_metrics.items()}
     return run, module, (losses.values, watch.norms, watch.rates, metrics)
 
@@ -141,7 +145,7 @@ def test_two_stages_equal_one_device(tmp_path: Any) -> None:
                 msg=name,
             )
         losses, norms, rates, metrics = together["1f1b plain"]
-        assert len(losses) == len(norms) == 12
+        assert len(losses) == len(norms) == 6
         assert rates[:4] == [1e-2, 1e-2, 5e-3, 5e-3]
         names = {"loss_step", "loss_epoch", "val", "tokens", "tokens_seen", "auroc"}
         assert names <= metrics.keys()
@@ -160,7 +164,7 @@ def _replicas(rank: int, world_size: int, root: str) -> Any:
             units=units,
             **EXACT,
         )
-        data = Tokens(96)
+        data = Tokens(48)
         sampler = DistributedSampler(data, num_replicas=2, rank=rank % 2, shuffle=False)
         batches = DataLoader(data, batch_size=4, sampler=sampler)
         _, module, (_, norms, _, _) = _fit(
@@ -207,7 +211,7 @@ def _not_finite(rank: int, world_size: int, root: str) -> None:
     clipping = {"gradient_clip_val": 1e6, "gradient_clip_algorithm": "value"}
     run, module, _ = _fit(root, strategy, world_size, module=Bad(layers=2), **clipping)
     assert strategy.num_skipped_steps == 1
-    assert run.global_step == 12
+    assert run.global_step == 6
     assert all(p.isfinite().all() for p in module.parameters())
     strategy = QuantizedPipelineStrategy(**EXACT)
     options = {"module": Bad(layers=2), "gradient_clip_val": 1.0, "limit_train_batches": 2}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import subprocess
@@ -18,8 +17,15 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.loggers import CSVLogger
-from lq_testing import run_ranks
-from lq_testing.lightning_models import Losses, TinyModule, loader, quiet, trainer
+from lq_testing.lightning_models import (
+    SMALL,
+    Losses,
+    TinyModule,
+    loader,
+    quiet,
+    run_trainer,
+    trainer,
+)
 from lq_testing.models import TinyLM
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -34,11 +40,9 @@ from torchmetrics import MeanMetric
 from lq_lightning import QuantizedFSDPStrategy
 from lq_lightning._compat.modules import _reset_root, begin_root_forward
 from lq_lightning.checkpoint.consolidate import consolidate_checkpoint
+from lq_lightning.strategies.optimizer_steps import StrategyPart
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = {"min_quantized_numel": 64}
-
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 
 
 # --- Hugging Face -------------------------------------------------------------------------------
@@ -264,22 +268,22 @@ def _after_an_error(rank: int, world_size: int, root: str) -> None:
         _recover(root)
 
 
-class CountsErrors(QuantizedFSDPStrategy):
+class CountsErrors(StrategyPart):
     num_errors = 0
 
     def on_step_error(self) -> None:
         self.num_errors += 1
-        super().on_step_error()
 
 
 def _recover(root: str) -> None:
     module = Fails()
     for failing in ("forward", "backward"):
-        strategy = CountsErrors(weights="none", gradients="none")
+        strategy, counts = QuantizedFSDPStrategy(weights="none", gradients="none"), CountsErrors()
+        strategy.parts.append(counts)
         module.failing = failing
         with pytest.raises(RuntimeError, match=r"normalized_shape|in backward"):
             trainer(strategy, root, accumulate_grad_batches=4).fit(module, loader(64))
-        assert strategy.num_errors, "what is on its way was not waited for"
+        assert counts.num_errors, "what is on its way was not waited for"
     before = {n: p.full_tensor().clone() for n, p in module.named_parameters()}
     module.lr = 0.0  # stale gradients of the interrupted window would show in the norm below
     reference = TinyModule(lr=0.0)

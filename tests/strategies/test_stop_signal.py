@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 from pathlib import Path
@@ -14,17 +13,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lq_testing import run_ranks
-from lq_testing.lightning_models import Losses, TinyModule, Tokens, loader, trainer
+from lq_testing.lightning_models import Losses, TinyModule, Tokens, loader, run_trainer, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lq_lightning import QuantizedFSDPStrategy
-from lq_lightning.strategies.stop_signal import StopSignal
+from lq_lightning.strategies.failures import StopSignal
 
 OPTIONS = {"min_quantized_numel": 64}
-
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=60.0)
 
 
 class Same(Tokens):
@@ -80,7 +76,7 @@ def _stops(rank: int, world_size: int, root: str, where: str, gpu: bool) -> None
     handler = signal.getsignal(signal.SIGTERM)
     save = OnExceptionCheckpoint(root, filename=where)
     said: list[str] = []
-    with mock.patch("lq_lightning.strategies.stop_signal.rank_zero_info", said.append):
+    with mock.patch("lq_lightning.strategies.failures.rank_zero_info", said.append):
         first = _fit(
             root, gpu, Signal(where, rank=1), save, enable_checkpointing=True, **options
         ).values

@@ -22,8 +22,16 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities import grad_norm
-from lq_testing import run_ranks
-from lq_testing.lightning_models import Losses, TinyModule, Tokens, loader, trainer
+from lq_testing.lightning_models import (
+    PLAIN,
+    SMALL,
+    Losses,
+    TinyModule,
+    Tokens,
+    loader,
+    run_trainer,
+    trainer,
+)
 from lq_testing.models import LoRABlock, TinyLM
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -33,11 +41,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import lq_lightning
 from lq_lightning import QuantizedFSDPStrategy
 
-PLAIN = {"weights": "none", "gradients": "none"}
-SMALL = {"min_quantized_numel": 64}
 T = TypeVar("T")
-
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 
 
 def _fit(

@@ -29,7 +29,7 @@ from lq_lightning import (
 from lq_lightning.pipeline.partition import keep_stages
 from lq_lightning.pipeline.plan import plan_stages
 from lq_lightning.strategies.checks import check_shardable
-from lq_lightning.strategies.units import UnitSelector, choose_units, find_units
+from lq_lightning.strategies.sharding import UnitSelector, choose_units, find_units
 
 
 def test_repeated_blocks_are_found() -> None:

@@ -1,1 +1,1 @@
-"""Parts of ``quantized_pipeline``: what it holds, runs, logs and saves of a module in stages."""
+"""Parts of ``quantized_pipeline``: stages, batches, logging and checkpoints."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +12,92 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lq_lightning.checkpoint import state
-from lq_lightning.checkpoint.ranks import RankGroup
+from lq_lightning.checkpoint.by_name import by_name, by_position
+from lq_lightning.checkpoint.checkpointer import ALL_RANKS, ModelLayout
+from lq_lightning.foundation.parameters import clean_name
+from lq_lightning.strategies.pipelines.stages import CutModule
 
-__all__ = ["gather_parts", "in_order", "name_positions", "whole_groups"]
+
+@dataclass(frozen=True, kw_only=True)
+class StageLayout(ModelLayout):
+    """The layout of a module of which each rank of a pipeline holds some stages.
+
+    Attributes:
+        control_group: Ranks of this pipeline, on a backend that sends CPU tensors.
+    """
+
+    cut: CutModule
+    control_group: dist.ProcessGroup
+
+    @property
+    def is_part(self) -> bool:
+        """True: other stages lie elsewhere."""
+        return True
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """First name in the whole model by name of a tied parameter here."""
+        return self.cut.aliases
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """First name by further name of tied parameters of the whole model."""
+        return self.cut.ties
+
+    def join_parts(self, part: dict[str, Any]) -> dict[str, Any]:
+        """Collect all stages on the first rank, in the order of the whole model."""
+        if not self.shard_ranks.is_first:
+            return {}
+        joined = gather_parts(part, self.control_group)
+        for name, first in self.cut.ties.items():
+            if name in joined and first in joined:
+                joined[name] = joined[first]  # one tensor, in the file too
+        order = self.cut.order
+        names = sorted(joined, key=lambda name: order.get(clean_name(name), len(order)))
+        return {name: joined[name] for name in names}
+
+    def _state_by_name(self, optimizer: Optimizer) -> dict[str, Any]:
+        return state.optimizer_state_by_name(self.module, optimizer, self.aliases)
+
+    def _whole_groups(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """Parameter groups of all stages, in the order of the whole model; all ranks call it."""
+        groups = state.merge_parameter_groups(own, ALL_RANKS).get("param_groups", [])
+        return _in_order(groups, self.cut.order)
+
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As without stages; groups have their parameters in the order of the whole model."""
+        own = self._state_by_name(optimizer)
+        groups = self._whole_groups(own)
+        return {**own, "param_groups": groups} if own else own
+
+    def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Collect the states of all stages on the first rank, keyed as in one process."""
+        own = self._state_by_name(optimizer)
+        if not own:
+            return {}
+        groups = self._whole_groups(own)
+        keep = self.shard_ranks.is_first
+        states = state.gather_tensors(own["state"], keep)
+        if not keep:
+            return {}
+        states = gather_parts(states, self.control_group)
+        return by_position(states, groups) if ALL_RANKS.is_first else {}
+
+    def load_whole_optimizer_state(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
+        """Load this stage's part of a state that one process or all stages saved."""
+        own = self._state_by_name(optimizer)
+        if not own:
+            super().load_whole_optimizer_state(optimizer, whole)
+            return
+        named = by_name(whole, self.cut.order)
+        if named is None:
+            named = _name_positions(whole, self._whole_groups(own), optimizer)
+        strict = self.module.strict_loading
+        state.load_optimizer(self.module, optimizer, named, self.aliases, strict)
 
 
 class _Place:
-    """Stands for a tensor in what is pickled."""
+    """Placeholder of a tensor in a pickled dictionary."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
@@ -31,10 +111,10 @@ def gather_parts(part: dict[str, Any], group: dist.ProcessGroup) -> dict[str, An
     Args:
         part: Tensors on the CPU, other values, or dictionaries of them, by name. Of a name on
             several ranks the first one counts.
-        group: Of a backend that sends CPU tensors.
+        group: Ranks to join, on a backend that sends CPU tensors.
 
     Returns:
-        All of them on the first rank, nothing elsewhere.
+        The joined dictionary on the first rank, an empty one elsewhere.
     """
     tensors: list[Tensor] = []
     outline = _outline(part, tensors)
@@ -76,20 +156,9 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)  # gloo knows no float8
 
 
-def whole_groups(
-    own: dict[str, Any], ranks: RankGroup, order: Mapping[str, int]
+def _in_order(
+    groups: Sequence[Mapping[str, Any]], order: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Parameter groups of all stages, with names in the order of the whole model's parameters.
-
-    Args:
-        own: A state by name; its groups are those of one stage.
-        ranks: Of all stages; all of them must call this.
-        order: Place of every parameter in the whole model.
-    """
-    return in_order(state.merge_parameter_groups(own, ranks).get("param_groups", []), order)
-
-
-def in_order(groups: Sequence[Mapping[str, Any]], order: Mapping[str, int]) -> list[dict[str, Any]]:
     """Parameter groups with names in the order of the whole model's parameters."""
     return [
         {**group, "params": sorted(group["params"], key=lambda name: order.get(name, len(order)))}
@@ -97,15 +166,10 @@ def in_order(groups: Sequence[Mapping[str, Any]], order: Mapping[str, int]) -> l
     ]
 
 
-def name_positions(
+def _name_positions(
     whole: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], optimizer: Optimizer
 ) -> dict[str, Any]:
     """Turn a state keyed by position into one by parameter name.
-
-    Args:
-        whole: As one process saves it.
-        groups: Of this run, from :func:`whole_groups`.
-        optimizer: For the message.
 
     Raises:
         ValueError: The groups have other numbers of parameters.

@@ -16,20 +16,17 @@ from lq_lightning._compat.tensors import local_tensor
 from lq_lightning._compat.torch import all_gather_flat
 from lq_lightning.codecs import CodecSpec, decode_reduce, encode
 
-__all__ = ["PipelineGradients", "SharedTensor"]
-
 
 class SharedTensor:
     """A parameter that several ranks of a pipeline hold, such as a tied embedding.
 
     Args:
-        name: Its first name in the whole model.
-        parameter: This rank's copy; None where it has none.
-        group: The ranks that have one, in the order of their stages.
-        codec: What gradients travel as; None for their own dtype.
+        name: First name in the whole model.
+        parameter: Copy on this rank; None if there is none.
+        group: Ranks that hold a copy, in the order of their stages.
+        codec: Code of gradients on the wire; None for their own dtype.
 
     Attributes:
-        name, parameter, codec: As given.
         sent_nbytes: Bytes of gradients that this rank has sent to the others.
     """
 
@@ -71,14 +68,14 @@ class SharedTensor:
             return
         others = self._group.size() - 1
         if self.codec is None:
-            # What an all-reduce sends in rings; gloo and NCCL may choose otherwise.
+            # Bytes of a ring all-reduce; gloo and NCCL may use another algorithm.
             self.sent_nbytes += 2 * others * local.nbytes // (others + 1)
             dist.all_reduce(local, group=self._group)
         else:
             self.sent_nbytes += others * self._sum_codes(local, self.codec)
 
     def _sum_codes(self, gradient: Tensor, codec: CodecSpec) -> int:
-        """Sum in fp32 what all ranks decode from the same bytes, so that the copies stay equal."""
+        """Decode the same bytes on all ranks and sum in fp32, so that the copies stay equal."""
         flat = gradient.contiguous().view(1, -1)
         message = encode(codec, flat).view(-1)
         gathered = message.new_empty(self._group.size() * message.numel())
@@ -94,13 +91,11 @@ class PipelineGradients:
     """Keeps a batch's gradients from ``zero_grad`` until Lightning asks for them.
 
     The schedule of a pipeline runs forward and backward together, as Lightning's ``training_step``.
-    Then Lightning calls ``zero_grad``, and only then ``backward``, which hands out what is there.
-    Gradients are moved, never copied. Those of a sharded module wait unreduced inside of FSDP2,
-    where no ``zero_grad`` finds them.
+    Then Lightning calls ``zero_grad``, and only then ``backward``, which hands them out. Gradients
+    are moved, never copied. A sharded module's stay unreduced inside FSDP2, out of reach of
+    ``zero_grad``.
 
     Args:
-        module: This rank's part of the model, sharded or not.
-        optimizer: Of its parameters.
         shared: Parameters that other stages hold, too.
     """
 
@@ -123,7 +118,7 @@ class PipelineGradients:
 
     def start(self, first: bool) -> None:
         """Before a schedule: gradients add up from zero if the batch is the first of a window."""
-        self._held.clear()  # of a batch that an error ended
+        self._held.clear()  # left by a batch that an error ended
         if first:
             for parameter in self._parameters():
                 parameter.grad = None
@@ -147,7 +142,7 @@ class PipelineGradients:
         """Within Lightning's backward: hand the gradients out.
 
         Args:
-            reduce: Whether the ranks of a stage are to reduce theirs now.
+            reduce: Reduce-scatter gradients over the ranks of the stage now.
         """
         for parameter, gradient in self._held:
             parameter.grad = gradient
@@ -167,7 +162,7 @@ class PipelineGradients:
         every rank.
 
         Args:
-            parameters: Those of this rank that count; None are all of the optimizer.
+            parameters: Parameters of this rank that count; None for all of the optimizer.
 
         Returns:
             A float32 scalar, the same on every rank.
@@ -184,14 +179,11 @@ class PipelineGradients:
 
     @torch.no_grad()
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-        """Scale the gradients of all stages by one factor, so that their norm is at most this.
-
-        Args:
-            parameters: Those of this rank.
-            max_norm: The largest L2 norm.
-        """
+        """Scale the gradients of all stages by one factor, so that their norm is at most this."""
         parameters = list(parameters)
-        factor = torch.clamp(max_norm / (self.total_norm(parameters) + 1e-6), max=1.0)  # as torch
+        factor = torch.clamp(
+            max_norm / (self.total_norm(parameters) + 1e-6), max=1.0
+        )  # 1e-6 as in torch
         for parameter in parameters:
             if parameter.grad is not None:
                 local_tensor(parameter.grad).mul_(factor)

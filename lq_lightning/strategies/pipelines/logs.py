@@ -1,4 +1,4 @@
-"""What a step logs, when it runs in parts: recorded where it ends, logged on every rank.
+"""Logging of a step that runs in parts: recorded where it ends, logged on every rank.
 
 A step runs once for each micro-batch, and only on the last stage to its end. Its calls of
 ``self.log`` there are recorded instead of executed, and become one call for each name, with which
@@ -7,6 +7,7 @@ every rank of the pipeline logs the same: so callbacks such as ``ModelCheckpoint
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor
-from torchmetrics import Metric
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lq_lightning._compat.metrics import set_step_value, step_value
-
-__all__ = ["LogCall", "LogRecorder", "Logged", "replay"]
+from lq_lightning._compat.metrics import has_separate_lists, set_step_value, step_value
+from lq_lightning.strategies.pipelines.ranks import PipelineRanks
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": torch.mean,
@@ -46,7 +47,6 @@ class LogCall:
     """One call of ``self.log`` without its value. Plain data, equal on every rank.
 
     Attributes:
-        name: Under which it is logged.
         metric: Attribute of the LightningModule that is the metric; None for a number.
         has_value: Whether there is a number: always but for a metric that was only updated.
         arguments: Further keyword arguments, by name.
@@ -60,7 +60,7 @@ class LogCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Logged:
-    """What the micro-batches of one batch logged.
+    """Logged values of one batch, reduced over its micro-batches.
 
     Attributes:
         calls: One for each name. They rarely change from one step to the next.
@@ -83,7 +83,6 @@ class LogRecorder:
     """Takes the place of ``self.log`` (and so of ``self.log_dict``) of a LightningModule.
 
     Args:
-        module: Its calls are recorded.
         check: Called with each value and a description of its use, before it is recorded.
     """
 
@@ -109,7 +108,7 @@ class LogRecorder:
 
     @contextmanager
     def _replaced(self, log: Callable[..., None]) -> Iterator[None]:
-        attributes = self._module.__dict__  # where it comes before the method
+        attributes = self._module.__dict__  # found before the method of the class
         previous = attributes.get("log")
         attributes["log"] = log
         try:
@@ -150,12 +149,12 @@ class LogRecorder:
         )
 
     def take(self, shares: Sequence[float] | None = None) -> Logged:
-        """Return what was recorded since the last time, reduced over micro-batches; forget it.
+        """Return and forget the records since the last call, reduced over micro-batches.
 
         Numbers are reduced as ``reduce_fx`` says (mean, unless given); batch sizes are added up.
 
         Args:
-            shares: What the micro-batches have in a mean, relative to each other; None if as much.
+            shares: Relative weight of each micro-batch in a mean; None for equal weights.
         """
         entries, self._entries = self._entries, {}
         device = self._module.device
@@ -202,15 +201,13 @@ def replay(
     values: Tensor,
     replicas: dist.ProcessGroup | None = None,
 ) -> None:
-    """Log what was recorded, in the hook that runs now; on every rank of a pipeline.
+    """Log recorded calls in the hook that runs now; all ranks of a pipeline call it.
 
     A metric is logged as the object of that attribute. Ranks whose stage did not update it
     contribute empty states, when torchmetrics adds them up over all ranks at the end of an epoch.
 
     Args:
-        module: Of this rank.
-        calls: As :meth:`LogRecorder.take` returned them on the last stage.
-        values: Those that belong to them.
+        calls, values: The fields of the last stage's :class:`Logged`.
         replicas: Ranks with other data, over which ``sync_dist=True`` reduces: the stages of a
             pipeline log the same values, which a sum must not count again.
     """
@@ -227,21 +224,8 @@ def replay(
         module.log(call.name, metric, metric_attribute=call.metric, **arguments)
 
 
-# The arguments of `LightningModule.log` behind name and value.
-_POSITIONAL = (
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "reduce_fx",
-    "enable_graph",
-    "sync_dist",
-    "sync_dist_group",
-    "add_dataloader_idx",
-    "batch_size",
-    "metric_attribute",
-    "rank_zero_only",
-)
+# Arguments of `LightningModule.log` after `self`, name and value.
+_POSITIONAL = list(inspect.signature(LightningModule.log).parameters)[3:]
 
 
 def _check(name: str, value: Any, arguments: dict[str, Any]) -> None:
@@ -268,3 +252,80 @@ def _check(name: str, value: Any, arguments: dict[str, Any]) -> None:
             f"{call}: `sync_dist_group` is not supported in a pipeline; `sync_dist=True` reduces "
             "over the replicas of the model."
         )
+
+
+class _OverPipelines:
+    """A ``dist_sync_fn`` that takes states from the last stage of each pipeline.
+
+    torchmetrics adds up or joins the states of all ranks. In a pipeline those of other stages are
+    empty, of a dtype that torchmetrics guesses, or would be counted again.
+    """
+
+    def __init__(self, ranks: PipelineRanks, from_last: Callable[[Tensor], Tensor]) -> None:
+        self._ranks, self._from_last = ranks, from_last
+
+    def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
+        state = self._from_last(state)
+        if self._ranks.replicas == 1:
+            return [state]
+        gathered: list[Tensor] = gather_all_tensors(state, self._ranks.stage_group)
+        return gathered
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OverPipelines:
+        return self  # process groups are not copied with a metric
+
+
+def sum_over_pipelines(
+    module: nn.Module, ranks: PipelineRanks, from_last: Callable[[Tensor], Tensor]
+) -> None:
+    """Let ``compute`` of all metrics use the states of the last stages, on every rank.
+
+    Args:
+        module: Of this rank; metrics with a ``dist_sync_fn`` of their own keep it.
+        from_last: Returns the last stage's tensor on all ranks of a pipeline, which call it
+            together.
+
+    Raises:
+        NotImplementedError: A metric keeps a list that is not joined.
+    """
+    for name, metric in module.named_modules():
+        if not isinstance(metric, Metric):
+            continue
+        if not (metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, _OverPipelines)):
+            continue
+        if has_separate_lists(metric):
+            raise NotImplementedError(
+                f"the metric `{name}` (`{type(metric).__name__}`) has a list as state with "
+                "`dist_reduce_fx=None`: in a pipeline only the last stage fills it, and the other "
+                "ranks would wait for a list of another length. Use `dist_reduce_fx='cat'`."
+            )
+        metric.dist_sync_fn = _OverPipelines(ranks, from_last)
+
+
+@contextmanager
+def unchanged(metrics: Sequence[Metric | MetricCollection]) -> Iterator[None]:
+    """Leave out updates inside, around a part of a step that does not come to its end.
+
+    Each stage runs the code in front of the layers, so metrics there would be updated several times
+    on a rank that has the last stage and others. They return NaN.
+    """
+    names = ("forward", "update")
+    replaced = [(m, {name: m.__dict__.get(name) for name in names}) for m in metrics]
+    for metric, previous in replaced:
+        metric.__dict__.update(dict.fromkeys(previous, _without_update(metric)))
+    try:
+        yield
+    finally:
+        for metric, previous in replaced:
+            for name, method in previous.items():
+                del metric.__dict__[name]
+                if method is not None:
+                    metric.__dict__[name] = method
+
+
+def _without_update(metric: Metric | MetricCollection) -> Callable[..., Any]:
+    def nothing(*args: Any, **kwargs: Any) -> Any:
+        nan = torch.tensor(float("nan"))
+        return dict.fromkeys(metric.keys(), nan) if isinstance(metric, MetricCollection) else nan
+
+    return nothing

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS, Optimizer
@@ -20,11 +21,10 @@ from lq_lightning.pipeline.boundary import (
     codec_classes,
     make_boundary_codec,
 )
+from lq_lightning.pipeline.boundary_widths import LearnsWidths
 from lq_lightning.pipeline.mixed import MixedCodec
 from lq_lightning.pipeline.schedules import SCHEDULES, check_schedule
 from lq_lightning.strategies.options import check_count
-
-__all__ = ["PipelineOptions", "check_module", "check_stage_optimizer", "make_stage_optimizer"]
 
 # With four micro-batches per rank the bubble is below a fifth of a step, whatever the size:
 # (p - 1) / (4p + p - 1).
@@ -33,19 +33,18 @@ _MICROBATCHES_PER_RANK = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineOptions:
-    """How a model is cut into stages, and what happens at their boundaries.
+    """Options of stages, schedule and boundaries.
 
     Attributes:
         pipeline_size: Ranks along the pipeline; None for all.
         schedule: Order of forward and backward passes.
         num_microbatches: Parts of a batch; None for as many as divide it, up to four per rank.
-        stages_per_rank: Stages on each rank.
         split: ``"parameters"``, layers of each stage, or costs of modules.
         trunk: Name of the list of layers, where a model has several.
-        forward_codec: What hidden states travel as.
-        backward_codec: What their gradients travel as.
-        tied_gradients: What gradients of tied weights travel as between stages.
-        count_targets: Counts the targets of a (micro-)batch.
+        forward_codec: Code of hidden states on the wire.
+        backward_codec: Code of their gradients.
+        tied_gradients: Code of gradients of tied weights between stages.
+        count_targets: Function that counts the targets of a (micro-)batch.
     """
 
     pipeline_size: int | None
@@ -123,7 +122,7 @@ class PipelineOptions:
                 f"`count_targets` returned {counts} for the micro-batches of a batch: return the "
                 "number of targets, 0 or more."
             )
-        # of a batch without any target the loss is what the step says
+        # without any target in the batch the loss stays as the step computes it
         mean = sum(counts) / len(counts)
         return [count / mean if mean else 1.0 for count in counts]
 
@@ -137,6 +136,29 @@ class PipelineOptions:
         if name == "int8":
             return CodecSpec(code="int8", group_size=128, scale_dtype="bfloat16")
         return CodecSpec(code="int4", group_size=128, hadamard_size=128, scale_dtype="bfloat16")
+
+    def check_learner(self, owner: str, callbacks: Iterable[Callback]) -> None:
+        """Check that widths are learned if, and only if, hidden states travel in them.
+
+        Raises:
+            ValueError: Either of both is missing.
+        """
+        learner = learner_of(callbacks)
+        travels = self.forward_codec == "amaq"
+        if travels and learner is None:
+            raise ValueError(
+                f'`{owner}(forward_codec="amaq")` sends hidden states in widths that '
+                "`AdaptiveBits` learns, but there is none in the Trainer: add "
+                "`lq_lightning.AdaptiveBits()` to its callbacks, or choose another codec, such as "
+                '"tah5".'
+            )
+        if learner is not None and not travels:
+            name = type(learner).__name__
+            raise ValueError(
+                f"`{name}` learns the widths of what crosses the boundaries of stages, but `{owner}"
+                f"(forward_codec={self.forward_codec!r})` sends that otherwise: set "
+                f'forward_codec="amaq", or remove `{name}`.'
+            )
 
     def check_schedule(self, pipeline_size: int) -> None:
         """Refuse a schedule that does not go with the numbers.
@@ -217,6 +239,11 @@ class PipelineOptions:
         return True
 
 
+def learner_of(callbacks: Iterable[Callback]) -> LearnsWidths | None:
+    """Return the callback that learns the widths of boundaries, if there is one."""
+    return next((each for each in callbacks if isinstance(each, LearnsWidths)), None)
+
+
 def check_module(owner: str, module: LightningModule) -> None:
     """Refuse a LightningModule whose steps cannot run in parts.
 
@@ -261,7 +288,7 @@ def check_stage_optimizer(owner: str, optimizer: Optimizer) -> None:
 
 
 def make_stage_optimizer(configure: Callable[[], None]) -> None:
-    """Call what makes the optimizer, and say what to do where all weights of a rank are frozen.
+    """Make the optimizer; give advice where all weights of a rank are frozen.
 
     Raises:
         ValueError: There is nothing to optimize on this rank.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch.utils.data import DataLoader, RandomSampler
 
 from lq_lightning._compat.torch import group_timeout
 from lq_lightning.data_parallel import Topology
 from lq_lightning.foundation.groups import shared_group, shared_mesh, shared_split
-
-__all__ = ["DATA_PARALLEL", "PIPELINE", "PipelineRanks", "stage_topology"]
 
 PIPELINE, DATA_PARALLEL = "pipeline", "data_parallel"
 
@@ -25,8 +27,6 @@ def stage_topology(world_size: int, rank: int, pipeline_size: int, ranks_per_nod
     neighbours always share a node.
 
     Args:
-        world_size: Ranks of the run.
-        rank: This one.
         pipeline_size: Ranks along the pipeline; divides ``world_size``.
         ranks_per_node: Neighbouring ranks that share a machine.
     """
@@ -50,11 +50,10 @@ class PipelineRanks:
 
     Args:
         pipeline_size: Ranks along the pipeline; divides the world size.
-        device: Where this rank keeps its tensors.
 
     Attributes:
         mesh: 2-D, with the axes ``"pipeline"`` and ``"data_parallel"``.
-        group: Ranks of this pipeline, in the order of its stages.
+        group: The ranks of this pipeline, in the order of its stages.
         control_group: The same ranks on gloo, for small messages between hosts.
         stage_group: Ranks with the same layers.
         stage_control_group: The same ranks on gloo.
@@ -116,3 +115,27 @@ def _over_gloo(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
         return made
 
     return shared_group("over gloo", group, make)
+
+
+def draw_alike(loader: object, ranks: PipelineRanks) -> None:
+    """Let the ranks of a pipeline shuffle alike where no ``DistributedSampler`` does.
+
+    torch shuffles with the default random generator, which stages use differently (dropout in
+    other layers), and with ``seed_everything(..., workers=True)`` Lightning seeds workers by their
+    rank. All ranks of the pipeline call this in one order.
+
+    Args:
+        loader: Left alone unless it is a ``DataLoader`` that draws from the default generator.
+    """
+    if not isinstance(loader, DataLoader):
+        return
+    seed = torch.empty((), dtype=torch.int64).random_()
+    dist.broadcast(seed, group=ranks.control_group, group_src=0)
+    generator = torch.Generator().manual_seed(int(seed))
+    if loader.generator is None:
+        loader.generator = generator  # draws the seeds of workers
+    if loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
+        replica = ranks.stage_group.rank()
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
+    if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
+        loader.sampler.generator = generator

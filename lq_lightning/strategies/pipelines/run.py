@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
@@ -17,26 +20,133 @@ from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec
 from lq_lightning.pipeline.batches import batch_size, concatenate, sample_ids, split_batch
+from lq_lightning.pipeline.boundary_widths import BoundaryWidths, boundaries_between
 from lq_lightning.pipeline.engine import Agreement, PipelineEngine, batch_signature
 from lq_lightning.pipeline.message import BoundaryMeta
 from lq_lightning.pipeline.mixed import MixedCodec
 from lq_lightning.pipeline.partition import StageModule, kept_stages
-from lq_lightning.pipeline.random_numbers import RandomNumbers, held_generators
+from lq_lightning.pipeline.random_numbers import RandomNumbers, held_generators, mixed_seed
 from lq_lightning.pipeline.schedules import rank_of_stage
 from lq_lightning.plugins import FullyShardedPrecision
-from lq_lightning.strategies.pipelines.logs import replay
-from lq_lightning.strategies.pipelines.metrics import sum_over_pipelines
-from lq_lightning.strategies.pipelines.options import PipelineOptions
-from lq_lightning.strategies.pipelines.outcome import Outcome, OutcomeBroadcast
+from lq_lightning.strategies.optimizer_steps import StrategyPart
+from lq_lightning.strategies.pipelines.logs import LogCall, Logged, replay, sum_over_pipelines
+from lq_lightning.strategies.pipelines.options import PipelineOptions, learner_of
 from lq_lightning.strategies.pipelines.ranks import PipelineRanks
-from lq_lightning.strategies.pipelines.seeds import BatchSeeds
 from lq_lightning.strategies.pipelines.stages import CutModule
 from lq_lightning.strategies.pipelines.steps import MicroBatches, joined_extra
 from lq_lightning.strategies.pipelines.targets import COUNT
 
-__all__ = ["PipelineRun"]
 
-_BATCHES_TO_CHECK = 3  # for means over targets, which waits for the GPU
+class BatchSeeds:
+    """Seeds that are the same on all stages of a pipeline, and differ between batches and replicas.
+
+    They are functions of the seed of the run and of where training is, both of which checkpoints
+    hold, so that a resumed run goes on with the numbers of the one that was interrupted.
+
+    Args:
+        replica: Index of this pipeline among the replicas.
+
+    Attributes:
+        of_run: Seed that all ranks share; set before the first batch.
+    """
+
+    def __init__(self, replica: int) -> None:
+        self.of_run = 0
+        self._replica = replica
+        self._evaluating: tuple[object, ...] = ()
+        self._evaluated = 0
+
+    def next(self, trainer: Trainer, step: str, training: bool) -> int:
+        """Return the seed of the batch that comes now; call it once for each."""
+        place: tuple[object, ...]
+        if training:
+            place = (trainer.current_epoch, trainer.fit_loop.batch_idx)
+        else:
+            evaluating = (step, trainer.sanity_checking, trainer.global_step)
+            self._evaluated = self._evaluated + 1 if evaluating == self._evaluating else 0
+            self._evaluating = evaluating
+            place = (*evaluating, self._evaluated)
+        return mixed_seed(self.of_run, self._replica, training, *place)
+
+
+class Outcome(NamedTuple):
+    """Of a batch, the same on all ranks of a pipeline.
+
+    Attributes:
+        loss: float32 scalar; None where there is none.
+        calls: Recorded calls of ``self.log``.
+        values: ``[len(calls)]`` float64, their values.
+    """
+
+    loss: Tensor | None
+    calls: tuple[LogCall, ...]
+    values: Tensor
+
+
+class OutcomeBroadcast:
+    """Sends outcomes from the last stage to all ranks of a pipeline, which call it together.
+
+    Numbers stay on the device, so that no host waits for it. Names are sent only when they change,
+    which is rare.
+
+    Args:
+        source: Place of the last stage's rank in the pipeline.
+    """
+
+    def __init__(self, ranks: PipelineRanks, source: int) -> None:
+        self._ranks, self._source = ranks, source
+        self._known: dict[str, tuple[LogCall, ...]] = {}
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self._ranks.rank == self._source
+
+    def share(self, step: str, losses: Sequence[Tensor | None], logged: Logged) -> Outcome:
+        """Return on all ranks the mean loss of the micro-batches and their log records.
+
+        Args:
+            losses: Losses of the micro-batches, on the last stage; if one is None there is no mean.
+            logged: Records of the micro-batches, on the last stage.
+        """
+        present = [loss for loss in losses if loss is not None]
+        has_loss = len(present) == len(losses) > 0
+        calls = logged.calls if self.is_source else self._known.get(step, ())
+        header = torch.tensor([has_loss, calls != self._known.get(step, ())], dtype=torch.int64)
+        dist.broadcast(header, group=self._ranks.control_group, group_src=self._source)
+        has_loss, changed = bool(header[0]), bool(header[1])
+        if changed:
+            calls = self._known[step] = self.share_object(calls)
+        numbers = torch.zeros(1 + len(calls), dtype=torch.float64, device=self._ranks.device)
+        if self.is_source:
+            numbers[1:] = logged.values
+            if has_loss:
+                numbers[0] = torch.stack([loss.float().reshape(()) for loss in present]).mean()
+        if has_loss or calls:
+            dist.broadcast(numbers, group=self._ranks.group, group_src=self._source)
+        return Outcome(numbers[0].float() if has_loss else None, calls, numbers[1:])
+
+    def share_output(self, value: Any) -> Any:
+        """Return on all ranks the output of the last stage, on each rank's device."""
+        file = io.BytesIO()
+        if self.is_source:
+            torch.save(value, file)
+        content = self.share_object(file.getvalue())
+        if self.is_source:
+            return value
+        return torch.load(
+            io.BytesIO(content), map_location=self._ranks.device, weights_only=False
+        )  # written by this very run
+
+    def share_object(self, value: Any) -> Any:
+        """Return the last stage's value on all ranks."""
+        box = [value]
+        source = dist.get_process_group_ranks(self._ranks.control_group)[self._source]
+        dist.broadcast_object_list(box, src=source, group=self._ranks.control_group)
+        return box[0]
+
+
+_BATCHES_TO_CHECK = 3  # checks of means over targets wait for the GPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,12 +154,11 @@ class _Batch:
     """A batch that all ranks of the pipeline agree on.
 
     Attributes:
-        step: Name of the module's method.
-        arguments: Of each micro-batch.
-        boundary: What crosses the boundaries.
+        arguments: Arguments of the step for each micro-batch.
+        boundary: Shapes and dtypes that cross the boundaries.
         samples: Identities of its samples, for codecs that remember them.
         shares: Targets of each micro-batch relative to their mean; None if nobody counts them.
-        seed: Of its random numbers.
+        seed: Seed of its random numbers.
         watched: Whether it is the first of its shape.
     """
 
@@ -62,21 +171,17 @@ class _Batch:
     watched: bool
 
 
-class PipelineRun:
+class PipelineRun(StrategyPart):
     """Runs the steps of a module of which this rank has kept its stages.
 
     All ranks of a pipeline make one and call its methods together.
 
     Args:
         module: This rank's part, at its place, sharded or not.
-        precision: Of the run.
-        options: Of the strategy.
-        ranks: Of the run.
-        record: Of the module.
 
     Attributes:
-        remembers: Whether hidden states refer to what was sent of the same sample before.
-        seeds: Of its batches.
+        remembers: Whether hidden states are coded as differences to earlier ones of the sample.
+        seeds: Seeds of the batches.
     """
 
     def __init__(
@@ -133,12 +238,29 @@ class PipelineRun:
         self._has_trained = False
         self._batches_to_check = _BATCHES_TO_CHECK
 
+    def connect_learner(self, callbacks: Iterable[Callback]) -> None:
+        """Give the boundaries to the callback that learns their widths, if there is one.
+
+        All ranks of the run call this together.
+        """
+        learner, codec, ranks = learner_of(callbacks), self.codecs[0], self._ranks
+        if learner is None or not isinstance(codec, MixedCodec):
+            return
+        names = [f"{layers[-1]}:output" for layers in self._plan.stages[:-1]]
+        boundaries = BoundaryWidths(
+            boundaries_between(self._options.schedule, names, ranks.size),
+            self.engine,
+            codec,
+            ranks.control_group,
+            ranks.stage_control_group,
+        )
+        learner.connect_boundaries(boundaries, self.module)
+
     def prepare(self, step: str, arguments: tuple[Any, ...], training: bool) -> int:
-        """Cut a batch into micro-batches, and find out what crosses the boundaries for them.
+        """Cut a batch into micro-batches, and find the shapes that cross the boundaries.
 
         Args:
-            step: Name of the module's method.
-            arguments: Of it; the batch comes first.
+            arguments: Arguments of the step; the batch comes first.
             training: Whether :meth:`train` follows, not :meth:`evaluate`.
 
         Returns:
@@ -263,6 +385,26 @@ class PipelineRun:
         for codec in self.codecs:
             codec.forget()
 
+    def on_weights_loaded(self) -> None:
+        """Refer to nothing that was sent before."""
+        self.forget()
+
+    def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """The seed of the run, from which steps get their random numbers."""
+        return {"seed_of_steps": self.seeds.of_run}, {}
+
+    def load_extra_state(
+        self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Continue with the saved seed; samples that codecs remember are not saved."""
+        self.seeds.of_run = int(values.get("seed_of_steps", self.seeds.of_run))
+        if self.remembers:
+            rank_zero_warn(
+                "Checkpoints do not hold the hidden states that the codec 'aq_sgd' keeps of "
+                "samples: each sample travels in full precision once again, so that the first "
+                "epoch is slower, and the run does not continue bit for bit."
+            )
+
     def _take(self) -> _Batch:
         batch, self._batch = self._batch, None
         if batch is None:
@@ -270,14 +412,14 @@ class PipelineRun:
         return batch
 
     def train(self, scale: float) -> Any:
-        """Run forward and backward passes; gradients are added to those of the module.
+        """Run forward and backward passes, which add to the module's gradients.
 
         Args:
-            scale: What losses are multiplied with before backward.
+            scale: Factor of losses before backward.
 
         Returns:
             As ``training_step``, on all ranks: the mean loss of the micro-batches, on the last
-            stage with what else the step returned; None if a micro-batch had no loss.
+            stage with other returned values; None if a micro-batch had no loss.
         """
         batch = self._take()
         running = self._micro.running(batch.step, batch.arguments, scale, batch.shares)
@@ -303,7 +445,7 @@ class PipelineRun:
             everywhere: Whether all ranks are to have the outputs, not only the last stage.
 
         Returns:
-            What the step returned for all micro-batches, joined; None on other stages.
+            Outputs of the step for all micro-batches, joined; None on other stages.
         """
         batch = self._take()
         running = self._micro.running(batch.step, batch.arguments, None, batch.shares)
@@ -316,7 +458,7 @@ class PipelineRun:
         return self._outcome.share_output(result) if everywhere else result
 
     def _check_means(self, step: str, losses: list[Tensor | None]) -> None:
-        """Warn where the mean over micro-batches is not that of the batch; in the first batches."""
+        """Warn in the first batches if the mean over micro-batches is not the mean of the batch."""
         means, self._micro.means = self._micro.means, None
         if not self._outcome.is_source or means is None or self._batches_to_check == 0:
             return
@@ -336,13 +478,13 @@ class PipelineRun:
         )
 
     def _share(self, step: str, losses: list[Tensor | None], shares: list[float] | None) -> Outcome:
-        """Log on all ranks what the last stage would have logged; return that and the mean loss."""
+        """Log the last stage's records on all ranks; return them and the mean loss."""
         outcome = self._outcome.share(step, losses, self._micro.logs.take(shares))
         replay(self.module, outcome.calls, outcome.values, self._ranks.stage_group)
         return outcome
 
     def report(self) -> QuantizationReport:
-        """What this rank has sent to neighbouring stages in training."""
+        """Report the bytes that this rank has sent to neighbouring stages in training."""
         sent = self.engine.traffic
         tables = {"bytes_boundary_tables": sent.table_bytes} if self._learned else {}
         return QuantizationReport(
@@ -362,7 +504,7 @@ class PipelineRun:
 
 
 def _check_first_loss(owner: str, step: str, loss: Tensor) -> None:
-    """Warn of NaN, which placeholders give to layers that read them past the step's own code."""
+    """Warn of NaN, which stand-ins give to layers that read them past the step's own code."""
     if bool(loss.isnan()):
         rank_zero_warn(
             "The loss of the first batch is NaN. If it is not without a pipeline, "
@@ -374,7 +516,7 @@ def _check_first_loss(owner: str, step: str, loss: Tensor) -> None:
 
 
 def _for_others(error: Exception, step: str) -> Exception:
-    """What the other ranks raise where the first layer fails on the rank that has it."""
+    """Return the error that other ranks raise if the first layer fails on the rank that has it."""
     if isinstance(error, (NotImplementedError, ValueError)):
         return type(error)(str(error))
     return RuntimeError(f"`{step}` failed on the first stage: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Leave of a LightningModule what the stages of this rank need, once, and remember how."""
+"""Cut a LightningModule down to the stages of this rank, once, and keep a record of the cut."""
 
 from __future__ import annotations
 
@@ -20,38 +20,32 @@ from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.pipelines.gradients import SharedTensor
 from lq_lightning.strategies.pipelines.options import PipelineOptions
 from lq_lightning.strategies.pipelines.ranks import PipelineRanks
-from lq_lightning.strategies.sharding import already_configured
-from lq_lightning.strategies.units import ChosenUnits, UnitSelector, choose_units
-
-__all__ = [
-    "CutModule",
-    "cut",
-    "cut_of",
-    "describe_shared",
-    "place",
-    "remember_cut",
-    "shared_tensors",
-]
+from lq_lightning.strategies.sharding import (
+    ChosenUnits,
+    UnitSelector,
+    already_configured,
+    choose_units,
+)
 
 _RECORD = "_lq_cut"  # kept in the module, so that both are freed together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutModule:
-    """What is remembered about a module of which a rank has kept a part.
+    """Record of a module of which this rank has kept a part.
 
     Attributes:
         settings: Options that the cut depends on.
-        plan: Which stage holds what.
-        stages: Those of this rank, with their layers.
-        units: What is gathered as one piece in the whole model.
+        plan: Modules of each stage.
+        stages: Indices of this rank's stages.
+        units: FSDP2 units of the whole model.
         order: Place of every parameter and buffer in the state dict of the whole model.
-        aliases: Name of a tied parameter in this part -> its first name in the whole model.
-        ties: For names of tied parameters in the whole state dict, the first of them.
-        numels: Parameters of each stage, those that several hold counted in each.
+        aliases: First name in the whole model by name of a tied parameter in this part.
+        ties: First name by further name of tied parameters in the whole state dict.
+        numels: Parameters of each stage; shared ones are counted in each.
         numel_of: Elements of every parameter of the whole model, tied ones once.
         embeddings: Weights of embeddings in the whole model, by all names that they have.
-        vocabulary: These, and weights of heads.
+        vocabulary: Weights of embeddings and heads, likewise.
     """
 
     settings: Mapping[str, object]
@@ -67,12 +61,12 @@ class CutModule:
     vocabulary: frozenset[str]
 
     def parameters_of(self, module: nn.Module, names: frozenset[str]) -> list[nn.Parameter]:
-        """Those parameters of this part that have one of the names."""
+        """Return the parameters of this part that have one of the names."""
         return [p for n, p in module.named_parameters() if clean_name(n) in names]
 
 
 def cut_of(module: nn.Module | None) -> CutModule | None:
-    """What is known about a module that was cut; None if it is whole."""
+    """Return the record of a module that was cut; None if it is whole."""
     return None if module is None else module.__dict__.get(_RECORD)
 
 
@@ -89,13 +83,10 @@ def cut(
     settings: Mapping[str, object],
     units: UnitSelector,
 ) -> CutModule:
-    """Keep of a whole module, in place, what the stages of this rank need.
+    """Reduce a whole module, in place, to the stages of this rank.
 
     Args:
-        module: On any device, the meta device too.
-        options: How to cut it.
-        ranks: This rank's place.
-        settings: Kept in the record.
+        module: Whole model on any device, the meta device too.
         units: Chosen in the whole module, so that all ranks refuse the same; None are its layers.
 
     Raises:

@@ -18,19 +18,16 @@ from lq_lightning._compat.saved_tensors import version_of
 from lq_lightning.pipeline.interceptor import LayerInterceptor
 from lq_lightning.pipeline.partition import kept_stages
 from lq_lightning.plugins import FullyShardedPrecision
-from lq_lightning.strategies.pipelines.logs import LogRecorder
-from lq_lightning.strategies.pipelines.metrics import unchanged
+from lq_lightning.strategies.pipelines.logs import LogRecorder, unchanged
 from lq_lightning.strategies.pipelines.targets import BatchMeans
-
-__all__ = ["MicroBatches", "StepOutput", "joined_extra"]
 
 
 class StepOutput(NamedTuple):
-    """What the last stage returned for a micro-batch.
+    """Output of the last stage for a micro-batch.
 
     Attributes:
-        loss: Without graph; None if the step returned none.
-        extra: What else it returned with the loss, without graph.
+        loss: Loss without graph; None if the step returned none.
+        extra: Other values of the returned dictionary, without graph.
     """
 
     loss: Tensor | None
@@ -40,12 +37,8 @@ class StepOutput(NamedTuple):
 class MicroBatches:
     """Runs the user's step on the micro-batches of one batch, as stages ask for them.
 
-    Args:
-        module: This rank's part.
-        precision: Its precision.
-
     Attributes:
-        logs: What steps log on the last stage.
+        logs: Recorder of the steps on the last stage.
         means: Corrects means over targets in the schedule that runs; None if it must not.
     """
 
@@ -78,9 +71,8 @@ class MicroBatches:
         """Around the schedule of one batch.
 
         Args:
-            step: Name of the module's method.
-            arguments: Of each micro-batch.
-            scale: What losses are multiplied with before backward; None in evaluation.
+            arguments: Arguments of the step for each micro-batch.
+            scale: Factor of losses before backward; None in evaluation.
             shares: Targets of each micro-batch relative to their mean; None if nobody counts them.
         """
         self._step, self._arguments, self._scale = getattr(self._module, step), arguments, scale
@@ -129,12 +121,11 @@ class MicroBatches:
         """Call the user's step on a micro-batch.
 
         Args:
-            index: Of the micro-batch.
-            is_last: Whether the last stage runs, where steps come to their end. What others log in
-                front of the layers is dropped: the last stage logs it, too.
+            is_last: Whether this is the last stage, where steps come to their end. Logs of other
+                stages, from in front of the layers, are dropped: the last stage repeats them.
 
         Returns:
-            The scaled loss, in evaluation what the step returned.
+            The scaled loss; in evaluation the output of the step.
         """
         if self._step is None:
             raise AssertionError("a stage ran outside of a schedule")
@@ -189,7 +180,7 @@ def _split_output(owner: str, result: Any) -> tuple[Tensor | None, dict[str, Any
 
 
 def joined_extra(outputs: Sequence[StepOutput]) -> dict[str, Any]:
-    """What micro-batches returned beside the loss, as one batch would have.
+    """Join what micro-batches returned beside the loss, as if they were one batch.
 
     Scalars are averaged, other tensors are joined along their first dimension, anything else
     becomes a list.

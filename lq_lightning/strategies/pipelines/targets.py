@@ -2,20 +2,21 @@
 
 [Note: means over a batch]
 ``cross_entropy`` divides by the number of targets that it does not ignore. Micro-batches differ in
-that number (padding), so that the mean of their means is not the mean of the batch, and one without
-any target has 0 / 0. Let micro-batch i of M have n_i targets, and the batch n: with its mean
-multiplied by ``M n_i / n``, and 0 where n_i is, the mean over micro-batches is that of the batch,
-in losses, in what is logged and in gradients.
+that number (padding), so the mean of their means is not the mean of the batch, and a micro-batch
+without targets has 0 / 0. Let micro-batch i of M have n_i targets, and the batch n: if its mean is
+multiplied by ``M n_i / n`` (0 for n_i = 0), the mean over micro-batches is the batch's, in
+losses, in logged values and in gradients.
 
 Backward passes of the first micro-batches run before the forward passes of the last ones, so n has
-to be known at the first loss. Targets are mostly made from the batch alone, by a few functions such
-as slices and comparisons. These are noted while the first micro-batch runs, and done again with the
-tensors of the other ones, whose own steps then have to call the same functions. They are also done
-with the tensors of the whole batch: if that gives another number, as where a step loops over its
-samples and takes `labels[i]`, one process would not have joined these targets into one mean, and
-each micro-batch keeps its own. So does what is not linear in a mean, such as a perplexity. Where
-targets are made otherwise (from hidden states, at random, from numbers that Python read from them),
-the micro-batches stay as they are, and a warning gives the numbers if they differ.
+to be known at the first loss. Most targets are made from the batch alone, by a few functions such
+as slices and comparisons. These are recorded while the first micro-batch runs, and repeated with
+the tensors of the others, whose own steps then have to call the same functions. They are also
+repeated with the tensors of the whole batch: if that gives another number, as where a step loops
+over its samples and takes `labels[i]`, one process would not have joined these targets into one
+mean, and each micro-batch keeps its own. So do functions that are not linear in a mean, such as a
+perplexity. Where targets are made otherwise (from hidden states, at random, from numbers that
+Python read from them), the micro-batches keep their means, and a warning gives the numbers of
+targets if they differ.
 """
 
 from __future__ import annotations
@@ -35,8 +36,6 @@ from lq_lightning._compat.modes import StepMode
 from lq_lightning._compat.saved_tensors import has_storage, outer_hooks, storage_key
 from lq_lightning.foundation.nested import tensors_in
 
-__all__ = ["COUNT", "BatchMeans"]
-
 _MEANS = (functional.cross_entropy, functional.nll_loss)
 _SIGNATURES = {function: inspect.signature(function) for function in _MEANS}
 _PLAIN: tuple[type, ...] = (type(None), bool, int, float, str, type(...))
@@ -49,7 +48,7 @@ _IN_PLACE |= {"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "
 COUNT = "a function from a (micro-)batch to its number of targets"
 _CANNOT_MAKE = (RuntimeError, IndexError, TypeError, ValueError)
 _CONSTANTS = {"arange", "zeros", "ones", "full", "eye"}
-# Which keep what a mean is multiplied with, and some that do not.
+# Functions that keep the factor of a mean, and some that do not.
 _LINEAR = {"add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "true_divide", "neg"}
 _LINEAR |= {"mean", "sum", "detach"}
 _LINEAR |= {
@@ -82,7 +81,7 @@ class _Leaf:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What a function makes of such tensors and constants."""
+    """The result of a function of such tensors and constants."""
 
     function: Callable[..., Any]
     args: Any
@@ -92,7 +91,7 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """A slice, whose bounds may be made of the batch, too."""
+    """A slice whose bounds may be made of the batch."""
 
     start: Any
     stop: Any
@@ -104,9 +103,7 @@ class _Call:
     """A mean over targets in a step, up to the values of the batch.
 
     Attributes:
-        target: How its targets are made.
-        ignored: The target that does not count.
-        weighted: Whether classes have weights.
+        target: Recipe of its targets.
     """
 
     target: Any
@@ -115,10 +112,10 @@ class _Call:
 
 
 class BatchMeans:
-    """Corrects means over targets to those of the batch; see [Note: means over a batch].
+    """Corrects means over targets to means over the batch; see [Note: means over a batch].
 
     Args:
-        arguments: Of the step, for each micro-batch.
+        arguments: Arguments of the step for each micro-batch.
     """
 
     def __init__(self, arguments: Sequence[tuple[Any, ...]]) -> None:
@@ -134,15 +131,15 @@ class BatchMeans:
     def factor(
         self, number: int, call: _Call | None, found: Tensor, count: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        """What the mean of a micro-batch has to be multiplied with, and whether it has to be.
+        """Return the factor that corrects the mean of a micro-batch, and whether to apply it.
 
         None if that is not known.
 
         Args:
-            number: Of the call in the step.
-            call: Nothing if it is not known how its targets are made.
-            found: Its number of targets.
-            count: Counts those of another micro-batch.
+            number: Index of the call in the step.
+            call: The call; None if it is not known how its targets are made.
+            found: Number of targets.
+            count: Function that counts the targets of another micro-batch.
 
         Raises:
             RuntimeError: Micro-batches before this one made their targets otherwise.
@@ -221,7 +218,9 @@ class _Watch(StepMode):
         self._nodes: Any = WeakIdKeyDictionary()
         for place, tensor in enumerate(leaves):
             self._nodes[tensor] = _Leaf(place)
-        self._plain: Any = WeakIdKeyDictionary()  # what corrected means were, and linear terms
+        self._plain: Any = (
+            WeakIdKeyDictionary()
+        )  # uncorrected values of corrected means and linear terms
         self._read = False  # whether Python took numbers from the batch, which may be anywhere
         self._number = 0
         self._around = (outer_hooks(), torch.is_grad_enabled())
@@ -319,7 +318,7 @@ class _Watch(StepMode):
             return result
         count = partial(_count, ignored=ignored, weight=weight)
         node = self._nodes.get(target)
-        # what a checkpoint computes again in backward cannot be corrected there
+        # activation checkpointing computes it again in backward, where nothing can be corrected
         inside = self._around != (outer_hooks(), torch.is_grad_enabled())
         unknown = node is None or inside or self._read
         call = None if unknown else _Call(node, ignored, weight is not None)
@@ -343,7 +342,7 @@ def _count(target: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def _make(node: Any, leaves: Sequence[Tensor] | _Joined, known: dict[int, Any]) -> Any:
-    """Make of other leaves what ``node`` says; ``known`` is what was made, by the node's id."""
+    """Repeat the recipe ``node`` with other leaves; ``known`` caches results by the node's id."""
     if isinstance(node, _Leaf):
         return leaves[node.place]
     if isinstance(node, _Slice):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,12 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lq_testing.lightning_models import Losses, TinyModule, loader, trainer
-from lq_testing.ranks import run_ranks
-
-SMALL = {"min_quantized_numel": 64}
-
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
+from lq_testing.lightning_models import SMALL, Losses, TinyModule, loader, trainer
 
 
 def strategy(full: bool = False, **options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import warnings
@@ -15,7 +16,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lq_testing.models import TinyLM, batch
-from lq_testing.ranks import SHARED_GPUS
+from lq_testing.ranks import SHARED_GPUS, run_ranks
+
+PLAIN: dict[str, Any] = {"weights": "none", "gradients": "none"}
+SMALL: dict[str, Any] = {"min_quantized_numel": 64}
+EXACT: dict[str, Any] = {"forward_codec": "none", "backward_codec": "none"}  # boundaries
+
+run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 
 
 class Tokens(Dataset[Tensor]):

@@ -1,0 +1,440 @@
+"""Saving and restoring for FSDP2 strategies, at any world size and in both formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from lq_lightning._compat.lightning import fill_wrapping_checkpoint_io
+from lq_lightning.checkpoint import by_name, state
+from lq_lightning.checkpoint.files import is_local, is_sharded_checkpoint, move_links, put_back
+from lq_lightning.checkpoint.folder import (
+    ShardedCheckpoint,
+    check_folder,
+    save_sharded_checkpoint,
+)
+from lq_lightning.checkpoint.ranks import RankGroup
+from lq_lightning.checkpoint.single_file import AtomicCheckpointIO, load_full_checkpoint, naming
+from lq_lightning.foundation.agreement import broadcast_module_states
+from lq_lightning.foundation.parameters import tied_names
+
+ALL_RANKS = RankGroup()  # they write and read one checkpoint together
+# Keys under which an open ShardedCheckpoint, and the path it came from, pass through Trainer.
+_SOURCE, _PATH = "_sharded_checkpoint", "_checkpoint_path"
+EXTRA = "lq_lightning"  # key of this package's own entry in a checkpoint
+# Kinds of tensors by parameter name in that entry; folders call "tensors" "replica".
+EXTRA_TENSORS = {"replica": "tensors", "velocity": "velocity", "anchor": "anchor"}
+TIES = "ties"  # key under which a folder lists the tied weights
+
+
+def show_shards(module: nn.Module | None) -> None:
+    """Register the sharded parameters again if the last forward left gathered ones in place."""
+    for submodule in () if module is None else module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLayout:
+    """Which part of the model this rank holds, and which ranks hold the rest.
+
+    Here all ranks of ``shard_ranks`` share every tensor of the model, or each has all of it.
+
+    Attributes:
+        module: The attached LightningModule.
+        shard_ranks: Ranks that share the tensors of ``module``. Others hold other parts of the
+            model under other names, and are saved into the same directory.
+        replica_group: Number of the group of ranks that this rank trains the model with, if there
+            are several. All have the weights of the first when a checkpoint is written, and
+            optimizers of their own.
+        replica_ranks: The ranks of that group.
+    """
+
+    module: LightningModule
+    shard_ranks: RankGroup = ALL_RANKS
+    replica_group: int = 0
+    replica_ranks: RankGroup = ALL_RANKS
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this rank has only a part of the model or of its tensors."""
+        return isinstance(self.module, FSDPModule)
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """First name in the whole model by name of a tied parameter in this rank's part of it.
+
+        Optimizer states are saved under the first names.
+        """
+        return {}
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """First name by further name of tied parameters of the whole model."""
+        return tied_names(self.module)
+
+    def join_parts(self, part: dict[str, Any]) -> dict[str, Any]:
+        """Whole tensors of all parts of the model on the first rank, any dictionary elsewhere.
+
+        All ranks call it; ``part`` counts on the first of ``shard_ranks``. Values are tensors or
+        dictionaries of them, by parameter name.
+        """
+        return part
+
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state by parameter name, with this rank's shards; all ranks call it."""
+        own = state.optimizer_state_by_name(self.module, optimizer, self.aliases)
+        return state.merge_parameter_groups(own, self.replica_ranks)
+
+    def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state as one process has it, on the first rank; all ranks call it."""
+        return by_name.gather_optimizer(self.module, optimizer, ALL_RANKS)
+
+    def load_whole_optimizer_state(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
+        """Load a state of one process or of :meth:`whole_optimizer_state`; all ranks call it."""
+        named = by_name.state_by_name(self.module, optimizer, whole)
+        if named is None:
+            by_name.check_order(self.module, optimizer, self.shard_ranks)
+        strict = self.module.strict_loading
+        state.load_optimizer(self.module, optimizer, named or whole, strict=strict)
+
+
+class TrainingState(Protocol):
+    """A part of a strategy whose state is saved beside Lightning's."""
+
+    @property
+    def tensor_kinds(self) -> tuple[str, ...]:
+        """Kinds of tensors that :meth:`load_extra_state` wants, of :data:`EXTRA_TENSORS`."""
+
+    def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """Plain values, and DTensors by kind and parameter."""
+
+    def load_extra_state(
+        self, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Restore what :meth:`extra_state` returned; tensors are sharded for this world size."""
+
+    def on_weights_loaded(self) -> None:
+        """Called after the weights were replaced by those of a checkpoint."""
+
+
+class Checkpointer:
+    """Writes and reads the checkpoints of a strategy.
+
+    On one rank every checkpoint is one file. Restoring follows the order of a single device:
+    Trainer reads the checkpoint before ``setup`` (so its ``weights_only`` is honoured), the model's
+    state is loaded as soon as the model is sharded, before the optimizers are made.
+
+    Args:
+        strategy: Gives ranks, optimizers and the ``CheckpointIO`` of single files.
+        layout: Returns how the attached module is spread over the ranks.
+        states: Parts of the strategy that have state of their own.
+        distributed: Write directories on several ranks, not single files.
+        verify: Compare checkpoints with their checksums before anything is loaded.
+    """
+
+    def __init__(
+        self,
+        strategy: ModelParallelStrategy,
+        layout: Callable[[], ModelLayout],
+        states: Iterable[TrainingState],
+        *,
+        distributed: bool,
+        verify: bool,
+    ) -> None:
+        self._strategy, self._layout, self._states = strategy, layout, states
+        self._distributed, self._verify = distributed, verify
+        self._deferred_load: Callable[[], None] | None = None
+        self._model_is_ready = False
+        self._newest: Path | None = None  # checkpoint that was saved to a file system
+
+    def begin_run(self) -> None:
+        """Forget the run before.
+
+        Raises:
+            ValueError: Checkpoints are directories, which no ``CheckpointIO`` writes, but the user
+                has given one.
+        """
+        self._model_is_ready, self._deferred_load = False, None
+        io = self._strategy.checkpoint_io
+        if self.saves_sharded and type(io) not in (TorchCheckpointIO, AtomicCheckpointIO):
+            raise ValueError(
+                f"`{type(io).__name__}` is not used for sharded checkpoints, which all ranks write "
+                "together. Set `save_distributed_checkpoint=False` to save single files through "
+                "it, or remove the plugin."
+            )
+
+    def complete_io(self, io: CheckpointIO | None) -> CheckpointIO:
+        """The ``CheckpointIO`` of the user, or the one that replaces files atomically."""
+        make_inner = partial(AtomicCheckpointIO, self._verify)
+        io = io or make_inner()
+        fill_wrapping_checkpoint_io(io, make_inner)
+        return io
+
+    @property
+    def saves_sharded(self) -> bool:
+        """Whether checkpoints are directories."""
+        return self._distributed and self._strategy.world_size > 1
+
+    # --- collecting ---------------------------------------------------------------------------
+
+    def module_state(self) -> dict[str, Any]:
+        """The model's state: shards, or whole tensors on rank 0 and nothing elsewhere."""
+        layout = self._layout()
+        if not layout.is_part:
+            return layout.module.state_dict()
+        show_shards(layout.module)
+        if self._strategy.world_size > 1:
+            group = layout.shard_ranks.group
+            broadcast_module_states(layout.module, parameters=False, group=group)
+        return layout.module.state_dict() if self.saves_sharded else self.whole_module_state()
+
+    def whole_module_state(self) -> dict[str, Any]:
+        """The state of the whole model on the first rank, nothing elsewhere; all ranks call it."""
+        layout = self._layout()
+        if not layout.is_part:
+            return layout.module.state_dict()
+        show_shards(layout.module)
+        return layout.join_parts(state.full_state(layout.module, keep=layout.shard_ranks.is_first))
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state: shards by parameter name, or whole tensors by position."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        layout = self._layout()
+        if not layout.is_part:
+            found = Strategy.optimizer_state(self._strategy, optimizer)
+            return by_name.with_names(layout.module, optimizer, found)
+        show_shards(layout.module)
+        if self.saves_sharded:
+            return layout.sharded_optimizer_state(optimizer)
+        return layout.whole_optimizer_state(optimizer)
+
+    def _extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        values: dict[str, Any] = {}
+        tensors: dict[str, dict[str, Any]] = {}
+        for part in self._states:
+            own, own_tensors = part.extra_state()
+            values |= own
+            tensors |= own_tensors
+        layout = self._layout()
+        if layout.replica_ranks == ALL_RANKS:
+            return values, tensors
+        # values of the first replica group at the top, and a list of all groups'
+        every = ALL_RANKS.all_gather(values)[:: layout.replica_ranks.size]
+        return {**every[0], "copies": every}, tensors
+
+    # --- saving -------------------------------------------------------------------------------
+
+    def save(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None
+    ) -> None:
+        """Write a checkpoint; it appears under its name only when it is complete.
+
+        Raises:
+            TypeError: ``storage_options`` are given for a sharded checkpoint.
+            ValueError: A sharded checkpoint is to be written to a URL.
+        """
+        if not dist.is_initialized() and self._strategy.global_rank > 0:
+            return  # before a run: processes do not know each other, and each has the whole model
+        path = ALL_RANKS.broadcast(filepath)  # keep its type for a custom CheckpointIO
+        layout = self._layout()
+        values: dict[str, Any] = {}
+        tensors: dict[str, dict[str, Any]] = {}
+        if "optimizer_states" in checkpoint:
+            values, tensors = self._extra_state()
+        if self.saves_sharded:
+            check_folder(path, storage_options)
+            stored = _take_tensors(checkpoint, layout.replica_group)
+            stored |= {k: found for k, found in {**tensors, TIES: layout.ties}.items() if found}
+            if values:
+                checkpoint[EXTRA] = values
+            save_sharded_checkpoint(stored, checkpoint, Path(path), ALL_RANKS)
+            self._newest = Path(path)
+            return
+        if values or tensors:
+            keep = layout.shard_ranks.is_first
+            whole = {
+                EXTRA_TENSORS[kind]: layout.join_parts(state.gather_tensors(found, keep))
+                for kind, found in tensors.items()
+            }
+            checkpoint[EXTRA] = {**values, **whole}
+
+        def write() -> None:
+            if ALL_RANKS.is_first:
+                with naming(path):
+                    self._strategy.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+
+        ALL_RANKS.together(write)
+        self._newest = Path(path) if is_local(path) else None
+
+    def move_links(self, removed: str | Path) -> None:
+        """Let links to a checkpoint that is to be removed point to the newest one."""
+        if self._strategy.is_global_zero and self._newest is not None and is_local(removed):
+            move_links(Path(removed), self._newest)
+
+    # --- loading ------------------------------------------------------------------------------
+
+    def load(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        """Read a checkpoint file or directory; tensors of a directory are loaded later.
+
+        Args:
+            checkpoint_path: A full or a sharded checkpoint, written by this package or by stock
+                Lightning.
+            weights_only: As given to ``trainer.fit`` and its siblings. ``None`` means ``True``:
+                nothing but tensors and plain values is built, whatever the checkpoint asks for.
+                False loads any Python object, and runs any code in the checkpoint.
+
+        Raises:
+            FileNotFoundError: There is no such checkpoint.
+            ValueError: It is incomplete or damaged.
+            pickle.UnpicklingError: It needs ``weights_only=False``.
+        """
+        path = ALL_RANKS.broadcast(checkpoint_path)  # all ranks read the first one's path
+        if is_local(path):
+            ALL_RANKS.together(lambda: ALL_RANKS.is_first and put_back(Path(path)))
+        if is_sharded_checkpoint(path):
+            source = ShardedCheckpoint(Path(path), weights_only, ALL_RANKS, self._verify)
+            checkpoint = source.read_meta()
+            checkpoint |= {_SOURCE: source, _PATH: str(path)}
+            if "lr_schedulers" in checkpoint:  # stock Lightning drops the key of the optimizers
+                checkpoint.setdefault("optimizer_states", [])
+            return checkpoint
+        io = self._strategy.checkpoint_io
+        if is_local(path) and type(io) in (TorchCheckpointIO, AtomicCheckpointIO):
+            checkpoint = load_full_checkpoint(path, weights_only, ALL_RANKS, self._verify)
+        else:
+            with naming(path):
+                checkpoint = dict(io.load_checkpoint(path, weights_only=weights_only))
+        checkpoint[_PATH] = str(path)
+        return checkpoint
+
+    def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Load the model's state now, or once the model is sharded."""
+        load = partial(self._load_model, checkpoint, strict)
+        if self._model_is_ready:
+            load()
+        else:
+            self._deferred_load = load
+
+    def run_deferred_load(self) -> None:
+        """Load a state that :meth:`load_model` was given before the model was ready."""
+        self._model_is_ready = True
+        load, self._deferred_load = self._deferred_load, None
+        if load is not None:
+            load()
+
+    def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        module = self._layout().module
+        show_shards(module)
+        source = checkpoint.get(_SOURCE)
+        if source is not None:
+            state.load_sharded_model(module, source, strict)
+        else:
+            with naming(checkpoint.get(_PATH)):
+                state.load_model(module, checkpoint["state_dict"], strict, ALL_RANKS)
+        for part in self._states:
+            part.on_weights_loaded()
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the state of all optimizers, then this package's own entry."""
+        with naming(checkpoint.get(_PATH)):
+            self._load_optimizers(checkpoint)
+
+    def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        layout, strategy = self._layout(), self._strategy
+        module = layout.module
+        show_shards(module)
+        source = checkpoint.get(_SOURCE)
+        extra = dict(checkpoint.get(EXTRA, {}))
+        whole = {kind: extra.pop(key, {}) for kind, key in EXTRA_TENSORS.items()}
+        if checkpoint["global_step"] == 0 and any(o.state_dict() for o in strategy.optimizers):
+            _check_has_optimizers(source or checkpoint["optimizer_states"])
+        for index, optimizer in enumerate(strategy.optimizers):
+            if source is not None:
+                place = _optimizer_path(source, index, layout.replica_group)
+                state.load_sharded_optimizer(
+                    module, optimizer, source, place, module.strict_loading, layout.aliases
+                )
+            else:
+                saved = _whole_state(checkpoint["optimizer_states"], index)
+                layout.load_whole_optimizer_state(optimizer, saved)
+        saved_schedules = checkpoint.get("lr_schedulers", ())
+        by_name.check_schedules(strategy.lr_scheduler_configs, saved_schedules)
+        copies = extra.get("copies", [extra])
+        values = copies[layout.replica_group % len(copies)]
+        for part in self._states:
+            tensors: dict[str, dict[str, Any]] = {}
+            # each kind is loaded by a collective, so in one order on all ranks
+            for kind in part.tensor_kinds if isinstance(module, FSDPModule) else ():
+                if source is not None:
+                    tensors[kind] = state.load_sharded_like(module, source, kind)
+                else:
+                    tensors[kind] = state.load_like(module, whole[kind])
+            part.load_extra_state(values, tensors)
+
+
+def is_replica_key(key: object) -> bool:
+    """Whether a folder has optimizers of a replica group under this key, not of the first one."""
+    return str(key).startswith("node_")
+
+
+def _optimizer_path(checkpoint: ShardedCheckpoint, index: int, group: int) -> tuple[str, ...]:
+    """Path of an optimizer's state in a folder, for a replica group.
+
+    With N saved replica groups, group n continues with the state of group n % N.
+    """
+    others = {path[0] for path in checkpoint.paths.values() if is_replica_key(path[0])}
+    number = group % (1 + len(others))
+    own = f"optimizer_{index}"
+    return (f"node_{number}", own) if number else (own,)
+
+
+def _take_tensors(checkpoint: dict[str, Any], group: int) -> dict[str, Any]:
+    """Move the tensors of Lightning's checkpoint into a dictionary for the data files."""
+    stored = {"state_dict": checkpoint.pop("state_dict")}
+    if "optimizer_states" in checkpoint:
+        own = {f"optimizer_{i}": found for i, found in enumerate(checkpoint["optimizer_states"])}
+        stored |= {f"node_{group}": own} if group else own
+        checkpoint["optimizer_states"] = []  # the key says that there is training state
+    return stored
+
+
+def _whole_state(states: Sequence[Any], index: int) -> Any:
+    """The state of an optimizer in a file.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if index < len(states):
+        return states[index]
+    raise ValueError(
+        f"there is no state for optimizer {index}: it was saved with {len(states)} optimizer(s). "
+        "Configure as many as in the run that saved it, or load only the weights."
+    )
+
+
+def _check_has_optimizers(saved: ShardedCheckpoint | Sequence[object]) -> None:
+    """Refuse a checkpoint of step 0 that was saved before optimizers were made.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if not (saved.keys_under("optimizer_0") if isinstance(saved, ShardedCheckpoint) else saved):
+        raise ValueError(
+            "the checkpoint was saved before training began, as by a run that failed at its start, "
+            "and holds no state of an optimizer. There is nothing to continue from: delete it, and "
+            "start without `ckpt_path`."
+        )
