@@ -14,14 +14,17 @@ from lq_lightning._compat.fsdp2 import is_sharded
 from lq_lightning._compat.modules import has_global_hooks
 from lq_lightning._compat.saved_tensors import has_storage
 
-from .activation import quantized_activation
 from .adaptation import note_call, note_reader
 from .checkpointed import pack_around_checkpoint
-from .float8_linear import float8_linear
+from .functions import (
+    encode_source,
+    float8_linear,
+    quantized_activation,
+    quantized_linear,
+    quantized_norm,
+)
 from .hooks import run_packed
-from .linear import encode_source, quantized_linear
 from .multihead import self_attention, takes_self_attention
-from .norm import quantized_norm
 from .policy import Matmul, is_worth_a_code
 from .sites import (
     DIMS,

@@ -24,10 +24,8 @@ from lq_lightning.kernels.activation import (
 from lq_lightning.kernels.norm import norm_backward, norm_dequantize, norm_quantize
 
 from .accounting import mark_output, marked_site, measured_site
-from .autograd import as_matrix
 from .backward import backward_to
-from .linear import encode_source
-from .norm import NormLayer
+from .functions import NormLayer, as_matrix, encode_source
 from .patterns import ACTIVATIONS
 from .policy import CODECS, fit_codec
 from .sites import ActivationSite, LinearSite, MLPSite, NormSite, Site

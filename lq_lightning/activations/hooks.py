@@ -30,7 +30,7 @@ from lq_lightning._compat.saved_tensors import (
 )
 from lq_lightning.foundation.nested import tensors_in
 
-from .linear import encode_source
+from .functions import encode_source
 from .policy import SiteKind
 from .regions import RegionWatch
 from .saved_slots import Normalized, Sides, Use, find_uses

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .algebra import ACTIVATIONS as FORMULAS
 from .algebra import Formula, atom, mean, number, root
-from .norm import NormLayer
+from .functions import NormLayer
 from .probe import Probe
 from .sites import DIMS
 from .trace import NotKnown, Trace, random_values

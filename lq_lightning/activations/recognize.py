@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .norm import NormLayer
+from .functions import NormLayer
 from .patterns import match_activation, match_mlp, match_norm, match_transposed
 from .probe import Probe
 from .proof import Proof, Reads, is_function_without_state, reads_same

@@ -20,7 +20,7 @@ from lq_lightning.codecs import CodecSpec
 
 from .attached import Attached
 from .binding import bind_forward, unbind_forward
-from .norm import NormLayer
+from .functions import NormLayer
 from .policy import Matmul, SiteKind, fit_codec
 from .proof import Proof
 

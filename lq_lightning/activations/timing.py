@@ -17,7 +17,7 @@ from lq_lightning.kernels.activation import (
 from lq_lightning.kernels.norm import norm_backward, norm_dequantize, norm_quantize
 
 from .accounting import SiteShape
-from .linear import encode_source
+from .functions import encode_source
 from .patterns import ACTIVATIONS
 from .policy import CODECS, fit_codec
 from .sites import ActivationSite, LinearSite, MLPSite, NormSite, Site

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lq_lightning.activations import (
     ActivationPolicy,
     ActivationRule,
-    float8_linear,
+    functions,
     quantize_activations,
 )
 from lq_lightning.activations.policy import Matmul
@@ -86,7 +86,7 @@ def test_layers_share_an_input_and_a_compiled_block_is_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[tuple[Any, ...]] = []
-    original = float8_linear.int8_quantize
+    original = functions.int8_quantize
 
     def counted(x: Tensor, *options: Any) -> Any:
         made.append((tuple(x.shape), *options))
@@ -98,7 +98,7 @@ def test_layers_share_an_input_and_a_compiled_block_is_the_same(
     model.zero_grad(set_to_none=True)
     handle = quantize_activations(model, ActivationPolicy(**COAT, matmul="int8_forward"))
     with monkeypatch.context() as context:
-        context.setattr(float8_linear, "int8_quantize", counted)
+        context.setattr(functions, "int8_quantize", counted)
         model(text)
     # queries, keys and values read one input, gate and up another
     inputs = [call for call in made if call[-1]]

@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 
 from lq_lightning.activations import ActivationPolicy, quantize_activations
 from lq_lightning.activations.meter import CodeMeter
-from lq_lightning.activations.norm import output_dtype
+from lq_lightning.activations.functions import output_dtype
 from lq_lightning.activations.recognize import recognize_norm
 from lq_lightning.activations.sites import NormSite, site_of
 
