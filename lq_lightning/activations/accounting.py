@@ -1,13 +1,13 @@
-"""Which tensors one forward pass saves, and for whose sake; and how long modules take.
+"""Tensors that one forward pass saves, and the sites that cause it; and how long modules take.
 
-The forward pass is a real one, but what it would save is dropped at once: it needs the memory of a
-pass without gradients only.
+The forward pass is a real one, but saved tensors are dropped at once: it needs only the memory of a
+pass without gradients.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,30 +23,19 @@ from .calibration import KeptTensors, Saver
 from .sites import ActivationSite, FunctionSite, LinearSite, MLPSite, NormSite, Site, site_of
 from .sources import has_same_rows
 
-__all__ = [
-    "SavedByForward",
-    "SiteShape",
-    "account",
-    "forward_times",
-    "is_measured",
-    "mark_output",
-    "marked_site",
-    "measured_site",
-]
-
 _MARK = "_lq_calibrated_site"
 
 
 @dataclass(kw_only=True, slots=True)
 class SiteShape:
-    """What a site saw in one forward pass.
+    """Inputs of a site in one forward pass.
 
     Attributes:
-        calls: of its module.
-        rows: of its input, all calls together.
+        calls: number of calls of its module.
+        rows: rows of its input, all calls together.
         numel: values of a row.
-        dtype: of its input.
-        device: of its input.
+        dtype: dtype of its input.
+        device: device of its input.
         readers: linear layers that read its output and need a weight gradient.
     """
 
@@ -69,8 +58,8 @@ class SavedByForward:
     """Result of ``account``.
 
     Attributes:
-        tensors: all that was saved but parameters and buffers.
-        shapes: of the sites that took part, by name.
+        tensors: everything saved except parameters and buffers.
+        shapes: inputs of the sites that took part, by name.
         unit_calls: forward passes of each recomputable module.
     """
 
@@ -80,12 +69,12 @@ class SavedByForward:
 
     @property
     def nbytes(self) -> int:
-        """All bytes together."""
+        """Total bytes."""
         return sum(tensors.nbytes for tensors in self.tensors)
 
 
 def is_measured(site: Site | None) -> bool:
-    """Return whether a site is one that calibration knows: its input and output are a module's.
+    """Return whether calibration measures a site: its input and output are a module's.
 
     Functions that are attributes, dropout and what saved-tensor hooks pack stay as they are.
     """
@@ -94,19 +83,19 @@ def is_measured(site: Site | None) -> bool:
 
 
 def measured_site(module: nn.Module) -> Site | None:
-    """Return the site of a module if calibration knows it."""
+    """Return the site of a module if calibration measures it."""
     site = site_of(module)
     return site if is_measured(site) else None
 
 
 def mark_output(output: Any, name: str) -> None:
-    """Remember which site made a tensor, just as sources are attached."""
+    """Remember which site made a tensor."""
     if isinstance(output, Tensor):
         setattr(output, _MARK, name)
 
 
 def marked_site(x: Any) -> str:
-    """Return the site that made a tensor, or what it is a view of by rows; empty if none did."""
+    """Return the site that made a tensor, or the base that it views by rows; empty if none did."""
     if not isinstance(x, Tensor):
         return ""
     base = base_of(x)
@@ -204,35 +193,25 @@ class _Account:
         return SavedByForward(tensors=tensors, shapes=self.shapes, unit_calls=self.unit_calls)
 
 
-def _sites(model: nn.Module) -> Iterator[tuple[nn.Module, Site]]:
-    for module in model.modules():
-        if (site := measured_site(module)) is not None:
-            yield module, site
-
-
 def account(
     model: nn.Module, run: Callable[[], Tensor], units: Mapping[str, nn.Module]
 ) -> SavedByForward:
-    """Run one forward pass and return what it saves.
+    """Run one forward pass with gradients, and return what it saves with the present codecs.
 
-    Args:
-        model: with sites; each saves what its present codec says.
-        run: one forward pass with gradients; returns a loss.
-        units: modules that could be recomputed, by name. Inputs that they would keep are listed
-            under ``input_of``; empty to count what is saved as it is.
+    ``units`` are modules that could be recomputed, by name: inputs that they would keep are listed
+    under ``input_of``. None are needed to count what is saved as it is.
     """
     account = _Account(model, units)
     handles: list[RemovableHandle] = []
     for module in model.modules():
         account.constant(module)
-        if any(
-            True for _ in module.parameters(recurse=False)
-        ):  # FSDP2 puts others in their place while a module runs
+        # FSDP2 puts other parameters in their place while a module runs
+        if next(module.parameters(recurse=False), None) is not None:
             handles.append(module.register_forward_pre_hook(lambda m, _: account.constant(m)))
     for unit in units.values():
         handles.append(unit.register_forward_pre_hook(account.enter_unit, with_kwargs=True))
         handles.append(unit.register_forward_hook(account.leave_unit))
-    for module, _ in _sites(model):
+    for module in filter(measured_site, model.modules()):
         handles.append(module.register_forward_pre_hook(account.enter_site))
         handles.append(module.register_forward_hook(account.leave_site))
     try:
@@ -262,9 +241,7 @@ def forward_times(
 ) -> tuple[dict[str, float], float]:
     """Return the seconds of the forward pass of each module, and of all: the faster of two passes.
 
-    Args:
-        run: a forward pass; it was run before, so that nothing is compiled or tuned any more.
-        units: by name; each should run once.
+    ``run`` has run before, so that nothing is compiled or tuned any more.
     """
     times = dict.fromkeys(units, float("inf"))
     total, starts = float("inf"), dict.fromkeys(units, 0.0)
@@ -272,17 +249,16 @@ def forward_times(
         (p.device for unit in units.values() for p in unit.parameters()), torch.device("cpu")
     )
 
-    def hooks(name: str, unit: nn.Module) -> Iterator[RemovableHandle]:
-        def start(*_: Any) -> None:
+    handles: list[RemovableHandle] = []
+    for name, unit in units.items():
+
+        def start(*_: Any, name: str = name) -> None:
             starts[name] = _now(device)
 
-        def stop(*_: Any) -> None:
+        def stop(*_: Any, name: str = name) -> None:
             times[name] = min(times[name], _now(device) - starts[name])
 
-        yield unit.register_forward_pre_hook(start)
-        yield unit.register_forward_hook(stop)
-
-    handles = [handle for name, unit in units.items() for handle in hooks(name, unit)]
+        handles += [unit.register_forward_pre_hook(start), unit.register_forward_hook(stop)]
     try:
         for _ in range(2):
             begin = _now(device)

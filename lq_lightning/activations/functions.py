@@ -1,4 +1,7 @@
-"""Autograd functions of norms, activation functions and linear layers that save codes."""
+"""Autograd functions of norms, activation functions and linear layers that save codes.
+
+The kernels encode an input while they compute the output; backward rebuilds what it reads.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +27,17 @@ from lq_lightning.kernels.message.matrix import matrix_shape
 from lq_lightning.kernels.norm import norm_backward, norm_quantize
 from lq_lightning.kernels.quantize import quantize
 
-from .meter import note_code
 from .policy import Matmul, SiteKind
-from .sources import ActivationCodes, Codes, MatrixCodes, NormCodes, Shared, Source, attach
-
-__all__ = [
-    "NormLayer",
-    "as_matrix",
-    "encode_source",
-    "float8_linear",
-    "matmul_dtype",
-    "output_dtype",
-    "quantized_activation",
-    "quantized_linear",
-    "quantized_norm",
-    "refuse_second_derivative",
-    "without_autocast",
-]
+from .sources import (
+    ActivationCodes,
+    Codes,
+    MatrixCodes,
+    NormCodes,
+    Shared,
+    Source,
+    attach,
+    note_code,
+)
 
 
 def as_matrix(x: Tensor) -> Tensor:
@@ -49,30 +46,21 @@ def as_matrix(x: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def matmul_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer multiplies: autocast's, or that of its operands."""
+def _matmul_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """Dtype of a linear layer's product: autocast's, or that of its operands."""
     device = x.device.type
-    if device == "meta":  # knows no autocast
-        return torch.promote_types(x.dtype, weight.dtype)
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
         return torch.get_autocast_dtype(device)
     return torch.promote_types(x.dtype, weight.dtype)
 
 
-def without_autocast(x: Tensor) -> AbstractContextManager[None]:
-    """Return a context in which operations on the device of ``x`` run as written."""
-    if x.device.type == "meta":
-        return nullcontext()
-    context: AbstractContextManager[None] = torch.autocast(x.device.type, enabled=False)
-    return context
+def _without_autocast(x: Tensor) -> AbstractContextManager[None]:
+    device = x.device.type
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
-def refuse_second_derivative(ctx: Any, name: str) -> None:
-    """Raise in a backward whose result is to be differentiated again.
-
-    Raises:
-        RuntimeError: ``create_graph=True``.
-    """
+def _refuse_second_derivative(name: str) -> None:
+    """Raise ``RuntimeError`` in a backward that runs with ``create_graph=True``."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             f"The backward of {name} was called with `create_graph=True`, but its saved "
@@ -84,16 +72,16 @@ def refuse_second_derivative(ctx: Any, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormLayer:
-    """What a normalization layer computes.
+    """The arithmetic of a normalization layer.
 
     Attributes:
         kind: ``"layer"``, ``"rms"``, ``"rms_cast"`` (rounds before the weight, as Hugging Face's
             Llama does) or ``"rms_offset"`` (multiplies with ``1 + weight``, as Gemma does).
         eps: term under the root.
-        output: ``"input"``: the output has the input's dtype; ``"promoted"``: that of input and
-            weight together.
-        functional: it calls ``torch.nn.functional``, which CUDA's autocast runs in fp32, with an
-            fp32 result.
+        output: dtype of the output: ``"input"``, that of the input; ``"promoted"``, that of input
+            and weight together.
+        functional: whether it calls ``torch.nn.functional``, which CUDA's autocast runs in fp32,
+            with an fp32 result.
     """
 
     kind: str
@@ -108,7 +96,7 @@ class _QuantizedNorm(torch.autograd.Function):
     The paper recomputes the deviation of a row from its code. 4 bytes per row (fp32) save a pass
     over the row wherever the output is rebuilt, and the bound of the paper's case 2 with an exact
     root is below that of its case 1. A LayerNorm does not see the mean of a row; in a code it would
-    take levels away from what it does see.
+    take up levels.
     """
 
     @staticmethod
@@ -140,7 +128,7 @@ class _QuantizedNorm(torch.autograd.Function):
         none = (None,) * 5
         if dy is None:
             return (None, None, None, *none)
-        refuse_second_derivative(ctx, "a normalization layer")
+        _refuse_second_derivative("a normalization layer")
         message, rstd, weight = ctx.saved_tensors
         wanted_x, wanted_weight, wanted_bias = wanted_gradients(ctx, ctx.tensors)
         dx, dweight, dbias = norm_backward(
@@ -159,14 +147,7 @@ class _QuantizedNorm(torch.autograd.Function):
 def output_dtype(
     layer: NormLayer, dtype: torch.dtype, weight: Tensor | None, device_type: str
 ) -> torch.dtype:
-    """Return the dtype of a layer's output.
-
-    Args:
-        layer: the layer.
-        dtype: of its input.
-        weight: of the layer, or None.
-        device_type: where it runs.
-    """
+    """Return the dtype of a layer's output for an input of ``dtype``."""
     if layer.functional and device_type == "cuda" and torch.is_autocast_enabled("cuda"):
         return torch.float32
     if layer.output == "promoted" and weight is not None:
@@ -184,20 +165,15 @@ def quantized_norm(
     amax: bool,
     copies: bool,
 ) -> Tensor:
-    """Normalize the last dimension, keeping a code of the input for backward.
+    """Normalize the last dimension of ``[..., N]``, keeping a code of the input for backward.
 
     Args:
-        x: ``[..., N]`` fp32, bf16 or fp16.
-        weight: ``[N]`` or None.
-        bias: ``[N]`` or None.
-        layer: what to compute.
-        format: of the code, a ``MessageFormat`` as a string.
+        x: fp32, bf16 or fp16; ``weight`` and ``bias`` are ``[N]`` or None.
+        layer: arithmetic of the layer.
+        format: ``MessageFormat`` of the code, as a string.
         amax: find the largest magnitude of the output, for FP8 products.
-        copies: let the source hold copies of weight and bias, whose memory may be freed before the
-            backward of a layer that reads the output.
-
-    Returns:
-        ``[..., N]``, with a source.
+        copies: let the source of the result hold copies of weight and bias, whose memory may be
+            freed before the backward of a layer that reads it.
     """
     dtype = output_dtype(layer, x.dtype, weight, x.device.type)
     y, rstd, message, largest = _QuantizedNorm.apply(  # type: ignore[no-untyped-call]
@@ -205,7 +181,7 @@ def quantized_norm(
     )
     y = with_shape(y, x.shape)  # here, so that it may be changed in place
     note_code("norm", x, message, format, centred=layer.kind == "layer")
-    codes = NormCodes(x.shape[-1], layer.kind, format, x.dtype)
+    codes = NormCodes(x.shape[-1], format, layer.kind, x.dtype)
     constants = [None if p is None else p.detach() for p in (weight, bias)]
     if copies:
         constants = [None if p is None else p.clone() for p in constants]
@@ -214,7 +190,7 @@ def quantized_norm(
 
 
 class _QuantizedActivation(torch.autograd.Function):
-    """AGoQ, section 8.1.1: codes of the inputs are kept, all else is computed again."""
+    """AGoQ, section 8.1.1: codes of the inputs are kept, all else is recomputed."""
 
     @staticmethod
     def forward(
@@ -237,7 +213,7 @@ class _QuantizedActivation(torch.autograd.Function):
         none = (None,) * 3
         if dy is None:
             return (None, None, *none)
-        refuse_second_derivative(ctx, "an activation function")
+        _refuse_second_derivative("an activation function")
         message, up_message = ctx.saved_tensors
         wanted_x, wanted_up = wanted_gradients(ctx, ctx.tensors)
         dx, dup, _ = activation_backward(
@@ -254,24 +230,20 @@ class _QuantizedActivation(torch.autograd.Function):
 def quantized_activation(
     x: Tensor, up: Tensor | None, activation: str, format: str, *, amax: bool
 ) -> Tensor:
-    """Return ``act(x)``, or ``act(x) * up``, keeping codes of ``x`` and ``up`` for backward.
+    """Return ``act(x)``, or ``act(x) * up``, with a source, keeping codes of both for backward.
 
     Args:
-        x: ``[..., N]`` fp32, bf16 or fp16.
-        up: same shape and dtype, or None.
+        x: ``[..., N]`` fp32, bf16 or fp16; ``up``, if not None, likewise.
         activation: a name that ``lq_lightning.kernels.activation`` knows.
-        format: of the codes, a ``MessageFormat`` as a string.
+        format: ``MessageFormat`` of the codes, as a string.
         amax: find the largest magnitude of the output, for FP8 products.
-
-    Returns:
-        ``[..., N]`` of the dtype of ``x``, with a source.
     """
     y, message, up_message, largest = _QuantizedActivation.apply(x, up, activation, format, amax)  # type: ignore[no-untyped-call]
     y = with_shape(y, x.shape)  # here, so that it may be changed in place
     note_code("activation", x, message, format, positive=activation in OF_POSITIVE_PART)
     if up is not None:
         note_code("activation", up, up_message, format)
-    codes = ActivationCodes(x.shape[-1], activation, format)
+    codes = ActivationCodes(x.shape[-1], format, activation)
     attach(y, Source(codes, (message, up_message), largest))
     return y
 
@@ -298,7 +270,7 @@ class _QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(ctx, "a linear layer")
+        _refuse_second_derivative("a linear layer")
         weight, *tensors = ctx.saved_tensors
         wanted_x, wanted_weight, wanted_bias = wanted_gradients(ctx, ctx.tensors)
         dtype = ctx.dtype
@@ -320,41 +292,13 @@ class _QuantizedLinear(torch.autograd.Function):
 
 
 def encode_source(x: Tensor, format: str, kind: SiteKind = "linear") -> Source:
-    """Encode a tensor that has no source.
-
-    Args:
-        x: ``[..., N]`` fp32, bf16 or fp16.
-        format: a ``MessageFormat`` as a string.
-        kind: of the site that keeps the code.
-    """
+    """Encode a tensor ``[..., N]`` without a source, for a site of this kind."""
     rows = as_matrix(x.detach())
     shape = matrix_shape(parse_format(format), *rows.shape)
     message = quantize(rows.reshape(shape), None, format, 0)
     note_code(kind, x, message, format)
     codes = MatrixCodes(rows.shape[1], format)
     return Source(codes, (message,), message.new_empty(0, dtype=torch.float32))
-
-
-def quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, source: Source) -> Tensor:
-    """Apply a linear layer that saves the tensors of a source instead of its input.
-
-    Args:
-        x: ``[..., K]`` fp32, bf16 or fp16.
-        weight: ``[O, K]``; requires a gradient, or nothing would have to be saved.
-        bias: ``[O]`` or None.
-        source: of ``x``.
-
-    Returns:
-        ``[..., O]`` in autocast's dtype, or that of the operands.
-    """
-    if source.shared is not None:
-        source.shared.join()
-    dtype = matmul_dtype(x, weight)
-    with without_autocast(x):
-        y: Tensor = _QuantizedLinear.apply(  # type: ignore[no-untyped-call]
-            x, weight, bias, source.codes, source.shared, dtype, *source.tensors
-        )
-    return with_shape(y, (*x.shape[:-1], weight.shape[0]))  # here: it may be changed in place
 
 
 _E4M3 = torch.float8_e4m3fn
@@ -365,9 +309,9 @@ _MIN_SEQUENCE = 32
 def _cast_weight(
     weight: Tensor, amax: Tensor | None, *, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``[O, K]``, or with ``transpose`` ``[K, O]``, as E4M3, its scale, and its largest magnitude.
+    """Cast a weight to E4M3, ``[O, K]`` or with ``transpose`` ``[K, O]``; with scale and amax.
 
-    From the weight as it lies in memory: that of ``Conv1D`` comes as a transposed view.
+    Reads the weight as it lies in memory: that of ``Conv1D`` comes as a transposed view.
     """
     is_view = weight.stride(-1) != 1
     stored = weight.t() if is_view else weight
@@ -380,9 +324,10 @@ def _cast_weight(
 
 
 def _sequence_length(x: Tensor) -> int:
-    """Rows of a sequence in ``[..., S, K]``, whose first INT8 represents twice; 0 if it is short.
+    """Length of the sequences, whose first rows INT8 represents twice; 0 if short.
 
-    All of a matrix are one sequence. Where the second dimension is no time, other rows are.
+    ``[..., S, K]``; a matrix is one sequence. Where the second dimension is not time,
+    other rows get second terms.
     """
     length = x.shape[-2] if x.dim() > 1 else 0
     return length if length >= _MIN_SEQUENCE else 0
@@ -391,15 +336,7 @@ def _sequence_length(x: Tensor) -> int:
 def _forward_product(
     operand: tuple[Tensor, ...], weight: Tensor, dtype: torch.dtype, matmul: Matmul, length: int
 ) -> tuple[Tensor, Tensor]:
-    """The output of a layer, and the largest magnitude of its weight.
-
-    Args:
-        operand: of ``_operand_of``.
-        weight: ``[O, K]``.
-        dtype: of the output.
-        matmul: as of ``float8_linear``.
-        length: of ``_sequence_length``.
-    """
+    """Product with a weight ``[O, K]``, of ``dtype``, and the largest magnitude of the weight."""
     if matmul == "int8_forward":
         size = hadamard_size_of(weight.shape[1])
         stored = weight if weight.stride(-1) == 1 else weight.contiguous()  # a view of Conv1D's
@@ -454,7 +391,7 @@ class _Float8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(ctx, "a linear layer")
+        _refuse_second_derivative("a linear layer")
         weight, amax, scale, *kept = ctx.saved_tensors
         wanted_x, wanted_weight, wanted_bias = wanted_gradients(ctx, ctx.tensors)
         dy = as_matrix(dy)
@@ -488,10 +425,10 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _operand_of(x: Tensor, source: Source | None, matmul: Matmul) -> tuple[Tensor, ...]:
-    """The input as the forward product takes it, made once for all layers that take it.
+    """Quantize the input for the forward product, once for all layers that read it.
 
     Returns:
-        Its scale in E4M3; then for ``"float8"`` its rows in E4M3, for ``"int8_forward"`` the first
+        The E4M3 scale; then for ``"float8"`` the rows in E4M3, for ``"int8_forward"`` the first
         three results of ``int8_quantize``.
     """
     # A view of the tensor, which has its source, may have other sequences. Lengths are compared
@@ -520,31 +457,34 @@ def _operand_of(x: Tensor, source: Source | None, matmul: Matmul) -> tuple[Tenso
     return operand
 
 
-def float8_linear(
+def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, source: Source | None, matmul: Matmul
 ) -> Tensor:
-    """Apply a linear layer in FP8.
+    """Apply a linear layer that saves the tensors of its input's source instead of the input.
 
     Args:
         x: ``[..., K]`` fp32, bf16 or fp16.
         weight: ``[O, K]``; cast in every pass, never stored as FP8.
         bias: ``[O]`` or None.
-        source: of ``x``; without one the input itself is saved.
-        matmul: ``"float8"``, or ``"int8_forward"``, with an output from INT8.
+        source: source of ``x``; without one, FP8 products save the input itself.
+        matmul: ``"native"``, which needs a source and a weight that requires a gradient;
+            ``"float8"``; or ``"int8_forward"``, with an output from INT8.
 
     Returns:
         ``[..., O]`` in autocast's dtype, or that of the operands.
     """
-    dtype = matmul_dtype(x, weight)
-    shared, codes = None, None
-    tensors: tuple[Tensor | None, ...] = ()
-    if source is not None:
-        codes, tensors, shared = source.codes, source.tensors, source.shared
-        if shared is not None:
-            shared.join()
-    with without_autocast(x):
-        operand = _operand_of(x, source, matmul)
-        y: Tensor = _Float8Linear.apply(  # type: ignore[no-untyped-call]
-            x, weight, bias, codes, shared, dtype, matmul, len(operand), *operand, *tensors
-        )
-    return with_shape(y, (*x.shape[:-1], weight.shape[0]))
+    dtype = _matmul_dtype(x, weight)
+    codes, shared = (None, None) if source is None else (source.codes, source.shared)
+    tensors = () if source is None else source.tensors
+    if shared is not None:
+        shared.join()
+    y: Tensor
+    with _without_autocast(x):
+        if matmul == "native":
+            y = _QuantizedLinear.apply(x, weight, bias, codes, shared, dtype, *tensors)  # type: ignore[no-untyped-call]
+        else:
+            operand = _operand_of(x, source, matmul)
+            y = _Float8Linear.apply(  # type: ignore[no-untyped-call]
+                x, weight, bias, codes, shared, dtype, matmul, len(operand), *operand, *tensors
+            )
+    return with_shape(y, (*x.shape[:-1], weight.shape[0]))  # here: it may be changed in place

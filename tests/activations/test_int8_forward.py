@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lq_testing.small_block import Conv1D
 from lq_testing.small_llama import SmallLlama, tokens
 from torch import Tensor, nn
 
@@ -18,18 +19,6 @@ from lq_lightning.activations import (
 from lq_lightning.activations.policy import Matmul
 
 COAT = {"norm": "fp8_e4m3", "activation": "fp8_e4m3"}
-
-
-class Conv1D(nn.Module):
-    """As GPT-2's: the weight is ``[K, O]``."""
-
-    def __init__(self, nx: int, nf: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
 
 
 def trained(layer: nn.Module, x: Tensor, dy: Tensor, matmul: Matmul) -> tuple[Tensor, ...]:

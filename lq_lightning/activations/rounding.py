@@ -1,28 +1,42 @@
-"""Which saved tensors bear rounding: by the operator that saved one, and what it is in it.
+"""What bears rounding: saved tensors by operator, and inputs of checkpointed regions.
 
-An allow-list. Not in it, and so kept exactly: statistics, masks, indices, all that loss functions,
-softmax, attention, ``sqrt``, ``log``, ``exp`` or comparisons save, what custom functions and
-compiled code save, and every operator that is not named here.
+Saved tensors: an allow-list by operator, and operand. Not in it, and so kept exactly: statistics,
+masks, indices, everything that loss functions, softmax, attention, ``sqrt``, ``log``, ``exp`` or
+comparisons save, what custom functions and compiled code save, and every operator not named here.
+
+Regions: recomputed from a rounded input, a region has to take the same path. Where values decide on
+one (experts that a router chooses, a branch on ``x.mean() > 0``), rounding gives other outputs and
+gradients, or tensors of other shapes. Only regions of operators that are known to be continuous may
+have a rounded input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
 
-from lq_lightning._compat.saved_tensors import node_number, packed_value, saved_value
+from lq_lightning._compat.modes import OperatorMode
+from lq_lightning._compat.saved_tensors import (
+    has_storage,
+    node_number,
+    packed_value,
+    saved_value,
+    storage_key,
+    storage_reference,
+)
 from lq_lightning.foundation.nested import tensors_in
-
-__all__ = ["Normalized", "Sides", "find_uses"]
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """All that a piecewise linear function's backward reads of its input: on which side it is.
+    """The side that a value is on: all that a piecewise linear function's backward reads.
 
     Attributes:
         low: lower end of the inside.
@@ -49,11 +63,11 @@ class Sides:
 class Normalized:
     """A norm's input, of which only the normalized values may be rounded.
 
-    Rounded by itself, a row, group or channel whose mean is large, or that differs less than those
-    beside it, would lose what the norm sees of it.
+    Rounded by itself, a row, group or channel with a large mean, or a small deviation compared with
+    its neighbours, would lose what the norm sees of it.
 
     Attributes:
-        mean: is broadcast with the input; None of a root mean square.
+        mean: mean, broadcast with the input; None for a root mean square.
         rstd: one over the deviation, likewise.
     """
 
@@ -78,11 +92,11 @@ class _Slot:
     """A tensor that an operator saves.
 
     Attributes:
-        name: in torch's ``derivatives.yaml``.
-        operand: its place among the operands that have a gradient; its producer is found there.
-        sides: of a function whose derivative is a constant on each side of a bound.
-        stats: of a norm: where it saved the mean, if it takes one, and one over the deviation.
-        spread: of a norm: shapes a statistic so that it is broadcast with the input.
+        name: name in torch's ``derivatives.yaml``.
+        operand: its place among the operands that have a gradient; leads to its producer.
+        sides: for a function whose derivative is constant on each side of a bound.
+        stats: for a norm: where it saved the mean, if it takes one, and one over the deviation.
+        spread: for a norm: shapes a statistic so that it is broadcast with the input.
         allows: a further condition on the node.
     """
 
@@ -96,14 +110,6 @@ class _Slot:
 
 _INF = float("inf")
 _HUGE = 1e4  # so that all that is between two bounds can be told in fp16
-
-
-def _relu(node: Node) -> Sides:
-    return Sides(0.0, _INF, 1.0, 0.0)
-
-
-def _leaky_relu(node: Node) -> Sides:
-    return Sides(0.0, _INF, 1.0, -1.0)
 
 
 def _hardtanh(node: Node) -> Sides:
@@ -163,8 +169,8 @@ _SMOOTH = {
 _CLAMP = _Slot("self", 0, sides=_clamp, allows=_has_numbers)
 # Kept as a bit per value, from which the derivative is exact.
 _PIECEWISE = {
-    "ReluBackward0": (_Slot("result", 0, sides=_relu),),
-    "LeakyReluBackward0": (_Slot("self", 0, sides=_leaky_relu),),
+    "ReluBackward0": (_Slot("result", 0, sides=lambda node: Sides(0.0, _INF, 1.0, 0.0)),),
+    "LeakyReluBackward0": (_Slot("self", 0, sides=lambda node: Sides(0.0, _INF, 1.0, -1.0)),),
     "HardtanhBackward0": (_Slot("self", 0, sides=_hardtanh, allows=_has_numbers),),
     "ClampBackward0": (_CLAMP,),  # of either overload, by version of torch
     "ClampBackward1": (_CLAMP,),
@@ -228,7 +234,7 @@ _MAX_CARRIERS = 32  # looked at for one operand
 
 
 def _may_be_filled(producer: Node, first: int) -> bool:
-    """Whether what a node made may hold the values of a mask, back to the node of a number."""
+    """Whether the output of a node may hold a mask's fill values, back to node ``first``."""
     stack, seen = [(producer, False)], set[tuple[Node, bool]]()
     while stack and len(seen) < _MAX_CARRIERS:
         node, added = stack.pop()
@@ -246,7 +252,7 @@ def _may_be_filled(producer: Node, first: int) -> bool:
 
 
 def _is_computed(node: Node, operand: int, first: int) -> bool:
-    """Whether an operand is an activation: not a constant (mask, table, data), nor a weight."""
+    """Whether an operand is an activation: neither a constant (mask, table, data) nor a weight."""
     producer = node.next_functions[operand][0]
     if producer is None or _may_be_filled(producer, first):
         return False
@@ -254,7 +260,7 @@ def _is_computed(node: Node, operand: int, first: int) -> bool:
 
 
 def _nodes(output: Any, first: int) -> Iterator[Node]:
-    """The nodes that an output comes from, back to the node of a number."""
+    """The nodes that an output comes from, back to node number ``first``."""
     stack = [t.grad_fn for t in tensors_in(output) if t.grad_fn is not None]
     seen: set[Node] = set()
     while stack:
@@ -277,15 +283,11 @@ def _use(node: Node, slot: _Slot, x: Tensor) -> Use:
 
 
 def find_uses(output: Any, first: int) -> Iterator[tuple[Any, Use]]:
-    """Find the saved tensors that bear rounding.
-
-    Args:
-        output: of a forward, with its graph.
-        first: ``nodes_made()`` at its begin.
+    """Find the saved tensors that bear rounding in a graph, from node number ``first`` on.
 
     Yields:
-        What the pack hook returned for each that still has its ``tensor``, and what is enough to
-        know of its values; None if all of them are read.
+        The pack hook's result for each that still has its ``tensor``, and what backward reads of
+        its values; None for all of them.
     """
     for node in _nodes(output, first):
         for slot in _SLOTS.get(node.name(), ()):
@@ -293,3 +295,150 @@ def find_uses(output: Any, first: int) -> Iterator[tuple[Any, Use]]:
             tensor = getattr(packed, "tensor", None)
             if tensor is not None and slot.allows(node) and _is_computed(node, slot.operand, first):
                 yield packed, _use(node, slot, tensor)
+
+
+# ATen operators, without the underscore of in-place ones. A mask or index that they take does not
+# depend on the region's input, or else the operator that made it is not listed here.
+_VIEWS = """
+    alias as_strided _conj detach diagonal expand imag lift_fresh movedim narrow permute real
+    _reshape_alias resolve_conj resolve_neg reshape select slice split split_with_sizes squeeze t
+    transpose unbind unflatten unfold _unsafe_view unsqueeze view view_as_complex view_as_real
+"""
+_MOVES = """
+    cat clone constant_pad_nd contiguous copy _to_copy embedding fill flip gather index index_add
+    index_copy index_put _index_put_impl index_select masked_fill pixel_shuffle pixel_unshuffle
+    reflection_pad1d reflection_pad2d repeat repeat_interleave replication_pad2d roll scatter
+    scatter_add select_scatter slice_scatter stack tril triu where zero
+"""
+_FUNCTIONS = """
+    abs add addcdiv addcmul celu clamp clamp_max clamp_min cos div elu erf exp expm1 gelu glu
+    hardsigmoid hardswish hardtanh leaky_relu lerp log log1p log2 logaddexp log_sigmoid_forward
+    maximum minimum mish mul neg pow _prelu_kernel reciprocal relu rsqrt rsub sigmoid silu sin
+    softplus sqrt sub tanh
+"""
+_REDUCTIONS = """
+    _adaptive_avg_pool2d amax amin avg_pool2d _batch_norm_with_update cudnn_batch_norm cumsum
+    _fused_rms_norm linalg_vector_norm _log_softmax logcumsumexp logsumexp max_pool2d_with_indices
+    mean native_batch_norm _native_batch_norm_legit native_dropout native_group_norm
+    native_layer_norm norm prod _safe_softmax _softmax std sum upsample_bilinear2d
+    upsample_nearest2d var var_mean
+"""
+_MATRIX_PRODUCTS = """
+    addbmm addmm addmv baddbmm bmm convolution dot _grouped_mm linear mm mv _scaled_mm
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_fused_attention_overrideable
+"""
+# These take a shape from a tensor, and no value.
+_LIKES = """
+    full_like new_full new_ones new_zeros ones_like rand_like randn_like zeros_like
+"""
+# These replace all values by random ones.
+_RANDOM = "exponential normal uniform"
+_CONTINUOUS = frozenset(
+    " ".join((_VIEWS, _MOVES, _FUNCTIONS, _REDUCTIONS, _MATRIX_PRODUCTS, _RANDOM)).split()
+)
+# Operators of other libraries: our codes, which are only saved, and collectives.
+_LIBRARIES = ("lq_lightning::", "_c10d_functional::", "c10d::", "c10d_functional::", "fsdp::")
+_LIKE = frozenset(_LIKES.split())
+_EMPTY = ("empty", "new_empty")  # their names begin so
+_TO_PYTHON = {  # by which values leave without an operator
+    Tensor.tolist: "tolist",
+    Tensor.numpy: "numpy",
+    Tensor.__array__: "__array__",
+    Tensor.__dlpack__: "__dlpack__",
+}
+
+
+class _Operators(OperatorMode):
+    """Tracks which values depend on tensors, operator by operator.
+
+    Uninitialized memory is followed, too, and memory whose address is asked for: a library may fill
+    it without an operator.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Iterable[Tensor], note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._followed: dict[int, Any] = {}  # storages; references keep others out of their places
+        self._note = note
+        for tensor in tensors:
+            self.follow(tensor)
+
+    def follow(self, tensor: Tensor) -> None:
+        if has_storage(tensor):
+            self._followed[storage_key(tensor)] = storage_reference(tensor)
+
+    def _is_followed(self, tensor: Tensor) -> bool:
+        return not has_storage(tensor) or storage_key(tensor) in self._followed
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name, _, overload = str(func.name()).partition(".")
+        short = name.removeprefix("aten::").removesuffix("_")
+        if short.startswith(_EMPTY):
+            self.follow(result)
+            return result
+        if short in _LIKE or not any(map(self._is_followed, tensors_in((args, kwargs)))):
+            return result
+        if not _is_continuous(name, short, overload, args, kwargs):
+            self._note(name)
+        written = args[:1] if name.endswith("_") else ()
+        for tensor in tensors_in((result, written, kwargs.get("out"))):
+            self.follow(tensor)
+        return result
+
+
+def _is_continuous(
+    name: str, short: str, overload: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    if name.startswith(_LIBRARIES):
+        return True
+    if short == "_to_copy":
+        return not _rounds(args[0].dtype, kwargs.get("dtype"))
+    if short == "copy":
+        return not _rounds(args[1].dtype, args[0].dtype)
+    if short == "bernoulli":
+        return overload in ("float", "p")  # else with the tensor's values as probabilities
+    return short in _CONTINUOUS and "mode" not in overload  # modes of division round
+
+
+def _rounds(before: torch.dtype, after: torch.dtype | None) -> bool:
+    """Whether a cast rounds to integers or booleans."""
+    exact = after is None or after.is_floating_point or after.is_complex
+    return before.is_floating_point and not exact
+
+
+class _ToPython(TorchFunctionMode):
+    """Sees functions that read a tensor's values without an operator."""
+
+    def __init__(self, operators: _Operators, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._operators, self._note = operators, note
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _TO_PYTHON:
+            self._note(_TO_PYTHON[func])
+        elif func is Tensor.data_ptr:
+            self._operators.follow(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def watch_region(tensors: Iterable[Tensor]) -> Iterator[list[str]]:
+    """Watch the operators of a region inside of a ``with`` block; ``tensors`` are all of its input.
+
+    Yields a list that receives the names of operators on values that depend on these tensors, if an
+    operator is not known to be continuous. Takes several times as long as the forward on the host:
+    done for the first calls only.
+    """
+    found: list[str] = []
+    operators = _Operators(tensors, found.append)
+    with _ToPython(operators, found.append), operators:
+        yield found
