@@ -7,8 +7,10 @@ pass without gradients.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,26 +55,6 @@ class SiteShape:
         self.numel, self.dtype, self.device = x.shape[-1], x.dtype, x.device
 
 
-@dataclass(kw_only=True, slots=True)
-class SavedByForward:
-    """Result of ``account``.
-
-    Attributes:
-        tensors: everything saved except parameters and buffers.
-        shapes: inputs of the sites that took part, by name.
-        unit_calls: forward passes of each recomputable module.
-    """
-
-    tensors: tuple[KeptTensors, ...]
-    shapes: dict[str, SiteShape]
-    unit_calls: dict[str, int]
-
-    @property
-    def nbytes(self) -> int:
-        """Total bytes."""
-        return sum(tensors.nbytes for tensors in self.tensors)
-
-
 def is_measured(site: Site | None) -> bool:
     """Return whether calibration measures a site: its input and output are a module's.
 
@@ -112,85 +94,114 @@ def _reference(storage: torch.UntypedStorage) -> StorageWeakRef:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
-class _Account:
+class SavedByForward:
+    """What one forward pass saves; see ``account``.
+
+    Attributes:
+        shapes: inputs of the sites that took part, by name.
+        unit_calls: forward passes of each recomputable module.
+    """
+
     def __init__(self, model: nn.Module, units: Mapping[str, nn.Module]) -> None:
-        self.units: list[str] = []  # that run now, outermost first
-        self.sites: list[str] = []  # that what is saved now belongs to, innermost last
-        self.sizes: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.savers: dict[int, dict[Saver, None]] = {}
-        self.constants: dict[int, StorageWeakRef] = {}
+        self._units: list[str] = []  # that run now, outermost first
+        self._sites: list[str] = []  # that what is saved now belongs to, innermost last
+        self._sizes: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._savers: dict[int, dict[Saver, None]] = {}
+        self._constants: dict[int, StorageWeakRef] = {}
         self.shapes: dict[str, SiteShape] = {}
         self.unit_calls = dict.fromkeys(units, 0)
-        self.model = model
-        self.names = {id(module): name for name, module in units.items()}
-        self.down = {
+        self._names = {id(module): name for name, module in units.items()}
+        self._down = {
             id(getattr(module, site.down)): site.name
             for module in model.modules()
             if isinstance(site := site_of(module), MLPSite)
         }
 
-    def constant(self, module: nn.Module) -> None:
+    def _constant(self, module: nn.Module) -> None:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             reference = _reference(_local(tensor).untyped_storage())
-            self.constants[reference.cdata] = reference
+            self._constants[reference.cdata] = reference
 
-    def save(self, tensor: Tensor, saver: Saver) -> None:
+    def _save(self, tensor: Tensor, saver: Saver) -> None:
         storage = _local(tensor).untyped_storage()
         # A weak reference keeps the identity of a storage from being given to another one.
         reference = _reference(storage)
-        if isinstance(tensor, nn.Parameter) or reference.cdata in self.constants:
+        if isinstance(tensor, nn.Parameter) or reference.cdata in self._constants:
             return
-        self.sizes.setdefault(reference.cdata, (reference, storage.nbytes()))
-        self.savers.setdefault(reference.cdata, {})[saver] = None
+        self._sizes.setdefault(reference.cdata, (reference, storage.nbytes()))
+        self._savers.setdefault(reference.cdata, {})[saver] = None
 
-    def pack(self, tensor: Tensor) -> None:
-        inside = tuple(self.units)
+    def _pack(self, tensor: Tensor) -> None:
+        inside = tuple(self._units)
         # copies of weights that autocast makes too: a linear layer with a code saves none
-        self.save(tensor, Saver(self.sites[-1] if self.sites else "", inside))
+        self._save(tensor, Saver(self._sites[-1] if self._sites else "", inside))
 
-    def enter_unit(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        name = self.names[id(module)]
+    def _enter_unit(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        name = self._names[id(module)]
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
-                self.save(value, Saver("", tuple(self.units), name))
-        self.units.append(name)
+                self._save(value, Saver("", tuple(self._units), name))
+        self._units.append(name)
         self.unit_calls[name] += 1
 
-    def leave_unit(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.units.pop()
+    def _leave_unit(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._units.pop()
 
-    def enter_site(self, module: nn.Module, args: Any) -> None:
+    def _enter_site(self, module: nn.Module, args: Any) -> None:
         site = site_of(module)
         if site is None:
             raise AssertionError("hooks are on sites")
         name, x = site.name, args[0] if args and isinstance(args[0], Tensor) else None
         if x is not None and isinstance(site, LinearSite):
-            name = self.down.get(id(module)) or marked_site(x) or name
+            name = self._down.get(id(module)) or marked_site(x) or name
             weight: Any = module.weight
             if name != site.name and weight.requires_grad:
-                self.shape(name).readers.append(site.name)
+                self._shape(name).readers.append(site.name)
         if x is not None and not isinstance(site, MLPSite) and name == site.name:
-            self.shape(name).add(x)
-        if x is not None and id(module) in self.down:
-            self.shape(name).add(x)
-        self.sites.append(name)
+            self._shape(name).add(x)
+        if x is not None and id(module) in self._down:
+            self._shape(name).add(x)
+        self._sites.append(name)
 
-    def leave_site(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.sites.pop()
+    def _leave_site(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._sites.pop()
         site = site_of(module)
         if isinstance(site, (NormSite, ActivationSite)):
             mark_output(output, site.name)
 
-    def shape(self, name: str) -> SiteShape:
+    def _shape(self, name: str) -> SiteShape:
         return self.shapes.setdefault(name, SiteShape())
 
-    def result(self) -> SavedByForward:
+    @cached_property
+    def tensors(self) -> tuple[KeptTensors, ...]:
+        """Everything saved except parameters and buffers."""
         sums: dict[tuple[Saver, ...], int] = {}
-        for key, (_, nbytes) in self.sizes.items():
-            savers = tuple(self.savers[key])
+        for key, (_, nbytes) in self._sizes.items():
+            savers = tuple(self._savers[key])
             sums[savers] = sums.get(savers, 0) + nbytes
-        tensors = tuple(KeptTensors(nbytes=n, savers=savers) for savers, n in sums.items() if n)
-        return SavedByForward(tensors=tensors, shapes=self.shapes, unit_calls=self.unit_calls)
+        return tuple(KeptTensors(nbytes=n, savers=savers) for savers, n in sums.items() if n)
+
+    @contextmanager
+    def watching(self, model: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Count what a forward pass inside of the ``with`` block saves."""
+        handles: list[RemovableHandle] = []
+        for module in model.modules():
+            self._constant(module)
+            # FSDP2 puts other parameters in their place while a module runs
+            if next(module.parameters(recurse=False), None) is not None:
+                handles.append(module.register_forward_pre_hook(lambda m, _: self._constant(m)))
+        for unit in units.values():
+            handles.append(unit.register_forward_pre_hook(self._enter_unit, with_kwargs=True))
+            handles.append(unit.register_forward_hook(self._leave_unit))
+        for module in filter(measured_site, model.modules()):
+            handles.append(module.register_forward_pre_hook(self._enter_site))
+            handles.append(module.register_forward_hook(self._leave_site))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _refuse):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 def account(
@@ -201,26 +212,10 @@ def account(
     ``units`` are modules that could be recomputed, by name: inputs that they would keep are listed
     under ``input_of``. None are needed to count what is saved as it is.
     """
-    account = _Account(model, units)
-    handles: list[RemovableHandle] = []
-    for module in model.modules():
-        account.constant(module)
-        # FSDP2 puts other parameters in their place while a module runs
-        if next(module.parameters(recurse=False), None) is not None:
-            handles.append(module.register_forward_pre_hook(lambda m, _: account.constant(m)))
-    for unit in units.values():
-        handles.append(unit.register_forward_pre_hook(account.enter_unit, with_kwargs=True))
-        handles.append(unit.register_forward_hook(account.leave_unit))
-    for module in filter(measured_site, model.modules()):
-        handles.append(module.register_forward_pre_hook(account.enter_site))
-        handles.append(module.register_forward_hook(account.leave_site))
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(account.pack, _refuse):
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return account.result()
+    saved = SavedByForward(model, units)
+    with saved.watching(model, units):
+        run()
+    return saved
 
 
 def _refuse(_: Any) -> Tensor:

@@ -391,7 +391,7 @@ def measured_nbytes(model: nn.Module, run: Callable[[], Tensor]) -> int:
     Parameters and buffers do not count. Needs only the memory of a pass without gradients.
     """
     with unchanged(model):
-        return account(model, run, {}).nbytes
+        return sum(tensors.nbytes for tensors in account(model, run, {}).tensors)
 
 
 def _measured(

@@ -10,7 +10,7 @@ once, and exactly if one of its savers needs it exactly.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -311,7 +311,8 @@ def _run_region(
     watches = regions.watch
     first = nodes_made()
     hooks = torch.autograd.graph.saved_tensors_hooks(packer.pack, packer.unpack)
-    with hooks, watch_region(tensors) if watches else nullcontext([]) as found:
+    nothing: AbstractContextManager[list[str]] = nullcontext([])
+    with hooks, watch_region(tensors) if watches else nothing as found:
         output = run()
     nodes = nodes_made() - first
     if watches and (reason := regions.note(nodes, *found[:1])):

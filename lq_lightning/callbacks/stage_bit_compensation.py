@@ -91,7 +91,7 @@ class StageBitCompensation(Callback):
         if stage != "fit":
             return
         name = type(self).__name__
-        facts = getattr(trainer.strategy, "pipeline", None)
+        facts: Any = getattr(trainer.strategy, "pipeline", None)
         if not hasattr(facts, "schedule"):
             raise ValueError(
                 f"`{name}` needs a pipeline, which `{type(trainer.strategy).__name__}` does not "
@@ -156,7 +156,7 @@ class StageBitCompensation(Callback):
         facts: Any = trainer.strategy.pipeline  # type: ignore[attr-defined]
         if self._splits and self._half_size is None:
             kept = torch.tensor(facts.kept_nbytes, dtype=torch.float64, device=pl_module.device)
-            whole, half = pl_module.all_gather(kept).view(-1, 2).sum(0).tolist()  # type: ignore[union-attr]
+            whole, half = pl_module.all_gather(kept).view(-1, 2).sum(0).tolist()
             self._half_size = half / whole if whole else 0.0
             self._choose(trainer, facts)
         if self._steps == _MEASURED_AFTER and trainer.strategy.root_device.type == "cuda":

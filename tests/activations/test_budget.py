@@ -73,8 +73,6 @@ def test_what_is_foreseen_is_what_is_kept(calibrated: ActivationCalibration) -> 
         kept = really_kept(model, run)
         handle.remove()
         assert kept <= budget
-    assert "x int" in plan.summary()
-    assert f"recomputed modules: {len(plan.allocation.recomputed)}" in plan.summary()
 
 
 def test_allocations_meet_budgets_and_get_better_with_them(

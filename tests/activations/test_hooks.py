@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from lq_testing.small_block import WIDTH, assert_close, run
+from lq_testing.small_block import WIDTH, assert_close, run, saved_by
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -225,7 +225,7 @@ def codes(saved: SavedTensors) -> list[int]:
 def test_weights_are_never_packed() -> None:
     model = nn.Sequential(nn.Conv1d(WIDTH, WIDTH, 3), nn.Conv1d(WIDTH, WIDTH, 3)).bfloat16()
     quantize_activations(model)
-    _, saved = run(model, torch.randn(2, WIDTH, 32, dtype=torch.bfloat16, requires_grad=True))
+    saved = saved_by(model, torch.randn(2, WIDTH, 32, dtype=torch.bfloat16))
     assert len(codes(saved)) == 1, "the first's input is held by the caller"
 
 

@@ -141,6 +141,8 @@ def test_chooses_before_the_first_step_and_in_every_fit(
     coded = {name for name, codec in watch.codecs.items() if codec is not None}
     assert coded == set(watch.plan.allocation.codecs)
     assert len(coded) > 1
+    assert "x int" in watch.plan.summary()
+    assert "recomputed modules: 0." in watch.plan.summary()
     quantization = next(c for c in run.callbacks if isinstance(c, ActivationQuantization))
     assert quantization.plan is None
     assert not [s for m in module.modules() for s in sites_of(m)]

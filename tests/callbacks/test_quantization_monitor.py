@@ -29,7 +29,8 @@ def _monitored(rank: int, world: int, folder: str) -> list[dict[str, float]]:
 
     class Spy(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *unused: object) -> None:
-            seen.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+            found = trainer.callback_metrics.items()
+            seen.append({k: float(v) for k, v in found if k.startswith("quant/")})
 
     monitor = QuantizationMonitor(every_n_steps=2)
     strategy = lq_lightning.QuantizedFSDPStrategy(

@@ -59,7 +59,7 @@ def run(
     """All gradients as one vector, of the input first, and what was saved."""
     leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
     with SavedTensors(model) as saved:
-        output = (call or model)(x, *args)
+        output = (model if call is None else call)(x, *args)
     found = torch.autograd.grad(output.float().square().sum(), leaves)
     return torch.cat([g.double().flatten() for g in found]), saved
 
