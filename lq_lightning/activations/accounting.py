@@ -225,7 +225,8 @@ def _refuse(_: Any) -> Tensor:
     )
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Return the time in seconds, once a GPU has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -248,18 +249,18 @@ def forward_times(
     for name, unit in units.items():
 
         def start(*_: Any, name: str = name) -> None:
-            starts[name] = _now(device)
+            starts[name] = now(device)
 
         def stop(*_: Any, name: str = name) -> None:
-            times[name] = min(times[name], _now(device) - starts[name])
+            times[name] = min(times[name], now(device) - starts[name])
 
         handles += [unit.register_forward_pre_hook(start), unit.register_forward_hook(stop)]
     try:
         for _ in range(2):
-            begin = _now(device)
+            begin = now(device)
             with torch.no_grad():
                 run()
-            total = min(total, _now(device) - begin)
+            total = min(total, now(device) - begin)
     finally:
         for handle in handles:
             handle.remove()

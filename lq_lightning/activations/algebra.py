@@ -18,6 +18,7 @@ from torch import Tensor
 
 _MAX_TERMS = 64
 _EMPTY: frozenset[tuple[Atom, int]] = frozenset()
+_EPS = torch.finfo(torch.float32).eps  # of `rms_norm`, if it is given none
 
 
 class UnknownFormula(Exception):
@@ -184,8 +185,6 @@ ACTIVATIONS: dict[str, Callable[[Formula], Formula]] = {
 
 Of = Callable[[Any], Formula]  # of a tensor that was made before, or of a number
 Result = Formula | Sequence[Formula | None]
-
-_EPS = torch.finfo(torch.float32).eps  # of `rms_norm`, if it is given none
 
 
 def _is_last(x: Tensor, dim: Any) -> bool:

@@ -18,6 +18,13 @@ from typing_extensions import Self
 
 from lq_lightning._compat.modules import replicate_for_data_parallel
 
+_KEY = "_lq_binding"
+_SPECIAL = {
+    "__getstate__": "state",
+    "__deepcopy__": "deep_copy",
+    "_replicate_for_data_parallel": "replica",
+}
+
 
 class Attached:
     """Base of dataclasses in the dictionaries of quantized modules: deep-copied, never pickled.
@@ -45,14 +52,6 @@ class Attached:
         for each in fields(self):  # type: ignore[arg-type]
             setattr(made, each.name, copy.deepcopy(getattr(self, each.name), memo))
         return made
-
-
-_KEY = "_lq_binding"
-_SPECIAL = {
-    "__getstate__": "state",
-    "__deepcopy__": "deep_copy",
-    "_replicate_for_data_parallel": "replica",
-}
 
 
 @dataclass(slots=True)

@@ -44,6 +44,10 @@ from .policy import ActivationPolicy, ActivationRule, Matmul
 _STEPS = 4096
 _MAX_HALVES = 3  # of a block, all of whose subsets are tried
 _MAX_LARGEST = 12  # sizes of the largest recomputed module that are tried
+Scope = Literal["device", "activations"]
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b\s*", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -357,13 +361,6 @@ def _result(
         mean_squared_error=cost_of(calibration, codecs, (), 0.0),
         time_s=time,
     )
-
-
-Scope = Literal["device", "activations"]
-
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b\s*", re.IGNORECASE)
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=False)  # no slots: jsonargparse reads defaults with vars()

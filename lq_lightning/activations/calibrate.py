@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from lq_lightning.kernels.activation import (
 from lq_lightning.kernels.message.matrix import matrix_shape
 from lq_lightning.kernels.norm import norm_backward, norm_dequantize, norm_quantize
 
-from .accounting import SavedByForward, SiteShape, account, forward_times, is_measured
+from .accounting import SavedByForward, SiteShape, account, forward_times, is_measured, now
 from .calibration import ActivationCalibration, CodecMeasurement, SiteCalibration, UnitCalibration
 from .functions import encode_source
 from .gradient_errors import gradient_errors, run_backward
@@ -45,18 +44,17 @@ from .sites import ActivationSite, LinearSite, MLPSite, NormSite, Site, policy_k
 
 _MAX_ROWS = 16384  # longer inputs are timed on a part
 _REPEATS = 3
+_PROBE_SHAPE = (256, 256)  # a matrix, and large: what is small or 1-D may not be quantized
+CANDIDATES = ("int4", "int4_hadamard", "int5", "int6", "int8")
+FULL_PRECISION = ActivationPolicy(norm=None, activation=None, checkpoint=None, other=None)
 
 
 def _fastest(run: Callable[[], Any], device: torch.device) -> float:
     best = float("inf")
     for _ in range(_REPEATS + 1):  # the first compiles
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
+        start = now(device)
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, now(device) - start)
     return best
 
 
@@ -168,9 +166,6 @@ def _activation_run(
         activation_backward(message, up_message, y, name, format, False)
 
     return torch.no_grad()(both)
-
-
-_PROBE_SHAPE = (256, 256)  # a matrix, and large: what is small or 1-D may not be quantized
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,10 +307,6 @@ def _peaks(
         run_backward(model, run, read)
         readings.append(torch.cuda.max_memory_allocated(device))
     return readings[0], readings[-1]
-
-
-CANDIDATES = ("int4", "int4_hadamard", "int5", "int6", "int8")
-FULL_PRECISION = ActivationPolicy(norm=None, activation=None, checkpoint=None, other=None)
 
 
 def code_nbytes(site: Site, codec: CodecSpec, shape: SiteShape) -> int:

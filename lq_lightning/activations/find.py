@@ -29,6 +29,21 @@ from .sites import (
 )
 
 _MULTIPLE = 16  # of what FP8 matrix products take
+_ATTENTION_NAME = re.compile(r"attention|attn", re.IGNORECASE)
+# Classes, by name, that compute their input again or keep it as a container or wrapper does.
+_CHECKPOINTED = {"GradientCheckpointingLayer", "CheckpointWrapper"}
+# Modules without a site that save little or nothing: lookups, and what backward needs no input of.
+_HARMLESS = (
+    nn.Embedding,
+    nn.Identity,
+    nn.Dropout,
+    nn.Flatten,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.ParameterList,
+    nn.ParameterDict,
+)
+_LOSS_NAME = re.compile(r"loss|rotary|position", re.IGNORECASE)
 
 
 class Float8Layers:
@@ -87,23 +102,6 @@ class Float8Layers:
     def _is_inside(self, module: nn.Module) -> bool:
         """Whether a module is in a block; all are, if nothing in the model is repeated."""
         return not self._inside or id(module) in self._inside
-
-
-_ATTENTION_NAME = re.compile(r"attention|attn", re.IGNORECASE)
-# Classes, by name, that compute their input again or keep it as a container or wrapper does.
-_CHECKPOINTED = {"GradientCheckpointingLayer", "CheckpointWrapper"}
-# Modules without a site that save little or nothing: lookups, and what backward needs no input of.
-_HARMLESS = (
-    nn.Embedding,
-    nn.Identity,
-    nn.Dropout,
-    nn.Flatten,
-    nn.ModuleList,
-    nn.ModuleDict,
-    nn.ParameterList,
-    nn.ParameterDict,
-)
-_LOSS_NAME = re.compile(r"loss|rotary|position", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,10 @@ from .sources import (
     note_code,
 )
 
+_E4M3 = torch.float8_e4m3fn
+# Of shorter sequences second terms of four rows would cost more than they are worth.
+_MIN_SEQUENCE = 32
+
 
 def as_matrix(x: Tensor) -> Tensor:
     """View (or copy) a tensor as ``[T, N]`` with a contiguous last dimension."""
@@ -299,11 +303,6 @@ def encode_source(x: Tensor, format: str, kind: SiteKind = "linear") -> Source:
     note_code(kind, x, message, format)
     codes = MatrixCodes(rows.shape[1], format)
     return Source(codes, (message,), message.new_empty(0, dtype=torch.float32))
-
-
-_E4M3 = torch.float8_e4m3fn
-# Of shorter sequences second terms of four rows would cost more than they are worth.
-_MIN_SEQUENCE = 32
 
 
 def _cast_weight(

@@ -28,6 +28,10 @@ from .policy import CODECS, fit_codec
 from .recognize import ACTIVATIONS
 from .sites import ActivationSite, LinearSite, MLPSite, NormSite, Site
 
+_FACTORS = ("x", "gate", "up")
+_GOLDEN = 0.6180339887498949
+Errors = dict[str, dict[str, float]]  # by codec, by gradient
+
 
 def _roots(loss: Tensor, outputs: list[GradientEdge]) -> list[GradientEdge]:
     """Outputs that depend on no other: a gradient for them runs all backwards in between."""
@@ -94,12 +98,6 @@ def run_backward(
         for handle in handles:
             handle.remove()
         outputs.clear()  # the graph has hooks that refer to what refers to them
-
-
-_FACTORS = ("x", "gate", "up")
-_GOLDEN = 0.6180339887498949
-
-Errors = dict[str, dict[str, float]]  # by codec, by gradient
 
 
 @dataclass(kw_only=True, slots=True)

@@ -45,6 +45,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset
 
 T = TypeVar("T")
+_FUNCTION = "_gradient_checkpointing_func"
 
 
 def _flat(codes: Codes, rows: int, dtype: torch.dtype, message: Tensor) -> Tensor:
@@ -323,9 +324,6 @@ def _run_region(
         )
     packer.settle_inputs(coded=regions.takes_codes(nodes))
     return output
-
-
-_FUNCTION = "_gradient_checkpointing_func"
 
 
 class _PackingCheckpoint:

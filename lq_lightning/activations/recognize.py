@@ -46,6 +46,19 @@ _GRADIENT_TOLERANCE = 1e-3
 _ROUGH_TOLERANCE = 0.02  # of bf16, on average; a value is rounded by 0.004 at most
 
 MLP = tuple[str, str, "str | None", str]
+_NORM_NAME = re.compile(r"norm", re.IGNORECASE)
+_ACTIVATION_NAME = re.compile(r"gelu|silu|swish|relu", re.IGNORECASE)
+_FUNCTION_NAME = re.compile(r"act", re.IGNORECASE)
+_FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType)
+# Attributes of gate, up and down projection; one name for both of the first if it makes both.
+_GATED_NAMES = (
+    ("gate_proj", "up_proj", "down_proj"),  # Llama, Mistral, Qwen, Gemma and most others
+    ("gate_up_proj", "gate_up_proj", "down_proj"),  # Phi-3, GLM
+    ("fc_1", "fc_2", "proj"),  # litgpt
+    ("w1", "w3", "w2"),  # Meta's own Llama, torchtitan
+    ("fc1_g", "fc1_x", "fc2"),  # timm
+)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _variants() -> Iterator[tuple[torch.dtype, int, bool, bool]]:
@@ -283,21 +296,6 @@ def _mlp_of(inner: Formula, down: str, before: list[str], trace: Trace) -> MLP:
             if inner == function(first) * second:
                 return name, gate, up, down
     raise NotKnown("no gated MLP")
-
-
-_NORM_NAME = re.compile(r"norm", re.IGNORECASE)
-_ACTIVATION_NAME = re.compile(r"gelu|silu|swish|relu", re.IGNORECASE)
-_FUNCTION_NAME = re.compile(r"act", re.IGNORECASE)
-_FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType)
-# Attributes of gate, up and down projection; one name for both of the first if it makes both.
-_GATED_NAMES = (
-    ("gate_proj", "up_proj", "down_proj"),  # Llama, Mistral, Qwen, Gemma and most others
-    ("gate_up_proj", "gate_up_proj", "down_proj"),  # Phi-3, GLM
-    ("fc_1", "fc_2", "proj"),  # litgpt
-    ("w1", "w3", "w2"),  # Meta's own Llama, torchtitan
-    ("fc1_g", "fc1_x", "fc2"),  # timm
-)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,9 @@ _ATTRIBUTES = {"dtype", "ndim"}
 _PARTS = {"slice", "split", "split_with_sizes"}
 _QUESTIONS = {"dim", "ndimension", "is_floating_point", "is_tensor"}
 _FORBIDDEN = {"detach", "detach_", "__set__", "__delete__", "register_hook", "requires_grad_"}
+_CALLS = {"_call_impl", "_slow_forward", "_wrapped_call_impl"}
+_MACHINERY = (frozenset(vars(nn.Module())) | _CALLS) - {"training"}
+_STATE = "_lq_probe"
 
 
 class NotKnown(BaseException):
@@ -335,11 +338,6 @@ def untouched_generators() -> Iterator[None]:
             numpy.set_state(others)
     if drawn:
         raise NotKnown("draws random numbers")
-
-
-_CALLS = {"_call_impl", "_slow_forward", "_wrapped_call_impl"}
-_MACHINERY = (frozenset(vars(nn.Module())) | _CALLS) - {"training"}
-_STATE = "_lq_probe"
 
 
 class _Settings:
