@@ -103,8 +103,8 @@ class SavedByForward:
     """
 
     def __init__(self, model: nn.Module, units: Mapping[str, nn.Module]) -> None:
-        self._units: list[str] = []  # that run now, outermost first
-        self._sites: list[str] = []  # that what is saved now belongs to, innermost last
+        self._units: list[str] = []  # running units, outermost first
+        self._sites: list[str] = []  # sites that own what is saved now, innermost last
         self._sizes: dict[int, tuple[StorageWeakRef, int]] = {}
         self._savers: dict[int, dict[Saver, None]] = {}
         self._constants: dict[int, StorageWeakRef] = {}
@@ -124,7 +124,7 @@ class SavedByForward:
 
     def _save(self, tensor: Tensor, saver: Saver) -> None:
         storage = _local(tensor).untyped_storage()
-        # A weak reference keeps the identity of a storage from being given to another one.
+        # A weak reference keeps a storage's address from being reused for another one.
         reference = _reference(storage)
         if isinstance(tensor, nn.Parameter) or reference.cdata in self._constants:
             return
@@ -133,7 +133,7 @@ class SavedByForward:
 
     def _pack(self, tensor: Tensor) -> None:
         inside = tuple(self._units)
-        # copies of weights that autocast makes too: a linear layer with a code saves none
+        # includes autocast's copies of weights: a linear layer with a code saves none
         self._save(tensor, Saver(self._sites[-1] if self._sites else "", inside))
 
     def _enter_unit(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -187,7 +187,7 @@ class SavedByForward:
         handles: list[RemovableHandle] = []
         for module in model.modules():
             self._constant(module)
-            # FSDP2 puts other parameters in their place while a module runs
+            # FSDP2 swaps in other parameters while a module runs
             if next(module.parameters(recurse=False), None) is not None:
                 handles.append(module.register_forward_pre_hook(lambda m, _: self._constant(m)))
         for unit in units.values():

@@ -40,8 +40,8 @@ from .sites import ActivationSite, MLPSite, NormSite, Site
 from .sources import Observer
 
 MAX_ERROR = 0.08
-# Of models from random weights 0.08 to 0.10 is expected, 0.06 to 0.08 is true. Of a pretrained one
-# 0.26 and 0.185 (SmolLM2-135M; benchmarks/pretrained.py).
+# Models with random weights: 0.08 to 0.10 expected, 0.06 to 0.08 true. A pretrained one: 0.26 and
+# 0.185 (SmolLM2-135M; benchmarks/pretrained.py).
 _TOLERANCE = 1.5
 _WIDTHS = (5, 6, 8)
 _MAX_ROWS, _MIN_ROWS = 1024, 64
@@ -88,7 +88,10 @@ def expected_errors(sites: Sequence[SiteError]) -> dict[str, float]:
     """
     total = math.fsum(site.weights for site in sites)
     expected: dict[str, float] = {}
-    upstream, behind_norm = 0.0, 0.0  # gradients by row: before a site; as the norm before sees it
+    upstream, behind_norm = (
+        0.0,
+        0.0,
+    )  # row gradients before a site; and as the norm before it sees them
     for site in sites:
         if site.is_norm:
             reached = site.branch * upstream
@@ -184,14 +187,14 @@ class Adaptation(Observer):
     @override
     def stop(self) -> None:
         Observer.stop(self)
-        while self._hooks:  # parameters, and graphs that are kept, live on
+        while self._hooks:  # parameters and retained graphs outlive the batch
             self._hooks.pop().remove()
 
     @override
     def call(self, site: Site, output: Tensor, tensors: Mapping[str, Tensor | None]) -> None:
         rows = output.numel() // max(1, output.shape[-1])
         if site.name in self._calls or not output.requires_grad or not rows:
-            return  # unmarked: readers of another call have other rows
+            return  # not marked: readers of another call have other rows
         mark_output(output, site.name)
         # samples of all sites take as much memory as two of them in full: less than a block does
         coded = sum(map(is_adaptable, self.model_sites))
@@ -333,7 +336,7 @@ def _product(dy: Tensor, y: Tensor, scale: float) -> tuple[float, float]:
     rows = float(terms.diagonal().sum())
     across = float(terms.sum()) - rows
     whole = scale * rows + scale * scale * across
-    return 0.0 if whole < 0.0 else whole, scale * rows  # NaN stays
+    return 0.0 if whole < 0.0 else whole, scale * rows  # keeps NaN
 
 
 def widen(sites: Sequence[Site], bits: Mapping[str, int]) -> None:

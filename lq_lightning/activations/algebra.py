@@ -18,7 +18,7 @@ from torch import Tensor
 
 _MAX_TERMS = 64
 _EMPTY: frozenset[tuple[Atom, int]] = frozenset()
-_EPS = torch.finfo(torch.float32).eps  # of `rms_norm`, if it is given none
+_EPS = torch.finfo(torch.float32).eps  # default of `rms_norm`
 
 
 class UnknownFormula(Exception):
@@ -74,7 +74,7 @@ class Formula:
         for product, value in other.terms.items():
             before = terms.get(product, 0.0)
             terms[product] = before + value
-            if abs(terms[product]) <= 1e-12 * abs(before):  # nothing but rounding errors
+            if abs(terms[product]) <= 1e-12 * abs(before):  # only rounding errors
                 del terms[product]
         return Formula(terms)
 
@@ -183,7 +183,7 @@ ACTIVATIONS: dict[str, Callable[[Formula], Formula]] = {
 }
 
 
-Of = Callable[[Any], Formula]  # of a tensor that was made before, or of a number
+Of = Callable[[Any], Formula]  # formula of a known tensor, or of a number
 Result = Formula | Sequence[Formula | None]
 
 
@@ -311,7 +311,7 @@ def _unary(function: Callable[[Formula], Formula]) -> Callable[..., Formula]:
     return lambda of, x: function(of(x))
 
 
-# By name without overload; those that change their first argument have the rule without `_`.
+# By name without overload; in-place operators share the rule of the name without `_`.
 OPERATORS: dict[str, Callable[..., Result]] = {
     "add": _add,
     "sub": _sub,
@@ -345,7 +345,7 @@ OPERATORS: dict[str, Callable[..., Result]] = {
     "_to_copy": _itself,
     "clone": _itself,
     "alias": _itself,
-    "detach": _itself,  # autograd's own; those of the code itself are refused before
+    "detach": _itself,  # by autograd; in the code itself it is refused before
     "slice": _slice,
     "split": _split,
     "split_with_sizes": _split,

@@ -82,7 +82,7 @@ class _Binding(Attached):
         """Return a module's dictionary without the binding, marked as not to be pickled."""
         state = {k: v for k, v in state.items() if k not in _SPECIAL and k not in self.keys}
         forward = state.get("forward")
-        if getattr(forward, "__self__", None) is self.module:  # else what was put around it
+        if getattr(forward, "__self__", None) is self.module:  # otherwise a wrapper around it
             del state["forward"]
             if self.previous[0] is not None:
                 state["forward"] = self.previous[0]

@@ -42,7 +42,7 @@ from .calibration import ActivationCalibration, KeptTensors, SiteCalibration
 from .policy import ActivationPolicy, ActivationRule, Matmul
 
 _STEPS = 4096
-_MAX_HALVES = 3  # of a block, all of whose subsets are tried
+_MAX_HALVES = 3  # of a block; all subsets are tried
 _MAX_LARGEST = 12  # sizes of the largest recomputed module that are tried
 Scope = Literal["device", "activations"]
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b\s*", re.IGNORECASE)
@@ -135,7 +135,7 @@ def _outermost(name: str, units: list[str]) -> str:
 
 def _parts(calibration: ActivationCalibration) -> tuple[list[_Part], int]:
     """Parts of the model, and bytes that are kept anyway or are counted so."""
-    units = [unit.name for unit in calibration.units]  # blocks before their halves
+    units = [unit.name for unit in calibration.units]  # blocks come before their halves
     parts: dict[str, _Part] = {}
     for site in calibration.sites:
         if site.codecs:

@@ -42,9 +42,9 @@ from .recompute import (
 )
 from .sites import ActivationSite, LinearSite, MLPSite, NormSite, Site, policy_kind, sites_of
 
-_MAX_ROWS = 16384  # longer inputs are timed on a part
+_MAX_ROWS = 16384  # longer inputs are timed in part
 _REPEATS = 3
-_PROBE_SHAPE = (256, 256)  # a matrix, and large: what is small or 1-D may not be quantized
+_PROBE_SHAPE = (256, 256)  # a large matrix: small or 1-D states may stay in full precision
 CANDIDATES = ("int4", "int4_hadamard", "int5", "int6", "int8")
 FULL_PRECISION = ActivationPolicy(norm=None, activation=None, checkpoint=None, other=None)
 
@@ -122,7 +122,8 @@ def _norm_run(
         for key, p in module.named_parameters(recurse=False)
     }
     if not format:
-        probe: nn.Module = object.__new__(type(module))  # of FSDP2, `copy.copy` makes a new one
+        # not `copy.copy`: FSDPModule's `__new__` makes an instance of the unsharded class
+        probe: nn.Module = object.__new__(type(module))
         probe.__dict__ = {k: v for k, v in module.__dict__.items() if k != "forward"}
         probe.__dict__["_parameters"] = {**dict.fromkeys(("weight", "bias")), **values}
         return _forward_backward(

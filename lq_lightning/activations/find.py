@@ -28,11 +28,11 @@ from .sites import (
     is_checkpointed,
 )
 
-_MULTIPLE = 16  # of what FP8 matrix products take
+_MULTIPLE = 16  # dimensions that FP8 products take without padding
 _ATTENTION_NAME = re.compile(r"attention|attn", re.IGNORECASE)
-# Classes, by name, that compute their input again or keep it as a container or wrapper does.
+# Names of classes that recompute their forward, or wrap a module that does.
 _CHECKPOINTED = {"GradientCheckpointingLayer", "CheckpointWrapper"}
-# Modules without a site that save little or nothing: lookups, and what backward needs no input of.
+# Modules without a site that save little or nothing.
 _HARMLESS = (
     nn.Embedding,
     nn.Identity,
@@ -217,7 +217,7 @@ class _Finder:
     def _is_unknown(self, module: nn.Module) -> bool:
         if isinstance(module, _HARMLESS) or _LOSS_NAME.search(type(module).__name__):
             return False
-        if any(cls.__name__ == "Metric" for cls in type(module).__mro__):  # of torchmetrics
+        if any(cls.__name__ == "Metric" for cls in type(module).__mro__):  # torchmetrics
             return False
         if isinstance(module, nn.MultiheadAttention):
             return False
@@ -281,7 +281,7 @@ class _Finder:
         functions = (ActivationSite, MLPSite)
         known = any(isinstance(self.site(m), functions) for m in block.modules())
         known = known or any(id(found.module) in modules for found in self.functions)
-        return known or linear < 2  # a function that is called, not a module, is not seen
+        return known or linear < 2  # functional calls are not seen
 
     def site(self, module: nn.Module) -> Site | None:
         found = self.found.get(id(module))

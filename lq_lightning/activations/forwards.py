@@ -96,7 +96,7 @@ def _self_attention(
             mask = padding if mask is None else mask + padding
     p = module.dropout if module.training else 0.0
     mixed = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal)
-    # In memory as the module's own output, by which dropout behind it draws the same mask.
+    # Same strides as the module's own output, so that dropout behind it draws the same mask.
     y = module.out_proj(mixed.permute(2, 0, 1, 3).flatten(2))
     if not batched:
         y = y.squeeze(1)
@@ -165,8 +165,7 @@ def _norm_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not plain or not _needs_gradient(x, weight, bias) or not _stands(module, site):
         return site.original(module, *args, **kwargs)
     format = site.format(x.shape[-1])
-    # FSDP2 frees the parameters of a norm before the backward of a linear layer that is no part of
-    # the same unit.
+    # FSDP2 frees the parameters of a norm before the backward of a linear layer in another unit.
     copies = is_sharded(module)
     y = quantized_norm(x, weight, bias, site.layer, format, amax=site.amax, copies=copies)
     note_call(site, y, x=x, weight=weight, bias=bias)
@@ -200,7 +199,7 @@ def _function_call(site: FunctionSite, *args: Any, **kwargs: Any) -> Any:
 def _mlp_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     site: MLPSite = module.__dict__["_lq_site"]
     x = _only(args, kwargs)
-    wanted = _is_wanted(site, x)  # its codes are of wider tensors
+    wanted = _is_wanted(site, x)  # codes are of the wider inner tensors
     saves = wanted and (_needs_gradient(x) or _needs_gradient(*module.parameters()))
     if not saves or not _stands(module, site):
         return site.original(module, *args, **kwargs)
@@ -210,7 +209,7 @@ def _mlp_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         gate, up = gate.chunk(2, dim=-1)
     elif site.up is not None:
         up = getattr(module, site.up)(x)
-        if (up.dtype, up.shape) != (gate.dtype, gate.shape):  # hooks and adapters may do that
+        if (up.dtype, up.shape) != (gate.dtype, gate.shape):  # by hooks or adapters
             dtype = torch.promote_types(gate.dtype, up.dtype)
             shape = torch.broadcast_shapes(gate.shape, up.shape)  # type: ignore[no-untyped-call]
             gate, up = gate.to(dtype).expand(shape), up.to(dtype).expand(shape)
@@ -232,7 +231,7 @@ def _source(x: Tensor, site: Site) -> Source | None:
     if format is None:
         return None
     source = encode_source(x, format)
-    attach(x, source)  # for the other layers that take it
+    attach(x, source)  # for other layers that read it
     return source
 
 
@@ -240,7 +239,7 @@ def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, source: Source | None, matmul: Matmul
 ) -> Tensor:
     y = linear(x, weight, bias, source, matmul)
-    if source is not None:  # else the weight has no gradient, or no site made x
+    if source is not None:  # otherwise the weight has no gradient, or no site made x
         note_reader(x, y)
     return y
 
@@ -282,7 +281,7 @@ def _hook_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     wanted = site.enabled and torch.is_grad_enabled()
     if site.kind == "checkpoint":
         wanted = wanted and module.training and is_checkpointed(module)
-        if wanted:  # if checkpointing was switched on late, from the next call on
+        if wanted:  # if checkpointing was switched on late: from the next call on
             pack_around_checkpoint(module, site)
     if not wanted or (site.codec is None and torch.compiler.is_compiling()):
         return site.original(module, *args, **kwargs)

@@ -40,7 +40,7 @@ from .sources import (
 )
 
 _E4M3 = torch.float8_e4m3fn
-# Of shorter sequences second terms of four rows would cost more than they are worth.
+# In shorter sequences, second terms for four rows cost more than they gain.
 _MIN_SEQUENCE = 32
 
 
@@ -53,7 +53,7 @@ def as_matrix(x: Tensor) -> Tensor:
 def _matmul_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """Dtype of a linear layer's product: autocast's, or that of its operands."""
     device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # meta knows no autocast
+    if device != "meta" and torch.is_autocast_enabled(device):  # meta has no autocast
         return torch.get_autocast_dtype(device)
     return torch.promote_types(x.dtype, weight.dtype)
 
@@ -338,7 +338,9 @@ def _forward_product(
     """Product with a weight ``[O, K]``, of ``dtype``, and the largest magnitude of the weight."""
     if matmul == "int8_forward":
         size = hadamard_size_of(weight.shape[1])
-        stored = weight if weight.stride(-1) == 1 else weight.contiguous()  # a view of Conv1D's
+        stored = (
+            weight if weight.stride(-1) == 1 else weight.contiguous()
+        )  # Conv1D's is a transposed view
         weight_q, weight_scale, _, amax = int8_quantize(stored, size, True, 0)
         _, *terms = operand
         return int8_matmul(*terms[:2], weight_q, weight_scale, terms[2], length, dtype), amax
@@ -376,7 +378,7 @@ class _Float8Linear(torch.autograd.Function):
         y, amax = _forward_product(operand, weight, dtype, matmul, _sequence_length(x))
         if bias is not None:
             y = y + bias.to(dtype)
-        # without a source the input itself is kept: attention keeps that of its output projection
+        # without a source the input itself is saved; attention saves its output projection's anyway
         kept = (x,) if codes is None else saved
         if not weight.requires_grad:
             kept = ()
@@ -430,8 +432,8 @@ def _operand_of(x: Tensor, source: Source | None, matmul: Matmul) -> tuple[Tenso
         The E4M3 scale; then for ``"float8"`` the rows in E4M3, for ``"int8_forward"`` the first
         three results of ``int8_quantize``.
     """
-    # A view of the tensor, which has its source, may have other sequences. Lengths are compared
-    # instead of being keys, which a trace would take for constants.
+    # A view shares the source but may have other sequence lengths. They are compared instead of
+    # being keys, because a trace would specialize on keys.
     length = _sequence_length(x) if matmul == "int8_forward" else 0
     if source is not None and matmul in source.operands:
         made_for, kept = source.operands[matmul]

@@ -97,7 +97,7 @@ def run_backward(
     finally:
         for handle in handles:
             handle.remove()
-        outputs.clear()  # the graph has hooks that refer to what refers to them
+        outputs.clear()  # breaks a cycle: the graph's hooks refer to this list
 
 
 @dataclass(kw_only=True, slots=True)
@@ -290,7 +290,7 @@ class _Recorder:
         self.outputs: list[GradientEdge] = []
         self.errors: dict[str, Errors] = {}
         self.listening = True
-        self.parts: dict[int, tuple[str, str]] = {}  # of gated MLPs: site and role, by projection
+        self.parts: dict[int, tuple[str, str]] = {}  # site and role by projection of an MLP
         for module in model.modules():
             if isinstance(site := measured_site(module), MLPSite):
                 for role in ("gate", "up", "down"):
@@ -324,7 +324,7 @@ class _Recorder:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         site = measured_site(module)
-        if not self.listening or site is None or not args:  # a recomputation is no new call
+        if not self.listening or site is None or not args:  # a recomputation is not a new call
             return
         x: Tensor = args[0]
         part = self.parts.get(id(module))
@@ -410,7 +410,7 @@ def gradient_errors(
     finally:
         for handle in handles:
             handle.remove()
-        recorder.outputs.clear()  # the graph has hooks that refer to the recorder
+        recorder.outputs.clear()  # breaks a cycle: the graph's hooks refer to the recorder
     for name, errors in recorder.errors.items():
         for codec, found in errors.items():
             if not all(math.isfinite(error) for error in found.values()):

@@ -88,7 +88,7 @@ class _Saved:
     __slots__ = ("decode", "message", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Detached: an output leads to the node that owns this, and both would live forever.
+        # Detached: an output refers to the node that owns this object, a cycle that is never freed.
         self.tensor: Tensor | None = tensor.detach()
         self.version = version_of(tensor)
         self.decode: Callable[[Tensor], Tensor] | None = None
@@ -134,7 +134,7 @@ class _Packer:
         self.outer = outer
 
     def pack(self, tensor: Tensor) -> Any:
-        # called here: it looks at what called this hook
+        # must be called here: it inspects the caller of this hook
         in_question = self._kind != "checkpoint" or saves_inputs_of_region()
         if not (in_question and self._may_take(tensor)):
             return _Saved(tensor) if self.outer is None else self.outer[0](tensor)
@@ -290,7 +290,7 @@ def run_packed(module: nn.Module, site: HookSite, run: Callable[[], T], args: An
             return run()
         with torch.autograd.graph.saved_tensors_hooks(*(ours.outer or (_as_is, _as_is))):
             return run()
-    if isinstance(ours, _Packer):  # what this module packs is not packed again by those around it
+    if isinstance(ours, _Packer):  # enclosing packers must not pack again
         outer = ours.outer
     packer = _Packer(module, site, args, outer)
     if site.kind == "checkpoint":

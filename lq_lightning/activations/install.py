@@ -120,7 +120,7 @@ class QuantizedActivations:
         self._found, self._unsupported = find_sites(model, policy)
         check_rules(model, ((found.module, found.site) for found in self._found), policy)
         taken = [found for found in self._found if site_of(found.module) is not None]
-        for found in taken or self._found:  # the first that is taken raises
+        for found in taken or self._found:  # raises at the first module that has a site
             install_site(found.module, found.site, FORWARDS[type(found.site)])
             if isinstance(found.site, HookSite) and found.site.kind == "checkpoint":
                 pack_around_checkpoint(found.module, found.site)

@@ -102,11 +102,11 @@ class SavedTensors:
         self._seen.clear()
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is not torch.strided:  # sparse: no storage of its own to tell it by
+        if tensor.layout is not torch.strided:  # sparse tensors have no storage to identify
             return tensor
         key = storage_key(tensor)
         if key not in self._seen and not self._weights.holds(tensor):
-            self._seen[key] = tensor.detach()  # else a later storage could get its place
+            self._seen[key] = tensor.detach()  # keeps a later storage from reusing the address
             self.storages.append(
                 SavedTensor(
                     nbytes=tensor.untyped_storage().nbytes(),

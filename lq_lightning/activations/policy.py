@@ -37,7 +37,7 @@ def _named_codecs() -> dict[str, CodecSpec]:
 # fp8 9.
 CODECS: dict[str, CodecSpec] = _named_codecs()
 _MIN_GROUP = 16
-_WORTH_A_CODE = 256  # values from which on a code of any format is smaller than they are
+_WORTH_A_CODE = 256  # rows of so many values are smaller as codes in any format
 
 
 _NO_ATTENTION = (
@@ -299,12 +299,12 @@ def fit_codec(codec: CodecSpec, numel: int) -> CodecSpec:
 
 # Chosen by errors of gradients on a pretrained model (benchmarks/pretrained.py): not the FP4 and
 # FP8 of the papers. A transform spreads the outliers of the residual stream that norms read. Behind
-# an activation function it would spread the error of large gates to small ones, where the gradient
-# is; smaller groups keep it where it is made. Errors there come evenly from all blocks and from
-# many tokens: exact rows or channels would save little, a fifth bit halves them. Of 8 bits INT8 has
-# less than half of the error of E4M3, in fewer bytes.
+# an activation function it would spread the errors of large gates to small ones, which carry the
+# gradient; smaller groups confine them. Errors there come evenly from all blocks and from
+# many tokens: exact rows or channels would help little, a fifth bit halves them. INT8 has less than
+# half of the error of E4M3, in fewer bytes.
 _FIVE_BITS = ActivationPolicy()
-# "auto" starts with four bits, and widens sites where the first batch shows that this is too few.
+# "auto" starts with four bits, and widens sites that need more in the first batch.
 RECIPES: Mapping[str, ActivationPolicy] = {
     "agoq": _FIVE_BITS,
     "auto": ActivationPolicy(norm="int4_hadamard", activation="int4"),

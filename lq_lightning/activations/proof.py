@@ -60,12 +60,12 @@ class Read:
     name: str
 
 
-Reads = dict[Read, Any]  # with values
+Reads = dict[Read, Any]  # their values
 
 
 def is_function_without_state(value: Any, depth: int = 0) -> bool:
     """Return whether a function depends on nothing but its arguments and globals."""
-    if isinstance(value, types.BuiltinFunctionType):  # but no method of a list, for one
+    if isinstance(value, types.BuiltinFunctionType):  # but not, say, a list's method
         return isinstance(value.__self__, (type, types.ModuleType, type(None)))
     if isinstance(value, type):
         return True
@@ -75,7 +75,7 @@ def is_function_without_state(value: Any, depth: int = 0) -> bool:
         return False
     try:
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-    except ValueError:  # an empty one
+    except ValueError:  # an empty cell
         return False
     defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
     inside = all(

@@ -40,17 +40,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 _TORCH_NORMS = (F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Fractions of the range of a row's values that count as equal; only a second line of defence.
+# Differences, relative to a row's largest value, that count as equal; a second line of defence.
 _TOLERANCE = 1e-5
 _GRADIENT_TOLERANCE = 1e-3
-_ROUGH_TOLERANCE = 0.02  # of bf16, on average; a value is rounded by 0.004 at most
+_ROUGH_TOLERANCE = 0.02  # for bf16, on average; one rounding is 0.004 at most
 
 MLP = tuple[str, str, "str | None", str]
 _NORM_NAME = re.compile(r"norm", re.IGNORECASE)
 _ACTIVATION_NAME = re.compile(r"gelu|silu|swish|relu", re.IGNORECASE)
 _FUNCTION_NAME = re.compile(r"act", re.IGNORECASE)
 _FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType)
-# Attributes of gate, up and down projection; one name for both of the first if it makes both.
+# Names of gate, up and down projection; gate and up share a name if one layer makes both.
 _GATED_NAMES = (
     ("gate_proj", "up_proj", "down_proj"),  # Llama, Mistral, Qwen, Gemma and most others
     ("gate_up_proj", "gate_up_proj", "down_proj"),  # Phi-3, GLM
@@ -168,7 +168,7 @@ def match_norm(probe: Probe, size: int, values: dict[str, Any]) -> NormLayer:
                 formula, (kind, eps) = found, _norm_formula(found, values)
     weight, bias = values.get("weight"), values.get("bias")
     x = _input(torch.float32, 2, size)
-    small = (random_values(3, size) * eps**0.5).requires_grad_()  # of which `eps` is a large part
+    small = (random_values(3, size) * eps**0.5).requires_grad_()  # so that `eps` matters
     for value in (x, small):
         expected = _norm_reference(value, weight, bias, kind, eps)
         if not _agree(run(value)[0], expected, [value, *given.values()]):

@@ -43,7 +43,7 @@ def _recompute_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     def again(*values: Any) -> Any:
         return _run(module, *values[:count], **dict(zip(names, values[count:], strict=True)))
 
-    # all by position, because a tensor that is an argument is saved through autograd only so
+    # all by position: autograd saves only positional tensor arguments
     return checkpoint(again, *args, *kwargs.values(), use_reentrant=False)
 
 

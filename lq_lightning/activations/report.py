@@ -32,7 +32,7 @@ from .sources import MatrixCodes, Source, attach
 
 _TOKENS = 128
 _OUTSIDE = "outside"
-_LISTED = 3  # names of layers in a line
+_LISTED = 3  # layers named in a line
 _NOTES = {
     _OUTSIDE: "of the model, such as a loss",
     "attention": "kept in full precision",
@@ -183,7 +183,7 @@ def _bytes_per_token(module: nn.Module, width: int, codec: CodecSpec | None) -> 
     x = torch.empty(1, _TOKENS, width, dtype=dtype, device="meta", requires_grad=True)
     format = fit_codec(codec or CODECS["int8"], width).message_format
     nothing = MatrixCodes(width, str(format))
-    attach(x, Source(nothing, (), x.new_empty(0)))  # counted where the input is made
+    attach(x, Source(nothing, (), x.new_empty(0)))  # its code is counted where the input is made
     with torch.enable_grad(), SavedTensors(module, extra=tuple(values.values())) as saved:
         functional_call(module, values, (x,))
     return saved.nbytes / _TOKENS
@@ -263,7 +263,7 @@ def _static(found: Sequence[Found]) -> dict[tuple[str, str, float | None], _Grou
         group = groups.setdefault((kind, format, bits), _Group())
         group.count += 1
         if width is None or has_forward_hooks(part.module):
-            continue  # they may gather or distribute weights
+            continue  # hooks may gather or distribute weights
         key = (type(part.module), repr(part.module), part.site.codec)
         if key not in known:
             inside = {id(m) for m in part.module.modules()}
@@ -295,7 +295,7 @@ def make_report(
 
     def add(kind: str, format: str, bits: float | None, group: _Group, note: str) -> None:
         before, after = group.before, group.after
-        if measured:  # of a kind, in its first row
+        if measured:  # totals of a kind stand in its first row
             before, after = (t.get(kind, 0.0) if t and kind not in seen else None for t in totals)
         seen.add(kind)
         rows.append(

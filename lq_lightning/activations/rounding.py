@@ -56,7 +56,9 @@ class Sides:
         """Return which values are inside, as booleans."""
         if self.closed:
             return (values >= self.low) & (values <= self.high)
-        return ~((values <= self.low) | (values >= self.high))  # so NaN is, as in ReLU's backward
+        return ~(
+            (values <= self.low) | (values >= self.high)
+        )  # NaN counts as inside, as in ReLU's backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class _Slot:
 
 
 _INF = float("inf")
-_HUGE = 1e4  # so that all that is between two bounds can be told in fp16
+_HUGE = 1e4  # so that fp16 resolves values between two bounds
 
 
 def _hardtanh(node: Node) -> Sides:
@@ -137,7 +139,7 @@ def _clamp(node: Node) -> Sides:
     return Sides(low, high, (low + high) / 2, -_INF, closed=True)
 
 
-# The gradient is linear in these, so an error of a hundredth stays one.
+# The gradient is linear in these: an error of 1% stays 1%.
 _PRODUCTS = {
     "MmBackward0": (_Slot("self", 0), _Slot("mat2", 1)),
     "BmmBackward0": (_Slot("self", 0), _Slot("mat2", 1)),
@@ -149,11 +151,11 @@ _PRODUCTS = {
     "MulBackward0": (_Slot("self", 0), _Slot("other", 1)),
     "AddcmulBackward0": (_Slot("tensor1", 1), _Slot("tensor2", 2)),
     "DivBackward0": (_Slot("self", 0),),  # not the divisor, which may be near zero
-    # Squares, and the cubes of a GELU that is written out: no other power is linear or near it.
+    # Squares, and the cubes in a written-out GELU; other powers are too nonlinear.
     "PowBackward0": (_Slot("self", 0, allows=lambda n: saved_value(n, "exponent") in (2, 3)),),
 }
-# Derivatives are smooth functions of these inputs. Of functions that save their result (tanh,
-# sigmoid) the derivative vanishes where the result is rounded to one: not in the list.
+# The derivative is a smooth function of these inputs. Functions that save their result (tanh,
+# sigmoid) are not listed: the derivative vanishes where the result is rounded to one.
 _SMOOTH = {
     "GeluBackward0": (_Slot("self", 0),),
     "SiluBackward0": (_Slot("self", 0),),
@@ -167,12 +169,12 @@ _SMOOTH = {
     "ErfBackward0": (_Slot("self", 0),),
 }
 _CLAMP = _Slot("self", 0, sides=_clamp, allows=_has_numbers)
-# Kept as a bit per value, from which the derivative is exact.
+# Kept as one bit per value, which gives the exact derivative.
 _PIECEWISE = {
     "ReluBackward0": (_Slot("result", 0, sides=lambda node: Sides(0.0, _INF, 1.0, 0.0)),),
     "LeakyReluBackward0": (_Slot("self", 0, sides=lambda node: Sides(0.0, _INF, 1.0, -1.0)),),
     "HardtanhBackward0": (_Slot("self", 0, sides=_hardtanh, allows=_has_numbers),),
-    "ClampBackward0": (_CLAMP,),  # of either overload, by version of torch
+    "ClampBackward0": (_CLAMP,),  # either overload, by version of torch
     "ClampBackward1": (_CLAMP,),
     "ClampMinBackward0": (_CLAMP,),
     "ClampMinBackward1": (_CLAMP,),
@@ -192,7 +194,7 @@ def _of_channels(stat: Tensor, x: Tensor) -> Tensor:
 
 _MEAN_AND_RSTD = ("result1", "result2")
 _BATCH_NORM = _Slot("input", 0, stats=_MEAN_AND_RSTD, spread=_of_channels)
-# Beside exact statistics, which have slots of their own.
+# Statistics are saved in slots of their own, and kept exactly.
 _NORMS = {
     "NativeLayerNormBackward0": (_Slot("input", 0, stats=_MEAN_AND_RSTD),),
     "FusedRmsNormBackward0": (_Slot("input", 0, stats=("result1",)),),
@@ -202,7 +204,7 @@ _NORMS = {
     "MiopenBatchNormBackward0": (_BATCH_NORM,),
     "BatchNormWithUpdateBackward0": (_BATCH_NORM,),
 }
-# Backward reads the shape alone; of a maximum's place there is an index.
+# Backward reads only the shape; max pooling saves indices separately.
 _SHAPES = {
     "IndexAddBackward0": (_Slot("source", 1),),
     "MaxPool2DWithIndicesBackward0": (_Slot("self", 0),),
@@ -213,15 +215,15 @@ _SHAPES = {
     "AdaptiveAvgPool3DBackward0": (_Slot("self", 0),),
 }
 _SLOTS = {**_PRODUCTS, **_SMOOTH, **_PIECEWISE, **_NORMS, **_SHAPES}
-# What these make may hold -inf or the smallest number that there is, next to which all else of a
-# group is rounded to zero.
+# Their outputs may hold -inf or the smallest representable number, beside which all other values of
+# a group would be rounded to zero.
 _FILLED = ("MaskedFillBackward", "WhereBackward", "MaskedScatterBackward", "IndexFillBackward")
-# These put constants in places of what has a gradient.
+# These may put constants beside values with a gradient.
 _JOINS = ("CatBackward", "StackBackward", "CopySlices")
-# These add constants: to attention's scores masks, else numbers or tables.
+# These may add constants: masks to attention scores, elsewhere numbers or tables.
 _SUMS = ("AddBackward", "SubBackward")
 _SCORES = ("BmmBackward", "BaddbmmBackward")
-# What these make holds such values if what they take does.
+# Their outputs hold such values if their inputs do.
 _CARRIERS = (
     *(*_JOINS, *_SUMS, "MulBackward", "DivBackward"),
     *("AliasBackward", "AsStridedBackward", "CloneBackward", "ExpandBackward", "PermuteBackward"),
@@ -230,7 +232,7 @@ _CARRIERS = (
     *("TransposeBackward", "UnbindBackward", "UnsafeViewBackward", "UnsqueezeBackward"),
     "ViewBackward",
 )
-_MAX_CARRIERS = 32  # looked at for one operand
+_MAX_CARRIERS = 32  # nodes visited for one operand
 
 
 def _may_be_filled(producer: Node, first: int) -> bool:
@@ -277,7 +279,7 @@ def _use(node: Node, slot: _Slot, x: Tensor) -> Use:
         return slot.sides(node)
     found = [getattr(packed_value(node, name), "tensor", None) for name in slot.stats]
     stats = [slot.spread(s, x) for s in found if s is not None and s.numel()]
-    if len(stats) < max(1, len(slot.stats)):  # no norm, or a batch norm that evaluates
+    if len(stats) < max(1, len(slot.stats)):  # not a norm, or a batch norm in evaluation
         return None
     return Normalized(stats[0] if len(stats) > 1 else None, stats[-1])
 
@@ -329,11 +331,11 @@ _MATRIX_PRODUCTS = """
     _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
     _scaled_dot_product_fused_attention_overrideable
 """
-# These take a shape from a tensor, and no value.
+# These read only a tensor's shape.
 _LIKES = """
     full_like new_full new_ones new_zeros ones_like rand_like randn_like zeros_like
 """
-# These replace all values by random ones.
+# These overwrite all values with random ones.
 _RANDOM = "exponential normal uniform"
 _CONTINUOUS = frozenset(
     " ".join((_VIEWS, _MOVES, _FUNCTIONS, _REDUCTIONS, _MATRIX_PRODUCTS, _RANDOM)).split()
@@ -341,8 +343,8 @@ _CONTINUOUS = frozenset(
 # Operators of other libraries: our codes, which are only saved, and collectives.
 _LIBRARIES = ("lq_lightning::", "_c10d_functional::", "c10d::", "c10d_functional::", "fsdp::")
 _LIKE = frozenset(_LIKES.split())
-_EMPTY = ("empty", "new_empty")  # their names begin so
-_TO_PYTHON = {  # by which values leave without an operator
+_EMPTY = ("empty", "new_empty")  # prefixes of names
+_TO_PYTHON = {  # read values without an operator
     Tensor.tolist: "tolist",
     Tensor.numpy: "numpy",
     Tensor.__array__: "__array__",
@@ -361,7 +363,9 @@ class _Operators(OperatorMode):
 
     def __init__(self, tensors: Iterable[Tensor], note: Callable[[str], None]) -> None:
         super().__init__()
-        self._followed: dict[int, Any] = {}  # storages; references keep others out of their places
+        self._followed: dict[
+            int, Any
+        ] = {}  # storages; references keep their addresses from being reused
         self._note = note
         for tensor in tensors:
             self.follow(tensor)
@@ -403,8 +407,8 @@ def _is_continuous(
     if short == "copy":
         return not _rounds(args[1].dtype, args[0].dtype)
     if short == "bernoulli":
-        return overload in ("float", "p")  # else with the tensor's values as probabilities
-    return short in _CONTINUOUS and "mode" not in overload  # modes of division round
+        return overload in ("float", "p")  # otherwise the tensor's values are probabilities
+    return short in _CONTINUOUS and "mode" not in overload  # division with a mode rounds
 
 
 def _rounds(before: torch.dtype, after: torch.dtype | None) -> bool:

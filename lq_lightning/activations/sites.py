@@ -23,7 +23,7 @@ from .functions import NormLayer
 from .policy import Matmul, SiteKind, fit_codec
 from .proof import Proof
 
-DIMS = (2, 3, 4, 5)  # numbers of dimensions of what sites take that stand for code of others
+DIMS = (2, 3, 4, 5)  # numbers of dimensions for which recognition proves a site
 _SITE = "_lq_site"
 _FUNCTION = "_lq_function"
 _MAX_WATCHED = 4
@@ -269,7 +269,7 @@ def install_site(module: nn.Module, site: Site, forward: Callable[..., Any]) -> 
         site.previous = module.__dict__[site.attribute]
         module.__dict__[site.attribute] = partial(forward, site)
     elif earlier is not None and type(earlier) is type(site):
-        site.previous = earlier.previous  # its forward, inside of another, finds the new site
+        site.previous = earlier.previous  # its wrapped forward finds the new site
     else:
         own = module.__dict__.get("forward")
         site.previous = own if earlier is None else earlier.previous
@@ -287,7 +287,9 @@ def remove_site(module: nn.Module, site: Site) -> None:
         return
     if isinstance(site, FunctionSite):
         present = module.__dict__.get(site.attribute)
-        if isinstance(present, partial) and present.args[:1] == (site,):  # else set since
+        if isinstance(present, partial) and present.args[:1] == (
+            site,
+        ):  # otherwise it was set since
             module.__dict__[site.attribute] = site.previous
     elif not isinstance(module.__dict__.get("forward"), types.MethodType):
         site.enabled, site.removed = False, True

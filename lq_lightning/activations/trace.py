@@ -75,7 +75,7 @@ class _Rows(tuple):  # type: ignore[type-arg]
         self.trace.refuse("asks for the size of its input")
 
     def __getitem__(self, index: Any) -> Any:
-        torchs = called_by_torch(inspect.currentframe())  # which views by it, and tells no more
+        torchs = called_by_torch(inspect.currentframe())  # torch uses it for views only
         return tuple.__getitem__(self, index) if torchs else self._refuse()
 
     __iter__ = __eq__ = __ne__ = __radd__ = __contains__ = _refuse
@@ -287,7 +287,7 @@ class Trace:
         self.consume((argument,), {})
         shape = (*argument.shape[:-1], width or argument.shape[-1])
         values = random_values(*shape).to(argument.dtype).requires_grad_()
-        result = values.clone()  # which may be changed in place
+        result = values.clone()  # a copy, which may be changed in place
         self.calls[name] = (argument, values, result)
         self.note(result, formula, inner=False)
         self.paused = False
@@ -308,7 +308,7 @@ class Trace:
         try:
             with autocast, _Operators(self), _Questions(self):
                 y = function(x)
-        except Exception as error:  # whatever code of others does with an input of ours
+        except Exception as error:  # anything that unknown code does with our input
             raise NotKnown(f"{type(error).__name__}: {error}") from None
         if self._refused or not isinstance(y, Tensor):
             raise NotKnown(self._refused or "returns no tensor")
@@ -398,7 +398,7 @@ class _Projecting:
 def _probed(cls: Any, *before: type) -> type:
     try:
         return types.new_class(cls.__name__, (*before, _Probed, cls))
-    except TypeError as error:  # a class that others cannot be derived from
+    except TypeError as error:  # a class that cannot be subclassed
         raise NotKnown(str(error)) from None
 
 

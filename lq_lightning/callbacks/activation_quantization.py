@@ -42,10 +42,10 @@ from lq_lightning.pipeline.partition import kept_stages
 from .model_setup import AfterConfigureModel, check_hyperparameters, check_strategy
 from .training_loss import accumulates, check_training_step, count_values, training_loss, untouched
 
-# In the checkpoint, not among the states of callbacks: Lightning's own message for two callbacks
-# with states would come before ours.
+# A key of the checkpoint, not a callback's state: for two callbacks with states, Lightning's own
+# message would come before ours.
 _KEY = "activation_quantization"
-# Batches at most: a gradient scaler halves its first scale until nothing overflows, and a step may
+# Batches to try: a gradient scaler halves its first scale until nothing overflows, and a step may
 # return no loss.
 _TRIES = 16
 _COMPILED_BEFORE = 16  # variants for evaluation, other shapes, and before the choice
@@ -66,7 +66,7 @@ class _RecipeAdaptation:
                 f"`{owner}(budget={budget!r}, adapt={adapt!r})`: a budget chooses all codes "
                 "itself. Leave out one of both."
             )
-        is_number = isinstance(adapt, (int, float)) and 0.0 < adapt < math.inf  # True is
+        is_number = isinstance(adapt, (int, float)) and 0.0 < adapt < math.inf  # also True
         if adapt is not False and not is_number:
             raise ValueError(
                 f"`{owner}(adapt={adapt!r})` is not supported: give True, False, or the relative "
@@ -78,7 +78,10 @@ class _RecipeAdaptation:
         self._measuring: Adaptation | None = None
         self._tries = 0
         self._bits: dict[str, int] | None = None
-        self._batch, self._fit = ExitStack(), ExitStack()  # what holds for the one, for all of it
+        self._batch, self._fit = (
+            ExitStack(),
+            ExitStack(),
+        )  # contexts of the measured batch, and of the fit
 
     def stop(self) -> None:
         """Stop measuring; the choice stays, for checkpoints."""
@@ -222,9 +225,9 @@ class ActivationQuantization(Callback):
         self._adaptation = _RecipeAdaptation(type(self).__name__, recipe, budget, adapt)
         self._bits: tuple[int, int] | None = None
         self._plan: ActivationPlan | None = None
-        self._planned_values = 0  # of the batch that the plan was made on
+        self._planned_values = 0  # in the planned batch
         self._limit = ExitStack()
-        self._native: tuple[ActivationRule, ...] = ()  # for what is tensor-parallel
+        self._native: tuple[ActivationRule, ...] = ()  # for tensor-parallel modules
         self._handle: QuantizedActivations | None = None
         self._configure: AfterConfigureModel | None = None
         self._report: ActivationReport | None = None
@@ -304,7 +307,7 @@ class ActivationQuantization(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
-        if pl_module.automatic_optimization:  # a manual step may go on with backward passes
+        if pl_module.automatic_optimization:  # manual steps may continue with backward passes
             self._adaptation.finish()
 
     @override
@@ -338,7 +341,7 @@ class ActivationQuantization(Callback):
                 "memory. Let the largest batch be the first, or cut batches to one size.",
                 stacklevel=1,
             )
-            self._planned_values = 0  # once
+            self._planned_values = 0  # warn once
 
     def _choose(
         self,
@@ -361,7 +364,7 @@ class ActivationQuantization(Callback):
                 matmul=self._policy.matmul,
             )
         self._handle.apply(self._plan.policy)
-        units = len(self._plan.calibration.units)  # compiled ones may all differ from each other
+        units = len(self._plan.calibration.units)  # compiled units may all differ
         self._limit.enter_context(recompile_limit(at_least=_COMPILED_BEFORE + units))
         self._meter.start()
         rank_zero_info(f"{type(self).__name__}(budget={budget.size!r})\n{self._plan.summary()}")
@@ -433,7 +436,7 @@ class ActivationQuantization(Callback):
                 f"with tensor-parallel weights, such as `{parallel[0]}`: use a recipe or policy "
                 "alone."
             )
-        with torch.random.fork_rng([]):  # modules are tried out on random numbers
+        with torch.random.fork_rng([]):  # recognition draws random numbers
             self._handle = quantize_activations(module, self._compensated())
         check_hyperparameters(module, sites_of)
         if not any(map(quantizes if self._budget is None else is_measured, self._handle.sites)):

@@ -122,7 +122,7 @@ def _draw_bits(bits: Mapping[str, Tensor], max_bits: float) -> Figure:
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
     names = list(bits)
-    if len(names) > _MOST_CURVES:  # as many as can be told apart, evenly spread
+    if len(names) > _MOST_CURVES:  # as many as are distinguishable, evenly spread
         last = len(names) - 1
         names = [names[round(i * last / (_MOST_CURVES - 1))] for i in range(_MOST_CURVES)]
     for name in names:
@@ -291,7 +291,9 @@ class AdaptiveBits(Callback):
         before, state = self._trained_on(module), self._restored
         if state is None and before is not None:
             state = before.state_dict()
-            state["gates"] = boundaries.gather(state["gates"])  # after an error each has its own
+            state["gates"] = boundaries.gather(
+                state["gates"]
+            )  # after an error each rank has only its own
         pipeline = PipelineGates(self.config, self._per, self._positions, boundaries, state)
         self._optimizer, self._placement = pipeline.optimizer, pipeline.placement
         self._model = weakref.ref(module)
@@ -323,7 +325,7 @@ class AdaptiveBits(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._reset_steps()
-        # A hook of torch: a step that a loss scaler or the strategy leaves out does not call it.
+        # A hook of torch: steps skipped by a loss scaler or the strategy do not call it.
         self._step_hooks = [trainer.optimizers[0].register_step_post_hook(self._after_step)]
         self._count(True)
         names = self.gates if self._placement is None else self._placement.sites
@@ -407,7 +409,7 @@ class AdaptiveBits(Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._count(False)  # gradients that an evaluation takes
+        self._count(False)  # evaluation may take gradients
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -438,7 +440,7 @@ class AdaptiveBits(Callback):
         if self._placement is not None:
             self._require().load_state_dict(state_dict)
         elif self._optimizer is not None and state_dict["gates"]:
-            self._load(state_dict)  # `attach` and the next fit use what was loaded last
+            self._load(state_dict)  # used by `attach` and the next fit
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

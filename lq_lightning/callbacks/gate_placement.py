@@ -195,11 +195,11 @@ class PipelineGates:
     ) -> None:
         self._config, self._per, self._given_lines = config, per, lines
         self._boundaries = boundaries
-        self._lines = lines  # of each gate, once they are known
+        self._lines = lines  # per gate, once known
         gates = self._gates_of_all()
         if state is not None:
             state = _for_boundaries(state, tuple(gates), config, per)
-            # On every rank those of all boundaries, so that no rank finds an error alone.
+            # Every rank loads the gates of all boundaries, so that all ranks raise the same error.
             GateOptimizer(gates, config).load_state_dict(state)
         own = {each.name: gates[each.name] for each in boundaries.sent}
         self.optimizer = GateOptimizer(

@@ -28,10 +28,10 @@ class AfterConfigureModel:
         self, module: pl.LightningModule, then: Callable[[pl.LightningModule], None]
     ) -> None:
         self._module = module
-        self._own = module.__dict__.get("configure_model")  # of a sharded module
+        self._own = module.__dict__.get("configure_model")  # a sharded module has one
 
         def configure_model(module: pl.LightningModule) -> None:
-            if module is not self._module:  # a copy, made since: it is nobody's to act on
+            if module is not self._module:  # a copy made since, which is not ours
                 del module.__dict__["configure_model"]
                 module.configure_model()
                 return
@@ -39,7 +39,7 @@ class AfterConfigureModel:
             module.configure_model()
             then(module)
 
-        # Not `functools.wraps`: Lightning looks behind it and finds nothing overridden.
+        # Not `functools.wraps`: Lightning unwraps it and would find the method not overridden.
         self._method: Any = types.MethodType(configure_model, module)
         module.__dict__["configure_model"] = self._method
 

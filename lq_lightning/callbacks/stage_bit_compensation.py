@@ -53,7 +53,7 @@ class StageBitCompensation(Callback):
         half_size: float | None = None,
     ) -> None:
         super().__init__()
-        compensated_bits((1,), bits, rounding, cap, half_size or 0.0)  # checks them
+        compensated_bits((1,), bits, rounding, cap, half_size or 0.0)  # checks the options
         self._options = (bits, rounding, cap)
         self._measures = half_size is None
         self._half_size = half_size

@@ -59,9 +59,11 @@ def training_loss(
     def run() -> Tensor:
         copied = apply_to_collection(batch, Tensor, lambda t: t.clone(), allow_frozen=True)
         arguments = (copied, batch_idx) if takes_index else (copied,)
-        if isinstance(trainer.strategy, ModelParallelStrategy):  # FSDP2's root is to be called
+        if isinstance(
+            trainer.strategy, ModelParallelStrategy
+        ):  # FSDP2's root module must be called
             return _loss_of(trainer.strategy.training_step(*arguments))
-        # DDP's wrapper takes no forward without a backward: only the module inside
+        # DDP's wrapper expects a backward after each forward, so only the inner module is called
         with trainer.precision_plugin.train_step_context():
             return _loss_of(module.training_step(*arguments))
 
