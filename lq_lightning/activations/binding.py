@@ -38,11 +38,10 @@ class Attached:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise ``RuntimeError``."""
         raise RuntimeError(
-            "A module was to be pickled, as by `torch.save(model)`, whose saved activations are "
-            "quantized; no process could load the file. Call `remove()` of the handle that "
-            "`quantize_activations` returned first, or save `model.state_dict()`. Of a "
-            "LightningModule, `save_hyperparameters(ignore=[...])` leaves out arguments that are "
-            "modules."
+            "A module whose saved activations are quantized cannot be pickled, as "
+            "`torch.save(model)` does: no process could load the file. Call `remove()` of the "
+            "handle that `quantize_activations` returned first, or save `model.state_dict()`. In a "
+            "LightningModule, `save_hyperparameters(ignore=[...])` leaves out modules."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

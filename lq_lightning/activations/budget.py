@@ -462,7 +462,7 @@ class ActivationPlan:
         return "\n".join(
             [
                 f"Saved activations: {_gib(chosen.nbytes)} at the peak instead of {_gib(full)}; "
-                f"{_gib(self.other.nbytes)} for all else, of {_gib(self.budget_nbytes)}.",
+                f"{_gib(self.other.nbytes)} for everything else, of {_gib(self.budget_nbytes)}.",
                 f"Sites with codes: {coded or 'none'}; recomputed modules: "
                 f"{len(chosen.recomputed)}.",
                 "Expected relative error of gradients: "
@@ -500,7 +500,7 @@ def _infeasible(
     return RuntimeError(
         f"`MemoryBudget({budget.size!r})` is {_gib(nbytes)}, but the least that would do is "
         f"{need} bytes ({_gib(need)}): {_gib(least)} for saved activations, "
-        f"{_gib(other.nbytes)} for all else. Give more memory, a smaller batch"
+        f"{_gib(other.nbytes)} for everything else. Give more memory, a smaller batch"
         + (", 8-bit states and gradients" if other.nbytes else "")
         + ("." if budget.recompute else ", or allow `recompute=True`.")
     )
@@ -574,7 +574,7 @@ def plan_activations(
             )
         margin += excess
     raise RuntimeError(
-        f"`MemoryBudget({budget.size!r})`: a forward pass saved {_gib(excess)} more than was "
-        f"foreseen, {_ROUNDS} times. Does the model keep different tensors from step to step? "
+        f"`MemoryBudget({budget.size!r})`: a forward pass saved {_gib(excess)} more than "
+        f"predicted, {_ROUNDS} times. Does the model save different tensors from step to step? "
         "Give a policy instead of a budget."
     )

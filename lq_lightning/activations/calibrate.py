@@ -205,8 +205,8 @@ def _expected(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> floa
         same.step()
     except Exception as error:
         raise RuntimeError(
-            f"The states that {type(optimizer).__name__} will make cannot be foreseen: it does not "
-            f"run on one parameter alone ({error}). Choose the policy after its first step, or "
+            f"The states that {type(optimizer).__name__} will make cannot be predicted: it does "
+            f"not run on one parameter alone ({error}). Choose the policy after its first step, or "
             "give `MemoryBudget(..., scope='activations')`."
         ) from error
     return _stored_nbytes(list(same.state.values())) / probe.numel()

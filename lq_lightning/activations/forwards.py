@@ -142,8 +142,8 @@ def _stands(module: nn.Module, site: Site) -> bool:
         site.doubted = True
         rank_zero_warn(
             f"`{site.name}` ({type(module).__name__}) was changed since its saved activations "
-            "were quantized: an attribute, a submodule or a hook. It computes as it does without "
-            "codes, and keeps what it did. Change modules before `quantize_activations`, or call "
+            "were quantized: an attribute, a submodule or a hook. It runs its own forward now, "
+            "without codes. Change modules before `quantize_activations`, or call "
             "`remove()` of the handle and quantize again."
         )
     return False

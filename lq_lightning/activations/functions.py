@@ -68,9 +68,9 @@ def _refuse_second_derivative(name: str) -> None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             f"The backward of {name} was called with `create_graph=True`, but its saved "
-            "activations are codes, which have no derivative. Leave the modules as they are that "
-            "need second derivatives (`ActivationPolicy(rules=[ActivationRule(module=...)])`), or "
-            "call `remove()` of the handle before."
+            "activations are codes, which have no derivative. Exclude modules that need second "
+            "derivatives (`ActivationPolicy(rules=[ActivationRule(module=...)])`), or call "
+            "`remove()` of the handle first."
         )
 
 

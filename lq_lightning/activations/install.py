@@ -102,7 +102,7 @@ def _no_site(
         advice = "remove the rule."
     return ValueError(
         f"`ActivationRule(module={rule.module!r})` has no effect: `{matching[0]}` "
-        f"({type(module).__name__}) keeps nothing by itself that could have a code; {advice}"
+        f"({type(module).__name__}) saves no activation of its own; {advice}"
     )
 
 
@@ -262,13 +262,13 @@ def quantize_activations(
     if handle.is_idle and handle.policy.quantizes:
         rank_zero_warn(
             f"`quantize_activations` finds nothing to quantize in `{type(model).__name__}`: no "
-            "normalization layer, activation function or MLP that it knows and that no rule "
-            "excepts. The model computes and keeps what it did. "
+            "normalization layer, activation function or MLP that it knows and no rule excludes. "
+            "The model stays as it is. "
             "`ActivationPolicy(linear='int8')` encodes the inputs of linear layers."
         )
     for part in handle.unsupported:
         rank_zero_warn(
-            f"Saved activations of {part.count} x {', '.join(part.modules)}: {part.reason}. Give "
-            "them a rule, or `other` of `ActivationPolicy` a codec or None, to have it otherwise."
+            f"Saved activations of {part.count} x {', '.join(part.modules)}: {part.reason}. A "
+            "rule for them, or another `other` of `ActivationPolicy`, changes that."
         )
     return handle

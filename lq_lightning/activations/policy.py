@@ -41,9 +41,9 @@ _WORTH_A_CODE = 256  # rows of so many values are smaller as codes in any format
 
 
 _NO_ATTENTION = (
-    "what attention keeps has no code. Its backward reads the exact sum of exponentials, beside "
-    "which rounded queries and keys make gradients up to thousands of times too large. Leave it "
-    "out: attention keeps full precision. To save its memory, compute it again: "
+    "attention has no code. Its backward uses the exact sum of exponentials: with rounded queries "
+    "and keys, gradients would be up to thousands of times too large. Leave it out: it keeps full "
+    "precision. To save its memory, recompute it: "
     "`ActivationRule(module='*attn*', recompute=True)`."
 )
 

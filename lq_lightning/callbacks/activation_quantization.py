@@ -443,7 +443,7 @@ class ActivationQuantization(Callback):
             raise ValueError(
                 f"`{type(self).__name__}(recipe={self._recipe!r})` finds nothing to quantize in "
                 f"`{type(module).__name__}`: no normalization layer, activation function or MLP "
-                "that it knows and that no rule excepts. Remove the callback, or give an "
+                "that it knows and no rule excludes. Remove the callback, or give an "
                 "`ActivationPolicy(linear='int8')`, which encodes the inputs of linear layers."
             )
         self._report = self._handle.report()  # before the strategy shards modules
