@@ -1,14 +1,16 @@
-"""Which tensors one forward pass saves, and for whose sake; and how long modules take.
+"""Tensors that one forward pass saves, and the sites that cause it; and how long modules take.
 
-The forward pass is a real one, but what it would save is dropped at once: it needs the memory of a
-pass without gradients only.
+The forward pass is a real one, but saved tensors are dropped at once: it needs only the memory of a
+pass without gradients.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,30 +25,19 @@ from .calibration import KeptTensors, Saver
 from .sites import ActivationSite, FunctionSite, LinearSite, MLPSite, NormSite, Site, site_of
 from .sources import has_same_rows
 
-__all__ = [
-    "SavedByForward",
-    "SiteShape",
-    "account",
-    "forward_times",
-    "is_measured",
-    "mark_output",
-    "marked_site",
-    "measured_site",
-]
-
 _MARK = "_lq_calibrated_site"
 
 
 @dataclass(kw_only=True, slots=True)
 class SiteShape:
-    """What a site saw in one forward pass.
+    """Inputs of a site in one forward pass.
 
     Attributes:
-        calls: of its module.
-        rows: of its input, all calls together.
+        calls: number of calls of its module.
+        rows: rows of its input, all calls together.
         numel: values of a row.
-        dtype: of its input.
-        device: of its input.
+        dtype: dtype of its input.
+        device: device of its input.
         readers: linear layers that read its output and need a weight gradient.
     """
 
@@ -64,28 +55,8 @@ class SiteShape:
         self.numel, self.dtype, self.device = x.shape[-1], x.dtype, x.device
 
 
-@dataclass(kw_only=True, slots=True)
-class SavedByForward:
-    """Result of ``account``.
-
-    Attributes:
-        tensors: all that was saved but parameters and buffers.
-        shapes: of the sites that took part, by name.
-        unit_calls: forward passes of each recomputable module.
-    """
-
-    tensors: tuple[KeptTensors, ...]
-    shapes: dict[str, SiteShape]
-    unit_calls: dict[str, int]
-
-    @property
-    def nbytes(self) -> int:
-        """All bytes together."""
-        return sum(tensors.nbytes for tensors in self.tensors)
-
-
 def is_measured(site: Site | None) -> bool:
-    """Return whether a site is one that calibration knows: its input and output are a module's.
+    """Return whether calibration measures a site: its input and output are a module's.
 
     Functions that are attributes, dropout and what saved-tensor hooks pack stay as they are.
     """
@@ -94,19 +65,19 @@ def is_measured(site: Site | None) -> bool:
 
 
 def measured_site(module: nn.Module) -> Site | None:
-    """Return the site of a module if calibration knows it."""
+    """Return the site of a module if calibration measures it."""
     site = site_of(module)
     return site if is_measured(site) else None
 
 
 def mark_output(output: Any, name: str) -> None:
-    """Remember which site made a tensor, just as sources are attached."""
+    """Remember which site made a tensor."""
     if isinstance(output, Tensor):
         setattr(output, _MARK, name)
 
 
 def marked_site(x: Any) -> str:
-    """Return the site that made a tensor, or what it is a view of by rows; empty if none did."""
+    """Return the site that made a tensor, or the base that it views by rows; empty if none did."""
     if not isinstance(x, Tensor):
         return ""
     base = base_of(x)
@@ -123,125 +94,128 @@ def _reference(storage: torch.UntypedStorage) -> StorageWeakRef:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
-class _Account:
+class SavedByForward:
+    """What one forward pass saves; see ``account``.
+
+    Attributes:
+        shapes: inputs of the sites that took part, by name.
+        unit_calls: forward passes of each recomputable module.
+    """
+
     def __init__(self, model: nn.Module, units: Mapping[str, nn.Module]) -> None:
-        self.units: list[str] = []  # that run now, outermost first
-        self.sites: list[str] = []  # that what is saved now belongs to, innermost last
-        self.sizes: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.savers: dict[int, dict[Saver, None]] = {}
-        self.constants: dict[int, StorageWeakRef] = {}
+        self._units: list[str] = []  # running units, outermost first
+        self._sites: list[str] = []  # sites that own what is saved now, innermost last
+        self._sizes: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._savers: dict[int, dict[Saver, None]] = {}
+        self._constants: dict[int, StorageWeakRef] = {}
         self.shapes: dict[str, SiteShape] = {}
         self.unit_calls = dict.fromkeys(units, 0)
-        self.model = model
-        self.names = {id(module): name for name, module in units.items()}
-        self.down = {
+        self._names = {id(module): name for name, module in units.items()}
+        self._down = {
             id(getattr(module, site.down)): site.name
             for module in model.modules()
             if isinstance(site := site_of(module), MLPSite)
         }
 
-    def constant(self, module: nn.Module) -> None:
+    def _constant(self, module: nn.Module) -> None:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             reference = _reference(_local(tensor).untyped_storage())
-            self.constants[reference.cdata] = reference
+            self._constants[reference.cdata] = reference
 
-    def save(self, tensor: Tensor, saver: Saver) -> None:
+    def _save(self, tensor: Tensor, saver: Saver) -> None:
         storage = _local(tensor).untyped_storage()
-        # A weak reference keeps the identity of a storage from being given to another one.
+        # A weak reference keeps a storage's address from being reused for another one.
         reference = _reference(storage)
-        if isinstance(tensor, nn.Parameter) or reference.cdata in self.constants:
+        if isinstance(tensor, nn.Parameter) or reference.cdata in self._constants:
             return
-        self.sizes.setdefault(reference.cdata, (reference, storage.nbytes()))
-        self.savers.setdefault(reference.cdata, {})[saver] = None
+        self._sizes.setdefault(reference.cdata, (reference, storage.nbytes()))
+        self._savers.setdefault(reference.cdata, {})[saver] = None
 
-    def pack(self, tensor: Tensor) -> None:
-        inside = tuple(self.units)
-        # copies of weights that autocast makes too: a linear layer with a code saves none
-        self.save(tensor, Saver(self.sites[-1] if self.sites else "", inside))
+    def _pack(self, tensor: Tensor) -> None:
+        inside = tuple(self._units)
+        # includes autocast's copies of weights: a linear layer with a code saves none
+        self._save(tensor, Saver(self._sites[-1] if self._sites else "", inside))
 
-    def enter_unit(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        name = self.names[id(module)]
+    def _enter_unit(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        name = self._names[id(module)]
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
-                self.save(value, Saver("", tuple(self.units), name))
-        self.units.append(name)
+                self._save(value, Saver("", tuple(self._units), name))
+        self._units.append(name)
         self.unit_calls[name] += 1
 
-    def leave_unit(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.units.pop()
+    def _leave_unit(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._units.pop()
 
-    def enter_site(self, module: nn.Module, args: Any) -> None:
+    def _enter_site(self, module: nn.Module, args: Any) -> None:
         site = site_of(module)
         if site is None:
             raise AssertionError("hooks are on sites")
         name, x = site.name, args[0] if args and isinstance(args[0], Tensor) else None
         if x is not None and isinstance(site, LinearSite):
-            name = self.down.get(id(module)) or marked_site(x) or name
+            name = self._down.get(id(module)) or marked_site(x) or name
             weight: Any = module.weight
             if name != site.name and weight.requires_grad:
-                self.shape(name).readers.append(site.name)
+                self._shape(name).readers.append(site.name)
         if x is not None and not isinstance(site, MLPSite) and name == site.name:
-            self.shape(name).add(x)
-        if x is not None and id(module) in self.down:
-            self.shape(name).add(x)
-        self.sites.append(name)
+            self._shape(name).add(x)
+        if x is not None and id(module) in self._down:
+            self._shape(name).add(x)
+        self._sites.append(name)
 
-    def leave_site(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.sites.pop()
+    def _leave_site(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._sites.pop()
         site = site_of(module)
         if isinstance(site, (NormSite, ActivationSite)):
             mark_output(output, site.name)
 
-    def shape(self, name: str) -> SiteShape:
+    def _shape(self, name: str) -> SiteShape:
         return self.shapes.setdefault(name, SiteShape())
 
-    def result(self) -> SavedByForward:
+    @cached_property
+    def tensors(self) -> tuple[KeptTensors, ...]:
+        """Everything saved except parameters and buffers."""
         sums: dict[tuple[Saver, ...], int] = {}
-        for key, (_, nbytes) in self.sizes.items():
-            savers = tuple(self.savers[key])
+        for key, (_, nbytes) in self._sizes.items():
+            savers = tuple(self._savers[key])
             sums[savers] = sums.get(savers, 0) + nbytes
-        tensors = tuple(KeptTensors(nbytes=n, savers=savers) for savers, n in sums.items() if n)
-        return SavedByForward(tensors=tensors, shapes=self.shapes, unit_calls=self.unit_calls)
+        return tuple(KeptTensors(nbytes=n, savers=savers) for savers, n in sums.items() if n)
 
-
-def _sites(model: nn.Module) -> Iterator[tuple[nn.Module, Site]]:
-    for module in model.modules():
-        if (site := measured_site(module)) is not None:
-            yield module, site
+    @contextmanager
+    def watching(self, model: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Count what a forward pass inside of the ``with`` block saves."""
+        handles: list[RemovableHandle] = []
+        for module in model.modules():
+            self._constant(module)
+            # FSDP2 swaps in other parameters while a module runs
+            if next(module.parameters(recurse=False), None) is not None:
+                handles.append(module.register_forward_pre_hook(lambda m, _: self._constant(m)))
+        for unit in units.values():
+            handles.append(unit.register_forward_pre_hook(self._enter_unit, with_kwargs=True))
+            handles.append(unit.register_forward_hook(self._leave_unit))
+        for module in filter(measured_site, model.modules()):
+            handles.append(module.register_forward_pre_hook(self._enter_site))
+            handles.append(module.register_forward_hook(self._leave_site))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _refuse):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 def account(
     model: nn.Module, run: Callable[[], Tensor], units: Mapping[str, nn.Module]
 ) -> SavedByForward:
-    """Run one forward pass and return what it saves.
+    """Run one forward pass with gradients, and return what it saves with the present codecs.
 
-    Args:
-        model: with sites; each saves what its present codec says.
-        run: one forward pass with gradients; returns a loss.
-        units: modules that could be recomputed, by name. Inputs that they would keep are listed
-            under ``input_of``; empty to count what is saved as it is.
+    ``units`` are modules that could be recomputed, by name: inputs that they would keep are listed
+    under ``input_of``. None are needed to count what is saved as it is.
     """
-    account = _Account(model, units)
-    handles: list[RemovableHandle] = []
-    for module in model.modules():
-        account.constant(module)
-        if any(
-            True for _ in module.parameters(recurse=False)
-        ):  # FSDP2 puts others in their place while a module runs
-            handles.append(module.register_forward_pre_hook(lambda m, _: account.constant(m)))
-    for unit in units.values():
-        handles.append(unit.register_forward_pre_hook(account.enter_unit, with_kwargs=True))
-        handles.append(unit.register_forward_hook(account.leave_unit))
-    for module, _ in _sites(model):
-        handles.append(module.register_forward_pre_hook(account.enter_site))
-        handles.append(module.register_forward_hook(account.leave_site))
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(account.pack, _refuse):
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return account.result()
+    saved = SavedByForward(model, units)
+    with saved.watching(model, units):
+        run()
+    return saved
 
 
 def _refuse(_: Any) -> Tensor:
@@ -251,7 +225,8 @@ def _refuse(_: Any) -> Tensor:
     )
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Return the time in seconds, once a GPU has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -262,9 +237,7 @@ def forward_times(
 ) -> tuple[dict[str, float], float]:
     """Return the seconds of the forward pass of each module, and of all: the faster of two passes.
 
-    Args:
-        run: a forward pass; it was run before, so that nothing is compiled or tuned any more.
-        units: by name; each should run once.
+    ``run`` has run before, so that nothing is compiled or tuned any more.
     """
     times = dict.fromkeys(units, float("inf"))
     total, starts = float("inf"), dict.fromkeys(units, 0.0)
@@ -272,23 +245,22 @@ def forward_times(
         (p.device for unit in units.values() for p in unit.parameters()), torch.device("cpu")
     )
 
-    def hooks(name: str, unit: nn.Module) -> Iterator[RemovableHandle]:
-        def start(*_: Any) -> None:
-            starts[name] = _now(device)
+    handles: list[RemovableHandle] = []
+    for name, unit in units.items():
 
-        def stop(*_: Any) -> None:
-            times[name] = min(times[name], _now(device) - starts[name])
+        def start(*_: Any, name: str = name) -> None:
+            starts[name] = now(device)
 
-        yield unit.register_forward_pre_hook(start)
-        yield unit.register_forward_hook(stop)
+        def stop(*_: Any, name: str = name) -> None:
+            times[name] = min(times[name], now(device) - starts[name])
 
-    handles = [handle for name, unit in units.items() for handle in hooks(name, unit)]
+        handles += [unit.register_forward_pre_hook(start), unit.register_forward_hook(stop)]
     try:
         for _ in range(2):
-            begin = _now(device)
+            begin = now(device)
             with torch.no_grad():
                 run()
-            total = min(total, _now(device) - begin)
+            total = min(total, now(device) - begin)
     finally:
         for handle in handles:
             handle.remove()

@@ -1,19 +1,19 @@
-"""Give sites more bits whose codes change the gradients of the user's model too much.
+"""Give more bits to sites whose codes change the gradients of the user's model too much.
 
-While one batch trains as always, each site that keeps a code hands in what it encodes. A few rows
-of it are kept until backward, where the gradients that exact values and codes make are compared.
-Nothing runs twice, nothing that the batch computes changes.
+While one batch trains as usual, each site that keeps a code hands in what it encodes. A few rows
+of it are kept until backward, where the gradients from exact values and from codes are compared.
+Nothing runs twice, and the batch computes what it would without.
 
 Errors of different sites are independent, so that their squares add up to that of all gradients.
 The square of one site has two parts:
 
 - its own: errors of the weight gradients ``dy.T @ y`` of the linear layers that read its output;
-- upstream: the error of the gradient of its input, against the whole gradient there, is in every
-  weight gradient before it. Rounding errors of different tokens are uncorrelated, the exact
-  contributions of tokens to a weight gradient are not. So the error is a share not of the exact
-  gradient but of what that would be if tokens were uncorrelated, the smaller the more tokens.
+- upstream: the error of the gradient of its input, relative to the whole gradient there, is in
+  every weight gradient before it. Rounding errors of different tokens are uncorrelated, the exact
+  contributions of tokens to a weight gradient are not. So the error is relative not to the exact
+  gradient but to what that would be if tokens were uncorrelated: the more tokens, the smaller.
 
-Errors are taken to pass the layers below unchanged, and one rank's batch to be all there is.
+Errors are taken to pass the layers below unchanged, and one rank's batch to be the whole batch.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.codecs.spec import Code
@@ -36,47 +37,37 @@ from .accounting import mark_output, marked_site
 from .calibration import average_values
 from .gradient_errors import sampled_rows, site_gradients
 from .sites import ActivationSite, MLPSite, NormSite, Site
-
-__all__ = [
-    "Adaptation",
-    "SiteError",
-    "expected_errors",
-    "note_call",
-    "note_reader",
-    "is_adaptable",
-    "widen",
-    "wider_codes",
-]
+from .sources import Observer
 
 MAX_ERROR = 0.08
-# Of models from random weights 0.08 to 0.10 is expected, 0.06 to 0.08 is true. Of a pretrained one
-# 0.26 and 0.185 (SmolLM2-135M; benchmarks/pretrained.py).
+# Models with random weights: 0.08 to 0.10 expected, 0.06 to 0.08 true. A pretrained one: 0.26 and
+# 0.185 (SmolLM2-135M; benchmarks/pretrained.py).
 _TOLERANCE = 1.5
 _WIDTHS = (5, 6, 8)
 _MAX_ROWS, _MIN_ROWS = 1024, 64
 
 
 def _bits(codec: CodecSpec | None) -> int:
-    """Of an integer code; 0 of any other, which is never changed."""
+    """Bits of an integer code; 0 for any other code, which never changes."""
     code = "" if codec is None else codec.code
     return int(code.removeprefix("int")) if code.startswith("int") else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteError:
-    """What a site's code did in one batch; squared norms.
+    """Effect of a site's code in one batch; squared norms.
 
     Attributes:
-        name: of the site.
+        name: name of the site.
         is_norm: whether it is a normalization layer.
-        bits: of its code, 0 if that is no integer.
-        values: of a row that are codes.
+        bits: bits of its code, 0 if that is not an integer code.
+        values: encoded values per row.
         weights: weight gradients of the linear layers that read its output.
         weight_error: errors of these.
-        by_row: sum of what each row of the batch contributes to ``weights`` by itself.
+        by_row: sum over the rows of the batch of each row's own contribution to ``weights``.
         input_error: error of the gradient of the input, relative to that gradient.
-        branch: gradient that a norm passes on, relative to all of the gradient of its input, which
-            has a residual connection around the norm in it; 1 for others.
+        branch: gradient that a norm passes on, relative to the whole gradient of its input, which
+            includes a residual connection around the norm; 1 for others.
     """
 
     name: str
@@ -93,12 +84,14 @@ class SiteError:
 def expected_errors(sites: Sequence[SiteError]) -> dict[str, float]:
     """Return by site the squared error that its code causes, relative to all gradients.
 
-    Args:
-        sites: In the order of their forward passes.
+    ``sites`` are in the order of their forward passes.
     """
     total = math.fsum(site.weights for site in sites)
     expected: dict[str, float] = {}
-    upstream, behind_norm = 0.0, 0.0  # gradients by row: before a site; as the norm before sees it
+    upstream, behind_norm = (
+        0.0,
+        0.0,
+    )  # row gradients before a site; and as the norm before it sees them
     for site in sites:
         if site.is_norm:
             reached = site.branch * upstream
@@ -112,18 +105,15 @@ def expected_errors(sites: Sequence[SiteError]) -> dict[str, float]:
 
 
 def wider_codes(sites: Sequence[SiteError], max_error: float) -> dict[str, int]:
-    """Choose more bits for as few bytes as possible, so that errors stay within a bound.
+    """Choose more bits, in as few bytes as possible, to keep errors within a bound.
 
-    A bit more halves an error. The site whose error shrinks most per byte gets the next width of 5,
-    6 and 8 bits, until the bound is met or all have 8. What is expected is up to half more than is
-    true: up to there, nothing changes.
-
-    Args:
-        sites: In the order of their forward passes.
-        max_error: Of all gradients together, relative.
+    One more bit halves an error. The site whose error shrinks most per byte gets the next width of
+    5, 6 and 8 bits, until the bound is met or all have 8. The expected error is up to half larger
+    than the true one: up to there, nothing changes. ``sites`` are in the order of their forward
+    passes.
 
     Returns:
-        Bits by site, of those that change.
+        New bits by site, only where they change.
     """
     errors, bits = expected_errors(sites), {site.name: site.bits for site in sites if site.bits}
     values = {site.name: site.values for site in sites}
@@ -149,13 +139,13 @@ def wider_codes(sites: Sequence[SiteError], max_error: float) -> dict[str, int]:
 
 @dataclass(kw_only=True, slots=True)
 class _Call:
-    """What one call of a site leaves for its backward.
+    """One call of a site, until its backward.
 
     Attributes:
-        site: whose call it is.
-        count: of sampled rows.
-        scale: how many times as many there are.
-        tensors: what the site encodes, ``[count, N]`` fp32, and a norm's weight and bias.
+        site: the called site.
+        count: number of sampled rows.
+        scale: all rows over sampled rows.
+        tensors: encoded tensors, ``[count, N]`` fp32, and a norm's weight and bias.
         readers: gradients of the outputs of linear layers behind it, ``[count, O]``.
         passed_on: squared norm of the gradient that the site makes of its input.
         found: fields of ``SiteError``, once they are measured.
@@ -171,16 +161,16 @@ class _Call:
 
 
 @dataclass(kw_only=True, slots=True)
-class Adaptation:
+class Adaptation(Observer):
     """Measures one batch, then widens codes; see ``QuantizedActivations.adapt``.
 
     Attributes:
         max_error: bound on the expected relative error of all gradients together.
-        model_sites: of the model.
-        sites: what was measured, on average over ranks; in the order of the forward pass.
-        bits: of sites that got wider codes, by name.
+        model_sites: sites of the model.
+        sites: measurements, averaged over ranks; in the order of the forward pass.
+        bits: bits of the sites that got wider codes, by name.
         unmeasured: sites with codes that took no part, or only compiled or without a gradient, or
-            before which no norm has a code: what share of all gradients theirs are is not known.
+            before which no norm has a code: their share of all gradients is not known.
         reason: why nothing could be measured; empty otherwise.
     """
 
@@ -194,24 +184,17 @@ class Adaptation:
     _found: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last site first
     _hooks: list[RemovableHandle] = field(default_factory=list)
 
-    def start(self) -> None:
-        """Let sites hand in what they encode from now on."""
-        global _active
-        _active = self
-
+    @override
     def stop(self) -> None:
-        """Take no more."""
-        global _active
-        if _active is self:
-            _active = None
-        while self._hooks:  # parameters, and graphs that are kept, live on
+        Observer.stop(self)
+        while self._hooks:  # parameters and retained graphs outlive the batch
             self._hooks.pop().remove()
 
+    @override
     def call(self, site: Site, output: Tensor, tensors: Mapping[str, Tensor | None]) -> None:
-        """Keep rows of a call until the gradient of its output is there."""
         rows = output.numel() // max(1, output.shape[-1])
         if site.name in self._calls or not output.requires_grad or not rows:
-            return  # unmarked: readers of another call have other rows
+            return  # not marked: readers of another call have other rows
         mark_output(output, site.name)
         # samples of all sites take as much memory as two of them in full: less than a block does
         coded = sum(map(is_adaptable, self.model_sites))
@@ -230,8 +213,8 @@ class Adaptation:
 
             self._hooks.append(x.register_hook(whole))  # type: ignore[no-untyped-call]
 
+    @override
     def reader(self, x: Tensor, output: Tensor) -> None:
-        """Keep rows of the gradient of a linear layer that reads a site's output."""
         call = self._calls.get(marked_site(x))
         if call is None or call.found or not output.requires_grad:
             return
@@ -270,7 +253,7 @@ class Adaptation:
         call.readers.clear()
 
     def finish(self) -> None:
-        """Stop, average over ranks, choose bits and apply them; all ranks have to call."""
+        """Stop, average over ranks, choose bits and apply them; collective."""
         self.stop()
         # gradients arrive in the reverse order of the forward pass, whatever is recomputed
         ranks = gather_objects(dict(reversed(self._found.items())))
@@ -293,12 +276,12 @@ class Adaptation:
 
     @property
     def expected(self) -> float:
-        """Relative error of all gradients together with the codes that were measured."""
+        """Expected relative error of all gradients together with the measured codes."""
         return self._expected({})
 
     @property
     def chosen(self) -> float:
-        """The same with the codes that were chosen."""
+        """Expected relative error with the chosen codes."""
         return self._expected(self.bits)
 
     def _expected(self, bits: Mapping[str, int]) -> float:
@@ -307,7 +290,7 @@ class Adaptation:
         return math.sqrt(math.fsum(shrunk))
 
     def summary(self) -> str:
-        """Return what was measured and changed, a line for each site that gets other codes."""
+        """Return the measurement and the changes, one line for each site that gets another code."""
         if self.reason:
             return f"Gradient errors were not measured: {self.reason}. The recipe stays as it is."
         lines = [
@@ -344,49 +327,23 @@ def _square(x: Tensor) -> float:
 
 
 def _product(dy: Tensor, y: Tensor, scale: float) -> tuple[float, float]:
-    """Squared norm of ``dy.T @ y`` over all rows, and the sum of those of single rows.
+    """Squared norm of ``dy.T @ y`` over all rows, and the sum of the squared norms of single rows.
 
-    That of a product ``A.T @ B`` is ``(A @ A.T) * (B @ B.T)``, summed. Of ``scale`` times as many
-    rows there are ``scale`` times as many terms on the diagonal, and its square off it.
+    The squared norm of ``A.T @ B`` is the sum of ``(A @ A.T) * (B @ B.T)``. With ``scale`` times as
+    many rows there are ``scale`` times as many terms on the diagonal, and its square off it.
     """
     terms = (dy @ dy.t()).double() * (y @ y.t()).double()
     rows = float(terms.diagonal().sum())
     across = float(terms.sum()) - rows
     whole = scale * rows + scale * scale * across
-    return 0.0 if whole < 0.0 else whole, scale * rows  # NaN stays
+    return 0.0 if whole < 0.0 else whole, scale * rows  # keeps NaN
 
 
 def widen(sites: Sequence[Site], bits: Mapping[str, int]) -> None:
-    """Give integer codes of sites more bits, from the next forward pass on.
-
-    Args:
-        sites: Of a model.
-        bits: By name of the site; names that are not there, as of other stages, are left out.
-    """
+    """Give integer codes more bits from the next forward pass on; unknown names are ignored."""
     for site in sites:
         if site.codec is not None and 0 < _bits(site.codec) < bits.get(site.name, 0):
             site.codec = replace(site.codec, code=cast(Code, f"int{bits[site.name]}"))
-
-
-_active: Adaptation | None = None
-
-
-def note_call(site: Site, output: Tensor, **tensors: Tensor | None) -> None:
-    """Tell the batch that is measured, if one is, what a site encodes and returns.
-
-    Args:
-        site: A norm, an activation function or an MLP.
-        output: ``[..., N]``, what linear layers read.
-        tensors: ``x``, ``weight`` and ``bias``, or ``gate`` and ``up``.
-    """
-    if not torch.compiler.is_compiling() and _active is not None:
-        _active.call(site, output, tensors)
-
-
-def note_reader(x: Tensor, output: Tensor) -> None:
-    """Tell the batch that is measured, if one is, of a linear layer with a weight gradient."""
-    if not torch.compiler.is_compiling() and _active is not None:
-        _active.reader(x, output)
 
 
 def is_adaptable(site: Site) -> bool:

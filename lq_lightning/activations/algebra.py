@@ -1,20 +1,24 @@
-"""Formulas in a normal form: two that are equal as real functions by the rules here look alike.
+"""Formulas in a normal form, and the ATen operators that build them.
 
-A formula is a sum of products of powers of atoms, with numbers as coefficients. Atoms are the
-input, parameters, and functions of formulas that no rule takes apart. All of it acts on rows:
-``mean`` is that of the last dimension.
+Two formulas that are equal as real functions by the rules here look alike. A formula is a sum of
+products of powers of atoms, with numbers as coefficients. Atoms are the input, parameters, and
+functions of formulas that no rule takes apart. Everything acts on rows: ``mean`` is over the last
+dimension.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["ACTIVATIONS", "Atom", "Formula", "UnknownFormula", "atom", "mean", "number", "root"]
+import torch
+from torch import Tensor
 
 _MAX_TERMS = 64
 _EMPTY: frozenset[tuple[Atom, int]] = frozenset()
+_EPS = torch.finfo(torch.float32).eps  # default of `rms_norm`
 
 
 class UnknownFormula(Exception):
@@ -26,7 +30,7 @@ class Atom:
     """A function that is not taken apart.
 
     Attributes:
-        name: of it.
+        name: its name.
         argument: a formula, or another value that tells it from atoms of the same name.
     """
 
@@ -45,7 +49,7 @@ class Formula:
     """A sum of products. Immutable; equal if no coefficient differs by more than a millionth.
 
     Args:
-        terms: Coefficients by products, which are sets of atoms with their exponents.
+        terms: coefficients by products, which are sets of atoms with their exponents.
     """
 
     __slots__ = ("key", "terms")
@@ -57,11 +61,11 @@ class Formula:
         self.key = frozenset((p, float(f"{value:.6g}")) for p, value in self.terms.items())
 
     def __hash__(self) -> int:
-        """Equal formulas have equal ones."""
+        """Hash of the rounded coefficients."""
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        """Whether no coefficient differs by more than a millionth."""
+        """Return whether no coefficient differs by more than a millionth."""
         return isinstance(other, Formula) and self.key == other.key
 
     def __add__(self, other: Formula) -> Formula:
@@ -70,7 +74,7 @@ class Formula:
         for product, value in other.terms.items():
             before = terms.get(product, 0.0)
             terms[product] = before + value
-            if abs(terms[product]) <= 1e-12 * abs(before):  # nothing but rounding errors
+            if abs(terms[product]) <= 1e-12 * abs(before):  # only rounding errors
                 del terms[product]
         return Formula(terms)
 
@@ -98,11 +102,7 @@ class Formula:
         return Formula({frozenset([(Atom("sum", self), -1)]): 1.0})
 
     def power(self, exponent: float) -> Formula:
-        """Return this to a power that is a multiple of a half.
-
-        Raises:
-            UnknownFormula: Any other power, or one above 4.
-        """
+        """Return this to a power that is a multiple of a half, up to 4."""
         count, half = divmod(abs(exponent), 1.0)
         if half not in (0.0, 0.5) or count > 4:
             raise UnknownFormula(f"to the power of {exponent}")
@@ -113,7 +113,7 @@ class Formula:
 
     @property
     def constant(self) -> float:
-        """The summand without atoms."""
+        """The term without atoms."""
         return self.terms.get(_EMPTY, 0.0)
 
     @property
@@ -122,7 +122,7 @@ class Formula:
         return all(each.is_of_rows for product in self.terms for each, _ in product)
 
     def atoms(self) -> Iterator[Atom]:
-        """Yield the atoms of all products, but no atoms nested in those."""
+        """Yield the atoms of all products, but no nested ones."""
         for product in self.terms:
             for each, _ in product:
                 yield each
@@ -164,7 +164,7 @@ def tanh(x: Formula) -> Formula:
     return sigmoid(x.scaled(2.0)).scaled(2.0) + number(-1.0)
 
 
-def _gelu(x: Formula) -> Formula:
+def _gelu_erf(x: Formula) -> Formula:
     return x.scaled(0.5) * (number(1.0) + atom("erf", x.scaled(math.sqrt(0.5))))
 
 
@@ -175,9 +175,178 @@ def _gelu_tanh(x: Formula) -> Formula:
 
 ACTIVATIONS: dict[str, Callable[[Formula], Formula]] = {
     "silu": lambda x: x * sigmoid(x),
-    "gelu": _gelu,
+    "gelu": _gelu_erf,
     "gelu_tanh": _gelu_tanh,
     "relu": lambda x: atom("relu", x),
     "relu2": lambda x: atom("relu", x).power(2),
     "quick_gelu": lambda x: x * sigmoid(x.scaled(1.702)),
+}
+
+
+Of = Callable[[Any], Formula]  # formula of a known tensor, or of a number
+Result = Formula | Sequence[Formula | None]
+
+
+def _is_last(x: Tensor, dim: Any) -> bool:
+    dims = [dim] if isinstance(dim, int) else list(dim or ())
+    return [d % x.dim() for d in dims] == [x.dim() - 1]
+
+
+def _check(condition: bool, what: str) -> None:
+    if not condition:
+        raise UnknownFormula(what)
+
+
+def _add(of: Of, x: Any, y: Any, alpha: Any = 1) -> Formula:
+    return of(x) + of(y).scaled(alpha)
+
+
+def _sub(of: Of, x: Any, y: Any, alpha: Any = 1) -> Formula:
+    return of(x) + of(y).scaled(-alpha)
+
+
+def _rsub(of: Of, x: Any, y: Any, alpha: Any = 1) -> Formula:
+    return of(y) + of(x).scaled(-alpha)
+
+
+def _pow(of: Of, x: Any, exponent: Any) -> Formula:
+    _check(isinstance(exponent, (int, float)), "a power that is a tensor")
+    return of(x).power(float(exponent))
+
+
+def _mean(
+    of: Of, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Formula:
+    _check(_is_last(x, dim) and keepdim and dtype in (None, x.dtype), "a mean of something else")
+    return mean(of(x))
+
+
+def _sum(
+    of: Of, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Formula:
+    return _mean(of, x, dim, keepdim, dtype=dtype).scaled(x.shape[-1])
+
+
+def _variance(
+    of: Of, x: Tensor, dim: Any, *, correction: Any = 1, keepdim: bool = False
+) -> Formula:
+    _check(_is_last(x, dim) and keepdim and correction == 0, "a variance of something else")
+    centered = of(x) + mean(of(x)).scaled(-1.0)
+    return mean(centered * centered)
+
+
+def _layer_norm(
+    of: Of, x: Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> Sequence[Formula | None]:
+    _check(list(shape) == [x.shape[-1]], "a norm of several dimensions")
+    centered = of(x) + mean(of(x)).scaled(-1.0)
+    y = centered * (root(mean(centered * centered) + number(eps))).inverse()
+    y = y if weight is None else y * of(weight)
+    return [y if bias is None else y + of(bias), None, None]
+
+
+def _rms_norm(
+    of: Of, x: Tensor, shape: Sequence[int], weight: Any, eps: float | None
+) -> Sequence[Formula | None]:
+    _check(list(shape) == [x.shape[-1]], "a norm of several dimensions")
+    under = mean(of(x).power(2)) + number(_EPS if eps is None else eps)
+    y = of(x) * root(under).inverse()
+    return [y if weight is None else y * of(weight), None]
+
+
+def _gelu(of: Of, x: Any, approximate: str = "none") -> Formula:
+    return ACTIVATIONS["gelu" if approximate == "none" else "gelu_tanh"](of(x))
+
+
+def _clamp(of: Of, x: Any, low: Any = None, high: Any = None) -> Formula:
+    _check(isinstance(low, (int, float)) and low == 0 and high is None, "clamped")
+    return atom("relu", of(x))
+
+
+def _same_rows(of: Of, x: Tensor, shape: Sequence[int], **_: Any) -> Formula:
+    """A view that neither splits nor joins rows."""
+    _check(bool(shape) and shape[-1] in (x.shape[-1], -1), "a view of parts of rows")
+    _check(shape[-1] != -1 or list(shape[:-1]) == list(x.shape[:-1]), "a view of parts of rows")
+    return of(x)
+
+
+def _expand(of: Of, x: Tensor, shape: Sequence[int], **_: Any) -> Formula:
+    _check(list(shape) == list(x.shape), "expanded")
+    return of(x)
+
+
+def _itself(of: Of, x: Any, **_: Any) -> Formula:
+    return of(x)
+
+
+def _part(of: Of, x: Tensor, start: int, stop: int) -> Formula:
+    whole = start == 0 and stop >= x.shape[-1]
+    return of(x) if whole else atom("part", (start, stop, of(x)))
+
+
+def _slice(
+    of: Of, x: Tensor, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1
+) -> Formula:
+    width = x.shape[dim]
+    first, last, _ = slice(start, stop).indices(width)
+    whole = (first, last, step) == (0, width, 1)
+    _check(whole or (_is_last(x, dim) and step == 1), "some rows")
+    return of(x) if whole else _part(of, x, first, last)
+
+
+def _split(of: Of, x: Tensor, size: Any, dim: int = 0) -> Sequence[Formula]:
+    _check(_is_last(x, dim), "split by rows")
+    width = x.shape[-1]
+    sizes = size if isinstance(size, (list, tuple)) else [size] * -(-width // size)
+    ends = [min(width, sum(sizes[: i + 1])) for i in range(len(sizes))]
+    return [_part(of, x, start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _product(of: Of, x: Tensor, matrix: Any) -> Formula:
+    _check(isinstance(matrix, torch.nn.Parameter), "a product of something else")
+    return atom("product", (of(x), of(matrix)))
+
+
+def _unary(function: Callable[[Formula], Formula]) -> Callable[..., Formula]:
+    return lambda of, x: function(of(x))
+
+
+# By name without overload; in-place operators share the rule of the name without `_`.
+OPERATORS: dict[str, Callable[..., Result]] = {
+    "add": _add,
+    "sub": _sub,
+    "rsub": _rsub,
+    "mul": lambda of, x, y: of(x) * of(y),
+    "div": lambda of, x, y: of(x) * of(y).inverse(),
+    "pow": _pow,
+    "neg": _unary(lambda x: x.scaled(-1.0)),
+    "reciprocal": _unary(Formula.inverse),
+    "sqrt": _unary(root),
+    "rsqrt": _unary(lambda x: root(x).inverse()),
+    "mean": _mean,
+    "sum": _sum,
+    "var": _variance,
+    "native_layer_norm": _layer_norm,
+    "_fused_rms_norm": _rms_norm,
+    "sigmoid": _unary(sigmoid),
+    "tanh": _unary(tanh),
+    "exp": _unary(lambda x: atom("exp", x)),
+    "erf": _unary(lambda x: atom("erf", x)),
+    "relu": _unary(lambda x: atom("relu", x)),
+    "clamp": _clamp,
+    "clamp_min": _clamp,
+    "silu": _unary(ACTIVATIONS["silu"]),
+    "gelu": _gelu,
+    "mm": _product,
+    "addmm": lambda of, bias, x, matrix: of(bias) + _product(of, x, matrix),
+    "view": _same_rows,
+    "_unsafe_view": _same_rows,
+    "expand": _expand,
+    "_to_copy": _itself,
+    "clone": _itself,
+    "alias": _itself,
+    "detach": _itself,  # by autograd; in the code itself it is refused before
+    "slice": _slice,
+    "split": _split,
+    "split_with_sizes": _split,
 }

@@ -1,8 +1,8 @@
-"""Forwards that are bound to instances, and copies of those, which must not have them.
+"""Forwards that are bound to module instances, and what is attached beside them.
 
 A bound forward computes with the module that it is bound to. ``copy.copy`` and the replicas of
-``nn.DataParallel`` take over the dictionary of a module, but have parameters of their own: they get
-the forward that there was before, without codes. ``copy.deepcopy`` binds forwards anew.
+``nn.DataParallel`` copy the dictionary of a module but have parameters of their own: they get back
+the forward that the module had before, without codes. ``copy.deepcopy`` binds forwards anew.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn
 
 from torch import nn
+from typing_extensions import Self
 
 from lq_lightning._compat.modules import replicate_for_data_parallel
-
-from .attached import Attached
-
-__all__ = ["bind_forward", "unbind_forward"]
 
 _KEY = "_lq_binding"
 _SPECIAL = {
@@ -29,18 +26,45 @@ _SPECIAL = {
 }
 
 
+class Attached:
+    """Base of dataclasses in the dictionaries of quantized modules: deep-copied, never pickled.
+
+    ``pickle`` would write the forward next to it as a name that the class of the module does not
+    have: a file that no process can load.
+    """
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise ``RuntimeError``."""
+        raise RuntimeError(
+            "A module whose saved activations are quantized cannot be pickled, as "
+            "`torch.save(model)` does: no process could load the file. Call `remove()` of the "
+            "handle that `quantize_activations` returned first, or save `model.state_dict()`. In a "
+            "LightningModule, `save_hyperparameters(ignore=[...])` leaves out modules."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy all fields; modules and methods become those of the copied module."""
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        for each in fields(self):  # type: ignore[arg-type]
+            setattr(made, each.name, copy.deepcopy(getattr(self, each.name), memo))
+        return made
+
+
 @dataclass(slots=True)
 class _Copied(Attached):
-    """In shallow copies in place of a binding: their state, too, may have become a file."""
+    """Stands for a binding in shallow copies: their state, too, may have become a file."""
 
 
 @dataclass(slots=True)
 class _Binding(Attached):
-    """Of a module whose forward is bound.
+    """The bound forwards of a module.
 
     Attributes:
         module: the module.
-        previous: the instance's own forward before each one that is bound now.
+        previous: for each bound forward, the instance's own forward before it.
         keys: keys of the module's dictionary that those forwards need.
     """
 
@@ -54,10 +78,10 @@ class _Binding(Attached):
         self.module.__dict__[_KEY] = self
 
     def _clean(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a module's dictionary without the binding; it must not be pickled."""
+        """Return a module's dictionary without the binding, marked as not to be pickled."""
         state = {k: v for k, v in state.items() if k not in _SPECIAL and k not in self.keys}
         forward = state.get("forward")
-        if getattr(forward, "__self__", None) is self.module:  # else what was put around it
+        if getattr(forward, "__self__", None) is self.module:  # otherwise a wrapper around it
             del state["forward"]
             if self.previous[0] is not None:
                 state["forward"] = self.previous[0]
@@ -65,7 +89,7 @@ class _Binding(Attached):
         return state
 
     def state(self) -> Any:
-        """Of shallow copies, and of files, which are refused."""
+        """State for shallow copies, and for files, which are refused."""
         own = getattr(type(self.module), "__getstate__", None)
         if own is None or own is getattr(object, "__getstate__", None):
             return self._clean(self.module.__dict__)
@@ -92,13 +116,7 @@ class _Binding(Attached):
 
 
 def bind_forward(module: nn.Module, forward: Callable[..., Any], key: str) -> None:
-    """Give an instance a forward, which takes the module first.
-
-    Args:
-        module: The module.
-        forward: The forward.
-        key: Key of the module's dictionary that the forward needs.
-    """
+    """Give an instance a forward that takes the module first and reads its dictionary's ``key``."""
     binding = module.__dict__.get(_KEY)
     if not isinstance(binding, _Binding):
         binding = _Binding(module, [], [])

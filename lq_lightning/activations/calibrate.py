@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.checks import check_choice
-from lq_lightning.kernels.message.matrix import matrix_shape
-
-from .accounting import SavedByForward, SiteShape, account, forward_times, is_measured
-from .calibration import (
-    ActivationCalibration,
-    CodecMeasurement,
-    SiteCalibration,
-    UnitCalibration,
+from lq_lightning.foundation.nested import tensors_in
+from lq_lightning.kernels.activation import (
+    activation_backward,
+    activation_dequantize,
+    activation_quantize,
 )
-from .gradient_errors import gradient_errors
+from lq_lightning.kernels.message.matrix import matrix_shape
+from lq_lightning.kernels.norm import norm_backward, norm_dequantize, norm_quantize
+
+from .accounting import SavedByForward, SiteShape, account, forward_times, is_measured, now
+from .calibration import ActivationCalibration, CodecMeasurement, SiteCalibration, UnitCalibration
+from .functions import encode_source
+from .gradient_errors import gradient_errors, run_backward
 from .install import quantize_activations
 from .policy import CODECS, ActivationPolicy, ActivationRule, fit_codec
+from .recognize import ACTIVATIONS
 from .recompute import (
     find_recompute_units,
     install_recomputation,
@@ -30,21 +40,274 @@ from .recompute import (
     remove_recomputation,
     whole_blocks,
 )
-from .sites import MLPSite, NormSite, Site, policy_kind, sites_of
-from .timing import SiteTimer
+from .sites import ActivationSite, LinearSite, MLPSite, NormSite, Site, policy_kind, sites_of
 
-__all__ = [
-    "CANDIDATES",
-    "FULL_PRECISION",
-    "calibrate_activations",
-    "code_nbytes",
-    "full_precision",
-    "measured_nbytes",
-    "unchanged",
-]
-
+_MAX_ROWS = 16384  # longer inputs are timed in part
+_REPEATS = 3
+_PROBE_SHAPE = (256, 256)  # a large matrix: small or 1-D states may stay in full precision
 CANDIDATES = ("int4", "int4_hadamard", "int5", "int6", "int8")
 FULL_PRECISION = ActivationPolicy(norm=None, activation=None, checkpoint=None, other=None)
+
+
+def _fastest(run: Callable[[], Any], device: torch.device) -> float:
+    best = float("inf")
+    for _ in range(_REPEATS + 1):  # the first compiles
+        start = now(device)
+        run()
+        best = min(best, now(device) - start)
+    return best
+
+
+class SiteTimer:
+    """Times codes against keeping tensors, on random values of a site's shapes; equal sites once.
+
+    Compared are forward and backward of the module as it is, run eagerly, and of the operators that
+    replace it, with one rebuild of the output if linear layers read it.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[Hashable, float] = {}
+
+    def extra(self, module: nn.Module, site: Site, shape: SiteShape, codec: str) -> float:
+        """Return the seconds per step that a code takes more than full precision."""
+        rows = min(shape.rows, _MAX_ROWS)
+        facts: tuple[Hashable, ...] = ()
+        facts += (type(site), rows, shape.numel, shape.dtype, shape.device, bool(shape.readers))
+        if isinstance(site, NormSite):
+            facts += (type(module), site.layer)
+        elif isinstance(site, (ActivationSite, MLPSite)):
+            facts += (site.activation, _is_gated(site))
+        times = []
+        for choice in (None, codec):
+            key = (*facts, choice)
+            if key not in self._times:
+                x = torch.randn(rows, shape.numel, dtype=shape.dtype, device=shape.device)
+                with torch.autocast(shape.device.type, enabled=False):
+                    run = self._run(module, site, x, choice, bool(shape.readers))
+                    self._times[key] = 0.0 if run is None else _fastest(run, shape.device)
+            times.append(self._times[key])
+        return (times[1] - times[0]) * shape.rows / max(1, rows)
+
+    @staticmethod
+    def _run(
+        module: nn.Module, site: Site, x: Tensor, codec: str | None, read: bool
+    ) -> Callable[[], Any] | None:
+        format = ""
+        if codec is not None:
+            format = str(fit_codec(CODECS[codec], x.shape[-1]).message_format)
+        if isinstance(site, NormSite):
+            return _norm_run(module, site, x, format, read)
+        if isinstance(site, (ActivationSite, MLPSite)):
+            return _activation_run(site, x, format, read)
+        if isinstance(site, LinearSite) and format:
+            rows = x.numel() // x.shape[-1]
+            return lambda: (s := encode_source(x, format)).codes.rebuild(s.tensors, rows, x.dtype)
+        return None
+
+
+def _forward_backward(run: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], Any]:
+    def both() -> None:
+        with torch.enable_grad():
+            y = run(*inputs)
+        torch.autograd.grad(y, inputs, y.detach())
+
+    return both
+
+
+def _norm_run(
+    module: nn.Module, site: NormSite, x: Tensor, format: str, read: bool
+) -> Callable[[], Any]:
+    values = {
+        key: nn.Parameter(torch.ones(x.shape[-1:], dtype=p.dtype, device=x.device))
+        for key, p in module.named_parameters(recurse=False)
+    }
+    if not format:
+        # not `copy.copy`: FSDPModule's `__new__` makes an instance of the unsharded class
+        probe: nn.Module = object.__new__(type(module))
+        probe.__dict__ = {k: v for k, v in module.__dict__.items() if k != "forward"}
+        probe.__dict__["_parameters"] = {**dict.fromkeys(("weight", "bias")), **values}
+        return _forward_backward(
+            lambda x, *_: type(module).forward(probe, x), x.requires_grad_(), *values.values()
+        )
+    weight, bias = (None if key is None else values[key] for key in (site.weight, site.bias))
+    kind = site.layer.kind
+
+    def both() -> None:
+        y, rstd, message, _ = norm_quantize(
+            x, weight, bias, site.layer.eps, kind, format, x.dtype, site.amax
+        )
+        if read:
+            norm_dequantize(
+                message, rstd, weight, bias, x.shape[-1], kind, format, x.dtype, x.dtype
+            )
+        norm_backward(message, rstd, y, weight, kind, format, x.dtype, weight is not None)
+
+    return torch.no_grad()(both)
+
+
+def _is_gated(site: Site) -> bool:
+    return isinstance(site, MLPSite) and site.up is not None
+
+
+def _activation_run(
+    site: ActivationSite | MLPSite, x: Tensor, format: str, read: bool
+) -> Callable[[], Any]:
+    name, up = site.activation, x.clone() if _is_gated(site) else None
+    if not format:
+        if up is None:
+            return _forward_backward(ACTIVATIONS[name], x.requires_grad_())
+        return _forward_backward(
+            lambda gate, up: ACTIVATIONS[name](gate) * up, x.requires_grad_(), up.requires_grad_()
+        )
+
+    def both() -> None:
+        y, message, up_message, _ = activation_quantize(x, up, name, format, site.amax)
+        if read:
+            activation_dequantize(message, up_message, *x.shape, name, format, x.dtype)
+        activation_backward(message, up_message, y, name, format, False)
+
+    return torch.no_grad()(both)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherMemory:
+    """Memory of one device besides saved activations.
+
+    Attributes:
+        nbytes: bytes needed beside the peak of saved activations.
+        at_loss_nbytes: additional bytes, beside all that is kept, while the loss is computed.
+        after_backward_nbytes: bytes needed once activations are freed and all gradients exist.
+    """
+
+    nbytes: int = 0
+    at_loss_nbytes: int = 0
+    after_backward_nbytes: int = 0
+
+
+def _local_nbytes(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def _stored_nbytes(state: Any) -> int:
+    return sum(_local_nbytes(t) for t in tensors_in(state))
+
+
+def _expected(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> float:
+    """Bytes of state per value of a parameter, from a step of the same optimizer on a probe."""
+    local = like.to_local() if isinstance(like, DTensor) else like
+    probe = nn.Parameter(torch.zeros(_PROBE_SHAPE, dtype=local.dtype, device=local.device))
+    probe.grad = torch.zeros_like(probe)
+    try:
+        same = copy.copy(optimizer)
+        same.state = defaultdict(dict)
+        same.param_groups = [{**group, "params": [probe]}]
+        same.step()
+    except Exception as error:
+        raise RuntimeError(
+            f"The states that {type(optimizer).__name__} will make cannot be predicted: it does "
+            f"not run on one parameter alone ({error}). Choose the policy after its first step, or "
+            "give `MemoryBudget(..., scope='activations')`."
+        ) from error
+    return _stored_nbytes(list(same.state.values())) / probe.numel()
+
+
+def state_nbytes(optimizers: Sequence[Optimizer]) -> int:
+    """Return the bytes of optimizer states that do not exist yet, on this rank.
+
+    Raises:
+        RuntimeError: an optimizer cannot be asked.
+    """
+    total = 0.0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            per_value: dict[torch.dtype, float] = {}
+            for p in group["params"]:
+                if not p.requires_grad or optimizer.state.get(p):
+                    continue
+                if p.dtype not in per_value:
+                    per_value[p.dtype] = _expected(optimizer, group, p)
+                total += per_value[p.dtype] * _local_nbytes(p) / p.element_size()
+    return int(total)
+
+
+def _gradient_nbytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(_local_nbytes(p) for p in parameters if p.requires_grad and p.grad is None)
+
+
+def _workspace_nbytes(model: nn.Module, units: Sequence[str]) -> int:
+    """Gradients that exist while the first modules of the backward pass run.
+
+    Gradients of parameters outside of blocks, such as the output projection, and of one block;
+    FSDP2 holds them twice, whole.
+    """
+    blocks = whole_blocks(units)
+    modules = dict(model.named_modules())
+    inside = {id(p) for block in blocks for p in modules[block].parameters()}
+    outside = _gradient_nbytes(p for p in model.parameters() if id(p) not in inside)
+    largest = 0
+    for block in blocks:
+        nbytes = 0
+        for p in modules[block].parameters():
+            if p.requires_grad:
+                copies = 2 if isinstance(p, DTensor) else 1
+                nbytes += copies * p.numel() * p.element_size()
+        largest = max(largest, nbytes)
+    return outside + largest
+
+
+def other_memory(
+    model: nn.Module,
+    run: Callable[[], Tensor],
+    calibration: ActivationCalibration,
+    optimizers: Sequence[Optimizer],
+    accumulates: bool,
+) -> OtherMemory:
+    """Return the memory that one step needs besides saved activations.
+
+    On a GPU one forward and backward pass with all blocks recomputed is measured; gradients and
+    states that do not exist yet come on top. On a CPU, which counts nothing, weights, buffers,
+    gradients and states are added up. ``model`` is in full precision.
+    """
+    states = state_nbytes(optimizers)
+    gradients = _gradient_nbytes(model.parameters())
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        held = [*model.parameters(), *model.buffers()]
+        nbytes = sum(map(_local_nbytes, held)) + states + gradients
+        nbytes += sum(_local_nbytes(p.grad) for p in model.parameters() if p.grad is not None)
+        nbytes += sum(_stored_nbytes(list(each.state.values())) for each in optimizers)
+        return OtherMemory(nbytes=nbytes, after_backward_nbytes=nbytes)
+    units = [unit.name for unit in calibration.units]
+    blocks = whole_blocks(units)
+    before = torch.cuda.memory_allocated(device)
+    at_loss, later = _peaks(model, run, blocks, device)
+    kept, transient = calibration.saved_nbytes({}, blocks)
+    more = states + (gradients if accumulates else _workspace_nbytes(model, units))
+    nbytes = max(later - kept - transient, before) + more
+    return OtherMemory(
+        nbytes=nbytes,
+        at_loss_nbytes=max(0, at_loss - kept + more - nbytes),
+        after_backward_nbytes=before + states + gradients,
+    )
+
+
+def _peaks(
+    model: nn.Module, run: Callable[[], Tensor], blocks: Sequence[str], device: torch.device
+) -> tuple[int, int]:
+    """Peaks of allocated memory before and after the first block runs backwards."""
+    readings: list[int] = []
+
+    def read(_: Tensor) -> None:
+        if not readings:
+            readings.append(torch.cuda.max_memory_allocated(device))
+            torch.cuda.reset_peak_memory_stats(device)
+
+    with _all_recomputed(model, blocks):
+        torch.cuda.reset_peak_memory_stats(device)
+        run_backward(model, run, read)
+        readings.append(torch.cuda.max_memory_allocated(device))
+    return readings[0], readings[-1]
 
 
 def code_nbytes(site: Site, codec: CodecSpec, shape: SiteShape) -> int:
@@ -76,41 +339,51 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def full_precision(model: nn.Module) -> Iterator[dict[str, tuple[nn.Module, Site]]]:
-    """Yield the sites of a model by name, all in full precision; install them if there are none."""
-    found = [(module, site) for module in model.modules() for site in sites_of(module)]
-    handle = None
-    if not found:
-        handle = quantize_activations(model, FULL_PRECISION)
-        found = [(module, site) for module in model.modules() for site in sites_of(module)]
+def applied(
+    model: nn.Module, policy: ActivationPolicy
+) -> Iterator[dict[str, tuple[nn.Module, Site]]]:
+    """Keep activations by a policy meanwhile; install sites if the model has none.
+
+    Yields:
+        The measured sites by name.
+    """
+    modules = list(model.modules())
+    handle = None if any(map(sites_of, modules)) else quantize_activations(model, policy)
+    found = [(module, site) for module in modules for site in sites_of(module)]
     before = [site.codec for _, site in found]
+    recomputed: list[nn.Module] = []
     try:
-        for _, site in found:
-            site.codec = None
+        if handle is None:
+            for _, site in found:
+                kind = policy_kind(site)
+                site.codec = None if kind is None else policy.codec(kind, site.name)
+            recomputed = install_recomputation(model, policy)
         yield {site.name: (module, site) for module, site in found if is_measured(site)}
     finally:
+        remove_recomputation(recomputed)
         for (_, site), codec in zip(found, before, strict=True):
             site.codec = codec
         if handle is not None:
             handle.remove()
 
 
-def _recompute_all(model: nn.Module, units: Sequence[str]) -> list[nn.Module]:
-    rules = tuple(ActivationRule(module=unit, recompute=True) for unit in units)
-    return install_recomputation(model, ActivationPolicy(rules=rules))
+@contextmanager
+def _all_recomputed(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
+    rules = tuple(ActivationRule(module=block, recompute=True) for block in blocks)
+    recomputed = install_recomputation(model, ActivationPolicy(rules=rules))
+    try:
+        yield
+    finally:
+        remove_recomputation(recomputed)
 
 
 def measured_nbytes(model: nn.Module, run: Callable[[], Tensor]) -> int:
     """Return the bytes that one forward pass saves as the model is now, each storage once.
 
-    Parameters and buffers do not count. Needs the memory of a pass without gradients only.
-
-    Args:
-        model: Any.
-        run: One forward pass; returns a loss.
+    Parameters and buffers do not count. Needs only the memory of a pass without gradients.
     """
     with unchanged(model):
-        return account(model, run, {}).nbytes
+        return sum(tensors.nbytes for tensors in account(model, run, {}).tensors)
 
 
 def _measured(
@@ -165,15 +438,15 @@ def calibrate_activations(
     rows that they are measured on, errors of inputs do not.
 
     Args:
-        model: Sharded (FSDP2) or not, quantized or not. Compiled modules run eagerly meanwhile:
+        model: sharded (FSDP2) or not, quantized or not. Compiled modules run eagerly meanwhile:
             what the compiler recomputes by itself is not known.
-        run: Forward pass of one batch; returns the loss, with its graph. Called four times.
-        candidates: Names of codecs.
-        max_rows: Rows (tokens) of each module's input that errors are measured on.
+        run: forward pass of one batch; returns the loss, with its graph. Called four times.
+        candidates: names of codecs.
+        max_rows: rows (tokens) of each module's input that errors are measured on.
 
     Raises:
-        ValueError: An unknown codec, or none.
-        RuntimeError: The loss or a gradient is not usable, ranks measured different models, or a
+        ValueError: an unknown codec, or none.
+        RuntimeError: the loss or a gradient is not usable, ranks measured different models, or a
             module is recomputed already.
     """
     if not candidates:
@@ -187,17 +460,13 @@ def calibrate_activations(
                 f"`{name}` is recomputed, so that nothing of what it keeps can be measured: apply "
                 "a policy without `recompute` rules first."
             )
-    with unchanged(model), full_precision(model) as sites:
+    with unchanged(model), applied(model, FULL_PRECISION) as sites:
         saved = account(model, run, units)
         units = {name: unit for name, unit in units.items() if saved.unit_calls[name] == 1}
         times, forward = forward_times(run, units)
-        blocks = whole_blocks(units)
-        recomputed = _recompute_all(model, blocks)
-        try:
+        with _all_recomputed(model, whole_blocks(units)):
             named = {name: tuple(candidates) for name in saved.shapes if _freed(saved, name)}
             errors = gradient_errors(model, run, named, max_rows)
-        finally:
-            remove_recomputation(recomputed)
         calibration = ActivationCalibration(
             sites=tuple(_measured(sites, saved, errors)),
             units=tuple(UnitCalibration(name=n, time_s=t) for n, t in times.items()),

@@ -1,4 +1,4 @@
-"""What each way of keeping an activation costs, as data: gradient errors, bytes and times."""
+"""Cost of each way of keeping an activation, as data: gradient errors, bytes and times."""
 
 from __future__ import annotations
 
@@ -7,24 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = [
-    "ActivationCalibration",
-    "CodecMeasurement",
-    "KeptTensors",
-    "Saver",
-    "SiteCalibration",
-    "UnitCalibration",
-    "average_values",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodecMeasurement:
     """One codec at one site.
 
     Attributes:
-        codec: a name of ``lq_lightning.activations.policy.CODECS``.
-        nbytes: kept for one forward pass, statistics and scales included.
+        codec: a name in ``lq_lightning.activations.policy.CODECS``.
+        nbytes: bytes kept for one forward pass, statistics and scales included.
         time_s: seconds per step more than keeping takes; negative if it takes less.
         errors: relative L2 error of each gradient that the code changes, given the same incoming
             gradient: ``"input"``, ``"weight"``, ``"bias"``, ``"gate"``, ``"up"``, and by name the
@@ -47,13 +37,13 @@ class SiteCalibration:
     """One module whose saved activations may become codes.
 
     Attributes:
-        name: in the model.
+        name: name in the model.
         kind: field of ``ActivationPolicy``.
-        rows: of its input in one forward pass (tokens).
+        rows: rows of its input in one forward pass (tokens).
         numel: values of a row.
-        kept_nbytes: that full precision keeps and a code here would replace, by itself.
-        codecs: the candidates; none if a code would change nothing, as in a module that is
-            checkpointed by others.
+        kept_nbytes: bytes that full precision keeps and a code here alone would replace.
+        codecs: the candidates; none if a code would change nothing, as in a module that others
+            checkpoint.
     """
 
     name: str
@@ -64,10 +54,10 @@ class SiteCalibration:
     codecs: tuple[CodecMeasurement, ...]
 
     def measurement(self, codec: str) -> CodecMeasurement:
-        """Return what was measured for a codec.
+        """Return the measurement of a codec.
 
         Raises:
-            ValueError: It was no candidate.
+            ValueError: it was not a candidate.
         """
         for measurement in self.codecs:
             if measurement.codec == codec:
@@ -81,7 +71,7 @@ class UnitCalibration:
     """One module that may be recomputed.
 
     Attributes:
-        name: in the model.
+        name: name in the model.
         time_s: seconds of its forward pass.
     """
 
@@ -94,9 +84,9 @@ class Saver:
     """One reason to keep a tensor.
 
     Attributes:
-        site: the reason ends if this site keeps a code; empty if there is none.
+        site: the reason ends if this site keeps a code; empty for no site.
         inside: the reason ends if one of these modules is recomputed; outermost first.
-        input_of: the reason is there only if this module is recomputed; empty otherwise.
+        input_of: the reason exists only if this module is recomputed; empty otherwise.
     """
 
     site: str
@@ -104,12 +94,7 @@ class Saver:
     input_of: str = ""
 
     def holds(self, coded: Collection[str], recomputed: Collection[str]) -> bool:
-        """Return whether the reason is there.
-
-        Args:
-            coded: sites that keep a code.
-            recomputed: modules that are recomputed.
-        """
+        """Return whether the reason exists with these coded sites and recomputed modules."""
         if any(unit in recomputed for unit in self.inside):
             return False
         if self.input_of:
@@ -122,7 +107,7 @@ class KeptTensors:
     """Tensors that are kept for the same reasons; each storage counts once.
 
     Attributes:
-        nbytes: of all of them.
+        nbytes: total bytes.
         savers: reasons, any of which keeps them.
     """
 
@@ -130,18 +115,18 @@ class KeptTensors:
     savers: tuple[Saver, ...]
 
     def kept(self, coded: Collection[str], recomputed: Collection[str]) -> bool:
-        """Return whether they are kept."""
+        """Return whether they are kept with these coded sites and recomputed modules."""
         return any(saver.holds(coded, recomputed) for saver in self.savers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationCalibration:
-    """What each way of keeping the activations of a model costs.
+    """Cost of each way of keeping the activations of a model.
 
     Attributes:
         sites: modules whose activations may become codes, in the order of the model.
         units: modules that may be recomputed; a block comes before its halves.
-        tensors: all that one forward pass saves in full precision.
+        tensors: all tensors that one forward pass saves in full precision.
         step_time_s: seconds of a step without quantization, estimated as three forward passes.
     """
 
@@ -153,15 +138,15 @@ class ActivationCalibration:
     def saved_nbytes(
         self, codecs: Mapping[str, str], recomputed: Collection[str] = ()
     ) -> tuple[int, int]:
-        """Return what a choice keeps from forward to backward, and what recomputation adds.
+        """Return the bytes kept from forward to backward, and those of recomputation.
 
         Args:
-            codecs: by site; sites that are not in it keep full precision.
+            codecs: codec by site; other sites keep full precision.
             recomputed: modules; sites in them keep full precision.
 
         Returns:
-            Bytes at the end of the forward pass, and bytes of the recomputed module that takes
-            most while its backward runs.
+            Bytes at the end of the forward pass, and bytes of the largest recomputed module while
+            its backward runs.
         """
         inside = tuple(f"{unit}." for unit in recomputed)
         coded = {
@@ -180,12 +165,12 @@ class ActivationCalibration:
         return sum(t.nbytes for t in held) + codes, max(again.values(), default=0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as dicts, lists, strings and numbers, for JSON."""
+        """Return dicts, lists, strings and numbers, for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ActivationCalibration:
-        """Return a calibration from what ``to_dict`` returned, also through JSON."""
+        """Return a calibration from the result of ``to_dict``, also through JSON."""
         return cls(
             sites=tuple(
                 SiteCalibration(
@@ -211,7 +196,7 @@ class ActivationCalibration:
         """Return means of errors and times, and maxima of bytes, over ranks.
 
         Raises:
-            RuntimeError: The ranks measured different models.
+            RuntimeError: the ranks measured different models.
         """
         first = ranks[0].to_dict()
         for other in ranks[1:]:
@@ -219,7 +204,7 @@ class ActivationCalibration:
         return cls.from_dict(average_values([rank.to_dict() for rank in ranks]))
 
     def table(self) -> str:
-        """Return a table for people: by site and codec the bytes, the time and the errors."""
+        """Return a readable table: by site and codec the bytes, the time and the errors."""
         lines = [f"{'site':44} {'kept as':16} {'KiB':>10} {'us':>8}  relative gradient errors"]
         for site in self.sites:
             kept = f"{site.kept_nbytes / 1024:.1f}"
@@ -256,7 +241,7 @@ def average_values(values: list[Any]) -> Any:
     """Return means of floats, maxima of whole numbers and the first of strings over ranks.
 
     Args:
-        values: One for each rank: one of these, or dictionaries and lists of them that are alike.
+        values: one per rank: these, or dictionaries and lists of them with the same structure.
     """
     first = values[0]
     if isinstance(first, dict):

@@ -1,4 +1,4 @@
-"""Find the sites of a model, and what is not recognized in it."""
+"""Find the sites of a model, and the precision of its matrix products."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from .float8_layers import Float8Layers
-from .policy import ActivationPolicy, SiteKind
+from lq_lightning.foundation.parameters import embeddings
+
+from .policy import ActivationPolicy, Matmul, SiteKind
+from .proof import Proof
 from .recognize import Recognizer, own_forward
+from .recompute import find_recompute_units
 from .sites import (
     ActivationSite,
     DropoutSite,
@@ -25,12 +28,11 @@ from .sites import (
     is_checkpointed,
 )
 
-__all__ = ["Found", "Left", "find_sites"]
-
+_MULTIPLE = 16  # dimensions that FP8 products take without padding
 _ATTENTION_NAME = re.compile(r"attention|attn", re.IGNORECASE)
-# Classes, by name, that compute their input again or keep it as a container or wrapper does.
+# Names of classes that recompute their forward, or wrap a module that does.
 _CHECKPOINTED = {"GradientCheckpointingLayer", "CheckpointWrapper"}
-# Modules without a site that save little or nothing: lookups, and what backward needs no input of.
+# Modules without a site that save little or nothing.
 _HARMLESS = (
     nn.Embedding,
     nn.Identity,
@@ -44,6 +46,64 @@ _HARMLESS = (
 _LOSS_NAME = re.compile(r"loss|rotary|position", re.IGNORECASE)
 
 
+class Float8Layers:
+    """Chooses the precision of products where a policy asks for FP8 without naming layers.
+
+    As is usual in FP8 training (torchao's and NeMo's documentation recommend filters like these):
+    the layers of the repeated blocks, but not the head that predicts tokens, whose errors are those
+    of the loss, nor layers whose dimensions FP8 products would pad. Rules that name layers are
+    obeyed.
+    """
+
+    def __init__(self, model: nn.Module, policy: ActivationPolicy) -> None:
+        self._policy = policy
+        units = find_recompute_units(model).values()
+        self._inside = {id(module) for unit in units for module in unit.modules()}
+        tables = embeddings(model)
+        self._tables = {id(table.weight) for table in tables}
+        self._tokens = max((table.num_embeddings for table in tables), default=0)
+
+    def matmul(
+        self,
+        kind: SiteKind,
+        name: str,
+        module: nn.Module,
+        weight: Tensor | None,
+        *,
+        transposed: bool = False,
+    ) -> tuple[Matmul, str]:
+        """Return the precision of a layer's products, and why it is not the policy's, if so.
+
+        Args:
+            kind: ``"linear"``; also for an attention that has the projections itself.
+            name: name of the layer in the model.
+            module: the layer.
+            weight: ``[O, K]``; None if it has none of its own.
+            transposed: whether the weight is ``[K, O]``.
+        """
+        named = self._policy.matmul_rule(kind, name)
+        if named is not None or self._policy.matmul == "native" or weight is None:
+            return self._policy.matmul_of(kind, name), ""
+        rows, columns = weight.shape[:: -1 if transposed else 1]
+        if id(weight) in self._tables or rows == self._tokens > columns:
+            return "native", "predicts tokens"
+        if not self._is_inside(module):
+            return "native", "outside of the repeated blocks"
+        if rows % _MULTIPLE or columns % _MULTIPLE:
+            return "native", f"dimensions are no multiples of {_MULTIPLE}"
+        return self._policy.matmul, ""
+
+    def follow(self, kind: SiteKind, name: str, module: nn.Module) -> bool:
+        """Return whether FP8 products are expected behind a norm, activation function or MLP."""
+        if self._policy.matmul_of(kind, name) == "native":
+            return False
+        return self._policy.matmul_rule(kind, name) is not None or self._is_inside(module)
+
+    def _is_inside(self, module: nn.Module) -> bool:
+        """Whether a module is in a block; all are, if nothing in the model is repeated."""
+        return not self._inside or id(module) in self._inside
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """A module and its site."""
@@ -53,12 +113,12 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Left:
+class Unsupported:
     """Modules that save what they always did, or are packed by rule.
 
     Attributes:
         modules: names of their classes.
-        count: how many there are.
+        count: number of modules.
         reason: why, and what is done instead.
     """
 
@@ -82,7 +142,7 @@ class _Finder:
         self.found[id(module)] = Found(module, site)
 
     def modules(self) -> None:
-        """Give sites to what can be recognized by itself."""
+        """Give sites to modules that can be recognized by themselves."""
         inside: set[int] = set()  # of MLPs, but not their projections
         for name, module in self.model.named_modules():
             if self._mlp(name, module, inside) or id(module) in inside:
@@ -105,55 +165,42 @@ class _Finder:
         inside.update({id(m) for m in module.modules()})
         inside.difference_update(id(m) for part in projections for m in part.modules())
         site = MLPSite(
-            name=name,
-            codec=self.policy.codec("activation", name),
             activation=function,
             gate=gate,
             up=up,
             down=down,
-            amax=self.float8.follow("activation", name, module),
-            proof=match.proof,
+            **self._fields("activation", name, module, match.proof),
         )
         self.add(module, site)
         return True
 
+    def _fields(
+        self, kind: SiteKind, name: str, module: nn.Module, proof: Proof | None
+    ) -> dict[str, Any]:
+        """Fields of sites that encode their inputs."""
+        amax = self.float8.follow(kind, name, module)
+        return {"name": name, "codec": self.policy.codec(kind, name), "amax": amax, "proof": proof}
+
     def _leaf(self, name: str, module: nn.Module) -> Site | None:
-        policy, follow = self.policy, self.float8.follow
         if (match := self.recognizer.norm(module)) is not None:
             layer, size = match.found
             names = {key for key, _ in module.named_parameters(recurse=False)}
             weight, bias = (key if key in names else None for key in ("weight", "bias"))
-            return NormSite(
-                name=name,
-                codec=policy.codec("norm", name),
-                layer=layer,
-                size=size,
-                weight=weight,
-                bias=bias,
-                amax=follow("norm", name, module),
-                proof=match.proof,
-            )
+            fields = self._fields("norm", name, module, match.proof)
+            return NormSite(layer=layer, size=size, weight=weight, bias=bias, **fields)
         if self.recognizer.linear(module):
             transposed = type(module).forward is not nn.Linear.forward
             values: Any = module.weight
             matmul, native = self.float8.matmul(
                 "linear", name, module, values, transposed=transposed
             )
+            codec = self.policy.codec("linear", name)
             return LinearSite(
-                name=name,
-                codec=policy.codec("linear", name),
-                transposed=transposed,
-                matmul=matmul,
-                native=native,
+                name=name, codec=codec, transposed=transposed, matmul=matmul, native=native
             )
         if (match := self.recognizer.activation(module)) is not None:
-            return ActivationSite(
-                name=name,
-                codec=policy.codec("activation", name),
-                activation=match.found,
-                amax=follow("activation", name, module),
-                proof=match.proof,
-            )
+            fields = self._fields("activation", name, module, match.proof)
+            return ActivationSite(activation=match.found, **fields)
         plain = type(module) is nn.Dropout and own_forward(module) is None
         if plain and not module.inplace:
             return DropoutSite(name=name, codec=None)
@@ -161,22 +208,16 @@ class _Finder:
 
     def _function(self, name: str, module: nn.Module) -> None:
         function = self.recognizer.function(module)
-        if function is None:
-            return
-        attribute, activation = function
-        site = FunctionSite(
-            name=name,
-            codec=self.policy.codec("activation", name),
-            activation=activation,
-            attribute=attribute,
-            amax=self.float8.follow("activation", name, module),
-        )
-        self.functions.append(Found(module, site))
+        if function is not None:
+            attribute, activation = function
+            fields = self._fields("activation", name, module, None)
+            site = FunctionSite(activation=activation, attribute=attribute, **fields)
+            self.functions.append(Found(module, site))
 
     def _is_unknown(self, module: nn.Module) -> bool:
         if isinstance(module, _HARMLESS) or _LOSS_NAME.search(type(module).__name__):
             return False
-        if any(cls.__name__ == "Metric" for cls in type(module).__mro__):  # of torchmetrics
+        if any(cls.__name__ == "Metric" for cls in type(module).__mro__):  # torchmetrics
             return False
         if isinstance(module, nn.MultiheadAttention):
             return False
@@ -184,11 +225,7 @@ class _Finder:
         return leaf or next(module.parameters(recurse=False), None) is not None
 
     def hooks(self) -> list[tuple[str, nn.Module]]:
-        """Give sites to attention, checkpointed layers and blocks in which not all is recognized.
-
-        Returns:
-            The blocks.
-        """
+        """Give sites to attention, checkpointed layers and unrecognized blocks; return these."""
         unrecognized = [(n, m) for n, m in _blocks(self.model) if not self._is_recognized(m)]
         blocks = [(n, m) for n, m in unrecognized if not self._is_checkpointed(m)]
         packed = {id(module) for _, module in blocks}
@@ -244,7 +281,7 @@ class _Finder:
         functions = (ActivationSite, MLPSite)
         known = any(isinstance(self.site(m), functions) for m in block.modules())
         known = known or any(id(found.module) in modules for found in self.functions)
-        return known or linear < 2  # a function that is called, not a module, is not seen
+        return known or linear < 2  # functional calls are not seen
 
     def site(self, module: nn.Module) -> Site | None:
         found = self.found.get(id(module))
@@ -266,9 +303,8 @@ def _is_multihead(module: nn.Module) -> bool:
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The parts of a model that are run one after the other: elements of its outermost lists.
-
-    And what stands beside the lists, such as an embedding of patches.
+    """Parts of a model that run one after the other: elements of its outermost lists, and what
+    stands beside the lists, such as an embedding of patches.
     """
     lists = (nn.ModuleList, nn.Sequential)
     for key, part in module.named_children():
@@ -280,14 +316,11 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
             yield from _blocks(part, f"{prefix}{key}.")
 
 
-def _is_packed(site: Site | None) -> bool:
-    return isinstance(site, HookSite) and site.kind == "other"
-
-
-def _left(
+def _unsupported(
     finder: _Finder, blocks: list[tuple[str, nn.Module]], policy: ActivationPolicy
-) -> Iterator[Left]:
-    hooked = [m for _, m in blocks if _is_packed(finder.site(m))]
+) -> Iterator[Unsupported]:
+    sites = ((m, finder.site(m)) for _, m in blocks)
+    hooked = [m for m, site in sites if isinstance(site, HookSite) and site.kind == "other"]
     if hooked:
         names = tuple(sorted({type(m).__name__ for m in hooked}))
         inside = {id(m) for block in hooked for m in block.modules()}
@@ -296,26 +329,18 @@ def _left(
             why = f"{', '.join(sorted(unknown))} in them"
         else:
             why = "linear layers, but no activation function that is seen"
-        reason = f"not all of it is recognized ({why}): packed by rule as {_name(policy.other)}"
-        yield Left(modules=names, count=len(hooked), reason=reason)
+        reason = f"not all of it is recognized ({why}): packed by rule as {policy.other}"
+        yield Unsupported(modules=names, count=len(hooked), reason=reason)
         return
     modules = [m for _, m in finder.unknown if id(m) not in finder.recomputed]
     if modules:
         classes = tuple(sorted({type(module).__name__ for module in modules}))
         reason = "not recognized, and `other` is None: left as they are"
-        yield Left(modules=classes, count=len(modules), reason=reason)
+        yield Unsupported(modules=classes, count=len(modules), reason=reason)
 
 
-def _name(codec: object) -> str:
-    return codec if isinstance(codec, str) else str(codec)
-
-
-def find_sites(model: nn.Module, policy: ActivationPolicy) -> tuple[list[Found], list[Left]]:
-    """Find what can be quantized in a model.
-
-    Args:
-        model: Any module; it is not changed.
-        policy: The rules.
+def find_sites(model: nn.Module, policy: ActivationPolicy) -> tuple[list[Found], list[Unsupported]]:
+    """Find what can be quantized in a model, which is not changed.
 
     Returns:
         Modules with the sites to install, and what is not recognized.
@@ -323,4 +348,4 @@ def find_sites(model: nn.Module, policy: ActivationPolicy) -> tuple[list[Found],
     finder = _Finder(model, policy)
     finder.modules()
     blocks = finder.hooks()
-    return [*finder.found.values(), *finder.functions], list(_left(finder, blocks, policy))
+    return [*finder.found.values(), *finder.functions], list(_unsupported(finder, blocks, policy))

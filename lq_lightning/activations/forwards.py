@@ -1,11 +1,12 @@
-"""What the forward of each kind of site computes."""
+"""The forward of each kind of site."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -14,14 +15,8 @@ from lq_lightning._compat.fsdp2 import is_sharded
 from lq_lightning._compat.modules import has_global_hooks
 from lq_lightning._compat.saved_tensors import has_storage
 
-from .activation import quantized_activation
-from .adaptation import note_call, note_reader
-from .checkpointed import pack_around_checkpoint
-from .float8_linear import float8_linear
-from .hooks import run_packed
-from .linear import encode_source, quantized_linear
-from .multihead import self_attention, takes_self_attention
-from .norm import quantized_norm
+from .functions import encode_source, linear, quantized_activation, quantized_norm
+from .hooks import pack_around_checkpoint, run_packed
 from .policy import Matmul, is_worth_a_code
 from .sites import (
     DIMS,
@@ -37,11 +32,78 @@ from .sites import (
     is_checkpointed,
     site_of,
 )
-from .sources import Source, attach, format_alone, keep_alone, source_of
-
-__all__ = ["FORWARDS"]
+from .sources import Source, attach, format_alone, keep_alone, note_call, note_reader, source_of
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_ATTENTION_OPTIONS = {
+    "key_padding_mask",
+    "need_weights",
+    "attn_mask",
+    "average_attn_weights",
+    "is_causal",
+}
+
+
+def _takes_self_attention(module: nn.MultiheadAttention, options: Mapping[str, Any]) -> bool:
+    """Return whether ``self_attention`` computes what the module would with these options."""
+    return (
+        not options.get("need_weights", True)
+        and module.in_proj_weight is not None
+        and module.bias_k is None
+        and not module.add_zero_attn
+        and options.keys() <= _ATTENTION_OPTIONS
+    )
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+def _self_attention(
+    module: nn.MultiheadAttention,
+    projected: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """``nn.MultiheadAttention`` of a tensor with itself, from projected queries, keys and values.
+
+    ``projected`` is ``[B, L, 3 * E]`` if ``module.batch_first``, else ``[L, B, 3 * E]``; ``[L, 3 *
+    E]`` without a batch. Masks and ``is_causal``, a hint that ``attn_mask`` is causal, are as the
+    module takes them. Returns the shape of ``projected``, with ``E`` channels.
+    """
+    heads = module.num_heads
+    batched = projected.dim() == 3
+    x = projected if batched else projected.unsqueeze(0)
+    if batched and not module.batch_first:
+        x = x.transpose(0, 1)
+    batch, length = x.shape[:2]
+    shape = (batch, length, heads, x.shape[-1] // (3 * heads))
+    q, k, v = (part.reshape(shape).transpose(1, 2) for part in x.chunk(3, dim=-1))
+    if is_causal and key_padding_mask is None:
+        mask = None
+    else:
+        is_causal, mask = False, None
+        if attn_mask is not None:
+            mask = _additive(attn_mask, q.dtype)
+            mask = mask.view(batch, heads, length, length) if mask.dim() == 3 else mask
+        if key_padding_mask is not None:
+            padding = _additive(key_padding_mask, q.dtype).view(batch, 1, 1, length)
+            mask = padding if mask is None else mask + padding
+    p = module.dropout if module.training else 0.0
+    mixed = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal)
+    # Same strides as the module's own output, so that dropout behind it draws the same mask.
+    y = module.out_proj(mixed.permute(2, 0, 1, 3).flatten(2))
+    if not batched:
+        y = y.squeeze(1)
+    elif module.batch_first:
+        y = y.transpose(0, 1)
+    result: Tensor = y
+    return result
 
 
 def _is_plain(x: Any) -> bool:
@@ -58,7 +120,7 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The argument of a call that has one, also by name; None if it has more."""
+    """The argument of a call with one argument, also by name; None if it has more."""
     values = (*args, *kwargs.values())
     return values[0] if len(values) == 1 else None
 
@@ -68,9 +130,9 @@ def _is_wanted(site: Site, x: Any) -> bool:
 
 
 def _stands(module: nn.Module, site: Site) -> bool:
-    """Whether a site still computes what its module would; says so if not.
+    """Whether a site still computes what its module would; warns if not.
 
-    A compiled graph does not look: what changes later has to be compiled again anyway.
+    A compiled graph does not check: later changes require a new compilation anyway.
     """
     if torch.compiler.is_compiling() or site.proof is None:
         return True
@@ -80,8 +142,8 @@ def _stands(module: nn.Module, site: Site) -> bool:
         site.doubted = True
         rank_zero_warn(
             f"`{site.name}` ({type(module).__name__}) was changed since its saved activations "
-            "were quantized: an attribute, a submodule or a hook. It computes as it does without "
-            "codes, and keeps what it did. Change modules before `quantize_activations`, or call "
+            "were quantized: an attribute, a submodule or a hook. It runs its own forward now, "
+            "without codes. Change modules before `quantize_activations`, or call "
             "`remove()` of the handle and quantize again."
         )
     return False
@@ -89,20 +151,21 @@ def _stands(module: nn.Module, site: Site) -> bool:
 
 def _codes(site: Site, x: Any) -> bool:
     codec = site.codec
-    return codec is not None and _is_wanted(site, x) and is_worth_a_code(codec, x.shape[-1])
+    if codec is None or not _is_wanted(site, x):
+        return False
+    known = not torch.compiler.is_compiling() and (codec, x.shape[-1]) in site.formats
+    return known or is_worth_a_code(codec, x.shape[-1])
 
 
-def _norm_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def _norm_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     site: NormSite = module.__dict__["_lq_site"]
     x = _only(args, kwargs)
     weight, bias = _parameter(module, site.weight), _parameter(module, site.bias)
     plain = _codes(site, x) and x.shape[-1] == site.size and not isinstance(weight, DTensor)
     if not plain or not _needs_gradient(x, weight, bias) or not _stands(module, site):
-        result: Tensor = site.original(module, *args, **kwargs)
-        return result
+        return site.original(module, *args, **kwargs)
     format = site.format(x.shape[-1])
-    # FSDP2 frees the parameters of a norm before the backward of a linear layer that is no part of
-    # the same unit.
+    # FSDP2 frees the parameters of a norm before the backward of a linear layer in another unit.
     copies = is_sharded(module)
     y = quantized_norm(x, weight, bias, site.layer, format, amax=site.amax, copies=copies)
     note_call(site, y, x=x, weight=weight, bias=bias)
@@ -116,40 +179,37 @@ def _activated(site: ActivationSite, x: Tensor) -> Tensor:
     return y
 
 
-def _activation_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def _activation_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     site: ActivationSite = module.__dict__["_lq_site"]
     x = _only(args, kwargs)
     if not _codes(site, x) or not _needs_gradient(x) or not _stands(module, site):
-        result: Tensor = site.original(module, *args, **kwargs)
-        return result
+        return site.original(module, *args, **kwargs)
     return _activated(site, x)
 
 
-def _function_call(site: FunctionSite, *args: Any, **kwargs: Any) -> Tensor:
+def _function_call(site: FunctionSite, *args: Any, **kwargs: Any) -> Any:
     x = _only(args, kwargs)
     if not _codes(site, x) or not _needs_gradient(x):
         if site.previous is None:
             raise AssertionError("the function that a site took the place of")
-        result: Tensor = site.previous(*args, **kwargs)
-        return result
+        return site.previous(*args, **kwargs)
     return _activated(site, x)
 
 
-def _mlp_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def _mlp_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     site: MLPSite = module.__dict__["_lq_site"]
     x = _only(args, kwargs)
-    wanted = _is_wanted(site, x)  # its codes are of wider tensors
+    wanted = _is_wanted(site, x)  # codes are of the wider inner tensors
     saves = wanted and (_needs_gradient(x) or _needs_gradient(*module.parameters()))
     if not saves or not _stands(module, site):
-        result: Tensor = site.original(module, *args, **kwargs)
-        return result
+        return site.original(module, *args, **kwargs)
     up: Tensor | None = None
     gate = getattr(module, site.gate)(x)
     if site.gate == site.up:
         gate, up = gate.chunk(2, dim=-1)
     elif site.up is not None:
         up = getattr(module, site.up)(x)
-        if (up.dtype, up.shape) != (gate.dtype, gate.shape):  # hooks and adapters may do that
+        if (up.dtype, up.shape) != (gate.dtype, gate.shape):  # by hooks or adapters
             dtype = torch.promote_types(gate.dtype, up.dtype)
             shape = torch.broadcast_shapes(gate.shape, up.shape)  # type: ignore[no-untyped-call]
             gate, up = gate.to(dtype).expand(shape), up.to(dtype).expand(shape)
@@ -157,12 +217,11 @@ def _mlp_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         gate, up, site.activation, site.format(gate.shape[-1]), amax=site.amax
     )
     note_call(site, inner, gate=gate, up=up)
-    projected: Tensor = getattr(module, site.down)(inner)
-    return projected
+    return getattr(module, site.down)(inner)
 
 
 def _source(x: Tensor, site: Site) -> Source | None:
-    """Source of a linear layer's input, made now if a code of that alone saves memory."""
+    """Source of a linear layer's input, made now if a code for this layer alone saves memory."""
     source = source_of(x)
     if source is not None:
         return source
@@ -172,25 +231,20 @@ def _source(x: Tensor, site: Site) -> Source | None:
     if format is None:
         return None
     source = encode_source(x, format)
-    attach(x, source)  # for the other layers that take it
+    attach(x, source)  # for other layers that read it
     return source
 
 
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, source: Source | None, matmul: Matmul
 ) -> Tensor:
-    if matmul != "native":
-        y = float8_linear(x, weight, bias, source, matmul)
-    elif source is None:
-        raise AssertionError("a linear layer without a source is left to torch")
-    else:
-        y = quantized_linear(x, weight, bias, source)
-    if source is not None:  # else the weight has no gradient, or no site made x
+    y = linear(x, weight, bias, source, matmul)
+    if source is not None:  # otherwise the weight has no gradient, or no site made x
         note_reader(x, y)
     return y
 
 
-def _linear_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def _linear_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     site: LinearSite = module.__dict__["_lq_site"]
     x = _only(args, kwargs)
     weight: Tensor = module.weight  # type: ignore[assignment]
@@ -200,21 +254,20 @@ def _linear_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     plain = site.enabled and _is_plain(x) and not isinstance(weight, DTensor)
     source = _source(x, site) if plain and saves else None
     if not plain or (source is None and not float8):
-        result: Tensor = site.original(module, *args, **kwargs)
-        return result
+        return site.original(module, *args, **kwargs)
     weight = weight.t() if site.transposed else weight
     return _linear(x, weight, bias, source, site.matmul if float8 else "native")
 
 
-def _dropout_forward(module: nn.Dropout, *args: Any, **kwargs: Any) -> Tensor:
+def _dropout_forward(module: nn.Dropout, *args: Any, **kwargs: Any) -> Any:
     site: DropoutSite = module.__dict__["_lq_site"]
     x = _only(args, kwargs)
     source = source_of(x) if site.enabled and _is_plain(x) else None
-    result: Tensor = x
-    if source is None or (module.p > 0 and module.training):  # else a trace would lose the source
-        result = site.original(module, *args, **kwargs)
-        if source is not None:
-            keep_alone(result, source.codes.format)
+    if source is not None and (module.p == 0 or not module.training):
+        return x  # the original's result would have no source in a trace
+    result = site.original(module, *args, **kwargs)
+    if source is not None:
+        keep_alone(result, source.codes.format)
     return result
 
 
@@ -228,7 +281,7 @@ def _hook_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     wanted = site.enabled and torch.is_grad_enabled()
     if site.kind == "checkpoint":
         wanted = wanted and module.training and is_checkpointed(module)
-        if wanted:  # if checkpointing was switched on late, from the next call on
+        if wanted:  # if checkpointing was switched on late: from the next call on
             pack_around_checkpoint(module, site)
     if not wanted or (site.codec is None and torch.compiler.is_compiling()):
         return site.original(module, *args, **kwargs)
@@ -236,7 +289,7 @@ def _hook_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a projection is what attention takes it for, which reads its weight, no forward."""
+    """Whether attention may read a projection's weight without running its forward."""
     replaced = "forward" in module.__dict__ and not isinstance(site_of(module), LinearSite)
     return type(module).forward is nn.Linear.forward and not replaced
 
@@ -254,10 +307,10 @@ def _multihead_forward(
     itself = query is key and key is value and not args and _is_linear(module.out_proj)
     saves = site.enabled and itself and _needs_gradient(weight)
     source = source_of(query) if saves and _is_plain(query) else None
-    if source is None or isinstance(weight, DTensor) or not takes_self_attention(module, kwargs):
+    if source is None or isinstance(weight, DTensor) or not _takes_self_attention(module, kwargs):
         return _hook_forward(module, query, key, value, *args, **kwargs)
     projected = _linear(query, weight, module.in_proj_bias, source, site.matmul)
-    return self_attention(module, projected, **kwargs), None
+    return _self_attention(module, projected, **kwargs), None
 
 
 FORWARDS: dict[type[Site], Callable[..., Any]] = {

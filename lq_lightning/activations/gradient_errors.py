@@ -1,10 +1,9 @@
-"""Errors of gradients that codes of activations cause, measured while a backward pass runs."""
+"""Errors of gradients that codes of activations cause, measured in a backward pass."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,30 +23,91 @@ from lq_lightning.kernels.activation import (
 from lq_lightning.kernels.norm import norm_backward, norm_dequantize, norm_quantize
 
 from .accounting import mark_output, marked_site, measured_site
-from .autograd import as_matrix
-from .backward import backward_to
-from .linear import encode_source
-from .norm import NormLayer
-from .patterns import ACTIVATIONS
+from .functions import NormLayer, as_matrix, encode_source
 from .policy import CODECS, fit_codec
+from .recognize import ACTIVATIONS
 from .sites import ActivationSite, LinearSite, MLPSite, NormSite, Site
-
-__all__ = ["SiteGradients", "gradient_errors", "sampled_rows", "site_gradients"]
 
 _FACTORS = ("x", "gate", "up")
 _GOLDEN = 0.6180339887498949
-
 Errors = dict[str, dict[str, float]]  # by codec, by gradient
+
+
+def _roots(loss: Tensor, outputs: list[GradientEdge]) -> list[GradientEdge]:
+    """Outputs that depend on no other: a gradient for them runs all backwards in between."""
+    wanted = {output.node for output in outputs}
+    below: dict[Any, bool] = {}  # whether one of them is below a node
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack[-1]
+        if node is None or node in below:
+            stack.pop()
+            continue
+        children = [child for child, _ in node.next_functions if child is not None]
+        open_ = [child for child in children if child not in below]
+        if open_:
+            stack.extend(open_)
+            continue
+        below[node] = any(child in wanted or below[child] for child in children)
+        stack.pop()
+    return [output for output in outputs if below.get(output.node) is False]
+
+
+def backward_to(loss: Tensor, outputs: list[GradientEdge]) -> None:
+    """Run the backward pass of a loss down to the first of some tensors, calling hooks on them.
+
+    Parameters get no gradients, and hooks on their accumulation notice nothing. Tensors are given
+    as edges: they themselves would stay in memory, and with them the recomputed blocks that they
+    are made in.
+
+    Raises:
+        RuntimeError: the loss needs no gradient.
+    """
+    if not loss.requires_grad:
+        raise RuntimeError(
+            "The loss that `run` returned needs no gradient: return the loss of a training step, "
+            "not detached, with parameters that require gradients."
+        )
+    roots = _roots(loss, outputs)
+    if roots:
+        torch.autograd.grad(loss, roots, allow_unused=True)
+
+
+def run_backward(
+    model: nn.Module, run: Callable[[], Tensor], reached: Callable[[Tensor], None]
+) -> None:
+    """Run forward and backward once, down to the outputs of the first sites.
+
+    ``reached`` is called with the gradient of each site's output.
+    """
+    outputs: list[GradientEdge] = []
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        forward = torch.is_grad_enabled() and listening
+        if forward and isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(reached)  # type: ignore[no-untyped-call]
+            outputs.append(get_gradient_edge(output))
+
+    listening = True
+    handles = [m.register_forward_hook(leave) for m in filter(measured_site, model.modules())]
+    try:
+        loss = run()
+        listening = False
+        backward_to(loss, outputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+        outputs.clear()  # breaks a cycle: the graph's hooks refer to this list
 
 
 @dataclass(kw_only=True, slots=True)
 class _Record:
-    """What one call of a site leaves for its backward.
+    """One call of a site, until its backward.
 
     Attributes:
-        site: whose call it is.
-        codecs: to be measured.
-        wanted: the input, and the weight, have gradients.
+        site: the called site.
+        codecs: codecs to measure.
+        wanted: whether the input, and the weight, have gradients.
         tensors: sampled rows of ``x``, or ``gate`` and ``up``; weight and bias of a norm.
         readers: by name of a linear layer, sampled rows of the gradient of its output.
         heard: names of these layers, known since the forward pass.
@@ -59,12 +119,6 @@ class _Record:
     tensors: dict[str, Tensor | None] = field(default_factory=dict)
     readers: dict[str, Tensor] = field(default_factory=dict)
     heard: set[str] = field(default_factory=set)
-
-    def get(self, name: str) -> Tensor:
-        tensor = self.tensors[name]
-        if tensor is None:
-            raise AssertionError(f"{self.site.name} recorded no {name}")
-        return tensor
 
 
 def sampled_rows(x: Tensor, max_rows: int) -> Tensor:
@@ -90,8 +144,8 @@ def _relative(difference: Tensor, exact: Tensor) -> float:
 def _weight_errors(record: _Record, exact: Tensor, rebuilt: Tensor) -> Iterator[tuple[str, float]]:
     """Errors of the weight gradients ``dy.T @ x`` of the linear layers that read the output.
 
-    The norm of a product ``A.T @ B`` is that of ``(A @ A.T) * (B @ B.T)``, summed: matrices of few
-    sampled rows instead of a gradient.
+    The squared norm of ``A.T @ B`` is the sum of ``(A @ A.T) * (B @ B.T)``: matrices of few sampled
+    rows instead of a gradient.
     """
     difference = rebuilt - exact
     gram, gram_exact = difference @ difference.t(), exact @ exact.t()
@@ -113,11 +167,11 @@ def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: NormLaye
 
 @dataclass(frozen=True, slots=True)
 class SiteGradients:
-    """What a site's backward makes of ``dy``, in fp32.
+    """Result of a site's backward, in fp32.
 
     Attributes:
         made: gradients by name, ``"input"`` and ``"weight"`` of a norm, ``"gate"`` and ``"up"``.
-        output: ``[R, N]``, what the linear layers behind the site multiply ``dy`` with.
+        output: ``[R, N]``, by which the linear layers behind the site multiply ``dy``.
     """
 
     made: dict[str, Tensor]
@@ -130,11 +184,11 @@ def site_gradients(
     """Return the gradients that a norm, an activation function or an MLP makes.
 
     Args:
-        site: Which.
-        tensors: fp32: ``x``, ``weight`` and ``bias`` of a norm, ``x`` of an activation function,
-            ``gate`` and ``up`` of an MLP; rows ``[R, N]``.
+        site: the site.
+        tensors: fp32 rows ``[R, N]``: ``x`` of a norm, with its ``weight`` and ``bias``, or of an
+            activation function; ``gate`` and ``up`` of an MLP.
         dy: ``[R, N]`` fp32, the gradient of the output.
-        codec: Of what is kept; None for exact gradients.
+        codec: codec of what is kept; None for exact gradients.
     """
     given = {name: None if t is None else t.detach() for name, t in tensors.items()}
     if isinstance(site, NormSite):
@@ -214,7 +268,9 @@ def _site_errors(record: _Record, dy: Tensor) -> Errors:
 
 
 def _linear_errors(record: _Record, dy: Tensor) -> Errors:
-    x = record.get("x")
+    x = record.tensors["x"]
+    if x is None:
+        raise AssertionError(f"{record.site.name} recorded no input")
     record.readers = {"weight": dy}
     errors: Errors = {}
     for codec in record.codecs:
@@ -234,7 +290,7 @@ class _Recorder:
         self.outputs: list[GradientEdge] = []
         self.errors: dict[str, Errors] = {}
         self.listening = True
-        self.parts: dict[int, tuple[str, str]] = {}  # of gated MLPs: site and role, by projection
+        self.parts: dict[int, tuple[str, str]] = {}  # site and role by projection of an MLP
         for module in model.modules():
             if isinstance(site := measured_site(module), MLPSite):
                 for role in ("gate", "up", "down"):
@@ -259,21 +315,16 @@ class _Recorder:
             self.outputs.append(get_gradient_edge(output))
 
     def measure(self, record: _Record, gradient: Tensor) -> None:
-        measures: dict[type[Site], Callable[[_Record, Tensor], Errors]] = {
-            NormSite: _site_errors,
-            ActivationSite: _site_errors,
-            MLPSite: _site_errors,
-            LinearSite: _linear_errors,
-        }
+        measure = _linear_errors if isinstance(record.site, LinearSite) else _site_errors
         with torch.autocast(gradient.device.type, enabled=False), torch.no_grad():
             dy = self.sample(gradient)
-            self.errors[record.site.name] = measures[type(record.site)](record, dy)
+            self.errors[record.site.name] = measure(record, dy)
         record.tensors.clear()
         record.readers.clear()
 
     def enter(self, module: nn.Module, args: Any) -> None:
         site = measured_site(module)
-        if not self.listening or site is None or not args:  # a recomputation is no new call
+        if not self.listening or site is None or not args:  # a recomputation is not a new call
             return
         x: Tensor = args[0]
         part = self.parts.get(id(module))
@@ -332,52 +383,34 @@ class _Recorder:
             output.register_hook(read)  # type: ignore[no-untyped-call]
 
 
-@contextmanager
-def _listening(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    handles: list[RemovableHandle] = []
-    try:
-        for module in model.modules():
-            if measured_site(module) is not None:
-                handles.append(module.register_forward_pre_hook(recorder.enter))
-                handles.append(module.register_forward_hook(recorder.leave))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def gradient_errors(
     model: nn.Module,
     run: Callable[[], Tensor],
     candidates: Mapping[str, tuple[str, ...]],
     max_rows: int,
 ) -> dict[str, Errors]:
-    """Run forward and backward once and measure what codes would do to gradients.
+    """Run forward and backward once and measure the relative L2 error of gradients with codes.
 
-    Gradients flow to the outputs of the first sites and no further: parameters get none, and what
-    hooks into their accumulation notices nothing. All arithmetic behind the errors is fp32.
-
-    Args:
-        model: whose sites keep full precision now.
-        run: returns a loss.
-        candidates: codecs by name of the site.
-        max_rows: rows of a call that errors are measured on, see ``sampled_rows``.
-
-    Returns:
-        By site, by codec, by gradient the relative L2 error. Sites that the loss does not depend on
-        are missing.
+    By site, codec and gradient; in fp32, on up to ``max_rows`` rows of a call (``sampled_rows``).
+    Sites keep full precision; gradients flow to the outputs of the first ones (``backward_to``).
+    Sites that the loss does not depend on are missing.
 
     Raises:
-        RuntimeError: A gradient is not finite, or the loss needs none.
+        RuntimeError: a gradient is not finite, or the loss needs none.
     """
     recorder = _Recorder(model, candidates, max_rows)
+    handles: list[RemovableHandle] = []
     try:
-        with _listening(model, recorder):
-            loss = run()
-            recorder.listening = False
-            backward_to(loss, recorder.outputs)
+        for module in filter(measured_site, model.modules()):
+            handles.append(module.register_forward_pre_hook(recorder.enter))
+            handles.append(module.register_forward_hook(recorder.leave))
+        loss = run()
+        recorder.listening = False
+        backward_to(loss, recorder.outputs)
     finally:
-        recorder.outputs.clear()  # the graph has hooks that refer to the recorder
+        for handle in handles:
+            handle.remove()
+        recorder.outputs.clear()  # breaks a cycle: the graph's hooks refer to the recorder
     for name, errors in recorder.errors.items():
         for codec, found in errors.items():
             if not all(math.isfinite(error) for error in found.values()):

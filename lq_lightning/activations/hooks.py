@@ -1,17 +1,17 @@
-"""Saved-tensor hooks: what modules save that are not recognized, as codes.
+"""Saved-tensor hooks: what unrecognized and checkpointed modules save, as codes.
 
 Which operator saved a tensor is known once the module has run and its graph can be read: until then
-a tensor is kept as it is. Codes are made of those that bear rounding (``saved_slots``): floating
+a tensor is kept as it is. Then tensors that bear rounding (``rounding``) become codes: floating
 point, 1024 values or more, with a last dimension of 16 or more, no weights, and nothing that the
 caller holds anyway (masks, rotary tables). A storage that is saved through several views is stored
-once, and exactly if one of those who saved it needs it exactly.
+once, and exactly if one of its savers needs it exactly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -30,15 +30,12 @@ from lq_lightning._compat.saved_tensors import (
 )
 from lq_lightning.foundation.nested import tensors_in
 
-from .linear import encode_source
+from .functions import encode_source
+from .measure import WeightStorages
 from .policy import SiteKind
-from .regions import RegionWatch
-from .saved_slots import Normalized, Sides, Use, find_uses
+from .rounding import Normalized, Sides, Use, find_uses, watch_region
 from .sites import HookSite, Regions
 from .sources import Codes
-from .weights import WeightStorages
-
-__all__ = ["run_packed"]
 
 _MIN_NUMEL = 1024
 _MIN_WIDTH = 16
@@ -48,53 +45,20 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset
 
 T = TypeVar("T")
+_FUNCTION = "_gradient_checkpointing_func"
 
 
-@dataclass(frozen=True, slots=True)
-class _Code:
-    """How a storage, or a part of one, was encoded.
-
-    Attributes:
-        codes: how to decode it.
-        rows: of the matrix that was encoded.
-        dtype: of the tensor.
-    """
-
-    codes: Codes
-    rows: int
-    dtype: torch.dtype
-
-    def decode(self, message: Tensor, view: _View) -> Tensor:
-        return self.codes.rebuild((message,), self.rows, self.dtype).view(-1).as_strided(*view)
+def _flat(codes: Codes, rows: int, dtype: torch.dtype, message: Tensor) -> Tensor:
+    return codes.rebuild((message,), rows, dtype).view(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class _NormalizedCode:
-    """How a norm's input was encoded: its normalized values."""
-
-    code: _Code
-    norm: Normalized
-    dtype: torch.dtype
-
-    def decode(self, message: Tensor, view: _View) -> Tensor:
-        return self.norm.inverse(self.code.decode(message, view)).to(self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _Bits:
-    """How the sides that a tensor's values are on were encoded: eight to a byte."""
-
-    sides: Sides
-    numel: int
-    dtype: torch.dtype
-
-    def decode(self, message: Tensor, view: _View) -> Tensor:
-        powers = _powers(message.device)
-        inside = (message.unsqueeze(-1) & powers).view(-1)[: self.numel] != 0
-        values = torch.full(
-            (self.numel,), self.sides.outside, dtype=self.dtype, device=inside.device
-        )
-        return values.masked_fill_(inside, self.sides.inside).as_strided(*view)
+def _from_bits(sides: Sides, like: tuple[torch.Size, torch.dtype], message: Tensor) -> Tensor:
+    """Values on the same sides of a piecewise linear function's bounds, from one bit each."""
+    shape, dtype = like
+    bits = (message.unsqueeze(-1) & _powers(message.device)).view(-1)
+    inside = bits[: shape.numel()].view(shape) != 0
+    values = torch.full(shape, sides.outside, dtype=dtype, device=message.device)
+    return values.masked_fill_(inside, sides.inside)
 
 
 def _powers(device: torch.device) -> Tensor:
@@ -111,32 +75,30 @@ def _bits(tensor: Tensor, sides: Sides) -> Tensor:
 class _Saved:
     """A tensor that a node saved: kept as it is until the module has run.
 
-    Then its ``message`` is what the hooks around ours packed: of the tensor itself, or of its code.
-    They are given one for each saved tensor, as without ours: those of a split backward pass let go
-    of what its node will not read again, and other nodes may.
+    Then its ``message`` is what the outer hooks packed: the tensor itself, or its code. The outer
+    hooks get one message per saved tensor, as without ours: a split backward pass releases the
+    tensors that its node will not read again, while other nodes may.
 
     Attributes:
-        tensor: None once a message stands for it.
-        version: the tensor's version when it was saved.
-        code: the code of its storage; None if it is kept exactly.
-        view: how it views the decoded storage.
+        tensor: the tensor; None once a message replaced it.
+        version: version of the tensor when it was saved.
+        decode: makes the tensor from the message; None if it is kept exactly.
     """
 
-    __slots__ = ("code", "message", "tensor", "version", "view")
+    __slots__ = ("decode", "message", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Detached: an output leads to the node that owns this, and both would live forever.
+        # Detached: an output refers to the node that owns this object, a cycle that is never freed.
         self.tensor: Tensor | None = tensor.detach()
         self.version = version_of(tensor)
-        self.code: _Code | _NormalizedCode | _Bits | None = None
+        self.decode: Callable[[Tensor], Tensor] | None = None
         self.message: Any = None
-        self.view: _View | None = None
 
     def value(self) -> Tensor:
-        """The tensor, which nothing stands for.
+        """The tensor itself.
 
         Raises:
-            RuntimeError: It was changed since it was saved, as torch would say.
+            RuntimeError: it was changed since it was saved, as torch would say.
         """
         if self.tensor is None:
             raise AssertionError("a saved tensor that a message stands for")
@@ -153,13 +115,13 @@ class _Saved:
     def is_unchanged(self) -> bool:
         return self.tensor is not None and version_of(self.tensor) == self.version
 
-    def become(self, code: _Code | _NormalizedCode | _Bits, message: Any, view: _View) -> None:
-        """Let a code stand for the tensor."""
-        self.code, self.message, self.view, self.tensor = code, message, view, None
+    def become(self, message: Any, decode: Callable[[Tensor], Tensor] | None) -> None:
+        """Replace the tensor by a message."""
+        self.message, self.decode, self.tensor = message, decode, None
 
 
 class _Packer:
-    """The hooks of one forward of one module."""
+    """Hooks of one forward of one module."""
 
     def __init__(self, module: nn.Module, site: HookSite, args: Any, outer: Hooks | None) -> None:
         self._site = site
@@ -172,7 +134,7 @@ class _Packer:
         self.outer = outer
 
     def pack(self, tensor: Tensor) -> Any:
-        # called here: it looks at what called this hook
+        # must be called here: it inspects the caller of this hook
         in_question = self._kind != "checkpoint" or saves_inputs_of_region()
         if not (in_question and self._may_take(tensor)):
             return _Saved(tensor) if self.outer is None else self.outer[0](tensor)
@@ -193,7 +155,7 @@ class _Packer:
         """After the module has run: encode where allowed, and pass everything to the outer hooks.
 
         Args:
-            uses: of the saved tensors that bear rounding, by their ``id``.
+            uses: uses of the saved tensors that bear rounding, by the tensors' ``id``.
         """
         pending, self._pending = self._pending, []
         storages: dict[tuple[int, torch.dtype], list[_Saved]] = {}
@@ -222,43 +184,49 @@ class _Packer:
         self.settle({id(saved): None for saved in self._pending} if coded else {})
 
     def _keep(self, group: list[_Saved]) -> None:
-        """Keep tensors as they are, or as the hooks around ours do."""
+        """Keep tensors as they are, or as the outer hooks do."""
         if self.outer is not None:
             for saved in group:
-                saved.message, saved.tensor = self.outer[0](saved.value()), None
+                saved.become(self.outer[0](saved.value()), None)
 
     def _encode(self, coded: list[_Saved], whole: Tensor | None) -> None:
         """Encode the tensors of one storage: all of it, or each part by itself."""
-        made: dict[_View | None, tuple[_Code, Tensor]] = {}
+        made: dict[Any, tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
         for saved in coded:
             tensor = saved.value()
             view = tensor.shape, tensor.stride(), int(tensor.storage_offset())
             key = view if whole is None else None
             if key not in made:
                 made[key] = self._code(tensor if whole is None else whole, whole=whole is not None)
-            code, message = made[key]
+            message, flat = made[key]
             if whole is None:
-                view = _contiguous(tensor.shape)
-            saved.become(code, self._outside(message), view)
+                decode = partial(_contiguous, flat, tensor.shape)
+            else:
+                decode = partial(_strided, flat, view)
+            saved.become(self._outside(message), decode)
 
     def _encode_sides(self, saved: _Saved, sides: Sides) -> None:
         tensor = saved.value()
-        code = _Bits(sides, tensor.numel(), tensor.dtype)
-        message = self._outside(_bits(tensor, sides))
-        saved.become(code, message, _contiguous(tensor.shape))
+        like = tensor.shape, tensor.dtype
+        saved.become(self._outside(_bits(tensor, sides)), partial(_from_bits, sides, like))
 
     def _encode_normalized(self, saved: _Saved, norm: Normalized) -> None:
         tensor = saved.value()
         with torch.no_grad():
             values = norm.forward(tensor)
-        code, message = self._code(values, whole=True)
-        view = values.shape, values.stride(), 0
-        saved.become(_NormalizedCode(code, norm, tensor.dtype), self._outside(message), view)
+        message, flat = self._code(values, whole=True)
+        view, dtype = (values.shape, values.stride(), 0), tensor.dtype
+
+        def decode(message: Tensor) -> Tensor:
+            return norm.inverse(flat(message).as_strided(*view)).to(dtype)
+
+        saved.become(self._outside(message), decode)
 
     def _outside(self, message: Tensor) -> Any:
         return message if self.outer is None else self.outer[0](message)
 
-    def _code(self, tensor: Tensor, *, whole: bool) -> tuple[_Code, Tensor]:
+    def _code(self, tensor: Tensor, *, whole: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """A message of a tensor, or of its whole storage, and what makes flat values from it."""
         with torch.no_grad():
             values = tensor.detach()
             values = values.as_strided((values.numel(),), (1,), 0) if whole else values.reshape(-1)
@@ -267,7 +235,8 @@ class _Packer:
         (message,) = source.tensors
         if message is None:
             raise AssertionError("a matrix is rebuilt from its message")
-        return _Code(source.codes, values.numel() // width, tensor.dtype), message
+        rows = values.numel() // width
+        return message, partial(_flat, source.codes, rows, tensor.dtype)
 
     def unpack(self, packed: Any) -> Tensor:
         tensor: Tensor
@@ -277,10 +246,8 @@ class _Packer:
         if packed.tensor is not None:
             return packed.value()
         message = packed.message if self.outer is None else self.outer[1](packed.message)
-        if packed.code is None or packed.view is None:
-            tensor = message
-            return tensor
-        return packed.code.decode(message, packed.view)
+        tensor = message if packed.decode is None else packed.decode(message)
+        return tensor
 
 
 def _is_whole(saved: _Saved) -> bool:
@@ -289,18 +256,18 @@ def _is_whole(saved: _Saved) -> bool:
 
 
 def _is_worth_it(saved: _Saved) -> bool:
-    """Whether a tensor has enough values, in its rows too, and each of its own."""
+    """Whether a tensor has enough values, also in a row, none of them expanded."""
     tensor = saved.value()
     wide = tensor.numel() >= _MIN_NUMEL and tensor.shape[-1] >= _MIN_WIDTH
     return wide and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
-def _contiguous(shape: torch.Size) -> _View:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return shape, tuple(reversed(strides)), 0
+def _contiguous(flat: Callable[[Tensor], Tensor], shape: torch.Size, message: Tensor) -> Tensor:
+    return flat(message).view(shape)
+
+
+def _strided(flat: Callable[[Tensor], Tensor], view: _View, message: Tensor) -> Tensor:
+    return flat(message).as_strided(*view)
 
 
 def _as_is(value: Any) -> Any:
@@ -310,17 +277,9 @@ def _as_is(value: Any) -> Any:
 def run_packed(module: nn.Module, site: HookSite, run: Callable[[], T], args: Any) -> T:
     """Run a module's forward, and store what it saves as codes.
 
-    Hooks of others around the call (``save_on_cpu``) get the codes, once the module has run. Within
-    a checkpointed region nothing is done: what is saved there is dropped, and computed again.
-
-    Args:
-        module: The module; its weights are never packed.
-        site: What to pack, and how.
-        run: The forward.
-        args: Of the forward, positional and by name.
-
-    Returns:
-        What the forward returned.
+    Hooks around the call (``save_on_cpu``) get the codes, once the module has run. Within a
+    checkpointed region nothing is done: what is saved there is dropped, and recomputed. The
+    module's weights, and tensors in ``args`` without a gradient, are never packed.
     """
     outer = outer_hooks()
     ours = None if outer is None else getattr(outer[0], "__self__", None)
@@ -331,7 +290,7 @@ def run_packed(module: nn.Module, site: HookSite, run: Callable[[], T], args: An
             return run()
         with torch.autograd.graph.saved_tensors_hooks(*(ours.outer or (_as_is, _as_is))):
             return run()
-    if isinstance(ours, _Packer):  # what this module packs is not packed again by those around it
+    if isinstance(ours, _Packer):  # enclosing packers must not pack again
         outer = ours.outer
     packer = _Packer(module, site, args, outer)
     if site.kind == "checkpoint":
@@ -350,13 +309,14 @@ def _run_region(
     if regions.exact:
         return run()
     tensors = [tensor for tensor in tensors_in(args) if tensor.requires_grad]
-    watch = RegionWatch(tensors) if regions.watch else None
+    watches = regions.watch
     first = nodes_made()
     hooks = torch.autograd.graph.saved_tensors_hooks(packer.pack, packer.unpack)
-    with hooks, watch or nullcontext():
+    nothing: AbstractContextManager[list[str]] = nullcontext([])
+    with hooks, watch_region(tensors) if watches else nothing as found:
         output = run()
     nodes = nodes_made() - first
-    if watch is not None and (reason := regions.note(nodes, watch.found)):
+    if watches and (reason := regions.note(nodes, *found[:1])):
         rank_zero_warn(
             f"The inputs of checkpointed {type(module).__name__} layers are kept exactly, not as "
             f"codes: {reason}. What is computed again from a rounded input could take another "
@@ -364,3 +324,43 @@ def _run_region(
         )
     packer.settle_inputs(coded=regions.takes_codes(nodes))
     return output
+
+
+class _PackingCheckpoint:
+    """Calls a layer's checkpoint function and packs what that saves.
+
+    Hugging Face's layers call it around their forward up to transformers 5.17 at least, and in
+    ``forward`` in 5.23. A replaced forward runs inside of such a region, where nothing is kept.
+    """
+
+    def __init__(self, module: nn.Module, site: HookSite, original: Callable[..., Any]) -> None:
+        self.module, self.site, self.original = module, site, original
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.site.enabled or not torch.is_grad_enabled():
+            return self.original(function, *args, **kwargs)
+        held = function.keywords if isinstance(function, partial) else {}
+        return run_packed(
+            self.module,
+            self.site,
+            lambda: self.original(function, *args, **kwargs),
+            (args, held, kwargs),
+        )
+
+
+def pack_around_checkpoint(module: nn.Module, site: HookSite) -> None:
+    """Pack what the module's checkpoint function saves, if that is called around the forward.
+
+    Checkpointing may be switched on later, which replaces the function: call it again then.
+    """
+    function = module.__dict__.get(_FUNCTION)
+    around = type(module).__call__ is not nn.Module.__call__
+    if function is not None and around and not isinstance(function, _PackingCheckpoint):
+        module.__dict__[_FUNCTION] = _PackingCheckpoint(module, site, function)
+
+
+def unpack_around_checkpoint(module: nn.Module) -> None:
+    """Put the module's checkpoint function back."""
+    function = module.__dict__.get(_FUNCTION)
+    if isinstance(function, _PackingCheckpoint):
+        module.__dict__[_FUNCTION] = function.original

@@ -2,24 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from .adaptation import MAX_ERROR, Adaptation
-from .checkpointed import pack_around_checkpoint, unpack_around_checkpoint
-from .find import Left, find_sites
+from .find import Unsupported, find_sites
 from .forwards import FORWARDS
+from .hooks import pack_around_checkpoint, unpack_around_checkpoint
 from .measure import SavedTensors
-from .policy import ActivationPolicy, resolve_policy
+from .policy import ActivationPolicy, ActivationRule, SiteKind, resolve_policy
 from .recompute import install_recomputation, remove_recomputation
 from .report import ActivationReport, make_report, without_sites
-from .rules import check_rules
-from .sites import HookSite, Site, install_site, policy_kind, quantizes, remove_site, site_of
+from .sites import (
+    HookSite,
+    Site,
+    install_site,
+    is_checkpointed,
+    policy_kind,
+    quantizes,
+    remove_site,
+    site_of,
+)
 
-__all__ = ["QuantizedActivations", "quantize_activations"]
+
+def _kind(module: nn.Module, site: Site) -> SiteKind | None:
+    """Policy field of a site; None for a layer that could be checkpointed but is not."""
+    kind = policy_kind(site)
+    if kind == "checkpoint" and not is_checkpointed(module):
+        return None
+    return kind
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def check_rules(
+    model: nn.Module, sites: Iterable[tuple[nn.Module, Site]], policy: ActivationPolicy
+) -> None:
+    """Refuse rules without effect: a pattern with a typo must not pass for a setting.
+
+    Raises:
+        ValueError: a rule matches no module, or only modules that save no activation of their own,
+            such as a block whose norms and projections should be named, or only other kinds. A rule
+            that only sets ``matmul`` may name any module.
+    """
+    if not policy.rules:
+        return
+    modules = {name: module for name, module in model.named_modules() if name}
+    kinds = [(site.name, _kind(module, site)) for module, site in sites]
+    for rule in policy.rules:
+        matching = [name for name in modules if fnmatchcase(name, rule.module)]
+        kept = [name for name, kind in kinds if kind and rule.kind in (None, kind)]
+        if not matching:
+            raise _no_module(rule, model, list(modules), kept)
+        found = any(fnmatchcase(name, rule.module) for name in kept)
+        if not found and not rule.recompute and rule.matmul is None:
+            others = [each for each in kinds if each[0] in matching and each[1]]
+            if others:
+                raise _other_kind(rule, *others[0])
+            raise _no_site(rule, matching, modules[matching[0]], kept)
+
+
+def _no_module(
+    rule: ActivationRule, model: nn.Module, modules: list[str], kept: list[str]
+) -> ValueError:
+    near = difflib.get_close_matches(rule.module, modules, 3, 0.5) or kept[:3]
+    return ValueError(
+        f"`ActivationRule(module={rule.module!r})` matches no module of `{type(model).__name__}`. "
+        "Patterns are compared with whole names as in `named_modules()`"
+        + (f", such as {_quoted(near)}" if near else "")
+        + "; `*` stands for any characters, dots included."
+    )
+
+
+def _other_kind(rule: ActivationRule, name: str, kind: SiteKind | None) -> ValueError:
+    return ValueError(
+        f"`ActivationRule(module={rule.module!r}, kind={rule.kind!r})` has no effect: nothing that "
+        f"it names is of this kind; `{name}` is of kind={kind!r}."
+    )
+
+
+def _no_site(
+    rule: ActivationRule, matching: list[str], module: nn.Module, kept: list[str]
+) -> ValueError:
+    inside = [name for name in kept if name.startswith(tuple(f"{m}." for m in matching))]
+    if inside:
+        advice = (
+            f"name what is in it ({_quoted(inside[:3])}), for all of it "
+            f"`module={rule.module + '.*'!r}`."
+        )
+    else:
+        advice = "remove the rule."
+    return ValueError(
+        f"`ActivationRule(module={rule.module!r})` has no effect: `{matching[0]}` "
+        f"({type(module).__name__}) saves no activation of its own; {advice}"
+    )
 
 
 class QuantizedActivations:
@@ -33,21 +117,22 @@ class QuantizedActivations:
     def __init__(self, model: nn.Module, policy: ActivationPolicy) -> None:
         self.policy = policy
         self.model = model
-        self._found, self._left = find_sites(model, policy)
+        self._found, self._unsupported = find_sites(model, policy)
         check_rules(model, ((found.module, found.site) for found in self._found), policy)
         taken = [found for found in self._found if site_of(found.module) is not None]
-        for found in taken or self._found:  # the first that is taken raises
+        for found in taken or self._found:  # raises at the first module that has a site
             install_site(found.module, found.site, FORWARDS[type(found.site)])
             if isinstance(found.site, HookSite) and found.site.kind == "checkpoint":
                 pack_around_checkpoint(found.module, found.site)
         self._recomputed = install_recomputation(model, policy)
 
     def apply(self, policy: ActivationPolicy) -> None:
-        """Keep from the next forward pass on what another policy says.
+        """Keep activations by another policy from the next forward pass on.
 
         Args:
-            policy: All fields but ``matmul`` may differ from the present one. What the present one
-                packs by saved-tensor hooks may get another codec or none; nothing else is packed.
+            policy: All fields but ``matmul`` may differ from the present one. Modules that the
+                present one packs by saved-tensor hooks may get another codec or none; no others are
+                packed.
 
         Raises:
             ValueError: Another ``matmul``.
@@ -75,13 +160,21 @@ class QuantizedActivations:
         return not self._recomputed and not any(map(quantizes, self.sites))
 
     @property
-    def left(self) -> list[Left]:
-        """What is not recognized."""
-        return list(self._left)
+    def unsupported(self) -> list[Unsupported]:
+        """Modules that are not recognized."""
+        return list(self._unsupported)
+
+    @property
+    def left(self) -> list[Unsupported]:
+        """Old name of ``unsupported``."""
+        warnings.warn(
+            "`QuantizedActivations.left` is `unsupported` now.", DeprecationWarning, stacklevel=2
+        )
+        return self.unsupported
 
     @contextmanager
     def adapt(self, max_error: float = MAX_ERROR) -> Iterator[Adaptation]:
-        """Measure what the codes do to gradients, and give sites more bits where that is too much.
+        """Measure the effect of codes on gradients, and give sites more bits where it is too large.
 
         Run one forward and backward pass of a training step inside of the ``with`` block; it
         computes what it would without. Codes change at its end, those of norms, activation
@@ -89,10 +182,10 @@ class QuantizedActivations:
         alike.
 
         Args:
-            max_error: Largest expected relative error of all gradients together.
+            max_error: Bound on the expected relative error of all gradients together.
 
         Yields:
-            What is measured and chosen, complete at the end of the block.
+            The measurement and the choice, complete at the end of the block.
         """
         adaptation = Adaptation(max_error=max_error, model_sites=self.sites)
         adaptation.start()
@@ -120,20 +213,17 @@ class QuantizedActivations:
     def report(
         self, *, before: SavedTensors | None = None, after: SavedTensors | None = None
     ) -> ActivationReport:
-        """Say what is saved, per kind of module.
+        """Report saved activations per kind of module; ``str()`` lays out the table.
 
         Args:
-            before: From ``measure(original=True)``.
-            after: From ``measure()``. Without both, bytes per token are derived from the modules
-                that say how wide their inputs are, each by itself; nothing is computed.
-
-        Returns:
-            A table, which ``str()`` lays out.
+            before: Result of ``measure(original=True)``.
+            after: Result of ``measure()``. Without both, bytes per token are derived from the
+                modules that say how wide their inputs are, each by itself; nothing is computed.
         """
-        return make_report(self._found, self._left, before, after)
+        return make_report(self._found, self._unsupported, before, after)
 
     def forget_absent(self) -> None:
-        """Let go of modules that have left the model since, such as layers of other stages."""
+        """Forget modules that have left the model since, such as layers of other stages."""
         present = {id(module) for module in self.model.modules()}
         self._found = [found for found in self._found if id(found.module) in present]
 
@@ -155,9 +245,9 @@ def quantize_activations(
     it before the model is sharded, compiled or wrapped.
 
     Args:
-        model: Any module. Blocks in which not all is recognized are packed by rule, with a
-            warning (``other`` of ``ActivationPolicy``).
-        recipe: ``"agoq"``, ``"coat"``, ``"fp8-4bit"``, or a policy.
+        model: Any module. Unrecognized blocks are packed by rule, with a warning (``other`` of
+            ``ActivationPolicy``).
+        recipe: ``"agoq"``, ``"auto"``, ``"coat"``, ``"fp8-4bit"``, or a policy.
 
     Returns:
         A handle; ``remove()`` undoes everything. If there is nothing to quantize, a warning says
@@ -165,20 +255,20 @@ def quantize_activations(
 
     Raises:
         ValueError: An unknown recipe, or a rule without effect: it matches no module, or none that
-            keeps anything by itself.
+            saves an activation of its own.
         RuntimeError: The model is quantized already.
     """
     handle = QuantizedActivations(model, resolve_policy(recipe))
     if handle.is_idle and handle.policy.quantizes:
         rank_zero_warn(
             f"`quantize_activations` finds nothing to quantize in `{type(model).__name__}`: no "
-            "normalization layer, activation function or MLP that it knows and that no rule "
-            "excepts. The model computes and keeps what it did. "
+            "normalization layer, activation function or MLP that it knows and no rule excludes. "
+            "The model stays as it is. "
             "`ActivationPolicy(linear='int8')` encodes the inputs of linear layers."
         )
-    for part in handle.left:
+    for part in handle.unsupported:
         rank_zero_warn(
-            f"Saved activations of {part.count} x {', '.join(part.modules)}: {part.reason}. Give "
-            "them a rule, or `other` of `ActivationPolicy` a codec or None, to have it otherwise."
+            f"Saved activations of {part.count} x {', '.join(part.modules)}: {part.reason}. A "
+            "rule for them, or another `other` of `ActivationPolicy`, changes that."
         )
     return handle

@@ -11,18 +11,6 @@ from lq_lightning.codecs import CodecSpec
 from lq_lightning.codecs.spec import Code
 from lq_lightning.foundation.checks import check_choice
 
-__all__ = [
-    "CODECS",
-    "RECIPES",
-    "ActivationPolicy",
-    "ActivationRule",
-    "Matmul",
-    "SiteKind",
-    "fit_codec",
-    "is_worth_a_code",
-    "resolve_policy",
-]
-
 SiteKind = Literal["norm", "activation", "linear", "checkpoint", "other"]
 Matmul = Literal["native", "float8", "int8_forward"]
 
@@ -49,13 +37,13 @@ def _named_codecs() -> dict[str, CodecSpec]:
 # fp8 9.
 CODECS: dict[str, CodecSpec] = _named_codecs()
 _MIN_GROUP = 16
-_WORTH_A_CODE = 256  # values from which on a code of any format is smaller than they are
+_WORTH_A_CODE = 256  # rows of so many values are smaller as codes in any format
 
 
 _NO_ATTENTION = (
-    "what attention keeps has no code. Its backward reads the exact sum of exponentials, beside "
-    "which rounded queries and keys make gradients up to thousands of times too large. Leave it "
-    "out: attention keeps full precision. To save its memory, compute it again: "
+    "attention has no code. Its backward uses the exact sum of exponentials: with rounded queries "
+    "and keys, gradients would be up to thousands of times too large. Leave it out: it keeps full "
+    "precision. To save its memory, recompute it: "
     "`ActivationRule(module='*attn*', recompute=True)`."
 )
 
@@ -87,18 +75,18 @@ class ActivationRule:
     Args:
         module: Pattern of module names as in ``model.named_modules()``, with ``*`` (any characters,
             dots included), ``?`` and ``[...]``. It is compared with whole names: ``"layers.0.*"``
-            is all that is in ``layers.0``. A pattern that matches nothing is refused.
+            is everything in ``layers.0``. A pattern that matches nothing is refused.
         kind: Only modules of this kind, one of the fields of ``ActivationPolicy`` that take codecs:
             ``"norm"``, ``"activation"`` (MLPs too), ``"linear"``, ``"checkpoint"`` or
-            ``"other"``. Leave empty for all kinds, those that the policy leaves in full precision
-            as well.
+            ``"other"``. Leave empty for all kinds, including those that the policy leaves in full
+            precision.
         codec: Codec of what these modules keep: a name (``"int4"``, ``"int8"``, ``"nf4"``, ...), a
             ``CodecSpec``, or ``None`` for full precision: then they run as without this package.
         matmul: Precision of their matrix products, whatever these modules are; leave empty for that
-            of the policy, which leaves out some.
+            of the policy, which excludes some.
         recompute: Keep only the inputs of these modules, such as attentions, MLPs or whole blocks,
-            and compute them again in backward. What is inside keeps full precision then, for as
-            long as its own backward takes.
+            and compute them again in backward. Activations inside keep full precision then, for as
+            long as their own backward takes.
 
     Raises:
         ValueError: A value that is not listed above.
@@ -154,20 +142,20 @@ class ActivationPolicy:
             recomputed. Kept exactly, with a warning, in layers with an operator that is not known
             to be continuous, as where a router chooses experts: there the second run might take
             another path.
-        other: What blocks save in which not all is recognized: floating-point tensors of 1024
-            values or more that operators save which bear rounding (products, convolutions, norms,
+        other: Tensors saved by blocks that are not fully recognized: floating-point tensors of 1024
+            values or more, saved by operators that bear rounding (products, convolutions, norms,
             smooth activation functions), through saved-tensor hooks. Weights, statistics, masks,
             indices, probabilities and what unknown operators and custom functions save are kept
             exactly. In compiled models such blocks run eagerly, a graph break (an error with
             ``fullgraph=True``). ``None`` leaves them as they are.
         attention: Only ``None``: tensors saved by attention cannot be encoded.
         matmul: ``"native"``, or ``"float8"``: products of linear layers in FP8 with one scale per
-            tensor (COAT), all operands in E4M3. With ``"int8_forward"`` those of the forward pass
-            are in INT8 instead, with a scale per row after a Hadamard transform, and the first four
-            rows of each sequence (``[..., S, K]``, from 32 on) in two terms: a third of the error
-            or less on pretrained models. Needs a GPU of compute capability 8.9 or newer to be
+            tensor (COAT), all operands in E4M3. With ``"int8_forward"`` the products of the forward
+            pass are in INT8 instead, with a scale per row after a Hadamard transform, and the first
+            four rows of each sequence (``[..., S, K]``, from 32 on) in two terms: a third of the
+            error or less on pretrained models. Needs a GPU of compute capability 8.9 or newer to be
             fast, INT8 a Hopper; a CPU computes the same slowly. Layers outside of the repeated
-            blocks, such as the output head, what else has an embedding's weight or as many rows,
+            blocks, such as the output head, layers with an embedding's weight or as many rows,
             and layers whose dimensions are no multiples of 16 stay native, unless a rule names
             them with their precision.
         rules: Exceptions by module name; the last one that matches counts.
@@ -211,7 +199,7 @@ class ActivationPolicy:
         """Return this policy with other widths of its integer codes.
 
         Args:
-            at_most: Codes of so many bits or fewer get others; wider ones keep theirs if those are
+            at_most: Codes of so many bits or fewer change; wider ones keep their width if it is
                 more than ``bits``.
             bits: The new width.
 
@@ -243,26 +231,18 @@ class ActivationPolicy:
 
     @property
     def quantizes(self) -> bool:
-        """Whether anything is to be quantized without a rule for it."""
+        """Whether anything is quantized without a rule for it."""
         codecs = [getattr(self, kind) for kind in get_args(SiteKind)]
         return self.matmul != "native" or any(codec is not None for codec in codecs)
 
     def _rule(self, name: str, kind: SiteKind | None) -> ActivationRule | None:
-        """The rule that counts for a module; of no kind: the one that is for all kinds."""
+        """The rule that counts for a module; kind None: the one for all kinds."""
         matching = [rule for rule in self.rules if rule.kind in (None, kind)]
         matching = [rule for rule in matching if fnmatchcase(name, rule.module)]
         return matching[-1] if matching else None
 
     def codec(self, kind: SiteKind, name: str) -> CodecSpec | None:
-        """Return the codec of a module.
-
-        Args:
-            kind: What the module is.
-            name: Its name in the model.
-
-        Returns:
-            The codec before it is fitted to a row (``fit_codec``), or None.
-        """
+        """Return the codec of a module before it is fitted to a row (``fit_codec``), or None."""
         if self.is_recomputed(name):
             return None
         rule = self._rule(name, kind)
@@ -277,7 +257,7 @@ class ActivationPolicy:
         return any(rule is not None and rule.recompute for rule in rules)
 
     def matmul_rule(self, kind: SiteKind, name: str) -> Matmul | None:
-        """Return what a rule says of a module's products, None if none says anything."""
+        """Return the precision that a rule sets for a module's products, None if none does."""
         rule = self._rule(name, kind)
         return None if rule is None else rule.matmul
 
@@ -302,8 +282,8 @@ def fit_codec(codec: CodecSpec, numel: int) -> CodecSpec:
     """Return a codec whose groups, and transform, divide rows of ``numel`` values.
 
     A tensor whose rows are whole groups is one message, without padding. Rows that no group from 16
-    on divides (ViT's 197 tokens are not rows; widths such as 100 are) stay messages of their own,
-    in the smallest groups if they are shorter than one.
+    on divides (widths such as 100) stay messages of their own, in the smallest groups if they are
+    shorter than one.
     """
     size = codec.group_size
     if size == "row" or numel % size == 0:
@@ -319,12 +299,12 @@ def fit_codec(codec: CodecSpec, numel: int) -> CodecSpec:
 
 # Chosen by errors of gradients on a pretrained model (benchmarks/pretrained.py): not the FP4 and
 # FP8 of the papers. A transform spreads the outliers of the residual stream that norms read. Behind
-# an activation function it would spread the error of large gates to small ones, where the gradient
-# is; smaller groups keep it where it is made. Errors there come evenly from all blocks and from
-# many tokens: exact rows or channels would save little, a fifth bit halves them. Of 8 bits INT8 has
-# less than half of the error of E4M3, in fewer bytes.
+# an activation function it would spread the errors of large gates to small ones, which carry the
+# gradient; smaller groups confine them. Errors there come evenly from all blocks and from
+# many tokens: exact rows or channels would help little, a fifth bit halves them. INT8 has less than
+# half of the error of E4M3, in fewer bytes.
 _FIVE_BITS = ActivationPolicy()
-# "auto" starts with four bits, and widens sites where the first batch shows that this is too few.
+# "auto" starts with four bits, and widens sites that need more in the first batch.
 RECIPES: Mapping[str, ActivationPolicy] = {
     "agoq": _FIVE_BITS,
     "auto": ActivationPolicy(norm="int4_hadamard", activation="int4"),
@@ -334,13 +314,8 @@ RECIPES: Mapping[str, ActivationPolicy] = {
 
 
 def resolve_policy(recipe: str | ActivationPolicy) -> ActivationPolicy:
-    """Return a policy from the name of a recipe or itself.
-
-    Args:
-        recipe: ``"agoq"``, ``"auto"``, ``"coat"``, ``"fp8-4bit"``, or a policy.
-
-    Raises:
-        ValueError: Anything else.
+    """Return a policy from itself or the name of a recipe: ``"agoq"``, ``"auto"``, ``"coat"``,
+    ``"fp8-4bit"``.
     """
     if isinstance(recipe, ActivationPolicy):
         return recipe

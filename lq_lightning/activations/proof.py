@@ -1,4 +1,4 @@
-"""The attributes that code has read from a module, and whether they have changed since."""
+"""Attributes that code has read from a module, and whether they have changed since."""
 
 from __future__ import annotations
 
@@ -12,30 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attached import Attached
-
-__all__ = [
-    "Inherited",
-    "Path",
-    "Proof",
-    "Read",
-    "Reads",
-    "is_constant",
-    "is_function_without_state",
-    "is_settings",
-    "reads_same",
-]
+from .binding import Attached
 
 
 class MISSING(enum.Enum):
-    """The value of an attribute that an instance does not have."""
+    """Value of an attribute that an instance does not have."""
 
     VALUE = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inherited:
-    """An attribute that an instance does not have: what its class gives instead."""
+    """Value that a class gives for an attribute that the instance does not have."""
 
     value: Any
 
@@ -46,7 +34,7 @@ class Inherited:
         return cls(found.__func__ if isinstance(found, types.MethodType) else found)
 
     def holds(self, kind: type, name: str) -> bool:
-        """Whether a class still gives that."""
+        """Return whether a class still gives the same value."""
         found = Inherited.of(kind, name).value
         return found is self.value or _equal(found, self.value)
 
@@ -64,20 +52,20 @@ class Read:
     """An attribute that code reads.
 
     Attributes:
-        path: to the module, from the one that was recognized.
-        name: of the attribute.
+        path: names of submodules from the recognized module to the owner.
+        name: name of the attribute.
     """
 
     path: Path
     name: str
 
 
-Reads = dict[Read, Any]  # with values
+Reads = dict[Read, Any]  # their values
 
 
 def is_function_without_state(value: Any, depth: int = 0) -> bool:
-    """Return whether a function depends on nothing but its arguments and on globals."""
-    if isinstance(value, types.BuiltinFunctionType):  # but no method of a list, for one
+    """Return whether a function depends on nothing but its arguments and globals."""
+    if isinstance(value, types.BuiltinFunctionType):  # but not, say, a list's method
         return isinstance(value.__self__, (type, types.ModuleType, type(None)))
     if isinstance(value, type):
         return True
@@ -87,7 +75,7 @@ def is_function_without_state(value: Any, depth: int = 0) -> bool:
         return False
     try:
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-    except ValueError:  # an empty one
+    except ValueError:  # an empty cell
         return False
     defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
     inside = all(
@@ -97,7 +85,7 @@ def is_function_without_state(value: Any, depth: int = 0) -> bool:
 
 
 def is_constant(value: Any) -> bool:
-    """Return whether a value cannot change, and is no tensor or module."""
+    """Return whether a value cannot change, and is neither tensor nor module."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(is_constant, value))
     return isinstance(value, _VALUES) or is_function_without_state(value)
@@ -139,7 +127,7 @@ def _at(module: nn.Module, path: Path) -> nn.Module | None:
 
 
 def reads_same(module: nn.Module, reads: Reads) -> bool:
-    """Return whether code of one class finds in a module what it has found in another."""
+    """Return whether a module has the same values for everything that code read in another one."""
     for read, value in reads.items():
         part = _at(module, read.path)
         if part is None:
@@ -163,7 +151,7 @@ def reads_same(module: nn.Module, reads: Reads) -> bool:
 
 
 def _unbound(value: Any, owner: Any) -> Any:
-    """The function of a method of the module itself, which differs from that of another module."""
+    """The function of a method of the module itself; bound methods differ between modules."""
     own = isinstance(value, types.MethodType) and (owner is None or value.__self__ is owner)
     return value.__func__ if own else value
 
@@ -174,9 +162,9 @@ class _Kept:
 
     Attributes:
         module: the module.
-        forward: the forward of its class.
+        forward: forward of its class.
         values: attributes by name.
-        inherited: those of the class that the instance does not have.
+        inherited: attributes of the class that the instance does not have.
         modules: submodules that do not run and do not have to be called.
         settings: objects and their attributes.
         replaced: whether its forward is not run, so that it must have no hooks.
@@ -229,13 +217,7 @@ class Proof(Attached):
 
     @classmethod
     def of(cls, module: nn.Module, reads: Reads, projections: Any = ()) -> Proof:
-        """Return the proof for a module.
-
-        Args:
-            module: In which ``reads`` are as they were.
-            reads: What the code of its class reads.
-            projections: Names of children that are called by the site, too.
-        """
+        """Return the proof for a module; its site calls ``projections``, too."""
         parts: dict[Path, dict[str, Any]] = {(): {}}
         for read in reads:
             if not (read.path and read.path[0] in projections) and read != Read((), "forward"):
@@ -244,16 +226,15 @@ class Proof(Attached):
 
     @property
     def leaves_out_modules(self) -> bool:
-        """Whether modules inside of the module do not run."""
+        """Whether submodules exist that do not run."""
         return len(self.kept) > 1
 
     def holds(self) -> bool:
-        """Whether nothing has changed."""
+        """Return whether nothing has changed."""
         return all(part.holds() for part in self.kept)
 
 
 def _nested(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield settings and the settings nested in them."""
     if depth < 3 and is_settings(value):
         yield value
         for each in vars(value).values():

@@ -1,4 +1,4 @@
-"""Modules that keep their inputs only and run again in backward."""
+"""Modules that keep only their inputs and run again in backward."""
 
 from __future__ import annotations
 
@@ -11,17 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .attached import Attached
-from .binding import bind_forward, unbind_forward
+from .binding import Attached, bind_forward, unbind_forward
 from .policy import ActivationPolicy
-
-__all__ = [
-    "find_recompute_units",
-    "install_recomputation",
-    "is_recomputed",
-    "remove_recomputation",
-    "whole_blocks",
-]
 
 _KEY = "_lq_recomputation"
 # Caches of keys and values would be filled a second time; Hugging Face's own checkpointing drops
@@ -31,7 +22,7 @@ _CACHES = ("past_key_value", "past_key_values", "layer_past")
 
 @dataclass(slots=True)
 class _Recomputation(Attached):
-    """Of a module, with the forward that the instance had of its own, to be put back."""
+    """Marks a recomputed module; ``previous`` is the instance's own forward, to be put back."""
 
     previous: Callable[..., Any] | None
 
@@ -52,26 +43,20 @@ def _recompute_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     def again(*values: Any) -> Any:
         return _run(module, *values[:count], **dict(zip(names, values[count:], strict=True)))
 
-    # all by position, because a tensor that is an argument is saved through autograd only so
+    # all by position: autograd saves only positional tensor arguments
     return checkpoint(again, *args, *kwargs.values(), use_reentrant=False)
 
 
 def install_recomputation(model: nn.Module, policy: ActivationPolicy) -> list[nn.Module]:
-    """Let the modules that the rules of a policy recompute keep their inputs only.
+    """Recompute the modules that rules say, of nested ones the outermost; return them.
 
-    Non-reentrant ``torch.utils.checkpoint``: random numbers are the same in both runs. A cache of
-    keys and values is not handed on to such a module while it trains.
-
-    Args:
-        model: Quantized already: recomputation goes around the forwards of sites.
-        policy: The rules. Of modules inside one another the outermost counts.
-
-    Returns:
-        The modules, for ``remove_recomputation``.
+    Non-reentrant ``torch.utils.checkpoint``: random numbers are the same in both runs. It goes
+    around the forwards of sites. A cache of keys and values is not passed to such a module while it
+    trains.
 
     Raises:
-        ValueError: A rule recomputes a container that has no forward.
-        RuntimeError: A module is recomputed already.
+        ValueError: a rule recomputes a container that has no forward.
+        RuntimeError: a module is recomputed already.
     """
     chosen: list[tuple[str, nn.Module]] = []
     if any(rule.recompute for rule in policy.rules):
@@ -98,12 +83,12 @@ def install_recomputation(model: nn.Module, policy: ActivationPolicy) -> list[nn
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Return whether a module keeps its inputs only."""
+    """Return whether a module keeps only its inputs."""
     return _KEY in module.__dict__
 
 
 def remove_recomputation(modules: list[nn.Module]) -> None:
-    """Give modules their forwards back; does nothing to those that have them."""
+    """Give modules their forwards back; idempotent."""
     for module in modules:
         if not is_recomputed(module):
             continue
@@ -131,19 +116,16 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
 
 
 def whole_blocks(units: Collection[str]) -> list[str]:
-    """Return the units of ``find_recompute_units``, by name, that are no halves of others."""
+    """Return the units of ``find_recompute_units`` that are whole blocks, not halves."""
     return [name for name in units if name.rpartition(".")[0] not in units]
 
 
 def find_recompute_units(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that are worth recomputing: repeated blocks and the halves of them.
+    """Return the modules that are worth recomputing: repeated blocks and their halves.
 
     A block is one of several modules of a class in a ``ModuleList``, ``ModuleDict`` or
     ``Sequential``; its halves are its children that have submodules themselves, such as the
-    attention and the MLP.
-
-    Returns:
-        By name; a block comes before its halves.
+    attention and the MLP. A block comes before its halves.
     """
     modules = dict(model.named_modules())
     units: dict[str, nn.Module] = {}

@@ -15,7 +15,7 @@ from lq_lightning._compat.modules import has_forward_hooks
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.kernels.message.matrix import matrix_shape
 
-from .find import Found, Left
+from .find import Found, Unsupported
 from .measure import SavedTensors
 from .policy import CODECS, fit_codec
 from .sites import (
@@ -30,11 +30,9 @@ from .sites import (
 )
 from .sources import MatrixCodes, Source, attach
 
-__all__ = ["ActivationReport", "ReportRow", "make_report", "without_sites"]
-
 _TOKENS = 128
 _OUTSIDE = "outside"
-_LISTED = 3  # names of layers in a line
+_LISTED = 3  # layers named in a line
 _NOTES = {
     _OUTSIDE: "of the model, such as a loss",
     "attention": "kept in full precision",
@@ -55,9 +53,9 @@ class ReportRow:
         before: bytes that they saved: per token, or in all where it was measured. None if it cannot
             be told without running the model.
         after: bytes that they save now.
-        format: of their codes, ``"-"`` if they make none.
-        bits: per value of a code, with scales.
-        note: what is left as it is, and why.
+        format: format of their codes, ``"-"`` if they make none.
+        bits: bits per value of a code, with scales.
+        note: exceptions, and why.
     """
 
     kind: str
@@ -71,16 +69,17 @@ class ReportRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationReport:
-    """A table of saved activations; ``str()`` prints it.
+    """A table of saved activations; ``str()`` lays it out.
 
     Attributes:
-        rows: by kind of module.
-        left: what is not recognized, and linear layers, by name, that FP8 products leave out.
+        rows: rows by kind of module.
+        unsupported: modules that are not recognized, and linear layers without FP8 products, by
+            name.
         measured: whether bytes were counted in a forward, not derived per token.
     """
 
     rows: tuple[ReportRow, ...]
-    left: tuple[Left, ...]
+    unsupported: tuple[Unsupported, ...]
     measured: bool
 
     @property
@@ -113,7 +112,9 @@ class ActivationReport:
         some = any(row.before is None for row in self.rows) and not self.measured
         rows.append(("together" + ", where known" * some, "", before, after, "", "", ""))
         lines = _aligned([(*header, "note"), *rows])
-        lines += [f"{part.count} x {', '.join(part.modules)}: {part.reason}" for part in self.left]
+        lines += [
+            f"{part.count} x {', '.join(part.modules)}: {part.reason}" for part in self.unsupported
+        ]
         return "\n".join(lines)
 
 
@@ -157,18 +158,17 @@ def _width(module: nn.Module, site: Site) -> int | None:
 
 
 def _code_width(module: nn.Module, site: Site) -> int | None:
-    """Length of the rows that a module encodes: an MLP those between its projections."""
+    """Length of the rows that a module encodes: for an MLP, between its projections."""
     if not isinstance(site, MLPSite):
         return _width(module, site)
     gate = getattr(module, site.gate)
     width = getattr(gate, "out_features", None) or getattr(gate, "nf", None)
-    if not isinstance(width, int):
-        return None
-    return width // 2 if site.gate == site.up else width
+    halves = 2 if site.gate == site.up else 1
+    return width // halves if isinstance(width, int) else None
 
 
 def _bytes_per_token(module: nn.Module, width: int, codec: CodecSpec | None) -> float:
-    """What a module saves for a token when it runs by itself; nothing is computed.
+    """Bytes that a module by itself saves for a token; nothing is computed.
 
     Its input is taken to have a source, as behind a norm, in the format of ``codec``, in which
     dropout of adapters lets a code be made.
@@ -183,7 +183,7 @@ def _bytes_per_token(module: nn.Module, width: int, codec: CodecSpec | None) -> 
     x = torch.empty(1, _TOKENS, width, dtype=dtype, device="meta", requires_grad=True)
     format = fit_codec(codec or CODECS["int8"], width).message_format
     nothing = MatrixCodes(width, str(format))
-    attach(x, Source(nothing, (), x.new_empty(0)))  # counted where the input is made
+    attach(x, Source(nothing, (), x.new_empty(0)))  # its code is counted where the input is made
     with torch.enable_grad(), SavedTensors(module, extra=tuple(values.values())) as saved:
         functional_call(module, values, (x,))
     return saved.nbytes / _TOKENS
@@ -214,7 +214,7 @@ def _kind(site: Site) -> str | None:
 
 
 def _kind_of(name: str | None, sites: dict[str, Site], classes: dict[str, str]) -> str:
-    """Kind of the module that saved a tensor: its own, or that of what it is part of."""
+    """Kind of the module that saved a tensor, or of the module that it is part of."""
     if name is None:
         return _OUTSIDE
     parts = name.split(".")
@@ -251,23 +251,19 @@ class _Group:
     after: float | None = None
 
 
-def _is_used(part: Found) -> bool:
-    """Whether a layer that could be checkpointed is."""
-    return policy_kind(part.site) != "checkpoint" or is_checkpointed(part.module)
-
-
 def _static(found: Sequence[Found]) -> dict[tuple[str, str, float | None], _Group]:
     groups: dict[tuple[str, str, float | None], _Group] = {}
     known: dict[Any, tuple[float, float]] = {}
     for part in found:
         kind, width = _kind(part.site), _width(part.module, part.site)
-        if kind is None or not _is_used(part):
+        unused = policy_kind(part.site) == "checkpoint" and not is_checkpointed(part.module)
+        if kind is None or unused:
             continue
         format, bits = _format(part.site.codec, _code_width(part.module, part.site))
         group = groups.setdefault((kind, format, bits), _Group())
         group.count += 1
         if width is None or has_forward_hooks(part.module):
-            continue  # they may gather or distribute weights
+            continue  # hooks may gather or distribute weights
         key = (type(part.module), repr(part.module), part.site.codec)
         if key not in known:
             inside = {id(m) for m in part.module.modules()}
@@ -282,41 +278,52 @@ def _static(found: Sequence[Found]) -> dict[tuple[str, str, float | None], _Grou
 
 def make_report(
     found: Sequence[Found],
-    left: Sequence[Left],
+    unsupported: Sequence[Unsupported],
     before: SavedTensors | None,
     after: SavedTensors | None,
 ) -> ActivationReport:
     """Report on sites.
 
-    Args:
-        found: Modules and sites.
-        left: What is not recognized.
-        before: What a forward saved without the sites; None to derive bytes per token.
-        after: What the same forward saved with them.
+    ``before`` and ``after`` count what a forward saved without and with them; None for bytes per
+    token.
     """
     groups = _static(found)
     measured = before is not None or after is not None
     totals = [{} if saved is None else _measured(saved, found) for saved in (before, after)]
-    rows, seen = [], set()
-    for (kind, format, bits), group in groups.items():
-        values: tuple[float | None, ...] = (group.before, group.after)
-        if measured:  # of a kind, in its first row
-            values = tuple(t.get(kind, 0.0) if t and kind not in seen else None for t in totals)
+    rows: list[ReportRow] = []
+    seen: set[str] = set()
+
+    def add(kind: str, format: str, bits: float | None, group: _Group, note: str) -> None:
+        before, after = group.before, group.after
+        if measured:  # totals of a kind stand in its first row
+            before, after = (t.get(kind, 0.0) if t and kind not in seen else None for t in totals)
         seen.add(kind)
+        rows.append(
+            ReportRow(
+                kind=kind,
+                count=group.count,
+                before=before,
+                after=after,
+                format=format,
+                bits=bits,
+                note=note,
+            )
+        )
+
+    for (kind, format, bits), group in groups.items():
+        note = _NOTES.get(kind, "")
         if kind in ("norm", "MLP", "activation") and bits is None:
             note = "as they are, or inside of what is recomputed"
-        else:
-            note = _NOTES.get(kind, "")
-        rows.append(_row(kind, group.count, values, format, bits, note))
+        add(kind, format, bits, group, note)
     for kind in dict.fromkeys([*totals[0], *totals[1]]):
         if kind not in seen:
-            values = tuple(t.get(kind, 0.0) if t else None for t in totals)
-            note = _NOTES.get(kind, "left as it is")
-            rows.append(_row(kind, 0, values, "-", None, note))
-    return ActivationReport(rows=tuple(rows), left=(*left, *_native(found)), measured=measured)
+            add(kind, "-", None, _Group(), _NOTES.get(kind, "left as it is"))
+    return ActivationReport(
+        rows=tuple(rows), unsupported=(*unsupported, *_native(found)), measured=measured
+    )
 
 
-def _native(found: Sequence[Found]) -> Iterator[Left]:
+def _native(found: Sequence[Found]) -> Iterator[Unsupported]:
     """Linear layers whose products are not in FP8, though the policy's are."""
     names: dict[str, list[str]] = {}
     for part in found:
@@ -325,18 +332,4 @@ def _native(found: Sequence[Found]) -> Iterator[Left]:
     for why, layers in names.items():
         listed = (*layers[:_LISTED], *(["..."] if len(layers) > _LISTED else []))
         reason = f"products stay native: {why}; a rule with a `matmul` of its own changes that"
-        yield Left(modules=listed, count=len(layers), reason=reason)
-
-
-def _row(
-    kind: str,
-    count: int,
-    values: tuple[float | None, ...],
-    format: str,
-    bits: float | None,
-    note: str,
-) -> ReportRow:
-    before, after = values
-    return ReportRow(
-        kind=kind, count=count, before=before, after=after, format=format, bits=bits, note=note
-    )
+        yield Unsupported(modules=listed, count=len(layers), reason=reason)

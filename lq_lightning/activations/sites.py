@@ -18,33 +18,12 @@ from torch import nn
 
 from lq_lightning.codecs import CodecSpec
 
-from .attached import Attached
-from .binding import bind_forward, unbind_forward
-from .norm import NormLayer
+from .binding import Attached, bind_forward, unbind_forward
+from .functions import NormLayer
 from .policy import Matmul, SiteKind, fit_codec
 from .proof import Proof
 
-__all__ = [
-    "DIMS",
-    "ActivationSite",
-    "DropoutSite",
-    "FunctionSite",
-    "HookSite",
-    "LinearSite",
-    "MLPSite",
-    "MultiheadSite",
-    "NormSite",
-    "Site",
-    "install_site",
-    "is_checkpointed",
-    "policy_kind",
-    "quantizes",
-    "remove_site",
-    "site_of",
-    "sites_of",
-]
-
-DIMS = (2, 3, 4, 5)  # numbers of dimensions of what sites take that stand for code of others
+DIMS = (2, 3, 4, 5)  # numbers of dimensions for which recognition proves a site
 _SITE = "_lq_site"
 _FUNCTION = "_lq_function"
 _MAX_WATCHED = 4
@@ -52,18 +31,18 @@ _MAX_WATCHED = 4
 
 @dataclass(kw_only=True, slots=True)
 class Site(Attached):
-    """A module and what it keeps.
+    """A module and how it keeps its activations.
 
     Attributes:
-        name: of the module in the model.
-        codec: of what it keeps, before it is fitted to a row; None if it keeps no code of its own.
-            May be exchanged between steps.
-        formats: of codes by the length of a row.
+        name: name of the module in the model.
+        codec: codec before it is fitted to a row; None for no code of its own. May be exchanged
+            between steps.
+        formats: formats of codes by codec and length of a row.
         previous: the forward that the instance had of its own, to be put back.
-        enabled: whether it does anything; if not, the module computes as without it.
-        removed: whether it never will again, but something may still call its forward.
+        enabled: False lets the module compute as without the site.
+        removed: True once it is disabled for good, while something may still call its forward.
         proof: why it computes what the module does; None if it runs the module's own forward.
-        doubted: whether it was said that the proof does not hold any more.
+        doubted: whether a warning said that the proof no longer holds.
     """
 
     name: str
@@ -98,8 +77,8 @@ class NormSite(Site):
     """A normalization layer.
 
     Attributes:
-        layer: what it computes.
-        size: of a row.
+        layer: its arithmetic.
+        size: values in a row.
         weight: name of its weight, None if it has none.
         bias: name of its bias, None if it has none.
         amax: whether FP8 products follow.
@@ -122,7 +101,7 @@ class ActivationSite(Site):
 
 @dataclass(kw_only=True, slots=True)
 class FunctionSite(ActivationSite):
-    """A module with an activation function as an attribute that is no module.
+    """A module with an activation function as an attribute that is not a module.
 
     Attributes:
         attribute: its name; ``previous`` is its value.
@@ -137,10 +116,10 @@ class MLPSite(Site):
 
     Attributes:
         activation: name of the function.
-        gate: name of the submodule whose output the function takes.
-        up: name of the submodule that makes the other factor, None if there is none; if it is
-            ``gate``, that one makes both, as halves of its last dimension, the gate first.
-        down: name of the output projection.
+        gate: submodule whose output the function takes.
+        up: submodule that makes the other factor, None if there is none; if it is ``gate``, that
+            one makes both, as halves of its last dimension, the gate first.
+        down: output projection.
         amax: whether FP8 products follow.
     """
 
@@ -156,9 +135,9 @@ class LinearSite(Site):
     """A linear layer.
 
     Attributes:
-        transposed: its weight is ``[K, O]`` (``Conv1D`` of GPT-2).
+        transposed: whether its weight is ``[K, O]`` (``Conv1D`` of GPT-2).
         matmul: precision of its products.
-        native: why they are not in FP8 where the policy says so; empty if they are.
+        native: why they are not in FP8 though the policy asks for it; empty if they are.
     """
 
     transposed: bool
@@ -168,19 +147,19 @@ class LinearSite(Site):
 
 @dataclass(kw_only=True, slots=True)
 class DropoutSite(Site):
-    """Dropout; behind it a tensor has no source, and nobody else keeps it."""
+    """Dropout; its output has no source, and nobody else saves it."""
 
 
 @dataclass(slots=True)
 class Regions:
-    """What is known of the operators of a checkpointed layer.
+    """Operators of a checkpointed layer, as far as they were watched.
 
     Attributes:
-        continuous: for each forward whose operators were looked at, how many nodes it has; one with
-            another number has other operators.
+        continuous: number of graph nodes of each watched forward; a forward with another number
+            has other operators.
         exact: why the input is kept exactly from now on; empty if it is not.
-        watch: whether to look at the next forward.
-        watched: forwards that were looked at.
+        watch: whether to watch the next forward.
+        watched: number of watched forwards.
     """
 
     continuous: set[int] = field(default_factory=set)
@@ -188,15 +167,12 @@ class Regions:
     watch: bool = True
     watched: int = 0
 
-    def note(self, nodes: int, found: str) -> str:
-        """Take in what was seen of a forward.
+    def note(self, nodes: int, found: str = "") -> str:
+        """Take in a watched forward; return why the input is kept exactly from now on, or "".
 
         Args:
-            nodes: how many it has.
-            found: an operator that is not known to be continuous, empty if there is none.
-
-        Returns:
-            Why the input is kept exactly from now on; empty if it is not.
+            nodes: number of its graph nodes.
+            found: first operator that is not known to be continuous.
         """
         self.watched += 1
         self.continuous.add(nodes)
@@ -207,7 +183,7 @@ class Regions:
         return self.exact
 
     def takes_codes(self, nodes: int) -> bool:
-        """Return whether a forward of so many nodes was found continuous; else look at the next."""
+        """Return whether a forward of so many nodes was found continuous; else watch the next."""
         is_known = nodes in self.continuous and not self.exact
         self.watch = not is_known
         return is_known
@@ -218,10 +194,10 @@ class HookSite(Site):
     """A module whose saved tensors are packed by hooks.
 
     Attributes:
-        kind: ``"attention"``, which never has a codec: what it saves is shielded from the hooks of
-            modules around it; ``"checkpoint"``: its inputs, while it is checkpointed; ``"other"``:
-            all that bears it.
-        regions: of a checkpointed layer.
+        kind: ``"attention"``, never with a codec: shields what it saves from the hooks of modules
+            around it; ``"checkpoint"``: its inputs, while it is checkpointed; ``"other"``: every
+            saved tensor that bears rounding.
+        regions: operators of a checkpointed layer.
     """
 
     kind: Literal["attention", "checkpoint", "other"]
@@ -230,7 +206,7 @@ class HookSite(Site):
 
 @dataclass(kw_only=True, slots=True)
 class MultiheadSite(HookSite):
-    """``nn.MultiheadAttention``, whose projection of queries, keys and values is no module.
+    """``nn.MultiheadAttention``, whose query, key and value projection is not a module.
 
     Attributes:
         matmul: precision of the products of that projection.
@@ -254,7 +230,7 @@ def sites_of(module: nn.Module) -> list[Site]:
 
 
 def policy_kind(site: Site) -> SiteKind | None:
-    """Return the field of a policy that a site's codec comes from, None if it never has one."""
+    """Return the policy field that a site's codec comes from, None if it never has one."""
     if isinstance(site, HookSite):
         return None if site.kind == "attention" else site.kind
     if isinstance(site, NormSite):
@@ -275,16 +251,10 @@ def quantizes(site: Site) -> bool:
 
 
 def install_site(module: nn.Module, site: Site, forward: Callable[..., Any]) -> None:
-    """Give a module a site.
+    """Give a module a site; raise ``RuntimeError`` if it has one already.
 
-    Args:
-        module: The module.
-        site: The site.
-        forward: For a ``FunctionSite``: takes the site and the function's argument. Else: takes the
-            module and its arguments, and finds the site by ``module._lq_site``.
-
-    Raises:
-        RuntimeError: It has one already.
+    ``forward`` takes the module and its arguments, and finds the site by ``module._lq_site``; for a
+    ``FunctionSite``, the site and the function's argument.
     """
     key = _FUNCTION if isinstance(site, FunctionSite) else _SITE
     earlier: Site | None = module.__dict__.get(key)
@@ -299,7 +269,7 @@ def install_site(module: nn.Module, site: Site, forward: Callable[..., Any]) -> 
         site.previous = module.__dict__[site.attribute]
         module.__dict__[site.attribute] = partial(forward, site)
     elif earlier is not None and type(earlier) is type(site):
-        site.previous = earlier.previous  # its forward, inside of another, finds the new site
+        site.previous = earlier.previous  # its wrapped forward finds the new site
     else:
         own = module.__dict__.get("forward")
         site.previous = own if earlier is None else earlier.previous
@@ -307,17 +277,19 @@ def install_site(module: nn.Module, site: Site, forward: Callable[..., Any]) -> 
 
 
 def remove_site(module: nn.Module, site: Site) -> None:
-    """Take a site from a module, whose forward is put back; does nothing if it is another's.
+    """Take a site from a module and restore its forward; does nothing if the site is not its own.
 
-    What was put around the site's forward since, as ``module.forward =
-    torch.compile(module.forward)`` does, stays and finds the original behind it.
+    Wrappers that were put around the site's forward since, as ``module.forward =
+    torch.compile(module.forward)`` does, stay and find the original behind it.
     """
     key = _FUNCTION if isinstance(site, FunctionSite) else _SITE
     if module.__dict__.get(key) is not site or site.removed:
         return
     if isinstance(site, FunctionSite):
         present = module.__dict__.get(site.attribute)
-        if isinstance(present, partial) and present.args[:1] == (site,):  # else set since
+        if isinstance(present, partial) and present.args[:1] == (
+            site,
+        ):  # otherwise it was set since
             module.__dict__[site.attribute] = site.previous
     elif not isinstance(module.__dict__.get("forward"), types.MethodType):
         site.enabled, site.removed = False, True

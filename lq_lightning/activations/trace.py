@@ -1,12 +1,17 @@
-"""Run the code of a module on stand-ins, and record operator by operator what it computes.
+"""Run a module's code on stand-ins, and record what it computes and reads.
 
-Nothing runs that is not known beforehand: an unknown operator, a change of anything, a question
-about values or about the number of rows ends the run before it happens. So the code cannot branch
-on what a run does not show, and leaves no trace in the model or in the process.
+Operators are recorded one by one. Nothing runs that is not known beforehand: an unknown operator, a
+change of anything, a question about values or about the number of rows ends the run before it
+happens. So the code cannot branch on what a run does not show, and leaves no trace in the model or
+in the process.
+
+A stand-in has parameters of its own. It notes each attribute that is read, so that a match holds
+for all modules of the class with the same values, and as long as they stay.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 import sys
@@ -22,42 +27,43 @@ from typing_extensions import Self
 
 from lq_lightning._compat.modes import OperatorMode
 
-from .algebra import Formula, UnknownFormula, atom, number
-from .operators import OPERATORS
-
-__all__ = ["NotKnown", "Trace", "called_by_torch", "random_values", "untouched_generators"]
+from .algebra import OPERATORS, Formula, UnknownFormula, atom, number
+from .proof import Inherited, Path, Read, Reads, is_constant, is_function_without_state, is_settings
 
 _ATTRIBUTES = {"dtype", "ndim"}
 _PARTS = {"slice", "split", "split_with_sizes"}
 _QUESTIONS = {"dim", "ndimension", "is_floating_point", "is_tensor"}
 _FORBIDDEN = {"detach", "detach_", "__set__", "__delete__", "register_hook", "requires_grad_"}
+_CALLS = {"_call_impl", "_slow_forward", "_wrapped_call_impl"}
+_MACHINERY = (frozenset(vars(nn.Module())) | _CALLS) - {"training"}
+_STATE = "_lq_probe"
 
 
 class NotKnown(BaseException):
-    """The code does something that is not known. No ``Exception``, so that it does not catch it."""
+    """The code does something unknown. Not an ``Exception``, so that the code does not catch it."""
 
 
 def random_values(*shape: int) -> Tensor:
-    """Return random fp32 values on the CPU, the same for a shape; global generators rest."""
+    """Return random fp32 values on the CPU, the same for a shape, by a generator of their own."""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
 def called_by_torch(frame: types.FrameType | None) -> bool:
-    """Return whether code of torch has called what runs in a frame."""
+    """Return whether code of torch called the code of a frame."""
     caller = None if frame is None else frame.f_back
     name = "" if caller is None else caller.f_globals.get("__name__", "")
     return name.startswith("torch.")
 
 
 class _Rows(tuple):  # type: ignore[type-arg]
-    """The rows of a shape, to which code may add a last dimension; it learns their number only."""
+    """The rows of a shape, to which code may add a last dimension; it learns only their number."""
 
     trace: Trace
 
     @classmethod
     def of(cls, shape: tuple[int, ...], trace: Trace) -> Self:
-        """Return a shape that a trace keeps to itself."""
+        """Return a shape whose sizes a trace does not tell."""
         made = cls(shape)
         made.trace = trace
         return made
@@ -69,7 +75,7 @@ class _Rows(tuple):  # type: ignore[type-arg]
         self.trace.refuse("asks for the size of its input")
 
     def __getitem__(self, index: Any) -> Any:
-        torchs = called_by_torch(inspect.currentframe())  # which views by it, and tells no more
+        torchs = called_by_torch(inspect.currentframe())  # torch uses it for views only
         return tuple.__getitem__(self, index) if torchs else self._refuse()
 
     __iter__ = __eq__ = __ne__ = __radd__ = __contains__ = _refuse
@@ -90,7 +96,7 @@ class _Shape(_Rows):
 
 
 class _Questions(TorchFunctionMode):
-    """Answers what code asks of tensors, if the answer is the same for all that it may get."""
+    """Answers what code asks of tensors, if the answer is the same for every input."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -178,10 +184,10 @@ class Trace:
     """One run.
 
     Args:
-        dtype: Dtype of the input.
-        norms: Functions of torch whose calls are recorded.
-        knows_width: The input always has the last dimension that it has in this run.
-        autocast: Run under autocast to bf16.
+        dtype: dtype of the input.
+        norms: functions of torch whose calls are recorded.
+        knows_width: whether every input has the last dimension of this run's input.
+        autocast: run under autocast to bf16.
 
     Attributes:
         functional: whether one of ``norms`` was called.
@@ -211,17 +217,13 @@ class Trace:
         self._steps = 0
 
     def refuse(self, reason: str) -> None:
-        """End the run, for good if the code catches what is raised.
-
-        Raises:
-            NotKnown: Always.
-        """
+        """End the run with ``NotKnown``, for good even if the code catches it."""
         self._refused = self._refused or reason
         raise NotKnown(self._refused)
 
     @staticmethod
     def _place(x: Tensor) -> tuple[Any, ...]:
-        """What tells a value from all others: no memory is reused in a run."""
+        """Key that tells a value from all others: no memory is reused in a run."""
         return x.data_ptr(), x.shape, x.stride(), x.dtype
 
     def add(self, x: Tensor, formula: Formula) -> None:
@@ -247,13 +249,7 @@ class Trace:
                 self._unused.discard(found[1])
 
     def note(self, result: Any, formulas: Any, *, inner: bool) -> None:
-        """Record the result of an operator.
-
-        Args:
-            result: Its result.
-            formulas: Formulas of the result.
-            inner: Whether autograd ran it, not the code.
-        """
+        """Record the result of an operator; ``inner`` if autograd ran it, not the code."""
         several = isinstance(result, (tuple, list))
         results, formulas = (result, formulas) if several else ([result], [formulas])
         if inner:
@@ -291,30 +287,28 @@ class Trace:
         self.consume((argument,), {})
         shape = (*argument.shape[:-1], width or argument.shape[-1])
         values = random_values(*shape).to(argument.dtype).requires_grad_()
-        result = values.clone()  # which may be changed in place
+        result = values.clone()  # a copy, which may be changed in place
         self.calls[name] = (argument, values, result)
         self.note(result, formula, inner=False)
         self.paused = False
         return result
 
     def run(self, function: Callable[[Tensor], Any], x: Tensor) -> tuple[Tensor, Formula]:
-        """Run the code on an input.
+        """Run the code on an input; return its output and the formula of that.
 
         Args:
-            function: The code.
-            x: Its input; other tensors that it may use were given to ``add``.
-
-        Returns:
-            Its output and the formula of that.
+            function: the code.
+            x: its input; other tensors that it may use were given to ``add``.
 
         Raises:
-            NotKnown: It does something that is not known.
+            NotKnown: it does something unknown.
         """
         self.add(x, atom("input"))
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16) if self.autocast else nullcontext()
         try:
-            with self._surroundings():
+            with autocast, _Operators(self), _Questions(self):
                 y = function(x)
-        except Exception as error:  # whatever code of others does with an input of ours
+        except Exception as error:  # anything that unknown code does with our input
             raise NotKnown(f"{type(error).__name__}: {error}") from None
         if self._refused or not isinstance(y, Tensor):
             raise NotKnown(self._refused or "returns no tensor")
@@ -323,20 +317,10 @@ class Trace:
             raise NotKnown("computes more than its output, or that from elsewhere")
         return y, self._formulas[self._place(y)][0]
 
-    @contextmanager
-    def _surroundings(self) -> Iterator[None]:
-        autocast = torch.autocast("cpu", dtype=torch.bfloat16) if self.autocast else nullcontext()
-        with autocast, _Operators(self), _Questions(self):
-            yield
-
 
 @contextmanager
 def untouched_generators() -> Iterator[None]:
-    """Put the states of global random generators back.
-
-    Raises:
-        NotKnown: Random numbers were drawn inside of the ``with`` block.
-    """
+    """Restore global random generators; raise ``NotKnown`` if numbers were drawn meanwhile."""
     numpy = sys.modules.get("numpy.random")
     before = random.getstate(), torch.get_rng_state()
     others = None if numpy is None else numpy.get_state()
@@ -354,3 +338,156 @@ def untouched_generators() -> Iterator[None]:
             numpy.set_state(others)
     if drawn:
         raise NotKnown("draws random numbers")
+
+
+class _Settings:
+    """Settings that cannot be changed, and give nothing that could."""
+
+    def __init__(self, value: Any, refuse: Callable[[str], Any]) -> None:
+        object.__setattr__(self, "held", (value, refuse))
+
+    def __getattribute__(self, name: str) -> Any:
+        value, refuse = object.__getattribute__(self, "held")
+        found = getattr(value, name)
+        if is_constant(found):
+            return found
+        return _Settings(found, refuse) if is_settings(found) else refuse(f"reads `{name}`")
+
+    def _refuse(self, *_: Any) -> Any:
+        return object.__getattribute__(self, "held")[1]("uses settings in another way")
+
+    __setattr__ = __delattr__ = __bool__ = __eq__ = __hash__ = _refuse
+
+
+class _Probed:
+    """Base class of stand-ins, before the module's own class."""
+
+    def __init_subclass__(cls) -> None:
+        """Do not call the module's class."""
+
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__(self, "__dict__")
+        probe: Probe = own[_STATE]
+        if name in _MACHINERY or name == "__dict__":
+            if not called_by_torch(inspect.currentframe()):
+                probe.trace.refuse(f"reads `{name}`")
+        elif not name.startswith("__"):
+            return probe.read(self, own, name)
+        return object.__getattribute__(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        probe: Probe = object.__getattribute__(self, "__dict__")[_STATE]
+        probe.trace.refuse(f"sets `{name}`")
+
+    __delattr__ = __setattr__  # type: ignore[assignment]
+
+
+class _Projecting:
+    """Base class of stand-ins for projections, whose code does not run."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = object.__getattribute__(self, "__dict__")
+        probe: Probe = own[_STATE]
+        arguments = (*args, *kwargs.values())
+        if len(arguments) != 1:
+            probe.trace.refuse("calls a projection with several arguments")
+        return probe.trace.call(own["_lq_name"], arguments[0], own["_lq_width"])
+
+
+@functools.lru_cache(maxsize=256)
+def _probed(cls: Any, *before: type) -> type:
+    try:
+        return types.new_class(cls.__name__, (*before, _Probed, cls))
+    except TypeError as error:  # a class that cannot be subclassed
+        raise NotKnown(str(error)) from None
+
+
+class Probe:
+    """A stand-in for a module and its submodules.
+
+    Args:
+        module: the module.
+        parameters: parameters of the stand-in, by name; submodules have none.
+        widths: output widths of its projections, by name; None means the width of its input.
+
+    Attributes:
+        trace: trace of the current run.
+        parameters: parameters of the stand-in, by name; may be replaced between runs.
+        reads: attributes that its code has read in all runs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: dict[str, Any] | None = None,
+        widths: dict[str, int | None] | None = None,
+    ) -> None:
+        self.trace: Trace
+        self.reads: Reads = {}
+        self.parameters = {} if parameters is None else parameters
+        self._widths = widths or {}
+        self._paths: dict[int, tuple[Path, nn.Module]] = {}
+        self._probes: list[Any] = []
+        self._function = type(module).forward
+        if not is_function_without_state(self._function):
+            raise NotKnown("a forward with a closure")
+        self._top = self._made(module, ())
+
+    def _made(self, module: nn.Module, path: Path) -> Any:
+        projects = len(path) == 1 and path[0] in self._widths
+        kind: Any = type(module)
+        cls = _probed(kind, *([_Projecting] if projects else []))
+        made: Any = object.__new__(cls)
+        own = vars(nn.Module()) if projects else {**vars(module), **vars(nn.Module())}
+        for name in ("forward", "_lq_site", "_lq_function"):
+            own.pop(name, None)
+        own["_parameters"] = {} if path else self.parameters
+        if projects:
+            own |= {"_lq_name": path[0], "_lq_width": self._widths[path[0]]}
+        else:
+            children = vars(module)["_modules"].items()
+            own["_modules"] = {
+                name: None if child is None else self._made(child, (*path, name))
+                for name, child in children
+            }
+        own[_STATE] = self
+        object.__setattr__(made, "__dict__", own)
+        self._paths[id(made)] = (path, module)
+        self._probes.append(made)
+        return made
+
+    def read(self, made: Any, own: dict[str, Any], name: str) -> Any:
+        """Return an attribute of a stand-in as its module would."""
+        path, module = self._paths[id(made)]
+        for key in ("_parameters", "_modules"):
+            if name in own[key]:
+                value = own[key][name]
+                real = vars(module)[key].get(name)
+                self.reads[Read(path, name)] = real
+                return value
+        if name == "training":
+            return own[name]
+        if name in own:
+            value = own[name]
+            self.reads[Read(path, name)] = value
+        else:
+            self.reads[Read(path, name)] = Inherited.of(type(module), name)
+            value = object.__getattribute__(made, name)
+        if isinstance(value, types.MethodType) and any(
+            value.__self__ is each for each in (made, module)
+        ):
+            if not is_function_without_state(value.__func__):
+                self.trace.refuse(f"calls `{name}`, which has a closure")
+            return types.MethodType(value.__func__, made)
+        if is_constant(value):
+            return value
+        if not is_settings(value):
+            self.trace.refuse(f"reads `{name}`")
+        return _Settings(value, self.trace.refuse)
+
+    def run(self, trace: Trace, x: Tensor, *, training: bool) -> tuple[Tensor, Any]:
+        """Run the module's code on an input; see ``Trace.run``."""
+        self.trace = trace
+        for made in self._probes:
+            object.__getattribute__(made, "__dict__")["training"] = training
+        return trace.run(lambda value: self._function(self._top, value), x)

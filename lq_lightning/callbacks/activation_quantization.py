@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import glob
+import math
 import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -11,8 +13,8 @@ from typing import Any, Literal, get_args
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
 from typing_extensions import override
 
 from lq_lightning._compat.float8 import float8_matmul_available
@@ -28,23 +30,138 @@ from lq_lightning.activations import (
     quantize_activations,
 )
 from lq_lightning.activations.accounting import is_measured
+from lq_lightning.activations.adaptation import MAX_ERROR, Adaptation, is_adaptable, widen
 from lq_lightning.activations.calibrate import FULL_PRECISION
-from lq_lightning.activations.meter import CodeMeter
 from lq_lightning.activations.policy import SiteKind, resolve_policy
 from lq_lightning.activations.report import ActivationReport
 from lq_lightning.activations.sites import Site, quantizes, sites_of
+from lq_lightning.activations.sources import CodeMeter
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.partition import kept_stages
 
-from .after_configure_model import AfterConfigureModel
-from .recipe_adaptation import RecipeAdaptation
-from .strategy_check import check_strategy
+from .model_setup import AfterConfigureModel, check_hyperparameters, check_strategy
 from .training_loss import accumulates, check_training_step, count_values, training_loss, untouched
 
-__all__ = ["ActivationQuantization"]
-
-_DEVICES = ("cpu", "cuda")
+# A key of the checkpoint, not a callback's state: for two callbacks with states, Lightning's own
+# message would come before ours.
+_KEY = "activation_quantization"
+# Batches to try: a gradient scaler halves its first scale until nothing overflows, and a step may
+# return no loss.
+_TRIES = 16
 _COMPILED_BEFORE = 16  # variants for evaluation, other shapes, and before the choice
+
+
+class _RecipeAdaptation:
+    """One choice of bits per ``fit``, saved in checkpoints; arguments are those of the callback.
+
+    Raises:
+        ValueError: ``adapt`` is not a bound, True or False, or there is a budget as well.
+    """
+
+    def __init__(self, owner: str, recipe: Any, budget: Any, adapt: bool | float | None) -> None:
+        if adapt is None:
+            adapt = recipe == "auto" and budget is None
+        if adapt is not False and budget is not None:
+            raise ValueError(
+                f"`{owner}(budget={budget!r}, adapt={adapt!r})`: a budget chooses all codes "
+                "itself. Leave out one of both."
+            )
+        is_number = isinstance(adapt, (int, float)) and 0.0 < adapt < math.inf  # also True
+        if adapt is not False and not is_number:
+            raise ValueError(
+                f"`{owner}(adapt={adapt!r})` is not supported: give True, False, or the relative "
+                "error that all gradients together may have, such as 0.08."
+            )
+        self._owner = f"{owner}({recipe!r})" if isinstance(recipe, str) else owner
+        self._max_error = MAX_ERROR if adapt is True else float(adapt)
+        self._origin = {"recipe": str(recipe), "max_error": self._max_error}
+        self._measuring: Adaptation | None = None
+        self._tries = 0
+        self._bits: dict[str, int] | None = None
+        self._batch, self._fit = (
+            ExitStack(),
+            ExitStack(),
+        )  # contexts of the measured batch, and of the fit
+
+    def stop(self) -> None:
+        """Stop measuring; the choice stays, for checkpoints."""
+        self._batch.close()
+        self._fit.close()
+        if self._measuring is not None:
+            self._measuring.stop()
+            self._measuring = None
+
+    def reset(self) -> None:
+        """Forget the choice."""
+        self.stop()
+        self._bits, self._tries = None, 0
+
+    def state(self) -> dict[str, Any]:
+        """Return the choice and its origin, for checkpoints; empty before the choice."""
+        return {} if self._bits is None else {_KEY: {**self._origin, "bits": self._bits}}
+
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take the choice of a checkpoint, if it is of the same recipe and bound."""
+        state = checkpoint.get(_KEY, {})
+        if {key: state.get(key) for key in self._origin} == self._origin:
+            self._bits = dict(state["bits"])
+
+    def widen(self, handle: QuantizedActivations) -> None:
+        """Apply the choice, if there is one, to sites with other codes than it was made for."""
+        widen(handle.sites, self._bits or {})
+
+    def prepare(self, handle: QuantizedActivations, strategy: Strategy) -> None:
+        """Apply the choice of a checkpoint, or get ready to measure a batch.
+
+        With a pipeline nothing is measured: no rank has all sites.
+        """
+        if not self._max_error or not any(map(is_adaptable, handle.sites)):
+            return
+        if self._bits is not None:
+            self.widen(handle)
+            self._allow_variants()
+            self._tell(f"more bits at {len(self._bits)} sites, as the checkpoint says.")
+        elif getattr(strategy, "pipeline", None) is not None:
+            self._tell(
+                "The stages of a pipeline are not measured. The recipe stays as it is, whatever "
+                "the errors of its codes."
+            )
+        else:
+            self._measuring = Adaptation(max_error=self._max_error, model_sites=handle.sites)
+
+    def start(self) -> None:
+        """Measure the batch that starts now, unless there is a choice."""
+        if self._measuring is not None:
+            # compiled code does not show what it encodes
+            self._batch.enter_context(torch.compiler.set_stance("force_eager"))
+            self._measuring.start()
+
+    def finish(self) -> None:
+        """Choose, after the backward pass of a measured batch; collective.
+
+        Where nothing could be measured, as when gradients overflow, the next batch is tried.
+        """
+        if self._measuring is not None:
+            adaptation, self._measuring = self._measuring, None
+            adaptation.finish()
+            self._batch.close()
+            self._tries += 1
+            if adaptation.reason and self._tries < _TRIES:
+                again = Adaptation(max_error=self._max_error, model_sites=adaptation.model_sites)
+                self._measuring = again
+                return
+            self._bits = adaptation.bits
+            self._allow_variants()
+            self._tell(adaptation.summary())
+
+    def _allow_variants(self) -> None:
+        """Let compiled code differ between blocks that shared it."""
+        if self._bits:
+            limit = recompile_limit(at_least=_COMPILED_BEFORE + len(self._bits))
+            self._fit.enter_context(limit)
+
+    def _tell(self, text: str) -> None:
+        rank_zero_info(f"{self._owner}: {text}")
 
 
 class ActivationQuantization(Callback):
@@ -67,12 +184,12 @@ class ActivationQuantization(Callback):
             does.
         budget: Memory per device to fit into: ``"60GiB"``, a number as ``MemoryBudget`` takes it,
             or a ``MemoryBudget``. At the first training batch of each fit the model is measured on
-            that batch (``plan_activations``), all ranks together, and for each tensor it is chosen
-            whether it is kept, recomputed, or a code of 4 to 8 bits. ``recipe``, a name, says only
-            how matrix products are computed then. Batches with more tokens than the first need
+            that batch (``plan_activations``), all ranks together, and each tensor is kept,
+            recomputed, or becomes a code of 4 to 8 bits. ``recipe``, a name, then only says
+            how matrix products are computed. Batches with more tokens than the first need
             more memory, with a warning.
-        adapt: Largest relative error of all gradients that integer codes may cause; sites get more
-            bits after the first batch where it is more. True is 0.08. By default True with
+        adapt: Bound on the relative error of all gradients from integer codes; sites get more
+            bits after the first batch where it is exceeded. True is 0.08. By default True with
             ``"auto"``, else False.
 
     Raises:
@@ -82,7 +199,7 @@ class ActivationQuantization(Callback):
             manual optimization, ``training_step(self, dataloader_iter)``, or tensor-parallel
             weights.
         RuntimeError: Before training starts: the model is quantized already, or a precision plugin
-            replaced the modules. At the first batch: the budget cannot be met, with what would do.
+            replaced the modules. At the first batch: the budget cannot be met; says what would do.
     """
 
     def __init__(
@@ -105,12 +222,12 @@ class ActivationQuantization(Callback):
                 budget = MemoryBudget(budget)
             self._policy = replace(FULL_PRECISION, matmul=self._policy.matmul)
         self._budget = budget
-        self._adaptation = RecipeAdaptation(type(self).__name__, recipe, budget, adapt)
+        self._adaptation = _RecipeAdaptation(type(self).__name__, recipe, budget, adapt)
         self._bits: tuple[int, int] | None = None
         self._plan: ActivationPlan | None = None
-        self._planned_values = 0  # of the batch that the plan was made on
+        self._planned_values = 0  # in the planned batch
         self._limit = ExitStack()
-        self._native: tuple[ActivationRule, ...] = ()  # for what is tensor-parallel
+        self._native: tuple[ActivationRule, ...] = ()  # for tensor-parallel modules
         self._handle: QuantizedActivations | None = None
         self._configure: AfterConfigureModel | None = None
         self._report: ActivationReport | None = None
@@ -118,12 +235,12 @@ class ActivationQuantization(Callback):
 
     @property
     def handle(self) -> QuantizedActivations | None:
-        """What ``quantize_activations`` returned for the model; ``None`` outside of ``fit``."""
+        """Result of ``quantize_activations`` for the model; ``None`` outside of ``fit``."""
         return self._handle
 
     @property
     def plan(self) -> ActivationPlan | None:
-        """The choice for ``budget``; ``None`` without one, before the first batch, and after."""
+        """Choice for ``budget``; ``None`` without one, before the first batch and after ``fit``."""
         return self._plan
 
     def compensate(self, at_most: int, bits: int) -> None:
@@ -133,7 +250,7 @@ class ActivationQuantization(Callback):
 
         Args:
             at_most: Codes of so many bits or fewer are changed.
-            bits: What they get.
+            bits: Their new width.
 
         Raises:
             ValueError: There is a budget, which chooses widths itself, or a code is no integer.
@@ -151,12 +268,7 @@ class ActivationQuantization(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check the run, and wait for the model to be complete.
-
-        Raises:
-            ValueError: Strategy, device or precision are not supported, or there are two of these.
-                With a budget: ``training_step`` cannot be run for its loss alone.
-        """
+        """Check the run, and wait for the model to be complete."""
         self._remove()
         if stage == "fit":
             self._adaptation.reset()
@@ -167,11 +279,7 @@ class ActivationQuantization(Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say what is quantized.
-
-        Raises:
-            RuntimeError: The strategy or its precision plugin replaced modules.
-        """
+        """Report what is quantized; refuse a precision plugin that replaced modules."""
         if self._handle is None:
             raise AssertionError("Lightning calls `configure_model` before")
         if in_stages := kept_stages(pl_module) is not None:
@@ -194,40 +302,31 @@ class ActivationQuantization(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep to the choice of a checkpoint, or prepare to measure the first batch."""
         if self._handle is not None:
             self._adaptation.prepare(self._handle, trainer.strategy)
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
-        """Choose codes after the first batch; with manual optimization, which may go on, later."""
-        if pl_module.automatic_optimization:
+        if pl_module.automatic_optimization:  # manual steps may continue with backward passes
             self._adaptation.finish()
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
-        """Choose codes after the first batch, if no optimizer stepped in it."""
         self._adaptation.finish()
 
     @override
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: Any) -> None:
-        """Save the choice of the first batch."""
         checkpoint.update(self._adaptation.state())
 
     @override
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: Any) -> None:
-        """Go on with the choice of the saved run, if its recipe was the same."""
         self._adaptation.load(checkpoint)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """At the first batch: measure it, or with a budget choose how activations are kept.
-
-        Raises:
-            RuntimeError: The budget cannot be met.
-        """
+        """Measure the first batch, or with a budget choose how activations are kept."""
         self._adaptation.start()
         if self._budget is None:
             return
@@ -242,7 +341,7 @@ class ActivationQuantization(Callback):
                 "memory. Let the largest batch be the first, or cut batches to one size.",
                 stacklevel=1,
             )
-            self._planned_values = 0  # once
+            self._planned_values = 0  # warn once
 
     def _choose(
         self,
@@ -265,28 +364,24 @@ class ActivationQuantization(Callback):
                 matmul=self._policy.matmul,
             )
         self._handle.apply(self._plan.policy)
-        units = len(self._plan.calibration.units)  # compiled ones may all differ from each other
+        units = len(self._plan.calibration.units)  # compiled units may all differ
         self._limit.enter_context(recompile_limit(at_least=_COMPILED_BEFORE + units))
         self._meter.start()
         rank_zero_info(f"{type(self).__name__}(budget={budget.size!r})\n{self._plan.summary()}")
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give the modules back as they were."""
         self._remove()
 
     @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Give the modules back as they were: ``teardown`` is not called."""
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
         self._remove()
 
     def quantization_report(self) -> QuantizationReport | None:
-        """Bits of what eager code kept as codes, and what rounding lost; None outside of ``fit``.
+        """Return bits and rounding errors of the codes of eager code; None outside of ``fit``.
 
-        ``bytes_saved`` are those of codes, per optimizer step; ``bits_per_saved_value`` includes
-        scales; ``saved_<kind>_error`` is of what the kind of the policy keeps.
+        ``bytes_saved`` counts codes per optimizer step; ``bits_per_saved_value`` includes scales;
+        ``saved_<kind>_error`` is the error of a kind of the policy.
         """
         if self._handle is None:
             return None
@@ -298,7 +393,7 @@ class ActivationQuantization(Callback):
         )
 
     def measure_quantization_errors(self, measure: bool) -> None:
-        """Decode all codes again, of code that is not compiled, or no longer."""
+        """Switch decoding of all codes, to measure errors, on or off."""
         self._meter.measure = measure
 
     def _check(self, trainer: pl.Trainer) -> None:
@@ -314,15 +409,9 @@ class ActivationQuantization(Callback):
                 f"`{name}(budget={self._budget.size!r})` measures whole models, not the stages of "
                 "a pipeline: remove the budget, and let `StageBitCompensation` choose bits."
             )
-        device = strategy.root_device
-        if device.type not in _DEVICES:
-            raise ValueError(
-                f"`{name}` does not work on the device '{device}': choose the accelerator 'cuda' "
-                "or 'cpu'."
-            )
         rules = (rule.matmul for rule in self._policy.rules)
         fast = {self._policy.matmul, *rules} - {"native", None}
-        if fast and (reason := float8_matmul_available(device)) is not None:
+        if fast and (reason := float8_matmul_available(strategy.root_device)) is not None:
             raise ValueError(
                 f"`{name}(recipe={self._recipe!r})`: {reason} `recipe='agoq'` does without."
             )
@@ -347,14 +436,14 @@ class ActivationQuantization(Callback):
                 f"with tensor-parallel weights, such as `{parallel[0]}`: use a recipe or policy "
                 "alone."
             )
-        with torch.random.fork_rng([]):  # modules are tried out on random numbers
+        with torch.random.fork_rng([]):  # recognition draws random numbers
             self._handle = quantize_activations(module, self._compensated())
-        _check_hyperparameters(module)
+        check_hyperparameters(module, sites_of)
         if not any(map(quantizes if self._budget is None else is_measured, self._handle.sites)):
             raise ValueError(
                 f"`{type(self).__name__}(recipe={self._recipe!r})` finds nothing to quantize in "
                 f"`{type(module).__name__}`: no normalization layer, activation function or MLP "
-                "that it knows and that no rule excepts. Remove the callback, or give an "
+                "that it knows and no rule excludes. Remove the callback, or give an "
                 "`ActivationPolicy(linear='int8')`, which encodes the inputs of linear layers."
             )
         self._report = self._handle.report()  # before the strategy shards modules
@@ -378,22 +467,10 @@ class ActivationQuantization(Callback):
 
 
 def _owners(parameters: list[str]) -> list[str]:
-    """Patterns of the modules that own parameters, and of what those are part of directly."""
+    """Patterns of the modules that own parameters, and of their parents."""
     owners = [name.rpartition(".")[0] for name in parameters]
     parents = [name.rpartition(".")[0] for name in owners]
     return [glob.escape(name) for name in dict.fromkeys((*owners, *parents)) if name]
-
-
-def _check_hyperparameters(module: pl.LightningModule) -> None:
-    """Refuse modules among what every checkpoint holds pickled."""
-    for name, value in module.hparams.items():
-        if isinstance(value, nn.Module) and any(sites_of(part) for part in value.modules()):
-            raise ValueError(
-                f"`{type(module).__name__}.hparams` holds the module `{name}`, which cannot be "
-                "pickled into a checkpoint while its saved activations are quantized. Call "
-                f"`self.save_hyperparameters(ignore=[{name!r}])`: its weights are in the state "
-                "dict anyway."
-            )
 
 
 def _more(names: list[str]) -> str:

@@ -1,12 +1,14 @@
-"""``Trainer(callbacks=[AdaptiveBits(...)])``: bit widths of activations that are trained."""
+"""``Trainer(callbacks=[AdaptiveBits(...)])``: trained bit widths of hidden states."""
 
 from __future__ import annotations
 
+import importlib.util
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -14,15 +16,114 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, GateOptimizer, attach
+from lq_lightning.adaptive.config import TOLERANCE
+from lq_lightning.foundation.checks import is_whole
 from lq_lightning.pipeline.boundary_widths import BoundaryWidths
 
-from . import adaptive_checks
-from .adaptive_pipeline import PipelineGates
-from .after_configure_model import AfterConfigureModel
-from .bits_picture import show_bits
-from .gate_placement import GatePlacement, Removable, measured_bits, place_in_model
+from .gate_placement import GatePlacement, PipelineGates, Removable, measured_bits, place_in_model
+from .model_setup import AfterConfigureModel, check_hyperparameters, check_strategy
 
-__all__ = ["AdaptiveBits"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+_MOST_CURVES = 12
+_PERCENTILES = (5, 25, 50, 75, 95)
+
+
+def _check_count(callback: Callback, field: str, value: object, least: int) -> None:
+    if not is_whole(value) or value < least:
+        raise ValueError(
+            f"`{type(callback).__name__}({field}={value!r})` must be a whole number of {least} or "
+            "more."
+        )
+
+
+def _check_run(callback: Callback, trainer: pl.Trainer, sites: Sequence[str]) -> None:
+    name, strategy = type(callback).__name__, trainer.strategy
+    cls = next(c for c in type(callback).__mro__ if c.__module__.startswith("lq_lightning."))
+    if sum(isinstance(c, cls) for c in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"there are two `{cls.__name__}` in the Trainer, but all sites share one mean: give "
+            "one the sites of both."
+        )
+    check_strategy(name, strategy)
+    if getattr(strategy, "pipeline", None) is not None and list(sites) != ["boundaries"]:
+        raise ValueError(
+            f"`{name}(sites={list(sites)})`: in a pipeline, bits are those of what crosses the "
+            "boundaries of stages. Leave `sites` as it is, or use another strategy."
+        )
+    if getattr(strategy, "nodes_train_alone", False):
+        raise ValueError(
+            f"`{name}` averages the gradients of its gates over all ranks in every step, but with "
+            "`local_steps` nodes take steps, or skip them, alone: leave one of them out."
+        )
+    if trainer.precision == "64-true":
+        raise ValueError(
+            f"`{name}` does not encode fp64, which precision='64-true' computes in: use "
+            "'32-true', 'bf16-true', 'bf16-mixed' or '16-mixed'."
+        )
+
+
+def _check_optimizers(callback: Callback, trainer: pl.Trainer) -> None:
+    if len(trainer.optimizers) != 1:
+        raise ValueError(
+            f"`{type(callback).__name__}` steps its gates when the optimizer of the model does, "
+            f"but `configure_optimizers` returns {len(trainer.optimizers)}: use one optimizer, "
+            "with parameter groups if parts need other options."
+        )
+
+
+def _warn_if_missed(callback: Callback, optimizer: GateOptimizer) -> None:
+    config = optimizer.config
+    if optimizer.mean > config.target + TOLERANCE:
+        remedy = (
+            f"Raise `beta`, which is {config.beta:g}, or `learning_rate`, train on, or give "
+            "`reach_in_steps`."
+        )
+        if config.reach_in_steps is not None:
+            remedy = f"Train on, or give fewer `reach_in_steps`, which are {config.reach_in_steps}."
+        rank_zero_warn(
+            f"{type(callback).__name__}: the mean is {optimizer.mean:.2f} bits after "
+            f"{optimizer.steps} steps and has not reached the target of {config.target:g}. {remedy}"
+        )
+
+
+def _show_bits(trainer: pl.Trainer, bits: Mapping[str, Tensor], max_bits: float) -> None:
+    if not trainer.is_global_zero or not bits:
+        return
+    step = trainer.global_step
+    for logger in trainer.loggers:
+        add_figure: Any = getattr(getattr(logger, "experiment", None), "add_figure", None)
+        if add_figure is not None and importlib.util.find_spec("matplotlib") is not None:
+            add_figure("adaptive_bits/histogram", _draw_bits(bits, max_bits), global_step=step)
+        else:
+            values = torch.cat([each.double() for each in bits.values()])
+            shares = torch.tensor(_PERCENTILES).double() / 100
+            found = zip(_PERCENTILES, values.quantile(shares).tolist(), strict=True)
+            logger.log_metrics({f"adaptive_bits/p{share:02d}": bit for share, bit in found}, step)
+
+
+def _draw_bits(bits: Mapping[str, Tensor], max_bits: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    names = list(bits)
+    if len(names) > _MOST_CURVES:  # as many as are distinguishable, evenly spread
+        last = len(names) - 1
+        names = [names[round(i * last / (_MOST_CURVES - 1))] for i in range(_MOST_CURVES)]
+    for name in names:
+        values = bits[name].double()
+        counts = torch.histc(values, bins=int(4 * max_bits), min=0.0, max=max_bits)
+        edges = torch.linspace(0.0, max_bits, counts.numel() + 1)
+        shares = 100.0 * counts / values.numel()
+        label = f"{name} (mean {values.mean():.2f})"
+        axes.stairs(shares.numpy(), edges.numpy(), label=label)
+    axes.set_xlabel("bits")
+    axes.set_ylabel("channels, %")
+    axes.legend(fontsize="small")
+    return figure
 
 
 class AdaptiveBits(Callback):
@@ -89,7 +190,7 @@ class AdaptiveBits(Callback):
             reach_in_steps=reach_in_steps,
             **{name: value for name, value in ends.items() if value is not None},
         )
-        adaptive_checks.check_count(self, "histogram_every_n_steps", histogram_every_n_steps, 0)
+        _check_count(self, "histogram_every_n_steps", histogram_every_n_steps, 0)
         self._sites = [sites] if isinstance(sites, str) else list(sites)
         self._histogram_every_n_steps = histogram_every_n_steps
         self._model: weakref.ref[nn.Module] | None = None
@@ -101,26 +202,26 @@ class AdaptiveBits(Callback):
         self._reset_steps()
 
     def _reset_steps(self) -> None:
-        self._taken: tuple[Tensor, float] | None = None  # of a step that has not been made yet
+        self._taken: tuple[Tensor, float] | None = None  # gradients and scale, until the step
         self._steps = 0
         self._logged = 0
         self._warned = False
 
     @property
     def gates(self) -> Mapping[str, BitGate]:
-        """By site; empty before the first ``fit``. With a pipeline, those of this rank."""
+        """Gates by site; empty before the first ``fit``. With a pipeline, those of this rank."""
         return {} if self._optimizer is None else self._optimizer.gates
 
     @property
     def optimizer(self) -> GateOptimizer | None:
-        """What trains the gates and knows their mean; None before the first ``fit``."""
+        """Optimizer of the gates, with their mean; None before the first ``fit``."""
         return self._optimizer
 
     def attach(self, module: nn.Module) -> Removable:
         """Quantize a model in the trained widths, outside of ``fit``.
 
         Args:
-            module: With the modules of the model that was trained.
+            module: A model with the modules of the trained one.
 
         Returns:
             A handle whose ``remove()`` undoes it.
@@ -137,19 +238,13 @@ class AdaptiveBits(Callback):
             )
         return attach(module, self._optimizer.gates)
 
-    # --- a run --------------------------------------------------------------------------------
-
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check the run, and wait for the model to be complete.
-
-        Raises:
-            ValueError: Strategy, device or precision are not supported, or there are two of these.
-        """
+        """Check the run, and wait for the model to be complete."""
         self._remove()
         self._restored = None
         if stage == "fit":
-            adaptive_checks.check_run(self, trainer, self._sites)
+            _check_run(self, trainer, self._sites)
             if getattr(trainer.strategy, "pipeline", None) is None:
                 self._configure = AfterConfigureModel(
                     pl_module, lambda module: self._place(trainer, module)
@@ -160,20 +255,23 @@ class AdaptiveBits(Callback):
         before, state = self._trained_on(module), self._restored
         if state is None and before is not None:
             state = before.state_dict()
-            state["gates"] = boundaries.gather(state["gates"])  # after an error each has its own
+            state["gates"] = boundaries.gather(
+                state["gates"]
+            )  # after an error each rank has only its own
         pipeline = PipelineGates(self.config, boundaries, state)
         self._optimizer, self._placement = pipeline.optimizer, pipeline.placement
         self._model = weakref.ref(module)
 
     def _trained_on(self, module: nn.Module) -> GateOptimizer | None:
-        """What was trained in another fit of the same model."""
+        """The optimizer of another fit of the same model."""
         known = self._model() if self._model is not None else None
         return self._optimizer if known is module else None
 
     def _place(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         before = self._trained_on(module)
         self._placement = place_in_model(trainer, module, self._sites, self._make_gate)
-        adaptive_checks.check_hyperparameters(module, self._placement.gates)
+        owners = {module.get_submodule(s.rpartition(":")[0]) for s in self._placement.gates}
+        check_hyperparameters(module, owners.__contains__)
         self._optimizer = GateOptimizer(
             self._placement.gates,
             self.config,
@@ -186,18 +284,12 @@ class AdaptiveBits(Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse optimizers that do not step together.
-
-        Raises:
-            ValueError: There is none, or more than one.
-        """
-        adaptive_checks.check_optimizers(self, trainer)
+        _check_optimizers(self, trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Follow the steps of the model's optimizer."""
         self._reset_steps()
-        # A hook of torch: a step that a loss scaler or the strategy leaves out does not call it.
+        # A hook of torch: steps skipped by a loss scaler or the strategy do not call it.
         self._step_hooks = [trainer.optimizers[0].register_step_post_hook(self._after_step)]
         self._count(True)
         names = self.gates if self._placement is None else self._placement.sites
@@ -210,19 +302,13 @@ class AdaptiveBits(Callback):
         )
 
     @override
-    def on_before_zero_grad(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Drop what did not lead to a step, as the optimizer does."""
+    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
         if self._placement is not None and not self._placement.backward_in_step:
             for gate in self.gates.values():
                 gate.clear()
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Keep the gradients, and by how much they are scaled, until the step is made."""
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         self._taken = self._take(), scale
@@ -236,7 +322,7 @@ class AdaptiveBits(Callback):
         return self._require().take(placement.device)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The model's optimizer has stepped."""
+        """Step the gates after the model's optimizer has stepped."""
         overflow: Tensor | None = getattr(optimizer, "found_inf", None)  # fused ones skip inside
         taken, scale = self._taken or (self._take(), 1.0)
         self._taken = None
@@ -256,10 +342,7 @@ class AdaptiveBits(Callback):
             )
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, idx: int
-    ) -> None:
-        """Log after every step of the gates."""
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
         if self._steps == self._logged:
             return
         self._logged = self._steps
@@ -269,48 +352,40 @@ class AdaptiveBits(Callback):
             bits = {site: gate.bits() for site, gate in self.gates.items()}
             if self._placement is not None:
                 bits = self._placement.join(bits)
-            show_bits(trainer, bits, self.config.max_bits)
+            _show_bits(trainer, bits, self.config.max_bits)
 
     def metrics(self) -> dict[str, float]:
         """Return what is logged after each step.
 
         ``adaptive_bits/mean``: bits over all gated values. ``adaptive_bits/effective``: bits per
-        value on the wire, with scales, minima and a width table per step, lines of more than 8
-        bits counted as 16. ``adaptive_bits/SITE``: mean bits of a site.
-        ``adaptive_bits/skipped_lines``: gradients that were not finite, in all, if any. The ranks
-        of a pipeline call it together.
+        value on the wire, with scales, minima and a width table per step, lines of more than 8 bits
+        counted as 16. ``adaptive_bits/SITE``: mean bits of a site. ``adaptive_bits/skipped_lines``:
+        number of gradients so far that were not finite, if any. The ranks of a pipeline call it
+        together.
         """
         found = measured_bits(self._require(), self._placement)
         return {f"adaptive_bits/{name}": value for name, value in found.items()}
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say so if the target was not reached."""
         if self._steps and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            adaptive_checks.warn_if_missed(self, self._require())
+            _warn_if_missed(self, self._require())
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count no gradients that an evaluation takes."""
-        self._count(False)
+        self._count(False)  # evaluation may take gradients
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count gradients again."""
         self._count(True)
 
     def _count(self, counts: bool) -> None:
         for gate in self.gates.values():
             gate.counts = counts
 
-    # --- saving, undoing ----------------------------------------------------------------------
-
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Gates, Adam's moments, and whether the target was reached.
-
-        The ranks of a pipeline call it together.
-        """
+        """Gates, Adam's moments, and whether the target was reached; collective in a pipeline."""
         if self._optimizer is None:
             return {}
         state = self._optimizer.state_dict()
@@ -329,20 +404,16 @@ class AdaptiveBits(Callback):
         if self._placement is not None:
             self._require().load_state_dict(state_dict)
         elif self._optimizer is not None and state_dict["gates"]:
-            self._load(state_dict)  # `attach` and the next fit use what was loaded last
+            self._load(state_dict)  # used by `attach` and the next fit
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give the model back as it was."""
         if self._placement is not None:
             self._optimizer = self._placement.finish(self._require())
         self._remove()
 
     @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Give the model back as it was: ``teardown`` is not called."""
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
         self._remove()
 
     def _remove(self) -> None:

@@ -16,8 +16,6 @@ from typing_extensions import override
 from lq_lightning.foundation.checks import is_whole
 from lq_lightning.foundation.reporting import QuantizationReport, ReportsQuantization
 
-__all__ = ["QuantizationMonitor", "RelativeError"]
-
 
 class RelativeError(Metric):
     """Relative L2 error over ranks and updates: ``sqrt(sum(|a - b|^2) / sum(|b|^2))``.
@@ -50,8 +48,8 @@ class RelativeError(Metric):
 class QuantizationMonitor(Callback):
     """Log what the strategy, its precision plugin and other callbacks report under ``quant/``.
 
-    Anything with the two methods of ``ReportsQuantization`` takes part. From ``quantized_fsdp``
-    come, per rank and optimizer step, averaged over ranks and the steps since the last time:
+    Anything with the two methods of ``ReportsQuantization`` takes part. ``quantized_fsdp`` reports,
+    per rank and optimizer step, averaged over ranks and the steps since the last entry:
     ``quant/bytes_{weights,gradients}_{intra,inter}`` (bytes sent within the node and to other
     nodes), ``quant/compression`` (bytes of plain FSDP2 over bytes sent), ``quant/bits_per_weight``
     and ``quant/bits_per_gradient`` (on the wire, scales included). Logged as totals:
@@ -88,11 +86,7 @@ class QuantizationMonitor(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse a run in which nothing reports.
-
-        Raises:
-            ValueError: Neither the strategy nor a plugin or callback reports.
-        """
+        """Refuse a run in which nothing reports."""
         if not _reporters(trainer):
             raise ValueError(
                 "`QuantizationMonitor` logs what quantized parts of a run report, but neither the "
@@ -102,11 +96,7 @@ class QuantizationMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start counting from here.
-
-        Raises:
-            ValueError: Two reports have a name in common.
-        """
+        """Start counting; refuse two reports of one name."""
         reporters = _reporters(trainer)
         self._before = [reporter.quantization_report() for reporter in reporters]
         self._logged_step = trainer.global_step
@@ -128,25 +118,14 @@ class QuantizationMonitor(Callback):
             )
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Measure errors on the step that will be logged."""
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
         if self._measure_errors:
             is_due = self._is_due(trainer, trainer.global_step + 1)
             for reporter in _reporters(trainer):
                 reporter.measure_quantization_errors(is_due)
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Log after every ``every_n_steps``-th optimizer step."""
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
         step = trainer.global_step
         if step == self._logged_step or not self._is_due(trainer, step):
             return
@@ -171,7 +150,7 @@ class QuantizationMonitor(Callback):
         steps: int,
         device: torch.device,
     ) -> dict[str, float]:
-        """Means over ranks of what one part reports; all ranks must call this."""
+        """Means over ranks of what one part reports; collective."""
         updates: dict[str, tuple[type[Metric], tuple[float, ...]]] = {}
         for name, count in report.counts.items():
             updates[name] = (MeanMetric, ((count - before.counts.get(name, 0.0)) / steps,))

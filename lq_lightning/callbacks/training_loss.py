@@ -1,4 +1,4 @@
-"""Run a LightningModule's ``training_step`` for its loss alone, and leave no trace in the run."""
+"""Run a LightningModule's ``training_step`` for its loss alone, without side effects on the run."""
 
 from __future__ import annotations
 
@@ -17,23 +17,13 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-__all__ = ["accumulates", "check_training_step", "count_values", "training_loss", "untouched"]
-
 _SILENCED = ("log", "log_dict", "print")
 _CONTAINERS = (list, dict, set, deque)
 _VALUES = (bool, int, float, str, type(None))
 
 
 def check_training_step(owner: str, module: pl.LightningModule) -> None:
-    """Raise unless ``training_step`` can be run for its loss alone.
-
-    Args:
-        owner: What needs that, for the message.
-        module: The model.
-
-    Raises:
-        ValueError: Manual optimization, or ``training_step(self, dataloader_iter)``.
-    """
+    """Raise ``ValueError`` unless ``training_step`` can be run for its loss alone."""
     if not module.automatic_optimization:
         raise ValueError(
             f"`{owner}` runs `training_step` for its loss alone, but with manual optimization that "
@@ -62,20 +52,18 @@ def training_loss(
 ) -> Callable[[], Tensor]:
     """Return a function that runs one forward pass as the strategy does and returns the loss.
 
-    Args:
-        trainer: In a fit, with its model set up.
-        module: Its model.
-        batch: On the device; each run gets a copy, which it may change.
-        batch_idx: Number of the batch.
+    ``batch`` is on the device; each run gets a copy, which it may change.
     """
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
     def run() -> Tensor:
         copied = apply_to_collection(batch, Tensor, lambda t: t.clone(), allow_frozen=True)
         arguments = (copied, batch_idx) if takes_index else (copied,)
-        if isinstance(trainer.strategy, ModelParallelStrategy):  # FSDP2's root is to be called
+        if isinstance(
+            trainer.strategy, ModelParallelStrategy
+        ):  # FSDP2's root module must be called
             return _loss_of(trainer.strategy.training_step(*arguments))
-        # DDP's wrapper takes no forward without a backward: only the module inside
+        # DDP's wrapper expects a backward after each forward, so only the inner module is called
         with trainer.precision_plugin.train_step_context():
             return _loss_of(module.training_step(*arguments))
 
@@ -83,7 +71,7 @@ def training_loss(
 
 
 def accumulates(trainer: pl.Trainer) -> bool:
-    """Whether gradients of other batches are there during a step, in this epoch or a later one."""
+    """Return whether gradients of other batches exist during a step, now or in a later epoch."""
     schedulers = [
         callback
         for callback in trainer.callbacks  # type: ignore[attr-defined]
@@ -108,7 +96,7 @@ def count_values(batch: Any) -> int:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of what would leave a trace."""
+    """Replaces what would have side effects."""
 
 
 def _copied(value: Any) -> Any:
@@ -119,7 +107,7 @@ def _copied(value: Any) -> Any:
 
 @contextmanager
 def _attributes(module: nn.Module, names: list[str]) -> Iterator[None]:
-    """Put attributes back; containers stay the same objects."""
+    """Restore attributes; containers stay the same objects."""
     attributes = module.__dict__
     before = {name: (attributes[name], _copied(attributes[name])) for name in names}
     try:
@@ -138,7 +126,7 @@ def _attributes(module: nn.Module, names: list[str]) -> Iterator[None]:
 
 
 def _state(module: nn.Module) -> list[str]:
-    """Attributes that hold what a step counts or collects; not those that Lightning sets."""
+    """Attributes that a step may count or collect in; not those that Lightning sets."""
     if isinstance(module, Metric):
         return [n for n in vars(module) if n not in vars(nn.Module())]
     own = vars(pl.LightningModule())
@@ -147,15 +135,11 @@ def _state(module: nn.Module) -> list[str]:
 
 @contextmanager
 def untouched(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
-    """Let nothing that ``training_step`` logs, counts, collects or draws reach the run.
+    """Hide from the run what ``training_step`` logs, counts, collects or draws.
 
     ``log``, ``log_dict``, ``print`` and the loggers do nothing inside. Afterwards metrics, the
     numbers and containers that are attributes of the model, and random numbers (also of Python and
     NumPy; those of GPUs are left to the caller) are as before.
-
-    Args:
-        trainer: In a fit.
-        module: Its model.
     """
     loggers, silenced = trainer.loggers, {n: vars(module).get(n) for n in _SILENCED}
     states = {m: _state(m) for m in module.modules() if m is module or isinstance(m, Metric)}

@@ -13,11 +13,7 @@ import torch
 from lq_testing.small_block import EXACT, WIDTH, Block, Quantize
 from torch import Tensor, nn
 
-from lq_lightning.activations import (
-    ActivationPolicy,
-    QuantizedActivations,
-    quantize_activations,
-)
+from lq_lightning.activations import ActivationPolicy, QuantizedActivations, quantize_activations
 
 _PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "activation_models.py"
 

@@ -20,7 +20,7 @@ from lq_lightning.activations import (
     calibrate_activations,
     quantize_activations,
 )
-from lq_lightning.activations.backward import run_backward
+from lq_lightning.activations.gradient_errors import run_backward
 
 
 def build(dtype: torch.dtype = torch.float32, **options: float) -> tuple[SmallLlama, Callable]:
@@ -86,9 +86,7 @@ def test_errors_are_those_of_a_model_with_that_code(
         assert measured[gradient] == pytest.approx(error, rel=1e-3)
 
 
-def test_errors_of_the_input_reach_the_weights_before_it(
-    calibrated: ActivationCalibration,
-) -> None:
+def test_errors_of_the_input_reach_the_weights_before_it(calibrated: ActivationCalibration) -> None:
     model, run = build()
     exact = gradients(model, run)["blocks.1.mlp.gate_proj.weight"]
     rule = ActivationRule(module="blocks.1.mlp", codec="int4")

@@ -57,7 +57,9 @@ def _step(
     loss.backward()
     if handle is not None:
         # timm's, the one convolution there is
-        assert not handle.left or [part.modules for part in handle.left] == [("PatchEmbed",)]
+        assert not handle.unsupported or [part.modules for part in handle.unsupported] == [
+            ("PatchEmbed",)
+        ]
         handle.remove()
     gradients = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
     return saved.nbytes, torch.cat(gradients)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from lq_testing.small_block import Conv1D
 from lq_testing.small_llama import SmallLlama, tokens
 from torch import Tensor, nn
 
@@ -53,18 +54,6 @@ def test_blocks_but_not_what_is_outside() -> None:
         other = ActivationRule(module="blocks.0.*", kind=kind, matmul="native")  # type: ignore[arg-type]
         left = native(model, ActivationPolicy(matmul="float8", rules=(other,)))
         assert {name.split(".")[1] for name in left if name != "head"} == native_too
-
-
-class Conv1D(nn.Module):
-    """As GPT-2's: the weight is ``[K, O]``."""
-
-    def __init__(self, nx: int, nf: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
 
 
 def test_heads_and_odd_shapes_of_a_model_without_blocks() -> None:

@@ -6,30 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from lq_testing.small_block import Conv1D
 from lq_testing.small_llama import SmallLlama, tokens
 from torch import Tensor, nn
 
 from lq_lightning.activations import (
     ActivationPolicy,
     ActivationRule,
-    float8_linear,
+    functions,
     quantize_activations,
 )
 from lq_lightning.activations.policy import Matmul
 
 COAT = {"norm": "fp8_e4m3", "activation": "fp8_e4m3"}
-
-
-class Conv1D(nn.Module):
-    """As GPT-2's: the weight is ``[K, O]``."""
-
-    def __init__(self, nx: int, nf: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
 
 
 def trained(layer: nn.Module, x: Tensor, dy: Tensor, matmul: Matmul) -> tuple[Tensor, ...]:
@@ -86,7 +75,7 @@ def test_layers_share_an_input_and_a_compiled_block_is_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[tuple[Any, ...]] = []
-    original = float8_linear.int8_quantize
+    original = functions.int8_quantize
 
     def counted(x: Tensor, *options: Any) -> Any:
         made.append((tuple(x.shape), *options))
@@ -98,7 +87,7 @@ def test_layers_share_an_input_and_a_compiled_block_is_the_same(
     model.zero_grad(set_to_none=True)
     handle = quantize_activations(model, ActivationPolicy(**COAT, matmul="int8_forward"))
     with monkeypatch.context() as context:
-        context.setattr(float8_linear, "int8_quantize", counted)
+        context.setattr(functions, "int8_quantize", counted)
         model(text)
     # queries, keys and values read one input, gate and up another
     inputs = [call for call in made if call[-1]]

@@ -12,6 +12,7 @@ from lq_testing.small_block import (
     MLP,
     WIDTH,
     Block,
+    Conv1D,
     Quantize,
     assert_close,
     gradients,
@@ -19,23 +20,8 @@ from lq_testing.small_block import (
 )
 from torch import Tensor, nn
 
-from lq_lightning.activations import (
-    ActivationPolicy,
-)
-from lq_lightning.activations.meter import CodeMeter
-
-
-class Conv1D(nn.Module):
-    """GPT-2's linear layer: the weight lies transposed in memory."""
-
-    def __init__(self, inner: int, outer: int) -> None:
-        super().__init__()
-        self.nf = outer
-        self.weight = nn.Parameter(torch.randn(inner, outer) / 8)
-        self.bias = nn.Parameter(torch.zeros(outer))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
+from lq_lightning.activations import ActivationPolicy
+from lq_lightning.activations.sources import CodeMeter
 
 
 @pytest.mark.parametrize(("recipe", "bound"), [(EXACT, 0.01), ("coat", 0.1), ("fp8-4bit", 0.2)])
@@ -126,29 +112,6 @@ def test_dropout_of_a_model_in_evaluation_mode_is_seen(
     handle = quantize(nn.Sequential(mlp()).eval())
     assert [type(site).__name__ for site in handle.sites].count("MLPSite") == found
     assert not handle.model.training
-
-
-class Dropping(MLP):
-    """An MLP with dropout, as a module or as a function, which rests in evaluation."""
-
-    def __init__(self, module: bool) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout() if module else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return F.dropout(y, 0.5, self.training) if self.dropout is None else self.dropout(y)
-
-
-@pytest.mark.parametrize("module", [True, False])
-def test_dropout_survives_installation_in_evaluation(
-    x: Tensor, quantize: Quantize, module: bool
-) -> None:
-    """Models come from Hugging Face in that mode."""
-    model = Dropping(module).eval()
-    quantize(model)
-    zeros = float((model.train()(x) == 0).double().mean())
-    assert 0.4 < zeros < 0.6
 
 
 class Caller(nn.Module):

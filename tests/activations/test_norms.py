@@ -8,10 +8,10 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from lq_lightning.activations import ActivationPolicy, quantize_activations
-from lq_lightning.activations.meter import CodeMeter
-from lq_lightning.activations.norm import output_dtype
-from lq_lightning.activations.recognize import recognize_norm
+from lq_lightning.activations.functions import output_dtype
+from lq_lightning.activations.recognize import Recognizer
 from lq_lightning.activations.sites import NormSite, site_of
+from lq_lightning.activations.sources import CodeMeter
 
 WIDTH = 64
 
@@ -67,8 +67,8 @@ def test_an_eps_that_depends_on_the_dtype_is_not_taken_for_torchs() -> None:
             eps = torch.finfo(x.dtype).eps
             return nn.functional.rms_norm(x, self.normalized_shape, self.weight, eps)
 
-    assert recognize_norm(nn.RMSNorm(WIDTH)) is not None
-    assert recognize_norm(RMSNorm(WIDTH)) is None
+    assert Recognizer().norm(nn.RMSNorm(WIDTH)) is not None
+    assert Recognizer().norm(RMSNorm(WIDTH)) is None
 
 
 class HandMade(nn.Module):
@@ -92,9 +92,8 @@ class HandMadeNorm(HandMade):
 def test_dtype_under_autocast_of_a_gpu(autocast: bool) -> None:
     """Functions of torch return fp32 there, so does a norm that keeps codes."""
     before = torch.is_autocast_enabled("cuda")
-    layer, other = recognize_norm(nn.LayerNorm(WIDTH)), recognize_norm(HandMadeNorm())
-    assert layer is not None
-    assert other is not None
+    matches = map(Recognizer().norm, (nn.LayerNorm(WIDTH), HandMadeNorm()))
+    layer, other = (match.found[0] for match in matches)
     with FakeTensorMode(), torch.no_grad():
         x = torch.empty(4, WIDTH, device="cuda", dtype=torch.bfloat16)
         weight = torch.empty(WIDTH, device="cuda", dtype=torch.bfloat16)

@@ -86,12 +86,6 @@ def test_adapters_with_dropout_are_counted() -> None:
     assert 0 < row.after < row.before
 
 
-def test_what_is_left_is_named() -> None:
-    net = nn.Sequential(nn.GroupNorm(2, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    report = quantize_activations(net, ActivationPolicy(other=None)).report()
-    assert "1 x GroupNorm: not recognized, and `other` is None: left as they are" in str(report)
-
-
 def test_layers_that_could_be_checkpointed_are_shown_once_they_are() -> None:
     class GradientCheckpointingLayer(nn.Sequential):
         gradient_checkpointing = False

@@ -6,19 +6,10 @@ import warnings
 
 import pytest
 from lq_testing.small_block import Block, Quantize
-from torch import Tensor, nn
+from torch import nn
 
 from lq_lightning.activations import ActivationPolicy, ActivationRule, quantize_activations
 from lq_lightning.codecs import CodecSpec
-
-
-def test_rule_leaves_a_module_as_it_is(block: Block, x: Tensor, quantize: Quantize) -> None:
-    handle = quantize(block, ActivationPolicy(rules=(ActivationRule(module="*"),)))
-    with handle.measure(original=True) as before:
-        kept = [block(x)]
-    with handle.measure() as after:
-        kept.append(block(x))
-    assert after.storages == before.storages
 
 
 @pytest.mark.parametrize("recipe", ["agoq", ActivationPolicy(rules=(ActivationRule(module="*"),))])
@@ -105,6 +96,12 @@ def test_recipes_name_what_is_wrong() -> None:
     ):
         with pytest.raises(ValueError, match="norm=CodecSpec.*nearest, with a scale per group"):
             ActivationPolicy(norm=spec)
+    for wrong in (
+        lambda: ActivationPolicy(attention="int8"),
+        lambda: ActivationRule(module="*", kind="attention", codec="int8"),
+    ):
+        with pytest.raises(ValueError, match=r"attention.* has no code.*recompute=True"):
+            wrong()
     with pytest.raises(ValueError, match="norm=4.*give the name of a codec"):
         ActivationPolicy(norm=4)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="kind='norms'.*'norm'"):

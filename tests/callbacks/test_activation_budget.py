@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lq_testing import run_ranks
-from lq_testing.lightning_models import Losses, quiet, trainer
+from lq_testing.lightning_models import Losses, trainer
 from lq_testing.small_llama import VOCAB, SmallLlama
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -142,6 +141,8 @@ def test_chooses_before_the_first_step_and_in_every_fit(
     coded = {name for name, codec in watch.codecs.items() if codec is not None}
     assert coded == set(watch.plan.allocation.codecs)
     assert len(coded) > 1
+    assert "x int" in watch.plan.summary()
+    assert "recomputed modules: 0." in watch.plan.summary()
     quantization = next(c for c in run.callbacks if isinstance(c, ActivationQuantization))
     assert quantization.plan is None
     assert not [s for m in module.modules() for s in sites_of(m)]
@@ -246,35 +247,3 @@ def test_refusals(tmp_path: Path) -> None:
         fit(kind=Lossless)
     with pytest.raises(RuntimeError, match="the least that would do"):
         _fit(tmp_path, "1MiB")
-
-
-BUDGET = """
-trainer:
-  callbacks:
-    - class_path: lq_lightning.ActivationQuantization
-      init_args:
-        recipe: fp8-4bit
-        budget: {size: 60GiB, time_weight: 0.5}
-"""
-
-
-def test_command_line_and_yaml(tmp_path: Path) -> None:
-    quiet()
-    defaults = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
-    name = "--trainer.callbacks=lq_lightning.ActivationQuantization"
-
-    def callback(*arguments: str) -> Any:
-        cli = LightningCLI(
-            Counting, run=False, args=[*defaults, *arguments], save_config_callback=None
-        )
-        found = [c for c in cli.trainer.callbacks if isinstance(c, ActivationQuantization)]
-        return found[0]
-
-    for text, size in (("60GiB", "60GiB"), ("0.9", 0.9), ("1000000", 1000000)):
-        found = callback(name, f"--trainer.callbacks.budget={text}")._budget
-        assert found == MemoryBudget(size)
-    (tmp_path / "a.yaml").write_text(BUDGET)
-    found = callback(f"--config={tmp_path}/a.yaml")
-    assert found._budget == MemoryBudget("60GiB", time_weight=0.5)
-    assert found._policy.matmul == "float8"
-    assert callback(name)._budget is None

@@ -12,16 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
-from lq_testing.activation_models import (
-    INT8,
-    Inside,
-    Module,
-    backward,
-    close,
-    codes,
-    fit,
-    snapshot,
-)
+from lq_testing.activation_models import INT8, Inside, Module, backward, close, codes, fit, snapshot
 from lq_testing.lightning_models import Losses, loader, trainer
 from lq_testing.models import WIDTH
 from torch import Tensor, nn
@@ -33,7 +24,7 @@ from lq_lightning import (
     QuantizedFSDPStrategy,
     QuantizedPrecision,
 )
-from lq_lightning.callbacks.after_configure_model import AfterConfigureModel
+from lq_lightning.callbacks.model_setup import AfterConfigureModel
 
 # --- one device ---------------------------------------------------------------------------------
 

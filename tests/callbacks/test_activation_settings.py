@@ -9,17 +9,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import (
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    SingleDeviceStrategy,
-)
-from lq_testing.activation_models import (
-    INT8,
-    Module,
-    fit,
-    snapshot,
-)
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lq_testing.activation_models import INT8, Module, fit, snapshot
 from lq_testing.lightning_models import TinyModule, quiet
 from lq_testing.models import WIDTH
 from torch import nn
@@ -30,6 +21,7 @@ from lq_lightning import (
     ActivationRule,
     quantize_activations,
 )
+from lq_lightning.activations import MemoryBudget
 from lq_lightning.callbacks import activation_quantization
 
 
@@ -90,11 +82,6 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run = SimpleNamespace(callbacks=[quantization], strategy=strategy, precision="32-true")
         quantization.setup(run, Module(), "fit")  # type: ignore[arg-type]
 
-    for strategy in (FSDPStrategy(), object.__new__(DeepSpeedStrategy)):
-        with pytest.raises(ValueError, match=f"does not work with `{type(strategy).__name__}`"):
-            start(ActivationQuantization(), strategy)
-    with pytest.raises(ValueError, match="device 'mps'"):
-        start(ActivationQuantization(), SingleDeviceStrategy("mps"))
     old = "float8_matmul_available", lambda device: "This GPU is too old."
     monkeypatch.setattr(activation_quantization, *old)
     mixed = ActivationPolicy(rules=[ActivationRule(module="*", codec="int8", matmul="float8")])
@@ -107,14 +94,14 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- command line -------------------------------------------------------------------------------
 
 
-def _callback(*arguments: str) -> Any:
+def _callback(*arguments: str) -> ActivationQuantization:
     quiet()
     defaults = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
     cli = LightningCLI(
         TinyModule, run=False, args=[*defaults, *arguments], save_config_callback=None
     )
     found = [c for c in cli.trainer.callbacks if isinstance(c, ActivationQuantization)]
-    return found[0]._policy
+    return found[0]
 
 
 POLICY = """
@@ -132,12 +119,24 @@ trainer:
 """
 
 
-def test_command_line_and_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = "--trainer.callbacks=lq_lightning.ActivationQuantization"
-    assert _callback(name).matmul == "native"
-    assert _callback(name, "--trainer.callbacks.recipe=coat").norm == "int8_hadamard"
+BUDGET = """
+trainer:
+  callbacks:
+    - class_path: lq_lightning.ActivationQuantization
+      init_args:
+        recipe: fp8-4bit
+        budget: {size: 60GiB, time_weight: 0.5}
+"""
+NAME = "--trainer.callbacks=lq_lightning.ActivationQuantization"
+
+
+def test_policies_on_the_command_line_and_in_yaml(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _callback(NAME)._policy.matmul == "native"
+    assert _callback(NAME, "--trainer.callbacks.recipe=coat")._policy.norm == "int8_hadamard"
     (tmp_path / "a.yaml").write_text(POLICY)
-    policy = _callback(f"--config={tmp_path}/a.yaml")
+    policy: Any = _callback(f"--config={tmp_path}/a.yaml")._policy
     assert (policy.norm, policy.matmul) == ("int8", "float8")
     assert policy.activation.group_size == 64
     assert policy.codec("norm", "net.blocks.0.norm") is None
@@ -145,5 +144,16 @@ def test_command_line_and_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert policy.codec("activation", "net.blocks.1.mlp").code == "fp8_e4m3"
     for wrong in ("fp4", "{norms: int8}", "{norm: int99}", "{matmul: fp8}"):
         with pytest.raises((SystemExit, ValueError)) as error:
-            _callback(name, f"--trainer.callbacks.recipe={wrong}")
+            _callback(NAME, f"--trainer.callbacks.recipe={wrong}")
         assert "recipe" in capsys.readouterr().err + str(error.value)
+
+
+def test_budgets_on_the_command_line_and_in_yaml(tmp_path: Path) -> None:
+    for text, size in (("60GiB", "60GiB"), ("0.9", 0.9), ("1000000", 1000000)):
+        found = _callback(NAME, f"--trainer.callbacks.budget={text}")
+        assert found._budget == MemoryBudget(size)
+    (tmp_path / "a.yaml").write_text(BUDGET)
+    found = _callback(f"--config={tmp_path}/a.yaml")
+    assert found._budget == MemoryBudget("60GiB", time_weight=0.5)
+    assert found._policy.matmul == "float8"
+    assert _callback(NAME)._budget is None

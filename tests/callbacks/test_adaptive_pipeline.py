@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, GateOptimizer, adaptive_quantize
-from lq_lightning.callbacks.adaptive_pipeline import PipelineGates
+from lq_lightning.callbacks.gate_placement import PipelineGates
 from lq_lightning.pipeline.boundary import make_boundary_codec
 from lq_lightning.pipeline.mixed import MixedCodec
 

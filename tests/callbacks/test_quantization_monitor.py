@@ -2,48 +2,26 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import Precision
 from lq_testing import run_ranks
-from lq_testing.models import TinyLM, batch
-from torch.utils.data import DataLoader
+from lq_testing.lightning_models import TinyModule, loader, trainer
 
 import lq_lightning
 from lq_lightning.callbacks import QuantizationMonitor, RelativeError
 from lq_lightning.foundation.reporting import QuantizationReport
 
 
-class LM(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = TinyLM()
-
-    def training_step(self, tokens: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.model(tokens)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    def train_dataloader(self) -> DataLoader[torch.Tensor]:
-        return DataLoader([row for step in range(8) for row in batch(step, 0)], batch_size=2)
-
-
-def trainer(tmp_path: Path, monitor: QuantizationMonitor, **kwargs: object) -> pl.Trainer:
-    options: dict[str, object] = {
-        "accelerator": "cpu",
-        "max_steps": 6,
-        "logger": CSVLogger(tmp_path, name="", version=""),
-        "log_every_n_steps": 1,
-        "callbacks": [monitor],
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return pl.Trainer(**(options | kwargs))  # type: ignore[arg-type]
+def fit(root: Path, monitor: QuantizationMonitor, devices: int = 1, **options: Any) -> pl.Trainer:
+    options = {"callbacks": [monitor], "strategy": "auto", "log_every_n_steps": 1} | options
+    logger = CSVLogger(root, name="", version="")
+    run = trainer(options.pop("strategy"), str(root), devices, logger=logger, **options)
+    run.fit(TinyModule(), loader(24 * devices))
+    return run
 
 
 def _monitored(rank: int, world: int, folder: str) -> list[dict[str, float]]:
@@ -51,17 +29,14 @@ def _monitored(rank: int, world: int, folder: str) -> list[dict[str, float]]:
 
     class Spy(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *unused: object) -> None:
-            seen.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+            found = trainer.callback_metrics.items()
+            seen.append({k: float(v) for k, v in found if k.startswith("quant/")})
 
     monitor = QuantizationMonitor(every_n_steps=2)
     strategy = lq_lightning.QuantizedFSDPStrategy(
-        node_size=1,
-        min_quantized_numel=256,
-        weights=lq_lightning.WeightQuantization(group_size=64),
+        node_size=1, min_quantized_numel=256, weights=lq_lightning.WeightQuantization(group_size=64)
     )
-    fit = trainer(Path(folder), monitor, strategy=strategy, devices=world)
-    fit.callbacks.append(Spy())
-    fit.fit(LM())
+    fit(Path(folder), monitor, world, strategy=strategy, callbacks=[monitor, Spy()])
     assert not strategy.communication.measure_errors
     traffic = strategy.communication.traffic()
     last = seen[-1]
@@ -130,9 +105,8 @@ def test_logs_every_part_that_reports(tmp_path: Path, errors: bool) -> None:
     monitor = QuantizationMonitor(every_n_steps=2, measure_errors=errors)
     # a monitor sees what ran before it
     plugins = [ReportingPrecision()]
-    fit = trainer(tmp_path, monitor, devices=1, callbacks=[*parts, monitor], plugins=plugins)
-    fit.fit(LM())
-    values = {k: float(v) for k, v in fit.callback_metrics.items() if k.startswith("quant/")}
+    run = fit(tmp_path, monitor, callbacks=[*parts, monitor], plugins=plugins)
+    values = {k: float(v) for k, v in run.callback_metrics.items() if k.startswith("quant/")}
     assert values.pop("quant/sums") == 7
     assert values == {
         f"quant/{name}_{kind}": value
@@ -146,21 +120,18 @@ def test_logs_every_part_that_reports(tmp_path: Path, errors: bool) -> None:
 
 def test_two_parts_cannot_report_one_name(tmp_path: Path) -> None:
     monitor = QuantizationMonitor()
-    fit = trainer(tmp_path, monitor, devices=1, callbacks=[Reporter(), Reporter(), monitor])
     with pytest.raises(ValueError, match=r"`quant/saved_bytes`.*again"):
-        fit.fit(LM())
+        fit(tmp_path, monitor, callbacks=[Reporter(), Reporter(), monitor])
 
 
 def test_one_rank_has_nothing_to_log(tmp_path: Path) -> None:
-    fit = trainer(tmp_path, QuantizationMonitor(), strategy="quantized_fsdp", devices=1)
-    fit.fit(LM())
-    assert not [name for name in fit.callback_metrics if name.startswith("quant/")]
+    run = fit(tmp_path, QuantizationMonitor(), strategy="quantized_fsdp")
+    assert not [name for name in run.callback_metrics if name.startswith("quant/")]
 
 
 def test_other_strategies_are_refused(tmp_path: Path) -> None:
-    fit = trainer(tmp_path, QuantizationMonitor(), devices=1)
     with pytest.raises(ValueError, match="SingleDeviceStrategy.*quantized_fsdp"):
-        fit.fit(LM())
+        fit(tmp_path, QuantizationMonitor())
 
 
 def test_interval_must_be_positive() -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lq_lightning import ActivationPolicy, ActivationQuantization, QuantizedFSDPStrategy
 from lq_lightning.activations.sites import sites_of
-from lq_lightning.callbacks import recipe_adaptation
+from lq_lightning.callbacks import activation_quantization
 
 
 class Module(pl.LightningModule):
@@ -66,7 +66,7 @@ class Widths(pl.Callback):
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     messages: list[str] = []
-    name = "lq_lightning.callbacks.recipe_adaptation.rank_zero_info"
+    name = "lq_lightning.callbacks.activation_quantization.rank_zero_info"
     monkeypatch.setattr(name, messages.append)
     return messages
 
@@ -183,7 +183,7 @@ def test_a_batch_that_shows_nothing_is_followed_by_another(
     widths, _, _ = fit(tmp_path, Overflows(2))
     assert [bool(changed(w)) for w in widths.batches] == [False, False, False, True]
     assert "not measured" not in "\n".join(said)
-    monkeypatch.setattr(recipe_adaptation, "_TRIES", 2)
+    monkeypatch.setattr(activation_quantization, "_TRIES", 2)
     widths, _, _ = fit(tmp_path, Overflows(2))
     assert not any(map(changed, widths.batches))
     assert "gradients are not finite" in said[-1]

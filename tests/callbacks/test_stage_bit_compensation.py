@@ -70,8 +70,7 @@ def _fit(
     return widths
 
 
-@pytest.mark.parametrize("rank", [0, 2, 3])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("rank", "first"), [(0, True), (2, False), (3, True)])
 def test_bits_of_the_rank(rank: int, first: bool, tmp_path: Path) -> None:
     compensation, quantization = StageBitCompensation(bits=4), ActivationQuantization(FOUR_BITS)
     callbacks = [compensation, quantization] if first else [quantization, compensation]
@@ -128,10 +127,7 @@ def test_what_halves_keep_is_measured_in_the_first_batch(rank: int, tmp_path: Pa
     assert widths.by_batch == [{own}, {own}]
     # The next one knows nothing of it; a number that is given counts at once.
     assert _fit(tmp_path, make(), callbacks).by_batch == [{"int4"}]
-    given = [
-        StageBitCompensation(4, half_size=3.0),
-        ActivationQuantization(FOUR_BITS),
-    ]
+    given = [StageBitCompensation(4, half_size=3.0), ActivationQuantization(FOUR_BITS)]
     assert _fit(tmp_path, make(), given).by_batch == [{own}]
 
 
@@ -157,29 +153,17 @@ def test_with_bits_changes_codes_and_nothing_else() -> None:
     ("callbacks", "message"),
     [
         (lambda: [], "there is none in the Trainer"),
-        (
-            lambda: [ActivationQuantization(ActivationPolicy(norm="fp8_e4m3"))],
-            "norm='fp8_e4m3'.*no integer code",
-        ),
-        (
-            lambda: [
-                ActivationQuantization(
-                    ActivationPolicy(rules=(ActivationRule(module="*", codec="nf4"),))
-                )
-            ],
-            "rules='nf4'",
-        ),
         (lambda: [ActivationQuantization(budget="1GiB")], "budget='1GiB'.*remove"),
-        (
-            lambda: [
-                ActivationQuantization(
-                    ActivationPolicy(norm=None, activation=None, checkpoint=None, other=None)
-                )
-            ],
-            "nothing as codes",
+        *(
+            (lambda options=options: [ActivationQuantization(ActivationPolicy(**options))], message)
+            for options, message in (
+                ({"norm": "fp8_e4m3"}, "norm='fp8_e4m3'.*no integer code"),
+                ({"rules": (ActivationRule(module="*", codec="nf4"),)}, "rules='nf4'"),
+                (dict.fromkeys(("norm", "activation", "checkpoint", "other")), "nothing as codes"),
+            )
         ),
     ],
-    ids=["none", "fp8", "rule", "budget", "no codes"],
+    ids=["none", "budget", "fp8", "rule", "no codes"],
 )
 @pytest.mark.parametrize("first", [True, False])
 def test_refuses_what_has_no_bits(

@@ -40,11 +40,33 @@ class Block(nn.Module):
         return x + self.out(self.second(x))
 
 
+class Conv1D(nn.Module):
+    """As GPT-2's linear layer: the weight is ``[K, O]``, so that ``weight.t()`` is a view."""
+
+    def __init__(self, nx: int, nf: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf) / 8)
+        self.bias = nn.Parameter(torch.randn(nf) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+
+
+def run(
+    model: nn.Module, x: Tensor, *args: Tensor, call: Callable[..., Tensor] | None = None
+) -> tuple[Tensor, SavedTensors]:
+    """All gradients as one vector, of the input first, and what was saved."""
+    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
+    with SavedTensors(model) as saved:
+        output = (model if call is None else call)(x, *args)
+    found = torch.autograd.grad(output.float().square().sum(), leaves)
+    return torch.cat([g.double().flatten() for g in found]), saved
+
+
 def gradients(model: nn.Module, x: Tensor) -> Tensor:
     """All gradients as one vector, of the input first."""
-    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
-    found = torch.autograd.grad(model(x).float().square().sum(), leaves)
-    return torch.cat([g.double().flatten() for g in found])
+    return run(model, x)[0]
 
 
 def assert_close(coded: Tensor, exact: Tensor, bound: float = 0.01) -> None:
@@ -52,8 +74,12 @@ def assert_close(coded: Tensor, exact: Tensor, bound: float = 0.01) -> None:
     assert 0 < error < bound, error
 
 
-def saved_nbytes(model: nn.Module, x: Tensor) -> int:
+def saved_by(model: nn.Module, x: Tensor) -> SavedTensors:
     with SavedTensors(model) as saved:
         output = model(x)
     del output
-    return saved.nbytes
+    return saved
+
+
+def saved_nbytes(model: nn.Module, x: Tensor) -> int:
+    return saved_by(model, x).nbytes
