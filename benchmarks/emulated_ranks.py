@@ -25,10 +25,11 @@ from lq_lightning.data_parallel.layout import (
     MessageLayout,
     Run,
     Segment,
+    full_precision_reason,
+    keep_small_runs_exact,
     merge_over_small_gaps,
     segment_runs,
 )
-from lq_lightning.data_parallel.unit import full_precision_reason, keep_small_runs_exact
 
 Tensors = dict[str, Tensor]
 

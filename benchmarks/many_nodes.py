@@ -42,7 +42,7 @@ from lq_lightning.data_parallel import (
     Topology,
     WeightQuantization,
     quantize_communication,
-    shard_contents,
+    replica,
 )
 
 OPERATORS = ("quantize_out", "dequantize_out", "requantize_out")
@@ -215,7 +215,7 @@ def unit_calls(
     gather: Any = unit.gather
     scatter: Any = unit.scatter
     world, group = communication.topology.world_size, communication.group
-    params = scatter._params()
+    params = scatter.unit.params()
     numel = sum(p.padded_shard_numel for p in params)
     slots, output = torch.empty(world * numel, device=device), torch.empty(numel, device=device)
     gathered = torch.empty(world * numel, device=device)
@@ -253,7 +253,7 @@ def measure(
     try:
         with (
             mock.patch.multiple(functional, **dict.fromkeys(OPERATORS, counter.kernel)),
-            mock.patch.object(shard_contents, "checksums", counter.checksums),
+            mock.patch.object(replica, "checksums", counter.checksums),
         ):
             model, optimizer, communication, setup_ms = build(width, nodes, gpus, variant)
             counts = count_step(model, optimizer, width, counter)

@@ -129,7 +129,7 @@ class GradientQuantization:
             (its second half, an all-gather of gradients, has no place where they stay sharded).
         intra_bits: Bits of one code within a node, 2 to 8 (``"TLq-HS"`` and ``"TLq"`` only).
         inter_bits: Bits of one code between nodes, 2 to 8 (not used by ``"QuanGrad"``).
-        vocabulary_bits: The same for embeddings and heads (see :func:`vocabulary_weights`), which
+        vocabulary_bits: The same for embeddings and heads (see :func:`embedding_params`), which
             few bits cost most (``docs/accuracy.md``): 2 to 8, or ``None`` for ``inter_bits``.
             ``"auto"`` is 6, or ``inter_bits`` if that is more, with ``"TLq-HS"`` and ``"TLq"``, and
             ``None`` with ``"ULq"``, with which a number also holds within nodes (not used by

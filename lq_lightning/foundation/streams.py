@@ -42,7 +42,7 @@ over it, waits for that event first:
 it was allocated on, at once. So a tensor that another stream still uses is either held until its
 own stream has waited for that use (:class:`SecondStage`), or the allocator is told of the use
 (:func:`record_use`) before the last reference goes. Gradients that wait for others of their stack
-are in memory of the computing stream, which is told where they are read (``ReductionStack``). The
+are in memory of the computing stream, which is told where they are read (``GradientBucket``). The
 replica lives as long as its unit; where it is replaced, the replacing stream has waited for all
 writes to it, and its use is recorded. Memory that units share comes from the stream of the first
 one that is gathered; streams of others wait for that point (``ReplicaMemory``), before which the
@@ -50,7 +50,7 @@ same memory may have been in other use.
 
 *Order of collectives.* Collectives of one process group run in the order of the host's calls,
 whatever streams they are issued on. Whether one is issued may depend only on what all ranks know
-alike: the program's course, and what they have agreed on (``data_parallel/outside_writes.py``),
+alike: the program's course, and what they have agreed on (``data_parallel/replica.py``),
 never on what one rank sees in its own shards.
 
 *Errors.* The host may raise between two of these steps. What was being written is then marked as

@@ -270,7 +270,7 @@ class NodesStrategy(FullyShardedStrategy):
         if communication is not None:
             communication.join()  # exchanges within nodes still read the weights
         with explain_lost_rank(self.global_rank, self.world_size):
-            self._outer.bring_together()
+            self._outer.outer_step()
         if communication is not None:
             communication.invalidate()  # written by no optimizer step that differences could follow
 

@@ -76,7 +76,7 @@ def _exchanges(
         torch.testing.assert_close(sums[1].item(), squares.item(), rtol=1e-3, atol=0)
     assert communication.traffic().exchanges == 3
     assert communication.check_replicas(on_drift="raise") == []
-    assert communication.outside_writes == {}
+    assert communication.external_weight_updates == {}
 
 
 EXCHANGES = [

@@ -54,7 +54,7 @@ def test_only_differences_need_votes(monkeypatch: pytest.MonkeyPatch, method: An
     watched = ["_root_pre_forward" in vars(unit._get_fsdp_state()) for unit in units(model)]
     assert set(watched) == {method == "qWD"}
     assert made == ([[[0, 1]]] if method == "qWD" else [])
-    assert communication.outside_writes == {}
+    assert communication.external_weight_updates == {}
     assert communication.replica_state_dict() == {}
 
 

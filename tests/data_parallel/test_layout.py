@@ -8,10 +8,10 @@ from lq_lightning.data_parallel.layout import (
     MessageLayout,
     Run,
     Segment,
+    keep_small_runs_exact,
     merge_over_small_gaps,
     segment_runs,
 )
-from lq_lightning.data_parallel.unit import keep_small_runs_exact
 from lq_lightning.foundation.topology import Topology
 from lq_lightning.foundation.traffic import ErrorSums, ring_bytes
 

@@ -19,10 +19,10 @@ from lq_lightning.data_parallel import (
     QuantizedCommunication,
     Topology,
     WeightQuantization,
+    all_gather,
     quantize_communication,
-    weight_difference,
 )
-from lq_lightning.data_parallel.weight_difference import MAX_GATHERED_PARTS
+from lq_lightning.data_parallel.all_gather import MAX_GATHERED_PARTS
 
 NODES = 32
 
@@ -95,7 +95,7 @@ def test_weights_of_nodes_of_two_ranks(add: bool) -> None:
     gather: Any = unit(5, 2)._units[0].gather
     layout = gather._current_layout(torch.float32)
     (index, run), *_ = layout.quantized
-    values = torch.randn(2 * NODES, sum(p.padded_shard_numel for p in gather._params()))
+    values = torch.randn(2 * NODES, sum(p.padded_shard_numel for p in gather.unit.params()))
     slots = torch.randn_like(values)
     expected = slots.clone()
     messages = layout.allocate(2, NODES, device=values.device)
@@ -119,7 +119,7 @@ def test_shared_replica(monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
     slots = torch.arange(nodes * 2 * 6.0).view(nodes, 2, 6)  # rank ``l`` has ``[:, l]``
     pieces = []
 
-    def all_gather(output: Tensor, values: Tensor, group: Any) -> None:
+    def gather_flat(output: Tensor, values: Tensor, group: Any) -> None:
         assert torch.equal(values, slots[:, 0].flatten())
         output.copy_(slots.transpose(0, 1).flatten())
         pieces.append(1)
@@ -130,8 +130,8 @@ def test_shared_replica(monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
             output.copy_(slots[node].flatten())
         pieces.append(len(inputs))
 
-    monkeypatch.setattr(weight_difference, "all_gather_flat", all_gather)
-    monkeypatch.setattr(weight_difference, "all_gather_parts", all_gather_parts)
+    monkeypatch.setattr(all_gather, "all_gather_flat", gather_flat)
+    monkeypatch.setattr(all_gather, "all_gather_parts", all_gather_parts)
     output = torch.zeros(slots.numel())
     gather._gather_node(output, slots[:, 0].flatten())
     assert torch.equal(output, slots.flatten())

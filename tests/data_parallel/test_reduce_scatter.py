@@ -31,7 +31,7 @@ from lq_lightning._compat.fsdp2 import GroupParam, PackedGradients
 from lq_lightning.data_parallel import (
     GradientQuantization,
     Topology,
-    gradient_layouts,
+    reduce_scatter,
     unit,
 )
 
@@ -200,7 +200,7 @@ def test_a_failed_backward_is_joined_by_the_next_one(monkeypatch: pytest.MonkeyP
     assert order == ["join", "room"]
 
 
-def _layouts() -> gradient_layouts.GradientLayouts:
+def _layouts() -> reduce_scatter.GradientLayouts:
     parameter = nn.Parameter(torch.zeros(64, 64))
     params = [GroupParam(None, parameter, 2048, 4096, 2, torch.float32)] * 9
     none: Any = None
@@ -212,16 +212,16 @@ def _layouts() -> gradient_layouts.GradientLayouts:
         seed=0,
         traffic=none,
         vocabulary=frozenset(),
+        min_quantized_numel=1,
     )
-    description = unit.UnitDescription(
+    description = unit.Unit(
         name="experts",
         index=0,
         params=lambda: params,
         names=tuple(f"expert{i}" for i in range(9)),
-        min_quantized_numel=1,
         context=context,
     )
-    return gradient_layouts.GradientLayouts(TLQ_HS, description)
+    return reduce_scatter.GradientLayouts(TLQ_HS, description)
 
 
 def test_layouts_of_conditional_experts_do_not_pile_up() -> None:
@@ -235,7 +235,7 @@ def test_layouts_of_conditional_experts_do_not_pile_up() -> None:
         if number % 10 == 0:
             assert layouts.of(every, 9 * 2048, torch.float32) is always, "in use, and yet dropped"
     assert len(chosen) > 500
-    assert len(layouts._kept) == gradient_layouts.MAX_LAYOUTS
+    assert len(layouts._kept) == reduce_scatter.MAX_LAYOUTS
     assert layouts.of((0,), 2048, torch.bfloat16).intra.raw_dtype == torch.bfloat16
     with pytest.raises(AssertionError, match="`experts`: FSDP2 packed 2049 elements"):
         layouts.of((0,), 2049, torch.float32)

@@ -23,7 +23,7 @@ from lq_testing.fsdp2 import (
 from lq_testing.models import LoRABlock, TinyLM
 from torch import Tensor
 
-from lq_lightning.data_parallel import WeightQuantization, all_gather
+from lq_lightning.data_parallel import WeightQuantization, layout
 
 
 def _named(model: TinyLM) -> dict[str, Tensor]:
@@ -43,10 +43,10 @@ def _outside_writes(rank: int, world: int, replica: str) -> None:
     train(model, optimizer, 2)
 
     def assert_exact(expected_new_writes: bool) -> None:
-        writes = sum(communication.outside_writes.values())
+        writes = sum(communication.external_weight_updates.values())
         for parameter, value in zip(model.parameters(), replicas(model), strict=True):
             assert torch.equal(parameter.full_tensor(), value)
-        assert (sum(communication.outside_writes.values()) > writes) == expected_new_writes
+        assert (sum(communication.external_weight_updates.values()) > writes) == expected_new_writes
 
     with torch.no_grad():
         for parameter in model.parameters():
@@ -102,7 +102,7 @@ def _write_of_one_rank(rank: int, world: int, replica: str, node_size: int) -> N
     assert torch.equal(evaluate(), stale)
     assert not torch.equal(evaluate(), stale)
     assert arrived()
-    assert communication.outside_writes == {"blocks.1": 1}
+    assert communication.external_weight_updates == {"blocks.1": 1}
     # between forward and backward, and between micro-batches
     loss = model(tokens(3))
     write()
@@ -129,7 +129,7 @@ def _write_of_one_rank(rank: int, world: int, replica: str, node_size: int) -> N
     train(model, optimizer, 2)
     assert same_on_all_ranks(replicas(model))
     assert communication.check_replicas() == []
-    counted = sum(communication.outside_writes.values())
+    counted = sum(communication.external_weight_updates.values())
     assert same_on_all_ranks([torch.tensor([counted], device=shard.device)])
     if rank == 0:  # a replica that one rank cannot use is saved by none
         communication.invalidate()
@@ -152,7 +152,7 @@ def _frozen_writes_before_a_step(rank: int, world: int) -> None:
 
     model, optimizer, communication = build(weights=QWD, node_size=1, prepare=freeze)
     train(model, optimizer, 2)
-    assert communication.outside_writes == {}
+    assert communication.external_weight_updates == {}
     weight = model.blocks[0].up.weight
     for count, writers in enumerate([(0, 1), (1,)], 1):
         model(tokens(2)).backward()
@@ -165,7 +165,7 @@ def _frozen_writes_before_a_step(rank: int, world: int) -> None:
         for _ in range(len(writers) % 2 + 1):  # of one rank alone: a pass later
             model(tokens(3)).backward()
         optimizer.zero_grad()
-        assert communication.outside_writes == {"blocks.0": count}
+        assert communication.external_weight_updates == {"blocks.0": count}
         whole = weight.full_tensor()
         assert torch.equal(_named(model)["blocks.0.up.weight"], whole), "it did not arrive"
 
@@ -236,7 +236,7 @@ def _frozen(rank: int, world: int, node_size: int) -> None:
         )
         train(model, optimizer, 2)
         assert communication.traffic().exchanges == 2 * trained, "a frozen unit was exchanged"
-        assert communication.outside_writes == {}
+        assert communication.external_weight_updates == {}
         assert communication.check_replicas(on_drift="raise") == []
     model, optimizer, communication = build(weights=QWD8, gradients=TLQ_HS, node_size=node_size)
     train(model, optimizer, 2)
@@ -250,7 +250,7 @@ def _frozen(rank: int, world: int, node_size: int) -> None:
     assert not torch.equal(model.blocks[1].up.weight.full_tensor(), frozen)
     for parameter, value in zip(model.parameters(), replicas(model), strict=True):
         torch.testing.assert_close(parameter.full_tensor(), value, atol=2e-3, rtol=0)
-    assert communication.outside_writes == {}
+    assert communication.external_weight_updates == {}
 
 
 @pytest.mark.parametrize("node_size", [1, 2])
@@ -273,7 +273,7 @@ def _inference_before_training(rank: int, world: int, replica: str) -> None:
     with torch.no_grad():
         model(tokens(0))
     train(model, optimizer, 1)
-    assert communication.outside_writes == {}
+    assert communication.external_weight_updates == {}
     with torch.inference_mode():  # the model too, as `trainer.test` of a user's own block makes it
         model, _, _ = build(weights=_config(replica))
         tested = model(tokens(0))
@@ -293,7 +293,7 @@ def _failed_exchange(rank: int, world: int, replica: str) -> None:
     """Every rank runs out of memory in the second unit, catches that and goes on."""
     model, optimizer, communication = build(weights=_config(replica), node_size=1)
     train(model, optimizer, 1)
-    encode, calls = all_gather.encode, []
+    encode, calls = layout.encode, []
 
     def fail(*args: Any, **kwargs: Any) -> Tensor:
         calls.append(1)
@@ -302,10 +302,10 @@ def _failed_exchange(rank: int, world: int, replica: str) -> None:
         return encode(*args, **kwargs)
 
     model(tokens(1)).backward()
-    all_gather.encode = fail
+    layout.encode = fail
     with pytest.raises(torch.OutOfMemoryError):
         optimizer.step()
-    all_gather.encode = encode
+    layout.encode = encode
     optimizer.zero_grad()
     saved = communication.replica_state_dict()
     assert "head.weight" in saved
@@ -337,12 +337,12 @@ def _drift(rank: int, world: int, replica: str) -> None:
     gather = [u.gather for u in communication._units][1]
     if rank == 1:
         _corrupt(gather, 0.25)
-    assert communication.check_replicas() == [gather.name]
+    assert communication.check_replicas() == [gather.unit.name]
     train(model, optimizer, 1)
     assert communication.check_replicas() == []
     if rank == 0:
         _corrupt(gather, 1e-3)
-    with pytest.raises(RuntimeError, match=rf"differ between ranks.*`{gather.name}`"):
+    with pytest.raises(RuntimeError, match=rf"differ between ranks.*`{gather.unit.name}`"):
         communication.check_replicas(on_drift="raise")
     with pytest.raises(ValueError, match="on_drift='ignore'"):
         communication.check_replicas(on_drift="ignore")  # type: ignore[arg-type]
@@ -359,7 +359,7 @@ def _replica_is_the_only_copy(rank: int, world: int) -> None:
     numel, memory = 0, {}
     for gather in communication._difference_gathers():
         replica = gather.replica.values
-        numel += world * sum(p.padded_shard_numel for p in gather._params())
+        numel += world * sum(p.padded_shard_numel for p in gather.unit.params())
         storage = replica.untyped_storage()
         memory[storage.data_ptr()] = storage.nbytes()
         values = [*vars(gather).values(), *vars(gather.replica).values()]

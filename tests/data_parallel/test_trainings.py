@@ -62,7 +62,7 @@ def _trains(rank: int, world: int, cases: dict[str, WeightQuantization], node_si
         assert gap < 0.15, (name, losses, plain)
         assert same_on_all_ranks(replicas(model)), name
         assert communication.check_replicas(on_drift="raise") == []
-        assert communication.outside_writes == {}, name
+        assert communication.external_weight_updates == {}, name
         if name == "bf16":
             again = build(weights=weights, gradients=TLQ_HS, node_size=node_size, **options)
             assert train(*again[:2], 6, clip=1.0) == losses, "not reproducible"

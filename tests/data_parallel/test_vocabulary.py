@@ -21,22 +21,22 @@ from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import (
     GradientQuantization,
     WeightQuantization,
-    vocabulary_weights,
+    embedding_params,
 )
 from lq_lightning.data_parallel.config import VOCABULARY_BITS
 from lq_lightning.data_parallel.layout import (
     MessageLayout,
     Run,
     Segment,
+    keep_small_runs_exact,
     merge_over_small_gaps,
     segment_runs,
 )
-from lq_lightning.data_parallel.unit import keep_small_runs_exact
 from lq_lightning.foundation.topology import Level
 
 
 def names(module: nn.Module) -> list[str]:
-    found = {id(p) for p in vocabulary_weights(module)}
+    found = {id(p) for p in embedding_params(module)}
     return [name for name, p in module.named_parameters() if id(p) in found]
 
 

@@ -47,7 +47,7 @@ def _inter_nbytes(communication: QuantizedCommunication, dtype: torch.dtype) -> 
         assert unit.scatter is not None
         layouts = unit.scatter.layouts
         numel = sum(s.numel for s in layouts.segments())
-        packed = tuple(range(len(unit.scatter.names)))
+        packed = tuple(range(len(unit.scatter.unit.names)))
         total += layouts.of(packed, numel, dtype).inter.nbytes
     return total
 

@@ -65,7 +65,7 @@ def _weights_follow(rank: int, world: int, replica: str, node_size: int) -> None
     assert communication.traffic().exchanges == 3 * 8
     assert communication.traffic().full_precision_gathers == 3
     assert communication.check_replicas(on_drift="raise") == []
-    assert communication.outside_writes == {}
+    assert communication.external_weight_updates == {}
 
 
 @pytest.mark.parametrize(("replica", "node_size"), [("full", 2), ("node", 2), ("node", 1)])
@@ -182,7 +182,7 @@ def _optimizers_exchange_their_own_units(rank: int, world: int) -> None:
     assert same_on_all_ranks(replicas(model))
     counted = communication.traffic().since(before)
     assert counted.exchanges == counted.full_precision_gathers == 0
-    assert communication.outside_writes == {}
+    assert communication.external_weight_updates == {}
     for p, v in zip(model.parameters(), replicas(model), strict=True):
         assert (p.full_tensor() - v).abs().max() < 1e-2, "an update did not arrive"
 
@@ -280,7 +280,7 @@ def _resumes(rank: int, world: int, replica: str) -> None:
         optimizer.load_state_dict(moments)
         communication.load_state_dict(state, slots)
         assert train(model, optimizer, 3, first=3) == expected
-        assert communication.outside_writes == {}
+        assert communication.external_weight_updates == {}
     with pytest.raises(ValueError, match="version 99"):
         communication.load_state_dict({**state, "version": 99}, slots)
 

@@ -171,7 +171,7 @@ def test_changes_are_noticed(name: str, device: torch.device) -> None:
         CHANGES[name](optimizer)
         for number in range(3, 5):
             if not remembers:
-                optimizer._slots = ()
+                optimizer._caches = ()
             take_step(optimizer, number)
     left, right = (snapshot(optimizer) for optimizer in optimizers)
     assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
@@ -181,16 +181,16 @@ def test_changes_are_noticed(name: str, device: torch.device) -> None:
 def test_slots_are_used(device: torch.device) -> None:
     optimizer = build(device)
     take_step(optimizer, 1)
-    slots = list(optimizer._slots)
+    slots = list(optimizer._caches)
     take_step(optimizer, 2)
-    assert all(a is b for a, b in zip(optimizer._slots, slots, strict=True))
+    assert all(a is b for a, b in zip(optimizer._caches, slots, strict=True))
     parameters(optimizer)[1].grad = None
     optimizer.step()
     take_step(optimizer, 3)
-    assert all(a is b for a, b in zip(optimizer._slots, slots, strict=True))
+    assert all(a is b for a, b in zip(optimizer._caches, slots, strict=True))
     move(parameters(optimizer)[0])
     take_step(optimizer, 4)
-    assert [a is b for a, b in zip(optimizer._slots, slots, strict=True)] == [False, True]
+    assert [a is b for a, b in zip(optimizer._caches, slots, strict=True)] == [False, True]
 
 
 def test_changes_in_place_are_refused(device: torch.device) -> None:
@@ -224,7 +224,7 @@ def test_transposed_and_converted_parameters(device: torch.device) -> None:
         params[0].data = params[0].data.t()
         params[1].data = params[1].data.bfloat16()
         if optimizer is optimizers[1]:
-            optimizer._slots = ()
+            optimizer._caches = ()
         take_step(optimizer, 2)
     left, right = (snapshot(optimizer) for optimizer in optimizers)
     assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
@@ -273,7 +273,7 @@ def test_other_dtype_at_the_same_address(device: torch.device) -> None:
         flat = param.data.view(torch.bfloat16).view(-1)[: narrow.numel()]
         param.data = flat.view_as(narrow).copy_(narrow)
         if optimizer is optimizers[1]:
-            optimizer._slots = ()
+            optimizer._caches = ()
         take_step(optimizer, 2)
     left, right = (snapshot(optimizer) for optimizer in optimizers)
     assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
@@ -286,7 +286,7 @@ def test_dampening_begins_after_the_first_step(device: torch.device) -> None:
         optimizer = QuantizedSGD([param], 0.1, dampening=0.5, quantization=CONFIG)
         for number in range(1, 4):
             if not remembers:
-                optimizer._slots = ()
+                optimizer._caches = ()
             take_step(optimizer, number)
         return snapshot(optimizer)
 
@@ -328,8 +328,8 @@ def test_copies_and_pickles_begin_without_slots(device: torch.device) -> None:
     torch.save(optimizer.__getstate__(), buffer)
     others = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
     for other in others:
-        assert len(other._slots) == 0
-        assert "_slots" not in vars(other)
+        assert len(other._caches) == 0
+        assert "_caches" not in vars(other)
     for each in (optimizer, *others):
         take_step(each, 2)
     for other in others:
@@ -367,7 +367,7 @@ def change_shards(rank: int, world: int) -> None:
                 full = torch.randn(3, 128, generator=torch.Generator().manual_seed(number))
                 param.grad = distribute_tensor(full, mesh, [Shard(0)])
                 if not remembers:
-                    optimizer._slots = ()
+                    optimizer._caches = ()
                 optimizer.step()
                 if number == 2:
                     change(param, optimizer.state[param])  # type: ignore[arg-type]
