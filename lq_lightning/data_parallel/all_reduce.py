@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat.tensors import copy_all
-from lq_lightning._compat.torch import all_gather_flat
+from lq_lightning._compat.torch import all_gather_flat, copy_all
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, derive_seed, encode
 from lq_lightning.data_parallel.layout import full_precision_reason
 from lq_lightning.foundation.agreement import gather_objects

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lq_lightning._compat.tensors import copy_all, zero_all
+from lq_lightning._compat.torch import copy_all, zero_all
 from lq_lightning.codecs import CodecSpec, derive_seed, encode
 
 __all__ = [

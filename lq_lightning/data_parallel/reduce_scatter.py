@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lq_lightning._compat.fsdp2 import PackedGradients, ReduceScatter
-from lq_lightning._compat.tensors import copy_all
-from lq_lightning._compat.torch import backward_id, reduce_scatter_flat
+from lq_lightning._compat.torch import backward_id, copy_all, reduce_scatter_flat
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, derive_seed
 from lq_lightning.data_parallel.config import GradientQuantization
 from lq_lightning.data_parallel.layout import (

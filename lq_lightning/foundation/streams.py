@@ -12,7 +12,7 @@ computing            forward, backward, optimizer steps: the stream current wher
                      FSDP2 copies weights out of full replicas here
 FSDP2's gather ones  copy-in of shards, then our gather: it refreshes the replica, or gathers it
                      within a node
-FSDP2's reduce one   our reduce-scatter up to the last level; of a stack, at its last unit, or
+FSDP2's reduce one   our reduce-scatter up to the last level; of a bucket, at its last unit, or
                      on the computing one when backward ends
 exchange, first      after an optimizer step: difference, encode
 exchange, second     the gather between nodes; of one node, the gather within it
@@ -41,7 +41,7 @@ over it, waits for that event first:
 *What is held until when.* The caching allocator gives freed memory to the next tensor of the stream
 it was allocated on, at once. So a tensor that another stream still uses is either held until its
 own stream has waited for that use (:class:`SecondStage`), or the allocator is told of the use
-(:func:`record_use`) before the last reference goes. Gradients that wait for others of their stack
+(:func:`record_use`) before the last reference goes. Gradients that wait for others of their bucket
 are in memory of the computing stream, which is told where they are read (``GradientBucket``). The
 replica lives as long as its unit; where it is replaced, the replacing stream has waited for all
 writes to it, and its use is recorded. Memory that units share comes from the stream of the first

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lq_lightning._compat.tensors import add_one_to_all, first_row, local_tensor, waited
+from lq_lightning._compat.tensors import first_row, local_tensor, waited
+from lq_lightning._compat.torch import add_one_to_all
 from lq_lightning.codecs import derive_seed
 from lq_lightning.kernels.optimizer_step import (
     FLOAT_DTYPES,

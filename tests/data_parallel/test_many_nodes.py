@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lq_lightning.codecs import decode, decode_reduce_encode, encode
+from lq_lightning.codecs import decode_reduce_encode, encode
 from lq_lightning.data_parallel import (
     GradientQuantization,
     QuantizedCommunication,
@@ -88,28 +88,6 @@ def test_nodes_of_two_ranks(node: int) -> None:
         expected = decode_reduce_encode(intra.spec_of(run), codes, run.numel, inter.spec_of(run))
         assert torch.equal(inter.part(message[None], index), expected)
         assert torch.equal(inter.exact(message), intra.exact(within[:, other]).sum(dim=0))
-
-
-@pytest.mark.parametrize("add", [False, True])
-def test_weights_of_nodes_of_two_ranks(add: bool) -> None:
-    gather: Any = unit(5, 2)._units[0].gather
-    layout = gather._current_layout(torch.float32)
-    (index, run), *_ = layout.quantized
-    values = torch.randn(2 * NODES, sum(p.padded_shard_numel for p in gather.unit.params()))
-    slots = torch.randn_like(values)
-    expected = slots.clone()
-    messages = layout.allocate(2, NODES, device=values.device)
-    for number, (slot, target) in enumerate(zip(values, expected, strict=True)):
-        message = messages[number % 2, number // 2][None]
-        encode(
-            layout.spec_of(run), slot[None, run.start : run.stop], out=layout.part(message, index)
-        )
-        layout.exact(message[0]).copy_(layout.read_exact(slot))
-        codes, out = layout.part(message, index), target[None, run.start : run.stop]
-        decode(layout.spec_of(run), codes, run.numel, out=out, add=add)
-        layout.exact_to_slots(message[0], target)
-    gather._decode(layout, messages.unsqueeze(1), slots.unsqueeze(0), add=add)
-    assert torch.equal(slots, expected)
 
 
 @pytest.mark.parametrize("nodes", [2, MAX_GATHERED_PARTS, NODES])

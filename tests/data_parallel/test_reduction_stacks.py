@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lq_testing import run_ranks
+from lq_testing.cases import on_gpus, rank_tests
 from lq_testing.devices import device
 from lq_testing.fsdp2 import tokens
 from lq_testing.models import OptionalBlock, TinyLM
@@ -191,16 +192,6 @@ def _on_gpus(rank: int, world: int, node_size: int) -> None:
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
-@pytest.mark.gpu(2)
-def test_on_two_gpus() -> None:
-    run_ranks(_on_gpus, 2, 1, backend="nccl", env=DETERMINISTIC, timeout=200)
-
-
-@pytest.mark.gpu(4)
-def test_on_four_gpus() -> None:
-    run_ranks(_on_gpus, 4, 2, backend="nccl", env=DETERMINISTIC, timeout=200)
-
-
 def test_a_stack_takes_what_is_packed_alike() -> None:
     stack, layouts, others = GradientBucket(3), _layouts(16), _layouts(32)
     cpu = torch.device("cpu")
@@ -224,3 +215,9 @@ def _layouts(group_size: int) -> LevelLayouts:
     spec = CodecSpec(code="int8", group_size=group_size)
     layout = MessageLayout.of([Run(0, 32, True)], [spec], torch.float32)
     return LevelLayouts(layout, layout)
+
+
+test_on_ranks = rank_tests(
+    on_gpus(_on_gpus, 2, 1, env=DETERMINISTIC),
+    on_gpus(_on_gpus, 4, 2, env=DETERMINISTIC),
+)

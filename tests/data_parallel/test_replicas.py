@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lq_testing import run_ranks
+from lq_testing.cases import on_both, on_ranks, rank_tests
 from lq_testing.fsdp2 import (
     BF16,
     QWD,
@@ -72,11 +71,6 @@ def _outside_writes(rank: int, world: int, replica: str) -> None:
     assert same_on_all_ranks(replicas(model))
 
 
-@pytest.mark.parametrize("replica", ["full", "node"])
-def test_outside_writes_are_gathered_exactly(replica: str) -> None:
-    run_ranks(_outside_writes, 2, replica)
-
-
 def _write_of_one_rank(rank: int, world: int, replica: str, node_size: int) -> None:
     """Rank 1 alone writes to its shard of a block: never a deadlock, and all ranks follow."""
     model, optimizer, communication = build(weights=_config(replica), node_size=node_size)
@@ -137,13 +131,6 @@ def _write_of_one_rank(rank: int, world: int, replica: str, node_size: int) -> N
     assert arrived()
 
 
-@pytest.mark.parametrize(
-    ("world", "replica", "node_size"), [(2, "full", 1), (2, "node", 1), (4, "node", 2)]
-)
-def test_a_write_of_one_rank_reaches_all(world: int, replica: str, node_size: int) -> None:
-    run_ranks(_write_of_one_rank, world, replica, node_size, timeout=60)
-
-
 def _frozen_writes_before_a_step(rank: int, world: int) -> None:
     """As of a teacher that follows the student between backward and the optimizer step."""
 
@@ -170,10 +157,6 @@ def _frozen_writes_before_a_step(rank: int, world: int) -> None:
         assert torch.equal(_named(model)["blocks.0.up.weight"], whole), "it did not arrive"
 
 
-def test_frozen_weights_written_before_a_step_arrive() -> None:
-    run_ranks(_frozen_writes_before_a_step, 2, timeout=60)
-
-
 def _assigned(rank: int, world: int) -> None:
     model, optimizer, _ = build(weights=QWD)
     train(model, optimizer, 1)
@@ -195,10 +178,6 @@ def _assigned(rank: int, world: int) -> None:
         model(tokens(0))
 
 
-def test_assigning_data_is_refused() -> None:
-    run_ranks(_assigned, 2)
-
-
 def _uneven(rank: int, world: int) -> None:
     model, optimizer, _ = build(weights=QWD)
     train(model, optimizer, 1)
@@ -207,10 +186,6 @@ def _uneven(rank: int, world: int) -> None:
             model(tokens(0))
     with pytest.raises(RuntimeError, match="equally many batches" if rank == 0 else "."):
         train(model, optimizer, 4)  # the rank that is behind may lose the connection first
-
-
-def test_ranks_with_unequal_numbers_of_passes_are_told() -> None:
-    run_ranks(_uneven, 2, timeout=60)
 
 
 # --- frozen weights -------------------------------------------------------------------------------
@@ -253,11 +228,6 @@ def _frozen(rank: int, world: int, node_size: int) -> None:
     assert communication.external_weight_updates == {}
 
 
-@pytest.mark.parametrize("node_size", [1, 2])
-def test_frozen_units_are_not_exchanged(node_size: int) -> None:
-    run_ranks(_frozen, 2, node_size)
-
-
 # --- inference mode -------------------------------------------------------------------------------
 
 
@@ -279,11 +249,6 @@ def _inference_before_training(rank: int, world: int, replica: str) -> None:
         tested = model(tokens(0))
     with torch.no_grad():
         assert torch.equal(model(tokens(0)), tested)
-
-
-@pytest.mark.parametrize("replica", ["full", "node"])
-def test_inference_mode_comes_before_training(replica: str) -> None:
-    run_ranks(_inference_before_training, 2, replica)
 
 
 # --- errors and drift -----------------------------------------------------------------------------
@@ -317,11 +282,6 @@ def _failed_exchange(rank: int, world: int, replica: str) -> None:
     assert same_on_all_ranks(replicas(model))
 
 
-@pytest.mark.parametrize("replica", ["full", "node"])
-def test_an_exchange_that_fails_leaves_nothing_stale(replica: str) -> None:
-    run_ranks(_failed_exchange, 2, replica)
-
-
 def _corrupt(gather: Any, amount: float) -> None:
     """Change one quantized element of another node's part of this rank's replica."""
     run = next(r for r in gather._layout.runs if r.quantized)
@@ -348,11 +308,6 @@ def _drift(rank: int, world: int, replica: str) -> None:
         communication.check_replicas(on_drift="ignore")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("replica", ["full", "node"])
-def test_drift_is_named_and_mended(replica: str) -> None:
-    run_ranks(_drift, 2, replica)
-
-
 def _replica_is_the_only_copy(rank: int, world: int) -> None:
     model, optimizer, communication = build(weights=QWD, policy=BF16)
     train(model, optimizer, 2)
@@ -371,30 +326,22 @@ def _replica_is_the_only_copy(rank: int, world: int) -> None:
     assert sum(memory.values()) == 2 * numel
 
 
-def test_full_replica_takes_two_bytes_per_parameter() -> None:
-    run_ranks(_replica_is_the_only_copy, 2)
-
-
-# --- the same on GPUs -----------------------------------------------------------------------------
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize(
-    ("fn", "args"),
-    [
-        (_outside_writes, ("full",)),
-        (_write_of_one_rank, ("full", 1)),
-        (_write_of_one_rank, ("node", 1)),
-        (_frozen_writes_before_a_step, ()),
-        (_assigned, ()),
-        (_frozen, (1,)),
-        (_inference_before_training, ("full",)),
-        (_inference_before_training, ("node",)),
-        (_failed_exchange, ("full",)),
-        (_failed_exchange, ("node",)),
-        (_drift, ("node",)),
-        (_replica_is_the_only_copy, ()),
-    ],
+test_on_ranks = rank_tests(
+    on_both(_outside_writes, 2, "full"),
+    on_ranks(_outside_writes, 2, "node"),
+    on_both(_write_of_one_rank, 2, "full", 1, timeout=60),
+    on_both(_write_of_one_rank, 2, "node", 1, timeout=60),
+    on_ranks(_write_of_one_rank, 4, "node", 2, timeout=60),
+    on_both(_frozen_writes_before_a_step, 2, timeout=60),
+    on_both(_assigned, 2),
+    on_ranks(_uneven, 2, timeout=60),
+    on_both(_frozen, 2, 1),
+    on_ranks(_frozen, 2, 2),
+    on_both(_inference_before_training, 2, "full"),
+    on_both(_inference_before_training, 2, "node"),
+    on_both(_failed_exchange, 2, "full"),
+    on_both(_failed_exchange, 2, "node"),
+    on_ranks(_drift, 2, "full"),
+    on_both(_drift, 2, "node"),
+    on_both(_replica_is_the_only_copy, 2),
 )
-def test_on_two_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    run_ranks(fn, 2, *args, backend="nccl", timeout=200)

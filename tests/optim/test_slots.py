@@ -15,7 +15,7 @@ from weakref import ref
 
 import pytest
 import torch
-from lq_testing import run_ranks
+from lq_testing.cases import on_ranks, rank_tests
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -377,11 +377,8 @@ def change_shards(rank: int, world: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_changes_of_shards_are_noticed() -> None:
-    run_ranks(change_shards, 2)
-
-
 def step_on_gradients_in_flight(rank: int, world: int) -> None:
+    """Until then they have no address."""
     base.optimizer_step = step_where_it_was_prepared
     mesh = init_device_mesh("cpu", (world,))
     param = nn.Parameter(distribute_tensor(torch.ones(SHAPE), mesh, [Replicate()]))
@@ -395,6 +392,7 @@ def step_on_gradients_in_flight(rank: int, world: int) -> None:
     assert torch.allclose(param.to_local(), torch.tensor(0.99))
 
 
-def test_gradients_in_flight_are_waited_for() -> None:
-    """Until then they have no address."""
-    run_ranks(step_on_gradients_in_flight, 2)
+test_on_ranks = rank_tests(
+    on_ranks(change_shards, 2),
+    on_ranks(step_on_gradients_in_flight, 2),
+)
