@@ -88,7 +88,7 @@ class CommunicationPlan(NamedTuple):
         if trained:
             count = len(self.trained) - len(self.full_precision)
             lines.append(
-                f"{_percent(trained - exact, trained)} of what is trained travels quantized: "
+                f"{_percent(trained - exact, trained)} of trained elements are sent quantized: "
                 f"{count} of {len(self.trained)} tensors, {trained - exact:,} of {trained:,} "
                 "elements"
             )

@@ -199,7 +199,8 @@ def _states() -> None:
             nodes.step(step)
         with pytest.raises(RuntimeError, match="1 steps alone: bring them together"):
             nodes.outer.state()
-        nodes.outer.outer_step()
+        with pytest.warns(DeprecationWarning, match="is now called `outer_step`"):
+            nodes.outer.bring_together()
         state = nodes.outer.state()
         assert set(state["velocity"]) == set(SHAPES)
         assert set(state["anchor"]) == (set(SHAPES) if dtype == torch.bfloat16 else set())

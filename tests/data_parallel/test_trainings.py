@@ -41,7 +41,6 @@ def _compiled(model: TinyLM) -> None:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "fp32": {},
     "bf16": {"policy": BF16},
     "tied": {"tied": True},
     "lora": {"block": LoRABlock},
@@ -161,7 +160,7 @@ def test_on_four_gpus(weights: WeightQuantization) -> None:
 
 
 test_on_ranks = rank_tests(
-    on_ranks(_trains, 2, {"fp32": NODE, "bf16": QWD8, "tied": NODE, "lora": QWD8}, 1, timeout=180),
+    on_ranks(_trains, 2, {"bf16": QWD8, "tied": NODE, "lora": QWD8}, 1, timeout=180),
     on_ranks(
         _trains, 2, {"checkpointing": NODE, "compiled": QWD8, "no reshard": QWD8}, 1, timeout=180
     ),

@@ -235,7 +235,7 @@ def _warns(rank: int, world: int, root: str) -> None:
         told = [str(w.message) for w in caught if "has no effect" in str(w.message)]
         assert len(told) == (rank == 0 and bool(message)), told
         assert all(re.search(message, text) for text in told)
-        alarmed = any("of what is trained travels" in str(w.message) for w in caught)
+        alarmed = any("of trained elements are sent" in str(w.message) for w in caught)
         assert alarmed == (rank == 0 and "min_quantized_numel" in options)
 
     eight = GradientQuantization(vocabulary_bits=8)

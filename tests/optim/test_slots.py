@@ -72,6 +72,10 @@ def snapshot(optimizer: QuantizedOptimizer) -> list[Tensor]:
     return [tensor.detach().cpu().clone() for tensor in found]
 
 
+def assert_same(one: QuantizedOptimizer, other: QuantizedOptimizer) -> None:
+    assert all(map(torch.equal, snapshot(one), snapshot(other)))
+
+
 def first_entry(optimizer: QuantizedOptimizer) -> dict[str, Any]:
     entry: dict[str, Any] = optimizer.state[parameters(optimizer)[0]]
     return entry
@@ -173,8 +177,7 @@ def test_changes_are_noticed(name: str, device: torch.device) -> None:
             if not remembers:
                 optimizer._caches = ()
             take_step(optimizer, number)
-    left, right = (snapshot(optimizer) for optimizer in optimizers)
-    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    assert_same(*optimizers)
     assert all(type(o.state[p]["step"]) is Tensor for o in optimizers for p in parameters(o))
 
 
@@ -226,8 +229,7 @@ def test_transposed_and_converted_parameters(device: torch.device) -> None:
         if optimizer is optimizers[1]:
             optimizer._caches = ()
         take_step(optimizer, 2)
-    left, right = (snapshot(optimizer) for optimizer in optimizers)
-    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    assert_same(*optimizers)
 
 
 def test_parameters_change_between_torch_and_kernel(device: torch.device) -> None:
@@ -275,8 +277,7 @@ def test_other_dtype_at_the_same_address(device: torch.device) -> None:
         if optimizer is optimizers[1]:
             optimizer._caches = ()
         take_step(optimizer, 2)
-    left, right = (snapshot(optimizer) for optimizer in optimizers)
-    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    assert_same(*optimizers)
 
 
 def test_dampening_begins_after_the_first_step(device: torch.device) -> None:
@@ -333,8 +334,7 @@ def test_copies_and_pickles_begin_without_slots(device: torch.device) -> None:
     for each in (optimizer, *others):
         take_step(each, 2)
     for other in others:
-        pairs = zip(snapshot(other), snapshot(optimizer), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
+        assert_same(other, optimizer)
     assert first_entry(optimizer)["step"] == 2
 
 
