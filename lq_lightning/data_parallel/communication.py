@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +26,7 @@ from lq_lightning.foundation.streams import NetworkStages
 from lq_lightning.foundation.topology import Topology
 from lq_lightning.foundation.traffic import Traffic
 
-__all__ = ["ExchangeSchedule", "QuantizationErrors", "QuantizedCommunication", "QuantizedUnit"]
+__all__ = ["ExchangeSchedule", "QuantizationErrors", "QuantizedCommunication", "UnitCollectives"]
 
 _STATE_VERSION = 2
 
@@ -44,17 +43,9 @@ class QuantizationErrors(NamedTuple):
     gradients_squared_norm: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QuantizedUnit:
-    """The collectives of one FSDP2 unit; None where FSDP2's own are left.
+class UnitCollectives(NamedTuple):
+    """The collectives of one FSDP2 unit; None where FSDP2's own are left."""
 
-    Attributes:
-        name: Name of the unit.
-        gather: All-gather of the weights.
-        scatter: Reduce-scatter of the gradients.
-    """
-
-    name: str
     gather: QuantizedAllGather | None
     scatter: TwoLevelReduceScatter | None
 
@@ -134,7 +125,7 @@ class QuantizedCommunication:
 
     def __init__(
         self,
-        units: list[QuantizedUnit],
+        units: list[UnitCollectives],
         context: UnitContext,
         plan: CommunicationPlan,
         device: torch.device,

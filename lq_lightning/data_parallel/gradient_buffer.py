@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units
@@ -222,7 +221,7 @@ class QuantizedGradientBuffer:
                 f"parameter of two or more dimensions and at least {min_quantized_numel} elements. "
                 "Lower `min_quantized_numel`, or do without the buffer."
             )
-        for _, _, group in fsdp_units(module) if _has_units(module) else ():
+        for _, _, group in fsdp_units(module):
             sums = [
                 self._new_sum() if p.sharded_param in self._sums else None
                 for p in GroupParams(group)()
@@ -347,10 +346,6 @@ class QuantizedGradientBuffer:
         if total is not local:
             local.copy_(total)
         kept.clear()
-
-
-def _has_units(module: nn.Module) -> bool:
-    return any(isinstance(m, FSDPModule) for m in module.modules())
 
 
 def _reason(parameter: nn.Parameter, min_quantized_numel: int) -> str:

@@ -30,7 +30,7 @@ from lq_lightning.data_parallel.all_gather import (
     WeightAllGather,
     WeightDifferenceAllGather,
 )
-from lq_lightning.data_parallel.communication import QuantizedCommunication, QuantizedUnit
+from lq_lightning.data_parallel.communication import QuantizedCommunication, UnitCollectives
 from lq_lightning.data_parallel.config import GradientQuantization, WeightQuantization
 from lq_lightning.data_parallel.plan import (
     CommunicationPlan,
@@ -111,7 +111,7 @@ def quantize_communication(
     context = _make_context(topology, groups, seed, vocabulary_names, min_quantized_numel)
     every_params = [GroupParams(group) for _, _, group in found]
     places, gradient_buckets = _shared_memory(every_params, weights, gradients)
-    units: list[QuantizedUnit] = []
+    units: list[UnitCollectives] = []
     tensors: list[TensorPlan] = []
     for index, (name, unit_module, group) in enumerate(found):
         params = every_params[index]
@@ -126,7 +126,7 @@ def quantize_communication(
             scatter = TwoLevelReduceScatter(gradients, unit, gradient_buckets[index])
             unit_module.set_custom_reduce_scatter(scatter)
             announce_packed_gradients(group, scatter.expect)
-        units.append(QuantizedUnit(name=unit.name, gather=gather, scatter=scatter))
+        units.append(UnitCollectives(gather, scatter))
         tensors += (t._replace(tied=tied[t.name]) for t in _plan_unit(unit, gather, scatter))
     plan = CommunicationPlan(
         tuple(tensors),

@@ -37,13 +37,6 @@ class _Kept(NamedTuple):
     velocity: Tensor
 
 
-class _Bucket(NamedTuple):
-    """Parameters that are sent together, in a codec or (None) in fp32."""
-
-    codec: CodecSpec | None
-    parameters: list[nn.Parameter]
-
-
 class OuterOptimizer:
     """SGD with Nesterov's momentum on the weights that nodes had in common.
 
@@ -152,8 +145,8 @@ class OuterOptimizer:
             ValueError: Likewise, nodes have trained different parameters.
         """
         self._check_steps()
-        for bucket in self._buckets():
-            self._take_step(bucket)
+        for codec, parameters in self._buckets():
+            self._take_step(codec, parameters)
         self._trained.clear()
         self.steps = 0
 
@@ -205,10 +198,11 @@ class OuterOptimizer:
                 "`skip_nonfinite_steps=True`, with which a node leaves out such a step."
             )
 
-    def _buckets(self) -> Iterator[_Bucket]:
-        """Yield parameters that are sent together, the same on all ranks with these shards.
+    def _buckets(self) -> Iterator[tuple[CodecSpec | None, list[nn.Parameter]]]:
+        """Yield parameters that are sent together, and in which codec (None: in fp32).
 
-        In the order of names: a sum in fp32 depends on the place in its bucket.
+        The same on all ranks with these shards, in the order of names: a sum in fp32 depends on the
+        place in its bucket.
         """
         open_: dict[CodecSpec | None, list[nn.Parameter]] = {}
         room: dict[CodecSpec | None, int] = {}
@@ -218,13 +212,12 @@ class OuterOptimizer:
                 continue
             codec = self._codec_of(parameter, numel)
             if codec in open_ and room[codec] < numel:
-                yield _Bucket(codec, open_.pop(codec))
+                yield codec, open_.pop(codec)
             if codec not in open_:
                 open_[codec], room[codec] = [], _BUCKET_NUMEL
             open_[codec].append(parameter)
             room[codec] -= numel
-        for codec, parameters in open_.items():
-            yield _Bucket(codec, parameters)
+        yield from open_.items()
 
     def _codec_of(self, parameter: nn.Parameter, numel: int) -> CodecSpec | None:
         codec, whole = self._config.codec(), parameter.numel()
@@ -232,11 +225,11 @@ class OuterOptimizer:
         exact = full_precision_reason(parameter.ndim, whole, torch.float32, least)
         return None if codec is None or exact or codec.nbytes(numel) >= 4 * numel else codec
 
-    def _take_step(self, bucket: _Bucket) -> None:
-        weights = [local_tensor(p) for p in bucket.parameters]
-        kept = [self._kept[p] for p in bucket.parameters]
+    def _take_step(self, codec: CodecSpec | None, parameters: list[nn.Parameter]) -> None:
+        weights = [local_tensor(p) for p in parameters]
+        kept = [self._kept[p] for p in parameters]
         # each parameter begins a group, and each node gets the sum of equally many groups
-        multiple = 1 if bucket.codec is None else bucket.codec.block_multiple
+        multiple = 1 if codec is None else codec.block_multiple
         sizes = [_padded(w.numel(), multiple) for w in weights]
         padding = _padded(sum(sizes), multiple * self._topology.num_nodes) - sum(sizes)
         flat = torch.zeros(sum(sizes) + padding, device=self._device)
@@ -247,10 +240,10 @@ class OuterOptimizer:
         for place, weight, (anchor, _) in zip(places, weights, kept, strict=True):
             place.copy_(anchor.to(weight.dtype))
             place.sub_(weight.to(self._device))
-        if bucket.codec is None:
+        if codec is None:
             self._average_exactly(flat)
         else:
-            self._average_coded(flat.view(self._topology.num_nodes, -1), bucket.codec)
+            self._average_coded(flat.view(self._topology.num_nodes, -1), codec)
         lr, momentum = self._config.outer_lr, self._config.outer_momentum
         for place, weight, (anchor, velocity) in zip(places, weights, kept, strict=True):
             mean = place.to(anchor.device)
