@@ -22,7 +22,7 @@ from lq_lightning.data_parallel.config import WeightQuantization
 from lq_lightning.data_parallel.layout import (
     MessageLayout,
     Segment,
-    Travel,
+    WireFormat,
     full_precision_reason,
     keep_small_runs_exact,
     merge_over_small_gaps,
@@ -74,10 +74,10 @@ class QuantizedAllGather(AllGather):
             reason = full_precision_reason(param.ndim, param.numel, param.gather_dtype, least)
             if len(dtypes) > 1:
                 reason = reason or "mixed dtypes in one unit"
-            travel: Travel = "full" if reason else "quantized"
+            wire_format: WireFormat = "full" if reason else "quantized"
             if self.skips_frozen and not param.requires_grad:
-                travel, reason = "skipped", "frozen: gathered once in full precision"
-            segments.append(Segment(name, start, param.padded_shard_numel, travel, reason))
+                wire_format, reason = "skipped", "frozen: gathered once in full precision"
+            segments.append(Segment(name, start, param.padded_shard_numel, wire_format, reason))
             start += param.padded_shard_numel
         if len(dtypes) > 1:
             return segments

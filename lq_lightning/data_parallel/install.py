@@ -102,12 +102,12 @@ def quantize_communication(
         all_names.setdefault(id(parameter), []).append(clean_name(name))
     names_of = {key: names[-1] for key, names in all_names.items()}
     tied = {names[-1]: tuple(names[:-1]) for names in all_names.values()}
-    words = embedding_params(module) if vocabulary is None else vocabulary
+    vocabulary = embedding_params(module) if vocabulary is None else vocabulary
     device = next(module.parameters()).device
     groups = RankGroups.of(topology, shard_group(found[0][2]), device)
     differences = weights is not None and weights.method == "qWD"
     consensus = _make_consensus(module, groups.every, device) if differences else None
-    vocabulary_names = frozenset(names_of[id(p)] for p in words)
+    vocabulary_names = frozenset(names_of[id(p)] for p in vocabulary)
     context = _make_context(topology, groups, seed, vocabulary_names, min_quantized_numel)
     every_params = [GroupParams(group) for _, _, group in found]
     places, gradient_buckets = _shared_memory(every_params, weights, gradients)

@@ -36,7 +36,7 @@ ALIGNMENT_NBYTES = 16
 # codes then cost at most 1.6% of its bytes.
 MIN_CODES_PER_GAP = 64
 
-Travel = Literal["quantized", "full", "skipped"]
+WireFormat = Literal["quantized", "full", "skipped"]
 
 
 class Segment(NamedTuple):
@@ -46,7 +46,7 @@ class Segment(NamedTuple):
         name: Fully qualified parameter name.
         start: First element of the shard in the slot.
         numel: Elements of the (padded) shard.
-        travel: ``"quantized"``, ``"full"`` (full precision) or ``"skipped"`` (never exchanged).
+        wire_format: ``"quantized"``, ``"full"`` (full precision) or ``"skipped"`` (not sent).
         reason: Why it is not quantized; empty if it is.
         codec: Index of the layout's codec, if it is quantized.
     """
@@ -54,7 +54,7 @@ class Segment(NamedTuple):
     name: str
     start: int
     numel: int
-    travel: Travel
+    wire_format: WireFormat
     reason: str = ""
     codec: int = 0
 
@@ -104,9 +104,9 @@ def segment_runs(segments: Sequence[Segment]) -> list[Run]:
     """Merge neighbouring segments of one wire format; skipped ones end a run."""
     runs: list[Run] = []
     for segment in segments:
-        if segment.travel == "skipped" or segment.numel == 0:
+        if segment.wire_format == "skipped" or segment.numel == 0:
             continue
-        quantized = segment.travel == "quantized"
+        quantized = segment.wire_format == "quantized"
         run = Run(segment.start, segment.numel, quantized, codec=segment.codec if quantized else 0)
         last = runs[-1] if runs else None
         alike = last is not None and (last.quantized, last.codec) == (run.quantized, run.codec)
@@ -127,9 +127,9 @@ def keep_small_runs_exact(
         if run.quantized and specs[run.codec].nbytes(run.numel) >= run.numel * itemsize
     ]
     return [
-        segment._replace(travel="full", reason="the encoded shard would not be smaller")
+        segment._replace(wire_format="full", reason="the encoded shard would not be smaller")
         if any(run.start <= segment.start < run.stop for run in small)
-        and segment.travel == "quantized"
+        and segment.wire_format == "quantized"
         else segment
         for segment in segments
     ]

@@ -114,7 +114,7 @@ class PackedAgreement:
         if pending and pending[-1].is_known and not self._waits:
             self._pending = [pending.pop()]
         for comparison in pending:
-            self._heed(comparison)
+            self._raise_if_different(comparison)
 
     def finish(self) -> None:
         """Wait for comparisons that :meth:`check` left pending, at the end or before a checkpoint.
@@ -124,13 +124,13 @@ class PackedAgreement:
         """
         pending, self._pending = self._pending, []
         for comparison in pending:
-            self._heed(comparison)
+            self._raise_if_different(comparison)
 
     def forget(self) -> None:
         """Drop all state of a failed backward."""
         self._packed, self._order, self._backward, self._pending = {}, (), -1, []
 
-    def _heed(self, comparison: _Comparison) -> None:
+    def _raise_if_different(self, comparison: _Comparison) -> None:
         result = comparison.result()
         half = len(result) // 2
         differs = [a + b != 255 for a, b in zip(result[:half], result[half:], strict=True)]

@@ -225,8 +225,8 @@ def plan_tensor(
     return TensorPlan(
         name,
         numel,
-        "full" if weight is None else weight.travel,
-        "none" if not trained else "full" if gradient is None else gradient.travel,
+        "full" if weight is None else weight.wire_format,
+        "none" if not trained else "full" if gradient is None else gradient.wire_format,
         "; ".join(dict.fromkeys(reasons)),
-        gradient is not None and gradient.travel == "quantized" and gradient.codec > 0,
+        gradient is not None and gradient.wire_format == "quantized" and gradient.codec > 0,
     )

@@ -29,7 +29,7 @@ from lq_lightning.data_parallel.config import GradientQuantization
 from lq_lightning.data_parallel.layout import (
     MessageLayout,
     Segment,
-    Travel,
+    WireFormat,
     full_precision_reason,
     keep_small_runs_exact,
     merge_over_small_gaps,
@@ -93,9 +93,9 @@ class GradientLayouts:
         for i in packed:
             numel, least = params[i].padded_shard_numel, context.min_quantized_numel
             reason = full_precision_reason(params[i].ndim, params[i].numel, torch.float32, least)
-            travel: Travel = "full" if reason else "quantized"
+            wire_format: WireFormat = "full" if reason else "quantized"
             codec = int(names[i] in self._vocabulary)
-            segments.append(Segment(names[i], start, numel, travel, reason, codec))
+            segments.append(Segment(names[i], start, numel, wire_format, reason, codec))
             start += numel
         return keep_small_runs_exact(segments, self._specs(context.topology.levels[0]), itemsize)
 

@@ -449,8 +449,8 @@ class StaleReplicaConsensus:
         number = self._forward_number()
         if number is None or number != self._voted_in:
             self._voted_in = number
-            # units that all ranks have seen an update of were heeded in that pass
-            self._heed(self._pending, by_all=False)
+            # updates that all ranks have seen took effect in that pass already
+            self._apply(self._pending, by_all=False)
             training = self._module.training
             if self._first_step is None:
                 self._first_step = step
@@ -460,7 +460,7 @@ class StaleReplicaConsensus:
             seen, hidden = self._look(wait=self._waits or likely)
             self._pending = self._start(seen, hidden, step)
             if any(seen):
-                self._heed(self._pending, by_all=True)
+                self._apply(self._pending, by_all=True)
 
     def settle(self, step: int) -> None:
         """Vote, wait, and let a replica that is stale on one rank be stale on all. All call this.
@@ -468,11 +468,11 @@ class StaleReplicaConsensus:
         Args:
             step: Optimizer steps taken so far.
         """
-        self._heed(self._pending, by_all=False)
+        self._apply(self._pending, by_all=False)
         self._pending = None
         seen, hidden = self._look(wait=True)
         vote = [a or b for a, b in zip(seen, self._stale(), strict=True)]
-        self._heed(self._start(vote, hidden, step), by_all=None)
+        self._apply(self._start(vote, hidden, step), by_all=None)
 
     def _stale(self) -> list[bool]:
         return [replica.state is Freshness.STALE for _, replica, _ in self._units]
@@ -502,7 +502,7 @@ class StaleReplicaConsensus:
             return self._reduction.start([*mine, *others, *[0] * len(seen)], self._group)
         return self._reduction.start([*mine, *others], self._group, hidden)
 
-    def _heed(self, vote: Callable[[], list[int]] | None, by_all: bool | None) -> None:
+    def _apply(self, vote: Callable[[], list[int]] | None, by_all: bool | None) -> None:
         """Make replicas stale whose weights all ranks, only some, or (None) any have updated."""
         if vote is None:
             return
@@ -521,7 +521,7 @@ class StaleReplicaConsensus:
             self._units, seen, not_seen, hidden, strict=True
         ):
             everyone = some and not not_all
-            heeded = (some or late) and (by_all is None or by_all == everyone)
-            if heeded and replica.state is not Freshness.STALE:
+            applies = (some or late) and (by_all is None or by_all == everyone)
+            if applies and replica.state is not Freshness.STALE:
                 replica.invalidate()
                 self.counts[name] = self.counts.get(name, 0) + 1

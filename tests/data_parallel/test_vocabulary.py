@@ -165,7 +165,7 @@ def test_what_codes_do_not_make_smaller_is_judged_by_its_own_codec() -> None:
     segments = [Segment("a", 0, 20, "quantized"), Segment("table", 20, 20, "quantized", codec=1)]
     kept = keep_small_runs_exact(segments, SPECS, 2)
     assert [spec.nbytes(20) for spec in SPECS] == [32, 48]
-    assert [s.travel for s in kept] == ["quantized", "full"]
+    assert [s.wire_format for s in kept] == ["quantized", "full"]
 
 
 # --- what users are told --------------------------------------------------------------------------
