@@ -214,7 +214,7 @@ def train(name: str, data: Data, args: argparse.Namespace, device: torch.device)
         schedule.step()
         total += loss.detach()
         if step % every == 0 and job.local is not None and job.local.steps:
-            job.local.bring_together()
+            job.local.outer_step()
         if step % every == 0:
             points.append((step, _validation_loss(job, data.val, preset)))
             means.append(float(total) / every)

@@ -1,7 +1,7 @@
 """The collectives of ``quantized_fsdp`` without ranks: one process computes what all would send.
 
 For S independent trainings at once, each with W ranks. Slots, groups, order of sums and codecs are
-those of ``lq_lightning.data_parallel`` (``reduce_scatter.py``, ``weight_difference.py``): with the
+those of ``lq_lightning.data_parallel`` (``reduce_scatter.py``, ``all_gather.py``): with the
 same gradients, every rank of a real job has these weights, bit for bit.
 
 Shape legend: S trainings, W ranks as N nodes of L, n elements of a rank's slot, K messages to sum.
@@ -25,10 +25,11 @@ from lq_lightning.data_parallel.layout import (
     MessageLayout,
     Run,
     Segment,
+    full_precision_reason,
+    keep_small_runs_exact,
     merge_over_small_gaps,
     segment_runs,
 )
-from lq_lightning.data_parallel.unit import full_precision_reason, keep_small_runs_exact
 
 Tensors = dict[str, Tensor]
 

@@ -48,9 +48,9 @@ from lq_lightning.data_parallel import (
     Topology,
     WeightQuantization,
     quantize_communication,
-    shard_contents,
+    replica,
 )
-from lq_lightning.data_parallel.exchange import ExchangeSchedule
+from lq_lightning.data_parallel.communication import ExchangeSchedule
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
 from lq_lightning.foundation import streams
 from lq_lightning.kernels.message import MessageFormat
@@ -160,7 +160,7 @@ def pretended_gpu() -> Iterator[None]:
             plain = lambda tensor: type(tensor) is Tensor  # noqa: E731
             stack.enter_context(mock.patch.object(functional, "_may_repeat", plain))
             sums = import_module("lq_lightning.kernels.checksum.triton_kernels").launch_checksums
-        stack.enter_context(mock.patch.object(shard_contents, "checksums", sums))
+        stack.enter_context(mock.patch.object(replica, "checksums", sums))
         nowhere = no_stream()
         for name, value in {
             "has_streams": lambda device: True,

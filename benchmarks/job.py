@@ -244,7 +244,7 @@ class Job:
         if self.local is not None:
             self.local.steps += 1
             if self.local.is_due:
-                self.local.bring_together()
+                self.local.outer_step()
 
     def step(self) -> Tensor:
         """Train one step; return the loss, still on the device."""

@@ -94,7 +94,7 @@ def units(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def vocabulary(names: Sequence[str]) -> list[str]:
-    """Return which parameters are ``vocabulary_weights`` of the module."""
+    """Return which parameters are ``embedding_params`` of the module."""
     words = ("tokens.weight", "positions.weight", "head.weight", "model.embed_tokens.weight")
     return [name for name in names if name in words]
 

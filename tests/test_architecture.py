@@ -54,8 +54,8 @@ MAX_OWN_BASES = 1  # a class of ours may extend another one, which extends none 
 DEEPER_CLASSES = {
     "lq_lightning.activations.sites:FunctionSite",
     "lq_lightning.activations.sites:MultiheadSite",
-    "lq_lightning.data_parallel.weight_all_gather:WeightAllGather",
-    "lq_lightning.data_parallel.weight_difference:WeightDifferenceAllGather",
+    "lq_lightning.data_parallel.all_gather:WeightAllGather",
+    "lq_lightning.data_parallel.all_gather:WeightDifferenceAllGather",
 }
 # Files of up to 800 lines, and why each is one file.
 LONG_FILES: dict[str, str] = {

@@ -29,7 +29,7 @@ from lq_testing.lightning_models import quiet
 
 import lq_lightning
 from lq_lightning import GradientQuantization, WeightQuantization
-from lq_lightning.data_parallel import vocabulary_weights
+from lq_lightning.data_parallel import embedding_params
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -236,7 +236,7 @@ def test_what_more_bits_for_embeddings_and_heads_cost() -> None:
     shares = []
     for model in models:
         coded = sum(p.numel() for p in model.parameters() if p.ndim > 1)
-        words = sum(p.numel() for p in vocabulary_weights(model))
+        words = sum(p.numel() for p in embedding_params(model))
         more = many.nbytes(words) - few.nbytes(words)
         for before in (few.nbytes(coded), few.nbytes(coded) + differences.nbytes(coded)):
             shares.append(f"{more / before:.0%}")

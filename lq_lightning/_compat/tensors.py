@@ -1,4 +1,4 @@
-"""Local parts of sharded tensors, and bulk operations on small ones."""
+"""Local parts of sharded tensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 __all__ = [
-    "add_one_to_all",
-    "copy_all",
     "empty_like_sharded",
     "first_row",
     "like_rows",
@@ -23,7 +21,6 @@ __all__ = [
     "shard_slices",
     "to_sharded_dtensor",
     "waited",
-    "zero_all",
 ]
 
 
@@ -106,25 +103,6 @@ def waited(tensor: Tensor) -> Tensor:
         result: Tensor = tensor.wait()
         return result
     return tensor
-
-
-_ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")
-
-
-def add_one_to_all(tensors: list[Tensor]) -> None:
-    """Add one to fp32 tensors on the CPU, as torch's optimizers do with their steps."""
-    # a tensor and `alpha`, since a number would be made a tensor anew for each of them
-    torch._foreach_add_(tensors, _ONE, alpha=1.0)
-
-
-def copy_all(targets: tuple[Tensor, ...], sources: tuple[Tensor, ...]) -> None:
-    """Copy each source, in one call, to the target of the same place, which has its shape."""
-    torch._foreach_copy_(targets, sources)
-
-
-def zero_all(tensors: list[Tensor]) -> None:
-    """Write zeros to all tensors in one call."""
-    torch._foreach_zero_(tensors)
 
 
 def like_rows(local: Tensor, like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Autograd and collectives of torch: names that are private or differ by version."""
+"""Autograd, collectives and bulk operations of torch: private or different by version."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
+    "add_one_to_all",
     "after_backward",
     "all_gather_flat",
     "all_gather_parts",
     "all_linked_by_nvlink",
     "any_rank",
     "backward_id",
+    "copy_all",
     "group_timeout",
     "in_step",
     "inherit_timeout",
@@ -29,7 +31,10 @@ __all__ = [
     "recompile_limit",
     "reduce_scatter_flat",
     "split_group",
+    "zero_all",
 ]
+
+_ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -229,3 +234,19 @@ def recompile_limit(at_least: int) -> AbstractContextManager[None]:
     limit = max(at_least, config.recompile_limit)
     patched: AbstractContextManager[None] = config.patch(recompile_limit=limit)
     return patched
+
+
+def add_one_to_all(tensors: list[Tensor]) -> None:
+    """Add one to fp32 tensors on the CPU, as torch's optimizers do with their steps."""
+    # a tensor and `alpha`, since a number would be made a tensor anew for each of them
+    torch._foreach_add_(tensors, _ONE, alpha=1.0)
+
+
+def copy_all(targets: tuple[Tensor, ...], sources: tuple[Tensor, ...]) -> None:
+    """Copy each source, in one call, to the target of the same place, which has its shape."""
+    torch._foreach_copy_(targets, sources)
+
+
+def zero_all(tensors: list[Tensor]) -> None:
+    """Write zeros to all tensors in one call."""
+    torch._foreach_zero_(tensors)

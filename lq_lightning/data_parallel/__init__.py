@@ -1,5 +1,8 @@
 """Quantized collectives (SDP4Bit, AGoQ) and 8-bit gradient accumulation (AGoQ)."""
 
+import warnings
+from typing import Any
+
 from lq_lightning.data_parallel.all_reduce import QuantizedAllReduce, quantized_all_reduce_hook
 from lq_lightning.data_parallel.communication import (
     QuantizationErrors,
@@ -10,8 +13,7 @@ from lq_lightning.data_parallel.gradient_buffer import KeptGradient, QuantizedGr
 from lq_lightning.data_parallel.install import quantize_communication
 from lq_lightning.data_parallel.local_steps import OuterOptimizer, start_alike
 from lq_lightning.data_parallel.packed_agreement import PackedAgreement
-from lq_lightning.data_parallel.plan import CommunicationPlan, TensorPlan
-from lq_lightning.data_parallel.vocabulary import vocabulary_weights
+from lq_lightning.data_parallel.plan import CommunicationPlan, TensorPlan, embedding_params
 from lq_lightning.foundation.topology import Topology
 from lq_lightning.foundation.traffic import Traffic
 
@@ -30,8 +32,20 @@ __all__ = [
     "Topology",
     "Traffic",
     "WeightQuantization",
+    "embedding_params",
     "quantize_communication",
     "quantized_all_reduce_hook",
     "start_alike",
-    "vocabulary_weights",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "vocabulary_weights":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        "`vocabulary_weights` is now called `embedding_params`; the old name will be removed in "
+        "the next release",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return embedding_params

@@ -1,4 +1,4 @@
-"""What every quantized all-gather of weights shares: layouts, messages and how they travel.
+"""Quantized all-gathers of a unit's weights: of differences (SDP4Bit's qWD), and of the weights.
 
 One object serves one FSDP2 unit. FSDP2 calls ``allocate`` for the output, copies this rank's shard
 (already cast to the gather dtype) into its slot of the output, and calls the object with the output
@@ -8,73 +8,88 @@ and that slot, which is a *view* of it: writing the output destroys the input.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat.fsdp2 import AllGather, GroupParam
-from lq_lightning._compat.torch import all_gather_flat
-from lq_lightning.codecs import decode, derive_seed, encode
+from lq_lightning._compat.fsdp2 import AllGather, GatheredWeights, GroupParam, pack_shards
+from lq_lightning._compat.tensors import to_sharded_dtensor
+from lq_lightning._compat.torch import all_gather_flat, all_gather_parts
+from lq_lightning.codecs import decode, derive_seed
 from lq_lightning.data_parallel.config import WeightQuantization
 from lq_lightning.data_parallel.layout import (
     MessageLayout,
     Segment,
+    WireFormat,
+    full_precision_reason,
+    keep_small_runs_exact,
     merge_over_small_gaps,
     segment_runs,
 )
-from lq_lightning.data_parallel.unit import (
-    UnitCollective,
-    UnitDescription,
-    keep_small_runs_exact,
-    part_seed,
-    weight_segments,
+from lq_lightning.data_parallel.replica import (
+    Freshness,
+    Replica,
+    ReplicaMemory,
+    ShardWatch,
+    StaleReplicaConsensus,
 )
+from lq_lightning.data_parallel.unit import Unit
+from lq_lightning.foundation import streams
 from lq_lightning.foundation.traffic import ring_bytes
 
-__all__ = ["QuantizedAllGather"]
+__all__ = ["Exchange", "QuantizedAllGather", "WeightAllGather", "WeightDifferenceAllGather"]
+
+# Up to so many nodes' slots are gathered to their places in the output at once, in parts. Each part
+# costs the host a launch; slots of more nodes are gathered in one piece and copied, which costs
+# memory.
+MAX_GATHERED_PARTS = 8
 
 
-class QuantizedAllGather(UnitCollective, AllGather):
-    """An all-gather of one unit's weights, of which some travel as codes.
+class QuantizedAllGather(AllGather):
+    """Base of both all-gathers: layouts, messages and their collectives.
 
-    Args:
-        config: Codec and method.
+    Attributes:
         unit: The unit.
     """
 
     skips_frozen: ClassVar[bool]
     """Whether parameters that are not trained are left out of messages."""
 
-    def __init__(self, config: WeightQuantization, unit: UnitDescription) -> None:
-        super().__init__(unit)
+    def __init__(self, config: WeightQuantization, unit: Unit) -> None:
+        self.unit = unit
         self._config = config
+        self._context = unit.context
         self._layout: MessageLayout | None = None
         self._layout_key: tuple[Any, ...] | None = None
 
     def segments(self) -> list[Segment]:
-        """How each parameter travels, given the parameters as they are now."""
-        params = self._params()
-        segments = weight_segments(params, self.names, self._min_quantized_numel, self.skips_frozen)
-        itemsizes = {p.gather_dtype for p in params}
-        if len(itemsizes) > 1:
-            reason = "mixed dtypes in one unit"
-            return [
-                s if s.travel == "skipped" else s._replace(travel="full", reason=s.reason or reason)
-                for s in segments
-            ]
-        itemsize = next(iter(itemsizes)).itemsize
-        return keep_small_runs_exact(segments, [self._config.codec()], itemsize)
+        """Wire format of each parameter, given the parameters as they are now."""
+        params = self.unit.params()
+        dtypes = {p.gather_dtype for p in params}
+        segments, start = [], 0
+        for param, name in zip(params, self.unit.names, strict=True):
+            least = self._context.min_quantized_numel
+            reason = full_precision_reason(param.ndim, param.numel, param.gather_dtype, least)
+            if len(dtypes) > 1:
+                reason = reason or "mixed dtypes in one unit"
+            wire_format: WireFormat = "full" if reason else "quantized"
+            if self.skips_frozen and not param.requires_grad:
+                wire_format, reason = "skipped", "frozen: gathered once in full precision"
+            segments.append(Segment(name, start, param.padded_shard_numel, wire_format, reason))
+            start += param.padded_shard_numel
+        if len(dtypes) > 1:
+            return segments
+        return keep_small_runs_exact(segments, [self._config.codec()], dtypes.pop().itemsize)
 
     def _current_layout(self, dtype: torch.dtype) -> MessageLayout:
-        params = self._params()
+        params = self.unit.params()
         key = (dtype, *(p.requires_grad for p in params))
         if self._layout is None or key != self._layout_key:
+            segments = self.segments()
             if dtype == torch.uint8:  # mixed dtypes: FSDP2 packs bytes
-                segments = _byte_segments(self.segments(), params)
-            else:
-                segments = self.segments()
+                segments = _byte_segments(segments, params)
             runs = merge_over_small_gaps(segment_runs(segments))
             self._layout = MessageLayout.of(runs, [self._config.codec()], dtype)
             self._layout_key = key
@@ -89,41 +104,26 @@ class QuantizedAllGather(UnitCollective, AllGather):
     # --- messages ---------------------------------------------------------------------------
 
     def _count_baseline(self, slot: Tensor) -> None:
-        topology, traffic = self._context.topology, self._context.traffic
-        intra, inter = ring_bytes(slot.numel() * slot.itemsize, topology)
+        traffic = self._context.traffic
+        intra, inter = ring_bytes(slot.numel() * slot.itemsize, self._context.topology)
         traffic.baseline_weights += intra + inter
         traffic.baseline_inter += inter
 
-    def _seed(self) -> int | None:
-        if self._config.rounding != "stochastic":
-            return None
-        context = self._context
-        return derive_seed(context.seed, 1, context.step, context.topology.rank, self._index)
-
     def _encode(self, layout: MessageLayout, slots: Tensor, reference: Tensor | None) -> Tensor:
-        """Encode slots of units (minus ``reference``) into messages ``[units, nbytes]`` uint8.
+        """Encode ``[units, n]`` slots (minus ``reference``) into ``[units, nbytes]`` uint8.
 
-        Args:
-            layout: Of the messages.
-            slots: ``[units, n]``; gaps are overwritten with zeros.
-            reference: ``[units, n]``; its gaps hold zeros until a message is decoded.
+        Gaps of slots are overwritten with zeros; those of ``reference`` hold zeros until a message
+        is decoded.
         """
+        context, seed = self._context, None
+        if self._config.rounding == "stochastic":
+            rank, index = context.topology.rank, self.unit.index
+            seed = derive_seed(context.seed, 1, context.step, rank, index)
         messages = layout.allocate(len(slots), device=slots.device)
-        layout.exact_to_messages(slots, messages, reference)
-        seed = self._seed()
-        for index, run in layout.quantized:
-            part = slice(run.start, run.stop)
-            encode(
-                layout.spec_of(run),
-                slots[:, part],
-                seed=part_seed(seed, index),
-                reference=None if reference is None else reference[:, part],
-                out=layout.part(messages, index),
-            )
-        traffic = self._context.traffic
-        traffic.exchanges += len(slots)
-        traffic.weights_messages += len(slots) * layout.nbytes
-        traffic.weights_elements += len(slots) * layout.numel
+        layout.encode(slots, messages, seed=seed, reference=reference)
+        context.traffic.exchanges += len(slots)
+        context.traffic.weights_messages += len(slots) * layout.nbytes
+        context.traffic.weights_elements += len(slots) * layout.numel
         return messages
 
     def _gather_between_nodes(self, messages: Tensor) -> Tensor:
@@ -162,13 +162,13 @@ class QuantizedAllGather(UnitCollective, AllGather):
 
     @staticmethod
     def _decode(layout: MessageLayout, messages: Tensor, slots: Tensor, *, add: bool) -> None:
-        """Decode ``[L, units, N, nbytes]`` messages into (or onto) ``[units, N * L, n]`` slots.
+        """Decode messages into (or, with ``add``, onto) slots.
 
         Args:
-            layout: Of the messages.
-            messages: Those of several local ranks are contiguous.
-            slots: In rank order, contiguous.
-            add: Onto them.
+            layout: Layout of the messages.
+            messages: ``[L, units, N, nbytes]``; those of several local ranks are contiguous.
+            slots: ``[units, N * L, n]``, in rank order, contiguous.
+            add: Whether to add.
         """
         if len(messages) == 1:
             messages = messages[0]
@@ -188,3 +188,323 @@ def _byte_segments(segments: list[Segment], params: list[GroupParam]) -> list[Se
         scaled.append(segment._replace(start=start, numel=nbytes))
         start += nbytes
     return scaled
+
+
+class WeightAllGather(QuantizedAllGather):
+    """All-gather of the quantized weights themselves (SDP4Bit's ablation qW, which must lose).
+
+    Every gather sends codes, and every rank, the owner included, computes with the decoded weights.
+    Rounding is keyed by the optimizer step, so that forward and backward see the same weights.
+    """
+
+    skips_frozen = False
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """Fill ``output_tensor`` (``[world * n]``) from each rank's ``input_tensor`` (``[n]``)."""
+        if group.size() != self._context.topology.world_size:
+            all_gather_flat(output_tensor, input_tensor, group)
+            return
+        self._count_baseline(input_tensor)
+        layout = self._current_layout(input_tensor.dtype)
+        message = self._encode(layout, input_tensor.view(1, -1), reference=None)
+        messages = self._gather_within_node(self._gather_between_nodes(message))
+        self._decode(layout, messages, output_tensor.view(1, group.size(), -1), add=False)
+
+
+class Exchange(NamedTuple):
+    """An exchange of weight differences in progress.
+
+    Attributes:
+        replicas: Replicas of the units.
+        slots: Their values, ``[units, slots, n]``.
+        own: This rank's slots of them, ``[units, n]``.
+        layout: Layout of the messages.
+        messages: ``[units, nbytes]`` uint8, of this rank.
+        exact: This rank's main slots ``[units, n]``, if errors are measured.
+    """
+
+    replicas: tuple[Replica, ...]
+    slots: Tensor
+    own: Tensor
+    layout: MessageLayout
+    messages: Tensor
+    exact: Tensor | None
+
+
+class WeightDifferenceAllGather(QuantizedAllGather):
+    """All-gather of quantized weight differences (SDP4Bit §3.1, Algorithm 2).
+
+    Every rank keeps a replica of the weights it computes with. After each optimizer step, each rank
+    encodes the difference between its main shard and its slot of the replica (``start_exchange``),
+    sends it (``send_exchange``), and all ranks, the owner included, add the decoded differences
+    (``finish_exchange``). Main weights stay exact, so the next difference contains what this one
+    lost. The gathers that FSDP2 asks for in forward and backward only read the replica
+    (:meth:`read`).
+
+    A gather refreshes the replica in full precision where it is not fresh: the first time, after
+    :meth:`Replica.invalidate`, after an exchange that failed, and when ranks have agreed that
+    something other than an optimizer step has written to the shards
+    (:class:`StaleReplicaConsensus`).
+
+    A parameter that becomes frozen keeps its replica, which lacks what its last difference lost; no
+    message contains it until it is trained again.
+
+    Deviations from the reference implementation: rounds to nearest by default; the difference is
+    formed and added in fp32 and rounded once to the replica's dtype; it is sent right after the
+    optimizer step and not when the next forward asks for it.
+
+    Args:
+        config: Codec and method.
+        unit: The unit.
+        consensus: Agreement of ranks on stale replicas.
+        memory: Memory for replicas of units of one shape; by default its own.
+        index: Row of the unit in it.
+
+    Attributes:
+        memory: See above.
+        replica: Its values are ``[world * n]``, or ``[nodes * n]`` if a node shares them.
+    """
+
+    skips_frozen = True
+
+    def __init__(
+        self,
+        config: WeightQuantization,
+        unit: Unit,
+        consensus: StaleReplicaConsensus,
+        memory: ReplicaMemory | None = None,
+        index: int = 0,
+    ) -> None:
+        super().__init__(config, unit)
+        self.memory = memory or ReplicaMemory(1)
+        self.replica = Replica(self.memory, index)
+        self._watch = ShardWatch(unit.names, unit.params)
+        self._consensus = consensus
+        self._voted = False  # for the gather that comes now
+        consensus.add(unit.name, self.replica, self._watch)
+
+    @property
+    def shared_by_node(self) -> bool:
+        """Whether the ranks of a node share one replica."""
+        return self._config.replica == "node"
+
+    def holds_any(self, param_ids: set[int] | None) -> bool:
+        """Whether one of these parameters (``id``; None: any) is in the unit."""
+        if param_ids is None:
+            return True
+        return any(id(p.sharded_param) in param_ids for p in self.unit.params())
+
+    def trained(self) -> list[bool]:
+        """Whether each parameter of the unit is trained now."""
+        return [p.requires_grad for p in self.unit.params()]
+
+    # --- saved state ------------------------------------------------------------------------
+
+    def replica_slots(self) -> dict[str, Any]:
+        """This rank's slot of the replica as DTensors sharded like the parameters, by name.
+
+        Empty while the replica is stale: the next gather takes the main weights anyway.
+        """
+        own = self.replica.slot
+        if own is None or own.dtype == torch.uint8:
+            return {}
+        self.replica.wait()
+        slots, start = {}, 0
+        for param, name in zip(self.unit.params(), self.unit.names, strict=True):
+            flat = own[start : start + param.padded_shard_numel]
+            slots[name] = to_sharded_dtensor(flat.clone(), param.sharded_param)
+            start += param.padded_shard_numel
+        return slots
+
+    def restore(self, slots: dict[str, Tensor]) -> None:
+        """Let the next gather start from saved replica slots instead of the main weights.
+
+        Args:
+            slots: This rank's valid local part of the replica by parameter name.
+        """
+        params, names = self.unit.params(), self.unit.names
+        saved = slots[names[0]].new_zeros(sum(p.padded_shard_numel for p in params))
+        start = 0
+        for param, name in zip(params, names, strict=True):
+            local = slots[name].reshape(-1)
+            saved[start : start + local.numel()].copy_(local)
+            start += param.padded_shard_numel
+        self.replica.restore(saved)
+        self._watch.note()
+
+    # --- the exchange after an optimizer step -----------------------------------------------
+
+    def exchanges_alike(self, others: Sequence[WeightDifferenceAllGather]) -> bool:
+        """Whether :meth:`start_exchange` may take these units together with this one.
+
+        They must be all that share their memory with it, and have fresh replicas.
+        """
+        every, trained = (self, *others), self.trained()
+        return (
+            self.memory.holds([gather.replica for gather in every])
+            and all(gather.replica.state is Freshness.FRESH for gather in every)
+            and all(gather.trained() == trained for gather in others)
+        )
+
+    def begin_exchange(self) -> bool:
+        """Note that the main weights were updated; return whether to send the difference."""
+        if not self.replica.begin_exchange() or self.replica.own is None:
+            return False
+        self._watch.note_step()
+        self.replica.wait()
+        return True
+
+    def start_exchange(self, others: Sequence[WeightDifferenceAllGather] = ()) -> Exchange | None:
+        """Encode how this rank's shards changed.
+
+        Call on every rank after an optimizer step, then :meth:`send_exchange` and
+        :meth:`finish_exchange`, possibly on other CUDA streams. The parameters must not be written
+        before this is done.
+
+        Args:
+            others: Further units, for which :meth:`exchanges_alike`; the messages are the same as
+                in exchanges of their own, but need one launch of a kernel and one collective.
+
+        Returns:
+            Input of the other two; None if there is nothing to send: all parameters are frozen, or
+            the next gather refreshes the replica anyway.
+        """
+        gathers = (self, *others)
+        if not any(p.requires_grad and p.padded_shard_numel for p in self.unit.params()):
+            return None
+        begun = [gather.begin_exchange() for gather in gathers]
+        values, own = self.replica.values, self.replica.own
+        if not all(begun) or values is None or own is None:
+            return None
+        rows = self.memory.rows if others else values.view(1, -1)
+        if rows is None:
+            raise AssertionError("replicas that share memory must have some")
+        slots = rows.view(len(gathers), -1, own.numel())
+        reference = slots[:, self.replica.own_index]
+        layout = self._current_layout(own.dtype)
+        main = own.new_empty(len(gathers), own.numel())
+        pack_shards([param for gather in gathers for param in gather.unit.params()], main)
+        measured = self._context.measure_errors and own.is_floating_point()
+        exact = main.clone() if measured else None
+        messages = self._encode(layout, main, reference)
+        replicas = tuple(gather.replica for gather in gathers)
+        return Exchange(replicas, slots, reference, layout, messages, exact)
+
+    def send_exchange(self, exchange: Exchange) -> Tensor:
+        """Send the messages over the slowest network that there is, and nothing else.
+
+        Returns:
+            Messages of all nodes, ``[units, N, nbytes]`` uint8, or of one node those of its ranks,
+            ``[L, units, 1, nbytes]``, in memory of their own: there are several ranks, since FSDP2
+            gathers nothing on one, which then has no replica to add differences to.
+        """
+        if self._context.topology.num_nodes > 1:
+            return self._gather_between_nodes(exchange.messages)
+        own = exchange.messages.unsqueeze(1)
+        return own.clone() if self.shared_by_node else self._gather_within_node(own)
+
+    def finish_exchange(self, exchange: Exchange, received: Tensor) -> None:
+        """Pass the messages on inside the node and add the differences to the replicas."""
+        if self.shared_by_node:
+            received = received.unsqueeze(0)
+        elif self._context.topology.num_nodes > 1:
+            received = self._gather_within_node(received)
+        self._decode(exchange.layout, received, exchange.slots, add=True)
+        if exchange.exact is not None:
+            streams.record_use(exchange.exact)
+            for run in exchange.layout.runs:
+                part = slice(run.start, run.stop)
+                self._context.weight_errors.add(exchange.own[:, part], exchange.exact[:, part])
+        first, *others = exchange.replicas
+        first.complete()
+        for replica in others:
+            replica.complete_with(first)
+
+    # --- the collective ---------------------------------------------------------------------
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """Let ``output_tensor`` (``[world * n]``) hold the replica, refreshed first if needed.
+
+        With ``replica="full"`` the output is made to share the replica's memory. It must not be its
+        memory from the start: FSDP2 writes this rank's main slot into the output first.
+        """
+        replica, world_size = self.replica, self._context.topology.world_size
+        # FSDP2 copies all gathers to memory of the first one's sizes and dtypes: one look will do.
+        dtype, numel = input_tensor.dtype, input_tensor.numel()
+        expected = replica.own is not None or numel == self._expected_numel(dtype)
+        if group.size() != world_size or not expected:
+            all_gather_flat(output_tensor, input_tensor, group)
+            return
+        if not self._voted:
+            self._consensus.before_gather(self._context.step)
+        self._voted = False
+        self._count_baseline(input_tensor)
+        if replica.state is not Freshness.FRESH:
+            self._refresh(input_tensor, group)
+        replica.wait()
+        if replica.values is None:
+            raise AssertionError("a refreshed replica must exist")
+        if self.shared_by_node:
+            self._gather_node(output_tensor, replica.values)
+        else:
+            output_tensor.set_(replica.values)  # type: ignore[call-overload]
+
+    def read(self) -> GatheredWeights | None:
+        """Return the replica in place of a gather's result; None where a gather is needed."""
+        replica = self.replica
+        if replica.state is not Freshness.FRESH or self.shared_by_node:
+            return None
+        self._consensus.before_gather(self._context.step)
+        if replica.state is not Freshness.FRESH or replica.values is None or replica.own is None:
+            self._voted = True
+            return None
+        self._count_baseline(replica.own)
+        return GatheredWeights(replica.values, replica.written)
+
+    def _expected_numel(self, dtype: torch.dtype) -> int:
+        """Elements of this rank's slot in a gather of all parameters.
+
+        Tensor subclasses may have other tensors gathered (``fsdp_pre_all_gather``).
+        """
+        in_bytes = dtype == torch.uint8
+        return sum(
+            p.padded_shard_numel * (p.gather_dtype.itemsize if in_bytes else 1)
+            for p in self.unit.params()
+        )
+
+    def _refresh(self, slot: Tensor, group: dist.ProcessGroup) -> None:
+        """Gather the main weights, or restored ones, into the replica in full precision."""
+        topology, index = self._context.topology, self._context.topology.rank
+        if self.shared_by_node:
+            index, group = topology.node, self._context.inter_group
+        if self.replica.state is Freshness.STALE:
+            self._watch.note()  # FSDP2 has just read them: what is written from now on is new
+        values, own = self.replica.begin_refresh(slot, group.size(), index)
+        all_gather_flat(values, own, group)
+        self._context.traffic.full_precision_gathers += 1
+        self._count_sent(own.numel() * own.itemsize, group)
+        self.replica.complete()
+
+    def _gather_node(self, output: Tensor, values: Tensor) -> None:
+        """Gather the node's slots of the replica to ``[nodes * node_size * n]``."""
+        context, num_nodes = self._context, self._context.topology.num_nodes
+        nodes, slots = output.view(num_nodes, -1), values.view(num_nodes, -1)
+        if num_nodes <= MAX_GATHERED_PARTS:
+            all_gather_parts(nodes.unbind(), slots.unbind(), context.intra_group)
+        else:
+            every = values.new_empty(context.topology.node_size, num_nodes, slots.shape[1])
+            all_gather_flat(every.view(-1), values, context.intra_group)
+            nodes.view_as(every.transpose(0, 1)).copy_(every.transpose(0, 1))
+        self._count_sent(values.numel() * values.itemsize, context.intra_group)

@@ -15,18 +15,16 @@ import os
 import socket
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lq_lightning._compat.tensors import copy_all
-from lq_lightning._compat.torch import all_gather_flat
+from lq_lightning._compat.torch import all_gather_flat, copy_all
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, derive_seed, encode
-from lq_lightning.data_parallel.unit import full_precision_reason
+from lq_lightning.data_parallel.layout import full_precision_reason
 from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.checks import is_whole
 from lq_lightning.foundation.groups import RankGroups
@@ -37,22 +35,15 @@ __all__ = ["DEFAULT_CODEC", "QuantizedAllReduce", "quantized_all_reduce_hook"]
 DEFAULT_CODEC = CodecSpec(code="int8", group_size=128, scale_dtype="bfloat16")
 
 
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    topology: Topology
-    intra: dist.ProcessGroup
-    inter: dist.ProcessGroup
-
-
 class _BucketLayout(NamedTuple):
-    """Where the gradients of a bucket go.
+    """Places of the gradients of a bucket.
 
     Attributes:
-        sizes: of all gradients, in elements.
-        coded: which of them travel in codes.
-        starts: of those in the padded buffer, each at the beginning of a group.
-        numel: of the padded buffer.
-        is_padded: whether it differs from the bucket.
+        sizes: Elements of all gradients.
+        coded: Indices of gradients that are sent as codes.
+        starts: First elements of those in the padded buffer, each at the beginning of a group.
+        numel: Elements of the padded buffer.
+        is_padded: Whether it differs from the bucket.
     """
 
     sizes: list[int]
@@ -89,8 +80,8 @@ class QuantizedAllReduce:
             ddp_comm_state=QuantizedAllReduce(), ddp_comm_hook=quantized_all_reduce_hook
         )
 
-    Lightning leaves communication hooks out on CPUs; a warning says so where this is made before
-    the process group and there is no GPU. There, and with DDP alone, register it yourself, with
+    Lightning ignores communication hooks on CPUs; a warning says so if this is created before the
+    process group and there is no GPU. In that case, and with DDP alone, register it yourself, with
     Lightning in ``on_fit_start``::
 
         trainer.model.register_comm_hook(QuantizedAllReduce(), quantized_all_reduce_hook)
@@ -145,7 +136,7 @@ class QuantizedAllReduce:
         self._node_size = node_size
         self._seed = seed
         self._calls = 0
-        self._groups: _Groups | None = None
+        self._levels: tuple[Topology, RankGroups] | None = None
         self._stream: torch.cuda.Stream | None = None
         if codec.group_size == "row":
             raise ValueError(
@@ -153,8 +144,8 @@ class QuantizedAllReduce:
                 "parameters of very different magnitudes would share a scale. Use a group_size "
                 "from 16 to 4096."
             )
-        # The former does not initialise CUDA. Made after the process group, it is for a hook that
-        # is registered by hand: `DDPStrategy` was built before there was one.
+        # `device_count` does not initialize CUDA. Created after the process group, this is for a
+        # hook that is registered by hand: `DDPStrategy` is built before there is one.
         if torch.cuda.device_count() == 0 and not dist.is_initialized():
             warnings.warn(
                 "no CUDA device was found, and on CPUs Lightning's `DDPStrategy` leaves "
@@ -165,7 +156,7 @@ class QuantizedAllReduce:
             )
 
     def is_quantized(self, tensor: Tensor) -> bool:
-        """Whether a tensor of this size and dtype travels in codes."""
+        """Whether a tensor of this size and dtype is sent as codes."""
         return self._pays(tensor.numel(), tensor.element_size())
 
     def _pays(self, numel: int, itemsize: int) -> bool:
@@ -190,7 +181,7 @@ class QuantizedAllReduce:
             )
         flat = tensor.detach().view(-1)
         if self.is_quantized(flat):
-            self._average(flat, self._groups or self._make_groups(flat.device))
+            self._average(flat, *(self._levels or self._make_levels(flat.device)))
         else:
             _average_exactly(flat)
 
@@ -200,7 +191,7 @@ class QuantizedAllReduce:
 
         Args:
             bucket: Contiguous ``[N]`` fp32, bf16 or fp16, the gradients one after another.
-            shapes: Of the gradients.
+            shapes: Shapes of the gradients.
         """
         least, group_size = self.min_quantized_numel, self.codec.block_multiple
         layout = _bucket_layout(tuple(shapes), bucket.dtype, group_size, least)
@@ -237,10 +228,13 @@ class QuantizedAllReduce:
 
         Args:
             tensor: As for :meth:`average_`.
-            shapes: If given, of what is in it: start :meth:`average_bucket_`.
+            shapes: Shapes of the gradients in it; if given, starts :meth:`average_bucket_`.
         """
+        average = self.average_
+        if shapes is not None:
+            average = partial(self.average_bucket_, shapes=shapes)
         if not tensor.is_cuda:
-            self._average_now(tensor, shapes)
+            average(tensor)
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(tensor)
             return done
@@ -250,38 +244,30 @@ class QuantizedAllReduce:
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[tensor.device])
         with torch.cuda.stream(self._stream):
-            self._average_now(tensor, shapes)
+            average(tensor)
             future.set_result(tensor)  # records an event of this stream, which readers wait for
         return future
 
-    def _average_now(self, tensor: Tensor, shapes: Sequence[torch.Size] | None) -> None:
-        if shapes is None:
-            self.average_(tensor)
-        else:
-            self.average_bucket_(tensor, shapes)
-
     # --- groups -----------------------------------------------------------------------------
 
-    def _make_groups(self, device: torch.device) -> _Groups:
+    def _make_levels(self, device: torch.device) -> tuple[Topology, RankGroups]:
         world, rank = dist.get_world_size(), dist.get_rank()
         size = self._node_size or _ranks_per_host()
         topology = Topology(world_size=world, rank=rank, node_size=size)
         every = dist.group.WORLD
         if every is None:
             raise AssertionError("a hook runs where there is a default process group")
-        ranks = RankGroups.of(topology, every, device)
-        self._groups = _Groups(topology, ranks.intra, ranks.inter)
-        return self._groups
+        self._levels = topology, RankGroups.of(topology, every, device)
+        return self._levels
 
     # --- the collective ---------------------------------------------------------------------
 
     def _seed_of(self, level: int) -> int:
         return derive_seed(self._seed, self._calls, level, dist.get_rank())
 
-    def _average(self, flat: Tensor, groups: _Groups) -> None:
+    def _average(self, flat: Tensor, topology: Topology, groups: RankGroups) -> None:
         """Average ``[N]``. Slot ``l * nodes + m`` belongs to local rank ``l`` of node ``m``."""
         self._calls += 1
-        topology = groups.topology
         nodes, local = topology.num_nodes, topology.node_size
         multiple = self.codec.block_multiple
         slot = -(-flat.numel() // (topology.world_size * multiple)) * multiple
@@ -372,7 +358,7 @@ def quantized_all_reduce_hook(
     """Average a bucket of gradients in 8 bits: a communication hook of DDP.
 
     Args:
-        state: Where and how; one object for all buckets of a model.
+        state: Options and streams; one object for all buckets of a model.
         bucket: Gradients of one bucket, as DDP passes it.
 
     Returns:

@@ -1,36 +1,38 @@
-"""The handle on a model's quantized collectives: its steps, its state, what it measures."""
+"""Handle on a model's quantized collectives: exchanges after steps, state, drift, measurements."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lq_lightning._compat.tensors import local_tensor
-from lq_lightning.data_parallel.all_gather import QuantizedAllGather
-from lq_lightning.data_parallel.drift import invalidate_drifted
-from lq_lightning.data_parallel.exchange import ExchangeSchedule
-from lq_lightning.data_parallel.optimizer_hooks import OptimizerHooks
-from lq_lightning.data_parallel.outside_writes import WriteVotes
+from lq_lightning._compat.torch import all_gather_flat
+from lq_lightning.data_parallel.all_gather import QuantizedAllGather, WeightDifferenceAllGather
 from lq_lightning.data_parallel.plan import CommunicationPlan
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
+from lq_lightning.data_parallel.replica import StaleReplicaConsensus
 from lq_lightning.data_parallel.unit import UnitContext
-from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
+from lq_lightning.foundation import streams
 from lq_lightning.foundation.reporting import QuantizationReport
+from lq_lightning.foundation.streams import CommPipeline
+from lq_lightning.foundation.topology import Topology
 from lq_lightning.foundation.traffic import Traffic
 
-__all__ = ["QuantizationErrors", "QuantizedCommunication", "QuantizedUnit"]
+__all__ = ["ExchangeSchedule", "QuantizationErrors", "QuantizedCommunication", "UnitCollectives"]
 
 _STATE_VERSION = 2
 
 
 class QuantizationErrors(NamedTuple):
-    """Sums behind the relative L2 errors of this rank since they were last asked for.
+    """Sums behind the relative L2 errors of this rank since the last call.
 
     The relative error over ranks is ``sqrt(sum(squared_error) / sum(squared_norm))``.
     """
@@ -41,47 +43,102 @@ class QuantizationErrors(NamedTuple):
     gradients_squared_norm: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QuantizedUnit:
-    """The collectives of one FSDP2 unit; None where FSDP2's own are left.
+class UnitCollectives(NamedTuple):
+    """The collectives of one FSDP2 unit; None where FSDP2's own are left."""
 
-    Attributes:
-        name: Of the unit.
-        gather: Of the weights.
-        scatter: Of the gradients.
-    """
-
-    name: str
     gather: QuantizedAllGather | None
     scatter: TwoLevelReduceScatter | None
+
+
+class ExchangeSchedule:
+    """Exchanges weight differences right after an optimizer step.
+
+    On CUDA everything runs on three streams of its own (see [Note: streams]), so that the network
+    works from the end of the optimizer step on, whatever forward computes; a gather waits for its
+    own unit only. While one bucket of units is on the network, the one before it is decoded and the
+    next one encoded. On a CPU the exchanges are complete when :meth:`run` returns.
+
+    Args:
+        device: Device of the model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._first: torch.cuda.Stream | None = None
+        self._later = CommPipeline()
+
+    def run(self, buckets: Iterable[Sequence[WeightDifferenceAllGather]]) -> None:
+        """Exchange the differences of units, in this order. Every rank must call this.
+
+        Args:
+            buckets: Units that are exchanged together, see ``exchanges_alike``.
+        """
+        if not streams.has_streams(self._device):
+            for first, *others in buckets:
+                exchange = first.start_exchange(others)
+                if exchange is not None:
+                    first.finish_exchange(exchange, first.send_exchange(exchange))
+            return
+        if self._first is None:
+            self._first = streams.new_stream()
+        self._first.wait_stream(streams.current_stream())
+        try:
+            with streams.on_stream(self._first):
+                try:
+                    for first, *others in buckets:
+                        self._run_one(first, others)
+                finally:
+                    self._later.join()
+        except BaseException:  # pending exchanges still write to replicas that are refreshed next
+            self.join()
+            raise
+
+    def _run_one(
+        self, first: WeightDifferenceAllGather, others: Sequence[WeightDifferenceAllGather]
+    ) -> None:
+        self._later.make_room()
+        exchange = first.start_exchange(others)
+        if exchange is not None:
+            self._later.submit(
+                exchange.messages,
+                lambda: first.send_exchange(exchange),
+                lambda received: first.finish_exchange(exchange, received),
+            )
+
+    def join(self) -> None:
+        """Let the current stream wait until all exchanges are done.
+
+        The first stream has waited for the others, also after an error.
+        """
+        if self._first is not None:
+            streams.current_stream().wait_stream(self._first)
 
 
 class QuantizedCommunication:
     """Handle on the quantized collectives of one model; made by ``quantize_communication``.
 
     Attributes:
-        plan: How every parameter travels.
+        plan: Wire format of every parameter.
         topology: Ranks and nodes.
-        group: The ranks that shard the model, which is not always all of them.
+        group: Ranks that shard the model, which are not always all of them.
     """
 
     def __init__(
         self,
-        units: list[QuantizedUnit],
+        units: list[UnitCollectives],
         context: UnitContext,
         plan: CommunicationPlan,
         device: torch.device,
-        votes: WriteVotes | None,
+        consensus: StaleReplicaConsensus | None,
     ) -> None:
         self._units = units
-        self._votes = votes  # None without differences
+        self._consensus = consensus  # None without differences
         self._context = context
         self.plan = plan
         self.topology = context.topology
         self.group = context.group
         self._exchanges = ExchangeSchedule(device)
-        # updates change the main weights, which the exchanges read on their own streams
-        self._hooks = OptimizerHooks(lambda: self._exchanges.join(), self.note_optimizer_step)
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     # --- steps ------------------------------------------------------------------------------
 
@@ -92,17 +149,43 @@ class QuantizedCommunication:
 
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Exchange weights after each of this optimizer's steps. Idempotent."""
-        self._hooks.register(optimizer)
+        if optimizer in self._optimizers:
+            return
+        self._optimizers.add(optimizer)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(lambda opt, *unused: self.note_optimizer_step(opt))
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Wait for the exchanges, which read the main weights, before an update changes these.
+
+        A closure runs forward and backward first, which need not wait: it is wrapped.
+        """
+        position = next((i for i, value in enumerate(args[1:], 1) if callable(value)), None)
+        closure = kwargs.get("closure") if position is None else args[position]
+        if closure is None:
+            self._exchanges.join()
+            return args, kwargs
+
+        def joined() -> Any:
+            result = closure()
+            self._exchanges.join()
+            return result
+
+        if position is None:
+            return args, {**kwargs, "closure": joined}
+        return (*args[:position], joined, *args[position + 1 :]), kwargs
 
     def join(self) -> None:
-        """Let the current CUDA stream wait for everything on its way."""
+        """Let the current CUDA stream wait for all pending exchanges and reductions."""
         self._exchanges.join()
         self._context.reductions.join()
 
     def recover(self) -> None:
-        """Leave nothing of a forward or backward that failed; call it on every rank that goes on.
+        """Clean up after a forward or backward that failed; every rank that goes on calls it.
 
-        Out of memory, for example. Waits for everything on its way.
+        Out of memory, for example. Waits for all pending exchanges and reductions.
         """
         for unit in self._units:  # first, so that nothing is reduced any more
             if unit.scatter is not None:
@@ -110,7 +193,7 @@ class QuantizedCommunication:
         self.join()
 
     def note_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Say that the weights were updated by an optimizer on every rank; exchanges them.
+        """Exchange the weights, which an optimizer has updated on every rank.
 
         Args:
             optimizer: The one that stepped; units without any of its parameters are left alone.
@@ -121,16 +204,16 @@ class QuantizedCommunication:
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         begun: set[int] = set()
         try:
-            self._exchanges.run(self._stacks_to_exchange(stepped, begun))
-        finally:  # after an error the others' changes count as writes, which refresh replicas
-            if self._votes is not None:
-                self._votes.note_step(lambda replica: id(replica) in begun)
+            self._exchanges.run(self._buckets_to_exchange(stepped, begun))
+        finally:  # after an error other units' changes count as updates, which refresh replicas
+            if self._consensus is not None:
+                self._consensus.note_step(lambda replica: id(replica) in begun)
 
     def invalidate(self) -> None:
         """Let the next gathers refresh the replicas in full precision. Every rank must call this.
 
-        For writes that must take effect in the next forward pass and might in the one after: to the
-        shards of some ranks only, and on GPUs those that no version counter counts, as
+        For updates that must take effect in the next forward pass and might do so one pass later:
+        of the shards of some ranks only, and on GPUs those that no version counter counts, such as
         ``parameter.data.copy_(value)``. Others are noticed. ``parameter.data = value`` is lost
         whatever follows: it replaces a tensor that FSDP2 does not compute with, and the next
         forward pass raises an error.
@@ -138,15 +221,15 @@ class QuantizedCommunication:
         for gather in self._difference_gathers():
             gather.replica.invalidate()
 
-    def _stacks_to_exchange(
+    def _buckets_to_exchange(
         self, stepped: set[int] | None, begun: set[int]
     ) -> Iterator[Sequence[WeightDifferenceAllGather]]:
-        """Yield what is exchanged together; what decides that is the same on every rank.
+        """Yield units that are exchanged together, the same ones on every rank.
 
         Replicas (``id``) are added to ``begun`` when their turn comes.
         """
-        for _, stack in groupby(self._difference_gathers(), lambda gather: id(gather.memory)):
-            gathers = [gather for gather in stack if gather.holds_any(stepped)]
+        for _, sharing in groupby(self._difference_gathers(), lambda gather: id(gather.memory)):
+            gathers = [gather for gather in sharing if gather.holds_any(stepped)]
             begun.update(id(gather.replica) for gather in gathers)
             if gathers and gathers[0].exchanges_alike(gathers[1:]):
                 yield gathers
@@ -154,12 +237,23 @@ class QuantizedCommunication:
                 yield from ([gather] for gather in gathers)
 
     @property
-    def outside_writes(self) -> dict[str, int]:
-        """Names of units whose weights something other than an optimizer step has written.
+    def external_weight_updates(self) -> dict[str, int]:
+        """Number of updates by anything but an optimizer step, by name of the unit.
 
-        With the number of times, the same on every rank; each costs a full-precision gather.
+        The same on every rank; each costs a full-precision gather.
         """
-        return {} if self._votes is None else self._votes.counts
+        return {} if self._consensus is None else self._consensus.counts
+
+    @property
+    def outside_writes(self) -> dict[str, int]:
+        """Deprecated name of :attr:`external_weight_updates`."""
+        warnings.warn(
+            "`outside_writes` is now called `external_weight_updates`; the old name will be "
+            "removed in the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.external_weight_updates
 
     def _difference_gathers(self) -> list[WeightDifferenceAllGather]:
         gathers = [u.gather for u in self._units]
@@ -170,8 +264,10 @@ class QuantizedCommunication:
     def check_replicas(self, on_drift: Literal["resync", "raise"] = "resync") -> list[str]:
         """Compare the replicas of all ranks of ``group`` by checksum. All of them must call this.
 
+        Drifted units are refreshed in full precision at their next gather.
+
         Args:
-            on_drift: ``"resync"`` refreshes drifted units in full precision at their next gather.
+            on_drift: ``"raise"`` also raises an error.
 
         Returns:
             Names of the units that differ, the same list on every rank.
@@ -182,34 +278,37 @@ class QuantizedCommunication:
         """
         if on_drift not in ("resync", "raise"):
             raise ValueError(f"`on_drift={on_drift!r}` is not supported: 'resync' or 'raise'.")
-        drifted = invalidate_drifted(self._difference_gathers(), self.topology, self.group)
-        if drifted and on_drift == "raise":
+        drifted = _drifted(self._difference_gathers(), self.topology, self.group)
+        for gather in drifted:
+            gather.replica.invalidate()
+        names = [gather.unit.name for gather in drifted]
+        if names and on_drift == "raise":
             raise RuntimeError(
-                f"the weight replicas of {len(drifted)} unit(s) differ between ranks after "
-                f"optimizer step {self.step}, first `{drifted[0]}`. Something wrote to them "
+                f"the weight replicas of {len(names)} unit(s) differ between ranks after "
+                f"optimizer step {self.step}, first `{names[0]}`. Something wrote to them "
                 "on some ranks only; `on_drift='resync'` would refresh them in full precision "
                 "and go on."
             )
-        return drifted
+        return names
 
     # --- state ------------------------------------------------------------------------------
 
     def replica_state_dict(self) -> dict[str, DTensor]:
         """Each rank's slot of the replicas as DTensors sharded like the parameters, by name.
 
-        Every rank must call this. Without those that the next gather refreshes anyway, as before
-        the first one. The values are not the main weights: they are what every rank computes with,
-        so saving them lets a resumed run continue exactly.
+        Every rank must call this. Stale replicas, as before the first gather, are left out. The
+        values are not the main weights: they are what every rank computes with, so saving them lets
+        a resumed run continue exactly.
         """
-        if self._votes is not None:
-            self._votes.settle(self.step)
+        if self._consensus is not None:
+            self._consensus.settle(self.step)
         slots: dict[str, DTensor] = {}
         for gather in self._difference_gathers():
             slots.update(gather.replica_slots())
         return slots
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs besides :meth:`replica_state_dict`: plain numbers."""
+        """Plain numbers that a checkpoint needs besides :meth:`replica_state_dict`."""
         return {"version": _STATE_VERSION, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any], replica: Mapping[str, Tensor]) -> None:
@@ -219,9 +318,9 @@ class QuantizedCommunication:
         start from the main weights in full precision.
 
         Args:
-            state: What :meth:`state_dict` returned.
-            replica: What :meth:`replica_state_dict` returned, possibly resharded; DTensors with
-                this world's sharding, or this rank's local shards as plain tensors.
+            state: Result of :meth:`state_dict`.
+            replica: Result of :meth:`replica_state_dict`, possibly resharded; DTensors with this
+                world's sharding, or this rank's local shards as plain tensors.
 
         Raises:
             ValueError: ``state`` was written by a newer version of this package.
@@ -235,13 +334,14 @@ class QuantizedCommunication:
             )
         self._context.step = int(state["step"])
         for gather in self._difference_gathers():
-            slots = {n: local_tensor(replica[n]) for n in gather.names if n in replica}
-            if len(slots) == len(gather.names):
+            names = gather.unit.names
+            slots = {n: local_tensor(replica[n]) for n in names if n in replica}
+            if len(slots) == len(names):
                 gather.restore(slots)
             else:
                 gather.replica.invalidate()
-        if self._votes is not None:
-            self._votes.note()
+        if self._consensus is not None:
+            self._consensus.note()
 
     # --- measurements -----------------------------------------------------------------------
 
@@ -267,7 +367,7 @@ class QuantizedCommunication:
         return self._context.traffic.snapshot()
 
     def quantization_report(self) -> QuantizationReport:
-        """Traffic of this rank, errors since the last report, and outside writes."""
+        """Traffic of this rank, errors since the last report, and external weight updates."""
         sent, errors = self._context.traffic, self.errors()
         return QuantizationReport(
             counts={
@@ -281,10 +381,31 @@ class QuantizedCommunication:
                 "bits_per_weight": (8 * sent.weights_messages, sent.weights_elements),
                 "bits_per_gradient": (8 * sent.gradients_messages, sent.gradients_elements),
             },
-            totals={"outside_writes": sum(self.outside_writes.values())},
+            totals={"outside_writes": sum(self.external_weight_updates.values())},
             errors={"weights_error": errors[:2], "gradients_error": errors[2:]},
         )
 
     def measure_quantization_errors(self, measure: bool) -> None:
         """Set :attr:`measure_errors`."""
         self.measure_errors = measure
+
+
+def _drifted(
+    gathers: Sequence[WeightDifferenceAllGather], topology: Topology, group: dist.ProcessGroup
+) -> list[WeightDifferenceAllGather]:
+    """Find units whose replicas differ between ranks; each rank of the group has to call this."""
+    sums = [gather.replica.checksum() for gather in gathers]
+    known = [(g, s) for g, s in zip(gathers, sums, strict=True) if s is not None]
+    if not known:
+        return []
+    mine = torch.cat([s for _, s in known])
+    every = mine.new_empty(topology.world_size, mine.numel())
+    all_gather_flat(every.view(-1), mine, group)
+    drifted = []
+    for column, (gather, _) in zip(every.unbind(1), known, strict=True):
+        # ranks of a node that shares a replica hold different slots of it
+        rows = topology.num_nodes if gather.shared_by_node else topology.world_size
+        by_row = column.reshape(rows, -1)
+        if (by_row != by_row[:1]).any():
+            drifted.append(gather)
+    return drifted

@@ -1,4 +1,4 @@
-"""What is quantized on the wire."""
+"""Options of quantized communication."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ ReplicaMode = Literal["full", "node"]
 Rounding = Literal["nearest", "stochastic"]
 
 _INTEGER_BITS = range(2, 9)
-# Bits of `vocabulary_bits="auto"`. Nothing else has to change with them but text, where
-# `tests/test_docs.py` finds what is no longer true.
+# Bits of `vocabulary_bits="auto"`. Only text depends on them, which `tests/test_docs.py` checks.
 VOCABULARY_BITS = 6
-# a scale per row would cover all parameters of a unit that travel as one run
+# a scale per row would cover all parameters of a unit that are encoded as one run
 _GROUP_SIZES = tuple(size for size in GROUP_SIZES if size != "row")
 
 
@@ -53,10 +52,10 @@ def _check_group_size(owner: str, group_size: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightQuantization:
-    """How weights travel in the all-gather.
+    """Format of weights in the all-gather.
 
-    By default as NF4 in groups of 128, 4.125 bits per value with scales. Integers in groups of 2048
-    have 1.6 times the error and cost more loss at 110M parameters (``docs/accuracy.md``).
+    The default is NF4 in groups of 128, 4.125 bits per value with scales. Integers in groups of
+    2048 have 1.6 times the error and cost more loss at 110M parameters (``docs/accuracy.md``).
 
     Deviations from the paper (SDP4Bit §3.1): it has integers in groups of 2048, here
     ``code="int", group_size=2048``. Scales are bf16, rounded up, so that nothing is clipped.
@@ -69,11 +68,11 @@ class WeightQuantization:
         code: ``"int"`` for integers, ``"nf4"`` for 16 levels that follow the normal distribution
             (4 bits, ``"nearest"`` only). ``"auto"`` is NF4 where both hold, else integers.
         group_size: Elements that share one scale, a power of two from 16 to 4096.
-        rounding: ``"nearest"`` has the smaller error and the difference of the next step contains
-            what was lost; ``"stochastic"`` is what the reference implementation does.
-        replica: Where the weights that differences refer to are kept (``"qWD"`` only).
-            ``"full"``: every rank holds all of them (2 bytes per parameter in bf16), and forward
-            and backward read them without traffic. ``"node"``: the ranks of a node share one copy
+        rounding: ``"nearest"`` has the smaller error, and the next difference contains it;
+            ``"stochastic"`` is the choice of the reference implementation.
+        replica: Placement of the replica that differences refer to (``"qWD"`` only). ``"full"``:
+            every rank holds all weights (2 bytes per parameter in bf16), and forward and backward
+            read them without traffic. ``"node"``: the ranks of a node share one replica
             (2/node_size bytes per parameter) and gather it inside the node.
     """
 
@@ -119,21 +118,21 @@ class WeightQuantization:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientQuantization:
-    """How gradients travel in the reduce-scatter (SDP4Bit §3.2).
+    """Format of gradients in the reduce-scatter (SDP4Bit §3.2).
 
     Attributes:
         method: ``"TLq-HS"`` two levels, ``intra_bits`` within a node and ``inter_bits`` between
             nodes, after a Hadamard transform that spreads outliers; ``"TLq"`` the same without the
             transform; ``"ULq"`` ``inter_bits`` on both levels, no transform (as in ZeRO++);
             ``"QuanGrad"`` 8 bits on both levels, no transform: the first half of AGoQ's all-reduce
-            (its second half, an all-gather of gradients, has no place where they stay sharded).
+            (its second half, an all-gather of gradients, is not needed where they stay sharded).
         intra_bits: Bits of one code within a node, 2 to 8 (``"TLq-HS"`` and ``"TLq"`` only).
         inter_bits: Bits of one code between nodes, 2 to 8 (not used by ``"QuanGrad"``).
-        vocabulary_bits: The same for embeddings and heads (see :func:`vocabulary_weights`), which
-            few bits cost most (``docs/accuracy.md``): 2 to 8, or ``None`` for ``inter_bits``.
-            ``"auto"`` is 6, or ``inter_bits`` if that is more, with ``"TLq-HS"`` and ``"TLq"``, and
-            ``None`` with ``"ULq"``, with which a number also holds within nodes (not used by
-            ``"QuanGrad"``).
+        vocabulary_bits: Bits between nodes for embeddings and heads (see
+            :func:`embedding_params`), where few bits cost most (``docs/accuracy.md``): 2 to 8, or
+            ``None`` for ``inter_bits``. ``"auto"`` is 6, or ``inter_bits`` if that is more, with
+            ``"TLq-HS"`` and ``"TLq"``, and ``None`` with ``"ULq"``, where a number also applies
+            within nodes (not used by ``"QuanGrad"``).
         group_size: Elements that share one scale, a power of two from 16 to 4096.
         hadamard_size: Order of the Hadamard transform (``"TLq-HS"`` only): 16, 32, 64 or 128, not
             larger than ``group_size``.
@@ -176,8 +175,8 @@ class GradientQuantization:
         """Codec of the messages within a node (``"intra"``) or between nodes (``"inter"``).
 
         Args:
-            level: The one or the other.
-            vocabulary: Whether the gradients are those of embeddings and heads.
+            level: Level of the exchange.
+            vocabulary: Whether the gradients belong to embeddings and heads.
         """
         if self.method == "QuanGrad":
             bits = 8
@@ -206,18 +205,19 @@ class GradientQuantization:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSteps:
-    """How nodes that train alone are brought together (DiLoCo, arXiv:2311.08105).
+    """Local steps of nodes, and the outer step that follows them (DiLoCo, arXiv:2311.08105).
 
-    What a node sends is how far it has gone since the last time. SGD with Nesterov's momentum takes
-    the mean over nodes for its gradient.
+    In an outer step nodes average their progress since the last one, and SGD with Nesterov's
+    momentum takes this mean as its gradient.
 
     Attributes:
         every: Optimizer steps that nodes take alone.
-        outer_lr: Learning rate of that SGD. With ``every`` below 16 less is better, such as 0.5
-            (``docs/slow_network.md``).
-        outer_momentum: Its momentum, 0 or more and less than 1.
-        bits: Bits of one code of what is sent, 2 to 8, in the format of gradients between nodes
-            (see :class:`GradientQuantization`), embeddings and heads included; ``None`` sends fp32.
+        outer_lr: Learning rate of the outer SGD. With ``every`` below 16 less is better, such as
+            0.5 (``docs/slow_network.md``).
+        outer_momentum: Momentum of the outer SGD, 0 or more and less than 1.
+        bits: Bits of one code of a node's progress, 2 to 8, in the format of gradients between
+            nodes (see :class:`GradientQuantization`), embeddings and heads included; ``None`` sends
+            fp32.
     """
 
     every: int = 32

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units
@@ -23,7 +22,7 @@ from lq_lightning._compat.gradients import keep_unreduced_gradients
 from lq_lightning._compat.tensors import empty_like_sharded, local_tensor
 from lq_lightning._compat.torch import after_backward, backward_id
 from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode
-from lq_lightning.data_parallel.unit import full_precision_reason
+from lq_lightning.data_parallel.layout import full_precision_reason
 from lq_lightning.foundation.checks import is_whole
 from lq_lightning.kernels.accumulate import accumulate_, buffer_layout, read_accumulated_
 
@@ -31,7 +30,7 @@ __all__ = ["KeptGradient", "QuantizedGradientBuffer"]
 
 
 class KeptGradient(NamedTuple):
-    """How the gradient sum of one parameter is kept between micro-batches.
+    """Storage of one parameter's gradient sum between micro-batches.
 
     Attributes:
         name: Fully qualified parameter name.
@@ -46,24 +45,19 @@ class KeptGradient(NamedTuple):
 
 @dataclass(slots=True)
 class _Windows:
-    """Counts accumulation windows, for the seeds of stochastic rounding.
+    """Counts accumulation windows, for the seeds of stochastic rounding."""
 
-    Attributes:
-        number: of the window in progress, or of the last one.
-        is_over: whether a sum was read or forgotten since the last one was added to.
-    """
+    number: int = 0  # of the window in progress, or of the last one
+    is_over: bool = False  # whether a sum was read or cleared since one was last added to
 
-    number: int = 0
-    is_over: bool = False
-
-    def go_on(self) -> int:
+    def current(self) -> int:
         if self.is_over:
             self.number, self.is_over = self.number + 1, False
         return self.number
 
 
 class _Sum:
-    """A gradient sum as codes: ``[N]`` values in the library's own 8-bit format or a codec's."""
+    """A gradient sum of ``[N]`` values in the library's own 8-bit format or a codec's."""
 
     def __init__(self, codec: CodecSpec | None, index: int, windows: _Windows) -> None:
         self._codec, self._index, self._windows = codec, index, windows
@@ -93,7 +87,7 @@ class _Sum:
 
     def _add_with_codec(self, codec: CodecSpec, flat: Tensor) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
-        seed = derive_seed(rank, self._windows.go_on(), self._index, self._added)
+        seed = derive_seed(rank, self._windows.current(), self._index, self._added)
         if self._codes is None:
             self._codes = encode(codec, flat.view(1, -1), seed=seed).view(-1)
             return
@@ -162,8 +156,8 @@ class QuantizedGradientBuffer:
     """Keeps the gradient sums of a module in 8 bits between micro-batches.
 
     Works on a plain module, on one inside ``DistributedDataParallel``, and on one sharded by FSDP2,
-    whether that reduces once per window or in every micro-batch. Create it once the parameters
-    exist where they stay: after ``fully_shard``, ``quantize_communication`` and ``to(device)``::
+    whether that reduces once per window or in every micro-batch. Create it after ``fully_shard``,
+    ``quantize_communication`` and ``to(device)``::
 
         buffer = QuantizedGradientBuffer(model)
         for micro_batch in micro_batches[:-1]:
@@ -172,10 +166,10 @@ class QuantizedGradientBuffer:
         model(micro_batches[-1]).backward()      # gradients are complete now
         optimizer.step()
 
-    With FSDP2 and ``set_requires_gradient_sync(False)`` the buffer knows by itself which backward
-    is the last, and holds the whole gradients of all units that FSDP2 would hold in full precision.
-    Inside ``accumulating`` the ``grad`` of quantized parameters is ``None`` after backward. A
-    non-finite gradient makes its group of 32 values NaN in the sum.
+    With FSDP2 and ``set_requires_gradient_sync(False)`` the buffer recognizes the last backward and
+    holds the unsharded gradients that FSDP2 would hold in full precision. Inside ``accumulating``
+    the ``grad`` of quantized parameters is ``None`` after backward. A non-finite gradient makes its
+    group of 32 values NaN in the sum.
 
     Relative L2 error of the sum of 16 micro-batches with the default code: 0.9% on the gradients of
     a small GPT, 1.2% on Gaussian ones (``benchmarks/gradient_buffer.py``); AGoQ's FP8 E4M3 has 6.1%
@@ -183,8 +177,9 @@ class QuantizedGradientBuffer:
 
     Args:
         module: The module whose parameters are trained.
-        codec: ``None`` for the library's own 8-bit code with half steps for pairs of small values,
-            1.125 bytes per parameter. ``CodecSpec(code="fp8_e4m3", group_size=128)`` is AGoQ's.
+        codec: Codec of the sums; ``None`` is the library's own 8-bit code with half steps for pairs
+            of small values, 1.125 bytes per parameter. AGoQ's is
+            ``CodecSpec(code="fp8_e4m3", group_size=128)``.
         min_quantized_numel: Parameters with fewer elements, and 1-D ones, are left alone.
 
     Raises:
@@ -212,10 +207,12 @@ class QuantizedGradientBuffer:
             for name, p in module.named_parameters()
         )
         reasons = {kept.name: kept.reason for kept in self.plan}
+        # FSDP2 may go on with backward before it has reduced a gradient that no hook reads
+        hook: Any = lambda parameter: self.after_accumulation(parameter)  # noqa: E731
+        hook.reads_gradient = self.reads_gradient
         for name, parameter in module.named_parameters():
             if not reasons[name]:
                 self._sums[parameter] = self._new_sum()
-                hook = _Hook(self)
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._undo.append(handle.remove)
         if not self._sums:
@@ -224,7 +221,7 @@ class QuantizedGradientBuffer:
                 f"parameter of two or more dimensions and at least {min_quantized_numel} elements. "
                 "Lower `min_quantized_numel`, or do without the buffer."
             )
-        for _, _, group in fsdp_units(module) if _has_units(module) else ():
+        for _, _, group in fsdp_units(module):
             sums = [
                 self._new_sum() if p.sharded_param in self._sums else None
                 for p in GroupParams(group)()
@@ -245,8 +242,8 @@ class QuantizedGradientBuffer:
         """Number of the accumulation window in progress, or of the last one; from 0 on.
 
         The seeds of a codec's stochastic rounding depend on it, on the rank, the parameter and the
-        micro-batch. For the same bits after a resume set it to the same number at the start of a
-        window, such as that of the optimizer step, as ``QuantizedPrecision`` does.
+        micro-batch. For the same bits after a resume, set it at the start of a window, for example
+        to the number of the optimizer step, as ``QuantizedPrecision`` does.
         """
         return self._windows.number
 
@@ -274,12 +271,12 @@ class QuantizedGradientBuffer:
             self._accumulating = before
 
     def discard(self) -> None:
-        """Forget everything that is stored, as ``zero_grad`` forgets gradients."""
+        """Drop all stored sums, as ``zero_grad`` drops gradients."""
         for kept in self._all_sums():
             kept.clear()
 
     def remove(self) -> None:
-        """Forget everything and leave the module as it was before; do not use the buffer again."""
+        """Drop all sums and restore the module; do not use the buffer again."""
         self.discard()
         for undo in reversed(self._undo):
             undo()
@@ -287,9 +284,9 @@ class QuantizedGradientBuffer:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Add what is still stored to ``grad``: of parameters that the last backward did not use.
+        """Add remaining sums, of parameters that the last backward did not use, to ``grad``.
 
-        Runs by itself at the end of the last backward if that computed any gradient.
+        Runs automatically at the end of the last backward if that computed any gradient.
         """
         self._flush_queued = False
         for parameter, kept in self._sums.items():
@@ -301,23 +298,23 @@ class QuantizedGradientBuffer:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Within ``accumulating``: store gradients that were assigned, which calls no hook.
+        """Within ``accumulating``, store gradients that were assigned, which calls no hook.
 
-        Schedules that compute gradients of weights apart (zero bubble) do so.
+        Schedules that compute gradients of weights separately (zero bubble) assign them.
         """
         for parameter in self._sums if self._accumulating else ():
             self.after_accumulation(parameter)
 
     def reads_gradient(self, parameter: nn.Parameter) -> bool:
-        """Whether the gradient of ``parameter`` is read as soon as it is computed and reduced.
+        """Whether the hook reads the gradient of ``parameter`` as soon as it is reduced.
 
-        If not, its reduction may go on beside the rest of backward.
+        If not, its reduction may overlap with the rest of backward.
         """
         return self._accumulating or not self._sums[parameter].empty
 
     @torch.no_grad()
     def after_accumulation(self, parameter: nn.Parameter) -> None:
-        """Add a gradient to what is stored, or what is stored to the last gradient."""
+        """Add a gradient to the stored sum, or the sum to the last gradient of a window."""
         kept, gradient = self._sums[parameter], parameter.grad
         if gradient is None:
             return
@@ -349,21 +346,6 @@ class QuantizedGradientBuffer:
         if total is not local:
             local.copy_(total)
         kept.clear()
-
-
-class _Hook:
-    """Runs after a gradient was accumulated; says beforehand whether it reads it."""
-
-    def __init__(self, buffer: QuantizedGradientBuffer) -> None:
-        self._buffer = buffer
-        self.reads_gradient = buffer.reads_gradient
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        self._buffer.after_accumulation(parameter)
-
-
-def _has_units(module: nn.Module) -> bool:
-    return any(isinstance(m, FSDPModule) for m in module.modules())
 
 
 def _reason(parameter: nn.Parameter, min_quantized_numel: int) -> str:

@@ -19,30 +19,30 @@ from lq_lightning._compat.forwards import (
 from lq_lightning._compat.fsdp2 import (
     GroupParams,
     announce_packed_gradients,
+    bypass_all_gather,
     fsdp_units,
     shard_group,
     uses_hsdp,
 )
-from lq_lightning._compat.gathers import serve_gathers
 from lq_lightning.codecs import derive_seed
-from lq_lightning.data_parallel.all_gather import QuantizedAllGather
-from lq_lightning.data_parallel.communication import QuantizedCommunication, QuantizedUnit
+from lq_lightning.data_parallel.all_gather import (
+    QuantizedAllGather,
+    WeightAllGather,
+    WeightDifferenceAllGather,
+)
+from lq_lightning.data_parallel.communication import QuantizedCommunication, UnitCollectives
 from lq_lightning.data_parallel.config import GradientQuantization, WeightQuantization
-from lq_lightning.data_parallel.outside_writes import WriteVotes
 from lq_lightning.data_parallel.plan import (
     CommunicationPlan,
     TensorPlan,
     describe_gradients,
     describe_weights,
-    tensor_plans,
+    embedding_params,
+    plan_tensor,
 )
-from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
-from lq_lightning.data_parallel.reduction_stack import ReductionStack
-from lq_lightning.data_parallel.replica import ReplicaMemory
-from lq_lightning.data_parallel.unit import UnitContext, UnitDescription
-from lq_lightning.data_parallel.vocabulary import vocabulary_weights
-from lq_lightning.data_parallel.weight_all_gather import WeightAllGather
-from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
+from lq_lightning.data_parallel.reduce_scatter import GradientBucket, TwoLevelReduceScatter
+from lq_lightning.data_parallel.replica import ReplicaMemory, StaleReplicaConsensus
+from lq_lightning.data_parallel.unit import Unit, UnitContext
 from lq_lightning.foundation.checks import is_whole
 from lq_lightning.foundation.groups import RankGroups, shared_split
 from lq_lightning.foundation.parameters import clean_name
@@ -52,9 +52,9 @@ from lq_lightning.foundation.traffic import Traffic
 __all__ = ["quantize_communication"]
 
 # Parameters of neighbouring units whose differences are exchanged together, 16 MB in 4 bits, and
-# whose gradients are reduced together: each exchange costs the host as much as one of a unit.
-# Forward waits for all of the first one, and gradients wait in 4 bytes each for their stack.
-MAX_STACKED_NUMEL = 1 << 25
+# whose gradients are reduced together: each exchange costs the host as much as that of one unit.
+# Forward waits for all of the first bucket, and gradients wait for theirs in 4 bytes each.
+MAX_BUCKET_NUMEL = 1 << 25
 
 
 def quantize_communication(
@@ -75,12 +75,12 @@ def quantize_communication(
 
     Args:
         module: The root of the sharded model.
-        weights: How weights are gathered; ``None`` leaves FSDP2's own all-gather.
-        gradients: How gradients are reduced; ``None`` leaves FSDP2's own reduce-scatter. Embeddings
-            and heads, which may have bits of their own, are :func:`vocabulary_weights`.
+        weights: Codec and method of the all-gather; ``None`` leaves FSDP2's own.
+        gradients: Codecs and method of the reduce-scatter; ``None`` leaves FSDP2's own. Embeddings
+            and heads, which may have bits of their own, are :func:`embedding_params`.
         topology: Ranks and nodes that shard ``module``; ``Topology.of(mesh, node_size=...)`` reads
             them off the mesh that ``fully_shard`` got.
-        min_quantized_numel: Parameters with fewer elements travel in full precision, as do 1-D
+        min_quantized_numel: Parameters with fewer elements are sent in full precision, as are 1-D
             ones.
         seed: Base of the stochastic-rounding seeds; the same on every rank.
         vocabulary: Embeddings and heads; None finds them, which needs an embedding in ``module``.
@@ -102,47 +102,42 @@ def quantize_communication(
         all_names.setdefault(id(parameter), []).append(clean_name(name))
     names_of = {key: names[-1] for key, names in all_names.items()}
     tied = {names[-1]: tuple(names[:-1]) for names in all_names.values()}
-    words = vocabulary_weights(module) if vocabulary is None else vocabulary
+    vocabulary = embedding_params(module) if vocabulary is None else vocabulary
     device = next(module.parameters()).device
     groups = RankGroups.of(topology, shard_group(found[0][2]), device)
     differences = weights is not None and weights.method == "qWD"
-    votes = _make_votes(module, groups.every, device) if differences else None
-    context = _make_context(topology, groups, seed, frozenset(names_of[id(p)] for p in words))
-    units: list[QuantizedUnit] = []
-    tensors: list[TensorPlan] = []
+    consensus = _make_consensus(module, groups.every, device) if differences else None
+    vocabulary_names = frozenset(names_of[id(p)] for p in vocabulary)
+    context = _make_context(topology, groups, seed, vocabulary_names, min_quantized_numel)
     every_params = [GroupParams(group) for _, _, group in found]
-    stacks, alone = _stacks(every_params), [1] * len(found)
-    places = _places_in_memory(stacks if _may_stack(weights) else alone)
-    reduced_with = _reduction_stacks(stacks if _may_stack(gradients) else alone)
+    places, gradient_buckets = _shared_memory(every_params, weights, gradients)
+    units: list[UnitCollectives] = []
+    tensors: list[TensorPlan] = []
     for index, (name, unit_module, group) in enumerate(found):
         params = every_params[index]
-        description = UnitDescription(
-            name=name or "root",
-            index=index,
-            params=params,
-            names=tuple(names_of[id(p.sharded_param)] for p in params()),
-            min_quantized_numel=min_quantized_numel,
-            context=context,
-        )
-        unit = _install(
-            *(description, unit_module, group, weights, gradients, votes),
-            *(places[index], reduced_with[index]),
-        )
-        units.append(unit)
-        tensors += (t._replace(tied=tied[t.name]) for t in _plan_unit(description, unit))
+        names = tuple(names_of[id(p.sharded_param)] for p in params())
+        unit = Unit(name=name or "root", index=index, params=params, names=names, context=context)
+        gather_normal_tensors(group)
+        refuse_second_derivatives(group, unit.name)
+        hook_hidden_outputs(unit_module)
+        gather = _install_gather(unit, unit_module, group, weights, consensus, places[index])
+        scatter = None
+        if gradients is not None:
+            scatter = TwoLevelReduceScatter(gradients, unit, gradient_buckets[index])
+            unit_module.set_custom_reduce_scatter(scatter)
+            announce_packed_gradients(group, scatter.expect)
+        units.append(UnitCollectives(gather, scatter))
+        tensors += (t._replace(tied=tied[t.name]) for t in _plan_unit(unit, gather, scatter))
     plan = CommunicationPlan(
         tuple(tensors),
         describe_weights(weights),
         describe_gradients(gradients, topology, any(t.vocabulary for t in tensors)),
     )
-    return QuantizedCommunication(units, context, plan, device, votes)
+    return QuantizedCommunication(units, context, plan, device, consensus)
 
 
 def _make_context(
-    topology: Topology,
-    groups: RankGroups,
-    seed: int,
-    vocabulary: frozenset[str],
+    topology: Topology, groups: RankGroups, seed: int, vocabulary: frozenset[str], least: int
 ) -> UnitContext:
     first = dist.get_process_group_ranks(groups.every)[0]
     return UnitContext(
@@ -153,12 +148,15 @@ def _make_context(
         seed=derive_seed(seed, first),  # models sharded over other ranks get noise of their own
         traffic=Traffic(),
         vocabulary=vocabulary,
+        min_quantized_numel=least,
     )
 
 
-def _make_votes(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> WriteVotes:
+def _make_consensus(
+    module: nn.Module, group: dist.ProcessGroup, device: torch.device
+) -> StaleReplicaConsensus:
     own = shared_split("votes", group, [list(range(group.size()))], device)
-    return WriteVotes(own, device, ForwardCounter(module), lambda: module.training)
+    return StaleReplicaConsensus(own, device, ForwardCounter(module), module)
 
 
 def _check_meshes(module: nn.Module, found: list[tuple[str, FSDPModule, Any]]) -> None:
@@ -184,18 +182,40 @@ def _check_meshes(module: nn.Module, found: list[tuple[str, FSDPModule, Any]]) -
             )
 
 
-def _may_stack(config: WeightQuantization | GradientQuantization | None) -> bool:
-    """Whether units may be handled together: in a stack, one would be rounded with other noise."""
+def _shared_memory(
+    every_params: Sequence[GroupParams],
+    weights: WeightQuantization | None,
+    gradients: GradientQuantization | None,
+) -> tuple[list[tuple[ReplicaMemory, int]], list[GradientBucket | None]]:
+    """Let units of a bucket share memory.
+
+    Returns:
+        By unit, the memory of its replica and its row there; and the bucket of its gradients, None
+        where it is reduced alone.
+    """
+    sizes, alone = _bucket_sizes(every_params), [1] * len(every_params)
+    places: list[tuple[ReplicaMemory, int]] = []
+    for size in sizes if _may_share(weights) else alone:
+        memory = ReplicaMemory(size)
+        places += [(memory, row) for row in range(size)]
+    buckets: list[GradientBucket | None] = []
+    for size in sizes if _may_share(gradients) else alone:
+        buckets += [GradientBucket(size) if size > 1 else None] * size
+    return places, buckets
+
+
+def _may_share(config: WeightQuantization | GradientQuantization | None) -> bool:
+    """Whether units may be handled together: in a bucket, one would be rounded with other noise."""
     return config is not None and config.rounding != "stochastic"
 
 
-def _stacks(every_params: Sequence[GroupParams]) -> list[int]:
-    """Return the sizes of all stacks: of neighbouring small units of one shape, or of one unit.
+def _bucket_sizes(every_params: Sequence[GroupParams]) -> list[int]:
+    """Return the sizes of all buckets: neighbouring small units of one shape, or one unit.
 
     What they do together costs the host little more than what one of them does. Frozen units and
-    trained ones share nothing: else all of their stack would be exchanged alone.
+    trained ones share nothing: else all of their bucket would be exchanged alone.
     """
-    stacks: list[list[object]] = []
+    buckets: list[list[object]] = []
     room = 0
     for params in every_params:
         shape = [
@@ -203,61 +223,40 @@ def _stacks(every_params: Sequence[GroupParams]) -> list[int]:
             for p in params()
         ]
         numel = sum(p.numel for p in params())
-        if not stacks or shape != stacks[-1][0] or numel > room:
-            stacks.append([])
-            room = MAX_STACKED_NUMEL
-        stacks[-1].append(shape)
+        if not buckets or shape != buckets[-1][0] or numel > room:
+            buckets.append([])
+            room = MAX_BUCKET_NUMEL
+        buckets[-1].append(shape)
         room -= numel
-    return [len(stack) for stack in stacks]
+    return [len(bucket) for bucket in buckets]
 
 
-def _places_in_memory(stacks: Sequence[int]) -> list[tuple[ReplicaMemory, int]]:
-    """Let the units of a stack share the memory of their replicas."""
-    memories = [(ReplicaMemory(units), units) for units in stacks]
-    return [(memory, index) for memory, units in memories for index in range(units)]
-
-
-def _reduction_stacks(stacks: Sequence[int]) -> list[ReductionStack | None]:
-    """Let the units of a stack share the memory of gradients that are to be reduced."""
-    made = [(ReductionStack(units) if units > 1 else None, units) for units in stacks]
-    return [stack for stack, units in made for _ in range(units)]
-
-
-def _install(
-    description: UnitDescription,
+def _install_gather(
+    unit: Unit,
     module: FSDPModule,
     group: Any,
     weights: WeightQuantization | None,
-    gradients: GradientQuantization | None,
-    votes: WriteVotes | None,
+    consensus: StaleReplicaConsensus | None,
     place: tuple[ReplicaMemory, int],
-    stack: ReductionStack | None,
-) -> QuantizedUnit:
-    gather_normal_tensors(group)
-    refuse_second_derivatives(group, description.name)
-    hook_hidden_outputs(module)
-    gather: QuantizedAllGather | None = None
-    if weights is not None:
-        if votes is None:
-            gather = WeightAllGather(weights, description)
-        else:
-            gather = WeightDifferenceAllGather(weights, description, votes, *place)
-            serve_gathers(group, gather.read)
-        module.set_custom_all_gather(gather)
-    scatter = None
-    if gradients is not None:
-        scatter = TwoLevelReduceScatter(gradients, description, stack)
-        module.set_custom_reduce_scatter(scatter)
-        announce_packed_gradients(group, scatter.expect)
-    return QuantizedUnit(name=description.name, gather=gather, scatter=scatter)
+) -> QuantizedAllGather | None:
+    if weights is None:
+        return None
+    gather: QuantizedAllGather
+    if consensus is None:
+        gather = WeightAllGather(weights, unit)
+    else:
+        gather = WeightDifferenceAllGather(weights, unit, consensus, *place)
+        bypass_all_gather(group, gather.read)
+    module.set_custom_all_gather(gather)
+    return gather
 
 
-def _plan_unit(description: UnitDescription, unit: QuantizedUnit) -> list[TensorPlan]:
-    params = description.params()
-    return tensor_plans(
-        description.names,
-        [p.numel for p in params],
-        None if unit.gather is None else unit.gather.segments(),
-        None if unit.scatter is None else unit.scatter.layouts.segments(),
-        [p.requires_grad for p in params],
-    )
+def _plan_unit(
+    unit: Unit, gather: QuantizedAllGather | None, scatter: TwoLevelReduceScatter | None
+) -> list[TensorPlan]:
+    weights = {s.name: s for s in gather.segments()} if gather else {}
+    gradients = {s.name: s for s in scatter.layouts.segments()} if scatter else {}
+    return [
+        plan_tensor(name, p.numel, weights.get(name), gradients.get(name), p.requires_grad)
+        for name, p in zip(unit.names, unit.params(), strict=True)
+    ]

@@ -1,8 +1,8 @@
-"""How the slot of one rank in an FSDP2 collective maps to one byte message.
+"""Layout of byte messages: how the slot of one rank in an FSDP2 collective becomes one message.
 
 FSDP2 packs the shards of a unit's parameters one after another into a slot per rank. Here a slot is
-cut into *runs*: neighbouring parameters that travel the same way are encoded together, and a few
-full-precision values between two of them (a norm or a bias) do not part them. All full-precision
+cut into *runs*: neighbouring parameters in the same wire format are encoded together, and a few
+full-precision values between two of them (a norm or a bias) do not split them. All full-precision
 values of a message lie in one part. So a unit needs a handful of operators, not some per parameter:
 at the size of a transformer block the host takes longer to start them than the GPU to run them. All
 sizes are pure functions of the layout.
@@ -17,17 +17,26 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lq_lightning._compat.tensors import copy_all, zero_all
-from lq_lightning.codecs import CodecSpec
+from lq_lightning._compat.torch import copy_all, zero_all
+from lq_lightning.codecs import CodecSpec, derive_seed, encode
 
-__all__ = ["MessageLayout", "Run", "Segment", "merge_over_small_gaps", "segment_runs"]
+__all__ = [
+    "MessageLayout",
+    "Run",
+    "Segment",
+    "full_precision_reason",
+    "keep_small_runs_exact",
+    "merge_over_small_gaps",
+    "part_seed",
+    "segment_runs",
+]
 
 ALIGNMENT_NBYTES = 16
 # A quantized run holds at least this many times the elements of the gaps within it: their
 # codes then cost at most 1.6% of its bytes.
 MIN_CODES_PER_GAP = 64
 
-Travel = Literal["quantized", "full", "skipped"]
+WireFormat = Literal["quantized", "full", "skipped"]
 
 
 class Segment(NamedTuple):
@@ -37,28 +46,28 @@ class Segment(NamedTuple):
         name: Fully qualified parameter name.
         start: First element of the shard in the slot.
         numel: Elements of the (padded) shard.
-        travel: ``"quantized"``, ``"full"`` (full precision) or ``"skipped"`` (never exchanged).
+        wire_format: ``"quantized"``, ``"full"`` (full precision) or ``"skipped"`` (not sent).
         reason: Why it is not quantized; empty if it is.
-        codec: If it is quantized, which codec of the layout encodes it.
+        codec: Index of the layout's codec, if it is quantized.
     """
 
     name: str
     start: int
     numel: int
-    travel: Travel
+    wire_format: WireFormat
     reason: str = ""
     codec: int = 0
 
 
 class Run(NamedTuple):
-    """Neighbouring segments that travel together: ``slot[start : stop]``.
+    """Neighbouring segments in one wire format: ``slot[start : stop]``.
 
     Attributes:
         start: First element in the slot.
         numel: Elements.
         quantized: Whether the run is encoded.
         gaps: Full-precision runs within an encoded one. Zeros are encoded in their place.
-        codec: Which codec of the layout encodes it, 0 where none does.
+        codec: Index of the layout's codec, 0 where the run is not encoded.
     """
 
     start: int
@@ -74,38 +83,63 @@ class Run(NamedTuple):
 
     @property
     def gap_numel(self) -> int:
-        """Elements that travel in full precision although they lie in an encoded run."""
+        """Full-precision elements within an encoded run."""
         return sum(run.numel for run in self.gaps)
 
 
+def full_precision_reason(
+    ndim: int, numel: int, dtype: torch.dtype, min_quantized_numel: int
+) -> str:
+    """Why weights or gradients of a whole parameter are not quantized; empty if they are."""
+    if not dtype.is_floating_point:
+        return f"{dtype} is not floating point"
+    if ndim < 2:
+        return f"{ndim}-D"
+    if numel < min_quantized_numel:
+        return f"{numel} elements < min_quantized_numel={min_quantized_numel}"
+    return ""
+
+
 def segment_runs(segments: Sequence[Segment]) -> list[Run]:
-    """Merge neighbouring segments that travel the same way; skipped ones end a run."""
+    """Merge neighbouring segments of one wire format; skipped ones end a run."""
     runs: list[Run] = []
     for segment in segments:
-        if segment.travel == "skipped" or segment.numel == 0:
+        if segment.wire_format == "skipped" or segment.numel == 0:
             continue
-        quantized = segment.travel == "quantized"
+        quantized = segment.wire_format == "quantized"
         run = Run(segment.start, segment.numel, quantized, codec=segment.codec if quantized else 0)
         last = runs[-1] if runs else None
-        if last and _alike(last, run) and last.stop == run.start:
+        alike = last is not None and (last.quantized, last.codec) == (run.quantized, run.codec)
+        if last is not None and alike and last.stop == run.start:
             runs[-1] = last._replace(numel=last.numel + run.numel)
         else:
             runs.append(run)
     return runs
 
 
-def _alike(run: Run, other: Run) -> bool:
-    return (run.quantized, run.codec) == (other.quantized, other.codec)
+def keep_small_runs_exact(
+    segments: list[Segment], specs: Sequence[CodecSpec], itemsize: int
+) -> list[Segment]:
+    """Send quantized runs in full precision where their codes would not be smaller."""
+    small = [
+        run
+        for run in segment_runs(segments)
+        if run.quantized and specs[run.codec].nbytes(run.numel) >= run.numel * itemsize
+    ]
+    return [
+        segment._replace(wire_format="full", reason="the encoded shard would not be smaller")
+        if any(run.start <= segment.start < run.stop for run in small)
+        and segment.wire_format == "quantized"
+        else segment
+        for segment in segments
+    ]
 
 
 def merge_over_small_gaps(runs: Sequence[Run]) -> list[Run]:
-    """Make quantized runs of one codec one run across few full-precision elements between them.
+    """Merge quantized runs of one codec across the few full-precision elements between them.
 
-    Each saves the operators of a run. It costs codes that nobody needs, so the gaps of a run are at
-    most ``1 / MIN_CODES_PER_GAP`` of it. Runs with skipped segments between them stay apart.
-
-    Args:
-        runs: What :func:`segment_runs` returned.
+    Each merge saves the operators of a run. It costs codes that nobody needs, so the gaps of a run
+    are at most ``1 / MIN_CODES_PER_GAP`` of it. Runs with skipped segments between them stay apart.
     """
     merged: list[Run] = []
     for run in runs:
@@ -127,25 +161,30 @@ def _joined(runs: Sequence[Run]) -> Run | None:
     return joined if joined.gap_numel * MIN_CODES_PER_GAP <= joined.numel else None
 
 
+def part_seed(seed: int | None, part: int) -> int | None:
+    """Seed of one part of a message; None where rounding needs none."""
+    return None if seed is None else derive_seed(seed, part)
+
+
 @dataclass(frozen=True, slots=True)
 class MessageLayout:
-    """Byte layout of one slot's message: the codes of each quantized run, then what is exact.
+    """Byte layout of one slot's message: the codes of each quantized run, then exact values.
 
-    *Exact* are the values that travel in full precision: those of full-precision runs and of
-    gaps, in slot order and without gaps.
+    *Exact* values are sent in full precision: those of full-precision runs and of gaps, in slot
+    order and without space between them.
 
     Attributes:
-        runs: The runs, in slot order.
-        specs: Codecs, of which each quantized run has one.
+        runs: Runs, in slot order.
+        specs: Codecs, of which each quantized run uses one.
         raw_dtype: Dtype of exact values in the message.
-        offsets: First byte of each run's codes, and where all codes end. A full-precision run has
+        offsets: First byte of each run's codes, and the end of all codes. A full-precision run has
             none.
-        exact_runs: Where exact values lie in the slot.
-        gap_indices: Which of those exact runs are gaps of quantized ones.
+        exact_runs: Places of exact values in the slot.
+        gap_indices: Indices of those exact runs that are gaps of quantized ones.
         exact_stop: End of the exact part, which starts where the codes end.
         nbytes: Bytes of the whole message, a multiple of 16.
-        quantized: The quantized runs, each with its index.
-        pieces: Elements in front of each exact run and in it, in turns.
+        quantized: Quantized runs, each with its index.
+        pieces: Elements before each exact run and in it, alternating.
     """
 
     runs: tuple[Run, ...]
@@ -165,7 +204,7 @@ class MessageLayout:
     ) -> MessageLayout:
         """Lay out the codes one run after another, then all exact values.
 
-        Codes take a multiple of 16 bytes, so the parts and the messages start at multiples of that.
+        Codes take a multiple of 16 bytes, so all parts and messages start at multiples of that.
         """
         offsets = [0]
         exact_runs: list[Run] = []
@@ -203,18 +242,18 @@ class MessageLayout:
 
     @property
     def quantized_numel(self) -> int:
-        """Elements of a slot that travel as codes alone."""
+        """Elements of a slot that are sent as codes alone."""
         return sum(run.numel - run.gap_numel for run in self.runs if run.quantized)
 
     @property
     def numel(self) -> int:
-        """Elements of a slot that travel at all."""
+        """Elements of a slot that are sent."""
         return sum(run.numel for run in self.runs)
 
     # --- messages ---------------------------------------------------------------------------
 
     def allocate(self, *shape: int, device: torch.device) -> Tensor:
-        """Return ``[*shape, nbytes]`` uint8 messages, of which all parts are yet to be written.
+        """Return ``[*shape, nbytes]`` uint8 messages, whose parts are not written yet.
 
         Codecs write every byte of their part. The few bytes behind the exact one are zero here, so
         that equal values make equal messages.
@@ -229,15 +268,38 @@ class MessageLayout:
         return messages[..., self.offsets[index] : self.offsets[index + 1]]
 
     def exact(self, messages: Tensor) -> Tensor:
-        """All exact values of each message.
+        """Exact values of ``[..., nbytes]`` messages: ``[..., E]`` view of ``raw_dtype``."""
+        return messages[..., self.codes_nbytes : self.exact_stop].view(self.raw_dtype)
+
+    def encode(
+        self,
+        slots: Tensor,
+        messages: Tensor,
+        *,
+        seed: int | None = None,
+        reference: Tensor | None = None,
+        skip: int | None = None,
+    ) -> None:
+        """Encode slots, or their difference to ``reference``, into messages.
 
         Args:
+            slots: ``[..., n]`` of ``raw_dtype``; gaps are overwritten with zeros.
             messages: ``[..., nbytes]`` uint8.
-
-        Returns:
-            ``[..., E]`` view of ``raw_dtype``.
+            seed: Seed of stochastic rounding.
+            reference: ``[..., n]``; its gaps hold zeros until a message is decoded.
+            skip: Index in ``[R + 1, n]`` slots of the one without a message.
         """
-        return messages[..., self.codes_nbytes : self.exact_stop].view(self.raw_dtype)
+        self.exact_to_messages(slots, messages, reference, skip)
+        for index, run in self.quantized:
+            part = slice(run.start, run.stop)
+            encode(
+                self.spec_of(run),
+                slots[..., part],
+                seed=part_seed(seed, index),
+                reference=None if reference is None else reference[..., part],
+                out=self.part(messages, index),
+                skip=skip,
+            )
 
     # --- exact values in slots --------------------------------------------------------------
 
@@ -255,14 +317,8 @@ class MessageLayout:
         """Write the exact values of slots to their messages, and zeros over the gaps.
 
         Encoded as zeros, the values of gaps change neither the scale of their group nor, where they
-        are not finite, their neighbours.
-
-        Args:
-            slots: ``[..., n]`` of ``raw_dtype``.
-            messages: ``[..., nbytes]`` uint8.
-            reference: ``[..., n]``; if what is encoded is the difference to it, its gaps have to
-                hold zeros meanwhile, too. :meth:`exact_to_slots` ends that.
-            skip: The one of ``[R + 1, n]`` slots that no message is for.
+        are not finite, their neighbours. Gaps of ``reference`` have to hold zeros meanwhile, too;
+        :meth:`exact_to_slots` ends that. Arguments as for :meth:`encode`.
         """
         if not self.exact_runs:
             return
@@ -280,13 +336,9 @@ class MessageLayout:
             zero_all(gaps)
 
     def exact_to_slots(self, messages: Tensor, slots: Tensor) -> None:
-        """Write the exact values of messages to their places in slots.
+        """Write the exact values of ``[..., nbytes]`` messages to their places in slots.
 
         The codes have to be decoded before: they hold zeros in the gaps.
-
-        Args:
-            messages: ``[..., nbytes]`` uint8.
-            slots: ``[..., n]``.
         """
         if self.exact_runs:
             self.write_exact(self.exact(messages), slots)

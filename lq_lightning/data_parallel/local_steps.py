@@ -1,12 +1,12 @@
-"""Nodes that train alone for some steps and are then brought together (DiLoCo, arXiv:2311.08105).
+"""Local steps of nodes, and outer steps that average their progress (DiLoCo, arXiv:2311.08105).
 
-Every node has a copy of the model, sharded over its ranks. Between nodes nothing travels until they
-are brought together: each rank then sends how far its shard has gone to the ranks that have the
-same shard in the other nodes.
+Every node has a copy of the model, sharded over its ranks. Nodes communicate in outer steps only:
+each rank sends the change of its shard to the ranks that hold the same shard in the other nodes.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,58 +19,51 @@ from lq_lightning._compat.tensors import local_tensor, to_sharded_dtensor
 from lq_lightning._compat.torch import all_gather_flat
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, encode
 from lq_lightning.data_parallel.config import LocalSteps
+from lq_lightning.data_parallel.layout import full_precision_reason
 from lq_lightning.data_parallel.replica import checksum
-from lq_lightning.data_parallel.unit import full_precision_reason
 from lq_lightning.foundation.agreement import check_same_entries, describe
 from lq_lightning.foundation.groups import RankGroups
 from lq_lightning.foundation.topology import Topology
 
 __all__ = ["OuterOptimizer", "start_alike"]
 
-_BUCKET_NUMEL = 1 << 24  # of what is sent at once: the memory that an exchange takes, in fp32
+_BUCKET_NUMEL = 1 << 24  # an outer step takes the memory of one bucket, in fp32
 
 
 class _Kept(NamedTuple):
-    """What is kept of this rank's shard of a parameter, fp32 with the shape of the shard."""
+    """State of this rank's shard of a parameter, fp32 with the shape of the shard."""
 
     anchor: Tensor
     velocity: Tensor
 
 
-class _Bucket(NamedTuple):
-    """Parameters that travel together, in a codec or (None) in fp32."""
-
-    codec: CodecSpec | None
-    parameters: list[nn.Parameter]
-
-
 class OuterOptimizer:
-    """Brings nodes together: SGD with Nesterov's momentum on the weights they had in common.
+    """SGD with Nesterov's momentum on the weights that nodes had in common.
 
-    Of every trained parameter a rank keeps two tensors of its shard in fp32: the *anchor*, which is
-    what all nodes had when they were last together, and the *velocity* of the outer SGD. That is
-    ``8 / node_size`` bytes per parameter and rank. In each :meth:`bring_together`, with the mean
-    over nodes of anchor minus weights ``d``::
+    For every trained parameter a rank keeps two tensors of its shard in fp32: the *anchor*, the
+    weights of all nodes after the last outer step, and the *velocity* of the outer SGD. That is
+    ``8 / node_size`` bytes per parameter and rank. In each :meth:`outer_step`, with the mean ``d``
+    over nodes of anchor minus weights::
 
         velocity = outer_momentum * velocity + d
         anchor = anchor - outer_lr * (d + outer_momentum * velocity)
 
-    and the anchor becomes the weights. All nodes decode the same bytes, so all of them leave with
-    equal bits. Weights in bf16 start from the rounded anchor, and the difference is one to that.
+    and the anchor becomes the weights. All nodes decode the same bytes, so their weights are equal
+    in every bit. Weights in bf16 start from the rounded anchor, and ``d`` is the difference to it.
 
     Anything that writes to weights in between counts as progress of the node.
 
     Args:
-        config: When and how.
+        config: Number of local steps and options of the outer SGD.
         topology: Ranks and nodes.
-        groups: Of its two levels.
+        groups: Process groups of its two levels.
         names: Fully qualified names of the parameters of this node's copy.
-        min_quantized_numel: Parameters with fewer elements travel in fp32, as do 1-D ones.
-        device: Where messages are made.
+        min_quantized_numel: Parameters with fewer elements are sent in fp32, as are 1-D ones.
+        device: Device of messages.
 
     Attributes:
-        steps: Optimizer steps that nodes have taken since they were together.
-        sent_nbytes: What this rank has sent to other nodes.
+        steps: Optimizer steps that nodes have taken since the last outer step.
+        sent_nbytes: Bytes that this rank has sent to other nodes.
     """
 
     def __init__(
@@ -94,21 +87,21 @@ class OuterOptimizer:
         self._min_quantized_numel = min_quantized_numel
         self._device = device
         self._kept: dict[nn.Parameter, _Kept] = {}
-        # What is trained since then: the momentum must not move what was frozen.
+        # Parameters trained since the last outer step: its momentum must not move frozen ones.
         self._trained: set[nn.Parameter] = set()
 
     # --- steps of a node --------------------------------------------------------------------
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the weights that an optimizer is about to train for those of all nodes.
+        """Start to track the parameters that an optimizer is about to train for the first time.
 
-        All ranks call it before a step of that optimizer, and add one to :attr:`steps` behind it,
-        also those of a node that then leaves the step out: what is exchanged follows from these
-        calls alone, so that it is the same on all nodes.
+        All ranks call it before a step of that optimizer and add one to :attr:`steps` after it,
+        even those of a node that then skips the step: the parameters that are exchanged follow from
+        these calls alone, so they are the same on all nodes.
 
         Raises:
             ValueError: On all ranks: nodes do not begin to train the same parameters. On this one:
-                the optimizer has parameters of none.
+                the optimizer has parameters that are not in the model.
         """
         every = {p for group in optimizer.param_groups for p in group["params"]}
         if not every <= self._names.keys():
@@ -128,7 +121,7 @@ class OuterOptimizer:
                 self._kept[parameter] = _new(weight)
 
     def forget(self) -> None:
-        """Start from the weights as they are, which something has loaded on all nodes."""
+        """Start from the present weights, which were loaded on all nodes."""
         self._kept.clear()
         self._trained.clear()
         self.steps = 0
@@ -137,12 +130,12 @@ class OuterOptimizer:
 
     @property
     def is_due(self) -> bool:
-        """Whether nodes have taken their steps."""
+        """Whether nodes have taken all their local steps."""
         return self.steps >= self._config.every
 
     @torch.no_grad()
-    def bring_together(self) -> None:
-        """Exchange what the nodes have learned and let them start from equal weights.
+    def outer_step(self) -> None:
+        """Average the progress of all nodes and let them start from equal weights.
 
         All ranks call it after equally many steps. Nothing else may use the weights meanwhile.
 
@@ -152,15 +145,25 @@ class OuterOptimizer:
             ValueError: Likewise, nodes have trained different parameters.
         """
         self._check_steps()
-        for bucket in self._buckets():
-            self._take_step(bucket)
+        for codec, parameters in self._buckets():
+            self._take_step(codec, parameters)
         self._trained.clear()
         self.steps = 0
+
+    def bring_together(self) -> None:
+        """Deprecated name of :meth:`outer_step`."""
+        warnings.warn(
+            "`bring_together` is now called `outer_step`; the old name will be removed in the next "
+            "release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        self.outer_step()
 
     def _check(
         self, state: str, parameters: Iterable[nn.Parameter], bad: bool = False
     ) -> list[int]:
-        """Compare with the other nodes; a node that exchanges meets one that begins here, too."""
+        """Compare nodes; one in an outer step and one in ``begin_step`` meet here and differ."""
         nodes = self._topology.num_nodes
         votes = [0] * nodes
         votes[self._topology.node] = int(bad)
@@ -195,10 +198,11 @@ class OuterOptimizer:
                 "`skip_nonfinite_steps=True`, with which a node leaves out such a step."
             )
 
-    def _buckets(self) -> Iterator[_Bucket]:
-        """What travels together; the same on all ranks with these shards.
+    def _buckets(self) -> Iterator[tuple[CodecSpec | None, list[nn.Parameter]]]:
+        """Yield parameters that are sent together, and in which codec (None: in fp32).
 
-        In the order of names: a sum of fp32 depends on the place in its bucket.
+        The same on all ranks with these shards, in the order of names: a sum in fp32 depends on the
+        place in its bucket.
         """
         open_: dict[CodecSpec | None, list[nn.Parameter]] = {}
         room: dict[CodecSpec | None, int] = {}
@@ -208,13 +212,12 @@ class OuterOptimizer:
                 continue
             codec = self._codec_of(parameter, numel)
             if codec in open_ and room[codec] < numel:
-                yield _Bucket(codec, open_.pop(codec))
+                yield codec, open_.pop(codec)
             if codec not in open_:
                 open_[codec], room[codec] = [], _BUCKET_NUMEL
             open_[codec].append(parameter)
             room[codec] -= numel
-        for codec, parameters in open_.items():
-            yield _Bucket(codec, parameters)
+        yield from open_.items()
 
     def _codec_of(self, parameter: nn.Parameter, numel: int) -> CodecSpec | None:
         codec, whole = self._config.codec(), parameter.numel()
@@ -222,11 +225,11 @@ class OuterOptimizer:
         exact = full_precision_reason(parameter.ndim, whole, torch.float32, least)
         return None if codec is None or exact or codec.nbytes(numel) >= 4 * numel else codec
 
-    def _take_step(self, bucket: _Bucket) -> None:
-        weights = [local_tensor(p) for p in bucket.parameters]
-        kept = [self._kept[p] for p in bucket.parameters]
+    def _take_step(self, codec: CodecSpec | None, parameters: list[nn.Parameter]) -> None:
+        weights = [local_tensor(p) for p in parameters]
+        kept = [self._kept[p] for p in parameters]
         # each parameter begins a group, and each node gets the sum of equally many groups
-        multiple = 1 if bucket.codec is None else bucket.codec.block_multiple
+        multiple = 1 if codec is None else codec.block_multiple
         sizes = [_padded(w.numel(), multiple) for w in weights]
         padding = _padded(sum(sizes), multiple * self._topology.num_nodes) - sum(sizes)
         flat = torch.zeros(sum(sizes) + padding, device=self._device)
@@ -237,10 +240,10 @@ class OuterOptimizer:
         for place, weight, (anchor, _) in zip(places, weights, kept, strict=True):
             place.copy_(anchor.to(weight.dtype))
             place.sub_(weight.to(self._device))
-        if bucket.codec is None:
+        if codec is None:
             self._average_exactly(flat)
         else:
-            self._average_coded(flat.view(self._topology.num_nodes, -1), bucket.codec)
+            self._average_coded(flat.view(self._topology.num_nodes, -1), codec)
         lr, momentum = self._config.outer_lr, self._config.outer_momentum
         for place, weight, (anchor, velocity) in zip(places, weights, kept, strict=True):
             mean = place.to(anchor.device)
@@ -256,7 +259,7 @@ class OuterOptimizer:
     def _average_coded(self, rows: Tensor, codec: CodecSpec) -> None:
         """Replace ``[N, n]`` by the mean over N nodes, of which each sums one row.
 
-        Of two nodes each gets all that the other has: as many bytes, and nothing is rounded twice.
+        Two nodes exchange everything instead: as many bytes, and nothing is rounded twice.
         """
         nodes, numel = rows.shape
         messages = encode(codec, rows)
@@ -277,11 +280,10 @@ class OuterOptimizer:
     def state(self) -> dict[str, dict[str, DTensor]]:
         """Velocities and, where weights cannot hold them, anchors, sharded like the parameters.
 
-        Nodes are together, so that anchors of fp32 weights are the weights, and all is the same on
-        all nodes.
+        After an outer step anchors of fp32 weights are the weights, and all nodes are equal.
 
         Raises:
-            RuntimeError: Nodes have taken steps since they were together.
+            RuntimeError: Nodes have taken steps since the last outer step.
         """
         if self.steps:
             raise RuntimeError(
@@ -296,14 +298,14 @@ class OuterOptimizer:
         return found
 
     def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Continue from what :meth:`state` returned, possibly resharded.
+        """Continue from the result of :meth:`state`, possibly resharded.
 
         Call after the weights are loaded. Parameters without a velocity start with zero.
         """
         self.forget()
         velocities, anchors = state.get("velocity", {}), state.get("anchor", {})
         for parameter, name in self._names.items():
-            if name in velocities:  # also of what is frozen, and may thaw
+            if name in velocities:  # frozen parameters, too: they may be trained again
                 kept = self._kept[parameter] = _new(local_tensor(parameter))
                 kept.velocity.copy_(local_tensor(velocities[name]))
                 if name in anchors:
@@ -321,12 +323,12 @@ def _padded(numel: int, multiple: int) -> int:
 
 @torch.no_grad()
 def start_alike(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give all ranks of a group the tensors of its first one, unless checksums say they have them.
+    """Broadcast tensors from the first rank of a group, unless checksums are equal already.
 
     Args:
-        tensors: Of the same shapes and dtypes on every rank.
-        group: Every rank of it must call this.
-        device: From where the group sends.
+        tensors: Tensors of the same shapes and dtypes on every rank.
+        group: Process group, of which every rank must call this.
+        device: Device from which the group sends.
     """
     some = [t for t in tensors if t.numel()]
     if not some:

@@ -1,4 +1,4 @@
-"""Whether all ranks reduce gradients of the same parameters, unit by unit.
+"""Check that all ranks reduce gradients of the same parameters, unit by unit.
 
 FSDP2 packs the gradients of a unit's parameters into one message, without their names. If ranks
 have gradients for different parameters, for example of experts that only some of them call,
@@ -6,9 +6,9 @@ gradients of different parameters are added up, and nothing fails if their sizes
 compare the layouts of their messages, in one max-reduction of a few bytes per unit that starts when
 backward ends.
 
-A rank waits for the result before the optimizer step on CPUs, where waiting costs nothing, and
-whenever its layout is new, as it is in the first step. Otherwise, on GPUs, the host would stall
-while the network is busy, so the rank reads the result when the next step's gradients are there.
+On CPUs, where waiting costs nothing, and whenever its layout is new, as in the first step, a rank
+waits for the result before the optimizer step. Otherwise, on GPUs, the host would stall while the
+network is busy, so the rank reads the result once it has the next step's gradients.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _Layouts = dict[int, tuple[tuple[int, ...], ...]]
 
 
 class _Comparison(NamedTuple):
-    """One comparison on its way.
+    """One comparison in progress.
 
     Attributes:
-        result: Waits for it.
-        packed: What this rank has packed: for each unit, the parameters of each reduction.
-        is_known: Whether it has packed the same before.
+        result: Function that waits for it.
+        packed: Parameters of each reduction of each unit, as this rank has packed them.
+        is_known: Whether this rank has packed the same before.
     """
 
     result: Callable[[], list[int]]
@@ -57,9 +57,9 @@ class PackedAgreement:
     """Compares over ranks which gradients were reduced; see above.
 
     Args:
-        root: A module sharded by FSDP2.
-        group: The ranks that share it.
-        device: Where they keep their tensors.
+        root: Module sharded by FSDP2.
+        group: Ranks that share it.
+        device: Device of their tensors.
     """
 
     def __init__(self, root: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -114,23 +114,23 @@ class PackedAgreement:
         if pending and pending[-1].is_known and not self._waits:
             self._pending = [pending.pop()]
         for comparison in pending:
-            self._heed(comparison)
+            self._raise_if_different(comparison)
 
     def finish(self) -> None:
         """Wait for comparisons that :meth:`check` left pending, at the end or before a checkpoint.
 
         Raises:
-            RuntimeError: As there.
+            RuntimeError: Ranks had gradients of different parameters.
         """
         pending, self._pending = self._pending, []
         for comparison in pending:
-            self._heed(comparison)
+            self._raise_if_different(comparison)
 
     def forget(self) -> None:
-        """Drop all state of a backward that failed."""
+        """Drop all state of a failed backward."""
         self._packed, self._order, self._backward, self._pending = {}, (), -1, []
 
-    def _heed(self, comparison: _Comparison) -> None:
+    def _raise_if_different(self, comparison: _Comparison) -> None:
         result = comparison.result()
         half = len(result) // 2
         differs = [a + b != 255 for a, b in zip(result[:half], result[half:], strict=True)]

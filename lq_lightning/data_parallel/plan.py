@@ -1,4 +1,4 @@
-"""What travels how: one line per parameter, known before the first step."""
+"""Communication plan: the wire format of each parameter, fixed before step 1."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch import nn
+
 from lq_lightning.data_parallel.config import GradientQuantization, WeightQuantization
 from lq_lightning.data_parallel.layout import Segment
+from lq_lightning.foundation.parameters import embeddings
 from lq_lightning.foundation.topology import Topology
 
-__all__ = ["CommunicationPlan", "TensorPlan"]
+__all__ = ["CommunicationPlan", "TensorPlan", "embedding_params"]
+
+_MAX_REASONS = 6
+# Of the elements that are trained. In a GPT of 128 channels norms and biases are one percent.
+_USUAL_SHARE = 0.05
 
 
 class TensorPlan(NamedTuple):
-    """How one parameter travels.
+    """Wire format of one parameter.
 
     Attributes:
         name: Fully qualified parameter name.
         numel: Elements of the whole parameter.
-        weights: How its weights travel.
-        gradients: How its gradients travel.
+        weights: Format of its weights: ``"quantized"``, ``"full"`` or ``"skipped"``.
+        gradients: Format of its gradients: ``"quantized"``, ``"full"`` or ``"none"``.
         reason: Why something is not quantized; empty if all is.
         vocabulary: Whether its gradients are encoded in ``vocabulary_bits``.
         tied: Its other names.
@@ -61,7 +68,7 @@ class CommunicationPlan(NamedTuple):
 
     @property
     def full_precision(self) -> tuple[TensorPlan, ...]:
-        """Trained parameters that travel in full precision somewhere although a codec is on."""
+        """Trained parameters sent in full precision somewhere although a codec is on."""
         return tuple(t for t in self.trained if t.reason)
 
     @property
@@ -71,7 +78,7 @@ class CommunicationPlan(NamedTuple):
 
     @property
     def leaves_out_much(self) -> bool:
-        """Whether more travels in full precision than norms and biases of a model usually do."""
+        """Whether more is sent in full precision than norms and biases of a model usually are."""
         return _numel(self.full_precision) > _USUAL_SHARE * _numel(self.trained)
 
     def summary(self) -> str:
@@ -81,7 +88,7 @@ class CommunicationPlan(NamedTuple):
         if trained:
             count = len(self.trained) - len(self.full_precision)
             lines.append(
-                f"{_percent(trained - exact, trained)} of what is trained travels quantized: "
+                f"{_percent(trained - exact, trained)} of trained elements are sent quantized: "
                 f"{count} of {len(self.trained)} tensors, {trained - exact:,} of {trained:,} "
                 "elements"
             )
@@ -109,24 +116,19 @@ class CommunicationPlan(NamedTuple):
         return "\n".join(lines)
 
 
-_MAX_REASONS = 6
-# Of the elements that are trained. In a GPT of 128 channels norms and biases are one percent.
-_USUAL_SHARE = 0.05
-
-
 def _numel(tensors: Sequence[TensorPlan]) -> int:
     return sum(t.numel for t in tensors)
 
 
 def _percent(part: int, whole: int) -> str:
-    """In whole percent, of which 0 and 100 mean nothing and all."""
+    """Whole percent, of which 0 and 100 mean nothing and all."""
     if part in (0, whole):
         return f"{100 * part // whole}%"
     return f"{min(max(round(100 * part / whole), 1), 99)}%"
 
 
 def _some_names(tensors: Sequence[TensorPlan], most: int = 3) -> str:
-    """Number and names, of which those that differ in numbers only are one: ``6x blocks.*.up``."""
+    """Number and names; names that differ only in numbers are one: ``6x blocks.*.up``."""
     alike: dict[str, list[TensorPlan]] = {}
     for tensor in tensors:
         alike.setdefault(re.sub(r"(?<![^.])\d+(?=\.)", "*", tensor.name), []).append(tensor)
@@ -141,6 +143,33 @@ def _some_names(tensors: Sequence[TensorPlan], most: int = 3) -> str:
 
 def _name(tensor: TensorPlan) -> str:
     return f"{tensor.name} tied to {' and '.join(tensor.tied)}" if tensor.tied else tensor.name
+
+
+def embedding_params(module: nn.Module) -> list[nn.Parameter]:
+    """Weights of embeddings, and of matrices that look like an output head.
+
+    A head is a 2-D parameter whose longer side is as long as the largest embedding has rows, under
+    any name, as are an adapter (LoRA) of a head or an embedding and a head stored transposed. A
+    matrix of another purpose and of that shape (an MLP four times as wide as the model, where the
+    vocabulary is so small) is taken for one, too; a head of another length than that embedding
+    (padded alone, or beside a table of more positions than there are tokens) is not found.
+
+    Args:
+        module: The model, of which each weight is whole or a DTensor.
+
+    Returns:
+        Each parameter once, in the order of ``module.parameters()``; none without an embedding.
+    """
+    tables = {id(table.weight): table for table in embeddings(module)}
+    if not tables:
+        return []
+    rows = max(table.num_embeddings for table in tables.values())
+    return [
+        parameter
+        for parameter in module.parameters()
+        if id(parameter) in tables
+        or (parameter.ndim == 2 and max(parameter.shape) == rows > min(parameter.shape))
+    ]
 
 
 def describe_weights(config: WeightQuantization | None) -> str:
@@ -188,28 +217,16 @@ def describe_gradients(
     )
 
 
-def tensor_plans(
-    names: Sequence[str],
-    numels: Sequence[int],
-    weights: Sequence[Segment] | None,
-    gradients: Sequence[Segment] | None,
-    trained: Sequence[bool],
-) -> list[TensorPlan]:
-    """Join the segments of a unit's two collectives into one entry per parameter."""
-    weight_of = {s.name: s for s in weights or ()}
-    gradient_of = {s.name: s for s in gradients or ()}
-    plans = []
-    for name, numel, trains in zip(names, numels, trained, strict=True):
-        weight, gradient = weight_of.get(name), gradient_of.get(name)
-        reasons = [s.reason for s in (weight, gradient) if s is not None and s.reason]
-        plans.append(
-            TensorPlan(
-                name,
-                numel,
-                "full" if weight is None else weight.travel,
-                "none" if not trains else "full" if gradient is None else gradient.travel,
-                "; ".join(dict.fromkeys(reasons)),
-                gradient is not None and gradient.travel == "quantized" and gradient.codec > 0,
-            )
-        )
-    return plans
+def plan_tensor(
+    name: str, numel: int, weight: Segment | None, gradient: Segment | None, trained: bool
+) -> TensorPlan:
+    """Join the segments that a unit's two collectives have for a parameter."""
+    reasons = [s.reason for s in (weight, gradient) if s is not None and s.reason]
+    return TensorPlan(
+        name,
+        numel,
+        "full" if weight is None else weight.wire_format,
+        "none" if not trained else "full" if gradient is None else gradient.wire_format,
+        "; ".join(dict.fromkeys(reasons)),
+        gradient is not None and gradient.wire_format == "quantized" and gradient.codec > 0,
+    )

@@ -8,34 +8,370 @@ enough (SDP4Bit §3.3).
 
 Deviation: the paper's kernels also encode what a node contributes to its own slots. That part never
 leaves the node, so here it stays as it is: of N nodes, N - 1 add quantization noise to a gradient.
+
+Shape legend: U units that are reduced together, W ranks, N nodes of L ranks, K messages to sum, n
+values of a slot. Slots are ``[U, W, n]``, slot ``m * L + l`` for rank ``l`` of node ``m``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lq_lightning._compat.fsdp2 import PackedGradients, ReduceScatter
-from lq_lightning._compat.tensors import copy_all
-from lq_lightning._compat.torch import backward_id, reduce_scatter_flat
-from lq_lightning.codecs import derive_seed
+from lq_lightning._compat.torch import backward_id, copy_all, reduce_scatter_flat
+from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, derive_seed
 from lq_lightning.data_parallel.config import GradientQuantization
-from lq_lightning.data_parallel.gradient_layouts import GradientLayouts
-from lq_lightning.data_parallel.layout import MessageLayout
-from lq_lightning.data_parallel.reduction_levels import ReductionLevels
-from lq_lightning.data_parallel.reduction_stack import ReductionStack, StackedGradients
-from lq_lightning.data_parallel.unit import UnitCollective, UnitDescription
+from lq_lightning.data_parallel.layout import (
+    MessageLayout,
+    Segment,
+    WireFormat,
+    full_precision_reason,
+    keep_small_runs_exact,
+    merge_over_small_gaps,
+    part_seed,
+    segment_runs,
+)
+from lq_lightning.data_parallel.unit import Unit, UnitContext
 from lq_lightning.foundation import streams
+from lq_lightning.foundation.topology import Level
 from lq_lightning.foundation.traffic import ring_bytes
 
-__all__ = ["TwoLevelReduceScatter"]
+__all__ = [
+    "GradientBucket",
+    "GradientLayouts",
+    "LevelLayouts",
+    "PackedRows",
+    "ReductionLevels",
+    "TwoLevelReduceScatter",
+]
+
+MAX_LAYOUTS = 64
+_SEED_INTRA, _SEED_INTER = 2, 3
 
 
-class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
+# --- layouts ------------------------------------------------------------------------------------
+
+
+class LevelLayouts(NamedTuple):
+    """Layouts of the messages of one slot, within a node and between nodes."""
+
+    intra: MessageLayout
+    inter: MessageLayout
+
+
+class GradientLayouts:
+    """The message layouts of one unit's reductions.
+
+    FSDP2 packs only parameters that got a gradient. Where that depends on the data (experts that
+    see no token) there may be as many combinations as steps, so only the ``MAX_LAYOUTS`` most
+    recently used ones are kept.
+    """
+
+    def __init__(self, config: GradientQuantization, unit: Unit) -> None:
+        self._config = config
+        self._unit = unit
+        separates = config.separates_vocabulary(unit.context.topology.levels)
+        self._vocabulary = unit.context.vocabulary if separates else frozenset()
+        self._kept: dict[tuple[int, torch.dtype, tuple[int, ...]], LevelLayouts] = {}
+
+    def segments(self, packed: Sequence[int] | None = None, itemsize: int = 4) -> list[Segment]:
+        """Wire format of the gradients of the given parameters, by default all trained ones.
+
+        Args:
+            packed: Indices of the parameters in a slot.
+            itemsize: Bytes of one element of the reduction dtype.
+        """
+        params, names, context = self._unit.params(), self._unit.names, self._unit.context
+        if packed is None:
+            packed = [i for i, p in enumerate(params) if p.requires_grad]
+        segments, start = [], 0
+        for i in packed:
+            numel, least = params[i].padded_shard_numel, context.min_quantized_numel
+            reason = full_precision_reason(params[i].ndim, params[i].numel, torch.float32, least)
+            wire_format: WireFormat = "full" if reason else "quantized"
+            codec = int(names[i] in self._vocabulary)
+            segments.append(Segment(names[i], start, numel, wire_format, reason, codec))
+            start += numel
+        return keep_small_runs_exact(segments, self._specs(context.topology.levels[0]), itemsize)
+
+    def _specs(self, level: Level) -> list[CodecSpec]:
+        """Codecs of a level: of most gradients, and of embeddings and heads."""
+        return [self._config.codec(level, vocabulary=vocabulary) for vocabulary in (False, True)]
+
+    def of(self, packed: tuple[int, ...], numel: int, dtype: torch.dtype) -> LevelLayouts:
+        """Layouts for a slot.
+
+        Args:
+            packed: Indices of the parameters in it.
+            numel: Number of its elements.
+            dtype: Reduction dtype.
+        """
+        key = (numel, dtype, packed)
+        layouts = self._kept.pop(key, None) or self._make(packed, numel, dtype)
+        self._kept[key] = layouts  # at the end, as the most recently used one
+        if len(self._kept) > MAX_LAYOUTS:
+            del self._kept[next(iter(self._kept))]
+        return layouts
+
+    def _make(self, packed: tuple[int, ...], numel: int, dtype: torch.dtype) -> LevelLayouts:
+        segments = self.segments(packed, dtype.itemsize)
+        total = sum(s.numel for s in segments)
+        if total != numel:
+            raise AssertionError(
+                f"unit `{self._unit.name}`: FSDP2 packed {numel} elements per rank, but the "
+                f"parameters with gradients hold {total}"
+            )
+        runs = merge_over_small_gaps(segment_runs(segments))
+        intra = MessageLayout.of(runs, self._specs("intra"), dtype)
+        two_levels = self._unit.context.topology.node_size > 1
+        raw = torch.float32 if two_levels else dtype
+        return LevelLayouts(intra, MessageLayout.of(runs, self._specs("inter"), raw))
+
+
+# --- buckets ------------------------------------------------------------------------------------
+
+
+class PackedRows(NamedTuple):
+    """Gradients that are reduced together.
+
+    Attributes:
+        slots: ``[units, world * n]``.
+        outputs: As many ``[n]``, each in memory of its own.
+        layouts: Layouts of all messages.
+    """
+
+    slots: Tensor
+    outputs: list[Tensor]
+    layouts: LevelLayouts
+
+
+class GradientBucket:
+    """Memory in which backward packs gradients of ``units`` units of one shape, one per row.
+
+    Their reduction then costs the host little more than that of one unit. The price is this memory,
+    and that the first unit waits for the last.
+    """
+
+    def __init__(self, units: int) -> None:
+        self._units = units
+        self._slots: Tensor | None = None
+        self._layouts: LevelLayouts | None = None
+        self._outputs: list[Tensor] = []
+
+    def row(
+        self, layouts: LevelLayouts, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor | None:
+        """Return the next unit's memory, ``[numel]``; None if it is unlike those before.
+
+        It remains the next one until :meth:`add`.
+        """
+        if not self._outputs:
+            self._slots = torch.empty(self._units, numel, dtype=dtype, device=device)
+            self._layouts = layouts
+        slots = self._slots
+        alike = (numel, dtype, layouts)
+        if slots is None or (slots.shape[1], slots.dtype, self._layouts) != alike:
+            return None
+        return slots[len(self._outputs)]
+
+    def add(self, output: Tensor) -> bool:
+        """Let the last row be reduced to ``output``; return whether the bucket is full."""
+        self._outputs.append(output)
+        return len(self._outputs) == self._units
+
+    def take(self) -> PackedRows:
+        """Return all rows that were added, and start anew.
+
+        Streams: rows come from the stream of backward, so the allocator is told of the one that
+        reads them, the current one.
+        """
+        slots, layouts = self._slots, self._layouts
+        if slots is None or layouts is None:
+            raise AssertionError("nothing was added")
+        taken = PackedRows(slots[: len(self._outputs)], self._outputs, layouts)
+        self.forget()
+        streams.record_use(slots)
+        return taken
+
+    def forget(self) -> None:
+        """Start anew; rows that were handed out stay valid."""
+        self._slots = self._layouts = None
+        self._outputs = []
+
+
+# --- levels -------------------------------------------------------------------------------------
+
+
+class ReductionLevels:
+    """Both levels of a reduction: within a node and between nodes.
+
+    Args:
+        context: Ranks and counters.
+        seed: Function that gives the seed of a level's stochastic rounding, None where it rounds to
+            nearest.
+    """
+
+    def __init__(self, context: UnitContext, seed: Callable[[int], int | None]) -> None:
+        self._context = context
+        self._seed = seed
+
+    def start(self, slots: Tensor, layouts: LevelLayouts, output: Tensor, scale: float) -> Tensor:
+        """Do everything before the slowest exchange, and write this node's part to ``output``.
+
+        Args:
+            slots: ``[U, W, n]``. Full-precision values between quantized ones are overwritten with
+                zeros.
+            layouts: Layouts of the messages.
+            output: ``[U, n]``; with one node nothing is written yet.
+            scale: Factor of the sum.
+
+        Returns:
+            The messages of the slowest exchange, uint8: ``[N - 1, U, nbytes]``, or of one node
+            ``[L, U, 1, nbytes]``.
+        """
+        topology = self._context.topology
+        if topology.node_size == 1:
+            # before zeros are written over gaps; no message contains this node's own slot
+            torch.mul(slots[:, topology.node], scale, out=output)
+            return self.encode_for_nodes(slots, layouts.inter)
+        messages = self.encode_for_node(slots, layouts.intra)
+        if topology.num_nodes == 1:
+            return messages
+        received = self._exchange_within_node(messages)
+        messages = self.reduce_and_encode(received, layouts)
+        self._sum(received[:, :, topology.node], layouts.intra, output, scale)
+        return messages
+
+    def exchange(self, messages: Tensor) -> Tensor:
+        """Send the messages of :meth:`start` over the slowest network; ``[K, U, nbytes]``."""
+        if self._context.topology.num_nodes == 1:
+            return self._exchange_within_node(messages)[:, :, 0]
+        return self._exchange_between_nodes(messages)
+
+    def finish(self, received: Tensor, layouts: LevelLayouts, output: Tensor, scale: float) -> None:
+        """Sum what :meth:`exchange` returned, on several nodes onto ``output``, ``[U, n]``."""
+        several = self._context.topology.num_nodes > 1
+        layout = layouts.inter if several else layouts.intra
+        self._sum(received, layout, output, scale, add=several)
+
+    def encode_for_nodes(self, slots: Tensor, inter: MessageLayout) -> Tensor:
+        """Encode ``[U, N, n]`` slots for the other nodes, to ``[N - 1, U, nbytes]``.
+
+        Gaps become zeros in all slots that are read.
+        """
+        units, nodes, _ = slots.shape
+        node = self._context.topology.node
+        messages = inter.allocate(nodes - 1, units, device=slots.device)
+        seed = part_seed(self._seed(_SEED_INTER), 0)
+        if nodes == 2 and units > 1:  # one call for all of them
+            inter.encode(slots[:, 1 - node], messages[0], seed=seed)
+            return messages
+        for unit, own in enumerate(slots):
+            inter.encode(own, messages[:, unit], seed=seed, skip=node)
+        return messages
+
+    def encode_for_node(self, slots: Tensor, layout: MessageLayout) -> Tensor:
+        """Encode all slots, ordered by the local rank that collects them: ``[L, U, N, nbytes]``."""
+        topology = self._context.topology
+        nodes, local, units = topology.num_nodes, topology.node_size, len(slots)
+        messages = layout.allocate(local, units, nodes, device=slots.device)
+        seed = part_seed(self._seed(_SEED_INTRA), 0)
+        if nodes == 1:  # one call for all units
+            layout.encode(slots, messages[:, :, 0].transpose(0, 1), seed=seed)
+            return messages
+        for unit, own in enumerate(slots):
+            by_node, for_node = own.view(nodes, local, -1), messages[:, unit].transpose(0, 1)
+            layout.encode(by_node, for_node, seed=seed)
+        return messages
+
+    def reduce_and_encode(self, received: Tensor, layouts: LevelLayouts) -> Tensor:
+        """Sum ``[L, U, N, nbytes]`` over the node, encode for other nodes: ``[N - 1, U, nbytes]``.
+
+        Both are uint8.
+        """
+        intra, inter = layouts
+        node, (_, units, nodes, _) = self._context.topology.node, received.shape
+        messages = inter.allocate(nodes - 1, units, device=received.device)
+        seed = part_seed(self._seed(_SEED_INTER), 0)
+        for unit in range(units):
+            of_unit, for_unit = received[:, unit], messages[:, unit]
+            if intra.exact_runs:
+                sums = torch.sum(intra.exact(of_unit), dim=0, dtype=torch.float32)
+                torch.cat((sums[:node], sums[node + 1 :]), out=inter.exact(for_unit))
+            for index, run in intra.quantized:
+                codes, out = intra.part(of_unit, index), inter.part(for_unit, index)
+                decode_reduce_encode(
+                    *(intra.spec_of(run), codes, run.numel, inter.spec_of(run)),
+                    seed=part_seed(seed, index),
+                    out=out,
+                    skip=node,
+                )
+        return messages
+
+    def _exchange_within_node(self, messages: Tensor) -> Tensor:
+        """All-to-all of ``[L, ...]``: row ``i`` goes to local rank ``i`` and comes from it."""
+        ranks, received = messages.shape[0], torch.empty_like(messages)
+        if messages.shape[-1]:
+            dist.all_to_all_single(
+                received.view(-1), messages.view(-1), group=self._context.intra_group
+            )
+        self._context.traffic.gradients_intra += messages.numel() // ranks * (ranks - 1)
+        return received
+
+    def _exchange_between_nodes(self, messages: Tensor) -> Tensor:
+        """All-to-all of ``[N - 1, U, nbytes]``, one row for and from each other node."""
+        topology = self._context.topology
+        received = torch.empty_like(messages)
+        splits = [messages.shape[1] * messages.shape[2]] * topology.num_nodes
+        splits[topology.node] = 0
+        if messages.shape[-1]:
+            dist.all_to_all_single(
+                received.view(-1),
+                messages.view(-1),
+                output_split_sizes=splits,
+                input_split_sizes=splits,
+                group=self._context.inter_group,
+            )
+        self._context.traffic.gradients_inter += messages.numel()
+        return received
+
+    @staticmethod
+    def _sum(
+        received: Tensor,
+        layout: MessageLayout,
+        output: Tensor,
+        scale: float,
+        *,
+        add: bool = False,
+    ) -> None:
+        """Sum ``[K, U, nbytes]`` messages over ``K`` and write or add ``scale`` times that."""
+        exact = None
+        if layout.exact_runs:
+            exact = layout.exact(received).sum(dim=0, dtype=torch.float32).mul_(scale)
+            if add:  # read before decoding adds the noise of its neighbours to gaps
+                exact.add_(layout.read_exact(output))
+        for index, run in layout.quantized:
+            decode_reduce(
+                layout.spec_of(run),
+                layout.part(received, index),
+                run.numel,
+                scale=scale,
+                out=output[:, run.start : run.stop],
+                add=add,
+            )
+        if exact is not None:
+            layout.write_exact(exact, output)
+
+
+# --- the collective -----------------------------------------------------------------------------
+
+
+class TwoLevelReduceScatter(ReduceScatter):
     """Reduce-scatter that sends INT8 codes within a node and INT4 codes between nodes.
 
     With one node, or one rank per node, only the level that exists is used. Sums are formed in fp32
@@ -47,35 +383,32 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
     Args:
         config: Codecs and method.
         unit: The unit.
-        stack: Of the units that this one may be reduced together with; None: there are none.
+        bucket: Bucket of the units that this one may be reduced together with, if there are any.
 
     Attributes:
-        layouts: Of messages.
-        levels: What is done within a node and between nodes.
-        stack: See above.
+        unit: See above.
+        bucket: See above.
+        layouts: Layouts of messages.
+        levels: The two levels.
     """
 
     def __init__(
-        self,
-        config: GradientQuantization,
-        unit: UnitDescription,
-        stack: ReductionStack | None = None,
+        self, config: GradientQuantization, unit: Unit, bucket: GradientBucket | None = None
     ) -> None:
-        super().__init__(unit)
+        self.unit = unit
         self._config = config
+        self._context = unit.context
         self.layouts = GradientLayouts(config, unit)
         self.levels = ReductionLevels(unit.context, self._seed)
-        self.stack = stack
+        self.bucket = bucket
         self._expected: PackedGradients | None = None
-        self._packs_into: ReductionStack | None = None
+        self._packs_into: GradientBucket | None = None
         self._allocations = 0
         self._calls = 0
         self._calls_step = -1
 
-    # --- what the next call gets ------------------------------------------------------------
-
     def expect(self, packed: PackedGradients) -> None:
-        """Say what the next call reduces; an earlier word of a call that never came is forgotten.
+        """Announce what the next call reduces; replaces the announcement of a call that never came.
 
         FSDP2 hands the call nothing but a flat buffer.
         """
@@ -85,7 +418,7 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         packed, self._expected = self._expected, None
         if packed is None:
             raise AssertionError(
-                f"unit `{self.name}` is reduced, but nothing said which gradients are packed"
+                f"unit `{self.unit.name}` is reduced, but nothing said which gradients are packed"
             )
         return packed
 
@@ -93,20 +426,16 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         """Seed of this call's stochastic rounding: differs by step, call, rank, unit and level."""
         if self._config.rounding != "stochastic":
             return None
-        context = self._context
-        return derive_seed(
-            context.seed, level, context.step, self._calls, context.topology.rank, self._index
-        )
-
-    # --- the collective ---------------------------------------------------------------------
+        context, rank = self._context, self._context.topology.rank
+        return derive_seed(context.seed, level, context.step, self._calls, rank, self.unit.index)
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Allocate an input or output buffer, ``size`` elements of ``dtype`` on ``device``.
 
-        FSDP2 allocates the input first. That of a unit that is reduced with others is in their
-        memory; outputs never are, as FSDP2 takes each for a storage of its own.
+        FSDP2 allocates the input first. A bucketed unit's input is a row of the shared bucket;
+        outputs are separate, because FSDP2 assumes that each owns its storage.
         """
         self._allocations += 1
         if self._expected is not None and self._allocations == 1 and len(size) == 1:
@@ -118,16 +447,16 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
     def _row(
         self, packed: PackedGradients, numel: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor | None:
-        """Memory of the stack for what is packed now, ``[numel]``; None if it is reduced alone."""
-        context, stack = self._context, self.stack
-        if stack is None or packed.read_in_backward or context.measure_errors:
+        """Row of the bucket for what is packed now, ``[numel]``; None if it is reduced alone."""
+        context, bucket = self._context, self.bucket
+        if bucket is None or packed.read_in_backward or context.measure_errors:
             return None
         if not _may_be_deferred(device):
             return None
         context.reductions.begin()
         layouts = self.layouts.of(packed.indices, numel // context.topology.world_size, dtype)
-        row = stack.row(layouts, numel, dtype, device)
-        self._packs_into = None if row is None else stack
+        row = bucket.row(layouts, numel, dtype, device)
+        self._packs_into = None if row is None else bucket
         return row
 
     def __call__(
@@ -155,7 +484,7 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         topology = self._context.topology
         if group.size() != topology.world_size:
             raise NotImplementedError(
-                f"unit `{self.name}` reduces over {group.size()} ranks, but its topology has "
+                f"unit `{self.unit.name}` reduces over {group.size()} ranks, but its topology has "
                 f"{topology.world_size}: quantized reduction needs one flat mesh over all ranks."
             )
         scale = _scale_of(op, topology.world_size)
@@ -164,18 +493,18 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
             self._start_call(output_tensor)
             exact = self._exact(output_tensor, input_tensor, group, scale)
             in_backward = packed.read_in_backward or exact is not None
-            # of a sum, FSDP2 divides the result itself
+            # FSDP2 divides a sum itself
             may_defer = not in_backward and op == dist.ReduceOp.AVG
-            stack, self._packs_into = self._packs_into, None
-            if stack is not None and may_defer:
-                self._reduce_with_others(stack, output_tensor, scale)
+            bucket, self._packs_into = self._packs_into, None
+            if bucket is not None and may_defer:
+                self._reduce_with_others(bucket, output_tensor, scale)
             else:
                 layouts = self.layouts.of(packed.indices, output_tensor.numel(), input_tensor.dtype)
-                alone = StackedGradients(input_tensor.view(1, -1), [output_tensor], layouts)
+                alone = PackedRows(input_tensor.view(1, -1), [output_tensor], layouts)
                 self._reduce(alone, scale, may_defer and _may_be_deferred(input_tensor.device))
-                if stack is not None:  # FSDP2 keeps the row until it is read
-                    stack.forget()
-                    self.stack = None
+                if bucket is not None:  # FSDP2 keeps the row until it is read
+                    bucket.forget()
+                    self.bucket = None
         except BaseException:  # out of memory, for example, after which a user may go on
             self.recover()
             raise
@@ -183,22 +512,22 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
             self._context.gradient_errors.add(output_tensor, exact)
 
     def recover(self) -> None:
-        """Leave nothing of a backward that failed, whose gradients nobody will use."""
+        """Drop pending reductions of a backward that failed; nobody will use its gradients."""
         self._expected = self._packs_into = None
         self._context.reductions.drop()
-        if self.stack is not None:
-            self.stack.forget()
+        if self.bucket is not None:
+            self.bucket.forget()
         self._context.reductions.join()
 
-    def _reduce(self, stacked: StackedGradients, scale: float, deferred: bool) -> None:
-        """Reduce gradients of one unit, or of a stack."""
+    def _reduce(self, packed: PackedRows, scale: float, deferred: bool) -> None:
+        """Reduce gradients of one unit, or of a bucket."""
         topology, reductions = self._context.topology, self._context.reductions
         if deferred:
             reductions.make_room()
         else:
             reductions.join()  # FSDP2 may add this result to one of them
-        outputs, layouts = stacked.outputs, stacked.layouts
-        slots = stacked.slots.view(len(outputs), topology.world_size, -1)
+        outputs, layouts = packed.outputs, packed.layouts
+        slots = packed.slots.view(len(outputs), topology.world_size, -1)
         if len(outputs) == 1:
             sums = outputs[0].view(1, -1)
         else:
@@ -211,20 +540,23 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
                 copy_all(tuple(outputs), sums.unbind())
                 streams.record_use(sums)  # allocated on the stream of the first level
 
-        self._count_messages(messages, layouts.inter)
+        # the payload of the slowest level that this topology has
+        traffic = self._context.traffic
+        traffic.gradients_messages += messages.numel()
+        traffic.gradients_elements += layouts.inter.numel * messages.shape[0] * messages.shape[1]
         if deferred:
             reductions.submit(messages, lambda: self.levels.exchange(messages), finish)
         else:
             finish(self.levels.exchange(messages))
 
-    def _reduce_with_others(self, stack: ReductionStack, output: Tensor, scale: float) -> None:
-        """Let gradients that are packed in a row of the stack be reduced with the others'."""
+    def _reduce_with_others(self, bucket: GradientBucket, output: Tensor, scale: float) -> None:
+        """Add gradients that are packed in a row of the bucket to its reduction."""
 
         def reduce() -> None:
-            self._reduce(stack.take(), scale, deferred=True)
+            self._reduce(bucket.take(), scale, deferred=True)
 
-        self._context.reductions.wait_for_more(stack, reduce)
-        if stack.add(output):
+        self._context.reductions.wait_for_more(bucket, reduce)
+        if bucket.add(output):
             self._context.reductions.make_room()
 
     def _start_call(self, output: Tensor) -> None:
@@ -246,12 +578,6 @@ class TwoLevelReduceScatter(UnitCollective, ReduceScatter):
         exact = torch.empty(output.shape, dtype=torch.float32, device=output.device)
         reduce_scatter_flat(exact, slots.float(), group)
         return exact * scale
-
-    def _count_messages(self, messages: Tensor, layout: MessageLayout) -> None:
-        """Count the payload of the slowest level that this topology has."""
-        traffic = self._context.traffic
-        traffic.gradients_messages += messages.numel()
-        traffic.gradients_elements += layout.numel * (messages.shape[0] * messages.shape[1])
 
 
 def _may_be_deferred(device: torch.device) -> bool:

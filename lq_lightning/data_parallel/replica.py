@@ -1,31 +1,88 @@
-"""The copy of a unit's weights that differences refer to, and whether it may be used."""
+"""Weight replicas: their memory and state, and agreement over ranks on which of them are stale.
+
+An update of the main weights from outside (by anything but an optimizer step) makes the replica of
+its unit stale, and the next gather has to refresh it, which is a collective. But a rank sees only
+updates of its own shards, and a program may write to the shards of some ranks alone. So ranks vote
+at the start of every forward pass, in one max-reduction of three bytes per unit: whether any rank
+has seen an update, whether any rank has not, and whether the shard has changed on any rank without
+an update that could be seen.
+
+- Nobody waits for a vote when it starts. Its result is read at the start of the next pass, when it
+  has long arrived, so it costs nothing but the call, also on a slow network. A unit that some rank
+  has seen an update of is stale from then on: the update takes effect one pass late.
+- A rank that has seen an update waits for the vote at once. Where all ranks have seen one, all of
+  them wait and all know, and the unit is stale in this very pass. So an update on every rank (such
+  as averaged weights that are swapped in) takes effect at once. A rank that has seen none need not
+  wait: not all have seen one.
+
+A rank sees an update by version counters, at once. What these miss (:class:`ShardChecksums`) it
+sees by reading its shards. On a CPU that is at once, too. On a GPU the host would have to wait for
+the device, which it does where such updates are likely: in the first steps, when training turns to
+evaluation and back, and for good once ranks have found one. Elsewhere only the device knows: its
+byte is the third one, and the update takes effect one pass late.
+
+*Invariant:* a gather issues a collective only because of what all ranks know: the course of the
+program, and votes that all of them have read. What one rank sees decides nothing but its next vote
+and when it reads that.
+
+All ranks run equally many passes, as FSDP2 requires anyway. A vote carries the number of the
+optimizer step, so that ranks that disagree on it raise an error, and votes have a process group of
+their own, so that they are compared with each other even then.
+
+Nothing is decided between a forward pass and its backward, so both use the same weights. A gather
+outside of any pass, as of ``module.unshard()``, has a vote of its own.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from lq_lightning._compat.fsdp2 import (
+    GroupParam,
+    ShardIdentity,
+    data_was_assigned,
+    same_addresses,
+    shard_identity,
+    shard_memory,
+    write_fingerprint,
+)
+from lq_lightning._compat.torch import backward_id
 from lq_lightning.foundation import streams
+from lq_lightning.foundation.agreement import MaxReduction
+from lq_lightning.kernels.checksum import checksums
 
-__all__ = ["Freshness", "Replica", "ReplicaMemory"]
+__all__ = [
+    "Freshness",
+    "Replica",
+    "ReplicaMemory",
+    "ShardChecksums",
+    "ShardWatch",
+    "StaleReplicaConsensus",
+    "checksum",
+]
+
+_FIRST_STEPS = 2
+_MAX_MASKS = 16
+
+
+# --- the replica of a unit ----------------------------------------------------------------------
 
 
 class Freshness(enum.Enum):
     """What the next gather has to do with a replica."""
 
     STALE = "refresh it from the main weights"
-    RESTORED = "refresh it from what was saved of it"
+    RESTORED = "refresh it from a checkpoint's slots"
     FRESH = "read it"
 
 
 class ReplicaMemory:
-    """Memory for the replicas of units of one shape, in which what they share is one operator.
-
-    Args:
-        units: How many.
+    """Memory for the replicas of ``units`` units of one shape, so that one operator updates all.
 
     Attributes:
         rows: ``[units, slots * n]``; None before the first refresh.
@@ -39,7 +96,7 @@ class ReplicaMemory:
     def row(self, index: int, numel: int, like: Tensor) -> Tensor:
         """Return the memory of one unit: ``numel`` elements of the dtype and device of ``like``.
 
-        Units that were given memory for another dtype keep it.
+        Units that were given memory of another dtype keep it.
         """
         rows = self.rows
         if rows is None or rows.dtype != like.dtype:
@@ -51,14 +108,14 @@ class ReplicaMemory:
         return rows[index]
 
     def holds(self, replicas: Sequence[Replica]) -> bool:
-        """Whether the rows are what these replicas use, one after another."""
+        """Whether the rows are the memory of exactly these replicas."""
         if self.rows is None or len(replicas) != len(self.rows):
             return False
         return all(r.values is not None and r.rows is self.rows for r in replicas)
 
 
 class Replica:
-    """The weights that a unit is computed with, on all ranks alike.
+    """The weights that a unit is computed with, equal on all ranks.
 
     Its state says what may be done with it:
 
@@ -78,16 +135,16 @@ class Replica:
     what a gather does, and with it the order of collectives, follows from the state alone.
 
     Args:
-        memory: Of units of one shape; by default its own.
-        index: Of this unit in it.
+        memory: Memory of units of one shape; by default its own.
+        index: Row of this unit in it.
 
     Attributes:
         state: What the next gather has to do.
         values: ``[slots * n]``, a slot for each rank or for each node; None before a refresh.
         own: ``[n]``, this rank's slot: a view of ``values``.
-        own_index: Which slot that is.
-        rows: What ``values`` is a row of.
-        written: When the last complete write is done; None on a device without streams.
+        own_index: Number of that slot.
+        rows: The tensor that ``values`` is a row of.
+        written: Event of the last complete write; None on a device without streams.
     """
 
     def __init__(self, memory: ReplicaMemory | None = None, index: int = 0) -> None:
@@ -102,7 +159,7 @@ class Replica:
 
     @property
     def slot(self) -> Tensor | None:
-        """This rank's slot as it is or will be restored, ``[n]``; None if it is not to be used."""
+        """This rank's slot as it is or will be restored, ``[n]``; None if it is stale."""
         if self.state is Freshness.RESTORED:
             return self._saved
         return self.own if self.state is Freshness.FRESH else None
@@ -113,12 +170,9 @@ class Replica:
         self._saved = None
 
     def restore(self, saved: Tensor) -> None:
-        """Let the next gather refresh the replica from saved slots.
+        """Let the next gather refresh the replica from saved slots, of which this rank's is given.
 
         The memory stays: exchanges on other streams may still use it.
-
-        Args:
-            saved: This rank's slot, ``[n]``.
         """
         self.state = Freshness.RESTORED
         self._saved = saved
@@ -127,9 +181,9 @@ class Replica:
         """Write this rank's own slot, for a gather of all slots that :meth:`complete` follows.
 
         Args:
-            slot: This rank's main weights, ``[n]``, in the gather's dtype, which stays the same.
-            num_slots: Slots of the replica.
-            index: This rank's.
+            slot: This rank's main weights, ``[n]``, always in the same gather dtype.
+            num_slots: Number of slots of the replica.
+            index: Number of this rank's slot.
 
         Returns:
             ``(values, own)``, of which only the latter is written.
@@ -146,7 +200,7 @@ class Replica:
         return self.values, self.own
 
     def begin_exchange(self) -> bool:
-        """Say that the main weights were updated.
+        """Note that the main weights were updated.
 
         Returns:
             Whether the difference can be added to the replica, which is STALE until
@@ -157,7 +211,7 @@ class Replica:
         return exchanges
 
     def complete(self) -> None:
-        """Say that the current stream has been given all writes of a refresh or an exchange."""
+        """Note that all writes of a refresh or an exchange are queued on the current stream."""
         if self.values is None:
             raise AssertionError("there is no replica to complete")
         if streams.has_streams(self.values.device):
@@ -165,7 +219,7 @@ class Replica:
         self.state = Freshness.FRESH
 
     def complete_with(self, other: Replica) -> None:
-        """Do as :meth:`complete` of another replica did just before."""
+        """Become FRESH with the event that ``other`` has just recorded."""
         self.written, self.state = other.written, Freshness.FRESH
 
     def wait(self) -> None:
@@ -182,15 +236,11 @@ class Replica:
 
 
 def checksum(values: Tensor, chunk: int = 1 << 16) -> Tensor:
-    """Position-weighted sum of the raw bits, ``[1]`` int64.
+    """Position-weighted sum of the raw bits of contiguous ``[n]`` values, ``[1]`` int64.
 
     Sums within a chunk, weighted over chunks. ``torch.hash_tensor`` would be no substitute: the XOR
     of a chunk does not change when an even number of equal elements become another value, as of a
     LayerNorm whose ones are updated on one rank only.
-
-    Args:
-        values: ``[n]``, contiguous.
-        chunk: Elements of a chunk.
     """
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     words = values.view(integers[values.itemsize])
@@ -201,3 +251,277 @@ def checksum(values: Tensor, chunk: int = 1 << 16) -> Tensor:
     weights = torch.arange(1, total.numel() + 1, dtype=torch.int64, device=values.device)
     mixed = weights * 0x5851F42D4C957F2D + 0x14057B7EF767814F  # wraps, which is wanted
     return (total * (mixed | 1)).sum().view(1)
+
+
+# --- updates from outside -----------------------------------------------------------------------
+
+
+class ShardWatch:
+    """Version counters and addresses of this rank's shards of one unit, which show most updates.
+
+    Args:
+        names: Fully qualified names of the parameters.
+        params: Function that describes them as they are now.
+    """
+
+    def __init__(self, names: Sequence[str], params: Callable[[], list[GroupParam]]) -> None:
+        self._names = tuple(names)
+        self.params = params
+        self._known: tuple[tuple[int, ...], ...] = ()
+        self._frozen_written = False
+        self._identities: list[ShardIdentity] = []
+        self._identities_checked = False
+        self.note()
+
+    def note(self) -> None:
+        """Take the present weights as known."""
+        params = self.params()
+        self._known = write_fingerprint(params)
+        self._identities = [shard_identity(p) for p in params]
+        self._identities_checked = False
+        self._frozen_written = False
+
+    def note_step(self) -> None:
+        """Take the present trained weights as known: the next difference contains their change.
+
+        Frozen ones are in no difference, so an update of them remains to be reported.
+
+        Raises:
+            RuntimeError: The ``.data`` of a parameter was assigned.
+        """
+        before, written = self._known, self._frozen_written
+        self._note_checked()
+        trained = [p.requires_grad for p in self.params()]
+        self._frozen_written = written or any(
+            a != b and not t for a, b, t in zip(before, self._known, trained, strict=True)
+        )
+
+    def take(self) -> bool:
+        """Whether a weight was written since it was last known; takes the present ones as known.
+
+        Raises:
+            RuntimeError: The ``.data`` of a parameter was assigned.
+        """
+        if write_fingerprint(self.params()) == self._known:
+            written, self._frozen_written = self._frozen_written, False
+            return written
+        self._note_checked()
+        return True
+
+    def _note_checked(self) -> None:
+        fingerprint = write_fingerprint(self.params())
+        if self._identities_checked and same_addresses(fingerprint, self._known):
+            self._known, self._frozen_written = fingerprint, False  # written in place
+            return
+        known = self._identities
+        self.note()
+        for name, param, identity in zip(self._names, self.params(), known, strict=True):
+            if data_was_assigned(param, identity):
+                raise RuntimeError(
+                    f"`.data` of the parameter `{name}` was assigned, which has no effect on a "
+                    "model sharded by FSDP2: it computes with the memory that it gave the shard. "
+                    "Write into the parameter instead: "
+                    "`with torch.no_grad(): parameter.copy_(value)`."
+                )
+        self._identities_checked = True
+
+
+class ShardChecksums:
+    """Checksums of all shards of this rank, which show every update.
+
+    Version counters miss what ``torch._foreach_*`` and fused optimizers do to a DTensor, writes
+    through ``.data`` and NumPy, and kernels of other libraries. On a GPU nothing here waits for the
+    device; results belong to the current stream.
+    """
+
+    def __init__(self) -> None:
+        self._units: list[Callable[[], list[GroupParam]]] = []
+        self._known: Tensor | None = None  # [parameters] int64
+        self._masks: dict[tuple[bool, ...], Tensor] = {}
+        self._index: Tensor | None = None  # [parameters]: the unit of each
+
+    def add(self, params: Callable[[], list[GroupParam]]) -> None:
+        """Also read the shards of this unit."""
+        self._units.append(params)
+        self._known = self._index = None
+
+    def take(self) -> Tensor:
+        """Return which units have changed since the last call; takes the present ones as known.
+
+        Returns:
+            ``[units]`` uint8, 0 or 1.
+        """
+        known, now = self._known, self._sums()
+        self._known = now
+        if known is None:
+            return now.new_zeros(len(self._units), dtype=torch.uint8)
+        streams.record_use(known)
+        if self._index is None:
+            sizes = torch.tensor([len(params()) for params in self._units], device="cpu")
+            index = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
+            self._index = index.to(now.device)
+        changed = now.new_zeros(len(self._units)).index_add_(0, self._index, (now != known).long())
+        return changed.clamp_(max=1).to(torch.uint8)
+
+    def note(self) -> None:
+        """Take all present shards as known."""
+        self._known = self._sums()
+
+    def note_trained(self, stepped: Sequence[bool]) -> None:
+        """Take the present trained parameters of some units (in the order of :meth:`add`) as known.
+
+        Args:
+            stepped: Whether each unit is one of them.
+        """
+        known = self._known
+        if known is None:
+            return
+        units = zip(self._units, stepped, strict=True)
+        key = tuple([s and p.requires_grad for params, s in units for p in params()])
+        if key not in self._masks:
+            if len(self._masks) == _MAX_MASKS:
+                self._masks.clear()
+            self._masks[key] = torch.tensor(key, device="cpu").to(known.device)
+        streams.record_use(known)
+        self._known = torch.where(self._masks[key], self._sums(), known)
+
+    def _sums(self) -> Tensor:
+        return checksums([m for params in self._units for m in shard_memory(params())])
+
+
+class StaleReplicaConsensus:
+    """Votes of all ranks on which replicas external updates have made stale; see above.
+
+    Args:
+        group: All ranks, in a group that is used for nothing else.
+        device: Where they keep their tensors.
+        forward_number: Function that numbers forward passes, see ``ForwardCounter``.
+        module: The model, which knows training from evaluation.
+
+    Attributes:
+        counts: Number of times that each unit (by name) was found updated, equal on every rank.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        forward_number: Callable[[], int | None],
+        module: nn.Module,
+    ) -> None:
+        self._group, self._device = group, device
+        self._module = module
+        self._checksums = ShardChecksums()
+        self._waits = not streams.has_streams(device)  # for checksums, at every vote
+        self._trained: bool | None = None  # at the last vote
+        self._first_step: int | None = None
+        self._reduction = MaxReduction(device)
+        self._forward_number = forward_number
+        self._units: list[tuple[str, Replica, ShardWatch]] = []
+        self._voted_in: int | None = None
+        self._pending: Callable[[], list[int]] | None = None
+        self.counts: dict[str, int] = {}
+
+    def add(self, name: str, replica: Replica, watch: ShardWatch) -> None:
+        """Vote on this unit too, from the next vote on."""
+        self._units.append((name, replica, watch))
+        self._checksums.add(watch.params)
+
+    def note(self) -> None:
+        """Take the present weights as known: replicas were restored from a checkpoint."""
+        self._checksums.note()
+
+    def note_step(self, stepped: Callable[[Replica], bool]) -> None:
+        """Take the present trained weights of units that have stepped as known."""
+        self._checksums.note_trained([stepped(replica) for _, replica, _ in self._units])
+
+    def before_gather(self, step: int) -> None:
+        """Vote if this gather is the first one of a forward pass, or outside of any.
+
+        Args:
+            step: Optimizer steps taken so far.
+
+        Raises:
+            RuntimeError: Ranks have voted at different steps, or see ``ShardWatch.take``.
+        """
+        if backward_id() != -1:
+            return
+        number = self._forward_number()
+        if number is None or number != self._voted_in:
+            self._voted_in = number
+            # updates that all ranks have seen took effect in that pass already
+            self._apply(self._pending, by_all=False)
+            training = self._module.training
+            if self._first_step is None:
+                self._first_step = step
+            early = step - self._first_step < _FIRST_STEPS
+            likely = early or number is None or self._trained != training
+            self._trained = training
+            seen, hidden = self._look(wait=self._waits or likely)
+            self._pending = self._start(seen, hidden, step)
+            if any(seen):
+                self._apply(self._pending, by_all=True)
+
+    def settle(self, step: int) -> None:
+        """Vote, wait, and let a replica that is stale on one rank be stale on all. All call this.
+
+        Args:
+            step: Optimizer steps taken so far.
+        """
+        self._apply(self._pending, by_all=False)
+        self._pending = None
+        seen, hidden = self._look(wait=True)
+        vote = [a or b for a, b in zip(seen, self._stale(), strict=True)]
+        self._apply(self._start(vote, hidden, step), by_all=None)
+
+    def _stale(self) -> list[bool]:
+        return [replica.state is Freshness.STALE for _, replica, _ in self._units]
+
+    def _look(self, wait: bool) -> tuple[list[bool], Tensor | None]:
+        """Return which units were updated on this rank, and unless ``wait``, other changed units.
+
+        Units whose replica is stale do not count.
+        """
+        seen, stale = [watch.take() for _, _, watch in self._units], self._stale()
+        hidden = self._checksums.take()
+        explained = [s or o for s, o in zip(seen, stale, strict=True)]
+        unknown = not wait and hidden.device.type == self._device.type  # shards may be offloaded
+        if not unknown:
+            found = [bool(h) and not e for h, e in zip(hidden.tolist(), explained, strict=True)]
+            self._waits |= any(found)
+            seen = [s or f for s, f in zip(seen, found, strict=True)]
+        elif any(explained):
+            hidden *= torch.tensor([not e for e in explained], device="cpu").to(hidden.device)
+        written = [s and not o for s, o in zip(seen, stale, strict=True)]
+        return written, hidden if unknown else None
+
+    def _start(self, seen: list[bool], hidden: Tensor | None, step: int) -> Callable[[], list[int]]:
+        mine = [*map(int, seen), step % 256]
+        others = [*(1 - written for written in mine[:-1]), 255 - mine[-1]]
+        if hidden is None:
+            return self._reduction.start([*mine, *others, *[0] * len(seen)], self._group)
+        return self._reduction.start([*mine, *others], self._group, hidden)
+
+    def _apply(self, vote: Callable[[], list[int]] | None, by_all: bool | None) -> None:
+        """Make replicas stale whose weights all ranks, only some, or (None) any have updated."""
+        if vote is None:
+            return
+        result, units = vote(), len(self._units)
+        *seen, latest = result[: units + 1]
+        *not_seen, earliest = result[units + 1 : 2 * (units + 1)]
+        hidden = result[2 * (units + 1) :]
+        if latest + earliest != 255:
+            raise RuntimeError(
+                "ranks have run different numbers of forward passes between optimizer steps, or "
+                "some ran out of batches. All collectives of FSDP2 need the same number on every "
+                "rank, in evaluation too: give every rank equally many batches."
+            )
+        self._waits |= any(hidden)
+        for (name, replica, _), some, not_all, late in zip(
+            self._units, seen, not_seen, hidden, strict=True
+        ):
+            everyone = some and not not_all
+            applies = (some or late) and (by_all is None or by_all == everyone)
+            if applies and replica.state is not Freshness.STALE:
+                replica.invalidate()
+                self.counts[name] = self.counts.get(name, 0) + 1

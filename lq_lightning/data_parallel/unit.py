@@ -1,32 +1,20 @@
-"""What the collectives of one FSDP2 unit share, and which parameters they quantize."""
+"""State that the collectives of an FSDP2 unit share, with each other and with other units."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lq_lightning._compat.fsdp2 import GroupParam
 from lq_lightning._compat.torch import after_backward, backward_id
-from lq_lightning.codecs import CodecSpec, derive_seed
-from lq_lightning.data_parallel.layout import Segment, segment_runs
 from lq_lightning.foundation.streams import CommPipeline
 from lq_lightning.foundation.topology import Topology
 from lq_lightning.foundation.traffic import ErrorSums, Traffic
 
-__all__ = [
-    "DeferredReductions",
-    "UnitCollective",
-    "UnitContext",
-    "UnitDescription",
-    "full_precision_reason",
-    "keep_small_runs_exact",
-    "part_seed",
-    "weight_segments",
-]
+__all__ = ["DeferredReductions", "Unit", "UnitContext"]
 
 
 class DeferredReductions:
@@ -36,9 +24,9 @@ class DeferredReductions:
     streams of its own it overlaps with the first level of the units that follow, and FSDP2 need not
     hold up backward for it. The stream that calls backward waits for it in the end.
 
-    A reduction may wait for others that it is done together with. In front of any other one, and
-    when backward ends, it is done without them. So what decides on the order of collectives is the
-    order in which units are reduced, which is the same on every rank.
+    The reduction of a bucket may wait for more units. Before any other reduction, and when backward
+    ends, it runs without them. So the order of collectives follows from the order in which units
+    are reduced, which is the same on every rank.
     """
 
     def __init__(self) -> None:
@@ -47,9 +35,9 @@ class DeferredReductions:
         self._waiting: tuple[object, Callable[[], None]] | None = None
 
     def begin(self) -> None:
-        """Say that the backward that runs now will reduce something.
+        """Note that the backward that runs now will reduce something.
 
-        Another one that has not ended may have failed, without waiting. What it left still writes
+        Another one that has not ended may have failed, without waiting. Its reductions still write
         to gradients whose memory may be in use again, so this one waits first.
         """
         if self._backward not in (-1, backward_id()):
@@ -61,12 +49,12 @@ class DeferredReductions:
         self._reduce_waiting()
         self._stages.make_room()
 
-    def wait_for_more(self, stack: object, reduce: Callable[[], None]) -> None:
-        """Let ``reduce`` be called later, unless it is meanwhile replaced for the same stack."""
-        if self._waiting is not None and self._waiting[0] is not stack:
+    def wait_for_more(self, bucket: object, reduce: Callable[[], None]) -> None:
+        """Call ``reduce`` later, unless it is replaced for the same bucket before."""
+        if self._waiting is not None and self._waiting[0] is not bucket:
             self._reduce_waiting()
         self._join_after_backward()
-        self._waiting = (stack, reduce)
+        self._waiting = (bucket, reduce)
 
     def submit(
         self, messages: Tensor, exchange: Callable[[], Tensor], finish: Callable[[Tensor], None]
@@ -84,7 +72,7 @@ class DeferredReductions:
             self._stages.join()
 
     def drop(self) -> None:
-        """Forget what waits for more: of a backward that failed, nobody will use it."""
+        """Drop the waiting bucket: of a backward that failed, nobody will use it."""
         self._waiting = None
 
     def _join_after_backward(self) -> None:
@@ -100,7 +88,7 @@ class DeferredReductions:
 
 @dataclass(slots=True)
 class UnitContext:
-    """What every unit of one model shares.
+    """State that every unit of one model shares.
 
     Attributes:
         topology: Ranks and nodes.
@@ -110,11 +98,12 @@ class UnitContext:
         seed: Base of all stochastic-rounding seeds.
         traffic: Byte counters.
         vocabulary: Names of the parameters that are embeddings or heads.
+        min_quantized_numel: Parameters with fewer elements are sent in full precision.
         step: Optimizer steps taken so far; a new number allows one more exchange.
         measure_errors: Whether to sum up quantization errors (costs extra passes).
         weight_errors: Sums of the weights' relative error.
         gradient_errors: Sums of the gradients' relative error.
-        reductions: Where the slowest level of gradient reductions runs on CUDA.
+        reductions: Streams for the slowest level of gradient reductions.
     """
 
     topology: Topology
@@ -124,6 +113,7 @@ class UnitContext:
     seed: int
     traffic: Traffic
     vocabulary: frozenset[str]
+    min_quantized_numel: int
     step: int = 0
     measure_errors: bool = False
     weight_errors: ErrorSums = field(default_factory=ErrorSums)
@@ -132,7 +122,7 @@ class UnitContext:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnitDescription:
+class Unit:
     """One FSDP2 unit, as its collectives see it.
 
     Attributes:
@@ -140,95 +130,11 @@ class UnitDescription:
         index: Number of the unit in the model, part of the rounding seed.
         params: Function that describes the unit's parameters as they are now.
         names: Fully qualified names of these parameters.
-        min_quantized_numel: Parameters with fewer elements travel in full precision.
-        context: What all units share.
+        context: State that all units share.
     """
 
     name: str
     index: int
     params: Callable[[], list[GroupParam]]
     names: tuple[str, ...]
-    min_quantized_numel: int
     context: UnitContext
-
-
-class UnitCollective:
-    """A collective of one unit: what it knows about the unit's parameters.
-
-    Args:
-        unit: The unit.
-    """
-
-    def __init__(self, unit: UnitDescription) -> None:
-        self.name = unit.name
-        self.names = unit.names
-        self._index = unit.index
-        self._params = unit.params
-        self._min_quantized_numel = unit.min_quantized_numel
-        self._context = unit.context
-
-
-def part_seed(seed: int | None, part: int) -> int | None:
-    """Seed of one part of what ``seed`` is for; None where rounding needs none."""
-    return None if seed is None else derive_seed(seed, part)
-
-
-def weight_segments(
-    params: Sequence[GroupParam],
-    names: Sequence[str],
-    min_quantized_numel: int,
-    skip_frozen: bool,
-) -> list[Segment]:
-    """Say for each parameter of a unit how its shard travels in the all-gather.
-
-    Args:
-        params: Parameters in the order in which FSDP2 packs them.
-        names: Their fully qualified names.
-        min_quantized_numel: Parameters with fewer elements travel in full precision.
-        skip_frozen: Whether parameters that are not trained are left out of the exchange.
-    """
-    segments, start = [], 0
-    for param, name in zip(params, names, strict=True):
-        reason = ""
-        travel = "quantized"
-        if skip_frozen and not param.requires_grad:
-            travel, reason = "skipped", "frozen: gathered once in full precision"
-        else:
-            reason = full_precision_reason(
-                param.ndim, param.numel, param.gather_dtype, min_quantized_numel
-            )
-            travel = "full" if reason else "quantized"
-        segments.append(Segment(name, start, param.padded_shard_numel, travel, reason))  # type: ignore[arg-type]
-        start += param.padded_shard_numel
-    return segments
-
-
-def full_precision_reason(
-    ndim: int, numel: int, dtype: torch.dtype, min_quantized_numel: int
-) -> str:
-    """Why weights or gradients of a whole parameter are not quantized; empty if they are."""
-    if not dtype.is_floating_point:
-        return f"{dtype} is not floating point"
-    if ndim < 2:
-        return f"{ndim}-D"
-    if numel < min_quantized_numel:
-        return f"{numel} elements < min_quantized_numel={min_quantized_numel}"
-    return ""
-
-
-def keep_small_runs_exact(
-    segments: list[Segment], specs: Sequence[CodecSpec], itemsize: int
-) -> list[Segment]:
-    """Let quantized runs travel in full precision where their codes would not be smaller."""
-    small = [
-        run
-        for run in segment_runs(segments)
-        if run.quantized and specs[run.codec].nbytes(run.numel) >= run.numel * itemsize
-    ]
-    return [
-        segment._replace(travel="full", reason="the encoded shard would not be smaller")
-        if any(run.start <= segment.start < run.start + run.numel for run in small)
-        and segment.travel == "quantized"
-        else segment
-        for segment in segments
-    ]

@@ -2,8 +2,13 @@
 
 from .base import ParameterPlan, QuantizedOptimizer
 from .config import OptimizerQuantization, embedding_weights, refuse_codes
-from .convert import quantize_optimizer
-from .optimizers import QuantizedAdam, QuantizedAdamW, QuantizedLion, QuantizedSGD
+from .optimizers import (
+    QuantizedAdam,
+    QuantizedAdamW,
+    QuantizedLion,
+    QuantizedSGD,
+    quantize_optimizer,
+)
 
 __all__ = [
     "OptimizerQuantization",

@@ -1,10 +1,12 @@
-"""What quantized optimizers share: which states are codes, one launch per step, checkpoints."""
+"""Base of quantized optimizers: choice of coded states, one launch per step, checkpoints."""
 
 from __future__ import annotations
 
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_, itemgetter
 from typing import Any, ClassVar, NamedTuple
 from weakref import ref
 
@@ -13,32 +15,51 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lq_lightning._compat.tensors import first_row, local_tensor
+from lq_lightning._compat.tensors import first_row, local_tensor, waited
+from lq_lightning._compat.torch import add_one_to_all
 from lq_lightning.codecs import derive_seed
 from lq_lightning.kernels.optimizer_step import (
     FLOAT_DTYPES,
+    PreparedTensor,
     StateFormat,
     groups_per_row,
     optimizer_step,
+    prepare,
     row_length,
 )
 
-from .batch import Batch, Work, local_gradient
 from .config import STAMP, OptimizerQuantization, reason_for_full_precision
-from .entries import EntryReader, Held, check_saved, hide_entries, is_part
-from .slots import Slot, advance
-from .state import STEP, decoded, is_quantized, zero_state
+from .state import (
+    STEP,
+    DeferredState,
+    check_saved,
+    decoded,
+    defer_entries,
+    is_part,
+    is_quantized,
+    part_names,
+    read_entry,
+    zero_state,
+)
+
+_FULL_PRECISION = OptimizerQuantization(first_moment="float32", second_moment="float32").formats(2)
+_NO_ENTRY: dict[str, Any] = {}
+_UNSUPPORTED = {
+    "amsgrad": "its running maximum has no quantized form. Use amsgrad=False.",
+    "capturable": "step counters of quantized states are on the CPU. Use capturable=False.",
+    "differentiable": "codes have no gradient. Use differentiable=False.",
+}
 
 
 class ParameterPlan(NamedTuple):
-    """What becomes of the states of one parameter.
+    """Storage of the states of one parameter.
 
     Attributes:
-        name: of the parameter where the optimizer or ``quantize_optimizer`` was given names, by
-            ``named_parameters`` or the module; else its position.
-        shape: of the whole parameter.
-        nbytes: of its states before sharding, without step counters.
-        reason: why they stay in fp32, or None where they are quantized.
+        name: Name of the parameter where the optimizer or ``quantize_optimizer`` was given names,
+            by ``named_parameters`` or the module; else its position.
+        shape: Shape of the whole parameter.
+        nbytes: Bytes of its states before sharding, without step counters.
+        reason: Why they stay in fp32, or None where they are quantized.
     """
 
     name: str
@@ -47,19 +68,150 @@ class ParameterPlan(NamedTuple):
     reason: str | None
 
 
+@dataclass(slots=True, eq=False)
+class ParamStepCache:
+    """Facts about a parameter that the next step can reuse, to save host time.
+
+    It has weak references only, is compared with the parameter and its states before every use and
+    made anew where they changed, and is never saved or copied.
+
+    Attributes:
+        param: The parameter.
+        shape: Shape of the whole parameter, which decides whether torch updates it.
+        config: Config of the optimizer when the cache was made.
+        position: Position in the parameter groups, from 1 on.
+        sharded: Whether parameter and states are DTensors.
+        prepared: Tensors for the kernel; None where torch updates the parameter. Then nothing below
+            is set.
+        find: Function from the entry to the tensors of the states, in the order of ``prepare``, and
+            the step.
+        found: Local tensors that it returned, after that of the parameter.
+        first_group: Number of the first local group of elements in the whole parameter.
+        step_on_cpu: Whether the step is an fp32 number on the CPU, as torch makes them.
+        group: Number of the parameter group.
+        count: The step after :func:`advance`.
+        is_first: Whether the states were made in this step.
+    """
+
+    param: ref[Tensor]
+    shape: torch.Size
+    config: OptimizerQuantization
+    position: int
+    sharded: bool
+    prepared: PreparedTensor | None = None
+    find: Callable[[Mapping[str, Any]], tuple[Any, ...]] = lambda entry: ()
+    found: tuple[ref[Tensor], ...] = ()
+    first_group: int = 0
+    step_on_cpu: bool = False
+    group: int = 0
+    count: int = 0
+    is_first: bool = False
+
+    def current(
+        self, param: Tensor, entry: Mapping[str, Any], config: OptimizerQuantization
+    ) -> list[Any] | None:
+        """Return the tensors for the kernel if they are those of the last step, each where it was.
+
+        Args:
+            param: Parameter at this position.
+            entry: Its states; not used where torch updates it.
+            config: Config of the optimizer.
+
+        Returns:
+            The local tensors that were prepared; none where torch updates the parameter. None if
+            the cache must be made anew.
+        """
+        if self.param() is not param or self.config is not config:
+            return None
+        prepared = self.prepared
+        if prepared is None:
+            same = param.shape == self.shape and param.dtype is torch.float32
+            return [] if same else None
+        try:
+            tensors = [param, *self.find(entry)]
+        except KeyError:
+            return None
+        if self.sharded:
+            tensors = [local_tensor(tensor) for tensor in tensors]
+        if not all(map(is_, tensors, [tensor() for tensor in self.found])):
+            return None
+        tensors.pop()
+        return tensors if prepared.is_in_place(tensors) else None
+
+    def fill(
+        self,
+        local: Tensor,
+        entry: Mapping[str, Any],
+        names: Sequence[str],
+        formats: Sequence[StateFormat],
+    ) -> list[Tensor]:
+        """Prepare the tensors for the kernel.
+
+        Args:
+            local: Shard of the parameter, ``[D, ...]`` or without dimensions; contiguous.
+            entry: States of the parameter.
+            names: Names of the states.
+            formats: Formats of the states.
+
+        Returns:
+            The same as :meth:`current`, with views of tensors without dimensions.
+        """
+        pairs = zip(names, formats, strict=True)
+        keys = [key for name, fmt in pairs for key in part_names(name, fmt)]
+        tensors = [local, *[local_tensor(entry[key]) for key in keys]]
+        if local.dim() == 0:
+            tensors = [tensor.view(1) for tensor in tensors]
+        self.prepared = prepare(tensors, formats)
+        step = entry[STEP]
+        self.found = tuple(ref(tensor) for tensor in [*tensors, step])
+        self.step_on_cpu = (
+            type(step) is Tensor and step.is_cpu and step.dim() == 0 and step.dtype == torch.float32
+        )
+        self.find = itemgetter(*keys, STEP)
+        return tensors
+
+
+def advance(caches: Sequence[ParamStepCache]) -> None:
+    """Add one to the step counters of parameters whose entries have one, and read them."""
+    caches_on_cpu, on_cpu = [], []
+    for cache in caches:
+        step = cache.found[-1]()
+        if step is None:
+            raise AssertionError("the entry keeps the step alive")
+        if cache.step_on_cpu:
+            caches_on_cpu.append(cache)
+            on_cpu.append(step)
+        else:  # torch's fused optimizers have them on the GPU
+            step += 1
+            cache.count = int(step)
+    if on_cpu:
+        add_one_to_all(on_cpu)
+        for cache, value in zip(caches_on_cpu, torch.stack(on_cpu).tolist(), strict=True):
+            cache.count = int(value)
+
+
+class _Batch(NamedTuple):
+    """Parameters of one launch."""
+
+    rule: str
+    caches: list[ParamStepCache]
+    tensors: list[list[Tensor]]
+    grads: list[Tensor]
+
+
 class QuantizedOptimizer(Optimizer):
     """Base of the quantized optimizers, mixed into the optimizers of torch that they replace.
 
     States of large matrices are codes; the others stay in fp32 and, for fp32 parameters, are
     updated by torch itself, so that they get the same bits as without quantization.
 
-    Codes, and bf16 parameters on request, are rounded by chance. The noise depends on the seed of
-    the options, the position of the parameter in the parameter groups, its step counter, which is
-    part of the state, and the position of the group of elements in the whole parameter: a resumed
-    run has the noise of one that went on, and a sharded one that of one process.
+    Codes, and bf16 parameters on request, are rounded stochastically. The noise depends on the seed
+    of the options, the position of the parameter in the parameter groups, its step counter, which
+    is part of the state, and the position of the group of elements in the whole parameter: resumed
+    and sharded runs have the same noise as an uninterrupted one in a single process.
 
-    A subclass says which states there are, what the scalars of its rule are, and whether torch's
-    optimizer counts steps too.
+    A subclass defines its states, the scalars of its rule, and whether torch's optimizer counts
+    steps too.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ()
@@ -70,7 +222,7 @@ class QuantizedOptimizer(Optimizer):
     _full_precision: dict[Tensor, str]
     _names: dict[Tensor, str]
     # One per parameter, in order, from the first step on; never in pickles or copies.
-    _slots: Sequence[Slot | None] = ()
+    _caches: Sequence[ParamStepCache | None] = ()
 
     # --- for subclasses ---------------------------------------------------------------------------
 
@@ -86,7 +238,7 @@ class QuantizedOptimizer(Optimizer):
         """Refuse hyperparameters that are not supported.
 
         Raises:
-            ValueError: a parameter group has one.
+            ValueError: A parameter group has one.
         """
         for flag, reason in _UNSUPPORTED.items():
             if group.get(flag):
@@ -100,22 +252,22 @@ class QuantizedOptimizer(Optimizer):
         full_precision: Mapping[Tensor, str],
         names: Mapping[Tensor, str] | None = None,
     ) -> None:
-        """Start to store states as codes, those that exist already too.
+        """Start to store states as codes, including those that exist already.
 
         Args:
-            config: formats and what stays in fp32.
-            full_precision: further parameters that stay in fp32, with the reason.
-            names: of parameters, for the plan.
+            config: Formats, and the choice of states that stay in fp32.
+            full_precision: Further parameters whose states stay in fp32, with the reason.
+            names: Names of parameters, for the plan.
 
         Raises:
-            ValueError: a parameter group has hyperparameters that are not supported.
+            ValueError: A parameter group has hyperparameters that are not supported.
         """
         for group in self.param_groups:
             self.check_group(group)
         self.quantization_config = config
         self._full_precision = dict(full_precision)
         self._names = dict(names or {})
-        self._slots = ()
+        self._caches = ()
         self._step_supports_amp_scaling = False  # a GradScaler unscales before the step
         self.defaults[STAMP] = config.stamp
         for group in self.param_groups:
@@ -137,7 +289,9 @@ class QuantizedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickle, or take what ``load_state_dict`` read."""
         entries = state.get("state")
-        if entries is not None and any(isinstance(value, Held) for value in entries.values()):
+        if entries is not None and any(
+            isinstance(value, DeferredState) for value in entries.values()
+        ):
             check_saved(state["param_groups"], entries, self.quantization_config)
             state = {**state, "state": self._adopt_all(entries)}
             for group in state["param_groups"]:
@@ -145,11 +299,11 @@ class QuantizedOptimizer(Optimizer):
         super().__setstate__(state)
 
     def reason_for_full_precision(self, param: Tensor) -> str | None:
-        """Say why the states of a parameter stay in fp32, or None if they are quantized."""
+        """Return why the states of a parameter stay in fp32, or None if they are quantized."""
         return reason_for_full_precision(param, self.quantization_config, self._full_precision)
 
     def quantization_plan(self) -> list[ParameterPlan]:
-        """Say for every parameter whether its states are quantized, and if not, why."""
+        """Return for every parameter whether its states are quantized, and if not, why."""
         plan: list[ParameterPlan] = []
         for group in self.param_groups:
             names = group.get("param_names")
@@ -180,25 +334,27 @@ class QuantizedOptimizer(Optimizer):
         """Update all parameters that have a gradient.
 
         Args:
-            closure: evaluates the model again and returns the loss.
+            closure: Function that evaluates the model again and returns the loss.
 
         Returns:
-            What ``closure`` returned, or None.
+            The result of ``closure``, or None.
 
         Raises:
-            RuntimeError: a gradient that is sparse, or placed otherwise than its parameter.
-            TypeError: a parameter or gradient that is neither fp32 nor bf16.
+            RuntimeError: A gradient is sparse, or has other placements than its parameter.
+            TypeError: A parameter or gradient is neither fp32 nor bf16.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = self._collect()
-        if self.torch_class is not None and any(group["params"] for group in work.for_torch):
-            self._step_of_torch(self.torch_class, work.for_torch)
-        for batch in work.batches.values():
+        # non-contiguous parameters, and the contiguous copies that kernels update
+        write_back: list[tuple[Tensor, Tensor]] = []
+        for_torch, batches = self._collect(write_back)
+        if self.torch_class is not None and any(group["params"] for group in for_torch):
+            self._step_of_torch(self.torch_class, for_torch)
+        for batch in batches:
             self._launch(batch)
-        for target, source in work.write_back:
+        for target, source in write_back:
             target.copy_(source)
         return loss
 
@@ -212,15 +368,18 @@ class QuantizedOptimizer(Optimizer):
         finally:
             self.param_groups = kept
 
-    def _collect(self) -> Work:
-        """Sort the parameters that have a gradient by what updates them."""
-        work = Work([], {}, [])
+    def _collect(
+        self, write_back: list[tuple[Tensor, Tensor]]
+    ) -> tuple[list[dict[str, Any]], Iterable[_Batch]]:
+        """Sort the parameters that have a gradient: groups for torch's optimizer, and launches."""
+        for_torch: list[dict[str, Any]] = []
+        batches: dict[tuple[Any, ...], _Batch] = {}  # by rule, kind of tensors, gradient dtype
         config, states = self.quantization_config, self.state
         count = sum(len(group["params"]) for group in self.param_groups)
-        slots: list[Slot | None] = [None] * count
-        if len(self._slots) == count:
-            slots = list(self._slots)
-        self._slots, index = slots, -1
+        caches: list[ParamStepCache | None] = [None] * count
+        if len(self._caches) == count:
+            caches = list(self._caches)
+        self._caches, index = caches, -1
         for number, group in enumerate(self.param_groups):
             left = []
             rule = self._rule(group)
@@ -230,54 +389,57 @@ class QuantizedOptimizer(Optimizer):
                 grad = param.grad
                 if grad is None:
                     continue
-                slot = slots[index]
+                cache = caches[index]
                 tensors = None
-                if slot is not None:
-                    tensors = slot.current(param, states.get(param, _NO_ENTRY), config)
-                if slot is None or tensors is None:
-                    slot, tensors = self._new_slot(work, param, index + 1)
-                    slots[index] = slot
+                if cache is not None:
+                    tensors = cache.current(param, states.get(param, _NO_ENTRY), config)
+                if cache is None or tensors is None:
+                    cache, tensors = self._new_cache(write_back, param, index + 1)
+                    caches[index] = cache
                 else:
-                    slot.is_first = False
-                prepared = slot.prepared
+                    cache.is_first = False
+                prepared = cache.prepared
                 if prepared is None:
                     left.append(param)
                     continue
                 if prepared.kind is not kind or grad.dtype is not dtype or batch is None:
                     kind, dtype = prepared.kind, grad.dtype
                     key = (rule, id(kind), dtype)  # kinds live forever
-                    batch = work.batches.setdefault(key, Batch(rule, [], [], [], [], []))
+                    batch = batches.setdefault(key, _Batch(rule, [], [], []))
                 if grad.is_sparse or dtype not in FLOAT_DTYPES:
                     self._check(param)
-                batch.slots.append(slot)
-                batch.groups.append(number)
-                batch.prepared.append(prepared)
+                cache.group = number
+                batch.caches.append(cache)
                 batch.tensors.append(tensors)
-                batch.grads.append(grad if type(grad) is Tensor else local_gradient(param, grad))
-            work.for_torch.append({**group, "params": left})
-        return work
+                batch.grads.append(grad if type(grad) is Tensor else _local_gradient(param, grad))
+            for_torch.append({**group, "params": left})
+        return for_torch, batches.values()
 
-    def _new_slot(self, work: Work, param: Tensor, position: int) -> tuple[Slot, list[Tensor]]:
+    def _new_cache(
+        self, write_back: list[tuple[Tensor, Tensor]], param: Tensor, position: int
+    ) -> tuple[ParamStepCache, list[Tensor]]:
         """Decide what updates a parameter, and make its states where there are none."""
         config = self.quantization_config
-        slot = Slot(ref(param), param.shape, config, position, isinstance(param, DTensor))
+        cache = ParamStepCache(
+            ref(param), param.shape, config, position, isinstance(param, DTensor)
+        )
         quantized = self.reason_for_full_precision(param) is None
         if not quantized and self.torch_class and param.dtype == torch.float32:
-            return slot, []
+            return cache, []
         self._check(param)
         formats = self._formats() if quantized else _FULL_PRECISION[: len(self.state_names)]
         entry = self.state[param]
-        slot.is_first = not entry
-        if slot.is_first:
+        cache.is_first = not entry
+        if cache.is_first:
             for name, fmt in zip(self.state_names, formats, strict=True):
                 entry.update(zero_state(param, name, fmt))
         if not isinstance(entry.get(STEP), Tensor):
             entry[STEP] = torch.tensor(entry.get(STEP, 0.0), dtype=torch.float32, device="cpu")
         local = local_tensor(param)
         if not local.is_contiguous():
-            work.write_back.append((local, local := local.contiguous()))
-        slot.first_group = first_row(param) * groups_per_row(row_length(param.shape))
-        return slot, slot.fill(local, entry, self.state_names, formats)
+            write_back.append((local, local := local.contiguous()))
+        cache.first_group = first_row(param) * groups_per_row(row_length(param.shape))
+        return cache, cache.fill(local, entry, self.state_names, formats)
 
     def _check(self, param: Tensor) -> None:
         """Refuse a parameter or gradient that has no quantized update."""
@@ -293,11 +455,11 @@ class QuantizedOptimizer(Optimizer):
                     "allowed: float32, bfloat16. Convert the model, e.g. `model.bfloat16()`."
                 )
 
-    def _launch(self, batch: Batch) -> None:
+    def _launch(self, batch: _Batch) -> None:
         """Update the parameters of a batch."""
-        config = self.quantization_config
-        advance(batch.slots)
-        keys = [(n, s.count, s.is_first) for n, s in zip(batch.groups, batch.slots, strict=True)]
+        config, caches = self.quantization_config, batch.caches
+        advance(caches)
+        keys = [(cache.group, cache.count, cache.is_first) for cache in caches]
         rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
         scalars = torch.tensor(
             [self._scalars(self.param_groups[key[0]], *key[1:]) for key in rows],
@@ -308,15 +470,13 @@ class QuantizedOptimizer(Optimizer):
             scalars = scalars.expand(len(keys), -1)
         else:
             scalars = scalars[torch.tensor([rows[key] for key in keys], device="cpu")]
-        seeds = [derive_seed(config.seed, slot.count, slot.position) for slot in batch.slots]
-        grads = [(grad if grad.dim() else grad.view(1)).contiguous() for grad in batch.grads]
         optimizer_step(
             batch.tensors,
-            batch.prepared,
-            grads,
+            [cache.prepared for cache in caches],  # type: ignore[misc]  # `_collect` checked it
+            [(grad if grad.dim() else grad.view(1)).contiguous() for grad in batch.grads],
             scalars,
-            seeds,
-            [slot.first_group for slot in batch.slots],
+            [derive_seed(config.seed, cache.count, cache.position) for cache in caches],
+            [cache.first_group for cache in caches],
             batch.rule,
             config.stochastic_rounding,
         )
@@ -331,13 +491,13 @@ class QuantizedOptimizer(Optimizer):
         plan says so.
 
         Args:
-            state_dict: what ``state_dict()`` returned, of this optimizer or the one of torch.
+            state_dict: Result of ``state_dict()`` of this optimizer or the one of torch.
 
         Raises:
-            ValueError: another or a newer quantization format, or other parameters.
+            ValueError: It has another or a newer quantization format, or other parameters.
         """
         # The last hook, so that those of users see the entries as they are.
-        handle = self.register_load_state_dict_pre_hook(hide_entries)
+        handle = self.register_load_state_dict_pre_hook(defer_entries)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -364,35 +524,40 @@ class QuantizedOptimizer(Optimizer):
     def _adopt_all(self, entries: Mapping[Any, Any]) -> defaultdict[Any, Any]:
         state: defaultdict[Any, Any] = defaultdict(dict)
         for param, value in entries.items():
-            state[param] = self._adopt(param, value.entry) if isinstance(value, Held) else value
+            state[param] = (
+                self._adopt(param, value.entry) if isinstance(value, DeferredState) else value
+            )
         return state
 
     def _adopt(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Turn an entry of a checkpoint, or one of torch's optimizer, into one of ours."""
         quantized = self.reason_for_full_precision(param) is None
-        on_device = not quantized and self._group_of(param).get("fused")
+        group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
+        on_device = not quantized and group.get("fused")  # where torch's fused optimizers keep it
         device = local_tensor(param).device if on_device else torch.device("cpu")
-        reader = EntryReader(
-            optimizer=type(self).__name__,
-            names=self.state_names,
-            formats=self._formats(),
+        return read_entry(
+            param,
+            entry,
+            dict(zip(self.state_names, self._formats(), strict=True)),
+            quantized=quantized,
             has_step=self.has_step,
+            step_device=device,
+            optimizer=type(self).__name__,
         )
-        return reader.read(param, entry, quantized, device)
-
-    def _group_of(self, param: Tensor) -> Mapping[str, Any]:
-        return next(g for g in self.param_groups if any(p is param for p in g["params"]))
-
-
-_FULL_PRECISION = OptimizerQuantization(first_moment="float32", second_moment="float32").formats(2)
-_NO_ENTRY: dict[str, Any] = {}
-_UNSUPPORTED = {
-    "amsgrad": "its running maximum has no quantized form. Use amsgrad=False.",
-    "capturable": "step counters of quantized states are on the CPU. Use capturable=False.",
-    "differentiable": "codes have no gradient. Use differentiable=False.",
-}
 
 
 def excluded(full_precision: Iterable[Tensor]) -> dict[Tensor, str]:
     """Parameters that the user keeps in fp32."""
     return dict.fromkeys(full_precision, "asked for by `full_precision`")
+
+
+def _local_gradient(param: Tensor, grad: Tensor) -> Tensor:
+    """Return this rank's part of a gradient, after pending collectives."""
+    placements = getattr(param, "placements", None)
+    if isinstance(grad, DTensor) and grad.placements != placements:
+        raise RuntimeError(
+            f"the gradient of a parameter of shape {tuple(param.shape)} is placed as "
+            f"{grad.placements}, the parameter as {placements}. Set `param.grad = "
+            "param.grad.redistribute(placements=param.placements)` before the step."
+        )
+    return waited(local_tensor(grad))

@@ -1,4 +1,4 @@
-"""What is quantized in an optimizer, and how."""
+"""Options of quantized optimizer states, and the choice of parameters that they apply to."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class OptimizerQuantization:
     Sharding on dimension 0 never cuts a group, so the codes do not depend on the world size.
 
     Attributes:
-        first_moment: format of ``exp_avg`` (AdamW, Adam, Lion) and of SGD's ``momentum_buffer``.
+        first_moment: Format of ``exp_avg`` (AdamW, Adam, Lion) and of SGD's ``momentum_buffer``.
             ``"expanded_fp8"`` is FP8 with a dynamic range for every group, as in COAT;
             ``"dynamic8"`` the dynamic map of 8-bit optimizers (Dettmers et al.); ``"fp8"`` and
             ``"int8"`` are plain formats to compare with; ``"float32"`` stores no codes.
-        second_moment: format of ``exp_avg_sq``. Not ``"int8"`` or ``"fp8"`` in earnest: second
-            moments that are small beside others of their group are stored too large in them, by
+        second_moment: Format of ``exp_avg_sq``. ``"int8"`` and ``"fp8"`` are for comparison only:
+            they store second moments that are small beside others of their group too large,
             ``"int8"`` up to a 255th of the largest, and their updates become too small.
-        min_numel: parameters with fewer elements, counted before sharding, keep fp32 states.
-        quantize_embeddings: quantize the states of embedding weights too. They are known only where
-            the module is given.
-        stochastic_rounding: round bf16 parameters stochastically, which replaces fp32 main weights.
-            Codes always are.
-        seed: of the noise, which depends on it, on step, parameter and position: not on the world
-            size.
+        min_numel: Parameters with fewer elements, counted before sharding, keep fp32 states.
+        quantize_embeddings: Whether to quantize the states of embedding weights too. They are known
+            only where the module is given.
+        stochastic_rounding: Whether to round bf16 parameters stochastically, which replaces fp32
+            master weights. Codes always are.
+        seed: Seed of the noise, which also depends on step, parameter and position, not on the
+            world size.
 
     Raises:
-        ValueError: a format that is not listed above, or a negative number.
+        ValueError: A format is not listed above, or a number is negative.
     """
 
     first_moment: StateCode = "expanded_fp8"
@@ -85,7 +85,7 @@ class OptimizerQuantization:
 
     @property
     def stamp(self) -> str:
-        """What checkpoints say about their codes: ``"2/expanded_fp8/expanded_fp8"``."""
+        """Version and formats of the codes in checkpoints: ``"2/expanded_fp8/expanded_fp8"``."""
         return f"{FORMAT_VERSION}/{self.first_moment}/{self.second_moment}"
 
 
@@ -93,7 +93,7 @@ def check_stamp(saved: str, config: OptimizerQuantization) -> None:
     """Make sure that codes of a checkpoint can be read.
 
     Raises:
-        ValueError: they are of another version or format.
+        ValueError: They are of another version or format.
     """
     version = saved.split("/")[0]
     if version != str(FORMAT_VERSION):
@@ -114,11 +114,11 @@ def refuse_codes(state: Mapping[str, Any], optimizer: str) -> None:
     """Make sure that a saved state has no codes, which other optimizers would load unnoticed.
 
     Args:
-        state: state dict of an optimizer.
-        optimizer: class of the one that is to load it, for the message.
+        state: State dict of an optimizer.
+        optimizer: Class of the optimizer that is to load it, for the message.
 
     Raises:
-        ValueError: it has.
+        ValueError: It has codes.
     """
     stamps = {group[STAMP] for group in state.get("param_groups", ()) if STAMP in group}
     if stamps:
@@ -133,12 +133,12 @@ def refuse_codes(state: Mapping[str, Any], optimizer: str) -> None:
 def reason_for_full_precision(
     param: Tensor, config: OptimizerQuantization, excluded: Mapping[Tensor, str]
 ) -> str | None:
-    """Say why the states of a parameter stay in fp32, or None if they are quantized.
+    """Return why the states of a parameter stay in fp32, or None if they are quantized.
 
     The answer depends on the whole parameter, never on this rank's shard.
 
     Raises:
-        NotImplementedError: the parameter would be quantized but is sharded on another dimension
+        NotImplementedError: The parameter would be quantized but is sharded on another dimension
             than 0.
     """
     if param in excluded:

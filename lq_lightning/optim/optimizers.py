@@ -1,17 +1,25 @@
-"""Quantized AdamW, Adam, SGD and Lion."""
+"""Quantized AdamW, Adam, SGD and Lion, and conversion of optimizers of torch in place."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import wraps
 from typing import Any
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from lq_lightning._compat.torch import note_optimizer_step
+
 from .base import QuantizedOptimizer, excluded
-from .config import OptimizerQuantization
+from .config import OptimizerQuantization, embedding_weights
+
+_LION_KEYS = {"params", "param_names", "lr", "initial_lr", "betas", "weight_decay", "maximize"}
+_SCHEDULER_MARK = "_wrapped_by_lr_sched"  # on the function that a scheduler puts in place of `step`
 
 
 def _adam_scalars(group: Mapping[str, Any], step: int, decoupled: bool) -> list[float]:
@@ -30,23 +38,23 @@ class QuantizedAdam(QuantizedOptimizer, torch.optim.Adam):
     """Adam with quantized moments, otherwise like ``torch.optim.Adam``.
 
     Args:
-        params: as for ``torch.optim.Adam``: parameters, named parameters or groups.
-        lr: learning rate.
-        betas: decay of the moments.
-        eps: added to the root of the second moment.
+        params: Parameters, named parameters or groups, as for ``torch.optim.Adam``.
+        lr: Learning rate.
+        betas: Decay of the moments.
+        eps: Constant added to the root of the second moment.
         weight_decay: L2 penalty.
-        maximize: ascend instead of descend.
-        quantization: formats and what stays in fp32.
-        full_precision: parameters whose states stay in fp32, such as embeddings.
+        maximize: Whether to ascend instead of descend.
+        quantization: Formats, and the choice of states that stay in fp32.
+        full_precision: Parameters whose states stay in fp32, such as embeddings.
 
     Raises:
-        ValueError: hyperparameters out of range.
+        ValueError: Hyperparameters are out of range.
 
-    Error: rounding is by chance and keeps the mean of the first moment and of the logarithm of the
+    Error: stochastic rounding keeps the mean of the first moment and of the logarithm of the
     second, so that neither ``beta`` near 1 nor falling gradients let them drift: updates are as
     large as fp32's within 1% after 10,000 steps (``benchmarks/optimizer_drift.py``). A second
-    moment never becomes zero. Where it is less than the 2**62nd part of the largest of its group
-    of 128 it is stored as about that, and its updates are too small rather than too large.
+    moment never becomes zero. Below 2**-62 of the largest of its group of 128 it is stored as about
+    that, and its updates are too small rather than too large.
     Update and encoding are one pass; the update uses the moments before they are rounded.
     Source: COAT, section 4 (FP8 with a dynamic range by group of 128). Differs in: bits move
     between exponent and mantissa where COAT takes powers, stochastic rounding, constants of three
@@ -115,18 +123,18 @@ class QuantizedSGD(QuantizedOptimizer, torch.optim.SGD):
     """SGD with a quantized momentum buffer, otherwise like ``torch.optim.SGD``.
 
     Args:
-        params: parameters, named parameters or groups.
-        lr: learning rate.
-        momentum: must be positive: without it there is nothing to quantize.
-        dampening: of the momentum.
+        params: Parameters, named parameters or groups.
+        lr: Learning rate.
+        momentum: Momentum, which must be positive: without it there is nothing to quantize.
+        dampening: Dampening of the momentum.
         weight_decay: L2 penalty.
-        nesterov: look ahead.
-        maximize: ascend instead of descend.
-        quantization: formats and what stays in fp32.
-        full_precision: parameters whose states stay in fp32.
+        nesterov: Whether to look ahead.
+        maximize: Whether to ascend instead of descend.
+        quantization: Formats, and the choice of states that stay in fp32.
+        full_precision: Parameters whose states stay in fp32.
 
     Raises:
-        ValueError: hyperparameters out of range, or no momentum.
+        ValueError: Hyperparameters are out of range, or there is no momentum.
     """
 
     state_names = ("momentum_buffer",)
@@ -154,7 +162,7 @@ class QuantizedSGD(QuantizedOptimizer, torch.optim.SGD):
         """Refuse SGD without momentum.
 
         Raises:
-            ValueError: there is no state to quantize.
+            ValueError: There is no state to quantize.
         """
         super().check_group(group)
         if not group["momentum"]:
@@ -177,16 +185,16 @@ class QuantizedLion(QuantizedOptimizer):
     """Lion with a quantized momentum: the sign of an interpolation is the update.
 
     Args:
-        params: parameters, named parameters or groups.
-        lr: learning rate, usually 3 to 10 times smaller than AdamW's.
-        betas: of the update and of the momentum.
-        weight_decay: decoupled.
-        maximize: ascend instead of descend.
-        quantization: formats (``first_moment``) and what stays in fp32.
-        full_precision: parameters whose states stay in fp32.
+        params: Parameters, named parameters or groups.
+        lr: Learning rate, usually 3 to 10 times smaller than AdamW's.
+        betas: Decay in the update and in the momentum.
+        weight_decay: Decoupled weight decay.
+        maximize: Whether to ascend instead of descend.
+        quantization: Formats (``first_moment``), and the choice of states that stay in fp32.
+        full_precision: Parameters whose states stay in fp32.
 
     Raises:
-        ValueError: hyperparameters out of range.
+        ValueError: Hyperparameters are out of range.
 
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms, algorithm 2.
     """
@@ -223,3 +231,113 @@ class QuantizedLion(QuantizedOptimizer):
         lr, decay = float(group["lr"]), float(group["weight_decay"])
         mixed = [beta1, sign * (1.0 - beta1), beta2, sign * (1.0 - beta2)]
         return [*mixed, 0.0, 0.0, 1.0 - lr * decay, lr]
+
+
+# --- conversion ---------------------------------------------------------------------------------
+
+_TWINS: dict[type[Optimizer], type[QuantizedOptimizer]] = {
+    torch.optim.AdamW: QuantizedAdamW,
+    torch.optim.Adam: QuantizedAdam,
+    torch.optim.SGD: QuantizedSGD,
+}
+
+
+def quantize_optimizer(
+    optimizer: Optimizer,
+    config: OptimizerQuantization | None = None,
+    *,
+    module: nn.Module | None = None,
+    full_precision: Iterable[Tensor] = (),
+) -> QuantizedOptimizer:
+    """Make an optimizer store its states as codes, in place.
+
+    Learning-rate schedulers, parameter groups, hooks and references to the optimizer continue to
+    work. Existing states are quantized.
+
+    Args:
+        optimizer: ``torch.optim.AdamW``, ``Adam`` or ``SGD`` with momentum, or one named ``Lion``
+            that has only its learning rate, betas and weight decay.
+        config: Formats, and the choice of states that stay in fp32.
+        module: Model with the names for ``quantization_plan`` and the embeddings, whose states stay
+            in fp32 unless ``config`` says otherwise.
+        full_precision: Further parameters whose states stay in fp32.
+
+    Returns:
+        The same object, now of a quantized class.
+
+    Raises:
+        TypeError: The optimizer is another one. Subclasses are refused, too, since they may update
+            differently.
+        ValueError: Hyperparameters have no quantized form, such as ``amsgrad=True``.
+    """
+    config = config or OptimizerQuantization()
+    kept = excluded(full_precision)
+    if module is not None and not config.quantize_embeddings:
+        kept = {**embedding_weights(module), **kept}
+    if isinstance(optimizer, QuantizedOptimizer):
+        name = type(optimizer).__name__
+        raise TypeError(f"the optimizer is a `{name}` already: use it as it is.")
+    twin = _twin_of(optimizer)
+    for group in optimizer.param_groups:
+        twin.check_group(group)
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, _SCHEDULER_MARK):
+        raise TypeError(
+            f"`{type(optimizer).__name__}.step` was replaced on this object by {step!r}, which "
+            "would skip the quantized step. Quantize the optimizer before wrapping its `step`."
+        )
+    optimizer.__class__ = twin
+    if not isinstance(optimizer, QuantizedOptimizer):
+        raise AssertionError("the class was just assigned")
+    Optimizer.__setstate__(optimizer, {})  # puts the hooks around the new class's `step`
+    if step is not None:
+        _track_calls(optimizer)
+    names: dict[Tensor, str] = {}
+    if module is not None:
+        names = {param: name for name, param in module.named_parameters()}
+    optimizer.enable_quantization(config, kept, names)
+    return optimizer
+
+
+def _twin_of(optimizer: Optimizer) -> type[QuantizedOptimizer]:
+    kind = type(optimizer)
+    if kind in _TWINS:
+        return _TWINS[kind]
+    if kind.__name__ == "Lion":
+        extra = {
+            key
+            for group in optimizer.param_groups
+            for key, value in group.items()
+            if key not in _LION_KEYS and value
+        }
+        if not extra:
+            return QuantizedLion
+        raise ValueError(
+            f"{kind.__module__}.Lion has options without a quantized form: "
+            f"{', '.join(sorted(extra))}. Switch them off."
+        )
+    raise TypeError(
+        f"no quantized form of {kind.__module__}.{kind.__qualname__}; supported are "
+        "torch.optim.AdamW, Adam and SGD themselves (no subclasses), and Lion. Use one of them, or "
+        'leave the optimizer as it is (`optimizer_state="none"`).'
+    )
+
+
+def _track_calls(optimizer: Optimizer) -> None:
+    """Note calls of ``step`` for learning-rate schedulers, which warn when there were none.
+
+    A scheduler has bound the step of the former class to the object.
+    """
+    weak = ref(optimizer)
+    inner = type(optimizer).step
+
+    @wraps(inner)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        this = weak()
+        if this is None:
+            raise ReferenceError("the optimizer of this step is gone")
+        note_optimizer_step(this)
+        return inner(this, *args, **kwargs)
+
+    setattr(step, _SCHEDULER_MARK, True)
+    optimizer.step = step  # type: ignore[method-assign]

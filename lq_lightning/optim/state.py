@@ -1,20 +1,24 @@
-"""The tensors that stand for one optimizer state of one parameter."""
+"""Tensors that store one optimizer state of one parameter, and entries of saved states."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lq_lightning._compat.tensors import like_rows, local_tensor, shard_rows
 from lq_lightning.kernels.optimizer_step import StateFormat, groups_per_row, row_length
 from lq_lightning.kernels.optimizer_step.formats import MOST_MANTISSA_BITS
 from lq_lightning.kernels.optimizer_step.reference import State, decode_state, encode_state
 
+from .config import STAMP, OptimizerQuantization, check_stamp
+
 CODES, SCALE, EXPONENT = "_codes", "_scale", "_exponent"
+_PART_DTYPES = {CODES: torch.uint8, SCALE: torch.bfloat16, EXPONENT: torch.uint8}
 STEP = "step"
 
 
@@ -23,8 +27,8 @@ def zero_state(param: Tensor, name: str, fmt: StateFormat) -> dict[str, Tensor]:
 
     Args:
         param: ``[D, ...]``, a DTensor or not.
-        name: of the state, such as ``exp_avg``.
-        fmt: its format.
+        name: Name of the state, such as ``exp_avg``.
+        fmt: Format of the state.
 
     Returns:
         ``{name}_codes`` uint8 with the shape of the parameter, ``{name}_scale`` bf16 and, for
@@ -58,7 +62,12 @@ def part_names(name: str, fmt: StateFormat) -> list[str]:
     return [name + part for part in parts]
 
 
-def local_state(entry: Mapping[str, Any], name: str, fmt: StateFormat) -> State:
+def is_part(key: str) -> bool:
+    """Whether a key of an entry stands for codes, a scale or an exponent."""
+    return key.endswith((CODES, SCALE, EXPONENT))
+
+
+def _local_state(entry: Mapping[str, Any], name: str, fmt: StateFormat) -> State:
     """This rank's tensors of a state, as the kernels take them."""
     if not fmt.quantized:
         return State(local_tensor(entry[name]), None, None)
@@ -73,35 +82,21 @@ def is_quantized(entry: Mapping[str, Any], name: str) -> bool:
 
 def decoded(entry: Mapping[str, Any], name: str, param: Tensor, fmt: StateFormat) -> Tensor:
     """The values of a state in fp32, placed like the parameter."""
-    return _placed(decode_state(local_state(entry, name, fmt), fmt), param)
+    return _placed(decode_state(_local_state(entry, name, fmt), fmt), param)
 
 
 def encoded(values: Tensor, name: str, param: Tensor, fmt: StateFormat) -> dict[str, Tensor]:
     """The state that holds ``values``, which are placed like the parameter, or whole."""
     entry = zero_state(param, name, fmt)
-    placed = adopted(values, param, torch.float32, param.shape)
-    encode_state(local_tensor(placed).contiguous(), local_state(entry, name, fmt), fmt)
+    placed = _adopted(values, param, torch.float32, param.shape)
+    encode_state(local_tensor(placed).contiguous(), _local_state(entry, name, fmt), fmt)
     return entry
 
 
-def part_shape(param: Tensor, part: str) -> torch.Size:
-    """Return the shape of ``CODES``, ``SCALE`` or ``EXPONENT`` of a whole state."""
-    if part == CODES:
-        return param.shape
-    return torch.Size((param.shape[0], groups_per_row(row_length(param.shape))))
+def _adopted(value: Tensor, param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """Move a tensor of a checkpoint, whole or placed like the parameter, to device and sharding.
 
-
-def adopted(value: Tensor, param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Bring a tensor of a checkpoint to the parameter's device and sharding.
-
-    Args:
-        value: placed like the parameter, or whole.
-        param: ``[D, ...]``.
-        dtype: that it must have already, unless both are floating-point.
-        shape: that it must have, before sharding.
-
-    Raises:
-        ValueError: another shape; or another dtype, unless both are floating-point.
+    It must have ``shape`` before sharding, and ``dtype`` unless both are floating-point.
     """
     if value.shape != shape:
         raise ValueError(
@@ -118,3 +113,124 @@ def adopted(value: Tensor, param: Tensor, dtype: torch.dtype, shape: torch.Size)
     if not isinstance(value, DTensor) and param.dim() > 0:
         value = shard_rows(value, param)
     return value.to(device=local_tensor(param).device)
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+class DeferredState:
+    """Hides a parameter's entry from the casts of ``Optimizer.load_state_dict``."""
+
+    def __init__(self, entry: Mapping[str, Any]) -> None:
+        self.entry = entry
+
+
+def defer_entries(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Hide all entries of a state dict: a hook of ``load_state_dict``."""
+    deferred = {key: DeferredState(entry) for key, entry in state_dict["state"].items()}
+    return {**state_dict, "state": deferred}
+
+
+def check_saved(
+    groups: Sequence[Mapping[str, Any]],
+    entries: Mapping[Any, DeferredState],
+    config: OptimizerQuantization,
+) -> None:
+    """Make sure that saved codes can be read.
+
+    Raises:
+        ValueError: They have another version or format, or the saved groups name none.
+    """
+    for group in groups:
+        if STAMP in group:
+            check_stamp(group[STAMP], config)
+            continue
+        saved = [entries[param].entry for param in group["params"] if param in entries]
+        if any(is_part(key) for entry in saved for key in entry):
+            raise ValueError(
+                "the saved optimizer state has codes, but its parameter groups do not say "
+                f"of which format (no {STAMP!r}). Save it with `state_dict()`."
+            )
+
+
+def read_entry(
+    param: Tensor,
+    entry: Mapping[str, Any],
+    formats: Mapping[str, StateFormat],
+    *,
+    quantized: bool,
+    has_step: bool,
+    step_device: torch.device,
+    optimizer: str,
+) -> dict[str, Any]:
+    """Turn an entry of a checkpoint, or of torch's optimizer, into one of a quantized optimizer.
+
+    Args:
+        param: Parameter of the entry; states are placed like it.
+        entry: Entry that was saved, or made by torch.
+        formats: Formats of the states, by name.
+        quantized: Whether the states of the parameter are codes.
+        has_step: Whether torch's optimizer counts steps.
+        step_device: Device of the step counter.
+        optimizer: Class of the optimizer, for messages.
+
+    Raises:
+        ValueError: Something is missing, unknown, or has another shape or dtype.
+    """
+    result: dict[str, Any] = {}
+    known = {STEP}
+    if STEP in entry:
+        step = torch.as_tensor(entry[STEP], dtype=torch.float32).clone()
+        result[STEP] = step.to(step_device)
+    for name, fmt in formats.items():
+        known |= {name, *(name + part for part in _PART_DTYPES)}
+        result.update(_read_state(param, entry, name, fmt, quantized))
+    missing = _missing_keys(entry, formats, has_step)
+    if missing:
+        raise ValueError(
+            f"the optimizer state of a parameter of shape {tuple(param.shape)} lacks "
+            f"{', '.join(missing)}. Load a whole `state_dict()`."
+        )
+    unknown = [key for key, value in entry.items() if key not in known and value is not None]
+    if unknown:
+        raise ValueError(
+            f"the optimizer state has {', '.join(map(repr, unknown))}, which "
+            f"{optimizer} does not know; allowed: {', '.join(sorted(known))}."
+        )
+    return result
+
+
+def _read_state(
+    param: Tensor, entry: Mapping[str, Any], name: str, fmt: StateFormat, quantized: bool
+) -> dict[str, Tensor]:
+    if is_quantized(entry, name):
+        codes = {}
+        for part, dtype in _PART_DTYPES.items():
+            if name + part in entry:
+                shape = param.shape
+                if part != CODES:
+                    shape = torch.Size((shape[0], groups_per_row(row_length(shape))))
+                codes[name + part] = _adopted(entry[name + part], param, dtype, shape)
+        return codes if quantized else {name: decoded(codes, name, param, fmt)}
+    if entry.get(name) is None:
+        return {}
+    if quantized:
+        return encoded(entry[name], name, param, fmt)
+    return {name: _adopted(entry[name], param, torch.float32, param.shape)}
+
+
+def _missing_keys(
+    entry: Mapping[str, Any], formats: Mapping[str, StateFormat], has_step: bool
+) -> list[str]:
+    """Keys without which the others of an entry are of no use."""
+    coded = [name for name in formats if is_quantized(entry, name)]
+    present = {*coded} | {name for name in formats if entry.get(name) is not None}
+    if not present:
+        return []
+    missing = [name for name in formats if name not in present]
+    if has_step and STEP not in entry:
+        missing.append(STEP)
+    for name in coded:
+        parts = (SCALE, EXPONENT) if formats[name].expanded else (SCALE,)
+        missing += [name + part for part in parts if name + part not in entry]
+    return missing

@@ -211,7 +211,7 @@ class ReplicaGroups(StrategyPart):
         if communication is not None:
             communication.join()  # exchanges within nodes still read the weights
         with self._failures.explained():
-            self._outer.bring_together()
+            self._outer.outer_step()
         if communication is not None:
             communication.invalidate()  # written by no optimizer step that differences could follow
 

@@ -114,16 +114,16 @@ FROZEN, TRAINED = "blocks.0.up.weight", "blocks.1.up.weight"
 def _every_way(rank: int, world: int) -> None:
     model, optimizer, communication = build(weights=QWD, prepare=_freeze_first)
     train(model, optimizer, 2)
-    assert communication.outside_writes == {}
+    assert communication.external_weight_updates == {}
     for name in (FROZEN, TRAINED):
         for way, write in REFRESHED.items():
-            before = dict(communication.outside_writes)
+            before = dict(communication.external_weight_updates)
             written = _write(model, name, write)
             assert torch.equal(_used(model, name), written), f"{way} of {name}"
-            unit, found = name[:8], communication.outside_writes
+            unit, found = name[:8], communication.external_weight_updates
             assert found[unit] == before.get(unit, 0) + 1, f"{way} of {name}"
             _used(model, name)
-            assert communication.outside_writes == found
+            assert communication.external_weight_updates == found
     for name in (FROZEN, TRAINED):
         for write in REFUSED.values():
             model, optimizer, communication = build(weights=QWD, prepare=_freeze_first)
@@ -142,7 +142,7 @@ def _at_any_time(rank: int, world: int) -> None:
     hidden, seen = REFRESHED["foreach_mul"], REFRESHED["in place"]
     model, optimizer, communication = build(weights=QWD, prepare=_freeze_first)
     train(model, optimizer, 2)
-    counts = communication.outside_writes
+    counts = communication.external_weight_updates
     for number, way in enumerate((hidden, seen), 1):
         # between backward and the step: a trained one is in the difference
         model(tokens(1)).backward()
@@ -182,7 +182,7 @@ def _without_waiting(rank: int, world: int) -> None:
     """As on a GPU, where the host does not always wait for what the device has found."""
     hidden, seen = REFRESHED["foreach_mul"], REFRESHED["in place"]
     model, optimizer, communication = build(weights=QWD, prepare=_freeze_first)
-    votes = communication._votes
+    votes = communication._consensus
     assert votes is not None
     votes._waits = False
     train(model, optimizer, 1)
@@ -198,7 +198,7 @@ def _without_waiting(rank: int, world: int) -> None:
     frozen = _write(model, FROZEN, hidden)
     assert torch.equal(_used(model, FROZEN), frozen), "where evaluation begins it is at once"
     votes._waits = False
-    found = dict(communication.outside_writes)
+    found = dict(communication.external_weight_updates)
     for writers in ((0, 1), (1,)):
         frozen = _write(model, FROZEN, hidden if rank in writers else lambda *unused: None)
         assert not torch.equal(_used(model, FROZEN), frozen)
@@ -206,7 +206,7 @@ def _without_waiting(rank: int, world: int) -> None:
         assert votes._waits, "on all ranks"
         votes._waits = False
     _used(model, FROZEN)
-    assert communication.outside_writes == {"blocks.0": found["blocks.0"] + 2}
+    assert communication.external_weight_updates == {"blocks.0": found["blocks.0"] + 2}
 
 
 def test_where_the_host_does_not_wait_writes_come_a_pass_late() -> None:

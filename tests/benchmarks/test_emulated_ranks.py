@@ -16,7 +16,7 @@ from lq_testing.models import WIDTH, Block, TinyLM, batch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lq_lightning.data_parallel import GradientQuantization, vocabulary_weights
+from lq_lightning.data_parallel import GradientQuantization, embedding_params
 
 Load = Callable[[str], ModuleType]
 
@@ -146,7 +146,7 @@ def test_models_are_those_of_the_modules(load: Load, arch: str) -> None:
     found.sum().backward()
     module = _module(load, sizes, vocab)
     assert [n for n, _ in module.named_parameters()] == list(stacked)
-    words = {id(p) for p in vocabulary_weights(module)}
+    words = {id(p) for p in embedding_params(module)}
     found_words = [n for n, p in module.named_parameters() if id(p) in words]
     assert models.vocabulary(list(stacked)) == found_words
     for row in range(2):

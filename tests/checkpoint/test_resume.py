@@ -51,7 +51,7 @@ def _resume_exactly(rank: int, world_size: int, root: str) -> None:
         assert run.optimizers[0].param_groups[0]["lr"] == 1e-2
         if run.strategy.communication is not None:
             assert run.strategy.communication.step == 8
-            assert run.strategy.communication.outside_writes == {}
+            assert run.strategy.communication.external_weight_updates == {}
         last = Path(folder, "last.ckpt")
         assert last.is_symlink()
         assert last.exists()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from lq_testing import run_ranks
+from lq_testing.cases import on_both, on_gpus, on_ranks, rank_tests
 from lq_testing.devices import device
+from lq_testing.fsdp2 import same_on_all_ranks
 from lq_testing.normed import build_normed
 from torch import Tensor
 
@@ -36,13 +35,6 @@ def _update(model: Any, frozen: tuple[str, ...] = ()) -> None:
             parameter.to_local().add_(noise * (0.01 if parameter.ndim == 2 else 1e3))
 
 
-def _same_on_all_ranks(values: dict[str, Tensor]) -> bool:
-    flat = torch.cat([value.flatten() for value in values.values()])
-    every = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, flat)
-    return all(torch.equal(flat, other) for other in every)
-
-
 def _exchanges(
     rank: int,
     world: int,
@@ -63,7 +55,7 @@ def _exchanges(
         _update(model, frozen)
         communication.note_optimizer_step()
         values, main = _gathered(model), _main(model, dtype)
-        assert _same_on_all_ranks(values)
+        assert same_on_all_ranks(list(values.values()))
         for name, value in values.items():
             if value.ndim == 1 or name in frozen:
                 assert torch.equal(value, main[name]), name
@@ -76,23 +68,7 @@ def _exchanges(
         torch.testing.assert_close(sums[1].item(), squares.item(), rtol=1e-3, atol=0)
     assert communication.traffic().exchanges == 3
     assert communication.check_replicas(on_drift="raise") == []
-    assert communication.outside_writes == {}
-
-
-EXCHANGES = [
-    (2, 1, "full", torch.float32, ()),
-    (4, 2, "full", torch.bfloat16, ()),
-    (4, 2, "node", torch.bfloat16, ()),
-    (2, 1, "full", torch.bfloat16, ("norm1",)),
-    (2, 1, "node", torch.bfloat16, ("norm1", "b")),
-]
-
-
-@pytest.mark.parametrize(("world", "node_size", "replica", "dtype", "frozen"), EXCHANGES)
-def test_absorbed_weights_arrive_exactly(
-    world: int, node_size: int, replica: str, dtype: torch.dtype, frozen: tuple[str, ...]
-) -> None:
-    run_ranks(_exchanges, world, node_size, replica, dtype, frozen)
+    assert communication.external_weight_updates == {}
 
 
 def _plain_weights(rank: int, world: int, node_size: int, dtype: torch.dtype) -> None:
@@ -101,20 +77,13 @@ def _plain_weights(rank: int, world: int, node_size: int, dtype: torch.dtype) ->
     for _ in range(2):
         _update(model)
         values, main = _gathered(model), _main(model, dtype)
-        assert _same_on_all_ranks(values)
+        assert same_on_all_ranks(list(values.values()))
         for name, value in values.items():
             if value.ndim == 1:
                 assert torch.equal(value, main[name]), name
             else:
                 gap = (value - main[name]).abs().max()
                 assert 1e-3 < gap < main[name].abs().max() / 7, (name, gap)
-
-
-@pytest.mark.parametrize(("world", "node_size", "dtype"), [(4, 2, torch.bfloat16)])
-def test_absorbed_weights_arrive_exactly_without_replica(
-    world: int, node_size: int, dtype: torch.dtype
-) -> None:
-    run_ranks(_plain_weights, world, node_size, dtype)
 
 
 def _infinite_weights(rank: int, world: int, replica: str) -> None:
@@ -135,35 +104,16 @@ def _infinite_weights(rank: int, world: int, replica: str) -> None:
             assert (values[name] - main[name]).abs().max() < 0.012, name
 
 
-@pytest.mark.parametrize("replica", ["node"])
-def test_infinite_absorbed_weights_stay_alone(replica: str) -> None:
-    run_ranks(_infinite_weights, 2, replica)
-
-
-# --- the same on GPUs -----------------------------------------------------------------------------
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize(
-    ("fn", "args"),
-    [
-        (_exchanges, (1, "full", torch.bfloat16, ())),
-        (_exchanges, (1, "node", torch.bfloat16, ("norm1",))),
-        (_plain_weights, (1, torch.bfloat16)),
-        (_infinite_weights, ("full",)),
-    ],
+test_on_ranks = rank_tests(
+    on_ranks(_exchanges, 2, 1, "full", torch.float32, ()),
+    on_both(_exchanges, 4, 2, "full", torch.bfloat16, ()),
+    on_both(_exchanges, 4, 2, "node", torch.bfloat16, ()),
+    on_ranks(_exchanges, 2, 1, "full", torch.bfloat16, ("norm1",)),
+    on_ranks(_exchanges, 2, 1, "node", torch.bfloat16, ("norm1", "b")),
+    on_ranks(_plain_weights, 4, 2, torch.bfloat16),
+    on_ranks(_infinite_weights, 2, "node"),
+    on_gpus(_exchanges, 2, 1, "full", torch.bfloat16, ()),
+    on_gpus(_exchanges, 2, 1, "node", torch.bfloat16, ("norm1",)),
+    on_gpus(_plain_weights, 2, 1, torch.bfloat16),
+    on_gpus(_infinite_weights, 2, "full"),
 )
-def test_on_two_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    run_ranks(fn, 2, *args, backend="nccl", timeout=200)
-
-
-@pytest.mark.gpu(4)
-@pytest.mark.parametrize(
-    ("fn", "args"),
-    [
-        (_exchanges, (2, "full", torch.bfloat16, ())),
-        (_exchanges, (2, "node", torch.bfloat16, ())),
-    ],
-)
-def test_on_four_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    run_ranks(fn, 4, *args, backend="nccl", timeout=200)

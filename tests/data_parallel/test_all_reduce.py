@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy
 from lq_testing import run_ranks
+from lq_testing.cases import on_gpus, on_ranks, rank_tests
 from lq_testing.lightning_models import trainer
 from lq_testing.models import TinyLM, batch
 from torch import Tensor
@@ -21,7 +22,6 @@ from torch.utils.data import DataLoader
 
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import (
-    GradientQuantization,
     QuantizedAllReduce,
     quantized_all_reduce_hook,
 )
@@ -61,11 +61,6 @@ def _averages(rank: int, world: int, node_size: int) -> None:
         check_average(default, torch.randn(30, 50, generator=generator).to(dtype), 0.015)
 
 
-@pytest.mark.parametrize(("world", "node_size"), [(2, 2), (2, 1), (3, 3), (4, 2)])
-def test_average_is_close_and_equal_on_all_ranks(world: int, node_size: int) -> None:
-    run_ranks(_averages, world, node_size)
-
-
 def _special(rank: int, world: int) -> None:
     reduce = QuantizedAllReduce(min_nbytes=0, node_size=2)
     # constants and zeros are exact: a group of equal values decodes to itself
@@ -91,10 +86,6 @@ def _special(rank: int, world: int) -> None:
         reduce.average_(torch.ones(20, 20).t())
 
 
-def test_special_values() -> None:
-    run_ranks(_special, 4)
-
-
 def _stochastic(rank: int, world: int) -> None:
     codec = CodecSpec(code="int8", group_size=128, rounding="stochastic")
     x = torch.randn(4096, generator=torch.Generator().manual_seed(rank))
@@ -116,10 +107,6 @@ def _stochastic(rank: int, world: int) -> None:
     assert mean < single / 4, "not unbiased"
 
 
-def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
-    run_ranks(_stochastic, 2)
-
-
 def _small(rank: int, world: int) -> None:
     reduce = QuantizedAllReduce(min_nbytes=4000)
     small, large = torch.randn(999), torch.randn(1000)
@@ -135,10 +122,6 @@ def _small(rank: int, world: int) -> None:
     assert not QuantizedAllReduce(min_nbytes=0).is_quantized(torch.ones(2))
 
 
-def test_small_tensors_travel_uncompressed() -> None:
-    run_ranks(_small, 2)
-
-
 def _finds_hosts(rank: int, world: int) -> None:
     from lq_lightning.data_parallel import all_reduce
 
@@ -146,10 +129,6 @@ def _finds_hosts(rank: int, world: int) -> None:
     for hosts, expected in cases.items():
         all_reduce.os.environ["NCCL_HOSTID"] = hosts[rank]
         assert all_reduce._ranks_per_host() == expected, hosts
-
-
-def test_ranks_of_a_host_are_counted() -> None:
-    run_ranks(_finds_hosts, 4)
 
 
 def _buckets(rank: int, world: int) -> None:
@@ -182,11 +161,6 @@ def _buckets(rank: int, world: int) -> None:
     broken = torch.zeros(6400 + 99, dtype=torch.bool)
     broken[128:256] = broken[6400] = broken[6405] = True
     assert torch.equal(~bucket.isfinite(), broken)
-
-
-def test_parameters_of_a_bucket_do_not_share_groups() -> None:
-    """Biases between weights were 40% off and more."""
-    run_ranks(_buckets, 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs, where Lightning takes it")
@@ -236,11 +210,6 @@ def _ddp(rank: int, world: int) -> None:
     assert losses[9] < losses[0] - 0.1, "the model does not learn, so the test shows nothing"
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_ddp_trains_with_the_hook(world: int) -> None:
-    run_ranks(_ddp, world)
-
-
 class RegistersHook(L.LightningModule):
     """What the docstring says for CPUs."""
 
@@ -287,20 +256,7 @@ def _fit_on_cpus(rank: int, world: int) -> None:
     assert all(torch.equal(weights, other) for other in on_all_ranks(weights))
 
 
-def test_lightning_on_cpus_takes_a_hook_that_is_registered_by_hand() -> None:
-    run_ranks(_fit_on_cpus, 2, backend=None, torchrun=True)
-
-
 # --- the reduce-scatter half, for FSDP2 -----------------------------------------------------------
-
-
-def test_quangrad_reduces_in_8_bits_on_both_levels() -> None:
-    config = GradientQuantization(method="QuanGrad", inter_bits=4, intra_bits=5)
-    assert config.codec("intra").code == config.codec("inter").code == "int8"
-    assert config.codec("inter").hadamard_size == 0
-
-
-# --- GPU ------------------------------------------------------------------------------------------
 
 
 def _gpu(rank: int, world: int) -> None:
@@ -319,18 +275,9 @@ def _gpu(rank: int, world: int) -> None:
                 assert float((out - exact).norm() / exact.norm()) < 0.013
 
 
-@pytest.mark.gpu(2)
-def test_asynchronous_averages_on_gpus() -> None:
-    run_ranks(_gpu, 2, backend="nccl")
-
-
-class LightningLM(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = TinyLM()
-
-    def training_step(self, tokens: Tensor, index: int) -> Tensor:
-        return self.model(tokens)
+class LightningLM(RegistersHook):
+    def on_fit_start(self) -> None:
+        pass
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.3)  # linear in the gradients
@@ -361,3 +308,20 @@ def test_stock_ddp_strategy_takes_the_hook(tmp_path: Path) -> None:
         assert torch.equal(first, second)
         assert (first - plain).norm() < 0.03 * (plain - before).norm()
     assert not all(torch.equal(a, b) for a, b in zip(runs[0][0], runs[1][0], strict=True))
+
+
+test_on_ranks = rank_tests(
+    on_ranks(_averages, 2, 2),
+    on_ranks(_averages, 2, 1),
+    on_ranks(_averages, 3, 3),
+    on_ranks(_averages, 4, 2),
+    on_ranks(_special, 4),
+    on_ranks(_stochastic, 2),
+    on_ranks(_small, 2),
+    on_ranks(_finds_hosts, 4),
+    on_ranks(_buckets, 2),
+    on_ranks(_ddp, 2),
+    on_ranks(_ddp, 4),
+    on_ranks(_fit_on_cpus, 2, backend=None, torchrun=True),
+    on_gpus(_gpu, 2),
+)

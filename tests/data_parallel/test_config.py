@@ -83,6 +83,9 @@ def test_ablation_codecs() -> None:
     assert (flat.codec("intra").code, flat.codec("inter").code) == ("int4", "int4")
     assert flat.codec("inter").hadamard_size == 0
     assert GradientQuantization(method="TLq", group_size=16).codec("intra").hadamard_size == 0
+    eight = GradientQuantization(method="QuanGrad", inter_bits=4, intra_bits=5)
+    assert eight.codec("intra").code == eight.codec("inter").code == "int8"
+    assert eight.codec("inter").hadamard_size == 0
 
 
 @pytest.mark.parametrize("node_size", [0, 3, 5, -1])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-from lq_testing import run_ranks
+from lq_testing.cases import on_ranks, rank_tests
 from lq_testing.models import OptionalBlock, TinyLM, batch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -237,11 +238,6 @@ def _ddp(rank: int, world: int, bucket_view: bool) -> None:
         check(model, buffer, exact_sum(world))
 
 
-@pytest.mark.parametrize("bucket_view", [False, True])
-def test_ddp_reduces_the_restored_sums(bucket_view: bool) -> None:
-    run_ranks(_ddp, 2, bucket_view)
-
-
 def shard(model: TinyLM, policy: MixedPrecisionPolicy | None) -> TinyLM:
     policy = policy or MixedPrecisionPolicy()
     for child in model.blocks:
@@ -249,7 +245,14 @@ def shard(model: TinyLM, policy: MixedPrecisionPolicy | None) -> TinyLM:
     return fully_shard(model, mp_policy=policy)
 
 
-def _fsdp(rank: int, world: int, deferred: bool, mixed: bool, quantized: bool) -> None:
+def _fsdp(rank: int, world: int) -> None:
+    for deferred, mixed, quantized in itertools.product((True, False), repeat=3):
+        _fsdp_reduces_the_restored_sums(rank, world, deferred, mixed, quantized)
+
+
+def _fsdp_reduces_the_restored_sums(
+    rank: int, world: int, deferred: bool, mixed: bool, quantized: bool
+) -> None:
     exact = exact_sum(world)
     if mixed:
         plain = shard(make_model(), BF16)
@@ -282,13 +285,6 @@ def _fsdp(rank: int, world: int, deferred: bool, mixed: bool, quantized: bool) -
                     sum(kept) / shards < buffer.nbytes <= sum(1.3 * n / shards for n in kept) + 500
                 )
         check(model, buffer, exact, largest=0.02)
-
-
-@pytest.mark.parametrize("quantized", [False, True], ids=["fsdp2", "quantized-reduction"])
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "every-micro-batch"])
-def test_fsdp2_reduces_the_restored_sums(deferred: bool, mixed: bool, quantized: bool) -> None:
-    run_ranks(_fsdp, 2, deferred, mixed, quantized)
 
 
 def _who_reads(rank: int, world: int) -> None:
@@ -325,10 +321,6 @@ def _who_reads(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def test_reductions_are_held_up_only_for_who_reads_them() -> None:
-    run_ranks(_who_reads, 2)
-
-
 def _interrupted(rank: int, world: int) -> None:
     model = shard(make_model(), None)
     buffer = QuantizedGradientBuffer(model, min_quantized_numel=256)
@@ -341,13 +333,6 @@ def _interrupted(rank: int, world: int) -> None:
     model(batch(0, rank)).backward()
     assert max(relative_errors(gradients(model), exact_sum(world, 1)).values()) < 1e-6
     dist.barrier()
-
-
-def test_fsdp2_forgets_an_interrupted_window() -> None:
-    run_ranks(_interrupted, 2)
-
-
-# --- GPU ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -374,3 +359,12 @@ def test_memory_between_micro_batches_on_a_gpu() -> None:
     # two gradients at a time are in flight: of 8 layers, 4 bytes times 2/8
     assert peaks[0] < 1.14 + 1.1
     assert peaks[1] > 4
+
+
+test_on_ranks = rank_tests(
+    on_ranks(_fsdp, 2),
+    on_ranks(_ddp, 2, False),
+    on_ranks(_ddp, 2, True),
+    on_ranks(_who_reads, 2),
+    on_ranks(_interrupted, 2),
+)

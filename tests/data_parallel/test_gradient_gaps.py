@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from lq_testing import run_ranks
+from lq_testing.cases import on_both, on_gpus, on_ranks, rank_tests
 from lq_testing.devices import device
 from lq_testing.fsdp2 import UnitReduction
 from lq_testing.normed import NORMS, WIDTH, build_normed
@@ -75,22 +73,6 @@ def _reduces(rank: int, world: int, node_size: int, dtype: torch.dtype) -> None:
         assert error < 0.2, error
 
 
-REDUCTIONS = [
-    (2, 2, torch.float32),
-    (2, 1, torch.bfloat16),
-    (3, 1, torch.float32),  # the middle node has slots for nodes on either side
-    (4, 2, torch.float32),
-    (4, 2, torch.bfloat16),
-]
-
-
-@pytest.mark.parametrize(("world", "node_size", "dtype"), REDUCTIONS)
-def test_gradients_of_gaps_are_exact_and_change_no_others(
-    world: int, node_size: int, dtype: torch.dtype
-) -> None:
-    run_ranks(_reduces, world, node_size, dtype)
-
-
 def _nonfinite(rank: int, world: int, node_size: int) -> None:
     for value in (float("nan"), float("-inf")):
         reduction, good = Reduction(node_size), Reduction(node_size)
@@ -105,11 +87,6 @@ def _nonfinite(rank: int, world: int, node_size: int) -> None:
         assert torch.equal(reduced.nan_to_num(1.5), expected.nan_to_num(1.5)), value
         assert torch.isfinite(reduced).all() == (rank != 0)
         assert torch.isfinite(reduction(reduction.slots(large=True))).all()
-
-
-@pytest.mark.parametrize(("world", "node_size"), [(2, 2), (2, 1), (4, 2)])
-def test_a_bad_gradient_of_a_gap_arrives_and_stays_alone(world: int, node_size: int) -> None:
-    run_ranks(_nonfinite, world, node_size)
 
 
 def _measures(rank: int, world: int, node_size: int) -> None:
@@ -128,10 +105,6 @@ def _measures(rank: int, world: int, node_size: int) -> None:
     others = world // node_size - 1
     assert counted.gradients_elements == others * reduction.numel
     assert counted.gradients_messages == others * reduction.layouts.inter.nbytes
-
-
-def test_gradients_of_gaps_are_measured_and_counted() -> None:
-    run_ranks(_measures, 4, 2)
 
 
 def _backward(rank: int, world: int, node_size: int, frozen: tuple[str, ...]) -> None:
@@ -154,13 +127,6 @@ def _backward(rank: int, world: int, node_size: int, frozen: tuple[str, ...]) ->
             assert 1e-4 < error < 0.25, (name, error)
 
 
-@pytest.mark.parametrize(
-    ("world", "node_size", "frozen"), [(2, 1, ()), (2, 1, ("b", "norm2")), (4, 2, ("norm1",))]
-)
-def test_gradients_of_backward(world: int, node_size: int, frozen: tuple[str, ...]) -> None:
-    run_ranks(_backward, world, node_size, frozen)
-
-
 def _operators(rank: int, world: int, node_size: int, limit: int) -> None:
     reduction = Reduction(node_size)
     slots = reduction.slots(large=True)
@@ -174,39 +140,23 @@ def _operators(rank: int, world: int, node_size: int, limit: int) -> None:
     assert 30 < counts[-1] <= limit, counts
 
 
-@pytest.mark.parametrize(("world", "node_size", "limit"), [(2, 1, 45), (2, 2, 36), (4, 2, 77)])
-def test_a_reduction_is_a_bounded_number_of_operators(
-    world: int, node_size: int, limit: int
-) -> None:
-    run_ranks(_operators, world, node_size, limit, poison=False)  # which fills what is allocated
-
-
-# --- the same on GPUs ---------------------------------------------------------------------------
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize(
-    ("fn", "args"),
-    [
-        (_reduces, (1, torch.float32)),
-        (_reduces, (2, torch.bfloat16)),
-        (_nonfinite, (1,)),
-        (_backward, (1, ())),
-    ],
+test_on_ranks = rank_tests(
+    on_ranks(_reduces, 2, 2, torch.float32),
+    on_ranks(_reduces, 2, 1, torch.bfloat16),
+    on_ranks(_reduces, 3, 1, torch.float32),
+    on_both(_reduces, 4, 2, torch.float32),
+    on_both(_reduces, 4, 2, torch.bfloat16),
+    on_ranks(_nonfinite, 2, 2),
+    on_both(_nonfinite, 2, 1),
+    on_both(_nonfinite, 4, 2),
+    on_ranks(_measures, 4, 2),
+    on_both(_backward, 2, 1, ()),
+    on_ranks(_backward, 2, 1, ("b", "norm2")),
+    on_ranks(_backward, 4, 2, ("norm1",)),
+    on_ranks(_operators, 2, 1, 45, poison=False),
+    on_ranks(_operators, 2, 2, 36, poison=False),
+    on_ranks(_operators, 4, 2, 77, poison=False),
+    on_gpus(_reduces, 2, 1, torch.float32),
+    on_gpus(_reduces, 2, 2, torch.bfloat16),
+    on_gpus(_backward, 4, 2, ()),
 )
-def test_on_two_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    run_ranks(fn, 2, *args, backend="nccl", timeout=200)
-
-
-@pytest.mark.gpu(4)
-@pytest.mark.parametrize(
-    ("fn", "args"),
-    [
-        (_reduces, (2, torch.float32)),
-        (_reduces, (2, torch.bfloat16)),
-        (_nonfinite, (2,)),
-        (_backward, (2, ())),
-    ],
-)
-def test_on_four_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    run_ranks(fn, 4, *args, backend="nccl", timeout=200)

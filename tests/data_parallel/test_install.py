@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from lq_lightning import data_parallel
 from lq_lightning.data_parallel import (
     CommunicationPlan,
     TensorPlan,
@@ -54,13 +55,17 @@ def test_only_differences_need_votes(monkeypatch: pytest.MonkeyPatch, method: An
     watched = ["_root_pre_forward" in vars(unit._get_fsdp_state()) for unit in units(model)]
     assert set(watched) == {method == "qWD"}
     assert made == ([[[0, 1]]] if method == "qWD" else [])
-    assert communication.outside_writes == {}
+    assert communication.external_weight_updates == {}
     assert communication.replica_state_dict() == {}
 
 
 def test_plan_names_what_is_not_quantized_and_why() -> None:
     pretend_ranks(2)
     _, _, communication = build(weights=QWD, gradients=TLQ_HS)
+    with pytest.warns(DeprecationWarning, match="called `external_weight_updates`"):
+        assert communication.outside_writes == {}
+    with pytest.warns(DeprecationWarning, match="called `embedding_params`"):
+        assert data_parallel.vocabulary_weights is data_parallel.embedding_params
     plan = {t.name: t for t in communication.plan.tensors}
     assert plan["blocks.0.up.weight"][2:5] == ("quantized", "quantized", "")
     assert plan["blocks.0.norm.weight"].reason == "1-D"
@@ -90,13 +95,13 @@ def test_the_summary_is_about_what_is_trained() -> None:
     assert plan.summary().splitlines() == [
         "weights: qWD",
         "gradients: TLq-HS",
-        "94% of what is trained travels quantized: 1 of 2 tensors, 940 of 1,000 elements",
+        "94% of trained elements are sent quantized: 1 of 2 tensors, 940 of 1,000 elements",
         "frozen, sent once: 7 tensors, 70,000 elements (3x *.*.up, base0, base1, ...)",
         "in full precision, 1-D: 1 tensor, 60 elements (bias)",
     ]
-    assert "100% of what is trained" in plan._replace(tensors=tensors[:-1]).summary()
+    assert "100% of trained elements" in plan._replace(tensors=tensors[:-1]).summary()
     nearly = (tensor("most", 10**6), tensor("bias", 1, reason="1-D"))
-    assert "99% of what is trained" in plan._replace(tensors=nearly).summary()
+    assert "99% of trained elements" in plan._replace(tensors=nearly).summary()
     assert plan.leaves_out_much
     assert not plan._replace(tensors=nearly).leaves_out_much
 
@@ -104,7 +109,7 @@ def test_the_summary_is_about_what_is_trained() -> None:
 def test_the_summary_says_what_to_do_where_nothing_is_quantized() -> None:
     tensors = tuple(tensor(f"t{i}", 5, reason=f"{i + 5} elements < 4096") for i in range(8))
     lines = CommunicationPlan(tensors, "qWD", "TLq-HS").summary().splitlines()
-    assert lines[2].startswith("0% of what is trained")
+    assert lines[2].startswith("0% of trained elements")
     assert lines[-2].startswith("and for 2 more reasons: `plan.tensors`")
     assert "smaller `min_quantized_numel`" in lines[-1]
     frozen = CommunicationPlan((tensor("a", 9, trained=False),), "qWD", "TLq-HS").summary()

@@ -8,10 +8,10 @@ from lq_lightning.data_parallel.layout import (
     MessageLayout,
     Run,
     Segment,
+    keep_small_runs_exact,
     merge_over_small_gaps,
     segment_runs,
 )
-from lq_lightning.data_parallel.unit import keep_small_runs_exact
 from lq_lightning.foundation.topology import Topology
 from lq_lightning.foundation.traffic import ErrorSums, ring_bytes
 
@@ -78,7 +78,7 @@ def test_runs_that_codes_do_not_make_smaller_are_found_before_absorption() -> No
         Segment("e", 1007, 1000, "quantized"),
     ]
     kept = keep_small_runs_exact(segments, [spec], 4)
-    assert [s.travel for s in kept] == ["quantized", "full", "full", "full", "quantized"]
+    assert [s.wire_format for s in kept] == ["quantized", "full", "full", "full", "quantized"]
     assert merge_over_small_gaps(segment_runs(kept)) == [Run(0, 2007, True, (Run(1000, 7, False),))]
 
 

@@ -82,7 +82,7 @@ class Nodes:
         self.optimizer.step()
         self.outer.steps += 1
         if self.outer.is_due:
-            self.outer.bring_together()
+            self.outer.outer_step()
 
     def weights(self) -> dict[str, Tensor]:
         return {n: p.full_tensor().detach().clone() for n, p in sorted(self.model.items())}
@@ -199,7 +199,8 @@ def _states() -> None:
             nodes.step(step)
         with pytest.raises(RuntimeError, match="1 steps alone: bring them together"):
             nodes.outer.state()
-        nodes.outer.bring_together()
+        with pytest.warns(DeprecationWarning, match="is now called `outer_step`"):
+            nodes.outer.bring_together()
         state = nodes.outer.state()
         assert set(state["velocity"]) == set(SHAPES)
         assert set(state["anchor"]) == (set(SHAPES) if dtype == torch.bfloat16 else set())
@@ -227,13 +228,13 @@ def _errors() -> None:
     nodes.outer.steps += nodes.node
     before = nodes.weights()
     with pytest.raises(RuntimeError, match="1 to 2 optimizer steps since.*or some ran out of"):
-        nodes.outer.bring_together()
+        nodes.outer.outer_step()
     nodes.outer.steps = 1
     if dist.get_rank() == 3:
         with torch.no_grad():
             nodes.model["tall"].to_local()[0, 0] = float("nan")
     with pytest.raises(RuntimeError, match="weights of node 1 are not finite"):
-        nodes.outer.bring_together()
+        nodes.outer.outer_step()
     if nodes.node == 0:
         assert all(torch.equal(value, before[name]) for name, value in nodes.weights().items())
 
@@ -257,7 +258,7 @@ def _differences() -> None:
         assert all(torch.equal(value, before[name]) for name, value in later.weights().items())
     less = Nodes(2, 4)
     less.step(0)
-    less.outer.bring_together()
+    less.outer.outer_step()
     less.model["vector"].requires_grad_(node == 0)  # known, and trained by one node alone
     less.step(1)
     with pytest.raises(ValueError, match=r"`vector` is trained .* on rank 0 and missing on rank 2"):

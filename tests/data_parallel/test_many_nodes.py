@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lq_lightning.codecs import decode, decode_reduce_encode, encode
+from lq_lightning.codecs import decode_reduce_encode, encode
 from lq_lightning.data_parallel import (
     GradientQuantization,
     QuantizedCommunication,
     Topology,
     WeightQuantization,
+    all_gather,
     quantize_communication,
-    weight_difference,
 )
-from lq_lightning.data_parallel.weight_difference import MAX_GATHERED_PARTS
+from lq_lightning.data_parallel.all_gather import MAX_GATHERED_PARTS
 
 NODES = 32
 
@@ -90,28 +90,6 @@ def test_nodes_of_two_ranks(node: int) -> None:
         assert torch.equal(inter.exact(message), intra.exact(within[:, other]).sum(dim=0))
 
 
-@pytest.mark.parametrize("add", [False, True])
-def test_weights_of_nodes_of_two_ranks(add: bool) -> None:
-    gather: Any = unit(5, 2)._units[0].gather
-    layout = gather._current_layout(torch.float32)
-    (index, run), *_ = layout.quantized
-    values = torch.randn(2 * NODES, sum(p.padded_shard_numel for p in gather._params()))
-    slots = torch.randn_like(values)
-    expected = slots.clone()
-    messages = layout.allocate(2, NODES, device=values.device)
-    for number, (slot, target) in enumerate(zip(values, expected, strict=True)):
-        message = messages[number % 2, number // 2][None]
-        encode(
-            layout.spec_of(run), slot[None, run.start : run.stop], out=layout.part(message, index)
-        )
-        layout.exact(message[0]).copy_(layout.read_exact(slot))
-        codes, out = layout.part(message, index), target[None, run.start : run.stop]
-        decode(layout.spec_of(run), codes, run.numel, out=out, add=add)
-        layout.exact_to_slots(message[0], target)
-    gather._decode(layout, messages.unsqueeze(1), slots.unsqueeze(0), add=add)
-    assert torch.equal(slots, expected)
-
-
 @pytest.mark.parametrize("nodes", [2, MAX_GATHERED_PARTS, NODES])
 def test_shared_replica(monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
     """Slots of many nodes reach their places in one piece."""
@@ -119,7 +97,7 @@ def test_shared_replica(monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
     slots = torch.arange(nodes * 2 * 6.0).view(nodes, 2, 6)  # rank ``l`` has ``[:, l]``
     pieces = []
 
-    def all_gather(output: Tensor, values: Tensor, group: Any) -> None:
+    def gather_flat(output: Tensor, values: Tensor, group: Any) -> None:
         assert torch.equal(values, slots[:, 0].flatten())
         output.copy_(slots.transpose(0, 1).flatten())
         pieces.append(1)
@@ -130,8 +108,8 @@ def test_shared_replica(monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
             output.copy_(slots[node].flatten())
         pieces.append(len(inputs))
 
-    monkeypatch.setattr(weight_difference, "all_gather_flat", all_gather)
-    monkeypatch.setattr(weight_difference, "all_gather_parts", all_gather_parts)
+    monkeypatch.setattr(all_gather, "all_gather_flat", gather_flat)
+    monkeypatch.setattr(all_gather, "all_gather_parts", all_gather_parts)
     output = torch.zeros(slots.numel())
     gather._gather_node(output, slots[:, 0].flatten())
     assert torch.equal(output, slots.flatten())

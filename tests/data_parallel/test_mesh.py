@@ -68,7 +68,7 @@ def _train_stage(mesh: DeviceMesh, stage: int, node_size: int) -> tuple[list[Ten
         optimizer.step()
         optimizer.zero_grad()
         assert communication.check_replicas(on_drift="raise") == []
-    assert communication.outside_writes == {}
+    assert communication.external_weight_updates == {}
     values = replicas(model)
     assert same_on_all_ranks(values, mesh.get_group())
     counted = communication.traffic()

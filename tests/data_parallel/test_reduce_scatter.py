@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lq_testing import run_ranks
+from lq_testing.cases import on_both, on_gpus, on_ranks, rank_tests
 from lq_testing.devices import device
 from lq_testing.fsdp2 import (
     QWD8,
@@ -31,7 +31,7 @@ from lq_lightning._compat.fsdp2 import GroupParam, PackedGradients
 from lq_lightning.data_parallel import (
     GradientQuantization,
     Topology,
-    gradient_layouts,
+    reduce_scatter,
     unit,
 )
 
@@ -58,10 +58,6 @@ def _gradient_error(rank: int, world: int, cases: list[tuple[int, str, float]]) 
 ERRORS = [(4, "TLq-HS", 0.02), (1, "TLq-HS", 0.25), (2, "TLq", 0.35), (2, "ULq", 0.45)]
 
 
-def test_gradient_error() -> None:
-    run_ranks(_gradient_error, 4, ERRORS)
-
-
 def _reduction(config: GradientQuantization, node_size: int | None = None) -> UnitReduction:
     return UnitReduction(build(gradients=config, node_size=node_size)[2], 1)
 
@@ -82,10 +78,6 @@ def _int8_bound(rank: int, world: int) -> None:
     assert ((result - exact).abs() <= bound * 1.0001 + 1e-6).all()
     with pytest.raises(NotImplementedError, match="set_force_sum_reduction_for_comms"):
         reduction(slots, dist.ReduceOp.MAX)
-
-
-def test_int8_error_is_within_the_derived_bound() -> None:
-    run_ranks(_int8_bound, 2)
 
 
 def _stochastic(rank: int, world: int) -> None:
@@ -110,10 +102,6 @@ def _stochastic(rank: int, world: int) -> None:
     assert len(torch.cat(every).unique(dim=0)) == world * (world - 1)
 
 
-def test_stochastic_rounding_is_unbiased_and_its_own_for_each_message() -> None:
-    run_ranks(_stochastic, 3)
-
-
 def _own_part_stays(rank: int, world: int, node_size: int) -> None:
     """One node at a time has gradients: 4 bits are on the way to the other nodes only."""
     reduction = _reduction(GradientQuantization(rounding="nearest"), node_size)
@@ -128,13 +116,6 @@ def _own_part_stays(rank: int, world: int, node_size: int) -> None:
             torch.testing.assert_close(result, exact, rtol=1e-6, atol=0)
         else:
             assert 0 < error < 0.01, (node, error)  # 8-bit codes within the node
-
-
-@pytest.mark.parametrize(("world", "node_size"), [(3, 1), (4, 2)])
-def test_what_a_node_contributes_to_its_own_slots_is_not_encoded(
-    world: int, node_size: int
-) -> None:
-    run_ranks(_own_part_stays, world, node_size)
 
 
 # --- calls --------------------------------------------------------------------------------------
@@ -159,10 +140,6 @@ def _each_call_is_announced(rank: int, world: int) -> None:
         reduction.scatter(result, slots.view(-1), dist.group.WORLD, dist.ReduceOp.AVG)
     reduction.scatter.expect(PackedGradients((0,), False))  # of a call that did not come
     reduction(slots)
-
-
-def test_a_call_needs_its_word_and_a_failed_one_leaves_nothing() -> None:
-    run_ranks(_each_call_is_announced, 2)
 
 
 def test_a_failed_backward_is_joined_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +177,7 @@ def test_a_failed_backward_is_joined_by_the_next_one(monkeypatch: pytest.MonkeyP
     assert order == ["join", "room"]
 
 
-def _layouts() -> gradient_layouts.GradientLayouts:
+def _layouts() -> reduce_scatter.GradientLayouts:
     parameter = nn.Parameter(torch.zeros(64, 64))
     params = [GroupParam(None, parameter, 2048, 4096, 2, torch.float32)] * 9
     none: Any = None
@@ -212,16 +189,16 @@ def _layouts() -> gradient_layouts.GradientLayouts:
         seed=0,
         traffic=none,
         vocabulary=frozenset(),
+        min_quantized_numel=1,
     )
-    description = unit.UnitDescription(
+    description = unit.Unit(
         name="experts",
         index=0,
         params=lambda: params,
         names=tuple(f"expert{i}" for i in range(9)),
-        min_quantized_numel=1,
         context=context,
     )
-    return gradient_layouts.GradientLayouts(TLQ_HS, description)
+    return reduce_scatter.GradientLayouts(TLQ_HS, description)
 
 
 def test_layouts_of_conditional_experts_do_not_pile_up() -> None:
@@ -235,7 +212,7 @@ def test_layouts_of_conditional_experts_do_not_pile_up() -> None:
         if number % 10 == 0:
             assert layouts.of(every, 9 * 2048, torch.float32) is always, "in use, and yet dropped"
     assert len(chosen) > 500
-    assert len(layouts._kept) == gradient_layouts.MAX_LAYOUTS
+    assert len(layouts._kept) == reduce_scatter.MAX_LAYOUTS
     assert layouts.of((0,), 2048, torch.bfloat16).intra.raw_dtype == torch.bfloat16
     with pytest.raises(AssertionError, match="`experts`: FSDP2 packed 2049 elements"):
         layouts.of((0,), 2049, torch.float32)
@@ -265,11 +242,6 @@ def _nonfinite(rank: int, world: int, node_size: int) -> None:
             assert not torch.isfinite(norm), (name, value)
 
 
-@pytest.mark.parametrize("node_size", [1, 2])
-def test_nonfinite_gradients_reach_the_norm_on_every_rank(node_size: int) -> None:
-    run_ranks(_nonfinite, 2, node_size)
-
-
 def _unused(rank: int, world: int) -> None:
     exact, _, _ = build(block=OptionalBlock)
     model, optimizer, _ = build(weights=QWD8, gradients=TLQ_HS, block=OptionalBlock)
@@ -288,10 +260,6 @@ def _unused(rank: int, world: int) -> None:
     assert same_on_all_ranks(replicas(model))
 
 
-def test_parameters_without_gradients() -> None:
-    run_ranks(_unused, 2)
-
-
 def _accumulates(rank: int, world: int) -> None:
     model, _, communication = build(gradients=TLQ_HS, node_size=1)
     exact, _, _ = build()
@@ -305,37 +273,18 @@ def _accumulates(rank: int, world: int) -> None:
         assert (x - y).norm() <= 0.25 * y.norm() + 1e-6
 
 
-def test_gradients_are_quantized_once_per_accumulated_step() -> None:
-    run_ranks(_accumulates, 2)
-
-
-# --- the same on GPUs ---------------------------------------------------------------------------
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize(
-    ("fn", "args"),
-    [
-        (_int8_bound, ()),
-        (_stochastic, ()),
-        (_own_part_stays, (1,)),
-        (_nonfinite, (1,)),
-        (_nonfinite, (2,)),
-        (_unused, ()),
-        (_accumulates, ()),
-    ],
+test_on_ranks = rank_tests(
+    on_ranks(_gradient_error, 4, ERRORS),
+    on_both(_int8_bound, 2),
+    on_ranks(_stochastic, 3),
+    on_ranks(_own_part_stays, 3, 1),
+    on_both(_own_part_stays, 4, 2),
+    on_ranks(_each_call_is_announced, 2),
+    on_both(_nonfinite, 2, 1),
+    on_both(_nonfinite, 2, 2),
+    on_both(_unused, 2),
+    on_both(_accumulates, 2),
+    on_gpus(_stochastic, 2),
+    on_gpus(_own_part_stays, 2, 1),
+    on_gpus(_gradient_error, 4, [*ERRORS, (2, "TLq-HS", 0.25)]),
 )
-def test_on_two_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    run_ranks(fn, 2, *args, backend="nccl", timeout=200)
-
-
-@pytest.mark.gpu(4)
-@pytest.mark.parametrize(
-    ("fn", "args"),
-    [
-        (_gradient_error, ([*ERRORS, (2, "TLq-HS", 0.25)],)),
-        (_own_part_stays, (2,)),
-    ],
-)
-def test_on_four_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    run_ranks(fn, 4, *args, backend="nccl", timeout=200)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lq_testing import run_ranks
+from lq_testing.cases import on_gpus, rank_tests
 from lq_testing.devices import device
 from lq_testing.fsdp2 import tokens
 from lq_testing.models import OptionalBlock, TinyLM
@@ -26,10 +27,12 @@ from lq_lightning.data_parallel import (
     install,
     quantize_communication,
 )
-from lq_lightning.data_parallel.gradient_layouts import LevelLayouts
 from lq_lightning.data_parallel.layout import MessageLayout, Run
-from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
-from lq_lightning.data_parallel.reduction_stack import ReductionStack
+from lq_lightning.data_parallel.reduce_scatter import (
+    GradientBucket,
+    LevelLayouts,
+    TwoLevelReduceScatter,
+)
 
 BLOCKS = 4
 
@@ -135,7 +138,7 @@ def _trained(
             own = on_own_stream(recorder, TwoLevelReduceScatter.__call__)
             stack.enter_context(replaced(TwoLevelReduceScatter, "__call__", own))
             races = recorder.races
-        stack.enter_context(replaced(install, "MAX_STACKED_NUMEL", most))
+        stack.enter_context(replaced(install, "MAX_BUCKET_NUMEL", most))
         stack.enter_context(replaced(dist, "all_to_all_single", counted))
         model, communication = _build(world, rank, node_size)
         found, sent = _steps(model, communication, calls)
@@ -158,7 +161,7 @@ def _compare_all(rank: int, world: int) -> list[dict[str, list[int]]]:
     if world == 2:  # and stacks of two units
         two = 2 * sum(p.numel() for p in OptionalBlock().parameters())
         _compare(rank, world, 1, two)
-    return [_compare(rank, world, size, install.MAX_STACKED_NUMEL) for size in (1, 2)]
+    return [_compare(rank, world, size, install.MAX_BUCKET_NUMEL) for size in (1, 2)]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -182,25 +185,15 @@ def test_gradients_are_those_of_units_that_are_alone(world: int) -> None:
 def _on_gpus(rank: int, world: int, node_size: int) -> None:
     torch.use_deterministic_algorithms(True)  # else gradients of embeddings differ between runs
     for _ in range(3):
-        alone, stacked = _compare(rank, world, node_size, install.MAX_STACKED_NUMEL)["all"]
+        alone, stacked = _compare(rank, world, node_size, install.MAX_BUCKET_NUMEL)["all"]
         assert stacked < alone
 
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
-@pytest.mark.gpu(2)
-def test_on_two_gpus() -> None:
-    run_ranks(_on_gpus, 2, 1, backend="nccl", env=DETERMINISTIC, timeout=200)
-
-
-@pytest.mark.gpu(4)
-def test_on_four_gpus() -> None:
-    run_ranks(_on_gpus, 4, 2, backend="nccl", env=DETERMINISTIC, timeout=200)
-
-
 def test_a_stack_takes_what_is_packed_alike() -> None:
-    stack, layouts, others = ReductionStack(3), _layouts(16), _layouts(32)
+    stack, layouts, others = GradientBucket(3), _layouts(16), _layouts(32)
     cpu = torch.device("cpu")
     first = stack.row(layouts, 64, torch.float32, cpu)
     assert first is not None
@@ -222,3 +215,9 @@ def _layouts(group_size: int) -> LevelLayouts:
     spec = CodecSpec(code="int8", group_size=group_size)
     layout = MessageLayout.of([Run(0, 32, True)], [spec], torch.float32)
     return LevelLayouts(layout, layout)
+
+
+test_on_ranks = rank_tests(
+    on_gpus(_on_gpus, 2, 1, env=DETERMINISTIC),
+    on_gpus(_on_gpus, 4, 2, env=DETERMINISTIC),
+)

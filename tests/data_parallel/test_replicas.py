@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lq_testing import run_ranks
+from lq_testing.cases import on_both, on_ranks, rank_tests
 from lq_testing.fsdp2 import (
     BF16,
     QWD,
@@ -23,7 +22,7 @@ from lq_testing.fsdp2 import (
 from lq_testing.models import LoRABlock, TinyLM
 from torch import Tensor
 
-from lq_lightning.data_parallel import WeightQuantization, all_gather
+from lq_lightning.data_parallel import WeightQuantization, layout
 
 
 def _named(model: TinyLM) -> dict[str, Tensor]:
@@ -43,10 +42,10 @@ def _outside_writes(rank: int, world: int, replica: str) -> None:
     train(model, optimizer, 2)
 
     def assert_exact(expected_new_writes: bool) -> None:
-        writes = sum(communication.outside_writes.values())
+        writes = sum(communication.external_weight_updates.values())
         for parameter, value in zip(model.parameters(), replicas(model), strict=True):
             assert torch.equal(parameter.full_tensor(), value)
-        assert (sum(communication.outside_writes.values()) > writes) == expected_new_writes
+        assert (sum(communication.external_weight_updates.values()) > writes) == expected_new_writes
 
     with torch.no_grad():
         for parameter in model.parameters():
@@ -70,11 +69,6 @@ def _outside_writes(rank: int, world: int, replica: str) -> None:
     assert_exact(False)
     train(model, optimizer, 1)
     assert same_on_all_ranks(replicas(model))
-
-
-@pytest.mark.parametrize("replica", ["full", "node"])
-def test_outside_writes_are_gathered_exactly(replica: str) -> None:
-    run_ranks(_outside_writes, 2, replica)
 
 
 def _write_of_one_rank(rank: int, world: int, replica: str, node_size: int) -> None:
@@ -102,7 +96,7 @@ def _write_of_one_rank(rank: int, world: int, replica: str, node_size: int) -> N
     assert torch.equal(evaluate(), stale)
     assert not torch.equal(evaluate(), stale)
     assert arrived()
-    assert communication.outside_writes == {"blocks.1": 1}
+    assert communication.external_weight_updates == {"blocks.1": 1}
     # between forward and backward, and between micro-batches
     loss = model(tokens(3))
     write()
@@ -129,19 +123,12 @@ def _write_of_one_rank(rank: int, world: int, replica: str, node_size: int) -> N
     train(model, optimizer, 2)
     assert same_on_all_ranks(replicas(model))
     assert communication.check_replicas() == []
-    counted = sum(communication.outside_writes.values())
+    counted = sum(communication.external_weight_updates.values())
     assert same_on_all_ranks([torch.tensor([counted], device=shard.device)])
     if rank == 0:  # a replica that one rank cannot use is saved by none
         communication.invalidate()
     assert communication.replica_state_dict() == {}
     assert arrived()
-
-
-@pytest.mark.parametrize(
-    ("world", "replica", "node_size"), [(2, "full", 1), (2, "node", 1), (4, "node", 2)]
-)
-def test_a_write_of_one_rank_reaches_all(world: int, replica: str, node_size: int) -> None:
-    run_ranks(_write_of_one_rank, world, replica, node_size, timeout=60)
 
 
 def _frozen_writes_before_a_step(rank: int, world: int) -> None:
@@ -152,7 +139,7 @@ def _frozen_writes_before_a_step(rank: int, world: int) -> None:
 
     model, optimizer, communication = build(weights=QWD, node_size=1, prepare=freeze)
     train(model, optimizer, 2)
-    assert communication.outside_writes == {}
+    assert communication.external_weight_updates == {}
     weight = model.blocks[0].up.weight
     for count, writers in enumerate([(0, 1), (1,)], 1):
         model(tokens(2)).backward()
@@ -165,13 +152,9 @@ def _frozen_writes_before_a_step(rank: int, world: int) -> None:
         for _ in range(len(writers) % 2 + 1):  # of one rank alone: a pass later
             model(tokens(3)).backward()
         optimizer.zero_grad()
-        assert communication.outside_writes == {"blocks.0": count}
+        assert communication.external_weight_updates == {"blocks.0": count}
         whole = weight.full_tensor()
         assert torch.equal(_named(model)["blocks.0.up.weight"], whole), "it did not arrive"
-
-
-def test_frozen_weights_written_before_a_step_arrive() -> None:
-    run_ranks(_frozen_writes_before_a_step, 2, timeout=60)
 
 
 def _assigned(rank: int, world: int) -> None:
@@ -195,10 +178,6 @@ def _assigned(rank: int, world: int) -> None:
         model(tokens(0))
 
 
-def test_assigning_data_is_refused() -> None:
-    run_ranks(_assigned, 2)
-
-
 def _uneven(rank: int, world: int) -> None:
     model, optimizer, _ = build(weights=QWD)
     train(model, optimizer, 1)
@@ -207,10 +186,6 @@ def _uneven(rank: int, world: int) -> None:
             model(tokens(0))
     with pytest.raises(RuntimeError, match="equally many batches" if rank == 0 else "."):
         train(model, optimizer, 4)  # the rank that is behind may lose the connection first
-
-
-def test_ranks_with_unequal_numbers_of_passes_are_told() -> None:
-    run_ranks(_uneven, 2, timeout=60)
 
 
 # --- frozen weights -------------------------------------------------------------------------------
@@ -236,7 +211,7 @@ def _frozen(rank: int, world: int, node_size: int) -> None:
         )
         train(model, optimizer, 2)
         assert communication.traffic().exchanges == 2 * trained, "a frozen unit was exchanged"
-        assert communication.outside_writes == {}
+        assert communication.external_weight_updates == {}
         assert communication.check_replicas(on_drift="raise") == []
     model, optimizer, communication = build(weights=QWD8, gradients=TLQ_HS, node_size=node_size)
     train(model, optimizer, 2)
@@ -250,12 +225,7 @@ def _frozen(rank: int, world: int, node_size: int) -> None:
     assert not torch.equal(model.blocks[1].up.weight.full_tensor(), frozen)
     for parameter, value in zip(model.parameters(), replicas(model), strict=True):
         torch.testing.assert_close(parameter.full_tensor(), value, atol=2e-3, rtol=0)
-    assert communication.outside_writes == {}
-
-
-@pytest.mark.parametrize("node_size", [1, 2])
-def test_frozen_units_are_not_exchanged(node_size: int) -> None:
-    run_ranks(_frozen, 2, node_size)
+    assert communication.external_weight_updates == {}
 
 
 # --- inference mode -------------------------------------------------------------------------------
@@ -273,17 +243,12 @@ def _inference_before_training(rank: int, world: int, replica: str) -> None:
     with torch.no_grad():
         model(tokens(0))
     train(model, optimizer, 1)
-    assert communication.outside_writes == {}
+    assert communication.external_weight_updates == {}
     with torch.inference_mode():  # the model too, as `trainer.test` of a user's own block makes it
         model, _, _ = build(weights=_config(replica))
         tested = model(tokens(0))
     with torch.no_grad():
         assert torch.equal(model(tokens(0)), tested)
-
-
-@pytest.mark.parametrize("replica", ["full", "node"])
-def test_inference_mode_comes_before_training(replica: str) -> None:
-    run_ranks(_inference_before_training, 2, replica)
 
 
 # --- errors and drift -----------------------------------------------------------------------------
@@ -293,7 +258,7 @@ def _failed_exchange(rank: int, world: int, replica: str) -> None:
     """Every rank runs out of memory in the second unit, catches that and goes on."""
     model, optimizer, communication = build(weights=_config(replica), node_size=1)
     train(model, optimizer, 1)
-    encode, calls = all_gather.encode, []
+    encode, calls = layout.encode, []
 
     def fail(*args: Any, **kwargs: Any) -> Tensor:
         calls.append(1)
@@ -302,10 +267,10 @@ def _failed_exchange(rank: int, world: int, replica: str) -> None:
         return encode(*args, **kwargs)
 
     model(tokens(1)).backward()
-    all_gather.encode = fail
+    layout.encode = fail
     with pytest.raises(torch.OutOfMemoryError):
         optimizer.step()
-    all_gather.encode = encode
+    layout.encode = encode
     optimizer.zero_grad()
     saved = communication.replica_state_dict()
     assert "head.weight" in saved
@@ -315,11 +280,6 @@ def _failed_exchange(rank: int, world: int, replica: str) -> None:
             assert torch.equal(dict(model.named_parameters())[name].full_tensor(), value), name
     train(model, optimizer, 1)
     assert same_on_all_ranks(replicas(model))
-
-
-@pytest.mark.parametrize("replica", ["full", "node"])
-def test_an_exchange_that_fails_leaves_nothing_stale(replica: str) -> None:
-    run_ranks(_failed_exchange, 2, replica)
 
 
 def _corrupt(gather: Any, amount: float) -> None:
@@ -337,20 +297,15 @@ def _drift(rank: int, world: int, replica: str) -> None:
     gather = [u.gather for u in communication._units][1]
     if rank == 1:
         _corrupt(gather, 0.25)
-    assert communication.check_replicas() == [gather.name]
+    assert communication.check_replicas() == [gather.unit.name]
     train(model, optimizer, 1)
     assert communication.check_replicas() == []
     if rank == 0:
         _corrupt(gather, 1e-3)
-    with pytest.raises(RuntimeError, match=rf"differ between ranks.*`{gather.name}`"):
+    with pytest.raises(RuntimeError, match=rf"differ between ranks.*`{gather.unit.name}`"):
         communication.check_replicas(on_drift="raise")
     with pytest.raises(ValueError, match="on_drift='ignore'"):
         communication.check_replicas(on_drift="ignore")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("replica", ["full", "node"])
-def test_drift_is_named_and_mended(replica: str) -> None:
-    run_ranks(_drift, 2, replica)
 
 
 def _replica_is_the_only_copy(rank: int, world: int) -> None:
@@ -359,7 +314,7 @@ def _replica_is_the_only_copy(rank: int, world: int) -> None:
     numel, memory = 0, {}
     for gather in communication._difference_gathers():
         replica = gather.replica.values
-        numel += world * sum(p.padded_shard_numel for p in gather._params())
+        numel += world * sum(p.padded_shard_numel for p in gather.unit.params())
         storage = replica.untyped_storage()
         memory[storage.data_ptr()] = storage.nbytes()
         values = [*vars(gather).values(), *vars(gather.replica).values()]
@@ -371,30 +326,22 @@ def _replica_is_the_only_copy(rank: int, world: int) -> None:
     assert sum(memory.values()) == 2 * numel
 
 
-def test_full_replica_takes_two_bytes_per_parameter() -> None:
-    run_ranks(_replica_is_the_only_copy, 2)
-
-
-# --- the same on GPUs -----------------------------------------------------------------------------
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize(
-    ("fn", "args"),
-    [
-        (_outside_writes, ("full",)),
-        (_write_of_one_rank, ("full", 1)),
-        (_write_of_one_rank, ("node", 1)),
-        (_frozen_writes_before_a_step, ()),
-        (_assigned, ()),
-        (_frozen, (1,)),
-        (_inference_before_training, ("full",)),
-        (_inference_before_training, ("node",)),
-        (_failed_exchange, ("full",)),
-        (_failed_exchange, ("node",)),
-        (_drift, ("node",)),
-        (_replica_is_the_only_copy, ()),
-    ],
+test_on_ranks = rank_tests(
+    on_both(_outside_writes, 2, "full"),
+    on_ranks(_outside_writes, 2, "node"),
+    on_both(_write_of_one_rank, 2, "full", 1, timeout=60),
+    on_both(_write_of_one_rank, 2, "node", 1, timeout=60),
+    on_ranks(_write_of_one_rank, 4, "node", 2, timeout=60),
+    on_both(_frozen_writes_before_a_step, 2, timeout=60),
+    on_both(_assigned, 2),
+    on_ranks(_uneven, 2, timeout=60),
+    on_both(_frozen, 2, 1),
+    on_ranks(_frozen, 2, 2),
+    on_both(_inference_before_training, 2, "full"),
+    on_both(_inference_before_training, 2, "node"),
+    on_both(_failed_exchange, 2, "full"),
+    on_both(_failed_exchange, 2, "node"),
+    on_ranks(_drift, 2, "full"),
+    on_both(_drift, 2, "node"),
+    on_both(_replica_is_the_only_copy, 2),
 )
-def test_on_two_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    run_ranks(fn, 2, *args, backend="nccl", timeout=200)

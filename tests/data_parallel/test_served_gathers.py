@@ -17,15 +17,15 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from lq_lightning._compat.gathers import GatheredWeights, serve_gathers
+from lq_lightning._compat.fsdp2 import GatheredWeights, bypass_all_gather
 from lq_lightning.data_parallel import (
     QuantizedCommunication,
     Topology,
     WeightQuantization,
     quantize_communication,
 )
-from lq_lightning.data_parallel.outside_writes import WriteVotes
-from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
+from lq_lightning.data_parallel.all_gather import WeightDifferenceAllGather
+from lq_lightning.data_parallel.replica import StaleReplicaConsensus
 
 WIDTH, BLOCKS = 64, 2
 
@@ -50,7 +50,7 @@ class Gathers:
 def gathers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gathers]:
     counts = Gathers()
     gather, read = _fsdp_param_group.foreach_all_gather, WeightDifferenceAllGather.read
-    start = WriteVotes._start
+    start = StaleReplicaConsensus._start
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
         counts.add("by FSDP2")
@@ -68,7 +68,7 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gathers]:
 
     monkeypatch.setattr(_fsdp_param_group, "foreach_all_gather", gathered)
     monkeypatch.setattr(WeightDifferenceAllGather, "read", counted)
-    monkeypatch.setattr(WriteVotes, "_start", started)
+    monkeypatch.setattr(StaleReplicaConsensus, "_start", started)
     yield counts
     dist.destroy_process_group()
 
@@ -174,9 +174,9 @@ def test_parameters_with_hooks_for_gathers_are_gathered_by_fsdp2(hooks: bool) ->
         group._all_gather_result = AllGatherResult(shard, None, None, [], [], [4])
 
     group.unshard = unshard
-    serve_gathers(group, lambda: pytest.fail("replaced by the next one"))
+    bypass_all_gather(group, lambda: pytest.fail("replaced by the next one"))
     found = iter((None, GatheredWeights(torch.zeros(8), None)))
-    serve_gathers(group, lambda: next(found))
+    bypass_all_gather(group, lambda: next(found))
     for _ in range(3):
         group._all_gather_result = None
         group.unshard(True)

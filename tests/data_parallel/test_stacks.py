@@ -23,10 +23,9 @@ from lq_lightning.data_parallel import (
     install,
     quantize_communication,
 )
-from lq_lightning.data_parallel.all_gather import QuantizedAllGather
+from lq_lightning.data_parallel.all_gather import QuantizedAllGather, WeightDifferenceAllGather
 from lq_lightning.data_parallel.layout import MessageLayout, Run
 from lq_lightning.data_parallel.replica import Replica, ReplicaMemory
-from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
 
 WIDTH = 64
 
@@ -85,7 +84,6 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return encode_slots(self, layout, slots, reference)
 
     monkeypatch.setattr(all_gather, "all_gather_flat", gather)
-    monkeypatch.setattr("lq_lightning.data_parallel.weight_difference.all_gather_flat", gather)
     monkeypatch.setattr(QuantizedAllGather, "_encode", counted)
     send = WeightDifferenceAllGather.send_exchange
 
@@ -122,8 +120,8 @@ def test_replicas_are_those_of_units_that_are_alone(
     monkeypatch: pytest.MonkeyPatch, exchanged: list[int], replica: str
 ) -> None:
     found = []
-    for most in (0, install.MAX_STACKED_NUMEL):
-        monkeypatch.setattr(install, "MAX_STACKED_NUMEL", most)
+    for most in (0, install.MAX_BUCKET_NUMEL):
+        monkeypatch.setattr(install, "MAX_BUCKET_NUMEL", most)
         model, optimizer, communication = build(3, replica=replica)
         for seed in range(3):
             step(model, optimizer, seed)
@@ -205,7 +203,7 @@ def test_which_units_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stacks() == [1, 5]
     assert stacks(frozen=2) == [1, 2, 3]
     assert stacks(rounding="stochastic") == [1] * 6
-    monkeypatch.setattr(install, "MAX_STACKED_NUMEL", 2 * 8 * WIDTH**2 + 2 * 4 * WIDTH)
+    monkeypatch.setattr(install, "MAX_BUCKET_NUMEL", 2 * 8 * WIDTH**2 + 2 * 4 * WIDTH)
     assert stacks() == [1, 2, 2, 1]
 
 
@@ -248,7 +246,7 @@ def test_only_gathers_of_the_shards_of_all_ranks_make_replicas(
 ) -> None:
     _, _, communication = build(1)
     gather: Any = communication._units[1].gather
-    numel = times * sum(p.padded_shard_numel for p in gather.params())
+    numel = times * sum(p.padded_shard_numel for p in gather.unit.params())
     slot, output = torch.arange(numel).to(dtype), torch.zeros(len(ranks) * numel, dtype=dtype)
     gather(output, slot, dist.new_group(ranks))
     assert torch.equal(output, slot.repeat(len(ranks)))

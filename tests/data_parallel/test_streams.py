@@ -26,11 +26,11 @@ from lq_lightning.data_parallel import (
     install,
     quantize_communication,
 )
-from lq_lightning.data_parallel.exchange import ExchangeSchedule
+from lq_lightning.data_parallel.all_gather import WeightDifferenceAllGather
+from lq_lightning.data_parallel.communication import ExchangeSchedule
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
 from lq_lightning.data_parallel.replica import Replica, ReplicaMemory
 from lq_lightning.data_parallel.unit import DeferredReductions
-from lq_lightning.data_parallel.weight_difference import WeightDifferenceAllGather
 from lq_lightning.foundation.streams import StreamStage
 
 
@@ -128,7 +128,7 @@ def _races(rank: int, world: int, node_size: int, replica: str, mutant: str) -> 
     with contextlib.ExitStack() as stack:
         recorder = stack.enter_context(recorded_streams())
         if node_size > 1:  # three exchanges, so that the first is let go of on the way; else two
-            stack.enter_context(replaced(install, "MAX_STACKED_NUMEL", 0))
+            stack.enter_context(replaced(install, "MAX_BUCKET_NUMEL", 0))
         read = _copied_out_from(recorder, WeightDifferenceAllGather.read)
         stack.enter_context(replaced(WeightDifferenceAllGather, "read", read))
         model, optimizer, communication = _build(world, rank, node_size, replica)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lq_testing import run_ranks
+from lq_testing.cases import on_ranks, rank_tests
 from lq_testing.fsdp2 import (
     BF16,
     NODE,
@@ -40,7 +41,6 @@ def _compiled(model: TinyLM) -> None:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "fp32": {},
     "bf16": {"policy": BF16},
     "tied": {"tied": True},
     "lora": {"block": LoRABlock},
@@ -62,25 +62,10 @@ def _trains(rank: int, world: int, cases: dict[str, WeightQuantization], node_si
         assert gap < 0.15, (name, losses, plain)
         assert same_on_all_ranks(replicas(model)), name
         assert communication.check_replicas(on_drift="raise") == []
-        assert communication.outside_writes == {}, name
+        assert communication.external_weight_updates == {}, name
         if name == "bf16":
             again = build(weights=weights, gradients=TLQ_HS, node_size=node_size, **options)
             assert train(*again[:2], 6, clip=1.0) == losses, "not reproducible"
-
-
-@pytest.mark.parametrize(
-    "cases",
-    [
-        {"fp32": NODE, "bf16": QWD8, "tied": NODE, "lora": QWD8},
-        {"checkpointing": NODE, "compiled": QWD8, "no reshard": QWD8},
-    ],
-)
-def test_trains_like_full_precision(cases: dict[str, WeightQuantization]) -> None:
-    run_ranks(_trains, 2, cases, 1, timeout=180)
-
-
-def test_trains_on_two_by_two_nodes() -> None:
-    run_ranks(_trains, 4, {"bf16": NODE, "tied": QWD8}, 2, timeout=180)
 
 
 def _frozen_send_nothing(rank: int, world: int) -> None:
@@ -98,10 +83,6 @@ def _frozen_send_nothing(rank: int, world: int) -> None:
     assert counted.weights_elements < (adapters + others) / world * 1.2
 
 
-def test_frozen_parameters_send_no_differences() -> None:
-    run_ranks(_frozen_send_nothing, 2)
-
-
 def _unfreezing(rank: int, world: int) -> None:
     model, optimizer, communication = build(weights=QWD8, gradients=TLQ_HS, block=LoRABlock)
     train(model, optimizer, 2)
@@ -112,10 +93,6 @@ def _unfreezing(rank: int, world: int) -> None:
     assert same_on_all_ranks(values)
     for parameter, value in zip(model.parameters(), values, strict=True):
         torch.testing.assert_close(parameter.full_tensor(), value, atol=2e-3, rtol=0)
-
-
-def test_parameters_may_be_unfrozen_on_the_way() -> None:
-    run_ranks(_unfreezing, 2)
 
 
 def _traffic_is_real(rank: int, world: int, node_size: int, replica: str) -> None:
@@ -153,16 +130,6 @@ def _traffic_is_real(rank: int, world: int, node_size: int, replica: str) -> Non
         assert counted.sent < counted.baseline / 2
 
 
-@pytest.mark.parametrize(
-    ("world", "node_size", "replica"),
-    [(2, 1, "full"), (2, 2, "full"), (4, 2, "full"), (4, 2, "node")],
-)
-def test_counted_bytes_are_the_bytes_handed_to_the_collectives(
-    world: int, node_size: int, replica: str
-) -> None:
-    run_ranks(_traffic_is_real, world, node_size, replica)
-
-
 def _off(rank: int, world: int) -> None:
     plain = train(*build(policy=BF16)[:2], 20, clip=1.0)
     model, optimizer, communication = build(policy=BF16, weights=None, gradients=None)
@@ -175,10 +142,6 @@ def _off(rank: int, world: int) -> None:
 def _groups(model: nn.Module) -> list[Any]:
 
     return [group for _, _, group in fsdp_units(model)]
-
-
-def test_off_is_plain_fsdp2() -> None:
-    run_ranks(_off, 2)
 
 
 @pytest.mark.gpu(2)
@@ -194,3 +157,19 @@ def test_on_four_gpus(weights: WeightQuantization) -> None:
     cases = dict.fromkeys(("bf16", "tied"), weights)
     run_ranks(_trains, 4, cases, 2, backend="nccl", timeout=200)
     run_ranks(_traffic_is_real, 4, 2, weights.replica, backend="nccl", timeout=200)
+
+
+test_on_ranks = rank_tests(
+    on_ranks(_trains, 2, {"bf16": QWD8, "tied": NODE, "lora": QWD8}, 1, timeout=180),
+    on_ranks(
+        _trains, 2, {"checkpointing": NODE, "compiled": QWD8, "no reshard": QWD8}, 1, timeout=180
+    ),
+    on_ranks(_trains, 4, {"bf16": NODE, "tied": QWD8}, 2, timeout=180),
+    on_ranks(_frozen_send_nothing, 2),
+    on_ranks(_unfreezing, 2),
+    on_ranks(_traffic_is_real, 2, 1, "full"),
+    on_ranks(_traffic_is_real, 2, 2, "full"),
+    on_ranks(_traffic_is_real, 4, 2, "full"),
+    on_ranks(_traffic_is_real, 4, 2, "node"),
+    on_ranks(_off, 2),
+)

@@ -21,22 +21,22 @@ from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import (
     GradientQuantization,
     WeightQuantization,
-    vocabulary_weights,
+    embedding_params,
 )
 from lq_lightning.data_parallel.config import VOCABULARY_BITS
 from lq_lightning.data_parallel.layout import (
     MessageLayout,
     Run,
     Segment,
+    keep_small_runs_exact,
     merge_over_small_gaps,
     segment_runs,
 )
-from lq_lightning.data_parallel.unit import keep_small_runs_exact
 from lq_lightning.foundation.topology import Level
 
 
 def names(module: nn.Module) -> list[str]:
-    found = {id(p) for p in vocabulary_weights(module)}
+    found = {id(p) for p in embedding_params(module)}
     return [name for name, p in module.named_parameters() if id(p) in found]
 
 
@@ -165,7 +165,7 @@ def test_what_codes_do_not_make_smaller_is_judged_by_its_own_codec() -> None:
     segments = [Segment("a", 0, 20, "quantized"), Segment("table", 20, 20, "quantized", codec=1)]
     kept = keep_small_runs_exact(segments, SPECS, 2)
     assert [spec.nbytes(20) for spec in SPECS] == [32, 48]
-    assert [s.travel for s in kept] == ["quantized", "full"]
+    assert [s.wire_format for s in kept] == ["quantized", "full"]
 
 
 # --- what users are told --------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def _warns(rank: int, world: int, root: str) -> None:
         told = [str(w.message) for w in caught if "has no effect" in str(w.message)]
         assert len(told) == (rank == 0 and bool(message)), told
         assert all(re.search(message, text) for text in told)
-        alarmed = any("of what is trained travels" in str(w.message) for w in caught)
+        alarmed = any("of trained elements are sent" in str(w.message) for w in caught)
         assert alarmed == (rank == 0 and "min_quantized_numel" in options)
 
     eight = GradientQuantization(vocabulary_bits=8)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lq_testing import run_ranks
+from lq_testing.cases import on_gpus, on_ranks, rank_tests
 from lq_testing.devices import device
 from lq_testing.vocabulary import (
     COARSE,
@@ -47,7 +46,7 @@ def _inter_nbytes(communication: QuantizedCommunication, dtype: torch.dtype) -> 
         assert unit.scatter is not None
         layouts = unit.scatter.layouts
         numel = sum(s.numel for s in layouts.segments())
-        packed = tuple(range(len(unit.scatter.names)))
+        packed = tuple(range(len(unit.scatter.unit.names)))
         total += layouts.of(packed, numel, dtype).inter.nbytes
     return total
 
@@ -78,20 +77,6 @@ def _reduces(
             assert error > 0.2, (name, error)
 
 
-@pytest.mark.parametrize(
-    ("world", "node_size", "dtype", "apart", "tied"),
-    [
-        (2, 1, torch.bfloat16, True, False),
-        (3, 1, torch.float32, False, False),
-        (4, 2, torch.float32, False, True),
-    ],
-)
-def test_the_vocabulary_has_smaller_errors(
-    world: int, node_size: int, dtype: torch.dtype, apart: bool, tied: bool
-) -> None:
-    run_ranks(_reduces, world, node_size, dtype, apart, tied)
-
-
 def _one_level(rank: int, world: int) -> None:
     """ULq has the same codec on both levels, so those of the vocabulary differ on both."""
     exact = gradients(build_vocabulary(None, 2)[0])
@@ -103,35 +88,11 @@ def _one_level(rank: int, world: int) -> None:
             assert error > 0.05, (name, error)
 
 
-def test_the_vocabulary_has_a_codec_on_both_levels_of_ulq() -> None:
-    run_ranks(_one_level, 4)
-
-
-def _nonfinite(rank: int, world: int, node_size: int) -> None:
-    for value in (float("nan"), float("inf")):
-        model, _ = build_vocabulary(FINE, node_size)
-        found = gradients(model, value if rank == world - 1 else 1.0)
-        for name in ("tokens.weight", "a.weight", "head.weight"):
-            assert not found[name].isfinite().all(), name
-
-
-def test_bad_gradients_arrive() -> None:
-    run_ranks(_nonfinite, 2, 1)
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize(
-    ("fn", "args"),
-    [(_reduces, (1, torch.float32, False, False)), (_nonfinite, (1,))],
+test_on_ranks = rank_tests(
+    on_ranks(_reduces, 2, 1, torch.bfloat16, True, False),
+    on_ranks(_reduces, 3, 1, torch.float32, False, False),
+    on_ranks(_reduces, 4, 2, torch.float32, False, True),
+    on_ranks(_one_level, 4),
+    on_gpus(_reduces, 2, 1, torch.float32, False, False),
+    on_gpus(_reduces, 4, 2, torch.float32, False, False),
 )
-def test_on_two_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    run_ranks(fn, 2, *args, backend="nccl", timeout=200)
-
-
-@pytest.mark.gpu(4)
-@pytest.mark.parametrize(
-    ("fn", "args"),
-    [(_reduces, (2, torch.float32, False, False)), (_nonfinite, (2,))],
-)
-def test_on_four_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    run_ranks(fn, 4, *args, backend="nccl", timeout=200)

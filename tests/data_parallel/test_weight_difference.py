@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from lq_testing import run_ranks
+from lq_testing.cases import on_both, on_gpus, on_ranks, rank_tests
 from lq_testing.fsdp2 import (
     BF16,
     NODE,
@@ -65,12 +64,7 @@ def _weights_follow(rank: int, world: int, replica: str, node_size: int) -> None
     assert communication.traffic().exchanges == 3 * 8
     assert communication.traffic().full_precision_gathers == 3
     assert communication.check_replicas(on_drift="raise") == []
-    assert communication.outside_writes == {}
-
-
-@pytest.mark.parametrize(("replica", "node_size"), [("full", 2), ("node", 2), ("node", 1)])
-def test_difference_gather_follows_the_weights(replica: str, node_size: int) -> None:
-    run_ranks(_weights_follow, 2, replica, node_size)
+    assert communication.external_weight_updates == {}
 
 
 def _assert_not_finite_values_arrive(
@@ -121,10 +115,6 @@ def _replica_modes_agree(rank: int, world: int) -> None:
     _assert_not_finite_values_arrive(rank, world, whole, whole_communication)
 
 
-def test_node_replica_equals_full_replica_on_two_by_two_nodes() -> None:
-    run_ranks(_replica_modes_agree, 4)
-
-
 def _residual_is_fed_back(rank: int, world: int) -> None:
     model, optimizer, communication = build(weights=WeightQuantization(bits=2, group_size=64))
     train(model, optimizer, 1)
@@ -142,10 +132,6 @@ def _residual_is_fed_back(rank: int, world: int) -> None:
     assert gaps[-1] < gaps[0] / 100, gaps
 
 
-def test_lost_differences_are_sent_later() -> None:
-    run_ranks(_residual_is_fed_back, 2)
-
-
 def _plain_weight_quantization(rank: int, world: int) -> None:
     config = WeightQuantization(method="qW", bits=4, group_size=64)
     model, optimizer, communication = build(weights=config)
@@ -157,10 +143,6 @@ def _plain_weight_quantization(rank: int, world: int) -> None:
     assert communication.replica_state_dict() == {}
     levels = max(t.unique().numel() for t in first if t.ndim == 2)
     assert levels < 15 * 64, "weights must come from the lattice"
-
-
-def test_qw_computes_with_decoded_weights() -> None:
-    run_ranks(_plain_weight_quantization, 2)
 
 
 def _optimizers_exchange_their_own_units(rank: int, world: int) -> None:
@@ -182,13 +164,9 @@ def _optimizers_exchange_their_own_units(rank: int, world: int) -> None:
     assert same_on_all_ranks(replicas(model))
     counted = communication.traffic().since(before)
     assert counted.exchanges == counted.full_precision_gathers == 0
-    assert communication.outside_writes == {}
+    assert communication.external_weight_updates == {}
     for p, v in zip(model.parameters(), replicas(model), strict=True):
         assert (p.full_tensor() - v).abs().max() < 1e-2, "an update did not arrive"
-
-
-def test_each_optimizer_exchanges_the_units_it_updates() -> None:
-    run_ranks(_optimizers_exchange_their_own_units, 2)
 
 
 def _closures(rank: int, world: int) -> None:
@@ -224,10 +202,6 @@ def _closures(rank: int, world: int) -> None:
         assert order == ["forward", "wait"] * 3, "forward must not wait for the exchanges"
         assert communication.traffic().exchanges == 3 * 3
     assert losses[0] == losses[1] == losses[2]
-
-
-def test_steps_with_a_closure_are_the_same() -> None:
-    run_ranks(_closures, 2)
 
 
 class WideBlock(Block):
@@ -280,14 +254,9 @@ def _resumes(rank: int, world: int, replica: str) -> None:
         optimizer.load_state_dict(moments)
         communication.load_state_dict(state, slots)
         assert train(model, optimizer, 3, first=3) == expected
-        assert communication.outside_writes == {}
+        assert communication.external_weight_updates == {}
     with pytest.raises(ValueError, match="version 99"):
         communication.load_state_dict({**state, "version": 99}, slots)
-
-
-@pytest.mark.parametrize("replica", ["full", "node"])
-def test_resume_is_bit_exact(replica: str) -> None:
-    run_ranks(_resumes, 2, replica)
 
 
 class MixedBlock(Block):
@@ -318,40 +287,20 @@ def _mixed_dtypes(rank: int, world: int) -> None:
             assert torch.equal(dict(model.named_parameters())[name].full_tensor(), value), name
 
 
-def test_units_of_mixed_dtypes_travel_exactly() -> None:
-    run_ranks(_mixed_dtypes, 2)
-
-
-# --- the same on GPUs -----------------------------------------------------------------------------
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize(
-    ("fn", "args"),
-    [
-        (_weights_follow, ("full", 2)),
-        (_weights_follow, ("node", 1)),
-        (_residual_is_fed_back, ()),
-        (_plain_weight_quantization, ()),
-        (_optimizers_exchange_their_own_units, ()),
-        (_resumes, ("full",)),
-        (_resumes, ("node",)),
-        (_streams_change_nothing, ("full", 1)),
-        (_streams_change_nothing, ("node", 1)),
-    ],
+test_on_ranks = rank_tests(
+    on_both(_weights_follow, 2, "full", 2),
+    on_ranks(_weights_follow, 2, "node", 2),
+    on_both(_weights_follow, 2, "node", 1),
+    on_both(_replica_modes_agree, 4),
+    on_both(_residual_is_fed_back, 2),
+    on_both(_plain_weight_quantization, 2),
+    on_both(_optimizers_exchange_their_own_units, 2),
+    on_ranks(_closures, 2),
+    on_both(_resumes, 2, "full"),
+    on_both(_resumes, 2, "node"),
+    on_ranks(_mixed_dtypes, 2),
+    on_gpus(_streams_change_nothing, 2, "full", 1),
+    on_gpus(_streams_change_nothing, 2, "node", 1),
+    on_gpus(_streams_change_nothing, 4, "full", 2),
+    on_gpus(_streams_change_nothing, 4, "node", 2),
 )
-def test_on_two_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    run_ranks(fn, 2, *args, backend="nccl", timeout=200)
-
-
-@pytest.mark.gpu(4)
-@pytest.mark.parametrize(
-    ("fn", "args"),
-    [
-        (_replica_modes_agree, ()),
-        (_streams_change_nothing, ("full", 2)),
-        (_streams_change_nothing, ("node", 2)),
-    ],
-)
-def test_on_four_gpus(fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    run_ranks(fn, 4, *args, backend="nccl", timeout=200)

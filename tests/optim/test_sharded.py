@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from lq_lightning.optim import OptimizerQuantization, QuantizedAdamW, quantize_optimizer
 
@@ -88,18 +87,6 @@ def test_states_do_not_depend_on_the_world_size(world: int, dtype: torch.dtype) 
         assert_same(state, whole_state(optimizer))
         for one, other in zip(params, model.parameters(), strict=True):
             assert torch.equal(one, other)
-
-
-def train_ddp(rank: int, world: int) -> Any:
-    model = DistributedDataParallel(make_model())
-    optimizer = QuantizedAdamW(model.parameters(), 1e-2, quantization=CONFIG)
-    take_steps(model, optimizer, 0, 3)
-    return whole_state(optimizer)
-
-
-def test_replicas_agree() -> None:
-    first, second = run_ranks(train_ddp, 2)
-    assert_same(first, second)
 
 
 # --- checkpoints ------------------------------------------------------------------------------

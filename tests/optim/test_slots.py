@@ -15,7 +15,7 @@ from weakref import ref
 
 import pytest
 import torch
-from lq_testing import run_ranks
+from lq_testing.cases import on_ranks, rank_tests
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -70,6 +70,10 @@ def snapshot(optimizer: QuantizedOptimizer) -> list[Tensor]:
     for param in parameters(optimizer):
         found += [param, *[value for _, value in sorted(optimizer.state[param].items())]]
     return [tensor.detach().cpu().clone() for tensor in found]
+
+
+def assert_same(one: QuantizedOptimizer, other: QuantizedOptimizer) -> None:
+    assert all(map(torch.equal, snapshot(one), snapshot(other)))
 
 
 def first_entry(optimizer: QuantizedOptimizer) -> dict[str, Any]:
@@ -171,26 +175,25 @@ def test_changes_are_noticed(name: str, device: torch.device) -> None:
         CHANGES[name](optimizer)
         for number in range(3, 5):
             if not remembers:
-                optimizer._slots = ()
+                optimizer._caches = ()
             take_step(optimizer, number)
-    left, right = (snapshot(optimizer) for optimizer in optimizers)
-    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    assert_same(*optimizers)
     assert all(type(o.state[p]["step"]) is Tensor for o in optimizers for p in parameters(o))
 
 
 def test_slots_are_used(device: torch.device) -> None:
     optimizer = build(device)
     take_step(optimizer, 1)
-    slots = list(optimizer._slots)
+    slots = list(optimizer._caches)
     take_step(optimizer, 2)
-    assert all(a is b for a, b in zip(optimizer._slots, slots, strict=True))
+    assert all(a is b for a, b in zip(optimizer._caches, slots, strict=True))
     parameters(optimizer)[1].grad = None
     optimizer.step()
     take_step(optimizer, 3)
-    assert all(a is b for a, b in zip(optimizer._slots, slots, strict=True))
+    assert all(a is b for a, b in zip(optimizer._caches, slots, strict=True))
     move(parameters(optimizer)[0])
     take_step(optimizer, 4)
-    assert [a is b for a, b in zip(optimizer._slots, slots, strict=True)] == [False, True]
+    assert [a is b for a, b in zip(optimizer._caches, slots, strict=True)] == [False, True]
 
 
 def test_changes_in_place_are_refused(device: torch.device) -> None:
@@ -224,10 +227,9 @@ def test_transposed_and_converted_parameters(device: torch.device) -> None:
         params[0].data = params[0].data.t()
         params[1].data = params[1].data.bfloat16()
         if optimizer is optimizers[1]:
-            optimizer._slots = ()
+            optimizer._caches = ()
         take_step(optimizer, 2)
-    left, right = (snapshot(optimizer) for optimizer in optimizers)
-    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    assert_same(*optimizers)
 
 
 def test_parameters_change_between_torch_and_kernel(device: torch.device) -> None:
@@ -273,10 +275,9 @@ def test_other_dtype_at_the_same_address(device: torch.device) -> None:
         flat = param.data.view(torch.bfloat16).view(-1)[: narrow.numel()]
         param.data = flat.view_as(narrow).copy_(narrow)
         if optimizer is optimizers[1]:
-            optimizer._slots = ()
+            optimizer._caches = ()
         take_step(optimizer, 2)
-    left, right = (snapshot(optimizer) for optimizer in optimizers)
-    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    assert_same(*optimizers)
 
 
 def test_dampening_begins_after_the_first_step(device: torch.device) -> None:
@@ -286,7 +287,7 @@ def test_dampening_begins_after_the_first_step(device: torch.device) -> None:
         optimizer = QuantizedSGD([param], 0.1, dampening=0.5, quantization=CONFIG)
         for number in range(1, 4):
             if not remembers:
-                optimizer._slots = ()
+                optimizer._caches = ()
             take_step(optimizer, number)
         return snapshot(optimizer)
 
@@ -328,13 +329,12 @@ def test_copies_and_pickles_begin_without_slots(device: torch.device) -> None:
     torch.save(optimizer.__getstate__(), buffer)
     others = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
     for other in others:
-        assert len(other._slots) == 0
-        assert "_slots" not in vars(other)
+        assert len(other._caches) == 0
+        assert "_caches" not in vars(other)
     for each in (optimizer, *others):
         take_step(each, 2)
     for other in others:
-        pairs = zip(snapshot(other), snapshot(optimizer), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
+        assert_same(other, optimizer)
     assert first_entry(optimizer)["step"] == 2
 
 
@@ -367,7 +367,7 @@ def change_shards(rank: int, world: int) -> None:
                 full = torch.randn(3, 128, generator=torch.Generator().manual_seed(number))
                 param.grad = distribute_tensor(full, mesh, [Shard(0)])
                 if not remembers:
-                    optimizer._slots = ()
+                    optimizer._caches = ()
                 optimizer.step()
                 if number == 2:
                     change(param, optimizer.state[param])  # type: ignore[arg-type]
@@ -377,11 +377,8 @@ def change_shards(rank: int, world: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_changes_of_shards_are_noticed() -> None:
-    run_ranks(change_shards, 2)
-
-
 def step_on_gradients_in_flight(rank: int, world: int) -> None:
+    """Until then they have no address."""
     base.optimizer_step = step_where_it_was_prepared
     mesh = init_device_mesh("cpu", (world,))
     param = nn.Parameter(distribute_tensor(torch.ones(SHAPE), mesh, [Replicate()]))
@@ -395,6 +392,7 @@ def step_on_gradients_in_flight(rank: int, world: int) -> None:
     assert torch.allclose(param.to_local(), torch.tensor(0.99))
 
 
-def test_gradients_in_flight_are_waited_for() -> None:
-    """Until then they have no address."""
-    run_ranks(step_on_gradients_in_flight, 2)
+test_on_ranks = rank_tests(
+    on_ranks(change_shards, 2),
+    on_ranks(step_on_gradients_in_flight, 2),
+)

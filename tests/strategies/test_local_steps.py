@@ -141,7 +141,7 @@ def _together(rank: int, root: str) -> None:
     assert seen.after_batches == [False, True, False, False, True, False]
     assert seen.seen == [True] * 4  # also before the first step
     assert strategy.communication is not None
-    assert strategy.communication.outside_writes == {}
+    assert strategy.communication.external_weight_updates == {}
     assert strategy.num_skipped_steps == rank // 2 * 2
     report = strategy.quantization_report()
     assert report is not None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lq_lightning.data_parallel.vocabulary import vocabulary_weights
+from lq_lightning.data_parallel import embedding_params
 from lq_lightning.foundation.meta_start import initialize_meta_tensors
 from lq_lightning.foundation.parameters import clean_name, embeddings, tied_names
 from lq_lightning.pipeline.partition import keep_stages
@@ -99,7 +99,7 @@ def cut(
     chosen = layers if units is None else choose_units(module, units)
     names = [clean_name(name) for name in module.state_dict()]
     ties = tied_names(module)
-    words = _names_of(module, vocabulary_weights(module))
+    words = _names_of(module, embedding_params(module))
     tables = _names_of(module, [table.weight for table in embeddings(module)])
     numel_of = {clean_name(name): p.numel() for name, p in module.named_parameters()}
     numels = [0] * num_stages

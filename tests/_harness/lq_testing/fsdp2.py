@@ -144,7 +144,7 @@ class UnitReduction:
     ) -> None:
         self.communication, self.dtype = communication, dtype
         self.scatter: Any = communication._units[unit].scatter
-        params = self.scatter._params()
+        params = self.scatter.unit.params()
         self.packed = tuple(range(len(params)))
         self.segments = {s.name: s for s in self.scatter.layouts.segments()}
         self.numel = sum(p.padded_shard_numel for p in params)
