@@ -80,7 +80,7 @@ def fine_tune(
     with Server(
         ("127.0.0.1", 0),
         NO_AUTHENTICATION,
-        lambda connection: Session(frozen, connection).serve(),
+        lambda: Session(frozen).answer,
         frozen.agreement(),
     ) as server:
         torch.manual_seed(seed)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,19 +18,6 @@ from .wire.errors import TRANSIENT
 
 _T = TypeVar("_T")
 _MOST_FAILURES = 5  # of one request, each after a successful handshake
-
-
-@dataclass(slots=True)
-class Question:
-    """What has to be sent again over a new connection: kind, fields and tensors."""
-
-    kind: str
-    tensors: dict[str, Tensor]
-    fields: dict[str, Any] = field(default_factory=dict)
-
-    def send(self, connection: Connection) -> None:
-        """Send it over a connection."""
-        connection.send(self.kind, self.fields, self.tensors)
 
 
 class ServerLink:
@@ -65,11 +51,11 @@ class ServerLink:
         self.reconnections = 0
         self._past = Traffic()
         self._connection: Connection | None = None
-        self._widths: Question | None = None
-        self._adapters: Question | None = None
+        self._widths: Message | None = None
+        self._adapters: Message | None = None
         self._encoded = -1  # which adapters were encoded last
-        self._embedded: Question | None = None
-        self._told: dict[str, Question] = {}  # what this connection's server knows, by kind
+        self._embedded: Message | None = None
+        self._told: dict[str, Message] = {}  # what this connection's server knows, by kind
 
     @property
     def traffic(self) -> Traffic:
@@ -104,7 +90,7 @@ class ServerLink:
             tables = self.gates.tables()
             widths = {name: table.pack() for name, table in tables.items()}
             if self._widths is None or not _equal(self._widths.tensors, widths):
-                self._widths = Question(protocol.WIDTHS, widths)
+                self._widths = Message(protocol.WIDTHS, tensors=widths)
                 for name, table in tables.items():
                     self.sites[name].set_widths(table)
                 self._encoded = -1
@@ -126,7 +112,7 @@ class ServerLink:
         samples: Tensor,
         training: bool,
         learning: bool,
-    ) -> tuple[Question, Tensor | None]:
+    ) -> tuple[Message, Tensor | None]:
         """Return what `forward` asks, and with ``learning`` what the server decodes.
 
         Args:
@@ -145,7 +131,7 @@ class ServerLink:
         if mask is not None:
             tensors["mask"] = mask
         fields = {"training": training, "tokens": embedded.shape[1]}
-        return Question(protocol.EMBEDDED, tensors, fields), arrives
+        return Message(protocol.EMBEDDED, fields, tensors), arrives
 
     def loss(
         self, batch: Mapping[str, Tensor], training: bool, device: torch.device
@@ -159,13 +145,13 @@ class ServerLink:
         """
 
         def ask(connection: Connection) -> tuple[Tensor, dict[str, Tensor]]:
-            connection.send(protocol.TOKENS, {"training": training}, batch)
+            connection.send(Message(protocol.TOKENS, {"training": training}, dict(batch)))
             loss = connection.receive(protocol.LOSS).tensor("loss", shape=[])
             return loss, self._receive_gradients(connection, device) if training else {}
 
         return self._ask(ask)
 
-    def forward(self, sent: Question, shape: Sequence[int], device: torch.device) -> Tensor:
+    def forward(self, sent: Message, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return the hidden states behind the trunk.
 
         Args:
@@ -176,7 +162,7 @@ class ServerLink:
         self._embedded = sent
 
         def ask(connection: Connection) -> Message:
-            sent.send(connection)
+            connection.send(sent)
             return connection.receive(protocol.HIDDEN)
 
         payload = _payload(self._ask(ask), HIDDEN, device)
@@ -203,9 +189,9 @@ class ServerLink:
 
         def ask(connection: Connection) -> tuple[Tensor | None, dict[str, Tensor]]:
             if connection is not first:  # the other end has to compute what is differentiated
-                sent.send(connection)
+                connection.send(sent)
                 connection.receive(protocol.HIDDEN)
-            connection.send(protocol.HIDDEN_GRADIENT, tensors={HIDDEN: payload})
+            connection.send(Message(protocol.HIDDEN_GRADIENT, tensors={HIDDEN: payload}))
             gradients = self._receive_gradients(connection, gradient.device)
             embedded = None
             if self._settings.input_gradient:
@@ -230,7 +216,7 @@ class ServerLink:
                 arriving[name] = arrives[0]
             else:
                 payloads[name] = self.sites[name].encode(value[None], samples=one)
-        self._adapters = Question(protocol.ADAPTERS, payloads)
+        self._adapters = Message(protocol.ADAPTERS, tensors=payloads)
         self._encoded = packed.changes
         return arriving
 
@@ -243,7 +229,7 @@ class ServerLink:
             try:
                 for known in (self._widths, self._adapters):
                     if known is not None and self._told.get(known.kind) is not known:
-                        known.send(self._connection)
+                        self._connection.send(known)
                         self._told[known.kind] = known
                 return question(self._connection)
             except TRANSIENT as error:

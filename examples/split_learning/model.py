@@ -15,12 +15,12 @@ from lq_lightning.adaptive import adaptive_quantize
 
 from .adapters import NamedParameters, add_adapters, initial_adapters, packing_of
 from .gates import ClientGates
-from .link import Question, ServerLink
+from .link import ServerLink
 from .models import digest, empty_model, load_ends, read_config, trunk_of
 from .packed import PackedAdapters
 from .settings import SplitSettings
 from .sites import EMBEDDED, site_shapes
-from .wire import Connection
+from .wire import Connection, Message
 
 
 class SplitModel(nn.Module):
@@ -240,7 +240,7 @@ class _RemoteTrunk(torch.autograd.Function):
         ctx: Any,
         link: ServerLink,
         embedded: Tensor,
-        sent: Question,
+        sent: Message,
         names: tuple[str, ...],
         *matrices: Tensor,
     ) -> Tensor:

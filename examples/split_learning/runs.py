@@ -16,7 +16,7 @@ from .settings import OptionError
 # What may differ when a run goes on; all other options belong to it.
 _FREE = {
     *("connect", "run", "steps", "save_every", "validate_every", "validation_batches"),
-    *("accelerator", "report", "secret_file", "no_authentication"),
+    *("accelerator", "report", "certificate", "no_authentication"),
 }
 _PATHS = {"model", "text", "tokenizer"}
 # They may be elsewhere as long as they give the same tokens.

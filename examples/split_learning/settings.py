@@ -18,6 +18,7 @@ Bits = Literal[4, 3]
 Ranges = Literal["fitted", "full"]
 Precision = Literal["float32", "bfloat16"]
 
+DEFAULT_ADDRESS = "127.0.0.1:5600"
 # What a configuration holds that says nothing about the model.
 _INCIDENTAL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 
