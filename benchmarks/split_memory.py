@@ -31,7 +31,11 @@ from split_learning.model import SplitModel
 from split_learning.models import read_config
 from split_learning.settings import SplitSettings
 from split_learning.sites import Site, site_shapes
-from split_learning.wire import NO_AUTHENTICATION, Message, Server, connect, parse_address
+from split_learning.wire.client import connect
+from split_learning.wire.identity import NO_AUTHENTICATION
+from split_learning.wire.messages import Message
+from split_learning.wire.server import Server
+from split_learning.wire.settings import parse_address
 from split_sizes import LLAMA3_8B, ModelShape, packing
 
 CODECS = ("bf16", "aq_sgd", "channel", "amaq")

@@ -25,7 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from split_learning.wire import CertificateError
+from split_learning.wire.errors import CertificateError
 from split_learning.wire.identity import REVOKED_FILE, SERVER_NAME, fingerprint, pem_blocks
 
 _AUTHORITY, _SERVER = "authority", "server"

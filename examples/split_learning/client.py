@@ -37,17 +37,10 @@ from split_learning.settings import (
     read_options,
     starting,
 )
-from split_learning.wire import (
-    AddressError,
-    CertificateError,
-    Retry,
-    UnsendableMessage,
-    WireError,
-    add_certificate_options,
-    chosen_identity,
-    connect,
-    parse_address,
-)
+from split_learning.wire.client import connect
+from split_learning.wire.errors import AddressError, CertificateError, UnsendableMessage, WireError
+from split_learning.wire.identity import add_certificate_options, chosen_identity
+from split_learning.wire.settings import Retry, parse_address
 
 # How the data module calls options of this program.
 _OPTIONS = {

@@ -13,8 +13,9 @@ from .gates import ClientGates
 from .packed import PackedAdapters
 from .settings import SplitSettings
 from .sites import EMBEDDED, HIDDEN, SiteShape, open_sites
-from .wire import Connection, Message, Traffic
+from .wire.client import Connection
 from .wire.errors import TRANSIENT
+from .wire.messages import Message, Traffic
 
 _T = TypeVar("_T")
 _MOST_FAILURES = 5  # of one request, each after a successful handshake

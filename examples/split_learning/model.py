@@ -20,7 +20,8 @@ from .models import digest, empty_model, load_ends, read_config, trunk_of
 from .packed import PackedAdapters
 from .settings import SplitSettings
 from .sites import EMBEDDED, site_shapes
-from .wire import Connection, Message
+from .wire.client import Connection
+from .wire.messages import Message
 
 
 class SplitModel(nn.Module):

@@ -28,16 +28,15 @@ from split_learning.settings import (
     read_options,
     starting,
 )
-from split_learning.wire import (
-    AddressError,
-    CertificateError,
+from split_learning.wire.errors import AddressError, CertificateError
+from split_learning.wire.identity import (
+    REVOKED_FILE,
     Revoked,
-    Server,
     add_certificate_options,
     chosen_identity,
-    parse_address,
 )
-from split_learning.wire.identity import REVOKED_FILE
+from split_learning.wire.server import Server
+from split_learning.wire.settings import parse_address
 
 
 def read_arguments(arguments: list[str] | None) -> argparse.Namespace:

@@ -17,7 +17,8 @@ from . import protocol
 from .frozen import FrozenModel
 from .gates import SentGate
 from .sites import EMBEDDED, HIDDEN, open_sites
-from .wire import Message, UnexpectedMessage
+from .wire.errors import UnexpectedMessage
+from .wire.messages import Message
 
 
 @dataclass(frozen=True, slots=True)

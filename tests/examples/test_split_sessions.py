@@ -23,7 +23,8 @@ from split_learning.callbacks import SplitLearning, WireReport
 from split_learning.lightning_module import FineTuning
 from split_learning.model import SplitModel
 from split_learning.settings import SplitSettings
-from split_learning.wire import Message, PeerFailed, PeerLost, Refused
+from split_learning.wire.errors import PeerFailed, PeerLost, Refused
+from split_learning.wire.messages import Message
 from torch.utils.data import DataLoader
 
 pytest.importorskip("peft")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from lq_lightning import __version__
@@ -36,40 +36,22 @@ def channel_options(deadlines: Deadlines) -> list[tuple[str, int]]:
     ]
 
 
-class Deadline:
-    """Cancels a call that is still busy after some seconds; for a ``with`` statement.
+@contextlib.contextmanager
+def deadline(cancel: Callable[[], object], seconds: float) -> Iterator[threading.Event]:
+    """Cancel a call that is still busy after some seconds; the event is set if that was done."""
+    passed = threading.Event()
 
-    Args:
-        cancel: ends the call, whatever it waits for.
-        seconds: until then.
+    def end() -> None:
+        passed.set()
+        cancel()
 
-    Attributes:
-        passed: whether it was cancelled.
-    """
-
-    def __init__(self, cancel: Callable[[], object], seconds: float) -> None:
-        self.passed = False
-        self._cancel = cancel
-        self._timer = threading.Timer(seconds, self._pass)
-        self._timer.daemon = True
-
-    def _pass(self) -> None:
-        self.passed = True
-        self._cancel()
-
-    def __enter__(self) -> Deadline:
-        """Start the clock."""
-        self._timer.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Stop the clock."""
-        self._timer.cancel()
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield passed
+    finally:
+        timer.cancel()
 
 
 def own_terms(configuration: Mapping[str, Any], limits: Limits) -> bytes:

@@ -7,14 +7,14 @@ import logging
 import queue
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import grpc
 
-from .call import METHOD, SERVICE, TERMS_KEY, Deadline, channel_options, own_terms, read_terms
+from .call import METHOD, SERVICE, TERMS_KEY, channel_options, deadline, own_terms, read_terms
 from .errors import (
     TRANSIENT,
     AddressError,
@@ -138,10 +138,10 @@ class Connection:
         if not self._call.add_callback(self._on_end):
             self._on_end()  # it has ended already
         try:
-            with Deadline(self._call.cancel, deadlines.connect_s) as deadline:
+            with deadline(self._call.cancel, deadlines.connect_s) as passed:
                 metadata = self._call.initial_metadata()
             if all(key != TERMS_KEY for key, _ in metadata):
-                raise self._error(deadline, f"did not answer within {deadlines.connect_s:.0f} s")
+                raise self._error(passed, f"did not answer within {deadlines.connect_s:.0f} s")
             told, _, self._peer_nbytes = read_terms(metadata)
         except BaseException:
             self._channel.close()
@@ -158,17 +158,16 @@ class Connection:
             WireError: the connection is broken.
         """
         pieces = encode(message, self._peer_nbytes)
-        for piece in pieces:
-            if not self._call.is_active():
-                raise self._error()
-            try:
+        try:
+            for piece in pieces:
+                if not self._call.is_active():
+                    raise self._error()
                 self._outgoing.put(bytes(piece), timeout=self._deadlines.stall_s)
-            except queue.Full:
-                self._call.cancel()
-                raise PeerStalled(
-                    f"The server took nothing for {self._deadlines.stall_s:.1f} s. Check the "
-                    "network and the server; `Deadlines.stall_s` allows more time."
-                ) from None
+        except BaseException as error:  # Ctrl-C too: nothing may follow half a message
+            self._call.cancel()
+            if isinstance(error, queue.Full):
+                raise self._stalled(f"took nothing for {self._deadlines.stall_s:.1f} s") from None
+            raise
         nbytes = stream_nbytes(sum(map(len, pieces)), len(pieces))
         self.traffic.sent[message.kind].add(nbytes, message.tensor_nbytes)
 
@@ -201,7 +200,7 @@ class Connection:
         if self._call.is_active():
             with contextlib.suppress(queue.Full):
                 self._outgoing.put(None, timeout=_GOODBYE_S)
-            with Deadline(self._call.cancel, _GOODBYE_S), contextlib.suppress(grpc.RpcError):
+            with deadline(self._call.cancel, _GOODBYE_S), contextlib.suppress(grpc.RpcError):
                 next(self._call, None)
         self._channel.close()
 
@@ -209,12 +208,7 @@ class Connection:
         """Return the connection."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the connection."""
         self.close()
 
@@ -222,12 +216,11 @@ class Connection:
 
     def _next_piece(self, first: bool) -> bytes | None:
         seconds = self._deadlines.wait_s if first else self._deadlines.stall_s
-        with Deadline(self._call.cancel, seconds) as deadline:
+        with deadline(self._call.cancel, seconds) as passed:
             try:
                 piece: bytes | None = next(self._call, None)
             except grpc.RpcError as error:
-                late = f"sent nothing for {seconds:.1f} s"
-                raise self._error(deadline, late) from error
+                raise self._error(passed, f"sent nothing for {seconds:.1f} s") from error
         return piece
 
     def _on_end(self) -> None:
@@ -237,13 +230,16 @@ class Connection:
         with contextlib.suppress(queue.Full):
             self._outgoing.put_nowait(None)
 
-    def _error(self, deadline: Deadline | None = None, late: str = "") -> WireError:
+    def _stalled(self, late: str) -> PeerStalled:
+        return PeerStalled(
+            f"The server {self._address} {late}. Look what keeps it busy, and check the network; "
+            "`Deadlines` allows more time."
+        )
+
+    def _error(self, passed: threading.Event | None = None, late: str = "") -> WireError:
         """Return what ended the call."""
-        if deadline is not None and deadline.passed:
-            return PeerStalled(
-                f"The server {self._address} {late}. Look what keeps it busy, and check the "
-                "network; `Deadlines` allows more time."
-            )
+        if passed is not None and passed.is_set():
+            return self._stalled(late)
         code, details = self._call.code(), printable(self._call.details())
         if code in _ERRORS:
             return _ERRORS[code](f"The server refused: {details}")

@@ -7,7 +7,6 @@ import ipaddress
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 from urllib.parse import unquote
 
@@ -17,8 +16,8 @@ from .call import (
     METHOD,
     SERVICE,
     TERMS_KEY,
-    Deadline,
     channel_options,
+    deadline,
     difference,
     own_terms,
     read_terms,
@@ -142,12 +141,7 @@ class Server:
         self._server.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End all connections."""
         self.stop()
 
@@ -209,9 +203,9 @@ class Server:
 
         def next_piece(first: bool) -> bytes | None:
             seconds, piece = self._deadlines.wait_s if first else self._deadlines.stall_s, None
-            with Deadline(context.cancel, seconds) as deadline, contextlib.suppress(grpc.RpcError):
+            with deadline(context.cancel, seconds) as passed, contextlib.suppress(grpc.RpcError):
                 piece = next(requests, None)
-            if deadline.passed:
+            if passed.is_set():
                 raise PeerStalled(f"It sent nothing for {seconds:.1f} s.")
             if piece is None and not context.is_active():  # rather than at its end
                 raise PeerLost("The connection broke.")
@@ -223,7 +217,7 @@ class Server:
             for message in answer(received):
                 pieces = encode(message, largest)
                 for piece in pieces:
-                    with Deadline(context.cancel, self._deadlines.stall_s):
+                    with deadline(context.cancel, self._deadlines.stall_s):
                         yield bytes(piece)
                 nbytes = stream_nbytes(sum(map(len, pieces)), len(pieces))
                 traffic.sent[message.kind].add(nbytes, message.tensor_nbytes)

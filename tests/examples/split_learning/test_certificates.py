@@ -12,20 +12,12 @@ import pytest
 from lq_testing import split_runs
 from lq_testing.split_runs import PATIENT, answering, certificates
 from split_learning import certificates as program
-from split_learning.wire import (
-    NO_AUTHENTICATION,
-    AuthenticationFailed,
-    CertificateError,
-    Identity,
-    Message,
-    PeerLost,
-    Revoked,
-    Server,
-    WireError,
-    connect,
-    load_identity,
-    show_address,
-)
+from split_learning.wire.client import connect
+from split_learning.wire.errors import AuthenticationFailed, CertificateError, PeerLost, WireError
+from split_learning.wire.identity import NO_AUTHENTICATION, Identity, Revoked, load_identity
+from split_learning.wire.messages import Message
+from split_learning.wire.server import Server
+from split_learning.wire.settings import show_address
 
 TINY = {"model": "tiny"}
 
@@ -85,7 +77,8 @@ from pathlib import Path
 
 sys.modules["lq_lightning"] = types.SimpleNamespace(__version__="0")  # slow to import
 sys.path.insert(0, sys.argv[1])
-from split_learning.wire import Revoked, Server, load_identity
+from split_learning.wire.identity import Revoked, load_identity
+from split_learning.wire.server import Server
 
 folder = Path(sys.argv[2])
 context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

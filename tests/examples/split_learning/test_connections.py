@@ -16,27 +16,20 @@ import grpc
 import pytest
 import torch
 from lq_testing.split_runs import PATIENT, answering, echo, identity
-from split_learning.wire import (
-    Connection,
-    Limits,
-    Message,
+from split_learning.wire import call as calls
+from split_learning.wire.client import Connection, _open_channel, connect
+from split_learning.wire.errors import (
     PeerFailed,
     PeerLost,
     PeerStalled,
     Refused,
-    Retry,
-    Server,
     ServerBusy,
     UnexpectedMessage,
     UnsendableMessage,
-    connect,
-    parse_address,
-    show_address,
 )
-from split_learning.wire import call as calls
-from split_learning.wire.client import _open_channel
-from split_learning.wire.messages import PIECE_NBYTES, encode
-from split_learning.wire.settings import Deadlines
+from split_learning.wire.messages import PIECE_NBYTES, Message, encode
+from split_learning.wire.server import Server
+from split_learning.wire.settings import Deadlines, Limits, Retry, parse_address, show_address
 
 BIG = {"x": torch.zeros(64 * 1024**2, dtype=torch.uint8)}
 

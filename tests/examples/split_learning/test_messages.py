@@ -9,17 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from split_learning.wire import (
-    Limits,
+from split_learning.wire.errors import (
     MalformedMessage,
-    Message,
     TooLarge,
     UnexpectedMessage,
     UnsendableMessage,
     WireError,
+    printable,
 )
-from split_learning.wire.errors import printable
-from split_learning.wire.messages import _DTYPES, PIECE_NBYTES, Traffic, encode, read_message
+from split_learning.wire.messages import (
+    _DTYPES,
+    PIECE_NBYTES,
+    Message,
+    Traffic,
+    encode,
+    read_message,
+)
+from split_learning.wire.settings import Limits
 
 LIMITS = Limits(nbytes=100_000, tensors=4, dims=3)
 
