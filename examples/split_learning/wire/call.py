@@ -32,6 +32,7 @@ def channel_options(deadlines: Deadlines) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", PIECE_NBYTES),
         ("grpc.keepalive_time_ms", round(1000 * ping_s)),
         ("grpc.keepalive_timeout_ms", round(1000 * (deadlines.idle_s - ping_s))),
+        ("grpc.http2.ping_timeout_ms", round(1000 * (deadlines.idle_s - ping_s))),
         ("grpc.http2.max_pings_without_data", 0),
     ]
 
