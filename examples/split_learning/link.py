@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from . import protocol
+from .adapters import PackedAdapters
 from .gates import ClientGates
-from .packed import PackedAdapters
 from .settings import SplitSettings
 from .sites import EMBEDDED, HIDDEN, SiteShape, open_sites
 from .wire.client import Connection

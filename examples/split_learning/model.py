@@ -13,11 +13,16 @@ from torch.autograd.function import once_differentiable
 
 from lq_lightning.adaptive import adaptive_quantize
 
-from .adapters import NamedParameters, add_adapters, initial_adapters, packing_of
+from .adapters import (
+    NamedParameters,
+    PackedAdapters,
+    add_adapters,
+    initial_adapters,
+    packing_of,
+)
 from .gates import ClientGates
 from .link import ServerLink
 from .models import digest, empty_model, load_ends, read_config, trunk_of
-from .packed import PackedAdapters
 from .settings import SplitSettings
 from .sites import EMBEDDED, site_shapes
 from .wire.client import Connection

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .require import require
 from .settings import OptionError
 
 SMALL = "small"
@@ -29,6 +29,15 @@ _SMALL = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+
+
+def require(package: str) -> None:
+    """Raise ``ModuleNotFoundError``, with a remedy, when a package is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(
+            f"Split learning needs the package `{package}`: `pip install lq-lightning[hf]`, at "
+            "both ends."
+        )
 
 
 def read_config(name: str) -> Any:
