@@ -11,10 +11,10 @@ certificate and that of the authority: all that one machine needs.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import re
 import sys
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from cryptography import x509
@@ -103,21 +103,16 @@ def _sign(
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     authority, issuer = signer or (key, None)
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.now(timezone.utc)
     builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(subject if issuer is None else issuer.subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=5))  # clocks differ
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_before(now - timedelta(minutes=5))  # clocks differ
+        .not_valid_after(now + timedelta(days=days))
         .add_extension(x509.BasicConstraints(issuer is None, 0 if issuer is None else None), True)
-        .add_extension(_key_usage(issuer is None), True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), False
-        )
     )
     if issuer is not None:
         usage = ExtendedKeyUsageOID.CLIENT_AUTH
@@ -127,12 +122,6 @@ def _sign(
         builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), True)
         builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(host)]), False)
     return key, builder.sign(authority, hashes.SHA256())
-
-
-def _key_usage(signs: bool) -> x509.KeyUsage:
-    names = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
-    never = dict.fromkeys((*names, "encipher_only", "decipher_only"), False)
-    return x509.KeyUsage(digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, **never)
 
 
 def _write(path: Path, key: ec.EllipticCurvePrivateKey, *certificates: x509.Certificate) -> None:

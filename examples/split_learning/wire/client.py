@@ -199,7 +199,8 @@ class Connection:
         """End the connection in good order; calling it again does nothing."""
         if self._call.is_active():
             with contextlib.suppress(queue.Full):
-                self._outgoing.put(None, timeout=_GOODBYE_S)
+                for last in (b"", None):  # an empty piece tells the end from a broken connection
+                    self._outgoing.put(last, timeout=_GOODBYE_S)
             with deadline(self._call.cancel, _GOODBYE_S), contextlib.suppress(grpc.RpcError):
                 next(self._call, None)
         self._channel.close()

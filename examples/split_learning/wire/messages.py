@@ -208,7 +208,7 @@ def read_message(
     """Return the next message, or None where the other side has ended the stream.
 
     Args:
-        next_piece: returns the next piece, or None at the end; is told whether it is the first.
+        next_piece: returns the next piece, or nothing at the end; is told if it is the first one.
         limits: on the message.
         traffic: counts it.
 
@@ -217,7 +217,7 @@ def read_message(
         MalformedMessage: no message of this protocol.
     """
     piece = next_piece(True)
-    if piece is None:
+    if not piece:
         return None
     kind, fields, total = _check_header(piece, limits)
     pieces, received = [piece], len(piece)

@@ -207,7 +207,7 @@ class Server:
                 piece = next(requests, None)
             if passed.is_set():
                 raise PeerStalled(f"It sent nothing for {seconds:.1f} s.")
-            if piece is None and not context.is_active():  # rather than at its end
+            if piece is None:  # a client that ends sends an empty piece
                 raise PeerLost("The connection broke.")
             return piece
 

@@ -55,7 +55,9 @@ def logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
 
 
 @contextlib.contextmanager
-def relay(server: Server) -> Iterator[tuple[tuple[str, int], list[bytearray], Callable[[], None]]]:
+def relay(
+    server: Server, frozen: threading.Event | None = None
+) -> Iterator[tuple[tuple[str, int], list[bytearray], Callable[[], None]]]:
     """Give an address that leads to the server, what was carried either way, and what cuts it."""
     carried, ends = [bytearray(), bytearray()], list[socket.socket]()
 
@@ -63,7 +65,8 @@ def relay(server: Server) -> Iterator[tuple[tuple[str, int], list[bytearray], Ca
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 kept += data
-                target.sendall(data)
+                if frozen is None or not frozen.is_set():
+                    target.sendall(data)
         cut()
 
     def accept() -> None:
@@ -255,6 +258,7 @@ def test_a_cut_network_and_a_stopped_server_are_lost(caplog: pytest.LogCaptureFi
             with pytest.raises(PeerLost, match="The connection broke"):
                 works(connection)
         logged(caplog, "he connection broke")
+        assert "ended" not in caplog.text
         connection = join(server)
         assert works(connection)
     with connection, pytest.raises(PeerLost):
@@ -359,6 +363,29 @@ def test_servers_that_stall_do_not_hold_a_client() -> None:
             with pytest.raises(PeerStalled, match=r"took nothing for 0\.3 s"):
                 connection.send(Message("batch", {}, BIG))
         held.set()
+
+
+def test_a_silent_network_is_noticed_and_a_busy_server_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    frozen, quick = threading.Event(), replace(PATIENT, idle_s=0.9)
+
+    def answer(message: Message) -> Iterable[Message]:
+        time.sleep(1.5)  # pings are answered meanwhile
+        yield Message("output", message.fields, message.tensors)
+
+    with (
+        answering(answer, deadlines=quick) as server,
+        relay(server, frozen) as (address, _, _),
+        join(server, address=address, deadlines=quick) as connection,
+    ):
+        assert works(connection)
+        frozen.set()
+        began = time.monotonic()
+        with pytest.raises(PeerLost, match="ping"):
+            connection.receive()
+        assert time.monotonic() - began < 10
+        logged(caplog, "PeerLost: The connection broke")
 
 
 # --- settings -------------------------------------------------------------------------------------
