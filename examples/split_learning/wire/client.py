@@ -9,7 +9,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -134,7 +134,7 @@ class Connection:
         self._outgoing: queue.Queue[bytes | None] = queue.Queue(maxsize=1)
         self._channel = _open_channel(self._address, identity, deadlines)
         stream = self._channel.stream_stream(f"/{SERVICE}/{METHOD}")
-        self._call = stream(iter(self._outgoing.get, None), metadata=((TERMS_KEY, terms),))
+        self._call = stream(self._pieces(), metadata=((TERMS_KEY, terms),))
         if not self._call.add_callback(self._on_end):
             self._on_end()  # it has ended already
         try:
@@ -199,8 +199,7 @@ class Connection:
         """End the connection in good order; calling it again does nothing."""
         if self._call.is_active():
             with contextlib.suppress(queue.Full):
-                for last in (b"", None):  # an empty piece tells the end from a broken connection
-                    self._outgoing.put(last, timeout=_GOODBYE_S)
+                self._outgoing.put(b"", timeout=_GOODBYE_S)
             with deadline(self._call.cancel, _GOODBYE_S), contextlib.suppress(grpc.RpcError):
                 next(self._call, None)
         self._channel.close()
@@ -214,6 +213,13 @@ class Connection:
         self.close()
 
     # --- parts ------------------------------------------------------------------------------------
+
+    def _pieces(self) -> Iterator[bytes]:
+        """Yield what gRPC sends, on its thread; an empty piece tells the end from a broken line."""
+        while (piece := self._outgoing.get()) is not None:
+            yield piece
+            if not piece:
+                return
 
     def _next_piece(self, first: bool) -> bytes | None:
         seconds = self._deadlines.wait_s if first else self._deadlines.stall_s
