@@ -220,15 +220,19 @@ def read_message(
     if not piece:
         return None
     kind, fields, total = _check_header(piece, limits)
-    pieces, received = [piece], len(piece)
-    while received < total:
-        piece = next_piece(False)
-        if not piece:
-            raise MalformedMessage("The stream ended within a message.")
+    pieces, left = list[bytes](), total
+    while True:
+        # Many small pieces would take far more memory than their bytes.
+        if len(piece) != min(left, PIECE_NBYTES):
+            raise MalformedMessage(
+                f"A message of {total} bytes, according to its header, came in a piece of "
+                f"{len(piece)} where {min(left, PIECE_NBYTES)} are next."
+            )
         pieces.append(piece)
-        received += len(piece)
-    if received != total:
-        raise MalformedMessage(f"A message of {total} bytes, according to its header, is longer.")
+        left -= len(piece)
+        if not left:
+            break
+        piece = next_piece(False) or b""
     count = len(pieces)
     encoded = b"".join(pieces)
     pieces.clear()

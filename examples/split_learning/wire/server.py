@@ -113,7 +113,8 @@ class Server:
         try:
             if identity is not None:
                 credentials = identity.server_credentials()
-                return self._server.add_secure_port(show_address(address), credentials)
+                port: int = self._server.add_secure_port(show_address(address), credentials)
+                return port
             port = self._server.add_insecure_port(show_address(address))
         except RuntimeError as error:
             raise OSError(str(error)) from error

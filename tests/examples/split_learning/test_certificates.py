@@ -72,10 +72,12 @@ def test_a_client_talks_to_no_other_server(poser: str, folder: Path) -> None:
 
 # gRPC reads the setting when it is first used, which other tests of this process may have done.
 OLD_TLS = """
-import socket, ssl, sys, types
+import socket, ssl, sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
-sys.modules["lq_lightning"] = types.SimpleNamespace(__version__="0")  # slow to import
+for slow in ("lq_lightning", "torch", "safetensors", "safetensors.torch"):
+    sys.modules[slow] = MagicMock(__version__="0")
 sys.path.insert(0, sys.argv[1])
 from split_learning.wire.identity import Revoked, load_identity
 from split_learning.wire.server import Server

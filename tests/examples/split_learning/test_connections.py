@@ -368,10 +368,10 @@ def test_servers_that_stall_do_not_hold_a_client() -> None:
 def test_a_silent_network_is_noticed_and_a_busy_server_is_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    frozen, quick = threading.Event(), replace(PATIENT, idle_s=0.9)
+    frozen, quick = threading.Event(), replace(PATIENT, idle_s=1.8)
 
     def answer(message: Message) -> Iterable[Message]:
-        time.sleep(1.5)  # pings are answered meanwhile
+        time.sleep(2.2)  # pings are answered meanwhile
         yield Message("output", message.fields, message.tensors)
 
     with (
@@ -382,7 +382,7 @@ def test_a_silent_network_is_noticed_and_a_busy_server_is_not(
         assert works(connection)
         frozen.set()
         began = time.monotonic()
-        with pytest.raises(PeerLost, match="ping"):
+        with pytest.raises(PeerLost, match="The connection broke"):
             connection.receive()
         assert time.monotonic() - began < 10
         logged(caplog, "PeerLost: The connection broke")
