@@ -1,6 +1,6 @@
 """Adapters of peft, and the matrices in which they cross.
 
-A line is what shares a scale, a minimum and a trained width. Those of LoRA are its rank-one parts:
+A line shares a scale, a minimum and a trained width. The lines of LoRA are its rank-one parts:
 row k of A and column k of B, as rows of one matrix per length, since modules of the same width are
 alike. Prefix tuning has two matrices, the keys and the values of all layers, whose lines are
 channels: two gates shared by all layers (AMAQ, appendix A.3).
@@ -25,7 +25,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an el
 
 
 def add_adapters(model: nn.Module, settings: SplitSettings) -> Any:
-    """Return the model of peft around a frozen model; what its adapters hold is never used.
+    """Return the model of peft around a frozen model; its adapters' values are never used.
 
     Raises:
         ModuleNotFoundError: peft is not installed.
@@ -76,7 +76,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def adapter_shapes(adapted: nn.Module) -> dict[str, torch.Size]:
-    """Return the names and shapes of what is trained, as peft names them."""
+    """Return the names, as in peft, and shapes of the trained parameters."""
     return {n: p.shape for n, p in adapted.named_parameters() if _is_adapter(n)}
 
 
@@ -103,7 +103,7 @@ class NamedParameters(nn.Module):
     """Parameters under dotted names, as in the state dict of another module.
 
     Args:
-        values: what they begin with.
+        values: initial values by name.
     """
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
@@ -210,7 +210,7 @@ def packing_of(adapted: Any, settings: SplitSettings) -> Packing:
 
 
 class PackedAdapters:
-    """Matrices that are made anew when adapters are no longer, bit for bit, what they hold.
+    """Adapters packed into matrices, and packed anew when a bit of an adapter has changed.
 
     All values are compared: nothing else tells whether they have changed. torch counts changes in
     place (``Tensor._version``), but not those of fused optimizers, through ``.data`` (as those of
@@ -245,7 +245,7 @@ class PackedAdapters:
         """Return the matrices with a graph, so that their gradients become those of adapters.
 
         Args:
-            adapters: what `refresh` was given last.
+            adapters: those of the last `refresh`.
         """
         matrices: tuple[Tensor, ...] = _Connect.apply(self, tuple(adapters), *adapters.values())  # type: ignore[no-untyped-call]
         return dict(zip(self.matrices, matrices, strict=True))
@@ -255,7 +255,7 @@ class PackedAdapters:
         return all(_same(value, before[name]) for name, value in adapters.items())
 
     def unpack(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what is packed in matrices, by the names of the adapters."""
+        """Return the adapters that matrices hold, by name."""
         return self._packing.unpack(matrices)
 
 

@@ -74,7 +74,7 @@ class SplitLearning(pl.Callback):
         self.model.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the gates' state, and what it belongs to."""
+        """Return the gates' state and the settings that it belongs to."""
         if self._model is None:
             return {}
         gates = self._model.gates
@@ -117,7 +117,7 @@ def _find(pl_module: pl.LightningModule) -> SplitModel:
 
 
 def _lasting(settings: SplitSettings) -> dict[str, Any]:
-    """Return what a checkpoint means nothing without; a model may be in another folder."""
+    """Return the settings that a checkpoint depends on; the model may be in another folder."""
     return {name: value for name, value in asdict(settings).items() if name != "model"}
 
 

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from split_learning.wire.errors import CertificateError
-from split_learning.wire.identity import REVOKED_FILE, SERVER_NAME, fingerprint, pem_blocks
+from split_learning.wire.identity import REVOKED_FILE, SERVER_NAME, fingerprint
 
 _AUTHORITY, _SERVER = "authority", "server"
 _AUTHORITY_DAYS = 3650
@@ -35,7 +35,7 @@ _Signer = tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
 
 
 def make_certificates(folder: Path, names: list[str], days: float = 365) -> None:
-    """Make a certificate for each client, and what is missing of the authority and the server.
+    """Make a certificate for each client, and those of the authority and the server if missing.
 
     Args:
         folder: for the files.
@@ -74,14 +74,14 @@ def revoke(folder: Path, names: list[str]) -> None:
     for name in names:
         _check_name(name)
         try:
-            own = pem_blocks((folder / f"{name}.pem").read_bytes())["CERTIFICATE"][0]
-        except (OSError, KeyError) as error:
+            revoked = fingerprint((folder / f"{name}.pem").read_bytes())
+        except (OSError, ValueError) as error:
             raise CertificateError(
                 f"There is no certificate {folder / name}.pem. If its fingerprint is in the "
                 f"server's log, append that to {folder / REVOKED_FILE}."
             ) from error
         with (folder / REVOKED_FILE).open("a") as listed:
-            listed.write(f"{fingerprint(own)}  # {name}\n")
+            listed.write(f"{revoked}  # {name}\n")
 
 
 def _check_name(name: str) -> None:

@@ -75,7 +75,7 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--save-every", 50, "steps between checkpoints", least=1)
     add("--validate-every", 0, "steps between validations; 0: at the end only", least=0)
     add("--validation-batches", 8, "batches of a validation; 0: none", least=0)
-    add("--accelerator", "auto", "cpu or gpu, for what the client computes")
+    add("--accelerator", "auto", "cpu or gpu, of the client's own computations")
     add("--report", None, "JSON file for bytes, seconds and memory of every batch", kind=str)
     add("--seed", 0, "of the first adapters and the order of the text")
     add_certificate_options(parser, "client")
@@ -184,7 +184,7 @@ def _open_data(options: argparse.Namespace, model: str) -> TextDataModule:
 
 
 def _quiet() -> None:
-    """Show what a user can act on."""
+    """Hide warnings that a user cannot act on."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for text in (

@@ -1,4 +1,4 @@
-"""The client's end of the protocol: what is asked of the server, also after the network failed."""
+"""The client's end of the protocol: questions to the server, asked again after a failure."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MOST_FAILURES = 5  # of one request, each after a successful handshake
 class ServerLink:
     """Asks the server for losses, hidden states and gradients.
 
-    If the connection breaks, it connects anew and asks again: answers depend on nothing but what it
-    sends. With AQ-SGD they depend on what both ends have kept, and the error is raised.
+    If the connection breaks, it connects anew and asks again: answers depend only on the messages
+    that it sends. With AQ-SGD they depend on caches at both ends, and the error is raised.
 
     Args:
-        connect: returns a new connection, or raises when there is none to be had.
+        connect: returns a new connection, or raises an error that is final.
         shapes: of the sites.
         matrices: shapes of the adapters as they cross.
         settings: of both ends.
@@ -56,7 +56,7 @@ class ServerLink:
         self._adapters: Message | None = None
         self._encoded = -1  # which adapters were encoded last
         self._embedded: Message | None = None
-        self._told: dict[str, Message] = {}  # what this connection's server knows, by kind
+        self._told: dict[str, Message] = {}  # state that this connection's server has, by kind
 
     @property
     def traffic(self) -> Traffic:
@@ -85,7 +85,7 @@ class ServerLink:
             learning: whether gates learn from this batch.
 
         Returns:
-            With ``learning``, what the server decodes; else nothing.
+            With ``learning``, the adapters as the server decodes them; else nothing.
         """
         if self.gates is not None:
             tables = self.gates.tables()
@@ -114,7 +114,7 @@ class ServerLink:
         training: bool,
         learning: bool,
     ) -> tuple[Message, Tensor | None]:
-        """Return what `forward` asks, and with ``learning`` what the server decodes.
+        """Return the message of `forward`, and with ``learning`` the input as it is decoded.
 
         Args:
             embedded: ``[B, T, H]``.
@@ -171,7 +171,7 @@ class ServerLink:
         return self.sites[HIDDEN].decode(payload, shape, training=training, samples=samples)
 
     def backward(self, gradient: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the gradients of what `forward` was given: of the input, if used, and adapters.
+        """Return gradients of the last `forward`: of its input, if used, and of the adapters.
 
         Args:
             gradient: of the hidden states that `forward` returned.
@@ -189,7 +189,7 @@ class ServerLink:
         first = self._connection
 
         def ask(connection: Connection) -> tuple[Tensor | None, dict[str, Tensor]]:
-            if connection is not first:  # the other end has to compute what is differentiated
+            if connection is not first:  # this server has to run the forward pass first
                 connection.send(sent)
                 connection.receive(protocol.HIDDEN)
             connection.send(Message(protocol.HIDDEN_GRADIENT, tensors={HIDDEN: payload}))
@@ -201,7 +201,10 @@ class ServerLink:
                     _payload(received, EMBEDDED, gradient.device), gradient.shape
                 )
             if self.gates is not None:
-                self._receive_gate_sums(connection, self.gates)
+                received = connection.receive(protocol.GATE_SUMS)
+                lines = self._shapes[HIDDEN].num_lines
+                sums = received.tensor(HIDDEN, dtype=torch.float32, shape=[2, lines])
+                self.gates.add_remote(sums, received.field("values", int))
             return embedded, gradients
 
         return self._ask(ask)
@@ -225,7 +228,7 @@ class ServerLink:
         """Return the answer to a question, asked again over a new connection if need be."""
         failures = 0
         while True:
-            if self._connection is None:  # what this raises is final: it has its own attempts
+            if self._connection is None:  # errors are final: `connect` has its own attempts
                 self._connection = self._connect()
             try:
                 for known in (self._widths, self._adapters):
@@ -257,12 +260,6 @@ class ServerLink:
             name: self.sites[name].decode_gradient(_payload(received, name, device), shape)
             for name, shape in self._matrix_shapes.items()
         }
-
-    def _receive_gate_sums(self, connection: Connection, gates: ClientGates) -> None:
-        received = connection.receive(protocol.GATE_SUMS)
-        lines = self._shapes[HIDDEN].num_lines
-        sums = received.tensor(HIDDEN, dtype=torch.float32, shape=[2, lines])
-        gates.add_remote(sums, received.field("values", int))
 
 
 def _payload(message: Message, name: str, device: torch.device) -> Tensor:

@@ -123,7 +123,7 @@ def load_ends(model: Any, name: str) -> None:
 
 
 def digest(*ends: nn.Module) -> str:
-    """Return what tells embeddings and head of one model from those of another."""
+    """Return a digest of embeddings and LM head, by which models are told apart."""
     seen = hashlib.sha256()
     for end in ends:
         for weight in end.parameters():
@@ -132,7 +132,7 @@ def digest(*ends: nn.Module) -> str:
 
 
 def trunk_of(model: Any) -> nn.Module:
-    """Return what lies between the embeddings and the LM head.
+    """Return the module between the embeddings and the LM head.
 
     Raises:
         NotImplementedError: the model says nothing of it.

@@ -37,7 +37,7 @@ def _plain(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that was begun, and what a client is told to do with it.
+    """A run of a client: its folder, its options and its progress.
 
     Attributes:
         folder: of the run.

@@ -1,4 +1,4 @@
-"""One client as the server sees it: what is kept of it, and the answers to its messages."""
+"""A client's session on the server: its state, and the answers to its messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .wire.messages import Message
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A forward pass that waits for the gradient of what it returned."""
+    """A forward pass that waits for the gradient of its output."""
 
     hidden: Tensor
     leaves: dict[str, Tensor]
@@ -32,8 +32,8 @@ class _Pending:
 class Session:
     """Answers the messages of one client.
 
-    All that later batches depend on comes from the client, before the first of them: a client that
-    was away sends it again and goes on as if it had not been.
+    Later batches depend only on state that the client has sent, so a client that was away sends it
+    again and goes on as if nothing had happened.
 
     Args:
         model: which all sessions share.
@@ -71,7 +71,7 @@ class Session:
             )
         return self._answers[message.kind](message)
 
-    # --- what is kept -------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------
 
     def _take_widths(self, message: Message) -> Iterable[Message]:
         for name, lines in self._lines.items():
@@ -175,7 +175,7 @@ class Session:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Tell the client what is wrong with what it has sent; texts of other errors are not told."""
+    """Tell the client why its message is wrong; texts of other errors are not told."""
     try:
         yield
     except ValueError as error:

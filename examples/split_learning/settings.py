@@ -21,10 +21,10 @@ class OptionError(ValueError):
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Tell in one line what a package refuses while a program starts; later errors are bugs.
+    """Turn errors of packages while a program starts into one line; later errors are bugs.
 
     Raises:
-        OptionError: in place of the errors that name what was given.
+        OptionError: in place of errors about options.
     """
     try:
         yield
@@ -110,7 +110,7 @@ class SplitSettings:
 
     @property
     def input_gradient(self) -> bool:
-        """Whether the client needs the gradient of what it sends into the trunk."""
+        """Whether the client needs the gradient of the trunk's input."""
         return self.everything and (self.train_ends or self.codec == "amaq")
 
     def agreement(self, model_config: Any, ends: str | None) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class Site:
         return self._forward.encode(values, _message(training, samples)).cpu()
 
     def encode_and_round(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the payload, on the CPU, and what the other end decodes; AMAQ only."""
+        """Return the payload, on the CPU, and the tensor that the other end decodes; AMAQ only."""
         values = x.detach().to(self._dtype)
         payload, arrives = self._with_widths().encode_and_round(values, _message())
         return payload.cpu(), arrives

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import re
-import ssl
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +14,7 @@ from typing import Literal
 
 import grpc
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import NameOID
 
 from .errors import AuthenticationFailed, CertificateError
@@ -24,7 +23,6 @@ from .errors import AuthenticationFailed, CertificateError
 SERVER_NAME = "server.split-learning.invalid"
 REVOKED_FILE = "revoked.txt"
 _LARGEST_NBYTES = 64 * 1024
-_PEM = re.compile(rb"-----BEGIN ([A-Z ]+)-----\s.*?-----END \1-----\n?", re.DOTALL)
 _MAKE_ONE = (
     "Make one with `python examples/split_learning/certificates.py FOLDER NAME` and give each "
     "machine its own file."
@@ -33,45 +31,34 @@ _MAKE_ONE = (
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A private key, its certificate and the authority that both sides trust, all PEM.
+    """A machine's own certificate, and the authority that both sides trust.
 
     Attributes:
-        name: of the certificate.
-        key: shown in no log.
-        certificate: of this machine.
-        authority: the only one that the other side's certificate may be signed by.
+        name: in the certificate.
+        own: private key and certificate, PEM; shown in no log.
+        authority: certificate of the only authority that may sign the other side's, PEM.
     """
 
     name: str
-    key: bytes = field(repr=False)
-    certificate: bytes = field(repr=False)
+    own: bytes = field(repr=False)
     authority: bytes = field(repr=False)
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return TLS credentials that let in clients of the authority alone."""
-        pairs = [(self.key, self.certificate)]
-        return grpc.ssl_server_credentials(pairs, self.authority, require_client_auth=True)
+        return grpc.ssl_server_credentials([(self.own, self.own)], self.authority, True)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Return TLS credentials of a client that trusts the authority alone."""
-        return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
+        return grpc.ssl_channel_credentials(self.authority, self.own, self.own)
 
 
 # Takes the place of an identity: no TLS, and whoever reaches the port is served.
 NO_AUTHENTICATION = None
 
 
-def pem_blocks(content: bytes) -> dict[str, list[bytes]]:
-    """Return the blocks of a PEM file by their label, in order."""
-    found: dict[str, list[bytes]] = {}
-    for block in _PEM.finditer(content):
-        found.setdefault(block[1].decode(), []).append(block[0])
-    return found
-
-
 def fingerprint(certificate: bytes) -> str:
-    """Return the SHA-256 fingerprint of a PEM certificate, as hexadecimal digits."""
-    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.decode())).hexdigest()
+    """Return the SHA-256 fingerprint of the first certificate in PEM text, as hex digits."""
+    return x509.load_pem_x509_certificate(certificate).fingerprint(hashes.SHA256()).hex()
 
 
 def load_identity(path: str | Path, role: Literal["server", "client"]) -> Identity:
@@ -82,16 +69,14 @@ def load_identity(path: str | Path, role: Literal["server", "client"]) -> Identi
             the other side.
     """
     path = Path(path).expanduser()
-    blocks = pem_blocks(_read(path))
-    keys, certificates = blocks.get("PRIVATE KEY", []), blocks.get("CERTIFICATE", [])
-    if len(keys) != 1 or len(certificates) != 2:
-        raise CertificateError(f"{path} is no file of `certificates.py`. {_MAKE_ONE}")
+    content = _read(path)
     try:
-        own = x509.load_pem_x509_certificate(certificates[0])
+        own, authority = x509.load_pem_x509_certificates(content)
         name = str(own.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
         hosts = own.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (ValueError, IndexError, x509.ExtensionNotFound) as error:
-        raise CertificateError(f"{path} holds no certificate of `certificates.py`.") from error
+        serialization.load_pem_private_key(content, None)
+    except (ValueError, TypeError, IndexError, x509.ExtensionNotFound) as error:
+        raise CertificateError(f"{path} is no file of `certificates.py`. {_MAKE_ONE}") from error
     if own.not_valid_after_utc < datetime.now(timezone.utc):
         raise CertificateError(
             f"The certificate in {path} expired on {own.not_valid_after_utc:%Y-%m-%d}. Make a new "
@@ -99,7 +84,7 @@ def load_identity(path: str | Path, role: Literal["server", "client"]) -> Identi
         )
     if (SERVER_NAME in hosts.get_values_for_type(x509.DNSName)) != (role == "server"):
         raise CertificateError(f"{path} belongs to {name!r}, which cannot be used by a {role}.")
-    return Identity(name, keys[0], *certificates)
+    return Identity(name, content, authority.public_bytes(serialization.Encoding.PEM))
 
 
 def _read(path: Path) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -119,9 +118,9 @@ class Server:
         except RuntimeError as error:
             raise OSError(str(error)) from error
         logger.warning(
-            "No authentication and no encryption: every program that reaches %s is served%s.",
+            "No authentication and no encryption: every program that reaches %s is served. Use "
+            "certificates where others can.",
             show_address((address[0], port)),
-            "" if _is_loopback(address[0]) else ", of other machines too. Use certificates",
         )
         return port
 
@@ -226,10 +225,3 @@ class Server:
 
 def _shown(context: grpc.ServicerContext, name: str) -> str:
     return f"{name} ({unquote(context.peer()).partition(':')[2]})"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 from .errors import AddressError
 
@@ -34,12 +35,18 @@ def show_address(address: Address) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def _check_positive(settings: Any) -> None:
+    for field in fields(settings):
+        if not 0 < getattr(settings, field.name) < math.inf:
+            raise ValueError(f"`{field.name}={getattr(settings, field.name)}` must be above 0.")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """Limits on a received message, all checked before its tensors are allocated.
 
     Attributes:
-        nbytes: size of the whole message. A server holds at most three times that per client.
+        nbytes: size of the whole message. A server holds about twice that per client.
         tensors: number of tensors.
         dims: number of dimensions of a tensor.
     """
@@ -49,10 +56,8 @@ class Limits:
     dims: int = 8
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for values below 1."""
-        for field in fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(f"`{field.name}={getattr(self, field.name)}` must be at least 1.")
+        """Raise ``ValueError`` for values that are not above 0."""
+        _check_positive(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +79,7 @@ class Deadlines:
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for values that are not above 0."""
-        for field in fields(self):
-            if not 0 < getattr(self, field.name) < math.inf:
-                raise ValueError(f"`{field.name}={getattr(self, field.name)}` must be above 0.")
+        _check_positive(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,7 +34,7 @@ def identity(folder: Path, name: str) -> Identity:
 
 def mixed(own: Identity, authority: Identity) -> Identity:
     """Return an identity that trusts another authority than its own."""
-    return Identity(own.name, own.key, own.certificate, authority.authority)
+    return Identity(own.name, own.own, authority.authority)
 
 
 def test_strangers_of_all_kinds_are_refused(folder: Path) -> None:
@@ -185,8 +185,7 @@ def test_the_command_keeps_what_there_is(folder: Path, capsys: pytest.CaptureFix
 def test_expired_certificates_are_refused_by_tls(folder: Path) -> None:
     program.make_certificates(folder, ["late"], days=-0.002)
     alice, server = identity(folder, "alice"), identity(folder, "server")
-    blocks = program.pem_blocks((folder / "late.pem").read_bytes())
-    late = Identity("late", blocks["PRIVATE KEY"][0], *blocks["CERTIFICATE"])
+    late = Identity("late", (folder / "late.pem").read_bytes(), alice.authority)
     with answering(identity=server) as running:
         with pytest.raises(WireError, match="of one authority"):
             connect(running.address, late, TINY, deadlines=PATIENT)
