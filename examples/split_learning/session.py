@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +18,6 @@ from .gates import SentGate
 from .sites import EMBEDDED, HIDDEN, open_sites
 from .wire.errors import UnexpectedMessage
 from .wire.messages import Message
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A forward pass that waits for the gradient of its output."""
-
-    hidden: Tensor
-    leaves: dict[str, Tensor]
 
 
 class Session:
@@ -46,17 +37,17 @@ class Session:
         self._lines = {name: shape.num_lines for name, shape in shapes.items()}
         self._gate = SentGate(HIDDEN, shapes[HIDDEN].ranges) if HIDDEN in shapes else None
         self._adapters: dict[str, Tensor] | None = None
-        self._pending: _Pending | None = None
-        answers: dict[str, Callable[[Message], Iterable[Message]]]
-        answers = {protocol.ADAPTERS: self._take_adapters}
+        # Output and leaves of a forward pass that waits for its gradient.
+        self._pending: tuple[Tensor, dict[str, Tensor]] | None = None
+        self._answers: dict[str, Callable[[Message], Iterable[Message]]]
+        self._answers = {protocol.ADAPTERS: self._take_adapters}
         if model.settings.codec == "amaq":
-            answers[protocol.WIDTHS] = self._take_widths
+            self._answers[protocol.WIDTHS] = self._take_widths
         if model.settings.everything:
-            answers[protocol.EMBEDDED] = self._answer_embedded
-            answers[protocol.HIDDEN_GRADIENT] = self._answer_gradient
+            self._answers[protocol.EMBEDDED] = self._answer_embedded
+            self._answers[protocol.HIDDEN_GRADIENT] = self._answer_gradient
         else:
-            answers[protocol.TOKENS] = self._answer_tokens
-        self._answers = answers
+            self._answers[protocol.TOKENS] = self._answer_tokens
 
     def answer(self, message: Message) -> Iterable[Message]:
         """Return the answers to a message.
@@ -83,10 +74,9 @@ class Session:
         return ()
 
     def _take_adapters(self, message: Message) -> Iterable[Message]:
-        one = torch.zeros(1, dtype=torch.int64)
+        one = torch.zeros(1, dtype=torch.int64)  # one sample, for AQ-SGD
         with _told():
             self._adapters = {
-                # one sample, for AQ-SGD
                 name: self._sites[name].decode(
                     self._payload(message, name), (1, *shape), samples=one
                 )[0]
@@ -142,17 +132,18 @@ class Session:
         else:
             payload = self._sites[HIDDEN].encode(hidden, **known)
         if training:
-            self._pending = _Pending(hidden, leaves)
+            self._pending = hidden, leaves
         yield Message(protocol.HIDDEN, tensors={HIDDEN: payload})
 
     def _answer_gradient(self, message: Message) -> Iterable[Message]:
         pending, self._pending = self._pending, None
         if pending is None:
             raise UnexpectedMessage("A gradient came for which there is no forward pass.")
+        hidden, leaves = pending
         with _told():
             payload = self._payload(message, HIDDEN)
-            gradient = self._sites[HIDDEN].decode_gradient(payload, pending.hidden.shape)
-        gradients = self._model.backward(pending.hidden, gradient, pending.leaves)
+            gradient = self._sites[HIDDEN].decode_gradient(payload, hidden.shape)
+        gradients = self._model.backward(hidden, gradient, leaves)
         embedded = gradients.pop(EMBEDDED, None)
         yield self._gradients(gradients)
         if embedded is not None:

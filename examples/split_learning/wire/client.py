@@ -105,13 +105,6 @@ class Connection:
 
     After any ``WireError`` nothing can be sent or received any more.
 
-    Args:
-        address: of the server.
-        identity: of this client.
-        terms: of ``own_terms``.
-        limits: on received messages.
-        deadlines: for all that the server does.
-
     Attributes:
         traffic: counts by kind and direction.
     """

@@ -22,7 +22,6 @@ from .errors import AuthenticationFailed, CertificateError
 # The name in the server's certificate, whatever its address: no client's certificate has it.
 SERVER_NAME = "server.split-learning.invalid"
 REVOKED_FILE = "revoked.txt"
-_LARGEST_NBYTES = 64 * 1024
 _MAKE_ONE = (
     "Make one with `python examples/split_learning/certificates.py FOLDER NAME` and give each "
     "machine its own file."
@@ -91,7 +90,7 @@ def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            content = file.read(_LARGEST_NBYTES)
+            content = file.read(64 * 1024)
     except OSError as error:
         raise CertificateError(f"The certificate cannot be read: {error}. {_MAKE_ONE}") from error
     if os.name == "posix" and stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO):

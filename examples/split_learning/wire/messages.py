@@ -25,7 +25,6 @@ from .settings import Limits
 
 PIECE_NBYTES = 512 * 1024
 _HEADER_NBYTES = 256 * 1024
-_GRPC_PREFIX_NBYTES = 5
 _LENGTH = struct.Struct("<Q")
 _DTYPES = {
     "F64": torch.float64,
@@ -198,8 +197,8 @@ def encode(message: Message, nbytes: int) -> list[memoryview]:
 
 
 def stream_nbytes(nbytes: int, pieces: int) -> int:
-    """Return the bytes of a message in gRPC, each of whose messages has a prefix."""
-    return nbytes + _GRPC_PREFIX_NBYTES * pieces
+    """Return the bytes of a message in gRPC, which puts 5 bytes in front of every piece."""
+    return nbytes + 5 * pieces
 
 
 def read_message(
@@ -277,7 +276,8 @@ def _check_header(piece: bytes, limits: Limits) -> tuple[str, dict[str, Any], in
 
 def _check_tensor(name: str, entry: Any, limits: Limits) -> int:
     """Return the bytes of a tensor that a header announces."""
-    dtype, shape = (entry.get(key) if isinstance(entry, dict) else None for key in _DESCRIBED)
+    entry = entry if isinstance(entry, dict) else {}
+    dtype, shape = entry.get("dtype"), entry.get("shape")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise MalformedMessage(
             f"The tensor {name!r:.100} has the dtype {dtype!r:.50}; allowed: {', '.join(_DTYPES)}."
@@ -292,9 +292,6 @@ def _check_tensor(name: str, entry: Any, limits: Limits) -> int:
             f"dimensions and {limits.nbytes} bytes."
         )
     return nbytes if all(shape) else 0
-
-
-_DESCRIBED = ("dtype", "shape")
 
 
 def load_json(encoded: bytes | str) -> dict[str, Any]:

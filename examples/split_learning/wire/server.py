@@ -40,8 +40,6 @@ _LONGEST_REASON = 1800  # gRPC sends it as metadata, of at most 8 KiB
 _CODES: dict[type[WireError], grpc.StatusCode] = {
     AuthenticationFailed: grpc.StatusCode.PERMISSION_DENIED,
     Refused: grpc.StatusCode.FAILED_PRECONDITION,
-    PeerLost: grpc.StatusCode.CANCELLED,
-    PeerStalled: grpc.StatusCode.CANCELLED,
 }
 
 
