@@ -153,13 +153,9 @@ class Connection:
         pieces = encode(message, self._peer_nbytes)
         try:
             for piece in pieces:
-                if not self._call.is_active():
-                    raise self._error()
-                self._outgoing.put(bytes(piece), timeout=self._deadlines.stall_s)
-        except BaseException as error:  # Ctrl-C too: nothing may follow half a message
+                self._put(bytes(piece), self._deadlines.stall_s)
+        except BaseException:  # Ctrl-C too: nothing may follow half a message
             self._call.cancel()
-            if isinstance(error, queue.Full):
-                raise self._stalled(f"took nothing for {self._deadlines.stall_s:.1f} s") from None
             raise
         nbytes = stream_nbytes(sum(map(len, pieces)), len(pieces))
         self.traffic.sent[message.kind].add(nbytes, message.tensor_nbytes)
@@ -191,8 +187,8 @@ class Connection:
     def close(self) -> None:
         """End the connection in good order; calling it again does nothing."""
         if self._call.is_active():
-            with contextlib.suppress(queue.Full):
-                self._outgoing.put(b"", timeout=_GOODBYE_S)
+            with contextlib.suppress(WireError):
+                self._put(b"", _GOODBYE_S)
             with deadline(self._call.cancel, _GOODBYE_S), contextlib.suppress(grpc.RpcError):
                 next(self._call, None)
         self._channel.close()
@@ -214,6 +210,17 @@ class Connection:
             if not piece:
                 return
 
+    def _put(self, piece: bytes, seconds: float) -> None:
+        """Hand over a piece, unless the call ends first."""
+        until = time.monotonic() + seconds
+        while self._call.is_active():
+            with contextlib.suppress(queue.Full):
+                self._outgoing.put(piece, timeout=min(0.1, seconds))
+                return
+            if time.monotonic() > until:
+                raise self._stalled(f"took nothing for {seconds:.1f} s")
+        raise self._error()
+
     def _next_piece(self, first: bool) -> bytes | None:
         seconds = self._deadlines.wait_s if first else self._deadlines.stall_s
         with deadline(self._call.cancel, seconds) as passed:
@@ -224,9 +231,7 @@ class Connection:
         return piece
 
     def _on_end(self) -> None:
-        """Wake whoever waits at the queue: gRPC's thread, or `send`."""
-        with contextlib.suppress(queue.Empty):
-            self._outgoing.get_nowait()
+        """Wake gRPC's thread if it waits for a piece."""
         with contextlib.suppress(queue.Full):
             self._outgoing.put_nowait(None)
 

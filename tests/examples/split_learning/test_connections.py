@@ -218,6 +218,22 @@ def test_errors_end_their_client_alone(caplog: pytest.LogCaptureFixture) -> None
     assert "ZeroDivisionError: a secret path" in caplog.text
 
 
+def test_a_client_that_sends_is_told_at_once() -> None:
+    held = threading.Event()
+
+    def answer(message: Message) -> Iterable[Message]:
+        held.wait(20)
+        raise ZeroDivisionError
+
+    with answering(answer) as server, join(server) as connection:
+        connection.send(Message("batch"))
+        timer = threading.Timer(0.3, held.set)
+        timer.start()
+        with pytest.raises(PeerFailed, match="ZeroDivisionError"):
+            connection.send(Message("batch", {}, BIG))
+        timer.join()
+
+
 def test_raw_messages_above_the_limits_are_refused() -> None:
     alice = identity("alice")
     terms = calls.own_terms({"model": "tiny"}, Limits())
