@@ -20,9 +20,8 @@ client connects, sends and receives::
 
 TLS encrypts and authenticates everything with keys that no later theft of a certificate reveals.
 A message is a safetensors file in pieces of half a MiB: nothing is unpickled, and sizes, counts and
-shapes are checked before tensors are allocated. Time is bounded in every state. What is not
-protected from: wrong values of a peer with a certificate, and floods of a port that strangers can
-reach.
+shapes are checked before tensors are allocated. Time is bounded in every state. Not protected from:
+wrong values of a peer with a certificate, and floods of a port that strangers can reach.
 """
 
 import os

@@ -27,12 +27,12 @@ def channel_options(deadlines: Deadlines) -> list[tuple[str, int]]:
 
     gRPC sends and answers pings on a thread of its own, also while Python computes.
     """
-    ping_s = deadlines.idle_s / 3
+    ping_s, left_s = deadlines.idle_s / 3, deadlines.idle_s * 2 / 3
     return [
         ("grpc.max_receive_message_length", PIECE_NBYTES),
         ("grpc.keepalive_time_ms", round(1000 * ping_s)),
-        ("grpc.keepalive_timeout_ms", round(1000 * (deadlines.idle_s - ping_s))),
-        ("grpc.http2.ping_timeout_ms", round(1000 * (deadlines.idle_s - ping_s))),
+        ("grpc.keepalive_timeout_ms", round(1000 * left_s)),
+        ("grpc.http2.ping_timeout_ms", round(1000 * left_s)),
         ("grpc.http2.max_pings_without_data", 0),
     ]
 

@@ -41,7 +41,6 @@ _ERRORS: dict[grpc.StatusCode, type[WireError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: Refused,
     grpc.StatusCode.UNIMPLEMENTED: Refused,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ServerBusy,
-    grpc.StatusCode.DEADLINE_EXCEEDED: PeerLost,
 }
 
 

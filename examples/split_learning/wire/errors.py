@@ -1,4 +1,4 @@
-"""What can go wrong between client and server, one class for each, with what to do about it.
+"""Errors between client and server; their texts say what to do.
 
 ``WireError`` covers all that another machine or the network can cause. ``UnsendableMessage``,
 ``CertificateError`` and ``AddressError`` are mistakes of the program or the person that starts it.
@@ -6,10 +6,8 @@
 
 from __future__ import annotations
 
-_LONGEST = 600
 
-
-def printable(text: object, longest: int = _LONGEST) -> str:
+def printable(text: object, longest: int = 600) -> str:
     """Return a peer's text fit for a log or a terminal: short, printable ASCII, on one line."""
     shown = "".join(c if " " <= c <= "~" else ascii(c)[1:-1] for c in str(text)[: longest + 1])
     return shown if len(shown) <= longest else shown[:longest] + "..."
