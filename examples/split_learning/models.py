@@ -35,8 +35,8 @@ def require(package: str) -> None:
     """Raise ``ModuleNotFoundError``, with a remedy, when a package is missing."""
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(
-            f"Split learning needs the package `{package}`: `pip install lq-lightning[hf]`, at "
-            "both ends."
+            f"Split learning needs the package `{package}`, at both ends: "
+            "`pip install lq-lightning[examples,hf]`."
         )
 
 

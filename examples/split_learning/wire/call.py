@@ -18,7 +18,6 @@ PROTOCOL = 2
 SERVICE, METHOD = "lq.SplitLearning", "Connect"
 TERMS_KEY = "terms-bin"  # of the metadata in which either side tells its terms
 _TERMS_NBYTES = 6000  # gRPC refuses metadata above 8 KiB
-_MOST_DIFFERENCES = 10
 _OWN = ("protocol", "package")
 
 
@@ -95,8 +94,8 @@ def difference(server: Mapping[str, Any], client: Mapping[str, Any]) -> str | No
     ]
     if not found:
         return None
-    more = f"; and {len(found) - _MOST_DIFFERENCES} more" if len(found) > _MOST_DIFFERENCES else ""
-    return f"Client and server differ: {'; '.join(found[:_MOST_DIFFERENCES])}{more}."
+    more = f"; and {len(found) - 10} more" if len(found) > 10 else ""
+    return f"Client and server differ: {'; '.join(found[:10])}{more}."
 
 
 def _shown(options: Mapping[str, Any], name: str) -> str:
