@@ -30,7 +30,9 @@ from split_learning.model import SplitModel
 from split_learning.models import read_config
 from split_learning.session import Session
 from split_learning.settings import SplitSettings
-from split_learning.wire import NO_AUTHENTICATION, Server, connect
+from split_learning.wire.client import connect
+from split_learning.wire.identity import NO_AUTHENTICATION
+from split_learning.wire.server import Server
 
 CODECS = ("none", "bf16", "int8", "int6", "int5", "int4", "int3")
 
@@ -80,7 +82,7 @@ def fine_tune(
     with Server(
         ("127.0.0.1", 0),
         NO_AUTHENTICATION,
-        lambda connection: Session(frozen, connection).serve(),
+        lambda: Session(frozen).answer,
         frozen.agreement(),
     ) as server:
         torch.manual_seed(seed)

@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,11 @@ from split_learning.model import SplitModel
 from split_learning.models import read_config
 from split_learning.settings import SplitSettings
 from split_learning.sites import Site, site_shapes
-from split_learning.wire import NO_AUTHENTICATION, Connection, Server, connect, parse_address
+from split_learning.wire.client import connect
+from split_learning.wire.identity import NO_AUTHENTICATION
+from split_learning.wire.messages import Message
+from split_learning.wire.server import Server
+from split_learning.wire.settings import parse_address
 from split_sizes import LLAMA3_8B, ModelShape, packing
 
 CODECS = ("bf16", "aq_sgd", "channel", "amaq")
@@ -93,19 +98,19 @@ class Answers:
             for name, shape in adapters.shapes.items()
         }
 
-    def serve(self, connection: Connection) -> None:
-        """Answer batches."""
-        for message in connection.messages():
-            if message.kind == protocol.TOKENS:
-                connection.send(protocol.LOSS, tensors={"loss": torch.tensor(1.0)})
-                connection.send(protocol.ADAPTER_GRADIENTS, tensors=self._gradients)
+    def answer(self, message: Message) -> Iterator[Message]:
+        """Answer a batch; other messages have no answer."""
+        if message.kind == protocol.TOKENS:
+            yield Message(protocol.LOSS, tensors={"loss": torch.tensor(1.0)})
+            yield Message(protocol.ADAPTER_GRADIENTS, tensors=self._gradients)
 
 
 def measure(settings: SplitSettings, model: ModelShape, args: argparse.Namespace) -> dict[str, Any]:
     """Return what a client in a process of its own says."""
     agreement = settings.agreement(read_config(settings.model), None)
     answers = Answers(settings, model)
-    with Server(("127.0.0.1", 0), NO_AUTHENTICATION, answers.serve, agreement) as server:
+    opened = ("127.0.0.1", 0), NO_AUTHENTICATION, lambda: answers.answer, agreement
+    with Server(*opened) as server:
         address = f"127.0.0.1:{server.address[1]}"
         command = [sys.executable, __file__, "--client", address, json.dumps(asdict(settings))]
         command += ["--steps", str(args.steps), "--batch", str(args.batch)]

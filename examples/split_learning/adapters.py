@@ -1,6 +1,6 @@
 """Adapters of peft, and the matrices in which they cross.
 
-A line is what shares a scale, a minimum and a trained width. Those of LoRA are its rank-one parts:
+A line shares a scale, a minimum and a trained width. The lines of LoRA are its rank-one parts:
 row k of A and column k of B, as rows of one matrix per length, since modules of the same width are
 alike. Prefix tuning has two matrices, the keys and the values of all layers, whose lines are
 channels: two gates shared by all layers (AMAQ, appendix A.3).
@@ -15,15 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from .require import require
+from .models import require
 from .settings import OptionError, SplitSettings
 
 _NAME = "default"  # peft's, of the only adapter
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element
 
 
 def add_adapters(model: nn.Module, settings: SplitSettings) -> Any:
-    """Return the model of peft around a frozen model; what its adapters hold is never used.
+    """Return the model of peft around a frozen model; its adapters' values are never used.
 
     Raises:
         ModuleNotFoundError: peft is not installed.
@@ -74,7 +76,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def adapter_shapes(adapted: nn.Module) -> dict[str, torch.Size]:
-    """Return the names and shapes of what is trained, as peft names them."""
+    """Return the names, as in peft, and shapes of the trained parameters."""
     return {n: p.shape for n, p in adapted.named_parameters() if _is_adapter(n)}
 
 
@@ -101,7 +103,7 @@ class NamedParameters(nn.Module):
     """Parameters under dotted names, as in the state dict of another module.
 
     Args:
-        values: what they begin with.
+        values: initial values by name.
     """
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
@@ -205,3 +207,78 @@ def packing_of(adapted: Any, settings: SplitSettings) -> Packing:
         return LoRAPacking(shapes)
     (name,) = shapes
     return PrefixPacking(name, shapes[name], adapted.peft_config[_NAME].num_layers)
+
+
+class PackedAdapters:
+    """Adapters packed into matrices, and packed anew when a bit of an adapter has changed.
+
+    All values are compared: nothing else tells whether they have changed. torch counts changes in
+    place (``Tensor._version``), but not those of fused optimizers, through ``.data`` (as those of
+    Lightning's ``WeightAveraging`` around a validation) or through numpy. It costs little: the
+    comparison ends at the first difference, which after most steps is at the beginning, and where
+    there is none, nothing has to be packed.
+
+    Args:
+        packing: how adapters cross.
+
+    Attributes:
+        changes: how often matrices were made.
+        matrices: by name.
+    """
+
+    def __init__(self, packing: Packing) -> None:
+        self._packing = packing
+        self.changes = 0
+        self.matrices: dict[str, Tensor] = {}
+
+    def refresh(self, adapters: Mapping[str, Tensor]) -> None:
+        """Take over the adapters, if they have changed."""
+        if self.matrices and self._holds(adapters):
+            return
+        self.matrices = {}  # freed first
+        # The first batch to see a change may be one of a validation, the next one of training.
+        with torch.inference_mode(False), torch.no_grad():
+            self.matrices = self._packing.pack(adapters)
+        self.changes += 1
+
+    def connected(self, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the matrices with a graph, so that their gradients become those of adapters.
+
+        Args:
+            adapters: those of the last `refresh`.
+        """
+        matrices: tuple[Tensor, ...] = _Connect.apply(self, tuple(adapters), *adapters.values())  # type: ignore[no-untyped-call]
+        return dict(zip(self.matrices, matrices, strict=True))
+
+    def _holds(self, adapters: Mapping[str, Tensor]) -> bool:
+        before = self._packing.unpack(self.matrices)
+        return all(_same(value, before[name]) for name, value in adapters.items())
+
+    def unpack(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the adapters that matrices hold, by name."""
+        return self._packing.unpack(matrices)
+
+
+class _Connect(torch.autograd.Function):
+    """The matrices as they are, as a function of the adapters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, packed: PackedAdapters, names: tuple[str, ...], *adapters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.packed, ctx.names, ctx.keys = packed, names, tuple(packed.matrices)
+        return tuple(value.detach() for value in packed.matrices.values())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        gradients = ctx.packed.unpack(dict(zip(ctx.keys, grads, strict=True)))
+        return (None, None, *(gradients[name] for name in ctx.names))
+
+
+def _same(value: Tensor, before: Tensor) -> bool:
+    """Whether two tensors have the same bits: zeros of both signs differ, and NaN is itself."""
+    if (value.dtype, value.device) != (before.dtype, before.device):
+        return False
+    integers = _INTEGERS[value.element_size()]
+    return torch.equal(value.detach().view(integers), before.view(integers))

@@ -1,4 +1,4 @@
-"""What a Trainer does for a `SplitModel`: gates, checkpoints, and a report of what crossed."""
+"""Callbacks for a `SplitModel`: gates, checkpoints, and a report of what crossed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -73,7 +74,7 @@ class SplitLearning(pl.Callback):
         self.model.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the gates' state, and what it belongs to."""
+        """Return the gates' state and the settings that it belongs to."""
         if self._model is None:
             return {}
         gates = self._model.gates
@@ -116,29 +117,29 @@ def _find(pl_module: pl.LightningModule) -> SplitModel:
 
 
 def _lasting(settings: SplitSettings) -> dict[str, Any]:
-    """Return what a checkpoint means nothing without; a model may be in another folder."""
+    """Return the settings that a checkpoint depends on; the model may be in another folder."""
     return {name: value for name, value in asdict(settings).items() if name != "model"}
 
 
 class WireReport(pl.Callback):
-    """Logs what each batch sends and receives, and writes it to a file at the end.
+    """Logs the bytes that each batch sends and receives, and writes a report at the end.
 
     Args:
-        path: of a JSON file: settings, and for every batch its loss, seconds, and bytes by kind of
-            message in both directions; and the most memory that the client used. None only logs.
+        path: of a JSON file with settings, the loss, seconds and bytes of every batch by kind of
+            message in both directions, and the client's peak of memory. None only logs.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path)
         self.batches: list[dict[str, Any]] = []
         self._base_nbytes = resident_nbytes()
-        self._before: dict[str, dict[str, int]] = {}
+        self._before: Counter[tuple[str, str]] = Counter()
         self._started = 0.0
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Note where the counts stand."""
+        """Note the counts before the batch."""
         self._before, self._started = _counts(_find(pl_module)), time.perf_counter()
 
     def on_train_batch_end(
@@ -146,19 +147,12 @@ class WireReport(pl.Callback):
     ) -> None:
         """Log and keep what the batch added."""
         model = _find(pl_module)
-        seconds, counts = time.perf_counter() - self._started, _counts(model)
-        added = {
-            way: {
-                kind: nbytes - self._before[way].get(kind, 0)
-                for kind, nbytes in kinds.items()
-                if nbytes > self._before[way].get(kind, 0)
-            }
-            for way, kinds in counts.items()
-        }
-        for way, kinds in added.items():
-            pl_module.log(f"wire/{way}_mb", sum(kinds.values()) / 1e6)
+        seconds, added = time.perf_counter() - self._started, _counts(model) - self._before
+        batch: dict[str, Any] = {"step": trainer.global_step, "seconds": seconds}
+        for way in ("sent", "received"):
+            batch[way] = {kind: nbytes for (one, kind), nbytes in added.items() if one == way}
+            pl_module.log(f"wire/{way}_mb", sum(batch[way].values()) / 1e6)
         pl_module.log("wire/seconds", seconds)
-        batch = {"step": trainer.global_step, "seconds": seconds, **added}
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if loss is not None:  # with manual optimization nothing need be returned
             batch["loss"] = float(loss)
@@ -170,7 +164,7 @@ class WireReport(pl.Callback):
         """Write the file."""
         if self.path is None:
             return
-        model = _find(pl_module)
+        model, on_gpu = _find(pl_module), pl_module.device.type == "cuda"
         report = {
             "settings": asdict(model.settings),
             "batches": self.batches,
@@ -178,18 +172,19 @@ class WireReport(pl.Callback):
             "memory": {
                 "imported_nbytes": self._base_nbytes,
                 "peak_nbytes": peak_nbytes(),
-                "peak_gpu_nbytes": torch.cuda.max_memory_allocated() if _on_gpu(pl_module) else 0,
+                "peak_gpu_nbytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
             },
         }
         self.path.write_text(json.dumps(report, indent=1))
 
 
-def _counts(model: SplitModel) -> dict[str, dict[str, int]]:
+def _counts(model: SplitModel) -> Counter[tuple[str, str]]:
+    """Return bytes by direction and kind of message."""
     traffic = model.link.traffic
-    return {
-        "sent": {kind: count.nbytes for kind, count in traffic.sent.items()},
-        "received": {kind: count.nbytes for kind, count in traffic.received.items()},
-    }
+    ways = {"sent": traffic.sent, "received": traffic.received}
+    return Counter(
+        {(way, kind): one.nbytes for way, kinds in ways.items() for kind, one in kinds.items()}
+    )
 
 
 def peak_nbytes() -> int:
@@ -204,7 +199,3 @@ def resident_nbytes() -> int:
     if not statm.exists():
         return peak_nbytes()
     return int(statm.read_text().split()[1]) * resource.getpagesize()
-
-
-def _on_gpu(module: pl.LightningModule) -> bool:
-    return module.device.type == "cuda"

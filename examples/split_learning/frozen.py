@@ -27,7 +27,7 @@ class FrozenModel:
     """A model whose weights never change.
 
     Args:
-        settings: what clients must have been given as well.
+        settings: the same as the clients'.
         device: where it computes.
         max_tokens: of a batch, B * T at most; more are refused.
 
@@ -63,7 +63,7 @@ class FrozenModel:
         return int(self.config.hidden_size)
 
     def agreement(self) -> dict[str, Any]:
-        """Return what the handshake compares."""
+        """Return the options that are compared when a client connects."""
         return self.settings.agreement(self.config, self._ends)
 
     def check_batch(self, batch: int, tokens: int) -> None:

@@ -1,9 +1,9 @@
-"""Trained widths between two machines: who holds gates, and who learns what of them.
+"""Gates of trained widths (AMAQ) between two machines.
 
-All gates are the client's, with their optimizer, so that their mean is held over all sites together
-and a checkpoint of the client has everything. The server sends one tensor, the hidden states; there
-it sums up gradient times error of quantization per channel, which the client turns into the
-gradient of its gate. That is one float32 per channel and batch.
+All gates are the client's, with their optimizer, so that one mean is held over all sites and a
+checkpoint of the client has everything. For the hidden states, which the server sends, the server
+sums up gradient times quantization error per channel, and the client turns that into the gradient
+of its gate: one float32 per channel and batch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from .sites import HIDDEN, SiteShape
 
 
 class SentGate:
-    """The gate of a tensor that the server sends, as far as the server needs it.
+    """The server's part of a gate, in place of a ``BitGate`` in ``adaptive_quantize``.
 
-    It takes the place of a ``BitGate`` in ``adaptive_quantize``: it has widths, and sums up what
-    their gradient is made of.
+    It has the widths, and sums up the terms of their gradient.
 
     Args:
         name: of the site, for messages.
@@ -64,14 +63,12 @@ class SentGate:
             raise ValueError(f"There are no widths of {channels} channels for `{self.name}`.")
 
     def accumulate(self, sums: Tensor, values: int) -> None:
-        """Add what a backward pass says."""
+        """Add the sums of a backward pass."""
         self._sums = sums if self._sums is None else self._sums + sums
         self._values += values
 
     def take(self) -> tuple[Tensor, int]:
-        """Return both sums of ``BitGate.accumulate``, float32 on the CPU, and values per channel.
-
-        What comes later is summed anew.
+        """Return and reset both sums of ``BitGate.accumulate``, float32 on the CPU, and a count.
 
         Raises:
             RuntimeError: there was no backward pass.
@@ -107,5 +104,5 @@ class ClientGates:
         return {name: gate.table() for name, gate in self.gates.items()}
 
     def add_remote(self, sums: Tensor, values: int) -> None:
-        """Take what the server has summed up for the hidden states."""
+        """Add the server's sums for the hidden states."""
         self.gates[HIDDEN].accumulate(sums, values)

@@ -38,6 +38,6 @@ class FineTuning(pl.LightningModule):
         self.log("val_loss", loss, prog_bar=True, batch_size=len(tokens))
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW over what is trained."""
+        """Return AdamW over all trained parameters."""
         trained = [value for value in self.parameters() if value.requires_grad]
         return torch.optim.AdamW(trained, self.learning_rate, weight_decay=self.weight_decay)

@@ -1,47 +1,34 @@
-"""The client's end of the protocol: what is asked of the server, also after the network failed."""
+"""The client's end of the protocol: questions to the server, asked again after a failure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from . import protocol
+from .adapters import PackedAdapters
 from .gates import ClientGates
-from .packed import PackedAdapters
 from .settings import SplitSettings
 from .sites import EMBEDDED, HIDDEN, SiteShape, open_sites
-from .wire import Connection, Message, Traffic
+from .wire.client import Connection
 from .wire.errors import TRANSIENT
+from .wire.messages import Message, Traffic
 
 _T = TypeVar("_T")
 _MOST_FAILURES = 5  # of one request, each after a successful handshake
 
 
-@dataclass(slots=True)
-class Question:
-    """What has to be sent again over a new connection: kind, fields and tensors."""
-
-    kind: str
-    tensors: dict[str, Tensor]
-    fields: dict[str, Any] = field(default_factory=dict)
-
-    def send(self, connection: Connection) -> None:
-        """Send it over a connection."""
-        connection.send(self.kind, self.fields, self.tensors)
-
-
 class ServerLink:
     """Asks the server for losses, hidden states and gradients.
 
-    If the connection breaks, it connects anew and asks again: answers depend on nothing but what it
-    sends. With AQ-SGD they depend on what both ends have kept, and the error is raised.
+    If the connection breaks, it connects anew and asks again: answers depend only on the messages
+    that it sends. With AQ-SGD they depend on caches at both ends, and the error is raised.
 
     Args:
-        connect: returns a new connection, or raises when there is none to be had.
+        connect: returns a new connection, or raises an error that is final.
         shapes: of the sites.
         matrices: shapes of the adapters as they cross.
         settings: of both ends.
@@ -65,11 +52,11 @@ class ServerLink:
         self.reconnections = 0
         self._past = Traffic()
         self._connection: Connection | None = None
-        self._widths: Question | None = None
-        self._adapters: Question | None = None
+        self._widths: Message | None = None
+        self._adapters: Message | None = None
         self._encoded = -1  # which adapters were encoded last
-        self._embedded: Question | None = None
-        self._told: dict[str, Question] = {}  # what this connection's server knows, by kind
+        self._embedded: Message | None = None
+        self._told: dict[str, Message] = {}  # state that this connection's server has, by kind
 
     @property
     def traffic(self) -> Traffic:
@@ -98,13 +85,13 @@ class ServerLink:
             learning: whether gates learn from this batch.
 
         Returns:
-            With ``learning``, what the server decodes; else nothing.
+            With ``learning``, the adapters as the server decodes them; else nothing.
         """
         if self.gates is not None:
             tables = self.gates.tables()
             widths = {name: table.pack() for name, table in tables.items()}
             if self._widths is None or not _equal(self._widths.tensors, widths):
-                self._widths = Question(protocol.WIDTHS, widths)
+                self._widths = Message(protocol.WIDTHS, tensors=widths)
                 for name, table in tables.items():
                     self.sites[name].set_widths(table)
                 self._encoded = -1
@@ -126,8 +113,8 @@ class ServerLink:
         samples: Tensor,
         training: bool,
         learning: bool,
-    ) -> tuple[Question, Tensor | None]:
-        """Return what `forward` asks, and with ``learning`` what the server decodes.
+    ) -> tuple[Message, Tensor | None]:
+        """Return the message of `forward`, and with ``learning`` the input as it is decoded.
 
         Args:
             embedded: ``[B, T, H]``.
@@ -145,7 +132,7 @@ class ServerLink:
         if mask is not None:
             tensors["mask"] = mask
         fields = {"training": training, "tokens": embedded.shape[1]}
-        return Question(protocol.EMBEDDED, tensors, fields), arrives
+        return Message(protocol.EMBEDDED, fields, tensors), arrives
 
     def loss(
         self, batch: Mapping[str, Tensor], training: bool, device: torch.device
@@ -159,13 +146,13 @@ class ServerLink:
         """
 
         def ask(connection: Connection) -> tuple[Tensor, dict[str, Tensor]]:
-            connection.send(protocol.TOKENS, {"training": training}, batch)
+            connection.send(Message(protocol.TOKENS, {"training": training}, dict(batch)))
             loss = connection.receive(protocol.LOSS).tensor("loss", shape=[])
             return loss, self._receive_gradients(connection, device) if training else {}
 
         return self._ask(ask)
 
-    def forward(self, sent: Question, shape: Sequence[int], device: torch.device) -> Tensor:
+    def forward(self, sent: Message, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return the hidden states behind the trunk.
 
         Args:
@@ -176,7 +163,7 @@ class ServerLink:
         self._embedded = sent
 
         def ask(connection: Connection) -> Message:
-            sent.send(connection)
+            connection.send(sent)
             return connection.receive(protocol.HIDDEN)
 
         payload = _payload(self._ask(ask), HIDDEN, device)
@@ -184,7 +171,7 @@ class ServerLink:
         return self.sites[HIDDEN].decode(payload, shape, training=training, samples=samples)
 
     def backward(self, gradient: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the gradients of what `forward` was given: of the input, if used, and adapters.
+        """Return gradients of the last `forward`: of its input, if used, and of the adapters.
 
         Args:
             gradient: of the hidden states that `forward` returned.
@@ -202,10 +189,10 @@ class ServerLink:
         first = self._connection
 
         def ask(connection: Connection) -> tuple[Tensor | None, dict[str, Tensor]]:
-            if connection is not first:  # the other end has to compute what is differentiated
-                sent.send(connection)
+            if connection is not first:  # this server has to run the forward pass first
+                connection.send(sent)
                 connection.receive(protocol.HIDDEN)
-            connection.send(protocol.HIDDEN_GRADIENT, tensors={HIDDEN: payload})
+            connection.send(Message(protocol.HIDDEN_GRADIENT, tensors={HIDDEN: payload}))
             gradients = self._receive_gradients(connection, gradient.device)
             embedded = None
             if self._settings.input_gradient:
@@ -214,7 +201,10 @@ class ServerLink:
                     _payload(received, EMBEDDED, gradient.device), gradient.shape
                 )
             if self.gates is not None:
-                self._receive_gate_sums(connection, self.gates)
+                received = connection.receive(protocol.GATE_SUMS)
+                lines = self._shapes[HIDDEN].num_lines
+                sums = received.tensor(HIDDEN, dtype=torch.float32, shape=[2, lines])
+                self.gates.add_remote(sums, received.field("values", int))
             return embedded, gradients
 
         return self._ask(ask)
@@ -230,7 +220,7 @@ class ServerLink:
                 arriving[name] = arrives[0]
             else:
                 payloads[name] = self.sites[name].encode(value[None], samples=one)
-        self._adapters = Question(protocol.ADAPTERS, payloads)
+        self._adapters = Message(protocol.ADAPTERS, tensors=payloads)
         self._encoded = packed.changes
         return arriving
 
@@ -238,12 +228,12 @@ class ServerLink:
         """Return the answer to a question, asked again over a new connection if need be."""
         failures = 0
         while True:
-            if self._connection is None:  # what this raises is final: it has its own attempts
+            if self._connection is None:  # errors are final: `connect` has its own attempts
                 self._connection = self._connect()
             try:
                 for known in (self._widths, self._adapters):
                     if known is not None and self._told.get(known.kind) is not known:
-                        known.send(self._connection)
+                        self._connection.send(known)
                         self._told[known.kind] = known
                 return question(self._connection)
             except TRANSIENT as error:
@@ -270,12 +260,6 @@ class ServerLink:
             name: self.sites[name].decode_gradient(_payload(received, name, device), shape)
             for name, shape in self._matrix_shapes.items()
         }
-
-    def _receive_gate_sums(self, connection: Connection, gates: ClientGates) -> None:
-        received = connection.receive(protocol.GATE_SUMS)
-        lines = self._shapes[HIDDEN].num_lines
-        sums = received.tensor(HIDDEN, dtype=torch.float32, shape=[2, lines])
-        gates.add_remote(sums, received.field("values", int))
 
 
 def _payload(message: Message, name: str, device: torch.device) -> Tensor:

@@ -13,14 +13,20 @@ from torch.autograd.function import once_differentiable
 
 from lq_lightning.adaptive import adaptive_quantize
 
-from .adapters import NamedParameters, add_adapters, initial_adapters, packing_of
+from .adapters import (
+    NamedParameters,
+    PackedAdapters,
+    add_adapters,
+    initial_adapters,
+    packing_of,
+)
 from .gates import ClientGates
-from .link import Question, ServerLink
+from .link import ServerLink
 from .models import digest, empty_model, load_ends, read_config, trunk_of
-from .packed import PackedAdapters
 from .settings import SplitSettings
 from .sites import EMBEDDED, site_shapes
-from .wire import Connection
+from .wire.client import Connection
+from .wire.messages import Message
 
 
 class SplitModel(nn.Module):
@@ -35,11 +41,11 @@ class SplitModel(nn.Module):
 
     Args:
         settings: the same as the server's.
-        connect: returns a connection, given what the handshake compares.
+        connect: returns a connection, given the options that both ends compare.
         **gates: other values of ``AdaptiveBitsConfig`` than its preset for the bits.
 
     Attributes:
-        adapters: what is trained, under peft's names.
+        adapters: trained parameters, under peft's names.
         gates: of AMAQ; else None.
         link: to the server.
 
@@ -111,7 +117,7 @@ class SplitModel(nn.Module):
     def save_adapters(self, folder: str | Path) -> None:
         """Save the adapters in peft's format, for ``PeftModel.from_pretrained``."""
         state = {name: value.detach().cpu() for name, value in self.adapters.values().items()}
-        # peft takes a prefix from its model, and LoRA from what it is given.
+        # peft takes a prefix from its model, and LoRA from `state_dict`.
         self._peft[0].load_state_dict(state, strict=False, assign=True)
         self._peft[0].save_pretrained(str(folder), state_dict=state)
 
@@ -142,7 +148,7 @@ class SplitModel(nn.Module):
 
     def _run_trunk(self, embedded: Tensor, input_ids: Tensor, mask: Tensor | None) -> Tensor:
         training = torch.is_grad_enabled()
-        matrices = self._matrices(training)  # and the widths in which what follows is encoded
+        matrices = self._matrices(training)  # which also sets the widths of `encode` below
         if mask is not None:
             mask = mask.detach().cpu().bool()
         gate = self.gates.gates[EMBEDDED] if self.gates is not None and training else None
@@ -159,7 +165,7 @@ class SplitModel(nn.Module):
     def _identify(self, input_ids: Tensor) -> Tensor:
         """Return a number per sample, the same whenever it comes again; the server learns no more.
 
-        Numbers say when samples were first seen, nothing of what is in them.
+        Numbers tell the order in which samples were first seen, nothing of their content.
         """
         if self.settings.codec != "aq_sgd":
             return torch.zeros(len(input_ids), dtype=torch.int64)
@@ -168,7 +174,7 @@ class SplitModel(nn.Module):
         return torch.tensor([self._samples.setdefault(key, len(self._samples)) for key in keys])
 
     def _load_ends(self, dtype: torch.dtype) -> tuple[Any, str]:
-        """Return the model around a trunk on the server, and what tells its ends from others."""
+        """Return the model around a trunk on the server, and a digest of its two ends."""
         model: Any = empty_model(self.config, dtype)
         load_ends(model, self.settings.model)
         embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -246,7 +252,7 @@ class _RemoteTrunk(torch.autograd.Function):
         ctx: Any,
         link: ServerLink,
         embedded: Tensor,
-        sent: Question,
+        sent: Message,
         names: tuple[str, ...],
         *matrices: Tensor,
     ) -> Tensor:
@@ -262,7 +268,7 @@ class _RemoteTrunk(torch.autograd.Function):
 
 
 def _drop_frozen(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Leave out what the model's own files have."""
+    """Leave out frozen weights: the model's own files have them."""
     for name, value in module.named_parameters():
         if not value.requires_grad:
             state.pop(prefix + name, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .require import require
 from .settings import OptionError
 
 SMALL = "small"
@@ -29,6 +29,15 @@ _SMALL = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+
+
+def require(package: str) -> None:
+    """Raise ``ModuleNotFoundError``, with a remedy, when a package is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(
+            f"Split learning needs the package `{package}`, at both ends: "
+            "`pip install lq-lightning[examples,hf]`."
+        )
 
 
 def read_config(name: str) -> Any:
@@ -114,7 +123,7 @@ def load_ends(model: Any, name: str) -> None:
 
 
 def digest(*ends: nn.Module) -> str:
-    """Return what tells embeddings and head of one model from those of another."""
+    """Return a digest of embeddings and LM head, by which models are told apart."""
     seen = hashlib.sha256()
     for end in ends:
         for weight in end.parameters():
@@ -123,7 +132,7 @@ def digest(*ends: nn.Module) -> str:
 
 
 def trunk_of(model: Any) -> nn.Module:
-    """Return what lies between the embeddings and the LM head.
+    """Return the module between the embeddings and the LM head.
 
     Raises:
         NotImplementedError: the model says nothing of it.

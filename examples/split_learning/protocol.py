@@ -1,4 +1,4 @@
-"""The messages between client and server, by kind, and what is in them.
+"""Messages between client and server, by kind, and their contents.
 
 A training batch, with adapters alone on the client::
 
@@ -19,8 +19,8 @@ and with embeddings and LM head on the client as well::
                                        <-    embedded_gradient  payload     (where it is used)
                                        <-    gate_sums          float32     (AMAQ)
 
-In evaluation there are no gradients. A server keeps of a client the widths, the adapters and the
-graph of one forward pass, and nothing once the connection has ended.
+In evaluation there are no gradients. A server keeps a client's widths, its adapters and the graph
+of one forward pass until the connection ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The folder of a client's run: with which options it was begun, and whether these can go on."""
+"""The folder of a client's run, and whether a run in it can go on with the given options."""
 
 from __future__ import annotations
 
@@ -13,21 +13,16 @@ import torch
 
 from .settings import OptionError
 
-# What may differ when a run goes on; all other options belong to it.
+# Options that may change when a run goes on.
 _FREE = {
     *("connect", "run", "steps", "save_every", "validate_every", "validation_batches"),
-    *("accelerator", "report", "secret_file", "no_authentication"),
+    *("accelerator", "report", "certificate", "no_authentication"),
 }
 _PATHS = {"model", "text", "tokenizer"}
-# They may be elsewhere as long as they give the same tokens.
+# Files that may move as long as they give the same tokens.
 _DATA = ("text", "tokenizer")
 _CONTENT = "digest of the tokens"
 _NOT_GIVEN = "not given"
-
-
-def lasting(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that a run keeps, as plain data."""
-    return {n: _plain(n, value) for n, value in vars(options).items() if n not in _FREE}
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -42,13 +37,13 @@ def _plain(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that was begun, and what a client is told to do with it.
+    """A run of a client: its folder, its options and its progress.
 
     Attributes:
         folder: of the run.
-        options: what the client was given, of `lasting`.
+        options: of the client, without those that may change.
         step: optimizer steps that are done; 0 for a new run.
-        saved: what the run was begun with; None for a new run.
+        saved: options that the run was begun with; None for a new run.
     """
 
     folder: Path
@@ -63,7 +58,8 @@ class Run:
         Raises:
             OptionError: the run there was begun with other options, or is none of this program.
         """
-        folder, own = Path(options.run), lasting(options)
+        folder = Path(options.run)
+        own = {n: _plain(n, value) for n, value in vars(options).items() if n not in _FREE}
         last = folder / "last.ckpt"
         if not last.exists():
             return cls(folder, own, 0, None)
@@ -82,11 +78,11 @@ class Run:
 
     @property
     def checkpoint(self) -> Path:
-        """Where the last state of the run is, or will be."""
+        """Path of the last state of the run."""
         return self.folder / "last.ckpt"
 
     def record(self, content: str) -> dict[str, Any]:
-        """Return what a checkpoint has to hold for the run to be known again.
+        """Return the hyperparameters by which a checkpoint's run is recognized.
 
         Args:
             content: a digest of the text.

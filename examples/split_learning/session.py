@@ -1,10 +1,9 @@
-"""One client as the server sees it: from its connection to its end."""
+"""A client's session on the server: its state, and the answers to its messages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,76 +16,73 @@ from . import protocol
 from .frozen import FrozenModel
 from .gates import SentGate
 from .sites import EMBEDDED, HIDDEN, open_sites
-from .wire import Connection, Message, UnexpectedMessage
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A forward pass that waits for the gradient of what it returned."""
-
-    hidden: Tensor
-    leaves: dict[str, Tensor]
+from .wire.errors import UnexpectedMessage
+from .wire.messages import Message
 
 
 class Session:
-    """What is kept of a client, and the answers to its messages.
+    """Answers the messages of one client.
 
-    All that later batches depend on comes from the client, before the first of them: a client that
-    was away sends it again and goes on as if it had not been.
+    Later batches depend only on state that the client has sent, so a client that was away sends it
+    again and goes on as if nothing had happened.
 
     Args:
         model: which all sessions share.
-        connection: to the client.
     """
 
-    def __init__(self, model: FrozenModel, connection: Connection) -> None:
+    def __init__(self, model: FrozenModel) -> None:
         self._model = model
-        self._connection = connection
         shapes = model.shapes
         self._sites = open_sites(shapes, model.settings)
         self._lines = {name: shape.num_lines for name, shape in shapes.items()}
         self._gate = SentGate(HIDDEN, shapes[HIDDEN].ranges) if HIDDEN in shapes else None
         self._adapters: dict[str, Tensor] | None = None
-        self._pending: _Pending | None = None
+        # Output and leaves of a forward pass that waits for its gradient.
+        self._pending: tuple[Tensor, dict[str, Tensor]] | None = None
+        self._answers: dict[str, Callable[[Message], Iterable[Message]]]
+        self._answers = {protocol.ADAPTERS: self._take_adapters}
+        if model.settings.codec == "amaq":
+            self._answers[protocol.WIDTHS] = self._take_widths
+        if model.settings.everything:
+            self._answers[protocol.EMBEDDED] = self._answer_embedded
+            self._answers[protocol.HIDDEN_GRADIENT] = self._answer_gradient
+        else:
+            self._answers[protocol.TOKENS] = self._answer_tokens
 
-    def serve(self) -> None:
-        """Answer until the client ends the connection.
+    def answer(self, message: Message) -> Iterable[Message]:
+        """Return the answers to a message.
 
         Raises:
             UnexpectedMessage: the client does not keep to the protocol, or sent what the model does
                 not take.
         """
-        answers = {protocol.ADAPTERS: self._take_adapters}
-        if self._model.settings.codec == "amaq":
-            answers[protocol.WIDTHS] = self._take_widths
-        if self._model.settings.everything:
-            answers[protocol.EMBEDDED] = self._answer_embedded
-            answers[protocol.HIDDEN_GRADIENT] = self._answer_gradient
-        else:
-            answers[protocol.TOKENS] = self._answer_tokens
-        for message in self._connection.messages(*answers):
-            answers[message.kind](message)
+        if message.kind not in self._answers:
+            raise UnexpectedMessage(
+                f"The client sent {message.kind!r} where {' or '.join(self._answers)} was expected."
+            )
+        return self._answers[message.kind](message)
 
-    # --- what is kept -------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------
 
-    def _take_widths(self, message: Message) -> None:
+    def _take_widths(self, message: Message) -> Iterable[Message]:
         for name, lines in self._lines.items():
             with _told():
                 table = WidthTable.unpack(message.tensor(name), lines)
             self._sites[name].set_widths(table)
             if name == HIDDEN and self._gate is not None:
                 self._gate.set_widths(table)
+        return ()
 
-    def _take_adapters(self, message: Message) -> None:
-        one = torch.zeros(1, dtype=torch.int64)
+    def _take_adapters(self, message: Message) -> Iterable[Message]:
+        one = torch.zeros(1, dtype=torch.int64)  # one sample, for AQ-SGD
         with _told():
             self._adapters = {
-                # one sample, for AQ-SGD
                 name: self._sites[name].decode(
                     self._payload(message, name), (1, *shape), samples=one
                 )[0]
                 for name, shape in self._model.packing.shapes.items()
             }
+        return ()
 
     def _current_adapters(self) -> dict[str, Tensor]:
         if self._adapters is None:
@@ -95,7 +91,7 @@ class Session:
 
     # --- adapters on the client ---------------------------------------------------------------
 
-    def _answer_tokens(self, message: Message) -> None:
+    def _answer_tokens(self, message: Message) -> Iterable[Message]:
         training = message.field("training", bool)
         ids = message.tensor("ids", dtype=torch.int32, shape=[None, None])
         labels = ids
@@ -110,13 +106,13 @@ class Session:
         if mask is not None:
             batch["attention_mask"] = mask
         loss, gradients = self._model.loss(self._current_adapters(), batch, training)
-        self._connection.send(protocol.LOSS, tensors={"loss": loss})
+        yield Message(protocol.LOSS, tensors={"loss": loss})
         if training:
-            self._send_gradients(gradients)
+            yield self._gradients(gradients)
 
     # --- embeddings and LM head on the client as well -----------------------------------------
 
-    def _answer_embedded(self, message: Message) -> None:
+    def _answer_embedded(self, message: Message) -> Iterable[Message]:
         model, training = self._model, message.field("training", bool)
         ids = message.tensor("samples", dtype=torch.int64, shape=[None])
         shape = (len(ids), message.field("tokens", int), model.hidden_size)
@@ -136,40 +132,41 @@ class Session:
         else:
             payload = self._sites[HIDDEN].encode(hidden, **known)
         if training:
-            self._pending = _Pending(hidden, leaves)
-        self._connection.send(protocol.HIDDEN, tensors={HIDDEN: payload})
+            self._pending = hidden, leaves
+        yield Message(protocol.HIDDEN, tensors={HIDDEN: payload})
 
-    def _answer_gradient(self, message: Message) -> None:
+    def _answer_gradient(self, message: Message) -> Iterable[Message]:
         pending, self._pending = self._pending, None
         if pending is None:
             raise UnexpectedMessage("A gradient came for which there is no forward pass.")
+        hidden, leaves = pending
         with _told():
             payload = self._payload(message, HIDDEN)
-            gradient = self._sites[HIDDEN].decode_gradient(payload, pending.hidden.shape)
-        gradients = self._model.backward(pending.hidden, gradient, pending.leaves)
+            gradient = self._sites[HIDDEN].decode_gradient(payload, hidden.shape)
+        gradients = self._model.backward(hidden, gradient, leaves)
         embedded = gradients.pop(EMBEDDED, None)
-        self._send_gradients(gradients)
+        yield self._gradients(gradients)
         if embedded is not None:
             payload = self._sites[EMBEDDED].encode_gradient(embedded)
-            self._connection.send(protocol.EMBEDDED_GRADIENT, tensors={EMBEDDED: payload})
+            yield Message(protocol.EMBEDDED_GRADIENT, tensors={EMBEDDED: payload})
         if self._gate is not None and self._model.settings.codec == "amaq":
             sums, values = self._gate.take()
-            self._connection.send(protocol.GATE_SUMS, {"values": values}, {HIDDEN: sums})
+            yield Message(protocol.GATE_SUMS, {"values": values}, {HIDDEN: sums})
 
     def _payload(self, message: Message, name: str) -> Tensor:
         payload = message.tensor(name, dtype=torch.uint8, shape=[None])
         return payload.to(self._model.device)  # is decoded there
 
-    def _send_gradients(self, gradients: dict[str, Tensor]) -> None:
+    def _gradients(self, gradients: dict[str, Tensor]) -> Message:
         payloads = {
             name: self._sites[name].encode_gradient(value) for name, value in gradients.items()
         }
-        self._connection.send(protocol.ADAPTER_GRADIENTS, tensors=payloads)
+        return Message(protocol.ADAPTER_GRADIENTS, tensors=payloads)
 
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Tell the client what is wrong with what it has sent; texts of other errors are not told."""
+    """Tell the client why its message is wrong; texts of other errors are not told."""
     try:
         yield
     except ValueError as error:

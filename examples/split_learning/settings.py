@@ -1,4 +1,4 @@
-"""What both ends of split learning agree on before the first batch."""
+"""Settings that both ends of split learning must agree on."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-Deployment = Literal["adapters", "everything"]
-Peft = Literal["lora", "prefix"]
-ForwardCodec = Literal["none", "bf16", "group", "channel", "aq_sgd", "amaq"]
-GradientCodec = Literal["none", "bf16", "int8", "int6", "int5", "int4", "int3"]
-Bits = Literal[4, 3]
-Ranges = Literal["fitted", "full"]
-Precision = Literal["float32", "bfloat16"]
-
-# What a configuration holds that says nothing about the model.
+DEFAULT_ADDRESS = "127.0.0.1:5600"
+# Parts of a configuration that say nothing about the model.
 _INCIDENTAL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 
 
@@ -28,10 +21,10 @@ class OptionError(ValueError):
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Tell in one line what a package refuses while a program starts; later errors are bugs.
+    """Turn errors of packages while a program starts into one line; later errors are bugs.
 
     Raises:
-        OptionError: in place of the errors that name what was given.
+        OptionError: in place of errors about options.
     """
     try:
         yield
@@ -41,49 +34,55 @@ def starting() -> Iterator[None]:
         raise OptionError(" ".join(str(error).split())) from error
 
 
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitSettings:
-    """What client and server have to be given alike.
+    """Settings that client and server must be given alike; each is an option of both programs.
 
-    Attributes:
-        model: a name on the Hugging Face hub, a local folder, or ``small``: a Llama of 1.2 million
-            random weights, for tests and for a first try without a network.
-        dtype: of the frozen weights, and of the activations that cross.
-        deployment: ``adapters``: the client holds adapters only, and sends them with token ids and
-            labels. ``everything``: it also holds the embeddings and the LM head; no token crosses.
-        peft: LoRA, or prefix tuning.
-        rank: of LoRA.
-        alpha: strength of LoRA; updates are scaled by ``alpha / rank``.
-        targets: names of the modules that LoRA adapts.
-        virtual_tokens: of prefix tuning.
-        codec: of adapters and activations. ``none`` sends them as they are. ``group``: integers
-            with a scale and a minimum per 64 neighbours; ``channel``: per channel; ``aq_sgd``: the
-            change since the last visit in such groups; ``amaq``: a trained width per channel.
-        bits: of the codec; with ``amaq`` the mean that is aimed at.
-        ranges: of activations with ``channel`` and ``amaq``: ``fitted`` to mean and deviation of a
-            channel, or ``full``, from its minimum to its maximum. Those of adapters are full: their
-            channels have few values, none of which is far off by chance.
-        gradients: codec of gradients; integers in groups of 64. 4 bits cost no loss that could be
-            measured, 3 bits 0.3% (benchmarks/split_gradients.py).
-        train_ends: with ``everything``: also train embeddings and LM head, on the client.
+    ``model="small"`` is a Llama of 1.2 million random weights, for tests and a first try without a
+    network. Gradients in 4 bits cost no loss that could be measured, 3 bits 0.3%
+    (benchmarks/split_gradients.py). Channels of adapters always have full ranges: they have few
+    values, none of which is far off by chance.
 
     Raises:
-        OptionError: a value or a combination that is not listed above.
+        OptionError: a value or a combination that is not supported.
     """
 
-    model: str = "small"
-    dtype: Precision = "float32"
-    deployment: Deployment = "adapters"
-    peft: Peft = "lora"
-    rank: int = 16
-    alpha: float = 16.0
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    virtual_tokens: int = 30
-    codec: ForwardCodec = "amaq"
-    bits: Bits = 4
-    ranges: Ranges = "fitted"
-    gradients: GradientCodec = "int4"
-    train_ends: bool = False
+    model: str = _option("small", "name on the Hugging Face hub, a local folder, or 'small'")
+    dtype: Literal["float32", "bfloat16"] = _option(
+        "float32", "of frozen weights and of activations that cross"
+    )
+    deployment: Literal["adapters", "everything"] = _option(
+        "adapters",
+        "what the client holds: adapters, and sends them with token ids and labels; or embeddings "
+        "and LM head as well, so that no token crosses",
+    )
+    peft: Literal["lora", "prefix"] = _option("lora", "LoRA or prefix tuning")
+    rank: int = _option(16, "of LoRA")
+    alpha: float = _option(16.0, "strength of LoRA: updates are scaled by alpha / rank")
+    targets: tuple[str, ...] = _option(
+        ("q_proj", "k_proj", "v_proj", "o_proj"), "modules that LoRA adapts, separated by commas"
+    )
+    virtual_tokens: int = _option(30, "of prefix tuning")
+    codec: Literal["none", "bf16", "group", "channel", "aq_sgd", "amaq"] = _option(
+        "amaq",
+        "of adapters and activations: integers with a scale and a minimum per 64 neighbours "
+        "(group) or per channel, changes since the last visit in such groups (aq_sgd), or a "
+        "trained width per channel (amaq)",
+    )
+    bits: Literal[4, 3] = _option(4, "of the codec; the mean of the trained widths with amaq")
+    ranges: Literal["fitted", "full"] = _option(
+        "fitted",
+        "of channels of activations, with channel and amaq: fitted to their mean and deviation, "
+        "which clips outliers, or from minimum to maximum",
+    )
+    gradients: Literal["none", "bf16", "int8", "int6", "int5", "int4", "int3"] = _option(
+        "int4", "codec of gradients; integers in groups of 64"
+    )
+    train_ends: bool = _option(False, "also train embeddings and LM head, on the client")
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -111,11 +110,11 @@ class SplitSettings:
 
     @property
     def input_gradient(self) -> bool:
-        """Whether the client needs the gradient of what it sends into the trunk."""
+        """Whether the client needs the gradient of the trunk's input."""
         return self.everything and (self.train_ends or self.codec == "amaq")
 
     def agreement(self, model_config: Any, ends: str | None) -> dict[str, Any]:
-        """Return what the handshake compares, plain data.
+        """Return the plain data that is compared when a client connects.
 
         The name of the model is left out, since a folder may have another one on each machine.
 
@@ -135,54 +134,27 @@ class SplitSettings:
 
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "deployment": get_args(Deployment),
-    "peft": get_args(Peft),
-    "codec": get_args(ForwardCodec),
-    "bits": get_args(Bits),
-    "ranges": get_args(Ranges),
-    "gradients": get_args(GradientCodec),
-    "dtype": get_args(Precision),
-}
-_HELP = {
-    "model": "name on the Hugging Face hub, a local folder, or 'small'",
-    "dtype": "of frozen weights and activations",
-    "deployment": "what the client holds: adapters, or embeddings and LM head as well",
-    "peft": "kind of adapters",
-    "rank": "of LoRA",
-    "alpha": "of LoRA",
-    "targets": "modules that LoRA adapts, separated by commas",
-    "virtual_tokens": "of prefix tuning",
-    "codec": "of adapters and activations",
-    "bits": "of the codec",
-    "ranges": "of channels of activations: fitted clips what is far off",
-    "gradients": "codec of gradients",
-    "train_ends": "also train embeddings and LM head, on the client",
+    name: get_args(hint)
+    for name, hint in get_type_hints(SplitSettings).items()
+    if get_origin(hint) is Literal
 }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that both programs take."""
     group = parser.add_argument_group("the same at both ends")
-    for field in fields(SplitSettings):
-        option, default = f"--{field.name.replace('_', '-')}", field.default
-        text = _HELP[field.name]
-        if isinstance(default, bool):
-            group.add_argument(option, action="store_true", help=text)
-        elif isinstance(default, tuple):
-            group.add_argument(
-                option, default=default, type=lambda names: tuple(names.split(",")), help=text
-            )
+    for one in fields(SplitSettings):
+        option: dict[str, Any] = {"default": one.default, "help": one.metadata["help"]}
+        if isinstance(one.default, bool):
+            option["action"] = "store_true"
+        elif isinstance(one.default, tuple):
+            option["type"] = lambda names: tuple(names.split(","))
         else:
-            choices = _CHOICES.get(field.name)
-            group.add_argument(
-                option,
-                type=type(default),
-                default=default,
-                choices=choices,
-                help=f"{text} (default: {default})",
-            )
+            option |= {"type": type(one.default), "choices": _CHOICES.get(one.name)}
+            option["help"] += f" (default: {one.default})"
+        group.add_argument(f"--{one.name.replace('_', '-')}", **option)
 
 
 def read_options(options: argparse.Namespace) -> SplitSettings:
-    """Return what `add_options` read."""
-    return SplitSettings(**{f.name: getattr(options, f.name) for f in fields(SplitSettings)})
+    """Return the settings that `add_options` read."""
+    return SplitSettings(**{one.name: getattr(options, one.name) for one in fields(SplitSettings)})

@@ -1,4 +1,4 @@
-"""The tensors that cross: how each is encoded on its way, and its gradient on the way back.
+"""Sites: tensors that cross between client and server, and the codecs of each.
 
 A site has the same name and shape at both ends, so a message holds payloads alone. The end that
 sends a tensor encodes it with ``encode`` and reads its gradient with ``decode_gradient``; the other
@@ -24,26 +24,25 @@ from lq_lightning.pipeline.mixed import MixedCodec
 from .adapters import Packing
 from .settings import OptionError, SplitSettings
 
-EMBEDDED = "embedded"  # what enters the trunk
-HIDDEN = "hidden"  # what leaves it
+EMBEDDED = "embedded"  # the input of the trunk
+HIDDEN = "hidden"  # its output
 _TILES = (64, 32, 16)
-# Of what AQ-SGD keeps of a client, at either end.
-_KEPT_NBYTES = 4 << 30
+_CACHE_NBYTES = 4 << 30  # of AQ-SGD, per client and at either end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteShape:
-    """What both ends know of a site beforehand.
+    """The part of a site that both ends know beforehand.
 
     Attributes:
-        lines: what shares a width: a ``channel`` (the last dimension) or a ``position``.
-        num_lines: how many.
+        lines: unit that shares a width: a ``channel`` (the last dimension) or a ``position``.
+        num_lines: number of lines.
         channels: size of the last dimension.
         dtype: of the values.
-        ranges: of lines.
+        ranges: of the lines.
     """
 
-    lines: Literal["channel", "position"]
+    lines: Literal["channel", "position"] = "channel"
     num_lines: int
     channels: int
     dtype: torch.dtype
@@ -51,34 +50,22 @@ class SiteShape:
 
 
 def site_shapes(settings: SplitSettings, packing: Packing, hidden: int) -> dict[str, SiteShape]:
-    """Return the sites of a deployment: adapters first.
-
-    Args:
-        settings: of both ends.
-        packing: how adapters cross.
-        hidden: channels of activations.
-    """
+    """Return the sites of a deployment: adapters first, then activations of ``hidden`` channels."""
     by_row = packing.lines_are_rows
     sites = {
         name: SiteShape(
             lines="position" if by_row else "channel",
-            num_lines=shape[0] if by_row else shape[1],
-            channels=shape[1],
+            num_lines=rows if by_row else width,
+            channels=width,
             dtype=torch.float32,
             ranges="full",
         )
-        for name, shape in packing.shapes.items()
+        for name, (rows, width) in packing.shapes.items()
     }
     if settings.everything:
-        dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-        for name in (EMBEDDED, HIDDEN):
-            sites[name] = SiteShape(
-                lines="channel",
-                num_lines=hidden,
-                channels=hidden,
-                dtype=dtype,
-                ranges=settings.ranges,
-            )
+        dtype = getattr(torch, settings.dtype)
+        shape = SiteShape(num_lines=hidden, channels=hidden, dtype=dtype, ranges=settings.ranges)
+        sites |= {EMBEDDED: shape, HIDDEN: shape}
     return sites
 
 
@@ -87,7 +74,7 @@ class Site:
 
     Args:
         name: of the tensor.
-        shape: what both ends know of it.
+        shape: of the site.
         settings: of both ends.
 
     Raises:
@@ -95,10 +82,10 @@ class Site:
     """
 
     def __init__(self, name: str, shape: SiteShape, settings: SplitSettings) -> None:
-        self.name = name
-        self.shape = shape
+        self._name = name
+        self._dtype = shape.dtype
         self._forward = _forward_codec(name, shape, settings)
-        self._backward = _gradient_codec(name, shape, settings)
+        self._backward = _plain_codec(name, shape, settings.gradients, "--gradients bf16")
         # Widths are those of channels: rows that have them are encoded as columns.
         self._turned = shape.lines == "position" and isinstance(self._forward, MixedCodec)
 
@@ -108,19 +95,15 @@ class Site:
         Args:
             x: ``[..., channels]``.
             training: False in evaluation, of which AQ-SGD keeps nothing.
-            samples: ``[len(x)]`` int64, what the tensor belongs to; AQ-SGD needs it.
+            samples: ``[len(x)]`` int64, numbers of samples; AQ-SGD needs them.
         """
-        values = self._turn(x.detach().to(self.shape.dtype))
+        values = self._turn(x.detach().to(self._dtype))
         return self._forward.encode(values, _message(training, samples)).cpu()
 
     def encode_and_round(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the payload, on the CPU, and what the other end decodes; AMAQ only.
-
-        Args:
-            x: ``[..., channels]``.
-        """
-        values = self._turn(x.detach().to(self.shape.dtype))
-        payload, arrives = self._with_widths().encode_and_round(values, _message(True, None))
+        """Return the payload, on the CPU, and the tensor that the other end decodes; AMAQ only."""
+        values = self._turn(x.detach().to(self._dtype))
+        payload, arrives = self._with_widths().encode_and_round(values, _message())
         return payload.cpu(), self._turn(arrives)
 
     def _turn(self, x: Tensor) -> Tensor:
@@ -143,14 +126,13 @@ class Site:
             ValueError: a payload of another size.
         """
         message, shape = _message(training, samples), self._turned_shape(shape)
-        self._forward.nbytes(shape, self.shape.dtype, message)
-        decoded = self._forward.decode(payload, shape, self.shape.dtype, message)
+        self._forward.nbytes(shape, self._dtype, message)
+        decoded = self._forward.decode(payload, shape, self._dtype, message)
         return self._turn(decoded).contiguous()
 
     def encode_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the payload of the gradient with respect to what was decoded."""
-        values = gradient.detach().to(self.shape.dtype)
-        return self._backward.encode(values, _message(True, None)).cpu()
+        """Return the payload of the gradient with respect to the decoded tensor."""
+        return self._backward.encode(gradient.detach().to(self._dtype), _message()).cpu()
 
     def decode_gradient(self, payload: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the gradient, on the device of the payload.
@@ -158,7 +140,7 @@ class Site:
         Raises:
             ValueError: a payload of another size.
         """
-        return self._backward.decode(payload, shape, self.shape.dtype, _message(True, None))
+        return self._backward.decode(payload, shape, self._dtype, _message())
 
     def set_widths(self, table: WidthTable) -> None:
         """Use these widths from now on; both ends, between two batches."""
@@ -166,17 +148,17 @@ class Site:
 
     def _with_widths(self) -> MixedCodec:
         if not isinstance(self._forward, MixedCodec):
-            raise ValueError(f"The codec {self._forward.name!r} of {self.name} has no widths.")
+            raise ValueError(f"The codec {self._forward.name!r} of {self._name} has no widths.")
         return self._forward
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of a payload that AQ-SGD has seen before."""
-        bits = self._forward.bits_per_value(self._turned_shape(shape), self.shape.dtype)
+        bits = self._forward.bits_per_value(self._turned_shape(shape), self._dtype)
         return round(bits * torch.Size(shape).numel() / 8)
 
     def gradient_nbytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of the payload of a gradient."""
-        return self._backward.nbytes(shape, self.shape.dtype, _message(True, None))
+        return self._backward.nbytes(shape, self._dtype, _message())
 
 
 def open_sites(shapes: Mapping[str, SiteShape], settings: SplitSettings) -> dict[str, Site]:
@@ -184,47 +166,40 @@ def open_sites(shapes: Mapping[str, SiteShape], settings: SplitSettings) -> dict
     return {name: Site(name, shape, settings) for name, shape in shapes.items()}
 
 
-def _message(training: bool, samples: Tensor | None) -> Message:
+def _message(training: bool = True, samples: Tensor | None = None) -> Message:
     return Message(boundary=0, backward=False, microbatch=0, training=training, samples=samples)
 
 
 def _forward_codec(name: str, shape: SiteShape, settings: SplitSettings) -> BoundaryCodec:
-    codec, code = settings.codec, f"int{settings.bits}"
-    if codec in ("none", "bf16"):
-        return CastCodec(codec, torch.bfloat16 if codec == "bf16" else None)
-    if codec == "group":
-        return GroupCodec(code, _groups(code, _tile(name, shape, "--codec channel")))
+    codec, code, instead = settings.codec, f"int{settings.bits}", "--codec channel"
+    if codec in ("none", "bf16", "group"):
+        return _plain_codec(name, shape, code if codec == "group" else codec, instead)
     if codec == "aq_sgd":
         config = AQSGDQuantization(
             code=code,  # type: ignore[arg-type]
-            tile_size=_tile(name, shape, "--codec channel"),
-            cache_nbytes=_KEPT_NBYTES,
+            tile_size=_tile(name, shape, instead),
+            cache_nbytes=_CACHE_NBYTES,
         )
         return AQSGDCodec(codec, config)
-    mixed = MixedCodec()
-    # Those of AMAQ are set before the first tensor.
+    mixed = MixedCodec()  # AMAQ sets its widths before the first tensor
     mixed.begin(lambda lines: WidthTable(torch.full((lines,), settings.bits)), shape.ranges)
     return mixed
 
 
-def _gradient_codec(name: str, shape: SiteShape, settings: SplitSettings) -> BoundaryCodec:
-    code = settings.gradients
+def _plain_codec(name: str, shape: SiteShape, code: str, instead: str) -> BoundaryCodec:
     if code in ("none", "bf16"):
         return CastCodec(code, torch.bfloat16 if code == "bf16" else None)
-    return GroupCodec(code, _groups(code, _tile(name, shape, "--gradients bf16")))
-
-
-def _groups(code: str, tile: int) -> CodecSpec:
-    return CodecSpec(
+    spec = CodecSpec(
         code=code,  # type: ignore[arg-type]
-        group_size=tile,
+        group_size=_tile(name, shape, instead),
         symmetric=False,
         scale_dtype="bfloat16",
     )
+    return GroupCodec(code, spec)
 
 
 def _tile(name: str, shape: SiteShape, instead: str) -> int:
-    """Return how many neighbours share a scale."""
+    """Return the number of neighbours that share a scale."""
     found = next((tile for tile in _TILES if shape.channels % tile == 0), None)
     if found is None:
         raise OptionError(

@@ -113,9 +113,10 @@ def test_a_client_is_measured_without_a_model(load: Load, tmp_path: Path) -> Non
     memory.save_config(tmp_path, memory.SMALL)
     settings = memory.SplitSettings(model=str(tmp_path))
     agreement = settings.agreement(memory.read_config(str(tmp_path)), None)
-    serve = memory.Answers(settings, memory.SMALL).serve
+    answer = memory.Answers(settings, memory.SMALL).answer
     args = argparse.Namespace(steps=2, batch=2, tokens=8)
-    with memory.Server(("127.0.0.1", 0), memory.NO_AUTHENTICATION, serve, agreement) as server:
+    given = ("127.0.0.1", 0), memory.NO_AUTHENTICATION, lambda: answer, agreement
+    with memory.Server(*given) as server:
         found = memory.train(settings, f"127.0.0.1:{server.address[1]}", args)
     values = sum(
         rows * width for rows, width in memory.packing(memory.SMALL, settings).shapes.values()

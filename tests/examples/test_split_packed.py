@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lq_testing.split_runs import client
-from split_learning.adapters import LoRAPacking, Packing, PrefixPacking
-from split_learning.packed import PackedAdapters
+from split_learning.adapters import LoRAPacking, PackedAdapters, Packing, PrefixPacking
 from split_learning.settings import SplitSettings
 from torch import Tensor, nn
 

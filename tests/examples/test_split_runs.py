@@ -11,21 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lq_testing.split_runs import client, load, serving
-from split_learning import fine_tune, models, serve
+from lq_testing.split_runs import certificates, client, load, serving
+from split_learning import client as fine_tune
+from split_learning import models
+from split_learning import server as serve
 from split_learning.callbacks import SplitLearning
 from split_learning.settings import OptionError, SplitSettings
-from split_learning.wire import AddressError, PeerLost, Retry
+from split_learning.wire.errors import AddressError, PeerLost
+from split_learning.wire.settings import Retry
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.uninitialized_memory_ok  # transformers fills what it allocates later
 
 
 @pytest.fixture
-def words(text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setenv("LQ_SPLIT_LEARNING_SECRET", "0123456789abcdefghijklmnopqrstuv")
+def words(text_folder: Path, tmp_path: Path) -> list[str]:
     given = {"batch-size": 2, "sequence": 16, "validation-batches": 0, "accelerator": "cpu"}
     given |= {"text": text_folder, "run": tmp_path / "run"}
+    given["certificate"] = certificates() / "alice.pem"
     return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
@@ -163,7 +166,7 @@ def test_a_server_refuses_sizes_and_addresses_before_a_client_comes(
     ("given", "message"),
     [
         (["--rank", "0", "--no-authentication"], "OptionError: `--rank 0` must be at least 1"),
-        ([], "SecretError: There is no shared secret"),
+        ([], "CertificateError: There is no certificate: name a file"),
     ],
 )
 def test_programs_end_with_one_line_that_says_what_to_do(
@@ -173,7 +176,6 @@ def test_programs_end_with_one_line_that_says_what_to_do(
     examples: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("LQ_SPLIT_LEARNING_SECRET", raising=False)
     monkeypatch.setattr(sys, "argv", [program, *given])
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SystemExit, match=f"^{message}"):

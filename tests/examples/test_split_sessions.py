@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lq_testing.split_runs import QUICK, SECRET, batches, client, load, serving, train
-from split_learning import fine_tune, models, protocol, serve
+from lq_testing.split_runs import batches, certificates, client, dial, load, serving, train
+from split_learning import client as fine_tune
+from split_learning import models, protocol
 from split_learning.callbacks import SplitLearning, WireReport
 from split_learning.lightning_module import FineTuning
 from split_learning.model import SplitModel
 from split_learning.settings import SplitSettings
-from split_learning.wire import PeerEnded, PeerFailed, PeerLost, Refused, connect
+from split_learning.wire.errors import PeerFailed, PeerLost, Refused
+from split_learning.wire.messages import Message
 from torch.utils.data import DataLoader
 
 pytest.importorskip("peft")
@@ -35,12 +37,11 @@ PLAIN: dict[str, Any] = {"codec": "none", "gradients": "none"}
 
 
 @pytest.fixture
-def options(text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def options(text_folder: Path) -> list[str]:
     """Of a client, but for its address, its folder and its steps."""
-    monkeypatch.setenv("LQ_SPLIT_LEARNING_SECRET", "0123456789abcdefghijklmnopqrstuv")
     given = {"batch-size": 2, "sequence": 16, "save-every": 2, "validation-batches": 0}
     given |= {"deployment": "everything", "text": text_folder, "gate-learning-rate": 0.1}
-    given["accelerator"] = "cpu"
+    given |= {"accelerator": "cpu", "certificate": certificates() / "alice.pem"}
     return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
@@ -115,7 +116,7 @@ def test_what_aq_sgd_keeps_is_not_made_up_after_a_restart() -> None:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(load(settings)))
         model = client(settings, server)
-        with pytest.raises((PeerEnded, PeerLost), match="AQ-SGD has lost what both ends kept"):
+        with pytest.raises(PeerLost, match="AQ-SGD has lost what both ends kept"):
             train(model, 3, before_backward=lambda step: stack.close())
         model.close()
 
@@ -225,8 +226,8 @@ def test_hostile_messages_end_their_client_alone(
     with serving(frozen) as server:
         honest = client(settings, server)
         train(honest, 1)
-        hostile = connect(server.address, SECRET, frozen.agreement(), deadlines=QUICK)
-        hostile.send(kind, fields, tensors)
+        hostile = dial(server, frozen.agreement())
+        hostile.send(Message(kind, fields, tensors))
         with pytest.raises(PeerFailed, match=reason):
             hostile.receive()
         hostile.close()
@@ -236,12 +237,6 @@ def test_hostile_messages_end_their_client_alone(
 
 
 # --- the programs ---------------------------------------------------------------------------------
-
-
-def test_the_server_needs_a_secret_or_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LQ_SPLIT_LEARNING_SECRET", raising=False)
-    with pytest.raises(ValueError, match="--no-authentication"):
-        serve.main([])
 
 
 def test_the_report_says_what_crossed(options: list[str], tmp_path: Path) -> None:

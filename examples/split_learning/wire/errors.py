@@ -1,23 +1,20 @@
-"""What can go wrong between two peers, one class for each, with what to do about it.
+"""Errors between client and server; their texts say what to do.
 
-``WireError`` covers all that another machine or the network can cause; it is what a server logs
-before it goes on. ``UnsendableMessage``, ``SecretError`` and ``AddressError`` are mistakes of the
-own program.
+``WireError`` covers all that another machine or the network can cause. ``UnsendableMessage``,
+``CertificateError`` and ``AddressError`` are mistakes of the program or the person that starts it.
 """
 
 from __future__ import annotations
 
-MOST_SHOWN = 600
+
+def printable(text: object, longest: int = 600) -> str:
+    """Return a peer's text fit for a log or a terminal: short, printable ASCII, on one line."""
+    shown = "".join(c if " " <= c <= "~" else ascii(c)[1:-1] for c in str(text)[: longest + 1])
+    return shown if len(shown) <= longest else shown[:longest] + "..."
 
 
-def printable(text: object, most: int = MOST_SHOWN) -> str:
-    """Return a peer's text fit for a log or a terminal: short, in printable ASCII, on one line."""
-    shown = "".join(c if " " <= c <= "~" else ascii(c)[1:-1] for c in str(text)[: most + 1])
-    return shown if len(shown) <= most else shown[:most] + "..."
-
-
-class SecretError(ValueError):
-    """There is no shared secret, or one that protects nothing."""
+class CertificateError(ValueError):
+    """A certificate that is missing, that others may read, or that is not for this program."""
 
 
 class AddressError(ValueError):
@@ -25,7 +22,7 @@ class AddressError(ValueError):
 
 
 class UnsendableMessage(ValueError):
-    """A message that may not be sent; nothing of it was, and the connection still works."""
+    """A message that the other side does not take; nothing was sent."""
 
 
 class WireError(RuntimeError):
@@ -33,39 +30,23 @@ class WireError(RuntimeError):
 
 
 class PeerLost(WireError):
-    """The connection broke: the network, or the other process ended without a word."""
+    """The connection broke: the network failed, or the other process ended."""
 
 
 class PeerStalled(PeerLost):
-    """The other side sent or took nothing, or too little, for too long."""
-
-
-class PeerSilent(PeerStalled):
-    """Not even the beginning of a message came."""
-
-
-class PeerEnded(WireError):
-    """The other side ended the connection in good order."""
+    """The other side sent or took nothing for too long."""
 
 
 class PeerFailed(WireError):
-    """The other side met an error, told it and ended the connection."""
+    """The server met an error and said so."""
 
 
-class MalformedFrame(WireError):
-    """Bytes that are no message of this protocol."""
+class MalformedMessage(WireError):
+    """Bytes that are not a message of this protocol."""
 
 
-class TooLarge(MalformedFrame):
+class TooLarge(MalformedMessage):
     """A message above a limit; nothing was allocated for it."""
-
-
-class TamperedFrame(MalformedFrame):
-    """A message that was changed, or whose sender does not know the session's key."""
-
-
-class ReplayedFrame(MalformedFrame):
-    """A message that is not the next one: repeated, left out, or in another order."""
 
 
 class UnexpectedMessage(WireError):
@@ -73,20 +54,16 @@ class UnexpectedMessage(WireError):
 
 
 class AuthenticationFailed(WireError):
-    """The two sides do not share a secret."""
+    """One side does not accept the other's certificate."""
 
 
 class Refused(WireError):
-    """The server does not take this client as it is."""
-
-
-class VersionDiffers(Refused):
-    """The two sides speak different versions of the protocol."""
+    """The server does not take this client as it is configured."""
 
 
 class ServerBusy(Refused):
     """The server has as many clients as it takes; a later attempt may succeed."""
 
 
-# What passes by itself: the network comes back, a server is started again or has room again.
-TRANSIENT = (PeerLost, PeerEnded, ServerBusy)
+# Errors that pass: the network comes back, a server is started again or has room again.
+TRANSIENT = (PeerLost, ServerBusy)

@@ -1,254 +1,225 @@
-"""The server's side: a thread per client, and nothing that one client does stops the others."""
+"""The server's end: a thread per client, and nothing that one client does stops the others."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import selectors
-import socket
-import threading
-import time
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import unquote
 
-from . import handshake
-from .addresses import Address, is_loopback, listen, show_address
-from .authentication import Authentication, Secret
-from .client import check_secret
-from .connection import Connection
-from .errors import PeerEnded, ServerBusy, WireError
-from .settings import Deadlines, Limits
-from .stream import linger, open_stream, shut
-from .traffic import Traffic
+import grpc
+
+from .call import (
+    METHOD,
+    SERVICE,
+    TERMS_KEY,
+    channel_options,
+    deadline,
+    difference,
+    own_terms,
+    read_terms,
+)
+from .errors import (
+    AuthenticationFailed,
+    CertificateError,
+    PeerLost,
+    PeerStalled,
+    Refused,
+    WireError,
+    printable,
+)
+from .identity import Identity, Revoked
+from .messages import Message, Traffic, encode, read_message, stream_nbytes
+from .settings import Address, Deadlines, Limits, show_address
 
 logger = logging.getLogger(__name__)
-Handler = Callable[[Connection], None]
-_PAUSE_S = 0.5  # after the system gave no socket or thread
-_TUNNEL = (
-    "Messages are not encrypted: whoever is on the way can read them. Where that matters, listen "
-    "on 127.0.0.1 and let clients come through a tunnel (ssh -L, WireGuard, a VPN)."
-)
+Answer = Callable[[Message], Iterable[Message]]
+_LONGEST_REASON = 1800  # gRPC sends it as metadata, of at most 8 KiB
+_CODES: dict[type[WireError], grpc.StatusCode] = {
+    AuthenticationFailed: grpc.StatusCode.PERMISSION_DENIED,
+    Refused: grpc.StatusCode.FAILED_PRECONDITION,
+}
 
 
 class Server:
-    """Listens, shakes hands and calls a handler for every client, in a thread of its own.
-
-    The handler receives and sends until it returns, or until the connection raises a
-    ``WireError``; either ends this client alone. It is called from several threads at once.
+    """Answers the messages of several clients, each in a thread of its own.
 
     Args:
         address: host and port to listen on; port 0 takes a free one.
-        secret: what clients have too, or ``NO_AUTHENTICATION``.
-        handler: serves one client.
+        identity: of the server, or ``NO_AUTHENTICATION``.
+        open_session: called for every client; returns what answers its messages, one by one.
         configuration: plain data that must be equal to every client's.
-        limits: of what is received.
-        deadlines: of all that clients do.
+        revoked: list of certificates that are refused; needed with an identity.
+        limits: on received messages.
+        deadlines: for all that clients do.
         max_clients: served at the same time; others are told that the server is busy.
-        max_strangers: handshakes at the same time; connections beyond are closed at once.
 
     Attributes:
         address: host and port that it listens on.
-        traffic: of all clients that have gone.
 
     Raises:
-        SecretError: neither a secret nor ``NO_AUTHENTICATION``.
+        ValueError: no list of revoked certificates, or less than one client.
         OSError: the address cannot be listened on.
     """
 
     def __init__(
         self,
         address: Address,
-        secret: Authentication,
-        handler: Handler,
+        identity: Identity | None,
+        open_session: Callable[[], Answer],
         configuration: Mapping[str, Any] | None = None,
         *,
+        revoked: Revoked | None = None,
         limits: Limits | None = None,
         deadlines: Deadlines | None = None,
         max_clients: int = 8,
-        max_strangers: int = 32,
     ) -> None:
-        check_secret(secret)
-        if max_clients < 1 or max_strangers < 1:
-            raise ValueError(
-                f"`max_clients={max_clients}` and `max_strangers={max_strangers}` must be at least "
-                "1."
-            )
-        self._secret = secret
-        self._handler = handler
+        if max_clients < 1:
+            raise ValueError(f"`max_clients={max_clients}` must be at least 1.")
+        if identity is not None and revoked is None:
+            raise ValueError("A server with a certificate needs a list of revoked ones.")
+        self._open_session = open_session
+        self._revoked = revoked
         self._limits = limits or Limits()
         self._deadlines = deadlines or Deadlines()
-        self._terms = handshake.own_terms(configuration or {}, self._limits, self._deadlines)
-        self._max_clients = max_clients
-        self._rooms = threading.BoundedSemaphore(max_clients)
-        self._doors = threading.BoundedSemaphore(max_strangers)
-        self._lock = threading.Lock()  # of what follows
-        self._open: dict[threading.Thread, socket.socket | Connection] = {}
-        self._stopping = False
-        self.traffic = Traffic()
-        self._serving = threading.Lock()
-        self._listening = listen(address)
-        self._listening.setblocking(False)
-        self._wake, self._woken = socket.socketpair()
-        self.address: Address = self._listening.getsockname()[:2]
-        self._warn()
-
-    def _warn(self) -> None:
-        public = not is_loopback(self.address[0])
-        if not isinstance(self._secret, Secret):
-            logger.warning(
-                "No authentication: every program that reaches %s is served. Use a shared secret.",
-                show_address(self.address),
+        self._terms = own_terms(configuration or {}, self._limits)
+        self._threads = ThreadPoolExecutor(max_clients, thread_name_prefix="client")
+        self._server = grpc.server(
+            self._threads,
+            options=[
+                *channel_options(self._deadlines),
+                ("grpc.so_reuseport", 0),  # two servers would share the clients of one port
+                ("grpc.http2.max_ping_strikes", 0),  # clients choose how often they ping
+                ("grpc.server_handshake_timeout_ms", round(1000 * self._deadlines.connect_s)),
+                ("grpc.max_connection_idle_ms", round(1000 * self._deadlines.idle_s)),
+            ],
+            maximum_concurrent_rpcs=max_clients,
+        )
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(
+                    SERVICE, {METHOD: grpc.stream_stream_rpc_method_handler(self._serve)}
+                ),
             )
-        if public:
-            logger.warning("%s is open to other machines. %s", show_address(self.address), _TUNNEL)
+        )
+        self.address: Address = (address[0], self._listen(address, identity))
+
+    def _listen(self, address: Address, identity: Identity | None) -> int:
+        try:
+            if identity is not None:
+                credentials = identity.server_credentials()
+                port: int = self._server.add_secure_port(show_address(address), credentials)
+                return port
+            port = self._server.add_insecure_port(show_address(address))
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+        logger.warning(
+            "No authentication and no encryption: every program that reaches %s is served. Use "
+            "certificates where others can.",
+            show_address((address[0], port)),
+        )
+        return port
 
     # --- running ----------------------------------------------------------------------------------
 
     def serve_forever(self) -> None:
-        """Serve clients until another thread calls ``stop``, or Ctrl-C raises; then call it too.
-
-        A signal handler must not call ``stop``: let it raise ``SystemExit``.
-        """
-        with self._serving, selectors.DefaultSelector() as selector:
-            if self._stopping:
-                return
-            selector.register(self._listening, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
-            while not self._stopping:
-                selector.select()
-                if not self._stopping:
-                    self._accept()
-
-    def start(self) -> None:
-        """Serve clients in a thread, until ``stop`` is called."""
-        threading.Thread(target=self.serve_forever, name="server", daemon=True).start()
+        """Serve clients until another thread calls ``stop``, or Ctrl-C raises; then call it too."""
+        self._server.start()
+        self._server.wait_for_termination()
 
     def stop(self) -> None:
-        """End all connections in good order and listen no more; calling it again does nothing."""
-        with self._lock:
-            if self._stopping:
-                return
-            self._stopping = True
-        self._wake.send(b"x")
-        with self._serving:  # a selector whose sockets are closed would wait forever
-            for end in (self._listening, self._wake, self._woken):
-                end.close()
-        with self._lock:
-            still = dict(self._open)
-        still.pop(threading.current_thread(), None)
-        for known in still.values():
-            if isinstance(known, Connection):
-                threading.Thread(target=known.close, daemon=True).start()
-            else:  # in its handshake
-                shut(known)
-        until = time.monotonic() + 3 * self._deadlines.linger_s
-        for thread in still:
-            thread.join(max(0.0, until - time.monotonic()))
+        """Cut all connections and listen no more; clients connect again once there is a server."""
+        self._server.stop(None).wait()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> Server:
-        """Serve clients in a thread."""
-        self.start()
+        """Serve clients in threads."""
+        self._server.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End all connections."""
         self.stop()
 
     # --- clients ----------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
+    def _serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Yield the pieces of all answers to a client: gRPC's handler of a stream."""
+        shown, traffic = _shown(context, "a client"), Traffic()
         try:
-            connected, address = self._listening.accept()
-        except (BlockingIOError, ConnectionError):  # it was gone before it was taken
+            shown = _shown(context, self._identify(context))
+            yield from self._answer(requests, context, shown, traffic)
+            logger.info(
+                "%s: ended; %d bytes received, %d sent.",
+                shown,
+                *(sum(c.nbytes for c in way.values()) for way in (traffic.received, traffic.sent)),
+            )
             return
-        except OSError as error:  # such as no more files: those who are served go on
-            logger.error("No connection can be taken: %s.", error)
-            time.sleep(_PAUSE_S)
-            return
-        shown = show_address(address[:2])
-        if not self._doors.acquire(blocking=False):
-            logger.warning("%s: closed, as too many handshakes are under way.", shown)
-            connected.close()
-            return
-        thread = threading.Thread(
-            target=self._welcome, args=(connected, shown), name=f"client {shown}", daemon=True
-        )
-        with self._lock:
-            self._open[thread] = connected
-        try:
-            thread.start()
-        except RuntimeError as error:  # no more threads
-            logger.error("%s: no thread can be started: %s.", shown, error)
-            self._forget(thread)
-            self._doors.release()
-            connected.close()
-
-    def _forget(self, thread: threading.Thread) -> None:
-        with self._lock:
-            self._open.pop(thread, None)
-
-    def _welcome(self, connected: socket.socket, shown: str) -> None:
-        """Shake hands with a client and serve it: all that its thread does."""
-        try:
-            try:
-                connection = self._shake_hands(connected, shown)
-            finally:
-                self._doors.release()
-            try:
-                self._serve(connection)
-            finally:
-                self._rooms.release()
-                self.traffic.merge(connection.traffic)
-        except PeerEnded:
-            logger.info("%s: ended.", shown)
         except WireError as error:
             logger.warning("%s: %s: %s", shown, type(error).__name__, error)
-        except Exception:
-            logger.exception("%s: served no longer, as this server met an error.", shown)
-        finally:
-            self._forget(threading.current_thread())
-
-    def _shake_hands(self, connected: socket.socket, shown: str) -> Connection:
-        """Return the connection of a client, which then has one of the rooms."""
-        sender, receiver = open_stream(connected, self._limits, self._deadlines)
-        try:
-            until = time.monotonic() + self._deadlines.handshake_s
-            client = handshake.receive_terms(sender, receiver, self._secret, until)
-            handshake.compare(sender, self._terms, client, until)
-            if not self._rooms.acquire(blocking=False):
-                reason = f"it serves {self._max_clients} clients already. Try again later."
-                handshake.refuse(sender, "busy", reason, until)
-                raise ServerBusy(f"Refused: {reason}")
-            try:
-                handshake.welcome(sender, self._terms, until)
-                return Connection(
-                    sender, receiver, address=shown, peer=client, deadlines=self._deadlines
-                )
-            except BaseException:
-                self._rooms.release()
-                raise
-        except BaseException:
-            linger(receiver.socket, self._deadlines.linger_s)
-            sender.socket.close()
-            receiver.socket.close()
+            code = _CODES.get(type(error), grpc.StatusCode.INVALID_ARGUMENT)
+            reason = printable(error, _LONGEST_REASON)
+        except GeneratorExit:  # from gRPC, which could not send what was yielded last
+            logger.warning("%s: the connection broke, or it took no answer in time.", shown)
             raise
+        except Exception as error:  # its text may say what is nobody else's business
+            logger.exception("%s: served no longer, as this server met an error.", shown)
+            code, reason = grpc.StatusCode.INTERNAL, type(error).__name__
+        context.abort(code, reason)
 
-    def _serve(self, connection: Connection) -> None:
-        with self._lock:
-            self._open[threading.current_thread()] = connection
-            stopping = self._stopping
-        logger.info("%s: connected.", connection.address)
-        with connection:
-            if not stopping:
-                self._handler(connection)
-        logger.info(
-            "%s: ended; %d bytes received, %d sent.",
-            connection.address,
-            connection.traffic.received_nbytes,
-            connection.traffic.sent_nbytes,
-        )
+    def _identify(self, context: grpc.ServicerContext) -> str:
+        """Return the name in a client's certificate, which TLS has verified.
+
+        Raises:
+            AuthenticationFailed: it was revoked, or nobody can say whether it was.
+        """
+        if self._revoked is None:
+            return "a client"
+        try:
+            return self._revoked.check(context.auth_context())
+        except CertificateError as error:
+            logger.error("All clients are refused: %s", error)
+            raise AuthenticationFailed("The server cannot read its list.") from error
+
+    def _answer(
+        self,
+        requests: Iterator[bytes],
+        context: grpc.ServicerContext,
+        shown: str,
+        traffic: Traffic,
+    ) -> Iterator[bytes]:
+        told, compared, largest = read_terms(context.invocation_metadata())
+        _, own, _ = read_terms([(TERMS_KEY, self._terms)])
+        if differing := difference(own, compared):
+            raise Refused(f"{differing} Start both with the same.")
+        context.send_initial_metadata(((TERMS_KEY, self._terms),))
+        traffic.received["handshake"].add(len(told))
+        traffic.sent["handshake"].add(len(self._terms))
+        logger.info("%s: connected.", shown)
+
+        def next_piece(first: bool) -> bytes | None:
+            seconds, piece = self._deadlines.wait_s if first else self._deadlines.stall_s, None
+            with deadline(context.cancel, seconds) as passed, contextlib.suppress(grpc.RpcError):
+                piece = next(requests, None)
+            if passed.is_set():
+                raise PeerStalled(f"It sent nothing for {seconds:.1f} s.")
+            if piece is None:  # a client that ends sends an empty piece
+                raise PeerLost("The connection broke.")
+            return piece
+
+        answer = self._open_session()
+        while (received := read_message(next_piece, self._limits, traffic)) is not None:
+            self._identify(context)  # again: it may have been revoked meanwhile
+            for message in answer(received):
+                pieces = encode(message, largest)
+                for piece in pieces:
+                    with deadline(context.cancel, self._deadlines.stall_s):
+                        yield bytes(piece)
+                nbytes = stream_nbytes(sum(map(len, pieces)), len(pieces))
+                traffic.sent[message.kind].add(nbytes, message.tensor_nbytes)
+
+
+def _shown(context: grpc.ServicerContext, name: str) -> str:
+    return f"{name} ({unquote(context.peer()).partition(':')[2]})"
