@@ -72,9 +72,9 @@ def float8_words(y, keep, FORMAT: tl.constexpr):
 def float8_levels(words, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
     """``[BLOCK]`` fp32 of the codes in ``[BLOCK // 4]`` int32."""
     ASM: tl.constexpr = _decoding(FORMAT)
-    DTYPES: tl.constexpr = (tl.float32, tl.float32, tl.float32, tl.float32)
     first, second, third, fourth = tl.inline_asm_elementwise(
-        ASM, "=f,=f,=f,=f,r", [words], DTYPES, True, 1
+        *(ASM, "=f,=f,=f,=f,r", [words]),
+        *((tl.float32, tl.float32, tl.float32, tl.float32), True, 1),
     )
     even = tl.join(first, third)
     odd = tl.join(second, fourth)
