@@ -118,7 +118,7 @@ def encoded_input(x: Tensor, activation: str, fmt: MessageFormat) -> Tensor:
     groups = F.pad(positive, (0, -numel % fmt.group_size)).view(rows, -1, fmt.group_size)
     largest = groups.amax(-1, keepdim=True)
     if fmt.symmetric:
-        least, otherwise = largest * (fmt.smallest_level / fmt.max_level), groups
+        least, otherwise = largest * fmt.smallest_share, groups
     else:
         half = largest * (1.0 / (2.0 * fmt.max_level - 1.0))  # of a level, from -half to largest
         least, otherwise = half * MORE_THAN_ROUNDED, torch.where(groups == 0.0, -half, groups)

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from lq_lightning.kernels.float8.triton_codes import transformed_levels
-from lq_lightning.kernels.message.triton_blocks import hadamard, interleave
+from lq_lightning.kernels.message.triton_blocks import hadamard, integer_type, interleave
 from lq_lightning.kernels.message.triton_levels import levels_of_words
+from lq_lightning.kernels.message.triton_rounding import scales_of_bits
 from lq_lightning.kernels.message.triton_rows import row_sections
 
 # Rows of a tile are so far apart.
@@ -79,8 +80,7 @@ def _load_plane(
     """Words of a plane of ``WIDTH`` bits per code, as ``triton_planes.load_words`` has them."""
     PER_WORD: tl.constexpr = 4 if WIDTH == 8 else 8
     BITS: tl.constexpr = WIDTH * PER_WORD
-    DTYPE: tl.constexpr = tl.int32 if BITS == 32 else (tl.int16 if BITS == 16 else tl.int8)
-    source = plane_ptr.to(tl.pointer_type(DTYPE), bitcast=True)
+    source = plane_ptr.to(tl.pointer_type(integer_type(BITS)), bitcast=True)
     source += row * pitch + column // PER_WORD
     return load_runs(
         *(source, pitch * ROW_STEP, rows_left, columns_left // PER_WORD),
@@ -109,17 +109,10 @@ def _load_scales(
     inside = (down < rows_left) & (along * GROUP < columns_left)
     offsets = down * (pitch * ROW_STEP) + along
     first = row * pitch + column // FORMAT.group_size
-    BITS: tl.constexpr = FORMAT.scale_nbytes * 8
-    DTYPE: tl.constexpr = tl.int32 if BITS == 32 else tl.int16
+    DTYPE: tl.constexpr = integer_type(FORMAT.scale_nbytes * 8)
     source = section_ptr.to(tl.pointer_type(DTYPE), bitcast=True) + first
     bits = tl.load(source + offsets) if EVEN else tl.load(source + offsets, inside, 0)
-    if FORMAT.scale_dtype == "float32":
-        values = bits.to(tl.float32, bitcast=True)
-    elif FORMAT.scale_dtype == "bfloat16":
-        values = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        values = bits.to(tl.float16, bitcast=True).to(tl.float32)
-    return values
+    return scales_of_bits(bits, FORMAT)
 
 
 @triton.jit
@@ -162,9 +155,7 @@ def decode_tile(
     Returns:
         fp32 ``[P, BLOCK_N]``; those beyond the matrix are any.
     """
-    BITS: tl.constexpr = FORMAT.bits
-    FIRST: tl.constexpr = BITS if BITS == 8 else (2 if BITS <= 3 else 4)
-    SECOND: tl.constexpr = 2 if BITS == 6 or BITS == 7 else 1
+    PLANES: tl.constexpr = FORMAT.planes
     BLOCK: tl.constexpr = P * BLOCK_N
     length = tl.cast(numel, tl.int64)
     if FLAT:
@@ -176,26 +167,26 @@ def decode_tile(
     columns_left = end - column
     words = _load_plane(
         *(message_ptr, word_pitch, row, column, rows_left, columns_left),
-        *(FIRST, P, BLOCK_N, RUN, EVEN),
+        *(PLANES[0], P, BLOCK_N, RUN, EVEN),
     )
     second = words
     third = words
-    if BITS != FIRST:
+    if len(PLANES) > 1:
         # Words are as many in every plane; a row of a matrix in bytes has more of smaller ones.
-        SMALLER: tl.constexpr = 1 if FLAT else FIRST // SECOND
+        SMALLER: tl.constexpr = 1 if FLAT else PLANES[0] // PLANES[1]
         second = _load_plane(
             *(message_ptr + sections[2], word_pitch * SMALLER),
-            *(row, column, rows_left, columns_left, SECOND, P, BLOCK_N, RUN, EVEN),
+            *(row, column, rows_left, columns_left, PLANES[1], P, BLOCK_N, RUN, EVEN),
         )
-    if BITS == 7:
-        LAST: tl.constexpr = 1 if FLAT else FIRST
+    if len(PLANES) > 2:
+        LAST: tl.constexpr = 1 if FLAT else PLANES[0] // PLANES[2]
         third = _load_plane(
             *(message_ptr + sections[3], word_pitch * LAST),
-            *(row, column, rows_left, columns_left, 1, P, BLOCK_N, RUN, EVEN),
+            *(row, column, rows_left, columns_left, PLANES[2], P, BLOCK_N, RUN, EVEN),
         )
     GROUP: tl.constexpr = FORMAT.group_size if FORMAT.group_size < BLOCK_N else BLOCK_N
     # `reference.transforms_levels`
-    EXACT: tl.constexpr = FORMAT.hadamard_size > 0 and BITS == 4 and FORMAT.kind == "integer"
+    EXACT: tl.constexpr = FORMAT.hadamard_size > 0 and FORMAT.bits == 4 and FORMAT.kind == "integer"
     if EXACT:
         values = transformed_levels(words, BLOCK // 8, FORMAT)
     else:

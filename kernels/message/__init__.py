@@ -1,11 +1,15 @@
 """What all kernels share: the table of codes, the byte layout of a message, the building blocks."""
 
-from .codes import CODES, Code, FloatCode, IntegerCode, TableCode
 from .format import (
     ALIGNMENT_NBYTES,
+    CODES,
     SCALE_DTYPES,
+    Code,
+    FloatCode,
+    IntegerCode,
     MessageFormat,
     RowLayout,
+    TableCode,
     parse_format,
     round_up,
 )

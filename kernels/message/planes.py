@@ -10,8 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .format import SCALE_DTYPES, MessageFormat, RowLayout
+from .format import MessageFormat, RowLayout
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 # Codes that share a byte are packed and unpacked as one integer, a byte each.
 _LANES = {4: torch.int16, 2: torch.int32, 1: torch.int64}
 _FACTORS = {
@@ -126,17 +127,12 @@ def store_scales(values: Tensor, out: Tensor, offset: int, fmt: MessageFormat) -
 
     NaN is written as one fixed bit pattern: what a cast makes of it depends on the machine.
     """
-    if fmt.scale_dtype == "float32":
-        bits = values.contiguous().view(torch.int32)
-        nan_bits = 0x7FC00000
-    else:
-        bits = values.to(SCALE_DTYPES[fmt.scale_dtype]).contiguous().view(torch.int16)
-        nan_bits = 0x7FC0 if fmt.scale_dtype == "bfloat16" else 0x7E00
-    stored = bits.masked_fill(values.isnan(), nan_bits).view(torch.uint8)
+    bits = values.to(fmt.scale.dtype).contiguous().view(_INTEGERS[fmt.scale_nbytes])
+    stored = bits.masked_fill(values.isnan(), fmt.scale.nan_bits).view(torch.uint8)
     out[:, offset : offset + stored.shape[1]] = stored
 
 
 def load_scales(message: Tensor, offset: int, count: int, fmt: MessageFormat) -> Tensor:
     """Read ``[R, count]`` values of the scale dtype from byte ``offset`` of each row, as fp32."""
     stored = message[:, offset : offset + count * fmt.scale_nbytes].contiguous()
-    return stored.view(SCALE_DTYPES[fmt.scale_dtype]).to(torch.float32)
+    return stored.view(fmt.scale.dtype).to(torch.float32)

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .codes import FloatCode
-from .format import FP32_MAX, MessageFormat
+from .format import FP32_MAX, FloatCode, MessageFormat, ScaleDtype
 
 # Groups whose scale would be subnormal are stored as zeros: 1/scale could overflow.
 MIN_SCALE = 2.0**-126
@@ -67,29 +66,31 @@ class Scaling(NamedTuple):
     inverse: Tensor
 
 
-def round_scale_up(scale: Tensor, scale_dtype: str) -> Tensor:
-    """Round non-negative fp32 to a value of ``scale_dtype`` that is not smaller, kept as fp32.
+def round_scale_up(scale: Tensor, dtype: ScaleDtype) -> Tensor:
+    """Round non-negative fp32 to a value of ``dtype`` that is not smaller, kept as fp32.
 
     Rounding up means that dividing by the scale never leaves the range of the code.
     """
-    if scale_dtype == "float32":
-        return scale
-    if scale_dtype == "bfloat16":
-        bits = (scale.view(torch.int32) + 0xFFFF) & -0x10000
+    if dtype.truncated is not None:
+        below = (1 << dtype.truncated) - 1
+        if not below:
+            return scale
+        bits = (scale.view(torch.int32) + below) & ~below
         return torch.where(scale.isnan(), scale, bits.view(torch.float32))
     rounded = scale.to(torch.float16)
     up = (rounded.view(torch.int16) + 1).view(torch.float16)
     return torch.where(rounded < scale, up, rounded).to(torch.float32)
 
 
-def round_minimum_down(minimum: Tensor, scale_dtype: str) -> Tensor:
-    """Round fp32 to a value of ``scale_dtype`` that is not greater, kept as fp32; -0 becomes +0."""
+def round_minimum_down(minimum: Tensor, dtype: ScaleDtype) -> Tensor:
+    """Round fp32 to a value of ``dtype`` that is not greater, kept as fp32; -0 becomes +0."""
     minimum = torch.where(minimum == 0, 0.0, minimum)
-    if scale_dtype == "float32":
-        return minimum
-    if scale_dtype == "bfloat16":
-        away_from_zero = torch.where(minimum < 0, 0xFFFF, 0)
-        bits = (minimum.view(torch.int32) + away_from_zero) & -0x10000
+    if dtype.truncated is not None:
+        below = (1 << dtype.truncated) - 1
+        if not below:
+            return minimum
+        away_from_zero = torch.where(minimum < 0, below, 0)
+        bits = (minimum.view(torch.int32) + away_from_zero) & ~below
         return torch.where(minimum.isnan(), minimum, bits.to(torch.int32).view(torch.float32))
     rounded = minimum.to(torch.float16)
     bits = rounded.view(torch.int16)
@@ -128,7 +129,7 @@ def scaling_of(extremes: GroupRange, norm: float, fmt: MessageFormat) -> Scaling
     low, high = extremes
     if low is None:
         raw = (high * norm).div_(fmt.max_level)
-        scale = round_scale_up(raw, fmt.scale_dtype).clamp(max=fmt.max_scale)
+        scale = round_scale_up(raw, fmt.scale).clamp(max=fmt.max_scale)
         scale = torch.where(raw < MIN_SCALE, 0.0, scale)
         scale = scale.masked_fill_(~raw.isfinite(), float("nan"))
         # Below `raw` only where it was limited: the group shrinks.
@@ -151,16 +152,16 @@ def asymmetric_scaling(
     """
     low, high = low * norm, high * norm
     # With room for the scale to be rounded up. Groups that do not fit shrink by a power of two.
-    minimum = round_minimum_down(low, fmt.scale_dtype)
+    minimum = round_minimum_down(low, fmt.scale)
     width = (high - minimum).mul_(WIDER)
     fits = (width <= fmt.max_width) & (width + minimum <= FP32_MAX)
     largest = torch.maximum(low.abs(), high.abs()).view(torch.int32)
     exponent = (254 + fmt.shrunk_exponent) - (largest >> 23)
     shrink = torch.where(fits, 1.0, (exponent << 23).view(torch.float32))
-    minimum = round_minimum_down(low.mul_(shrink), fmt.scale_dtype)
+    minimum = round_minimum_down(low.mul_(shrink), fmt.scale)
     raw = high.mul_(shrink).sub_(minimum).div_(max_level)
     finite = raw <= FP32_MAX
-    scale = torch.where(raw < MIN_SCALE, 0.0, round_scale_up(raw, fmt.scale_dtype))
+    scale = torch.where(raw < MIN_SCALE, 0.0, round_scale_up(raw, fmt.scale))
     scale = torch.where(finite, scale, float("nan"))
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
     return Scaling(scale, torch.where(finite, minimum, 0.0), shrink.mul_(norm), inverse)

@@ -21,6 +21,12 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
 
+@triton.constexpr_function
+def integer_type(bits: int) -> tl.dtype:
+    """Signed integers of so many bits."""
+    return {8: tl.int8, 16: tl.int16, 32: tl.int32}[bits]
+
+
 @triton.jit
 def select_bytes(a, b, SELECTOR: tl.constexpr):
     """int32 whose byte i is byte ``SELECTOR >> 4 * i & 7`` of ``a`` (0 to 3) and ``b`` (4 to 7)."""

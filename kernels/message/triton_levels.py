@@ -7,7 +7,7 @@ import triton.language as tl
 
 from lq_lightning.kernels.message.triton_blocks import HAS_PTX, and_or, select_bytes
 from lq_lightning.kernels.message.triton_float8 import float8_levels, has_float8_instructions
-from lq_lightning.kernels.message.triton_planes import load_words, pairs_of_word
+from lq_lightning.kernels.message.triton_planes import add_plane, load_words, pairs_of_word
 
 # What `launch.INT_TO_FLOAT` holds the bits of.
 _TWO_TO_23 = tl.constexpr(8388608.0)
@@ -111,16 +111,14 @@ def load_codes(
 
     ``planes.load_codes``, not unpacked.
     """
-    BITS: tl.constexpr = FORMAT.bits
-    FIRST: tl.constexpr = BITS if BITS == 8 else (2 if BITS <= 3 else 4)
-    first = load_words(row_ptr, start, span, BLOCK, FIRST, RUN, FULL)
+    PLANES: tl.constexpr = FORMAT.planes
+    first = load_words(row_ptr, start, span, BLOCK, PLANES[0], RUN, FULL)
     second = first
     third = first
-    if BITS != FIRST:
-        SECOND: tl.constexpr = 2 if BITS >= 6 else 1
-        second = load_words(row_ptr + sections[2], start, span, BLOCK, SECOND, RUN, FULL)
-    if BITS == 7:
-        third = load_words(row_ptr + sections[3], start, span, BLOCK, 1, RUN, FULL)
+    if len(PLANES) > 1:
+        second = load_words(row_ptr + sections[2], start, span, BLOCK, PLANES[1], RUN, FULL)
+    if len(PLANES) > 2:
+        third = load_words(row_ptr + sections[3], start, span, BLOCK, PLANES[2], RUN, FULL)
     return first, second, third
 
 
@@ -180,18 +178,13 @@ def _levels_of_planes(
     words, second, third, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexpr
 ):
     """``levels_of_words`` for codes of 2 bits or of several planes."""
-    BITS: tl.constexpr = FORMAT.bits
-    FIRST: tl.constexpr = 2 if BITS <= 3 else 4
-    a, b, c, d = pairs_of_word(words, FIRST)
-    if BITS == 6 or BITS == 7:
-        e, f, g, h = pairs_of_word(second, 2)
-        a, b, c, d = a | (e << 4), b | (f << 4), c | (g << 4), d | (h << 4)
-    if BITS == 3 or BITS == 5:
-        e, f, g, h = pairs_of_word(second, 1)
-        a, b, c, d = a | (e << FIRST), b | (f << FIRST), c | (g << FIRST), d | (h << FIRST)
-    if BITS == 7:
-        e, f, g, h = pairs_of_word(third, 1)
-        a, b, c, d = a | (e << 6), b | (f << 6), c | (g << 6), d | (h << 6)
+    PLANES: tl.constexpr = FORMAT.planes
+    pairs = pairs_of_word(words, PLANES[0])
+    if len(PLANES) > 1:
+        pairs = add_plane(pairs, second, PLANES[1], PLANES[0])
+    if len(PLANES) > 2:
+        pairs = add_plane(pairs, third, PLANES[2], PLANES[0] + PLANES[1])
+    a, b, c, d = pairs
     return _join_eight(
         _level_at(a, int_to_float, 0, FORMAT),
         _level_at(b, int_to_float, 0, FORMAT),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lq_lightning.kernels.message.triton_blocks import load_run, select_bytes
+from lq_lightning.kernels.message.triton_blocks import integer_type, load_run, select_bytes
 
 
 @triton.jit
@@ -148,26 +148,22 @@ def store_codes(
 
     ``planes.store_codes``; ``keep`` is -1, or 0 where codes are to be 0.
     """
-    BITS: tl.constexpr = FORMAT.bits
-    if BITS == 8:
+    if FORMAT.bits == 8:
         _store_bytes(a, b, c, d, keep, row_ptr, start, span, BLOCK, FORMAT, FULL)
     else:
         a = _code_of_half(a, FORMAT) & keep
         b = _code_of_half(b, FORMAT) & keep
         c = _code_of_half(c, FORMAT) & keep
         d = _code_of_half(d, FORMAT) & keep
-        FIRST: tl.constexpr = 2 if BITS <= 3 else 4
-        words = plane_of_pairs(a, b, c, d, 0, FIRST)
-        store_words(words, row_ptr, start, span, BLOCK, FIRST, FULL)
-        if BITS == 6 or BITS == 7:
-            words = plane_of_pairs(a, b, c, d, 4, 2)
-            store_words(words, row_ptr + sections[2], start, span, BLOCK, 2, FULL)
-        if BITS == 3 or BITS == 5:
-            words = plane_of_pairs(a, b, c, d, FIRST, 1)
-            store_words(words, row_ptr + sections[2], start, span, BLOCK, 1, FULL)
-        if BITS == 7:
-            words = plane_of_pairs(a, b, c, d, 6, 1)
-            store_words(words, row_ptr + sections[3], start, span, BLOCK, 1, FULL)
+        PLANES: tl.constexpr = FORMAT.planes
+        words = plane_of_pairs(a, b, c, d, 0, PLANES[0])
+        store_words(words, row_ptr, start, span, BLOCK, PLANES[0], FULL)
+        if len(PLANES) > 1:
+            words = plane_of_pairs(a, b, c, d, PLANES[0], PLANES[1])
+            store_words(words, row_ptr + sections[2], start, span, BLOCK, PLANES[1], FULL)
+        if len(PLANES) > 2:
+            words = plane_of_pairs(a, b, c, d, PLANES[0] + PLANES[1], PLANES[2])
+            store_words(words, row_ptr + sections[3], start, span, BLOCK, PLANES[2], FULL)
 
 
 @triton.jit
@@ -183,8 +179,7 @@ def load_words(
     """Read a plane as ``[BLOCK // 8]`` words of ``WIDTH`` bytes, twice as many int32 for 8 bits."""
     PER_WORD: tl.constexpr = 4 if WIDTH == 8 else 8
     BITS: tl.constexpr = WIDTH * PER_WORD
-    DTYPE: tl.constexpr = tl.int32 if BITS == 32 else (tl.int16 if BITS == 16 else tl.int8)
-    source = plane_ptr.to(tl.pointer_type(DTYPE), bitcast=True) + start // PER_WORD
+    source = plane_ptr.to(tl.pointer_type(integer_type(BITS)), bitcast=True) + start // PER_WORD
     count = (span[0] - start) // PER_WORD
     return load_run(source, count, BLOCK // PER_WORD, 128 // BITS, RUN // PER_WORD, FULL)
 
@@ -204,3 +199,11 @@ def pairs_of_word(word, WIDTH: tl.constexpr):
         (both >> (2 * WIDTH)) & MASK,
         (both >> (3 * WIDTH)) & MASK,
     )
+
+
+@triton.jit
+def add_plane(pairs, word, WIDTH: tl.constexpr, shift):
+    """Put a plane of ``WIDTH`` bits into pairs of codes, from bit ``shift`` on."""
+    a, b, c, d = pairs
+    e, f, g, h = pairs_of_word(word, WIDTH)
+    return a | (e << shift), b | (f << shift), c | (g << shift), d | (h << shift)

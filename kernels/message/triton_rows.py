@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lq_lightning.kernels.message.triton_blocks import select_bytes
+from lq_lightning.kernels.message.triton_blocks import integer_type, select_bytes
 from lq_lightning.kernels.message.triton_float8 import float8_words, has_float8_instructions
 from lq_lightning.kernels.message.triton_levels import levels_of_words, load_codes
 from lq_lightning.kernels.message.triton_planes import (
@@ -15,10 +15,12 @@ from lq_lightning.kernels.message.triton_planes import (
     store_words,
 )
 from lq_lightning.kernels.message.triton_rounding import (
+    bits_of_scales,
     fixed_point,
     group_range,
     mixed_noise,
     scaled,
+    scales_of_bits,
     scaling_of,
 )
 
@@ -44,16 +46,14 @@ def row_sections(numel, FORMAT: tl.constexpr):
     num_groups = tl.cast(1, tl.int64)
     if FORMAT.group_size > 0:
         num_groups = (padded_numel + (FORMAT.group_size - 1)) // FORMAT.group_size
-    BITS: tl.constexpr = FORMAT.bits
-    FIRST: tl.constexpr = BITS if BITS == 8 else (2 if BITS <= 3 else 4)
-    SECOND: tl.constexpr = 2 if BITS == 6 or BITS == 7 else 1
-    plane_1 = _section(padded_numel, FIRST)
+    PLANES: tl.constexpr = FORMAT.planes
+    plane_1 = _section(padded_numel, PLANES[0])
     plane_2 = plane_1
-    if BITS != FIRST:
-        plane_2 += _section(padded_numel, SECOND)
+    if len(PLANES) > 1:
+        plane_2 += _section(padded_numel, PLANES[1])
     scales = plane_2
-    if BITS == 7:
-        scales += _section(padded_numel, 1)
+    if len(PLANES) > 2:
+        scales += _section(padded_numel, PLANES[2])
     minima = scales + _section(num_groups, FORMAT.scale_nbytes * 8)
     return padded_numel, num_groups, plane_1, plane_2, scales, minima
 
@@ -90,24 +90,11 @@ def store_scales(
     first, end = groups
     index = tl.arange(0, GROUPS)
     inside = index < end - first
-    number = values == values
-    if FORMAT.scale_dtype == "float32":
-        target = (row_ptr + offset).to(tl.pointer_type(tl.int32), bitcast=True)
-        bits = tl.where(number, values.to(tl.int32, bitcast=True), 0x7FC00000)
-        tl.store(target + first + index, bits, inside)
-        per_section: tl.constexpr = 4
-        zeros = tl.zeros((per_section,), tl.int32)
-    else:
-        target = (row_ptr + offset).to(tl.pointer_type(tl.int16), bitcast=True)
-        if FORMAT.scale_dtype == "bfloat16":
-            wide = tl.where(number, values.to(tl.int32, bitcast=True), 0x7FC00000) >> 16
-            bits = wide.to(tl.int16)
-        else:
-            half = values.to(tl.float16).to(tl.int16, bitcast=True)
-            bits = tl.where(number, half, 0x7E00).to(tl.int16)
-        tl.store(target + first + index, bits, inside)
-        per_section: tl.constexpr = 8
-        zeros = tl.zeros((per_section,), tl.int16)
+    DTYPE: tl.constexpr = integer_type(FORMAT.scale_nbytes * 8)
+    target = (row_ptr + offset).to(tl.pointer_type(DTYPE), bitcast=True)
+    tl.store(target + first + index, bits_of_scales(values, FORMAT), inside)
+    per_section: tl.constexpr = 16 // FORMAT.scale_nbytes
+    zeros = tl.zeros((per_section,), DTYPE)
     if (end == num_groups) & (first < end) & (first + GROUPS >= end):
         beyond = num_groups + tl.arange(0, per_section)
         aligned = (num_groups + per_section - 1) // per_section * per_section
@@ -119,14 +106,9 @@ def load_scales(row_ptr, offset, first, num_groups, GROUPS: tl.constexpr, FORMAT
     """Read ``[GROUPS]`` values of the scale dtype as fp32; ``reference.load_scales``."""
     index = tl.arange(0, GROUPS)
     inside = index < num_groups - first
-    if FORMAT.scale_dtype == "float32":
-        source = (row_ptr + offset).to(tl.pointer_type(tl.float32), bitcast=True)
-        return tl.load(source + first + index, inside, 0.0)
-    source = (row_ptr + offset).to(tl.pointer_type(tl.int16), bitcast=True)
-    bits = tl.load(source + first + index, inside, 0)
-    if FORMAT.scale_dtype == "bfloat16":
-        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return bits.to(tl.float16, bitcast=True).to(tl.float32)
+    DTYPE: tl.constexpr = integer_type(FORMAT.scale_nbytes * 8)
+    source = (row_ptr + offset).to(tl.pointer_type(DTYPE), bitcast=True)
+    return scales_of_bits(tl.load(source + first + index, inside, 0), FORMAT)
 
 
 @triton.jit
@@ -300,9 +282,9 @@ def decode_loaded(loaded, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexp
     levels = tl.reshape(levels, (GROUPS, BLOCK // GROUPS))
     if FORMAT.symmetric:
         values = levels * scale[:, None]
-    elif FORMAT.scale_dtype == "float32":
+    elif FORMAT.scale.significand_bits > 16:
         values = levels * scale[:, None] + minimum[:, None]
-    else:  # rounded once either way: products of 8 and 11 bits are exact
+    else:  # rounded once either way: products of codes and so few bits are exact
         factor = tl.broadcast_to(scale[:, None], levels.shape)
         values = tl.fma(levels, factor, tl.broadcast_to(minimum[:, None], levels.shape))
     return tl.reshape(values, (BLOCK,))

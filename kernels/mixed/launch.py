@@ -215,6 +215,7 @@ def launch_mixed_dequantize(
             sections(layout),
             LINES=tile.lines,
             WORDS=tile.tokens // TOKENS_PER_WORD,
+            SCALES=SCALES,
             num_warps=tile.warps,
             enable_fp_fusion=False,
         )

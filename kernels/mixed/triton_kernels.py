@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from lq_lightning.kernels.message.triton_blocks import round_output, select_bytes
-from lq_lightning.kernels.message.triton_planes import pairs_of_word, plane_of_pairs
+from lq_lightning.kernels.message.triton_planes import add_plane, pairs_of_word, plane_of_pairs
+from lq_lightning.kernels.message.triton_rounding import scales_of_bits
 
 from .triton_rounding import (
     PLACE_ROW,
@@ -167,10 +168,10 @@ def mixed_quantize_kernel(
 
 
 @triton.jit
-def _load_scale(message_ptr, offset, place, coded):
+def _load_scale(message_ptr, offset, place, coded, SCALES: tl.constexpr):
     """Scales or minima ``[LINES, 1]`` as fp32; 0 in lines without."""
-    bits = tl.load(section(message_ptr, offset, tl.int16) + place, coded, 0).to(tl.int32)
-    return (bits << 16).to(tl.float32, bitcast=True)
+    bits = tl.load(section(message_ptr, offset, tl.int16) + place, coded, 0)
+    return scales_of_bits(bits, SCALES)
 
 
 @triton.jit
@@ -225,6 +226,7 @@ def mixed_dequantize_kernel(
     sections,
     LINES: tl.constexpr,
     WORDS: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
     """Put planes together -> scale."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
@@ -237,23 +239,20 @@ def mixed_dequantize_kernel(
     ones_at = line_row(rows_ptr, _ONE_ROW, line, lines) * words
     place = line_row(rows_ptr, PLACE_ROW, line, lines)
     coded = inside & (width <= 8)
-    scale = _load_scale(message_ptr, sections[5], place, coded)
-    minimum = _load_scale(message_ptr, sections[6], place, coded)
+    scale = _load_scale(message_ptr, sections[5], place, coded, SCALES)
+    minimum = _load_scale(message_ptr, sections[6], place, coded, SCALES)
     factors = (scale, minimum)
     out_ptr += line[:, None]
     for step in range(steps):
         word = ((tl.program_id(1) * steps + step) * WORDS + tl.arange(0, WORDS))[None, :]
         there = inside & (word < words)
         source = section(message_ptr, sections[2], tl.int32) + (fours_at + word)
-        a, b, c, d = pairs_of_word(tl.load(source, there & (width & 4 != 0), 0), 4)
+        pairs = pairs_of_word(tl.load(source, there & (width & 4 != 0), 0), 4)
         source = section(message_ptr, sections[3], tl.int16) + (twos_at + word)
-        e, f, g, h = pairs_of_word(tl.load(source, there & (width & 2 != 0), 0), 2)
-        shift = width & 4
-        a, b, c, d = a | (e << shift), b | (f << shift), c | (g << shift), d | (h << shift)
+        pairs = add_plane(pairs, tl.load(source, there & (width & 2 != 0), 0), 2, width & 4)
         source = section(message_ptr, sections[4], tl.int8) + (ones_at + word)
-        e, f, g, h = pairs_of_word(tl.load(source, there & (width & 1 != 0), 0), 1)
-        shift = width & 6
-        a, b, c, d = a | (e << shift), b | (f << shift), c | (g << shift), d | (h << shift)
+        pairs = add_plane(pairs, tl.load(source, there & (width & 1 != 0), 0), 1, width & 6)
+        a, b, c, d = pairs
         if any_bytes:
             at = _wide_place(rows_ptr, _BYTE_ROW, line, lines, word, words)
             e, f, g, h = _load_bytes(message_ptr, sections[1], at, there & (width == 8))

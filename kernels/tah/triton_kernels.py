@@ -13,6 +13,7 @@ import triton.language as tl
 from lq_lightning.kernels.message.triton_blocks import hadamard, load_run, round_output
 from lq_lightning.kernels.message.triton_levels import levels_of_words, load_codes
 from lq_lightning.kernels.message.triton_planes import (
+    add_plane,
     pair_up,
     pairs_of_word,
     plane_of_pairs,
@@ -203,11 +204,11 @@ def _load_mixed(message_ptr, places, inside, sections, GROUPS: tl.constexpr, TIL
     source = (message_ptr + sections[2]).to(tl.pointer_type(tl.int32), bitcast=True)
     words = tl.load(source + place, is_high, 0)
     source = (message_ptr + sections[0]).to(tl.pointer_type(tl.int16), bitcast=True)
-    a, b, c, d = pairs_of_word(tl.load(source + place, is_low, 0), 2)
+    pairs = pairs_of_word(tl.load(source + place, is_low, 0), 2)
     source = (message_ptr + sections[1]).to(tl.pointer_type(tl.int8), bitcast=True)
-    e, f, g, h = pairs_of_word(tl.load(source + place, is_low, 0), 1)
+    a, b, c, d = add_plane(pairs, tl.load(source + place, is_low, 0), 1, 2)
     # zeros where the words above are, and the other way round
-    return words | plane_of_pairs(a | (e << 2), b | (f << 2), c | (g << 2), d | (h << 2), 0, 4)
+    return words | plane_of_pairs(a, b, c, d, 0, 4)
 
 
 @triton.jit(do_not_specialize=["low_units"])

@@ -9,6 +9,7 @@ import torch
 
 from lq_lightning.codecs import CodecSpec, decode, encode
 from lq_lightning.kernels.message import reference as blocks
+from lq_lightning.kernels.message.format import SCALES
 from lq_lightning.kernels.message.chunks import CHUNK_NUMEL
 
 
@@ -176,8 +177,8 @@ def test_scales_are_rounded_up_and_minima_down(scale_dtype: str) -> None:
     dtype = torch.bfloat16 if scale_dtype == "bfloat16" else torch.float16
     values = torch.randn(4096) * torch.exp2(torch.randint(-30, 15, (4096,)).float())
     values[:4] = torch.tensor([0.0, -0.0, 2.0**-26, -(2.0**-26)])
-    down = blocks.round_minimum_down(values, scale_dtype)
-    up = blocks.round_scale_up(values.abs(), scale_dtype)
+    down = blocks.round_minimum_down(values, SCALES[scale_dtype])
+    up = blocks.round_scale_up(values.abs(), SCALES[scale_dtype])
     for rounded, exact in ((down, values), (up, values.abs())):
         assert torch.equal(rounded.to(dtype).float(), rounded)
         nearest = exact.to(dtype).float()

@@ -14,7 +14,7 @@ from lq_testing.interpreter import skip_old_interpreter
 from lq_lightning.data_parallel import WeightQuantization
 from lq_lightning.kernels.dequantize import reference as dequantize_reference
 from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat, TableCode
-from lq_lightning.kernels.message.codes import CELLS_PER_UNIT
+from lq_lightning.kernels.message.format import CELLS_PER_UNIT
 from lq_lightning.kernels.message.launch import INT_TO_FLOAT, UNROLLED_MESSAGES, Tile
 from lq_lightning.kernels.message.triton_rows import decode_tile, encode_tile
 from lq_lightning.kernels.quantize import reference as quantize_reference
