@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lq_lightning.foundation.checks import check_choice
 from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat, TableCode
 
-# Entries of the table of codes, in its order; see `lq_lightning.kernels.message.codes`.
+# Entries of the table of codes, in its order; see `lq_lightning.kernels.message.format`.
 Code = Literal[
     "int2",
     "int3",
@@ -22,8 +22,13 @@ Code = Literal[
     "fp8_e4m3",
     "fp8_e5m2",
 ]
+# Names that options take beside integers of so many bits: codes, and formats of `_BLOCK_FORMATS`.
+FloatingCode = Literal["nf4", "fp4_e2m1", "fp8_e4m3", "fp8_e5m2"]
 Rounding = Literal["nearest", "stochastic"]
 ScaleDtype = Literal["float32", "bfloat16", "float16"]
+
+# Formats that fix the group size and the scales of a code.
+_BLOCK_FORMATS: dict[str, dict[str, Any]] = {}
 
 GROUP_SIZES: tuple[int | str, ...] = (*(2**k for k in range(4, 13)), "row")
 HADAMARD_SIZES: tuple[int, ...] = (0, 16, 32, 64, 128)
@@ -143,3 +148,18 @@ class CodecSpec:
         if numel < 1:
             raise ValueError(f"numel={numel} must be at least 1. Pass the length of a row.")
         return 8 * self.nbytes(numel) / numel
+
+
+def named_codec(name: str, group_size: int, **options: Any) -> CodecSpec:
+    """Return the codec of a name that options take, with bf16 scales.
+
+    Args:
+        name: a code, or a format that fixes its own group size and scales, such as ``"mxfp4"``.
+        group_size: of codes; formats ignore it.
+        options: other fields of ``CodecSpec``.
+
+    Raises:
+        ValueError: as ``CodecSpec``.
+    """
+    fields = {"code": name, "group_size": group_size, "scale_dtype": "bfloat16", **options}
+    return CodecSpec(**{**fields, **_BLOCK_FORMATS.get(name, {})})

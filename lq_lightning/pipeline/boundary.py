@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import cast, get_args
+from typing import get_args
 
 import torch
 
-from lq_lightning.codecs import CodecSpec
-from lq_lightning.codecs.spec import Code
+from lq_lightning.codecs import CodecSpec, FloatingCode, named_codec
 from lq_lightning.foundation.checks import check_choice
 
 from .aq_sgd import AQSGDCodec, AQSGDQuantization
@@ -27,7 +26,10 @@ __all__ = [
 ]
 
 _INTEGERS = tuple(f"int{bits}" for bits in range(2, 9))
-CODEC_NAMES = ("none", "bf16", "fp8", *_INTEGERS, "tah", "tah5", "aq_sgd", "amaq")
+CODEC_NAMES = (
+    *("none", "bf16", "fp8", *_INTEGERS, *get_args(FloatingCode)),
+    *("tah", "tah5", "aq_sgd", "amaq"),
+)
 # Channels that share a scale, forward and backward; those of the paper of TAH-Quant. "tah5", which
 # is not of the paper, has the former in both directions.
 _FORWARD_TILE = 64
@@ -47,9 +49,10 @@ def make_boundary_codec(
 
     Names: ``"none"`` sends values as they are, ``"bf16"`` rounded; ``"fp8"`` sends E4M3 with a
     bf16 scale per tile; ``"int2"`` to ``"int8"`` are asymmetric, with a bf16 scale and minimum per
-    tile; ``"tah"`` is ``TAHQuantization``, ``"tah5"`` the same with ``bits=5``; ``"aq_sgd"``, which
-    is not for gradients, ``AQSGDQuantization``; and ``"amaq"`` has learned widths. Tiles are
-    64 channels forward and 32 backward, but for ``"tah5"``, whose are 64.
+    tile, other codes of ``CodecSpec`` have a scale alone; ``"tah"`` is ``TAHQuantization``,
+    ``"tah5"`` the same with ``bits=5``; ``"aq_sgd"``, which is not for gradients,
+    ``AQSGDQuantization``; and ``"amaq"`` has learned widths. Tiles are 64 channels forward and 32
+    backward, but for ``"tah5"``, whose are 64.
 
     Args:
         codec: a name, or a specification.
@@ -80,12 +83,4 @@ def make_boundary_codec(
     if codec == "tah5":
         return TAHCodec(codec, TAHQuantization(tile_size=_FORWARD_TILE, bits=5))
     name = "fp8_e4m3" if codec == "fp8" else codec
-    if name not in get_args(Code):
-        raise AssertionError(f"{name} is no entry of the table of codes")
-    spec = CodecSpec(
-        code=cast(Code, name),
-        group_size=tile,
-        symmetric=codec == "fp8",
-        scale_dtype="bfloat16",
-    )
-    return GroupCodec(codec, spec)
+    return GroupCodec(codec, named_codec(name, tile, symmetric=codec not in _INTEGERS))

@@ -9,8 +9,8 @@ import torch
 
 from lq_lightning.codecs import CodecSpec, decode, encode
 from lq_lightning.kernels.message import reference as blocks
-from lq_lightning.kernels.message.format import SCALES
 from lq_lightning.kernels.message.chunks import CHUNK_NUMEL
+from lq_lightning.kernels.message.format import SCALES
 
 
 def sylvester(size: int) -> torch.Tensor:
