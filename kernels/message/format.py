@@ -53,7 +53,7 @@ class ScaleDtype:
 
     Attributes:
         dtype: torch's dtype.
-        significand_bits: bits of precision, the implicit one included.
+        significand_bits: bits of precision, the implicit one included; with 1 there is no zero.
         truncated: low bits of an fp32 number that are left out to store it; None for fp16, whose
             exponent is narrower.
         signed: whether it can hold a minimum.
@@ -79,6 +79,8 @@ SCALES: dict[str, ScaleDtype] = {
     "float32": ScaleDtype(torch.float32, 24, 0),
     "bfloat16": ScaleDtype(torch.bfloat16, 8, 16),
     "float16": ScaleDtype(torch.float16, 11, None),
+    # OCP Microscaling Formats 1.0, E8M0: powers of two and NaN
+    "float8_e8m0fnu": ScaleDtype(torch.float8_e8m0fnu, 1, 23, signed=False),
 }
 SCALE_DTYPES: dict[str, torch.dtype] = {name: scale.dtype for name, scale in SCALES.items()}
 

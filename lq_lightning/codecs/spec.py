@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from lq_lightning.foundation.checks import check_choice
 from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat, TableCode
+from lq_lightning.kernels.message.format import SCALES
 
 # Entries of the table of codes, in its order; see `lq_lightning.kernels.message.format`.
 Code = Literal[
@@ -23,12 +24,14 @@ Code = Literal[
     "fp8_e5m2",
 ]
 # Names that options take beside integers of so many bits: codes, and formats of `_BLOCK_FORMATS`.
-FloatingCode = Literal["nf4", "fp4_e2m1", "fp8_e4m3", "fp8_e5m2"]
+FloatingCode = Literal["nf4", "fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "mxfp4"]
 Rounding = Literal["nearest", "stochastic"]
-ScaleDtype = Literal["float32", "bfloat16", "float16"]
+ScaleDtype = Literal["float32", "bfloat16", "float16", "float8_e8m0fnu"]
 
 # Formats that fix the group size and the scales of a code.
-_BLOCK_FORMATS: dict[str, dict[str, Any]] = {}
+_BLOCK_FORMATS: dict[str, dict[str, Any]] = {
+    "mxfp4": {"code": "fp4_e2m1", "group_size": 32, "scale_dtype": "float8_e8m0fnu"},
+}
 
 GROUP_SIZES: tuple[int | str, ...] = (*(2**k for k in range(4, 13)), "row")
 HADAMARD_SIZES: tuple[int, ...] = (0, 16, 32, 64, 128)
@@ -59,6 +62,10 @@ class CodecSpec:
             value. ``nf4`` is rounded to nearest only.
         scale_dtype: storage of scales and minima. Scales are rounded up and minima down, so no
             value is clipped. With ``"float16"``, groups whose scale exceeds 65504 shrink.
+            ``"float8_e8m0fnu"``, powers of two in a byte, is for symmetric codecs; MXFP4 is
+            ``code="fp4_e2m1"`` in groups of 32 with these scales (OCP Microscaling Formats 1.0,
+            which rounds them down and clips), ``"mxfp4"`` where options take the name of a code.
+            Groups beyond 2.5e38 shrink by up to a quarter.
 
     Raises:
         ValueError: a value or a combination that is not listed above.
@@ -88,6 +95,12 @@ class CodecSpec:
                 "the transform must divide the group. Use a hadamard_size of at most group_size."
             )
         code = CODES[self.code]
+        if not self.symmetric and not SCALES[self.scale_dtype].signed:
+            raise ValueError(
+                f"CodecSpec(scale_dtype={self.scale_dtype!r}, symmetric=False): these scales are "
+                "powers of two and cannot hold a minimum. Use symmetric=True, or "
+                "scale_dtype='bfloat16'."
+            )
         if not self.symmetric and not isinstance(code, IntegerCode):
             raise ValueError(
                 f"CodecSpec(code={self.code!r}, symmetric=False): only integer codes can be "

@@ -75,8 +75,8 @@ def test_error_is_bounded(
         # The minimum may be as far as the largest magnitude of the group.
         bound = bound + SLOP * x.abs().amax()
     assert scale.isfinite().all()
-    # Beyond that, groups shrink, which adds to the error.
-    limit = 0.9 * 65504.0 * spec.message_format.max_level
+    # Beyond that, groups shrink, which adds to the error: those whose minimum no fp16 holds, too.
+    limit = 0.9 * 65504.0 * (spec.message_format.max_level if spec.symmetric else 1.0)
     assert (error <= bound).all() or (spec.scale_dtype == "float16" and x.abs().amax() > limit)
 
 

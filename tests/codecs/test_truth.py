@@ -7,8 +7,9 @@ import hashlib
 import pytest
 import torch
 
-from lq_lightning.codecs import CodecSpec, decode, encode
+from lq_lightning.codecs import CodecSpec, decode, encode, named_codec
 from lq_lightning.kernels.message import reference as blocks
+from lq_lightning.kernels.message import round_up
 from lq_lightning.kernels.message.chunks import CHUNK_NUMEL
 from lq_lightning.kernels.message.format import SCALES
 
@@ -108,6 +109,34 @@ def test_fp4_codes_are_those_of_the_standard() -> None:
     chosen = torch.where(nearest.sum(1, keepdim=True) > 1, even, nearest)
     assert torch.equal(actual[0].abs(), levels[chosen.int().argmax(1)])
     assert torch.equal(actual.sign(), x.sign() * (actual != 0))
+
+
+def test_mxfp4_is_that_of_the_standard() -> None:
+    """Bytes of E8M0 beside codes of E2M1; the least scale that clips nothing."""
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    levels = torch.cat([levels, -levels])
+    spec = named_codec("mxfp4", 32)
+    x = torch.randn(1, 640) * torch.exp2(torch.arange(-10, 10).repeat_interleave(32) * 6.0)
+    x[0, 64:96], x[0, 100], x[0, 130] = 0.0, float("nan"), float("-inf")
+    x[0, 160:192] = 6 * 2.0**20
+    message = encode(spec, x)[0]
+    assert message.numel() == 640 // 2 + round_up(640 // 32, 16)
+    codes = torch.stack([message[:320] & 15, message[:320] >> 4], 1).flatten().int()
+    exponents = message[320:340].int()
+    assert exponents[[2, 3, 4, 5]].tolist() == [0, 255, 255, 127 + 20]
+    scales = torch.exp2(exponents.float() - 127)
+    scales[exponents == 255] = float("nan")
+    expected = levels[codes].view(20, 32) * scales[:, None]
+    decoded = decode(spec, message[None], 640).view(20, 32)
+    torch.testing.assert_close(decoded, expected, rtol=0, atol=0, equal_nan=True)
+    groups = x.view(20, 32)
+    used = torch.tensor([group not in (2, 3, 4) for group in range(20)])
+    largest = groups[used].abs().amax(1)
+    assert (largest <= 6 * scales[used]).all()
+    assert (largest > 3 * scales[used]).all()
+    error = (decoded - groups)[used].abs() / scales[used, None]
+    distance = (groups[used] / scales[used, None])[..., None].sub(levels).abs().amin(-1)
+    assert torch.equal(error, distance)
 
 
 def test_nf4_levels_are_quantiles_and_the_nearest_is_taken() -> None:
