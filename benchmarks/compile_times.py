@@ -29,11 +29,12 @@ from triton.runtime.jit import JITFunction
 
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import GradientQuantization, WeightQuantization
-from lq_lightning.kernels.dequantize.triton_kernels import launch_dequantize
-from lq_lightning.kernels.message.launch import UNROLLED_MESSAGES, Tile
-from lq_lightning.kernels.message.tiles import TILES
-from lq_lightning.kernels.quantize.triton_kernels import launch_quantize
-from lq_lightning.kernels.requantize.triton_kernels import launch_requantize
+from lq_lightning.kernels.message.launch import TILES, UNROLLED_MESSAGES, Tile
+from lq_lightning.kernels.message.triton_kernels import (
+    launch_dequantize,
+    launch_quantize,
+    launch_requantize,
+)
 
 NUMEL = 1 << 16
 

@@ -24,8 +24,11 @@ from benchmarks.common import time_cuda_calls, write_report
 from lq_lightning._compat.float8 import scaled_mm
 from lq_lightning.kernels.float8 import float8_cast, float8_quantize
 from lq_lightning.kernels.int8 import int8_matmul, int8_quantize
-from lq_lightning.kernels.int8.tiles import ProductTile, choose_product_tile
-from lq_lightning.kernels.int8.triton_products import launch_descriptors
+from lq_lightning.kernels.int8.triton_products import (
+    ProductTile,
+    choose_product_tile,
+    launch_descriptors,
+)
 
 SHAPES = ((8192, 14336, 4096), (8192, 4096, 14336), (8192, 4096, 4096), (8192, 1024, 4096))
 TILES = [

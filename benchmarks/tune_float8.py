@@ -30,7 +30,7 @@ from benchmarks.activation_kernels import (
 )
 from benchmarks.common import REPOSITORY, time_cuda_calls, write_report
 from lq_lightning.kernels.float8 import triton_kernels, triton_rebuild
-from lq_lightning.kernels.float8.tiles import (
+from lq_lightning.kernels.float8.triton_kernels import (
     CAST_TILE,
     REBUILD_TILES,
     CastTile,
@@ -38,7 +38,7 @@ from lq_lightning.kernels.float8.tiles import (
     rebuild_kind,
 )
 from lq_lightning.kernels.message import parse_format
-from lq_lightning.kernels.message.calls import forget_calls
+from lq_lightning.kernels.message.launch_cache import forget_calls
 
 TABLE = REPOSITORY / "kernels" / "float8" / "tiles.py"
 SOURCES = {"codes": "codes", "norm": "norm", "activation": "swiglu"}

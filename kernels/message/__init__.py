@@ -1,4 +1,4 @@
-"""What all kernels share: the table of codes, the byte layout of a message, the building blocks."""
+"""Encoded rows: tables of codes, byte layout, and operators that encode, decode and sum them."""
 
 from .format import (
     ALIGNMENT_NBYTES,
@@ -13,6 +13,17 @@ from .format import (
     parse_format,
     round_up,
 )
+from .op import (
+    dequantize,
+    dequantize_out,
+    quantize,
+    quantize_out,
+    repeat_dequantize,
+    repeat_quantize,
+    repeat_requantize,
+    requantize,
+    requantize_out,
+)
 
 __all__ = [
     "ALIGNMENT_NBYTES",
@@ -26,4 +37,13 @@ __all__ = [
     "TableCode",
     "parse_format",
     "round_up",
+    "dequantize",
+    "dequantize_out",
+    "quantize",
+    "quantize_out",
+    "repeat_dequantize",
+    "repeat_quantize",
+    "repeat_requantize",
+    "requantize",
+    "requantize_out",
 ]

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from lq_lightning.kernels.message.format import CELLS_PER_UNIT, MIDDLE_CELL, MessageFormat
 from lq_lightning.kernels.message.triton_blocks import integer_type
-from lq_lightning.kernels.message.triton_levels import look_up
+from lq_lightning.kernels.message.triton_codes import look_up
 
 # 1.5 * 2**23: adding it rounds an fp32 of small magnitude to an integer (half to even) and leaves
 # that integer in the low bits, without a conversion instruction.

@@ -6,9 +6,11 @@ import triton
 import triton.language as tl
 
 from lq_lightning.kernels.message.triton_blocks import integer_type, select_bytes
-from lq_lightning.kernels.message.triton_float8 import float8_words, has_float8_instructions
-from lq_lightning.kernels.message.triton_levels import levels_of_words, load_codes
-from lq_lightning.kernels.message.triton_planes import (
+from lq_lightning.kernels.message.triton_codes import (
+    float8_words,
+    has_float8_instructions,
+    levels_of_words,
+    load_codes,
     pair_up,
     same_in_groups,
     store_codes,
@@ -308,3 +310,34 @@ def decode_tile(
     """
     loaded = load_encoded(row_ptr, start, limit, numel, BLOCK, RUN, FORMAT, FULL)
     return decode_loaded(loaded, int_to_float, BLOCK, FORMAT)
+
+
+@triton.jit
+def encoded_columns(
+    message_ptr,
+    message_stride,
+    row,
+    rows,
+    numel,
+    FLAT: tl.constexpr,
+    MULTIPLE: tl.constexpr = 16,
+):
+    """Where row ``row`` (int64) of a ``[rows, numel]`` matrix lies in its message.
+
+    ``FLAT`` is ``matrix.is_flat``. For ``encode_tile`` and ``decode_tile``, which take columns of
+    an encoded row. ``MULTIPLE`` is the group size, of which flat rows have a multiple.
+
+    Returns:
+        The address of the encoded row, its column where the row of the matrix begins, and how many
+        values the encoded row has; int64.
+    """
+    row_ptr = message_ptr
+    first = tl.cast(0, tl.int64)
+    length = tl.cast(numel, tl.int64)
+    if FLAT:
+        # for the compiler, which takes larger words where it knows that they are aligned
+        first = tl.multiple_of(row * numel, MULTIPLE)
+        length = length * rows
+    else:
+        row_ptr += row * message_stride
+    return row_ptr, first, length

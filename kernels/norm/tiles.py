@@ -87,13 +87,9 @@ def _power_of_two(numel: int) -> int:
 
 
 def whole_rows(fmt: MessageFormat, rows: int, numel: int, *strided: Tensor) -> Geometry:
-    """Return tiles that hold whole rows.
+    """Return tiles that hold whole rows of a ``[rows, numel]`` matrix.
 
-    Args:
-        fmt: of the message.
-        rows: of the matrix.
-        numel: columns of the matrix.
-        strided: matrices whose rows may lie apart, which then do not share tiles.
+    Rows of ``strided`` matrices may lie apart, and then do not share tiles.
 
     Raises:
         NotImplementedError: more than ``MAX_NUMEL`` columns.

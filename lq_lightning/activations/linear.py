@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lq_lightning._compat.autograd import wanted_gradients, with_shape
-from lq_lightning.kernels.message import parse_format
+from lq_lightning.kernels.message import parse_format, quantize
 from lq_lightning.kernels.message.matrix import matrix_shape
-from lq_lightning.kernels.quantize import quantize
 
 from .autograd import as_matrix, matmul_dtype, refuse_second_derivative, without_autocast
 from .meter import note_code

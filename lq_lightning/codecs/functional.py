@@ -23,10 +23,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lq_lightning.kernels.dequantize import dequantize, dequantize_out, repeat_dequantize
-from lq_lightning.kernels.message.checks import check_float
-from lq_lightning.kernels.quantize import quantize, quantize_out, repeat_quantize
-from lq_lightning.kernels.requantize import repeat_requantize, requantize, requantize_out
+from lq_lightning.kernels.message import (
+    dequantize,
+    dequantize_out,
+    quantize,
+    quantize_out,
+    repeat_dequantize,
+    repeat_quantize,
+    repeat_requantize,
+    requantize,
+    requantize_out,
+)
+from lq_lightning.kernels.message.operators import check_float
 
 from .spec import CodecSpec
 

@@ -13,7 +13,8 @@ bytes::
 
     [ codes, scales and minima | exact tokens, bf16 | their indices, int32 ]
 
-Reference: AMAQ (arXiv 2510.05468); the paper gives no layout, see ``kernels/mixed/format.py``.
+Reference: AMAQ (arXiv 2510.05468); the paper gives no layout, see
+``kernels/mixed_width/format.py``.
 Shape legend: T tokens, N lines.
 """
 
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from lq_lightning.foundation.transfer import send_to
 from lq_lightning.kernels.message import ALIGNMENT_NBYTES, round_up
-from lq_lightning.kernels.mixed import (
+from lq_lightning.kernels.mixed_width import (
     MAX_CODE_WIDTH,
     MAX_WIDTH,
     mixed_dequantize,

@@ -8,7 +8,7 @@ from lq_testing.codec_data import awkward_rows
 from lq_testing.interpreter import skip_old_interpreter
 
 from lq_lightning.kernels.float8 import reference
-from lq_lightning.kernels.float8.tiles import CastTile, RebuildTile
+from lq_lightning.kernels.float8.triton_kernels import CastTile, RebuildTile
 from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat
 from lq_lightning.kernels.message.matrix import encode_matrix
 from lq_lightning.kernels.norm import KINDS

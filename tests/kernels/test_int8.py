@@ -7,7 +7,7 @@ import torch
 from lq_testing.interpreter import skip_old_interpreter
 
 from lq_lightning.kernels.int8 import hadamard_size_of, int8_matmul, int8_quantize
-from lq_lightning.kernels.int8.tiles import ProductTile
+from lq_lightning.kernels.int8.triton_products import ProductTile
 
 # the interpreter computes with numpy, which warns where IEEE arithmetic is silent
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

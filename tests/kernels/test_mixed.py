@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lq_lightning.codecs import CodecSpec, decode, encode
-from lq_lightning.kernels.mixed import (
+from lq_lightning.kernels.mixed_width import (
     mixed_dequantize,
     mixed_layout,
     mixed_quantize,
@@ -22,7 +22,7 @@ from lq_lightning.kernels.mixed import (
     width_counts,
     width_rows,
 )
-from lq_lightning.kernels.mixed.format import HALF_RANGES
+from lq_lightning.kernels.mixed_width.format import HALF_RANGES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

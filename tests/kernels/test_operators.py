@@ -8,12 +8,17 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from lq_lightning.kernels.activation import activation_backward, activation_quantize
-from lq_lightning.kernels.dequantize import dequantize, dequantize_out
 from lq_lightning.kernels.float8 import float8_quantize
-from lq_lightning.kernels.message import parse_format
+from lq_lightning.kernels.message import (
+    dequantize,
+    dequantize_out,
+    parse_format,
+    quantize,
+    quantize_out,
+    requantize,
+    requantize_out,
+)
 from lq_lightning.kernels.norm import norm_backward, norm_quantize
-from lq_lightning.kernels.quantize import quantize, quantize_out
-from lq_lightning.kernels.requantize import requantize, requantize_out
 
 EIGHT = "int8/128/symmetric/32/stochastic/float32"
 FOUR = "int4/64/asymmetric/32/nearest/bfloat16"

@@ -21,7 +21,7 @@ from lq_lightning.kernels.tah import (
     tah_quantize,
 )
 from lq_lightning.kernels.tah.format import TILE_SIZES
-from lq_lightning.kernels.tah.statistics import find_outliers, lowest
+from lq_lightning.kernels.tah.reference import find_outliers, lowest
 
 FIFTH = Fraction(1, 5)
 

@@ -16,13 +16,11 @@ from lq_testing.interpreter import skip_old_interpreter
 
 from lq_lightning.codecs import named_codec
 from lq_lightning.data_parallel import WeightQuantization
-from lq_lightning.kernels.dequantize import reference as dequantize_reference
 from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat, TableCode
+from lq_lightning.kernels.message import rows as reference_rows
 from lq_lightning.kernels.message.format import CELLS_PER_UNIT
 from lq_lightning.kernels.message.launch import INT_TO_FLOAT, UNROLLED_MESSAGES, Tile
 from lq_lightning.kernels.message.triton_rows import decode_tile, encode_tile
-from lq_lightning.kernels.quantize import reference as quantize_reference
-from lq_lightning.kernels.requantize import reference as requantize_reference
 
 # the interpreter computes with numpy, which warns where IEEE arithmetic is silent
 pytestmark = [
@@ -56,11 +54,11 @@ def check_quantize(
     reference: torch.Tensor | None = None,
     seed: int = 3,
 ) -> torch.Tensor:
-    from lq_lightning.kernels.quantize.triton_kernels import launch_quantize
+    from lq_lightning.kernels.message.triton_kernels import launch_quantize
 
     shape = (x.shape[0], fmt.layout(x.shape[1]).nbytes)
     expected = torch.full(shape, 0xFF, dtype=torch.uint8)
-    quantize_reference.quantize(x, reference, fmt, seed, expected)
+    reference_rows.quantize(x, reference, fmt, seed, expected)
     actual = torch.full(shape, 0xFF, dtype=torch.uint8, device=device)
     other = None if reference is None else reference.to(device)
     launch_quantize(x.to(device), other, fmt, seed, actual)
@@ -78,14 +76,14 @@ def check_dequantize(
     base: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    from lq_lightning.kernels.dequantize.triton_kernels import launch_dequantize
+    from lq_lightning.kernels.message.triton_kernels import launch_dequantize
 
     add = base is not None
     expected = torch.full((message.shape[1], numel), float("nan"), dtype=dtype)
     if base is not None:
         expected = base.clone()
     actual = expected.to(device, copy=True)
-    dequantize_reference.dequantize(message, numel, fmt, scale, add, expected)
+    reference_rows.dequantize(message, numel, fmt, scale, add, expected)
     launch_dequantize(message.to(device), numel, fmt, scale, add, actual)
     assert_same_floats(actual, expected)
     return expected
@@ -98,11 +96,11 @@ def check_requantize(
     target: MessageFormat,
     device: torch.device,
 ) -> None:
-    from lq_lightning.kernels.requantize.triton_kernels import launch_requantize
+    from lq_lightning.kernels.message.triton_kernels import launch_requantize
 
     shape = (message.shape[1], target.layout(numel).nbytes)
     expected = torch.full(shape, 0xFF, dtype=torch.uint8)
-    requantize_reference.requantize(message, numel, source, target, 5, expected)
+    reference_rows.requantize(message, numel, source, target, 5, expected)
     actual = torch.full(shape, 0xFF, dtype=torch.uint8, device=device)
     launch_requantize(message.to(device), numel, source, target, 5, actual)
     assert torch.equal(actual.cpu(), expected)
@@ -277,7 +275,7 @@ def test_any_number_of_messages(num_messages: int, device: torch.device) -> None
     fmt = make_format("int8", group_size=16, hadamard_size=16 if num_messages % 2 else 0)
     numel = NUMEL if num_messages == 5 else 100
     message = torch.empty(num_messages, fmt.layout(numel).nbytes, dtype=torch.uint8)
-    quantize_reference.quantize(awkward_rows(num_messages, numel, 16), None, fmt, 0, message)
+    reference_rows.quantize(awkward_rows(num_messages, numel, 16), None, fmt, 0, message)
     message = message[:, None]
     check_dequantize(message, numel, fmt, device, scale=1 / 3)
     if num_messages in (3, 9):
@@ -295,8 +293,8 @@ class Launches:
 
 
 def test_large_numbers_of_messages_share_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lq_lightning.kernels.dequantize import triton_kernels as dequantize
-    from lq_lightning.kernels.requantize import triton_kernels as requantize
+    from lq_lightning.kernels.message import triton_kernels as dequantize
+    from lq_lightning.kernels.message import triton_kernels as requantize
 
     fmt = make_format()
     row = torch.zeros(1, fmt.layout(64).nbytes, dtype=torch.uint8)
@@ -325,7 +323,7 @@ def test_large_numbers_of_messages_share_a_kernel(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.gpu
 def test_large_numbers_of_messages_are_compiled_once() -> None:
-    from lq_lightning.kernels.dequantize.triton_kernels import dequantize_rows_kernel
+    from lq_lightning.kernels.message.triton_kernels import dequantize_rows_kernel
 
     fmt, compiled = make_format("int2", group_size=32), []
     row = torch.zeros(1, fmt.layout(64).nbytes, dtype=torch.uint8)
@@ -354,7 +352,7 @@ def test_requantize_equals_decode_then_encode(device: torch.device) -> None:
     decoded = check_dequantize(message, 1001, source, device)
     expected = check_quantize(decoded, target, device)
     actual = torch.empty_like(expected)
-    requantize_reference.requantize(message, 1001, source, target, 0, actual)
+    reference_rows.requantize(message, 1001, source, target, 0, actual)
     assert torch.equal(actual, expected)
 
 
@@ -365,14 +363,13 @@ def test_seeds(seed: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("offset", [1, 8])
 def test_strided_rows(offset: int, device: torch.device) -> None:
-    from lq_lightning.kernels.dequantize.triton_kernels import launch_dequantize
-    from lq_lightning.kernels.quantize.triton_kernels import launch_quantize
+    from lq_lightning.kernels.message.triton_kernels import launch_dequantize, launch_quantize
 
     fmt = make_format("int6", hadamard_size=16)
     nbytes = fmt.layout(1200).nbytes
     wide = torch.randn(3, 1300)
     expected = torch.full((3, nbytes), 0xFF, dtype=torch.uint8)
-    quantize_reference.quantize(wide[:, offset : offset + 1200], None, fmt, 0, expected)
+    reference_rows.quantize(wide[:, offset : offset + 1200], None, fmt, 0, expected)
     rows = torch.full((3, nbytes + 48), 0xAB, dtype=torch.uint8, device=device)
     on_device = wide.to(device)[:, offset : offset + 1200]
     launch_quantize(on_device, None, fmt, 0, rows[:, 16 : 16 + nbytes])
@@ -382,7 +379,7 @@ def test_strided_rows(offset: int, device: torch.device) -> None:
 
     target = torch.full((3, 1300), 7.0)
     decoded = target.to(device, copy=True)
-    dequantize_reference.dequantize(
+    reference_rows.dequantize(
         expected[None], 1200, fmt, 1.0, False, target[:, offset : offset + 1200]
     )
     launch_dequantize(
@@ -430,12 +427,12 @@ def test_tiles_begin_and_end_anywhere(code: str, device: torch.device) -> None:
     symmetric = code != "int7"
     fmt = make_format(code, group_size=16, symmetric=symmetric, scale_dtype="bfloat16")
     message = torch.full((1, fmt.layout(rows * width).nbytes), 0xFF, dtype=torch.uint8)
-    quantize_reference.quantize(torch.randn(1, rows * width), None, fmt, 0, message)
+    reference_rows.quantize(torch.randn(1, rows * width), None, fmt, 0, message)
     # what a decoded message is encoded to: scales and minima are rounded, so not always itself
     values = torch.empty(1, rows * width)
-    dequantize_reference.dequantize(message[None], rows * width, fmt, 1.0, False, values)
+    reference_rows.dequantize(message[None], rows * width, fmt, 1.0, False, values)
     expected = torch.full_like(message, 0xFF)
-    quantize_reference.quantize(values, None, fmt, 0, expected)
+    reference_rows.quantize(values, None, fmt, 0, expected)
     actual = torch.full_like(message, 0xFF).to(device)
     _copy_row_kernel[(rows,)](
         *(message.to(device), actual, width, rows * width, INT_TO_FLOAT),

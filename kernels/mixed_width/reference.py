@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lq_lightning.kernels.message import ALIGNMENT_NBYTES, round_up
 from lq_lightning.kernels.message import reference as blocks
-from lq_lightning.kernels.message.rounding import asymmetric_scaling
+from lq_lightning.kernels.message.reference import asymmetric_scaling
 
 from .format import (
     FITTED_ERRORS,
@@ -52,16 +52,7 @@ def quantize(
     out: Tensor,
     rounded: Tensor | None = None,
 ) -> None:
-    """Encode values.
-
-    Args:
-        x: ``[T, N]`` floating point, any strides.
-        rows: ``[8, N]`` of ``format.width_rows``.
-        counts: lines of each width.
-        fitted: as for ``scaling_of_lines``.
-        out: ``[nbytes]`` uint8.
-        rounded: also written, if given: what ``round_trip`` returns.
-    """
+    """Encode as the operator does; ``rounded`` gets what ``round_trip`` returns."""
     tokens = x.shape[0]
     layout = mixed_layout(counts, tokens)
     for end in layout.ends:
@@ -88,14 +79,7 @@ def quantize(
 
 
 def dequantize(message: Tensor, rows: Tensor, counts: Sequence[int], out: Tensor) -> None:
-    """Decode values.
-
-    Args:
-        message: ``[nbytes]`` uint8.
-        rows: ``[8, N]`` of ``format.width_rows``.
-        counts: lines of each width.
-        out: ``[T, N]`` floating point, contiguous.
-    """
+    """Decode values to ``out``; other arguments as for the operator."""
     tokens = out.shape[0]
     layout = mixed_layout(counts, tokens)
     if tokens == 0:
@@ -119,14 +103,7 @@ def dequantize(message: Tensor, rows: Tensor, counts: Sequence[int], out: Tensor
 
 
 def round_trip(x: Tensor, rows: Tensor, fitted: bool, out: Tensor) -> None:
-    """Return what is decoded from the message of ``x``, without packing.
-
-    Args:
-        x: ``[T, N]`` floating point, any strides.
-        rows: ``[8, N]`` of ``format.width_rows``.
-        fitted: as for ``scaling_of_lines``.
-        out: ``[T, N]`` of the dtype of ``x``.
-    """
+    """Write what is decoded from the message of ``x`` to ``out``, without packing."""
     if x.shape[0] == 0:
         return
     scaling = scaling_of_lines(x, rows, fitted)
@@ -191,16 +168,10 @@ def _line_scaling(
 def fitted_range(x: Tensor, low: Tensor, high: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean of each line less and plus so many deviations, within its extremes.
 
-    Lines keep their extremes where these promise a smaller error: with many bits, few values, or a
-    value that is far off; and where they have no scale, because they are constant, tiny or not
-    finite. A fitted range is taken to have the error of normal values and, on top, that of the two
-    extremes, which become its ends.
-
-    Args:
-        x: ``[T, N]`` values.
-        low: ``[N]`` fp32, the smallest of each line.
-        high: likewise, the largest.
-        bits: ``[N]`` integers, of its codes.
+    Lines keep their extremes (``low``, ``high``) where these promise a smaller error: with many
+    ``bits``, few values, or a value that is far off; and where they have no scale, because they are
+    constant, tiny or not finite. A fitted range is taken to have the error of normal values and, on
+    top, that of the two extremes, which become its ends.
     """
     half, expected, limit = torch.tensor(
         (HALF_RANGES, FITTED_ERRORS, FULL_ERRORS), dtype=torch.float32
@@ -348,14 +319,7 @@ def _parts(
 
 
 def store_codes(codes: Tensor, coded: Tensor, counts: Sequence[int], out: Tensor) -> None:
-    """Write the planes of codes.
-
-    Args:
-        codes: ``[N, P]`` uint8 by line.
-        coded: lines in sorted order but for those of bf16.
-        counts: lines of each width.
-        out: ``[nbytes]`` uint8.
-    """
+    """Write the planes of ``[N, P]`` uint8 codes; ``coded`` lists the coded lines, sorted."""
     for part, planes in _parts(counts, codes.shape[1]):
         chosen = codes.index_select(0, coded[part])
         for plane, shift, start in planes:
