@@ -9,14 +9,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-__all__ = [
-    "hasten_casts",
-    "is_owned_by_graph",
-    "let_go_of_casts",
-    "wanted_gradients",
-    "with_shape",
-]
-
 _AT_ONCE = 2**64 - 1  # the age of nodes that accumulate gradients
 
 

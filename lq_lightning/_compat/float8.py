@@ -11,8 +11,6 @@ from torch.nn.functional import pad as pad_tensor
 from torch.nn.functional import scaled_mm as public_scaled_mm
 from torch.torch_version import TorchVersion
 
-__all__ = ["FLOAT8_DTYPES", "OPERAND_MULTIPLE", "float8_matmul_available", "scaled_mm"]
-
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # cuBLASLt reads operands in 16 bytes: K and the rows of `b` are multiples of it. Rows of `a` are

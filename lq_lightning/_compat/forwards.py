@@ -12,14 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = [
-    "ForwardCounter",
-    "gather_normal_tensors",
-    "hook_hidden_outputs",
-    "refuse_second_derivatives",
-    "refuse_writes_before_backward",
-]
-
 # What holds no tensor of this pass, or others that are none of its results.
 _LEAVES = (
     *(type(None), str, bytes, int, float, complex, type, nn.Module),

@@ -9,33 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.tensor import DTensor
-
-__all__ = [
-    "AllGather",
-    "GroupParam",
-    "GroupParams",
-    "PackedGradients",
-    "ReduceScatter",
-    "ShardIdentity",
-    "announce_packed_gradients",
-    "announce_packed_indices",
-    "data_was_assigned",
-    "fsdp_units",
-    "groups_of_state",
-    "is_sharded",
-    "offloads_to_cpu",
-    "pack_shards",
-    "param_groups",
-    "same_addresses",
-    "shard_group",
-    "shard_identity",
-    "shard_memory",
-    "tensor_parallel_parameters",
-    "uses_hsdp",
-    "write_fingerprint",
-]
 
 
 class GroupParam(NamedTuple):

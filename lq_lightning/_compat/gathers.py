@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-__all__ = ["GatheredWeights", "serve_gathers"]
-
 
 class GatheredWeights(NamedTuple):
     """What a gather of a unit would give.

@@ -9,8 +9,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["has_separate_lists", "set_step_value", "step_value"]
-
 
 def step_value(metric: Metric) -> Tensor | None:
     """What the last ``metric(...)`` returned, if that was a single number."""

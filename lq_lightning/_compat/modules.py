@@ -20,29 +20,6 @@ from torch.nn.modules import module as _module
 
 from lq_lightning._compat.fsdp2 import groups_of_state, param_groups
 
-__all__ = [
-    "begin_root_forward",
-    "discard_unreduced_gradients",
-    "end_root_forward",
-    "has_compiled_forward",
-    "has_forward_hooks",
-    "has_global_hooks",
-    "has_gradient_hooks",
-    "has_unreduced_gradients",
-    "hugging_face_initializers",
-    "initialize_root",
-    "is_compiled_in_place",
-    "is_compiled_wrapper",
-    "is_gathered",
-    "is_root_idle",
-    "prepare_fsdp_class",
-    "reduce_gradients",
-    "replicate_for_data_parallel",
-    "reset_iteration",
-    "start_backward_at",
-    "watch_compiled_calls",
-]
-
 
 def prepare_fsdp_class(cls: type[nn.Module]) -> None:
     """Make ``fully_shard`` work on classes such as ``class Model(Generic[T], LightningModule)``.

@@ -13,8 +13,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import unsafe_setattr_param
 from lq_lightning._compat.fsdp2 import param_groups
 from lq_lightning._compat.modules import begin_root_forward
 
-__all__ = ["GatheredCopies", "RootParameters", "gathered_values"]
-
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

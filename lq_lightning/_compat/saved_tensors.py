@@ -16,24 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as checkpointing
 
-__all__ = [
-    "Hooks",
-    "around_checkpoints",
-    "base_of",
-    "checkpoint_region",
-    "has_storage",
-    "node_number",
-    "nodes_made",
-    "outer_hooks",
-    "packed_value",
-    "running_modules",
-    "saved_value",
-    "saves_inputs_of_region",
-    "storage_key",
-    "storage_reference",
-    "version_of",
-]
-
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 

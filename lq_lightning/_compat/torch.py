@@ -12,25 +12,6 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "after_backward",
-    "all_gather_flat",
-    "all_gather_parts",
-    "all_linked_by_nvlink",
-    "any_rank",
-    "backward_id",
-    "group_timeout",
-    "in_step",
-    "inherit_timeout",
-    "leave_note",
-    "meet",
-    "note_optimizer_step",
-    "read_note",
-    "recompile_limit",
-    "reduce_scatter_flat",
-    "split_group",
-]
-
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward that runs now ends, in its caller's thread."""

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.comptime import comptime
 
-__all__ = ["traced_version"]
-
 _versions: list[int] = []
 
 
