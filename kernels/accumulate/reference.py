@@ -14,7 +14,8 @@ values (the same bytes) and 0.65% with one per 128. Bit ``k`` of byte ``b`` belo
 
 Scales are rounded to nearest: they move the largest value by at most 2**-9 of itself, a quarter of
 a step, in both directions alike. Rounded up, as in messages that are encoded once, they would let
-the largest values grow a little in every accumulation.
+the largest values grow a little in every accumulation. That and the fine bits are why a sum is not
+an encoded row.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lq_lightning.kernels.message import round_up, section_starts
 
 GROUP_SIZE = 32
 MAX_CODE = 127
@@ -51,17 +54,11 @@ class BufferLayout(NamedTuple):
     nbytes: int
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
-
-
 def buffer_layout(numel: int) -> BufferLayout:
     """Return the layout of a sum of ``numel`` values: 1.125 bytes each, and padding."""
-    padded = -(-numel // GROUP_SIZE) * GROUP_SIZE
-    scale_offset = padded + _aligned(padded // 16)
-    return BufferLayout(
-        padded, padded, scale_offset, scale_offset + _aligned(padded // GROUP_SIZE * 2)
-    )
+    padded = round_up(numel, GROUP_SIZE)
+    _, fine, scales, end = section_starts([padded, padded // 16, padded // GROUP_SIZE * 2])
+    return BufferLayout(padded, fine, scales, end)
 
 
 _CHUNK_NUMEL = 1 << 16  # stays in a CPU core's cache

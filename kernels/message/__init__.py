@@ -12,6 +12,7 @@ from .format import (
     TableCode,
     parse_format,
     round_up,
+    section_starts,
 )
 from .op import (
     dequantize,
@@ -37,6 +38,7 @@ __all__ = [
     "TableCode",
     "parse_format",
     "round_up",
+    "section_starts",
     "dequantize",
     "dequantize_out",
     "quantize",

@@ -37,6 +37,7 @@ _ROW = "row"
 
 # Widths of the planes of a code, by its bits: low bits first, so the first plane has the lowest.
 PLANES: dict[int, tuple[int, ...]] = {
+    1: (1,),
     2: (2,),
     3: (2, 1),
     4: (4,),
@@ -195,6 +196,14 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def section_starts(sizes: Sequence[int]) -> list[int]:
+    """Return where sections begin, each at a multiple of 16 bytes, and where the last one ends."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + round_up(size, ALIGNMENT_NBYTES))
+    return starts
+
+
 @dataclass(frozen=True, slots=True)
 class RowLayout:
     """Where the sections of one encoded row lie; all offsets and sizes in bytes.
@@ -206,6 +215,7 @@ class RowLayout:
         plane_offsets: start of each code plane.
         scale_offset: start of the scales.
         minimum_offset: start of the minima; equals ``nbytes`` for symmetric formats.
+        used: sizes of all sections, in order, without their padding.
         nbytes: bytes of the row, a multiple of 16.
     """
 
@@ -215,6 +225,7 @@ class RowLayout:
     plane_offsets: tuple[int, ...]
     scale_offset: int
     minimum_offset: int
+    used: tuple[int, ...]
     nbytes: int
 
 
@@ -425,18 +436,12 @@ class MessageFormat:
 def _layout(fmt: MessageFormat, numel: int) -> RowLayout:
     padded = round_up(numel, max(8, fmt.hadamard_size))
     num_groups = -(-padded // fmt.group_size) if fmt.group_size else int(padded > 0)
-    offset = 0
-    plane_offsets = []
-    for width in fmt.planes:
-        plane_offsets.append(offset)
-        offset += round_up(padded * width // 8, ALIGNMENT_NBYTES)
-    scale_offset = offset
-    offset += round_up(num_groups * fmt.scale_nbytes, ALIGNMENT_NBYTES)
-    minimum_offset = offset
-    if not fmt.symmetric:
-        offset += round_up(num_groups * fmt.scale_nbytes, ALIGNMENT_NBYTES)
+    used = [padded * width // 8 for width in fmt.planes]
+    used += [num_groups * fmt.scale_nbytes] * (1 if fmt.symmetric else 2)
+    starts, planes = section_starts(used), len(fmt.planes)
     return RowLayout(
-        numel, padded, num_groups, tuple(plane_offsets), scale_offset, minimum_offset, offset
+        *(numel, padded, num_groups, tuple(starts[:planes])),
+        *(starts[planes], starts[planes + 1], tuple(used), starts[-1]),
     )
 
 

@@ -17,17 +17,18 @@ Shape legend: R rows, N elements, G groups, S elements of a group, B bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad as pad_tensor
 
 from lq_lightning.kernels.message.format import (
     FP32_MAX,
     FloatCode,
     MessageFormat,
-    RowLayout,
     ScaleDtype,
 )
 
@@ -195,40 +196,42 @@ def _lanes_of_bytes(width: int) -> Tensor:
 
 
 def store_codes(
-    codes: Tensor, out: Tensor, start: int, fmt: MessageFormat, layout: RowLayout
+    codes: Tensor, out: Tensor, start: int, widths: Sequence[int], offsets: Sequence[int]
 ) -> None:
-    """Write ``[R, N]`` uint8 codes into the planes of encoded rows, from column ``start`` on.
+    """Write ``[R, N]`` uint8 codes into the planes of ``out`` rows, from column ``start`` on.
 
-    N and ``start`` are multiples of 8; ``layout`` is that of the whole row.
+    ``start`` is a multiple of 8. Planes of these widths begin at these offsets, low bits first.
     """
-    rows = codes.shape[0]
+    rows, count = codes.shape
+    if count % 8:
+        codes = pad_tensor(codes, (0, -count % 8))
     shift = 0
-    for width, offset in zip(fmt.planes, layout.plane_offsets, strict=True):
+    for width, offset in zip(widths, offsets, strict=True):
         part = codes
-        if len(fmt.planes) > 1:
+        if len(widths) > 1:
             part = (codes >> shift).bitwise_and_((1 << width) - 1)
-        packed = pack_plane(part, width).view(rows, -1)
+        packed = pack_plane(part.contiguous(), width).view(rows, -1)
         begin = offset + start * width // 8
         out[:, begin : begin + packed.shape[1]] = packed
         shift += width
 
 
 def load_codes(
-    message: Tensor, start: int, count: int, fmt: MessageFormat, layout: RowLayout
+    message: Tensor, start: int, count: int, widths: Sequence[int], offsets: Sequence[int]
 ) -> Tensor:
-    """Undo ``store_codes``: return ``[R, count]`` uint8."""
-    rows = message.shape[0]
+    """Undo ``store_codes``: return ``[R, count]`` uint8, zeros without planes."""
+    rows, padded = message.shape[0], -(-count // 8) * 8
     codes: Tensor | None = None
     shift = 0
-    for width, offset in zip(fmt.planes, layout.plane_offsets, strict=True):
+    for width, offset in zip(widths, offsets, strict=True):
         begin = offset + start * width // 8
-        packed = message[:, begin : begin + count * width // 8].contiguous()
-        part = unpack_plane(packed, width).view(rows, count)
+        packed = message[:, begin : begin + padded * width // 8].contiguous()
+        part = unpack_plane(packed, width).view(rows, padded)
         codes = part if codes is None else codes | part << shift
         shift += width
     if codes is None:
-        raise AssertionError(f"{fmt} has no code plane")
-    return codes
+        return message.new_zeros(rows, count)
+    return codes[:, :count]
 
 
 def store_scales(values: Tensor, out: Tensor, offset: int, fmt: MessageFormat) -> None:

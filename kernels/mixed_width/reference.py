@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lq_lightning.kernels.message import ALIGNMENT_NBYTES, round_up
 from lq_lightning.kernels.message import reference as blocks
+from lq_lightning.kernels.message.format import PLANES as CODE_PLANES
 from lq_lightning.kernels.message.reference import asymmetric_scaling
 
 from .format import (
@@ -32,7 +33,6 @@ from .format import (
     WIDTH_ROW,
     MixedLayout,
     mixed_layout,
-    plane_shift,
 )
 
 # Values that are worked on at once, and tokens of a block of lines, a multiple of 8.
@@ -299,43 +299,32 @@ def _raw_section(message: Tensor, layout: MixedLayout) -> Tensor:
 
 def _parts(
     counts: Sequence[int], padded: int
-) -> Iterator[tuple[slice, list[tuple[int, int, int]]]]:
-    """Yield, for each width of codes, its lines in sorted order and its planes.
-
-    A plane is its width, how many bits of the code come before, and where its bytes begin.
-    """
+) -> Iterator[tuple[slice, tuple[int, ...], list[int]]]:
+    """Yield, for each width of codes, its lines in sorted order, its planes and their offsets."""
     layout = mixed_layout(counts, padded)
     starts = dict(zip(PLANES, layout.plane_offsets, strict=True))
     first = 0
     for width, count in enumerate(counts[:MAX_CODE_WIDTH], 1):
-        planes = []
-        for plane in PLANES:
-            if count and width & plane:
-                planes.append((plane, plane_shift(width, plane), starts[plane]))
+        if count:
+            planes = CODE_PLANES[width]
+            yield slice(first, first + count), planes, [starts[plane] for plane in planes]
+            for plane in planes:
                 starts[plane] += count * padded * plane // 8
-        if planes:
-            yield slice(first, first + count), planes
-        first += count
+            first += count
 
 
 def store_codes(codes: Tensor, coded: Tensor, counts: Sequence[int], out: Tensor) -> None:
     """Write the planes of ``[N, P]`` uint8 codes; ``coded`` lists the coded lines, sorted."""
-    for part, planes in _parts(counts, codes.shape[1]):
-        chosen = codes.index_select(0, coded[part])
-        for plane, shift, start in planes:
-            bits = chosen if len(planes) == 1 else (chosen >> shift).bitwise_and_((1 << plane) - 1)
-            packed = blocks.pack_plane(bits, plane)
-            out[start : start + packed.numel()] = packed
+    for part, planes, offsets in _parts(counts, codes.shape[1]):
+        chosen = codes.index_select(0, coded[part]).view(1, -1)
+        blocks.store_codes(chosen, out.unsqueeze(0), 0, planes, offsets)
 
 
 def load_codes(message: Tensor, counts: Sequence[int], layout: MixedLayout) -> Tensor:
     """Undo ``store_codes``; return ``[lines, P]`` uint8, sorted."""
     codes = torch.empty(layout.coded_lines, layout.padded_tokens, dtype=torch.uint8)
-    for part, planes in _parts(counts, layout.padded_tokens):
+    for part, planes, offsets in _parts(counts, layout.padded_tokens):
         target = codes[part]
-        for plane, shift, start in planes:
-            packed = message[start : start + target.numel() * plane // 8]
-            bits = blocks.unpack_plane(packed, plane).view_as(target)
-            # the first plane has the lowest bits
-            target.copy_(bits) if shift == 0 else target.bitwise_or_(bits << shift)
+        found = blocks.load_codes(message.unsqueeze(0), 0, target.numel(), planes, offsets)
+        target.copy_(found.view_as(target))
     return codes

@@ -1,7 +1,8 @@
 """Byte layout of a TAH-Quant message, as pure arithmetic.
 
 ``[B, S, N]`` values are cut into tiles of ``tile`` neighbouring channels. All tiles of a token have
-the same bits. The message has these sections, each starting at a multiple of 16 bytes::
+the same bits; tokens of two widths, outliers and pivots are what an encoded row has no place for.
+The message has these sections, each starting at a multiple of 16 bytes::
 
     [ bits of tokens | INT3 plane 2 | INT3 plane 1 | others | scales | minima | outliers | pivots ]
 
@@ -24,9 +25,9 @@ from fractions import Fraction
 from functools import lru_cache
 
 from lq_lightning.kernels.message import (
-    ALIGNMENT_NBYTES,
     MessageFormat,
     round_up,
+    section_starts,
 )
 from lq_lightning.kernels.message.format import PLANES
 
@@ -148,9 +149,7 @@ def _layout(fmt: TAHFormat, sequences: int, tokens: int, channels: int) -> TAHLa
         -(-tiles // 8) if fmt.hadamard else 0,
         *(round_up(tiles, 8) * width // 8 for width in fmt.pivot_widths),
     ]
-    starts = [0]
-    for size in used:
-        starts.append(starts[-1] + round_up(size, ALIGNMENT_NBYTES))
+    starts = section_starts(used)
     return TAHLayout(
         tokens=every,
         channels=channels,
@@ -182,7 +181,7 @@ def parse_tah_format(text: str) -> TAHFormat:
     parts = text.split("/")
     # the share is "numerator/denominator", or just "0" or "1"
     name, tile, bits, *share, transform = parts if len(parts) > 4 else [""] * 5
-    known = name == "tah" and bits in map(str, PLANES) and transform in ("none", "hadamard")
+    known = name == "tah" and bits in map(str, range(2, 9)) and transform in ("none", "hadamard")
     int3_share = Fraction("/".join(share)) if known else Fraction(0)
     mixed = int3_share and (bits != "4" or int3_share >= 1)
     if not known or int(tile) not in TILE_SIZES or mixed:

@@ -126,7 +126,7 @@ def quantize(x: Tensor, fmt: TAHFormat, out: Tensor) -> None:
     found = statistics_of(x, fmt)
     low = lowest(found.entropies.view(x.shape[0], -1), layout.low_per_sequence).view(-1)
     if layout.adaptive:
-        store_plane(low.logical_not().to(torch.uint8), out, 0, 1)
+        store_bits(low.logical_not(), out, 0)
     encode_tokens(x, low, found.outliers, found.pivots, fmt, out)
 
 
@@ -151,6 +151,7 @@ def encode_tokens(
     layout = fmt.layout(*x.shape)
     tokens = x.view(layout.tokens, layout.channels)
     per_token = layout.channels // fmt.tile
+    rows = out.unsqueeze(0)
     scales = torch.empty(layout.tokens, per_token, dtype=torch.float32)
     minima = torch.empty_like(scales)
     marked, places = outliers.view_as(scales), pivots.view_as(scales)
@@ -168,14 +169,14 @@ def encode_tokens(
             raise AssertionError(f"{codes_format} has no minimum")
         scales[index] = scaling.scale.view(-1, per_token)
         minima[index] = scaling.minimum.view(-1, per_token)
-        codes = blocks.quantize_groups(groups, scaling, None, codes_format).view(-1)
-        _store_fields(codes, out, first * layout.channels, codes_format.planes, planes)
-    rows, codes_format = out.unsqueeze(0), fmt.codes(fmt.bits)
+        codes = blocks.quantize_groups(groups, scaling, None, codes_format).view(1, -1)
+        blocks.store_codes(codes, rows, first * layout.channels, codes_format.planes, planes)
+    codes_format = fmt.codes(fmt.bits)
     blocks.store_scales(scales.view(1, -1), rows, layout.scale_offset, codes_format)
     blocks.store_scales(minima.view(1, -1), rows, layout.minimum_offset, codes_format)
     if fmt.hadamard:
-        store_plane(outliers.to(torch.uint8), out, layout.outlier_offset, 1)
-    _store_fields(pivots, out, 0, fmt.pivot_widths, layout.pivot_planes)
+        store_bits(outliers, out, layout.outlier_offset)
+    blocks.store_codes(pivots.view(1, -1), rows, 0, fmt.pivot_widths, layout.pivot_planes)
 
 
 def transform_(tiles: Tensor, outliers: Tensor, pivots: Tensor, fmt: TAHFormat) -> None:
@@ -218,7 +219,7 @@ def dequantize(message: Tensor, fmt: TAHFormat, out: Tensor) -> None:
     per_token = layout.channels // fmt.tile
     low = torch.zeros(layout.tokens, dtype=torch.bool)
     if layout.adaptive:
-        low = load_plane(message, layout.tokens, 0, 1) == 0
+        low = ~load_bits(message, layout.tokens, 0)
     rows, codes_format = message.unsqueeze(0), fmt.codes(fmt.bits)
     scales = blocks.load_scales(rows, layout.scale_offset, layout.tiles, codes_format)
     minima = blocks.load_scales(rows, layout.minimum_offset, layout.tiles, codes_format)
@@ -228,7 +229,7 @@ def dequantize(message: Tensor, fmt: TAHFormat, out: Tensor) -> None:
     for codes_format, planes, index, first in _parts(low, layout, fmt):
         scale = scales[index].reshape(-1, 1)
         start, count = first * layout.channels, scale.numel() * fmt.tile
-        codes = _load_fields(message, start, count, codes_format.planes, planes)
+        codes = blocks.load_codes(rows, start, count, codes_format.planes, planes)
         tiles = codes.to(torch.float32).view(-1, fmt.tile)
         tiles.mul_(scale).add_(minima[index].reshape(-1, 1))
         if fmt.hadamard:
@@ -238,10 +239,11 @@ def dequantize(message: Tensor, fmt: TAHFormat, out: Tensor) -> None:
 
 def load_outliers(message: Tensor, layout: TAHLayout, fmt: TAHFormat) -> tuple[Tensor, Tensor]:
     """Read which tiles were transformed and their pivots: ``[T]`` bool and ``[T]`` uint8."""
-    pivots = _load_fields(message, 0, layout.tiles, fmt.pivot_widths, layout.pivot_planes)
+    places = (0, layout.tiles, fmt.pivot_widths, layout.pivot_planes)
+    pivots = blocks.load_codes(message.unsqueeze(0), *places).view(-1)
     if not fmt.hadamard:
         return torch.zeros(layout.tiles, dtype=torch.bool), pivots
-    return load_plane(message, layout.tiles, layout.outlier_offset, 1) != 0, pivots
+    return load_bits(message, layout.tiles, layout.outlier_offset), pivots
 
 
 def _parts(
@@ -272,41 +274,11 @@ def _take(tokens: Tensor, index: Tensor | slice, scratch: Tensor) -> Tensor:
     return scratch[: chosen.numel()].view(chosen.shape).copy_(chosen)
 
 
-def _store_fields(
-    values: Tensor, out: Tensor, start: int, widths: tuple[int, ...], planes: tuple[int, ...]
-) -> None:
-    """Write uint8 values to planes, from their field ``start`` on, a multiple of 8."""
-    shift = 0
-    for width, offset in zip(widths, planes, strict=True):
-        part = values
-        if len(widths) > 1:
-            part = (values >> shift).bitwise_and_((1 << width) - 1)
-        store_plane(part, out, offset + start * width // 8, width)
-        shift += width
+def store_bits(marks: Tensor, out: Tensor, offset: int) -> None:
+    """Write ``[count]`` bool as bits from byte ``offset`` on."""
+    blocks.store_codes(marks.to(torch.uint8).view(1, -1), out.unsqueeze(0), 0, (1,), (offset,))
 
 
-def _load_fields(
-    message: Tensor, start: int, count: int, widths: tuple[int, ...], planes: tuple[int, ...]
-) -> Tensor:
-    """Undo ``_store_fields``; zeros without planes."""
-    values: Tensor | None = None
-    shift = 0
-    for width, offset in zip(widths, planes, strict=True):
-        part = load_plane(message, count, offset + start * width // 8, width)
-        values = part if values is None else values | part << shift
-        shift += width
-    return torch.zeros(count, dtype=torch.uint8) if values is None else values
-
-
-def store_plane(codes: Tensor, out: Tensor, offset: int, width: int) -> None:
-    """Write ``[count]`` uint8 codes below ``2**width`` from byte ``offset`` on."""
-    if codes.numel() % 8:
-        codes = torch.nn.functional.pad(codes, (0, -codes.numel() % 8))
-    packed = blocks.pack_plane(codes.contiguous(), width)
-    out[offset : offset + packed.numel()] = packed
-
-
-def load_plane(message: Tensor, count: int, offset: int, width: int) -> Tensor:
-    """Undo ``store_plane``."""
-    packed = message[offset : offset + -(-count // 8) * width].contiguous()
-    return blocks.unpack_plane(packed, width)[:count]
+def load_bits(message: Tensor, count: int, offset: int) -> Tensor:
+    """Undo ``store_bits``."""
+    return blocks.load_codes(message.unsqueeze(0), 0, count, (1,), (offset,)).view(-1) != 0

@@ -7,14 +7,12 @@ those of an encoded row. Compile with ``enable_fp_fusion=False``.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lq_lightning.kernels.message.launch import INT_TO_FLOAT, on_device
+from lq_lightning.kernels.message.launch import INT_TO_FLOAT, Tile, on_device
 from lq_lightning.kernels.message.triton_blocks import hadamard, load_run, round_output
 from lq_lightning.kernels.message.triton_codes import (
     add_plane,
@@ -393,20 +391,6 @@ _ENTROPY_BLOCK = 2048
 _RANK_BLOCK = 4096
 # Of a sequence. More, as tiles often are, take one program longer than the operators of torch.
 _MANY_UNITS = 8192
-
-
-class Tile(NamedTuple):
-    """What one program works on; it changes the speed, not the bits.
-
-    Attributes:
-        block: values, at least eight tiles.
-        run: consecutive values that one thread owns.
-        warps: threads of a program, in units of 32.
-    """
-
-    block: int
-    run: int
-    warps: int
 
 
 # By counts of instructions for sm_90: 24 per value to encode and 19 to decode, without a transform.

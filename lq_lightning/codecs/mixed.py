@@ -110,11 +110,7 @@ class WidthTable:
     def nbytes(self, tokens: int) -> int:
         """Return the bytes of a message of ``[tokens, N]`` values, scales and minima counted.
 
-        Args:
-            tokens: T.
-
-        Returns:
-            A multiple of 16; 0 for no tokens. The table itself is not counted.
+        A multiple of 16; 0 for no tokens. The table itself is not counted.
 
         Raises:
             ValueError: ``tokens`` is negative.
@@ -203,12 +199,10 @@ class WidthTable:
         return found
 
     def wide_lines(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the lines of more than 8 bits, which travel as bf16.
+        """Return lines of more than 8 bits, ``[n]`` int64, and the largest codes of such widths.
 
-        Made once for each device, for the stream on which the table is used.
-
-        Returns:
-            ``[n]`` int64, ascending, and ``[n]`` float32, the largest codes of such widths.
+        The latter are ``[n]`` float32. Made once for each device, for the stream on which the table
+        is used.
         """
         found = self._wide.get(device)
         if found is None:
@@ -314,18 +308,8 @@ def encode_and_round_mixed(
 ) -> tuple[Tensor, Tensor]:
     """Return ``encode_mixed`` and ``round_trip_mixed`` of the same values, for less than both.
 
-    For who sends values and has to know what arrives.
-
-    Args:
-        x_TN: as for ``encode_mixed``.
-        table: as for ``encode_mixed``.
-        ranges: as for ``encode_mixed``.
-
-    Returns:
-        ``[table.nbytes(T)]`` uint8, and ``[T, N]`` of the dtype of ``x_TN``, both contiguous.
-
-    Raises:
-        ValueError: as ``encode_mixed``.
+    For a sender that has to know what arrives: ``[table.nbytes(T)]`` uint8, and ``[T, N]`` of the
+    dtype of ``x_TN``, both contiguous. Arguments and errors are those of ``encode_mixed``.
     """
     _check_values(x_TN, table)
     coded, exact = split_tokens(x_TN.detach())
@@ -379,18 +363,8 @@ def decode_mixed(payload: Tensor, table: WidthTable, tokens: int, dtype: torch.d
 def round_trip_mixed(x_TN: Tensor, table: WidthTable, ranges: Ranges = "full") -> Tensor:
     """Return exactly what the other end decodes from ``encode_mixed``, in the dtype of ``x_TN``.
 
-    Nothing is packed, and nothing is differentiated.
-
-    Args:
-        x_TN: ``[T, N]`` fp32, bf16 or fp16, any strides, on a CPU or a CUDA device.
-        table: of N widths.
-        ranges: as for ``encode_mixed``.
-
-    Returns:
-        ``[T, N]`` of the dtype of ``x_TN``, new and contiguous.
-
-    Raises:
-        ValueError: a shape, dtype or ``ranges`` other than above.
+    Nothing is packed, and nothing is differentiated. Arguments and errors are those of
+    ``encode_mixed``; the result is ``[T, N]``, new and contiguous.
     """
     _check_values(x_TN, table)
     coded, exact = split_tokens(x_TN.detach())
