@@ -4,7 +4,7 @@
 
 Of each shape ``[M, K] x [N, K]`` (projections of Llama-3-8B on 8192 tokens) it prints the product
 in bf16 and FP8 (cuBLASLt, one scale per tensor), in INT8 with every tile, of which the table
-(``kernels/int8/tiles.py``) should name the fastest, and without and with second terms;
+(``kernels/int8/triton_products.py``) should name the fastest, and without and with second terms;
 then what makes the operands. Milliseconds.
 """
 

@@ -40,7 +40,7 @@ from lq_lightning.kernels.float8.triton_kernels import (
 from lq_lightning.kernels.message import parse_format
 from lq_lightning.kernels.message.launch_cache import forget_calls
 
-TABLE = REPOSITORY / "kernels" / "float8" / "tiles.py"
+TABLE = REPOSITORY / "kernels" / "float8" / "triton_kernels.py"
 SOURCES = {"codes": "codes", "norm": "norm", "activation": "swiglu"}
 LABELS = ("int4", "int4 h128", "nf4", "fp8_e4m3/16", "int8 h128")
 SHAPE = (8192, 4096)

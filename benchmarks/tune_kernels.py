@@ -43,7 +43,7 @@ from lq_lightning.kernels.message import triton_kernels as requantize_kernels
 from lq_lightning.kernels.message.launch import TILES, Tile
 from lq_lightning.kernels.message.launch_cache import forget_calls
 
-TABLE = REPOSITORY / "kernels" / "message" / "tiles.py"
+TABLE = REPOSITORY / "kernels" / "message" / "launch.py"
 PLAIN_4 = CodecSpec(code="int4", group_size=128)
 SIZES_MB = (1, 64, 1024)
 SMALL = [(256, 8, 1), (512, 16, 1), (1024, 8, 4), (1024, 16, 2), (2048, 16, 4)]

@@ -39,7 +39,7 @@ MAX_SCALE = 2.0**122
 
 
 class BufferLayout(NamedTuple):
-    """Where the sections of a buffer lie; all offsets and sizes in bytes.
+    """Sections of a buffer; all offsets and sizes in bytes.
 
     Attributes:
         padded_numel: Values that have a code.

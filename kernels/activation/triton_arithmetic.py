@@ -102,7 +102,7 @@ def encoded_input(
     FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """What codes of fp32 ``x`` are made of, ``[BLOCK]``; ``reference.encoded_input``.
+    """Values that codes of fp32 ``x`` are made of, ``[BLOCK]``; ``reference.encoded_input``.
 
     Zero from element ``count`` on unless ``FULL``, as ``x`` is.
     """

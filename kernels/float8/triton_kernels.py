@@ -23,7 +23,7 @@ from lq_lightning.kernels.message.triton_blocks import HAS_PTX, program_row, sel
 
 
 class CastTile(NamedTuple):
-    """What one program of the cast works on.
+    """Work of one program of the cast.
 
     Attributes:
         rows: a power of two from 16.
@@ -37,7 +37,7 @@ class CastTile(NamedTuple):
 
 
 class RebuildTile(NamedTuple):
-    """What one program of a rebuild works on.
+    """Work of one program of a rebuild.
 
     Attributes:
         rows: tokens, a power of two from 64.

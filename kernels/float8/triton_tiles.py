@@ -186,7 +186,7 @@ def _load_plane(
     RUN: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Words of a plane of ``WIDTH`` bits per code, as ``triton_planes.load_words`` has them."""
+    """Words of a plane of ``WIDTH`` bits per code, as ``triton_codes.load_words`` has them."""
     PER_WORD: tl.constexpr = 4 if WIDTH == 8 else 8
     BITS: tl.constexpr = WIDTH * PER_WORD
     source = plane_ptr.to(tl.pointer_type(integer_type(BITS)), bitcast=True)

@@ -119,8 +119,8 @@ def int8_quantize(
 
     Args:
         x: ``[R, K]`` fp32, bf16 or fp16, last dimension contiguous.
-        hadamard_size: of the transform: a power of two up to 128 that divides K. The same for both
-            operands of a product.
+        hadamard_size: size of the transform, a power of two up to 128 that divides K. The same
+            for both operands of a product.
         amax: whether to return the last result.
         length: S of sequences whose first rows have second terms; 0 for none.
 
@@ -166,11 +166,11 @@ def int8_matmul(
 
     Args:
         q: ``[R, K16]`` of ``int8_quantize``.
-        scale: of ``q``.
+        scale: scales of ``q``.
         w: ``[N, K16]``, with the same transform.
-        w_scale: of ``w``.
-        second: of ``q``.
-        length: that ``q`` was made with.
+        w_scale: scales of ``w``.
+        second: second terms of ``q``.
+        length: length that ``q`` was made with.
         dtype: fp32, bf16 or fp16, of the result.
 
     Returns:

@@ -22,11 +22,11 @@ from lq_lightning.kernels.message.triton_blocks import round_output
 
 
 class ProductTile(NamedTuple):
-    """What one program works on.
+    """Work of one program.
 
     Attributes:
-        rows: of the result, a power of two from 16.
-        columns: of the result, a power of two from 16.
+        rows: rows of the result, a power of two from 16.
+        columns: columns of the result, a power of two from 16.
         depth: values of both operands that are multiplied at a time.
         warps: threads of a program, in units of 32.
         stages: tiles of operands in shared memory.

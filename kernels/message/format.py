@@ -16,8 +16,8 @@ traffic accounting agree.
 A new code or scale dtype is a row of ``CODES`` or ``SCALES`` and a name in
 ``lq_lightning/codecs/spec.py``: two files. All formats, kernels, checks and tests read these
 tables; ``tests/codecs/test_truth.py`` says independently what the codes mean. Only a new *kind* of
-code needs arithmetic of its own: in ``rounding.py``, ``triton_rounding.py`` to encode and
-``triton_levels.py`` to decode on a GPU.
+code needs arithmetic of its own: in ``reference.py``, ``triton_rounding.py`` to encode and
+``triton_codes.py`` to decode on a GPU.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class FloatCode:
         bits: 3 to 8, the sign included.
         mantissa_bits: explicit fraction bits, 1 to 9. With the exponent's they are ``bits - 1``.
         min_exponent: exponent of the smallest normal value (also that of subnormals).
-        max_value: what the largest value of a group is scaled to, the largest code that is used.
+        max_value: largest code that is used, to which the largest value of a group is scaled.
             Below ``2**(30 + min_exponent)``: codes are cut from fp16.
     """
 
@@ -206,7 +206,7 @@ def section_starts(sizes: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Where the sections of one encoded row lie; all offsets and sizes in bytes.
+    """Sections of one encoded row; all offsets and sizes in bytes.
 
     Attributes:
         numel: values in the row.
@@ -250,7 +250,7 @@ _cells = lru_cache(maxsize=64)(cells_of)
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """What the kernels need to know about a codec; travels through the operators as a string.
+    """Format of a codec as the kernels take it; travels through the operators as a string.
 
     Attributes:
         code: a name of ``CODES``.
@@ -324,7 +324,7 @@ class MessageFormat:
 
     @property
     def cells(self) -> tuple[int, ...]:
-        """Where among the thresholds 32 cells lie; see ``cells_of``."""
+        """Thresholds below each of 32 cells; see ``cells_of``."""
         return _cells(self.thresholds)
 
     @property
@@ -372,7 +372,7 @@ class MessageFormat:
 
     @property
     def shrunk_exponent(self) -> int:
-        """Exponent of the largest magnitude of a group that is shrunk to fit; see ``rounding``."""
+        """Exponent of the largest magnitude of a group that is shrunk to fit; see ``reference``."""
         return math.frexp(self.scale.max_value)[1] - 3
 
     @property
@@ -453,7 +453,7 @@ def parse_format(text: str) -> MessageFormat:
     """Parse the string form of a format.
 
     Args:
-        text: what ``str(MessageFormat(...))`` returns.
+        text: a result of ``str(MessageFormat(...))``.
 
     Returns:
         The format.

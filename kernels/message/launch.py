@@ -1,4 +1,4 @@
-"""What the launchers of the Triton kernels share."""
+"""Grids and tiles of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HERE = nullcontext()
 
 
 class Tile(NamedTuple):
-    """What one program works on; it changes the speed, not the bits.
+    """Work of one program; it changes the speed, not the bits.
 
     Attributes:
         block: consecutive elements of a row, a power of two, a multiple of every group size.
@@ -62,7 +62,7 @@ def row_stride(rows: Tensor, dim: int) -> int:
 
 
 def row_grid(rows: int, numel: int, tile: Tile) -> tuple[int, int, int]:
-    """Return a grid for which ``triton_frame.for_each_tile`` covers all rows."""
+    """Return a grid for which ``triton_blocks.for_each_tile`` covers all rows."""
     return (
         triton.cdiv(numel, tile.block * tile.tiles),
         min(rows, MAX_GRID_Y),
@@ -71,7 +71,7 @@ def row_grid(rows: int, numel: int, tile: Tile) -> tuple[int, int, int]:
 
 
 class RowSteps(NamedTuple):
-    """How a grid goes through the rows of several matrices, and where these lie.
+    """Path of a grid through the rows of several matrices.
 
     Rows ``[R, N]`` may also be ``[P, Q, N]`` of any two strides, numbered in that order: those of a
     world, say, which are ordered by node in one tensor and by local rank in another.
@@ -79,7 +79,7 @@ class RowSteps(NamedTuple):
     Attributes:
         rows: all of them.
         across: rows along the second axis of the grid.
-        strides: of each matrix: the distance of rows along the second axis of the grid, and by how
+        strides: for each matrix the distance of rows along the second axis of the grid, and by how
             much that of two along the third differs from ``across`` of those (a jump).
     """
 

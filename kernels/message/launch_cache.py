@@ -101,7 +101,7 @@ def encoding_launch(
 
 
 class Call(NamedTuple):
-    """What calls with one key share.
+    """Results and launch that calls with one key share.
 
     Attributes:
         results: shape and dtype of each result.
@@ -148,8 +148,8 @@ def keep_call(
 
     Args:
         key: name of the operator, ``facts`` of its tensors, and all its other arguments.
-        results: of the call, each contiguous and in memory of its own.
-        launch: what computes them, given the tensors of the call and then its results.
+        results: results of the call, each contiguous and in memory of its own.
+        launch: function that computes them, given the tensors of the call and then its results.
         zeroed: index of the result that has to be zero before.
     """
     if len(_CALLS) >= MAX_CALLS:  # lengths of sequences that rarely come again

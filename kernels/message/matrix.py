@@ -22,7 +22,7 @@ def parse_matrix_format(text: str) -> MessageFormat:
     """Parse a format and check that it is one for matrices.
 
     Args:
-        text: what ``str(MessageFormat(...))`` returns.
+        text: a result of ``str(MessageFormat(...))``.
 
     Raises:
         ValueError: ``text`` is not such a string, or is one of stochastic rounding.

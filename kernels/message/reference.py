@@ -277,7 +277,7 @@ class GroupRange(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """How the values of groups become levels: ``(x * norm - minimum) * inverse``.
+    """Factors that turn values into levels: ``(x * norm - minimum) * inverse``.
 
     Attributes:
         scale: ``[R, G]`` fp32 that the scale dtype holds; 0 where the range is too small to divide
@@ -351,7 +351,7 @@ def scaling_of(extremes: GroupRange, norm: float, fmt: MessageFormat) -> Scaling
     """Turn the extremes of groups into what scales their values.
 
     Args:
-        extremes: of the values before ``norm``.
+        extremes: range of the values before ``norm``.
         norm: power of two; ``fmt.forward_norm`` for the output of ``hadamard_``, else 1.
         fmt: the format.
     """

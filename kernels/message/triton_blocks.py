@@ -162,7 +162,7 @@ def program_row(across=65535):
 
 @triton.jit
 def row_offset(row, stride, jump):
-    """Where the row of this program lies, int64; ``stride`` and ``jump`` of ``launch.RowSteps``."""
+    """Offset of the row of this program, int64; ``stride`` and ``jump`` of ``launch.RowSteps``."""
     return row * stride + tl.program_id(2).to(tl.int64) * jump
 
 

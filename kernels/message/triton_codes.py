@@ -155,7 +155,7 @@ def store_codes(
 ):
     """Truncate pairs of numbers of ``fixed_point`` to codes and write ``[BLOCK]`` of them.
 
-    ``planes.store_codes``; ``keep`` is -1, or 0 where codes are to be 0.
+    ``reference.store_codes``; ``keep`` is -1, or 0 where codes are to be 0.
     """
     if FORMAT.bits == 8:
         _store_bytes(a, b, c, d, keep, row_ptr, start, span, BLOCK, FORMAT, FULL)
@@ -385,7 +385,7 @@ def load_codes(
 ):
     """Read the words of ``[BLOCK]`` codes: those of three planes, of which as many mean something.
 
-    ``planes.load_codes``, not unpacked.
+    ``reference.load_codes``, not unpacked.
     """
     PLANES: tl.constexpr = FORMAT.planes
     first = load_words(row_ptr, start, span, BLOCK, PLANES[0], RUN, FULL)
@@ -400,7 +400,7 @@ def load_codes(
 
 @triton.jit
 def levels_of_words(words, second, third, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
-    """``[BLOCK]`` levels in units of the scale from ``load_codes``; ``rounding.dequantize_codes``.
+    """``[BLOCK]`` levels in units of the scale from ``load_codes``; ``reference.dequantize_codes``.
 
     Whatever lies beyond the row decodes to some finite level.
     """

@@ -94,7 +94,7 @@ def round_minimum_down(minimum, FORMAT: tl.constexpr):
 
 @triton.jit
 def bits_of_scales(values, FORMAT: tl.constexpr):
-    """Stored integers of fp32 values that are exact in the scale dtype; ``planes.store_scales``."""
+    """Stored integers of fp32 values that are exact in the scale dtype."""
     DTYPE: tl.constexpr = integer_type(FORMAT.scale_nbytes * 8)
     number = values == values
     if FORMAT.scale.truncated is None:
@@ -108,7 +108,7 @@ def bits_of_scales(values, FORMAT: tl.constexpr):
 
 @triton.jit
 def scales_of_bits(bits, FORMAT: tl.constexpr):
-    """fp32 values of stored integers; ``planes.load_scales``."""
+    """fp32 values of stored integers; ``reference.load_scales``."""
     if FORMAT.scale.truncated is None:
         values = bits.to(tl.float16, bitcast=True).to(tl.float32)
     elif FORMAT.scale.significand_bits == 1:  # the least exponent is subnormal, the last one NaN
@@ -148,7 +148,7 @@ def largest_magnitude(x):
 def group_range(x, valid, FORMAT: tl.constexpr, FULL: tl.constexpr):
     """Extremes of each group of a ``[GROUPS, GROUP]`` tile, as ordered int32 keys.
 
-    ``rounding.group_range``; of symmetric formats both are the largest magnitude. ``valid``
+    ``reference.group_range``; of symmetric formats both are the largest magnitude. ``valid``
     elements of the tile count for the minimum.
     """
     if FORMAT.symmetric:
@@ -193,7 +193,7 @@ def asymmetric_scaling(low, high, max_level, max_width, FORMAT: tl.constexpr, NO
 
 @triton.jit
 def scaling_of(low, high, FORMAT: tl.constexpr, NORM: tl.constexpr):
-    """``rounding.scaling_of`` for the keys of ``group_range``.
+    """``reference.scaling_of`` for the keys of ``group_range``.
 
     Returns scale, minimum, norm and inverse; of symmetric formats minimum and norm mean nothing.
     """
@@ -214,7 +214,7 @@ def scaling_of(low, high, FORMAT: tl.constexpr, NORM: tl.constexpr):
 
 @triton.constexpr_function
 def _next_thresholds(fmt: MessageFormat) -> tuple[float, ...]:
-    """By cell, see ``codes.cells_of``, the first threshold in it or above."""
+    """By cell, see ``format.cells_of``, the first threshold in it or above."""
     return tuple((*fmt.thresholds, float("inf"))[first] for first in fmt.cells)
 
 
@@ -250,7 +250,7 @@ def _nearest_level(y, FORMAT: tl.constexpr):
 
 @triton.jit
 def _round_to_float(y, FORMAT: tl.constexpr):
-    """fp16 bits, as int32, that begin with those of the code; ``rounding._round_to_float``."""
+    """fp16 bits, as int32, that begin with those of the code; ``reference._round_to_float``."""
     bits = y.to(tl.int32, bitcast=True)
     if not FORMAT.stochastic:
         # Adding and subtracting 1.5 * 2**23 units of the last place of its own binade rounds.
@@ -296,7 +296,7 @@ def fixed_point(y, FORMAT: tl.constexpr):
     """Codes of what ``scaled`` returns, with ``FORMAT.fraction_bits`` binary places.
 
     Returns int32; the low 16 bits hold the number, those above are arbitrary. The twin of
-    ``rounding.quantize_groups``, except in groups without a scale, where all bits are arbitrary.
+    ``reference.quantize_groups``, except in groups without a scale, where all bits are arbitrary.
     """
     if FORMAT.kind == "table":
         fixed = _nearest_level(y, FORMAT)

@@ -36,7 +36,7 @@ def _section(numel, BITS: tl.constexpr):
 
 @triton.jit
 def row_sections(numel, FORMAT: tl.constexpr):
-    """Where the sections of a row lie; ``MessageFormat.layout``.
+    """Offsets of the sections of a row; ``MessageFormat.layout``.
 
     Derived here, since a handful of scalar operations costs less than arguments of the launch.
 
@@ -172,7 +172,7 @@ def encode_tile(
     NORM: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Quantize a transformed ``[BLOCK]`` tile and write it; ``quantize.reference.encode_block``.
+    """Quantize a transformed ``[BLOCK]`` tile and write it; ``rows.encode_block``.
 
     ``range_ptr`` is read for formats with one scale per row; see ``widen_range``.
     """
@@ -229,7 +229,7 @@ def encode_pass(
     FULL: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One of the passes of ``calls.encoding_launch`` over a tile."""
+    """One of the passes of ``launch_cache.encoding_launch`` over a tile."""
     if WIDEN:
         widen_range(x, range_ptr, row, start, limit, numel, BLOCK, FORMAT, FULL)
     else:
@@ -273,7 +273,7 @@ def load_encoded(
 
 @triton.jit
 def decode_loaded(loaded, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
-    """Decode what ``load_encoded`` returned, still transformed; ``dequantize.reference``.
+    """Decode what ``load_encoded`` returned, still transformed; ``rows.decode_block``.
 
     ``int_to_float`` is ``launch.INT_TO_FLOAT``: known to the compiler, it would be moved to a
     register for every code again.
@@ -304,7 +304,7 @@ def decode_tile(
     FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Decode a ``[BLOCK]`` tile, still transformed; ``dequantize.reference.decode_block``.
+    """Decode a ``[BLOCK]`` tile, still transformed; ``rows.decode_block``.
 
     ``int_to_float`` is that of ``decode_loaded``.
     """
@@ -322,7 +322,7 @@ def encoded_columns(
     FLAT: tl.constexpr,
     MULTIPLE: tl.constexpr = 16,
 ):
-    """Where row ``row`` (int64) of a ``[rows, numel]`` matrix lies in its message.
+    """Place of row ``row`` (int64) of a ``[rows, numel]`` matrix in its message.
 
     ``FLAT`` is ``matrix.is_flat``. For ``encode_tile`` and ``decode_tile``, which take columns of
     an encoded row. ``MULTIPLE`` is the group size, of which flat rows have a multiple.

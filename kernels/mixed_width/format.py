@@ -67,7 +67,7 @@ def sent_width(width: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MixedLayout:
-    """Where the sections of a message lie; offsets and sizes in bytes.
+    """Sections of a message; offsets and sizes in bytes.
 
     Attributes:
         padded_tokens: tokens of a line that have a code.
@@ -76,8 +76,8 @@ class MixedLayout:
         scale_offset: start of the scales.
         minimum_offset: start of the minima.
         coded_lines: lines with a scale and a minimum.
-        ends: of all sections, in order; zeros follow up to the start of the next.
-        nbytes: of the message, a multiple of 16.
+        ends: end of each section, in order; zeros follow up to the start of the next.
+        nbytes: size of the message, a multiple of 16.
     """
 
     padded_tokens: int

@@ -120,7 +120,7 @@ def _round_raw(x: Tensor, raw: Tensor, out: Tensor) -> None:
 
 
 class LineScaling(NamedTuple):
-    """How lines become codes, as ``Scaling`` has it, ``[N]`` fp32 each.
+    """Scaling of lines, as ``Scaling`` of groups, ``[N]`` fp32 each.
 
     Attributes:
         scale: NaN where a line is not finite.

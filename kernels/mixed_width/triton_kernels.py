@@ -52,7 +52,7 @@ _ONE_ROW = tl.constexpr(7)
 
 @triton.jit
 def _wide_place(rows_ptr, ROW: tl.constexpr, line, lines, word, words):
-    """Where words ``[LINES, WORDS]`` lie in a plane of whole bytes, for the few lines that do."""
+    """Places of words ``[LINES, WORDS]`` in a plane of whole bytes, for the few lines with one."""
     return line_row(rows_ptr, ROW, line, lines).to(tl.int64) * words + word
 
 
@@ -288,7 +288,7 @@ _ENOUGH_PROGRAMS = 1024
 
 
 class Tile(NamedTuple):
-    """What one program works on; it changes the speed, not the bits.
+    """Work of one program; it changes the speed, not the bits.
 
     Attributes:
         lines: neighbouring lines, a power of two.

@@ -275,7 +275,7 @@ def mixed_scale_kernel(
 
 @triton.jit
 def largest_code(width):
-    """Of lines of a width, fp32; of wider ones as of 8 bits."""
+    """Largest code of lines of a width, fp32; of wider ones that of 8 bits."""
     return ((1 << tl.minimum(width, 8)) - 1).to(tl.float32)
 
 

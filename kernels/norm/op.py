@@ -115,9 +115,9 @@ def norm_quantize(
         weight: or None.
         bias: or None.
         eps: added to the variance, or to the mean of squares.
-        kind: of norm.
-        format: of the message.
-        dtype: of ``y``.
+        kind: kind of norm.
+        format: format of the message.
+        dtype: dtype of ``y``.
         amax: whether to return the largest magnitude.
 
     Returns:

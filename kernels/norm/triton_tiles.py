@@ -13,7 +13,7 @@ from lq_lightning.kernels.message.triton_blocks import load_run, round_output
 
 @triton.jit
 def factor_of(weight, KIND: tl.constexpr):
-    """What ``x_hat`` is multiplied by, in fp32; ``reference.factor_of``."""
+    """Factor of ``x_hat`` in fp32; ``reference.factor_of``."""
     factor = weight.to(tl.float32)
     if KIND == "rms_offset":
         factor = 1.0 + factor
@@ -122,7 +122,7 @@ def sum_rows_of_two(first, second, ROWS: tl.constexpr):
 
 @triton.jit
 def spread(values, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """What ``sum_rows`` returns, for every element of the tile; a number stays one."""
+    """Sums of ``sum_rows`` for every element of the tile; a number stays one."""
     if ROWS > 1:
         wide = tl.broadcast_to(values[:, None], (ROWS, BLOCK // ROWS))
         values = tl.reshape(wide, (BLOCK,))

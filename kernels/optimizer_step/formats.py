@@ -68,13 +68,13 @@ Spacing = Literal["split", "floating", "linear", "dynamic"]
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """What the kernels need to know about the codes of one state.
+    """Format of the codes of one state.
 
     Attributes:
         name: a name of ``FORMATS``.
         signed: bit 7 of a code is the sign; otherwise it belongs to the level.
-        spacing: of the levels: ``"split"`` are those that a group chooses, ``"floating"`` E4M3's,
-            ``"dynamic"`` parts of decades.
+        spacing: spacing of the levels: ``"split"`` are those that a group chooses,
+            ``"floating"`` E4M3's, ``"dynamic"`` parts of decades.
     """
 
     name: str

@@ -34,12 +34,12 @@ NUM_POINTERS, _FIRST_CODES, _SECOND_CODES = 8, 2, 5
 
 
 class Kind(NamedTuple):
-    """What the tensors of one call have in common; equal kinds are the same object.
+    """Facts that the tensors of one call share; equal kinds are the same object.
 
     Attributes:
-        device: of parameters, gradients and states.
-        dtype: of the parameters.
-        formats: of the states.
+        device: device of parameters, gradients and states.
+        dtype: dtype of the parameters.
+        formats: formats of the states.
     """
 
     device: torch.device
@@ -56,7 +56,7 @@ class PreparedTensor:
 
     Attributes:
         kind: tensors of one kind share a launch.
-        shape: of the parameter, ``[D, ...]``.
+        shape: shape of the parameter, ``[D, ...]``.
         addresses: of the parameter, then of codes, scale and exponent of each state as far as its
             format has them.
         pointers: columns of the kernel's table: addresses of parameter, gradient (0) and codes,
@@ -117,7 +117,7 @@ def prepare(tensors: Sequence[Tensor], formats: Sequence[StateFormat]) -> Prepar
             the shape of the parameter; its scale, ``[D, groups_per_row]`` bf16; and for
             ``expanded_fp8`` its exponent, the same in uint8. A state of the format ``float32`` is
             one fp32 tensor in the shape of the parameter. All are contiguous and on one device.
-        formats: of the states, one or two.
+        formats: formats of the one or two states.
 
     Returns:
         What ``optimizer_step`` takes, as long as the tensors stay where they are.
@@ -249,13 +249,13 @@ def optimizer_step(
     Args:
         tensors: each parameter with the parts of its states, as they were given to ``prepare``;
             updated.
-        prepared: what ``prepare`` returned for each of them, all of one kind. The tensors must
+        prepared: results of ``prepare`` for each of them, all of one kind. The tensors must
             still be where they were then, which is not checked: see ``PreparedTensor.is_in_place``.
         grads: in the shapes of the parameters and on their device, all fp32 or all bf16,
             contiguous.
         scalars: ``[N, 8]`` fp32 on the CPU, the s0..s7 above.
-        seeds: of the noise that rounds codes and bf16 parameters, one per tensor, never the same
-            for two tensors or steps. Neither these nor the next are needed where all states are
+        seeds: seeds of the noise that rounds codes and bf16 parameters, one per tensor, never the
+            same for two tensors or steps. Neither these nor the next are needed where all states are
             fp32 and ``stochastic`` rounds nothing.
         first_groups: number of each tensor's first group in the whole parameter.
         rule: a name of ``RULES``.

@@ -1,7 +1,7 @@
 """Optimizer step on quantized states in plain torch: the truth that the Triton kernel must match.
 
 Works on any device, tensor by tensor. Every function does the same IEEE fp32 operations in the
-same order as its twin in ``triton_kernels.py``; codes are in ``reference_codes.py``.
+same order as its twin in ``triton_kernels.py`` or ``triton_codes.py``.
 
 Shape legend: D rows (dimension 0), L elements of a row, R groups, S = 128 elements of a group.
 """
@@ -206,7 +206,7 @@ def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
 
     Args:
         x: fp32.
-        noise: of :func:`rounding_noise`.
+        noise: result of :func:`rounding_noise`.
     """
     bits = x.view(torch.int32)
     rounded = ((bits + (noise >> 16).int()) & ~0xFFFF).view(torch.float32)

@@ -1,4 +1,4 @@
-"""Codes of groups of values in Triton, bit-identical to ``reference_codes.py``.
+"""Codes of groups of values in Triton, bit-identical to ``reference.py``.
 
 The codes of the split are integer arithmetic. In a codebook the level below a value is predicted:
 every spacing has a function that maps ``|x| / scale`` to the number of that level. It is computed
@@ -7,13 +7,12 @@ a level that is next to the value. The value is then compared with a point betwe
 around it, which lies at least ``LEAST_NOISE`` = 4.9e-4 of the way from either, so that both choices
 lead to the same code.
 
-How a program, which is one warp, holds groups of 128 elements; noise of their elements.
-
-A tile is ``[32 // AT_ONCE, AT_ONCE, AT_ONCE, 4]``: lane, group, part of a group and element. So
-many lanes share a group and own four consecutive elements of each of its parts. All tensors have
-that layout, whatever their dtype: every load of a lane is a vector of four, and lanes of a group
-are neighbours in memory. What is one number per group is ``[1, AT_ONCE, 1, 1]``: the more groups at
-once, the fewer lanes compute it for themselves, and the more elements they use it for.
+A program is one warp, which holds groups of 128 elements in a tile ``[32 // AT_ONCE, AT_ONCE,
+AT_ONCE, 4]``: lane, group, part of a group and element. So many lanes share a group and own four
+consecutive elements of each of its parts. All tensors have that layout, whatever their dtype: every
+load of a lane is a vector of four, and lanes of a group are neighbours in memory. Numbers of a
+group are ``[1, AT_ONCE, 1, 1]``: the more groups at once, the fewer lanes compute them for
+themselves, and the more elements they use them for.
 
 Triton spreads a tensor over the lanes of a warp dimension by dimension, after the one in which its
 elements are consecutive: with lanes and groups first, that is what is meant above.
@@ -85,7 +84,7 @@ def smallest_of_groups(x):
 
 @triton.jit
 def group_noise(seed_a, seed_b, group):
-    """The random word of a group; ``reference_codes.rounding_noise``."""
+    """The random word of a group; ``reference.rounding_noise``."""
     low = group.to(tl.uint32)
     high = (group >> 32).to(tl.uint32)
     x = low ^ seed_a.to(tl.uint32)
@@ -255,7 +254,7 @@ def _numbers_and_signs(codes):
 
 @triton.jit
 def decode_groups(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
-    """Values of a tile; ``reference_codes.decode_groups``."""
+    """Values of a tile; ``reference.decode_groups``."""
     base_bits = (scale.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.int32, bitcast=True)
     base = base_bits.to(tl.float32, bitcast=True)
     if FORMAT.signed:
@@ -284,7 +283,7 @@ def decode_groups(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _signed_split(bits, largest, span, noise):
-    """Codes without signs, scale bits and mantissa bits; ``reference_codes._signed_split``."""
+    """Codes without signs, scale bits and mantissa bits; ``reference._signed_split``."""
     kept = tl.where(span <= _WIDEST_SPANS[0], 3, _LEAST_MANTISSA_BITS)
     kept = tl.where(span <= _WIDEST_SPANS[1], 4, kept)
     kept = tl.where(span <= _WIDEST_SPANS[2], 5, kept)
@@ -324,7 +323,7 @@ def _skewed(noise, skew):
 
 @triton.jit
 def _unsigned_split(bits, largest, span, special, noise):
-    """Codes, scale bits and mantissa bits; ``reference_codes._unsigned_split``."""
+    """Codes, scale bits and mantissa bits; ``reference._unsigned_split``."""
     octaves = (span + (span >> 6)).to(tl.float32).to(tl.int32, bitcast=True) >> 23
     shift = tl.minimum(tl.maximum(octaves - (126 + 8), _LEAST_SHIFT), _MOST_SHIFT)
     unit = 1 << shift
@@ -367,7 +366,7 @@ def _level_below(ratio, FORMAT: tl.constexpr):
 
 @triton.jit
 def _level_codes(bits, scale_bits, special, levels_ptr, noise, FORMAT: tl.constexpr):
-    """Codes without signs; ``reference_codes._level_codes``."""
+    """Codes without signs; ``reference._level_codes``."""
     scale = scale_bits.to(tl.float32, bitcast=True)
     size = bits.to(tl.float32, bitcast=True)
     chance = ((noise >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
@@ -426,7 +425,7 @@ def _with_signs(codes, x, special):
 
 @triton.jit
 def encode_groups(x, levels_ptr, noise, FORMAT: tl.constexpr):
-    """Codes, scale bits and exponents of a tile; ``reference_codes.encode_groups``."""
+    """Codes, scale bits and exponents of a tile; ``reference.encode_groups``."""
     bits = x.to(tl.int32, bitcast=True)
     if FORMAT.signed or _INTERPRETED:  # nothing else has a sign, not even a GPU's NaN
         bits &= _MAGNITUDE

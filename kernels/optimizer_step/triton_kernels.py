@@ -1,7 +1,7 @@
 """Triton kernel of the optimizer step, bit-identical to ``reference.py``.
 
-One launch updates many tensors, as ``launch.py`` says. A program is one warp, which works on a few
-groups of 128 elements at once, as ``triton_groups.py`` says.
+One launch updates many tensors. A program is one warp, which works on a few groups of 128 elements
+at once, as ``triton_codes.py`` says.
 
 A table on the device, written for every launch, holds pointers and scalars of every tensor. Most of
 it depends on the prepared tensors alone and is kept on the host; gradients move. A second table,
@@ -37,7 +37,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _NAN = tl.constexpr(0x7FC00000)
 _GROUP = tl.constexpr(GROUP_SIZE)
 _SMALLEST_SQUARE = tl.constexpr(2.0**-100)  # 0f0D800000 below
-# Of a row of the table, see `launch.py`: its length, and where the scalars begin, in fp32 words.
+# Of a row of the table, its length, and where the scalars begin, in fp32 words.
 TABLE_WIDTH = 18
 _TABLE_WIDTH = tl.constexpr(TABLE_WIDTH)
 _SCALARS_AT = tl.constexpr(28)
@@ -332,7 +332,7 @@ def _fixed_columns(
 
 
 def _groups_at_once(formats: Sequence[StateFormat], rounded: bool) -> int:
-    """How many groups a program works on at a time; what was fastest on an H200.
+    """Number of groups a program works on at a time; the fastest on an H200.
 
     More leave less to compute per group, and take more registers: with 8 groups and levels of
     codebooks they are spilled, which takes twice as long.

@@ -9,7 +9,7 @@ The message has these sections, each starting at a multiple of 16 bytes::
 * A bit per token, 1 for INT4; nothing where all tokens have the same bits.
 * The codes of the INT3 tokens, in order of their index, in planes of 2 bits and of 1 bit, and those
   of the other tokens: INT4, or any bits that all tokens have. Planes are those of
-  ``message/planes.py``; with the same bits everywhere, a message begins like an encoded row.
+  ``message.format.PLANES``; with the same bits everywhere, a message begins like an encoded row.
 * A scale and a minimum per tile.
 * With the transform, a bit per tile, 1 where it was applied, and log2(tile) bits per tile for the
   pivot, in planes, 0 where it was not.
@@ -38,15 +38,15 @@ TILE_SIZES = (8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True)
 class TAHLayout:
-    """Where the sections of a message lie; offsets and sizes in bytes.
+    """Sections of a message; offsets and sizes in bytes.
 
     Attributes:
-        tokens: of all sequences.
+        tokens: number in all sequences.
         channels: values of a token.
         low_per_sequence: INT3 tokens of a sequence.
         low_tokens: INT3 tokens of all sequences.
         high_tokens: other tokens of all sequences.
-        tiles: of all sequences.
+        tiles: number in all sequences.
         low_planes: start of the planes of INT3 codes.
         high_planes: start of the planes of other codes.
         scale_offset: start of the scales.
@@ -54,7 +54,7 @@ class TAHLayout:
         outlier_offset: start of the bits of tiles.
         pivot_planes: start of each plane of pivots.
         used: sizes of all sections, in order, without their padding.
-        nbytes: of the message, a multiple of 16.
+        nbytes: size of the message, a multiple of 16.
     """
 
     tokens: int
@@ -80,12 +80,12 @@ class TAHLayout:
 
 @dataclass(frozen=True, slots=True)
 class TAHFormat:
-    """What the kernels need to know; travels through the operators as a string.
+    """Format as the kernels take it; travels through the operators as a string.
 
     Attributes:
         tile: channels that share scale, minimum and transform; one of ``TILE_SIZES``.
-        bits: of a code, 2 to 8, in tokens that are not INT3; 4 where some are.
-        int3_share: of the tokens of a sequence, from 0 to less than 1.
+        bits: bits of a code, 2 to 8, in tokens that are not INT3; 4 where some are.
+        int3_share: share of INT3 tokens of a sequence, from 0 to less than 1.
         hadamard: put the outlier first and transform, in tiles with an outlier.
     """
 

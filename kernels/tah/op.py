@@ -57,8 +57,8 @@ def _dequantize(
         sequences: B.
         tokens: S.
         channels: N.
-        format: that of the message.
-        dtype: of the result.
+        format: format of the message.
+        dtype: dtype of the result.
 
     Returns:
         ``[B, S, N]``.

@@ -24,7 +24,7 @@ SMALLEST = 2.0**-126
 
 
 class Statistics(NamedTuple):
-    """Of some values.
+    """Statistics of tokens.
 
     Attributes:
         entropies: ``[U]`` fp32.

@@ -1,8 +1,8 @@
 """Triton kernels that encode and decode tiles, bit-identical to ``reference.py``.
 
 A program works on ``BLOCK`` values, whole tiles in the order of memory. ``sections`` are offsets in
-bytes, see ``launch.section_offsets``. Where all tiles have the same bits, the planes of codes are
-those of an encoded row. Compile with ``enable_fp_fusion=False``.
+bytes, see ``section_offsets``. Where all tiles have the same bits, the planes of codes are those of
+an encoded row. Compile with ``enable_fp_fusion=False``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _end_section(message_ptr, end):
 
 @triton.jit
 def _stands_out(first, second, TILE: tl.constexpr):
-    """``statistics._stands_out`` of bits of magnitudes; False for NaN."""
+    """``reference._stands_out`` of bits of magnitudes; False for NaN."""
     largest = first.to(tl.float32, bitcast=True)
     outlier = largest > second.to(tl.float32, bitcast=True) * _RATIO
     return outlier & (largest <= _FP32_MAX / TILE)
@@ -92,7 +92,7 @@ def _range_and_candidates(values, GROUPS: tl.constexpr, FORMAT: tl.constexpr, HI
 
 @triton.jit
 def _find_outliers(values, TILE: tl.constexpr):
-    """Which of ``[GROUPS, TILE]`` tiles have an outlier, and where; ``find_outliers``."""
+    """Tiles of ``[GROUPS, TILE]`` that have an outlier, and its place; ``find_outliers``."""
     column = tl.arange(0, TILE)[None, :]
     # as integers, where NaN is larger than all, also for the interpreter
     keys = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -153,7 +153,7 @@ def _restore(
 
 @triton.jit
 def _places(place_ptr, tile, tiles, unit_numel, TILE: tl.constexpr):
-    """Which of ``[GROUPS]`` tiles are INT3, and the first word of eight codes of each."""
+    """Whether each of ``[GROUPS]`` tiles is INT3, and the first word of eight codes of each."""
     per_unit = unit_numel // TILE
     unit = tile // per_unit
     place = tl.load(place_ptr + unit, tile < tiles, 0)
@@ -425,7 +425,7 @@ def launch_tah_quantize(x: Tensor, fmt: TAHFormat, out: Tensor, tile: Tile | Non
 
 
 def launch_entropies(x: Tensor, fmt: TAHFormat) -> Tensor:
-    """Return ``[units]`` fp32; ``statistics.measure``, but for the order of sums."""
+    """Return ``[units]`` fp32; ``reference.measure``, but for the order of sums."""
     layout = fmt.layout(*x.shape)
     entropies = torch.empty(layout.tokens, dtype=torch.float32, device=x.device)
     width = min(triton.next_power_of_2(layout.channels), _ENTROPY_BLOCK)

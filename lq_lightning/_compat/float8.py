@@ -64,7 +64,7 @@ def scaled_mm(
         a_MK: ``[M, K]`` E4M3 or E5M2, contiguous.
         b_NK: ``[N, K]`` E4M3 or E5M2, contiguous; not both are E5M2, which no tensor core takes.
         scale_a: fp32 of one element, the factor that decodes ``a_MK``.
-        scale_b: that of ``b_NK``.
+        scale_b: the same for ``b_NK``.
         dtype: fp32, bf16 or fp16, of the result.
         fast_accumulation: let Hopper add up in its tensor cores, with about 14 bits, instead of in
             fp32 every few steps. Customary forward, but not for gradients.

@@ -86,7 +86,7 @@ def refuse_second_derivatives(group: Any, name: str) -> None:
 
     Args:
         group: FSDP2's parameter group of the unit.
-        name: Of the unit.
+        name: Name of the unit.
     """
     if "pre_backward" in vars(group):
         return
@@ -116,7 +116,7 @@ def refuse_writes_before_backward(group: Any, name: str) -> None:
 
     Args:
         group: FSDP2's parameter group of the unit.
-        name: Of the unit.
+        name: Name of the unit.
     """
     if "post_forward" in vars(group):
         return

@@ -167,10 +167,10 @@ def pack_shards(params: list[GroupParam], slots: Tensor) -> None:
 
 
 class PackedGradients(NamedTuple):
-    """What the next reduce-scatter of a parameter group packs, and for whom.
+    """Gradients that the next reduce-scatter of a parameter group packs.
 
     Attributes:
-        indices: Of the parameters with a gradient, in the order of the slot.
+        indices: Indices of the parameters with a gradient, in the order of the slot.
         read_in_backward: Whether something other than the optimizer reads the result, while
             backward still runs: accumulation onto earlier gradients, a cast, a copy to the CPU, or
             a hook without a method ``reads_gradient(parameter)`` that returns False.
@@ -181,7 +181,7 @@ class PackedGradients(NamedTuple):
 
 
 class _Listeners(NamedTuple):
-    """Who is told in front of a reduce-scatter of a parameter group."""
+    """Callbacks in front of a reduce-scatter of a parameter group."""
 
     of_indices: list[Callable[[tuple[int, ...]], None]]
     of_all: list[Callable[[PackedGradients], None]]
@@ -286,12 +286,12 @@ def same_addresses(a: tuple[tuple[int, ...], ...], b: tuple[tuple[int, ...], ...
 
 
 class ShardIdentity(NamedTuple):
-    """Which tensors a sharded parameter consists of.
+    """Tensors that a sharded parameter consists of.
 
     Attributes:
         local: This rank's shard.
-        storage: Of the DTensor itself, which has no memory there; held so that no other gets its
-            address.
+        storage: Storage of the DTensor itself, which has no memory there; held so that no other
+            gets its address.
     """
 
     local: Tensor
@@ -314,7 +314,7 @@ def data_was_assigned(param: GroupParam, known: ShardIdentity) -> bool:
 
     Args:
         param: The parameter.
-        known: What :func:`shard_identity` gave earlier.
+        known: An earlier result of :func:`shard_identity`.
     """
     local, storage = shard_identity(param)
     if local is known.local and storage._cdata != known.storage._cdata:

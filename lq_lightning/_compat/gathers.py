@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 
 class GatheredWeights(NamedTuple):
-    """What a gather of a unit would give.
+    """Result that a gather of a unit would have.
 
     Attributes:
         values: ``[world * n]``; FSDP2 copies from it on the computing stream.

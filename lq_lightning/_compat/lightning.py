@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Window(NamedTuple):
-    """Where a micro-batch lies among those whose gradients one optimizer step uses.
+    """Position of a micro-batch in its gradient accumulation window.
 
     Attributes:
         first: Whether gradients start from zero.

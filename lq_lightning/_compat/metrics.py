@@ -1,4 +1,4 @@
-"""What torchmetrics keeps between a step and its logging."""
+"""State of torchmetrics between a step and its logging."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def step_value(metric: Metric) -> Tensor | None:
-    """What the last ``metric(...)`` returned, if that was a single number."""
+    """Result of the last ``metric(...)``, if it was a single number."""
     value: Any = metric._forward_cache
     return value if isinstance(value, Tensor) and value.numel() == 1 else None
 

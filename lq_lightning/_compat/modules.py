@@ -182,7 +182,7 @@ def reset_iteration(root: nn.Module) -> None:
 
 
 def _reset_root(state: Any) -> None:
-    """What torch >= 2.13 does by itself, with the attributes of 2.11 and 2.12."""
+    """Reset as torch >= 2.13 does by itself, with the attributes of 2.11 and 2.12."""
     comm = state._comm_ctx
     stream = state._device_handle.current_stream()
     reducing = getattr(comm, "reduce_scatter_states", None)  # torch >= 2.12
@@ -270,7 +270,7 @@ def discard_unreduced_gradients(root: nn.Module) -> None:
 
 
 def hugging_face_initializers(root: nn.Module) -> dict[nn.Module, Callable[[], object]]:
-    """What initializes each module of transformers' models, as ``from_pretrained`` does it.
+    """Initializers of the modules of transformers' models, as ``from_pretrained`` uses them.
 
     It gives values to parameters and to buffers that are in no file. Before version 5 it left out
     the latter, so there are none then.

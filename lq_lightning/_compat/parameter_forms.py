@@ -31,7 +31,7 @@ class RootParameters:
         self._params = [p for group in param_groups(module) for p in group.fsdp_params]
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of parameters."""
         return len(self._params)
 
     def find(self, shard: Tensor) -> Any | None:
@@ -68,7 +68,7 @@ class GatheredCopies:
     """The gathered forms of all parameters; only FSDP2 may fill, free or write them.
 
     Args:
-        root: Of the units.
+        root: Root of the units.
     """
 
     def __init__(self, root: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What torch says about saved tensors only in private: storages, versions, hooks, graph nodes."""
+"""Private facts of torch about saved tensors: storages, versions, hooks, graph nodes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def packed_value(node: Node, slot: str) -> Any:
     """Return the pack hook's result for a tensor that a node saved; None if it saved none.
 
     Args:
-        node: of an operator that is built in.
+        node: node of a built-in operator.
         slot: name of the saved tensor in torch's ``derivatives.yaml``.
     """
     saved = getattr(node, f"_raw_saved_{slot}", None)
@@ -113,7 +113,7 @@ def saves_inputs_of_region() -> bool:
 
 
 class _Wrap(threading.local):
-    """What ``around_checkpoints`` applies in each thread."""
+    """Hooks that ``around_checkpoints`` applies, by thread."""
 
     hooks: Callable[[Hooks], Hooks] | None = None
 

@@ -130,7 +130,7 @@ def read_note(key: str, timeout: timedelta) -> str | None:
 
 
 def group_timeout(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
-    """How long collectives of a group wait on a device; None if its backend does not say."""
+    """Timeout of the collectives of a group on a device; None if its backend does not say."""
     options = None if group is None else getattr(group._get_backend(device), "options", None)
     timeout: timedelta | None = getattr(options, "_timeout", None)
     return timeout

@@ -1,4 +1,4 @@
-"""What a trace of ``torch.compile`` knows of a tensor. Slow to import: only done in traces."""
+"""Facts that a trace of ``torch.compile`` has of a tensor. Slow to import: only done in traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How values become bytes: codec specifications, encoding and decoding of rows."""
+"""Codec specifications, and encoding and decoding of rows of values."""
 
 from .functional import (
     decode,

@@ -249,7 +249,7 @@ def decode(
         scale: factor of the values, e.g. -1 with ``add`` to subtract them.
         out: ``[R, N]``, or ``[P, Q, N]``, to write to, any row stride.
         add: add to ``out``: in fp32, then rounded once to the dtype of ``out``.
-        dtype: of a new result, when ``out`` is not given.
+        dtype: dtype of a new result, when ``out`` is not given.
 
     Returns:
         ``[R, N]``: ``out``, or a new tensor.

@@ -227,7 +227,7 @@ def _is_fitted(ranges: Ranges) -> bool:
 
 
 class _ExactTokens(NamedTuple):
-    """What travels beside the codes.
+    """Tokens that travel as bf16, beside the codes.
 
     Attributes:
         values: ``[E, N]`` bf16.
@@ -275,7 +275,7 @@ def encode_mixed(x_TN: Tensor, table: WidthTable, ranges: Ranges = "full") -> Te
 
     Args:
         x_TN: ``[T, N]`` fp32, bf16 or fp16, any strides, on a CPU or a CUDA device.
-        table: of N widths.
+        table: N widths.
         ranges: of lines of up to 8 bits. ``"full"``: from the minimum to the maximum. ``"fitted"``:
             as many deviations around the mean as have the least mean square error for normal values
             in so many bits (Max, 1960; .80, 1.49, 2.05, 2.51 ... 3.92), within the full range.
@@ -327,9 +327,9 @@ def decode_mixed(payload: Tensor, table: WidthTable, tokens: int, dtype: torch.d
 
     Args:
         payload: ``[table.nbytes(tokens)]`` uint8.
-        table: that of the sender.
+        table: table of the sender.
         tokens: T.
-        dtype: of the result: float32, bfloat16 or float16.
+        dtype: dtype of the result: float32, bfloat16 or float16.
 
     Returns:
         ``[T, N]``, new and contiguous, on the device of the payload.

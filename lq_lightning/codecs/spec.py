@@ -39,7 +39,7 @@ HADAMARD_SIZES: tuple[int, ...] = (0, 16, 32, 64, 128)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodecSpec:
-    """How the values of a row become bytes. Both ends of an exchange need the same spec.
+    """How a row of values becomes bytes; both ends of an exchange need the same spec.
 
     Attributes:
         code: format of one value. Integer codes are scaled to the largest magnitude of a group
@@ -168,7 +168,7 @@ def named_codec(name: str, group_size: int, **options: Any) -> CodecSpec:
 
     Args:
         name: a code, or a format that fixes its own group size and scales, such as ``"mxfp4"``.
-        group_size: of codes; formats ignore it.
+        group_size: group size of codes; formats ignore it.
         options: other fields of ``CodecSpec``.
 
     Raises:
