@@ -255,8 +255,8 @@ def optimizer_step(
             contiguous.
         scalars: ``[N, 8]`` fp32 on the CPU, the s0..s7 above.
         seeds: seeds of the noise that rounds codes and bf16 parameters, one per tensor, never the
-            same for two tensors or steps. Neither these nor the next are needed where all states are
-            fp32 and ``stochastic`` rounds nothing.
+            same for two tensors or steps. Neither these nor the next are needed where all states
+            are fp32 and ``stochastic`` rounds nothing.
         first_groups: number of each tensor's first group in the whole parameter.
         rule: a name of ``RULES``.
         stochastic: round bf16 parameters stochastically.
