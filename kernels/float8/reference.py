@@ -82,7 +82,7 @@ def decode(
         return torch.zeros(rows, numel, dtype=torch.float32)
     count, length = matrix_shape(fmt, rows, numel)
     layout, size, group = fmt.layout(length), fmt.hadamard_size, fmt.group_size
-    codes = blocks.load_codes(message, 0, layout.padded_numel, fmt, layout)
+    codes = blocks.load_codes(message, 0, layout.padded_numel, fmt.planes, layout.plane_offsets)
     values = torch.zeros(count, layout.num_groups * group, dtype=torch.float32)
     values[:, : layout.padded_numel] = blocks.dequantize_codes(codes, fmt)
     if transforms_levels(fmt):
