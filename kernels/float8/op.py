@@ -104,13 +104,13 @@ def float8_cast(
 ) -> tuple[Tensor, ...] | Launched:
     """Cast a matrix to FP8 with one scale, reading it once.
 
-    The scale is ``amax / 448`` (E4M3) or ``amax / 57344`` (E5M2), at least ``2**-96``. If ``amax``
-    is infinite or NaN, so is the scale, and every product with it is NaN.
+    The scale is ``amax / 448``, at least ``2**-96``. If ``amax`` is infinite or NaN, so is the
+    scale, and every product with it is NaN.
 
     Args:
         x: ``[R, N]`` fp32, bf16 or fp16, last dimension contiguous.
         amax: fp32 ``[1]``, the largest magnitude of ``x``. Values beyond it are clipped to it.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        dtype: ``torch.float8_e4m3fn``.
         rows: whether to return ``q``.
         columns: whether to return ``q_t``.
 

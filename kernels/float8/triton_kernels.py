@@ -82,11 +82,11 @@ def inverse_of(scale):
 
 
 @triton.jit
-def _emulated_byte(y, E5M2: tl.constexpr):
-    """int32 with the FP8 code of fp32 ``y`` in its low byte, in operations of any machine."""
-    MANTISSA: tl.constexpr = 2 if E5M2 else 3
-    MIN_EXPONENT: tl.constexpr = -14 if E5M2 else -6
-    LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
+def _emulated_byte(y):
+    """int32 with the E4M3 code of fp32 ``y`` in its low byte, in operations of any machine."""
+    MANTISSA: tl.constexpr = 3
+    MIN_EXPONENT: tl.constexpr = -6
+    LARGEST: tl.constexpr = 448.0
     LOWEST: tl.constexpr = (127 + MIN_EXPONENT) << 23
     RAISE: tl.constexpr = ((23 - MANTISSA) << 23) + (1 << 22)
     bits = y.to(tl.int32, bitcast=True)
@@ -102,27 +102,14 @@ def _emulated_byte(y, E5M2: tl.constexpr):
 
 
 @triton.jit
-def float8_word(a, b, c, d, E5M2: tl.constexpr):
-    """int32 whose bytes are the FP8 codes of four fp32; what is infinite is clipped as well.
+def float8_word(a, b, c, d):
+    """int32 whose bytes are the E4M3 codes of four fp32; what is infinite is clipped as well.
 
     Both halves are widened before they are joined: of ``{low, high}`` ptxas 12.8 leaves the upper
     half undefined where both hold the same, as the zeros beyond the end of a matrix do.
     """
     if HAS_PTX:
-        asm: tl.constexpr = (
-            """
-            {
-            .reg .b16 low, high;
-            .reg .b32 first, second;
-            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-            mov.b32 first, {low, 0};
-            mov.b32 second, {high, 0};
-            prmt.b32 $0, first, second, 0x5410;
-            }
-            """
-            if E5M2
-            else """
+        asm: tl.constexpr = """
             {
             .reg .b16 low, high;
             .reg .b32 first, second;
@@ -133,11 +120,10 @@ def float8_word(a, b, c, d, E5M2: tl.constexpr):
             prmt.b32 $0, first, second, 0x5410;
             }
             """
-        )
         word = tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [a, b, c, d], tl.int32, True, 1)
     else:
-        word = _emulated_byte(a, E5M2) | (_emulated_byte(b, E5M2) << 8)
-        word |= (_emulated_byte(c, E5M2) << 16) | (_emulated_byte(d, E5M2) << 24)
+        word = _emulated_byte(a) | (_emulated_byte(b) << 8)
+        word |= (_emulated_byte(c) << 16) | (_emulated_byte(d) << 24)
     return word
 
 
@@ -267,7 +253,6 @@ def cast_kernel(
     blocks of four by four codes: words of four columns become words of four rows in registers, and
     words are what moves between threads.
     """
-    E5M2: tl.constexpr = LARGEST > 448.0
     QUARTER: tl.constexpr = BLOCK_R // 4
     scale = tl.div_rn(tl.load(amax_ptr), LARGEST)
     scale = tl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)  # NaN stays
@@ -291,7 +276,7 @@ def cast_kernel(
         if not EVEN:  # also where the scale is NaN
             inside = (index // BLOCK_N < rows_left) & (index % BLOCK_N < numel - column)
             y = tl.where(inside, y, 0.0)
-        codes = float8_word(*split_four(y, QUARTER * BLOCK_N), E5M2)
+        codes = float8_word(*split_four(y, QUARTER * BLOCK_N))
         if ROWS:
             at = (row + part).to(tl.int64) + down * 4
             target = q_ptr.to(tl.pointer_type(tl.int32), bitcast=True)

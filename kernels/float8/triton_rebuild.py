@@ -126,7 +126,7 @@ def rebuild_kernel(
         if not EVEN:
             exists = row + tl.arange(0, P)[:, None] * ROW_STEP < rows
             y = tl.where(exists, y, 0.0)
-        codes = float8_word(*split_four(y, P * BLOCK_N), False)
+        codes = float8_word(*split_four(y, P * BLOCK_N))
         if part == 0:
             first = codes
         elif part == 1:

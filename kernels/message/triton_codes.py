@@ -233,7 +233,7 @@ def _encoding(fmt: MessageFormat) -> str:
     return (
         "{ .reg .b16 low, high; .reg .b32 first, second;"
         f"cvt.rn.satfinite.{name}.f32 low, $2, $1; cvt.rn.satfinite.{name}.f32 high, $4, $3;"
-        # not {low, high}: see `float8_word` in `kernels/float8/triton_blocks.py`
+        # not {low, high}: see `float8_word` in `kernels/float8/triton_kernels.py`
         "mov.b32 first, {low, 0}; mov.b32 second, {high, 0};"
         "prmt.b32 first, first, second, 0x5410; and.b32 $0, first, $5; }"
     )
