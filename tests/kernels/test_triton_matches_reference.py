@@ -293,8 +293,7 @@ class Launches:
 
 
 def test_large_numbers_of_messages_share_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lq_lightning.kernels.message import triton_kernels as dequantize
-    from lq_lightning.kernels.message import triton_kernels as requantize
+    from lq_lightning.kernels.message import triton_kernels
 
     fmt = make_format()
     row = torch.zeros(1, fmt.layout(64).nbytes, dtype=torch.uint8)
@@ -304,21 +303,21 @@ def test_large_numbers_of_messages_share_a_kernel(monkeypatch: pytest.MonkeyPatc
         kinds.append(kind)
         return Tile(1024, 32, 4, 2)
 
-    monkeypatch.setattr(requantize, "choose_tile", choose)
-    for module in (dequantize, requantize):
+    monkeypatch.setattr(triton_kernels, "choose_tile", choose)
+    for name in ("dequantize", "requantize"):
         launches = Launches()
-        name = module.__name__.split(".")[-2] + "_rows_kernel"
-        monkeypatch.setattr(module, name, launches)
+        monkeypatch.setattr(triton_kernels, f"{name}_rows_kernel", launches)
         for count in (UNROLLED_MESSAGES, UNROLLED_MESSAGES + 1, 33, 128):
             messages = row.expand(count, 1, -1)
-            if module is dequantize:
-                module.launch_dequantize(messages, 64, fmt, 1.0, False, torch.zeros(1, 64))
+            if name == "dequantize":
+                out = torch.zeros(1, 64)
+                triton_kernels.launch_dequantize(messages, 64, fmt, 1.0, False, out)
             else:
-                module.launch_requantize(messages, 64, fmt, fmt, 0, row)
+                triton_kernels.launch_requantize(messages, 64, fmt, fmt, 0, row)
         few, *many = launches.constants
         assert all(constants == many[0] for constants in many)
         assert few != many[0]
-    assert kinds == ["requantize", *["requantize many"] * 3]
+    assert kinds == [*["reduce 32"] * 4, "requantize", *["requantize many"] * 3]
 
 
 @pytest.mark.gpu
