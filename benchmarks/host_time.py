@@ -54,7 +54,7 @@ from lq_lightning.data_parallel.communication import ExchangeSchedule
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
 from lq_lightning.foundation import streams
 from lq_lightning.kernels.message import MessageFormat
-from lq_lightning.kernels.message.calls import keep_call
+from lq_lightning.kernels.message.launch_cache import keep_call
 
 PARTS: dict[str, tuple[type, str]] = {
     "reductions": (TwoLevelReduceScatter, "__call__"),

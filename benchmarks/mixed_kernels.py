@@ -48,7 +48,7 @@ from lq_lightning.codecs import (
     round_trip_mixed,
 )
 from lq_lightning.codecs.mixed import RANGES
-from lq_lightning.kernels.mixed import mixed_layout, reference, width_counts, width_rows
+from lq_lightning.kernels.mixed_width import mixed_layout, reference, width_counts, width_rows
 from lq_lightning.pipeline.boundary import GroupCodec
 from lq_lightning.pipeline.message import Message
 
@@ -70,7 +70,7 @@ def widths_of(kind: str, lines: int) -> Tensor:
 
 def differs(kind: str, dtype: torch.dtype, transposed: bool, fitted: bool) -> str:
     """Return how the kernels differ from the CPU reference; empty if they agree."""
-    from lq_lightning.kernels.mixed import launch
+    from lq_lightning.kernels.mixed_width import triton_kernels as launch
 
     x = torch.randn(1501, 600).mul_(torch.randn(600).exp()).to(dtype)
     x[7, 3], x[9, 5] = float("nan"), float("inf")
@@ -106,7 +106,7 @@ def kernel_calls(
     kind: str, x: Tensor, tile: tuple[int, int, int] | None
 ) -> dict[str, tuple[Callable[[], object], int]]:
     """Return calls on one tensor by name, with the bytes that each moves."""
-    from lq_lightning.kernels.mixed import launch
+    from lq_lightning.kernels.mixed_width import triton_kernels as launch
 
     widths = widths_of(kind, x.shape[1])
     rows, counts = width_rows(widths).cuda(), width_counts(widths)

@@ -37,7 +37,7 @@ from benchmarks.common import (
     write_report,
 )
 from lq_lightning.kernels.tah import TAHFormat, parse_tah_format, reference
-from lq_lightning.kernels.tah.statistics import lowest
+from lq_lightning.kernels.tah.reference import lowest
 from lq_lightning.pipeline.boundary import Message, make_boundary_codec
 
 WORKING_SET_NBYTES = 1 << 29
@@ -72,7 +72,7 @@ def values(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: str) -
 
 def differs(fmt: TAHFormat, kind: str, dtype: torch.dtype) -> str:
     """Return how the kernels differ from the CPU reference; empty if they agree."""
-    from lq_lightning.kernels.tah import launch
+    from lq_lightning.kernels.tah import triton_kernels as launch
 
     x = values(kind, (3, 501, 1920), dtype, "cpu")
     layout = fmt.layout(*x.shape)
@@ -107,7 +107,7 @@ def kernel_calls(
     fmt: TAHFormat, x: Tensor, tile: tuple[int, int, int] | None
 ) -> dict[str, tuple[Callable[[], object], int]]:
     """Return calls on one tensor by name, with the bytes that each moves."""
-    from lq_lightning.kernels.tah import launch
+    from lq_lightning.kernels.tah import triton_kernels as launch
 
     layout = fmt.layout(*x.shape)
     chosen = None if tile is None else launch.Tile(*tile)

@@ -35,16 +35,15 @@ from lq_lightning.kernels.activation import (
     activation_dequantize,
     activation_quantize,
 )
-from lq_lightning.kernels.activation import launch as activation_launch
-from lq_lightning.kernels.dequantize import triton_kernels as dequantize_kernels
+from lq_lightning.kernels.activation import triton_kernels as activation_launch
 from lq_lightning.kernels.message import launch
-from lq_lightning.kernels.message.calls import forget_calls
-from lq_lightning.kernels.message.launch import Tile
-from lq_lightning.kernels.message.tiles import TILES
-from lq_lightning.kernels.quantize import triton_kernels as quantize_kernels
-from lq_lightning.kernels.requantize import triton_kernels as requantize_kernels
+from lq_lightning.kernels.message import triton_kernels as dequantize_kernels
+from lq_lightning.kernels.message import triton_kernels as quantize_kernels
+from lq_lightning.kernels.message import triton_kernels as requantize_kernels
+from lq_lightning.kernels.message.launch import TILES, Tile
+from lq_lightning.kernels.message.launch_cache import forget_calls
 
-TABLE = REPOSITORY / "kernels" / "message" / "tiles.py"
+TABLE = REPOSITORY / "kernels" / "message" / "launch.py"
 PLAIN_4 = CodecSpec(code="int4", group_size=128)
 SIZES_MB = (1, 64, 1024)
 SMALL = [(256, 8, 1), (512, 16, 1), (1024, 8, 4), (1024, 16, 2), (2048, 16, 4)]

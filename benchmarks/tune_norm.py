@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.activation_kernels import Case, norm_case, rotating_calls
 from benchmarks.common import REPOSITORY, time_cuda_calls, write_report
-from lq_lightning.kernels.message.calls import forget_calls
+from lq_lightning.kernels.message.launch_cache import forget_calls
 from lq_lightning.kernels.norm import triton_backward, triton_forward
 from lq_lightning.kernels.norm.tiles import SCHEDULES, Schedule
 

@@ -105,7 +105,7 @@ def test_sdist_rebuilds_the_same_wheel(
 # namespace package over a bare folder (no code runs) loses to any real `kernels` distribution.
 _WHERE = """
 import importlib.util, pathlib
-for name in ("lq_lightning", "lq_lightning.kernels.quantize"):
+for name in ("lq_lightning", "lq_lightning.kernels.message"):
     print(pathlib.Path(importlib.util.find_spec(name).origin).parent)
 spec = importlib.util.find_spec("kernels")
 print("none" if spec is None else "namespace" if spec.origin is None else spec.origin)
@@ -165,7 +165,7 @@ def test_transformers_is_unaffected_in_a_checkout(checkout: Path) -> None:
     pytest.importorskip("transformers")
     # With no distribution called kernels, transformers may look at our folder; it finds no code.
     code = (
-        "import lq_lightning.kernels.quantize, sys\n"
+        "import lq_lightning.kernels.message, sys\n"
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
         "from transformers.utils import is_kernels_available\n"
         "LlamaForCausalLM(LlamaConfig(hidden_size=16, intermediate_size=16, vocab_size=8,\n"

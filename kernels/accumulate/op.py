@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lq_lightning.kernels.accumulate.reference import buffer_layout
 from lq_lightning.kernels.message.operators import count_write, define_operator
 
 from . import reference as cpu
-from .format import buffer_layout
 
 
 def _check(values: Tensor, buffer: Tensor) -> None:

@@ -6,10 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lq_lightning.kernels.accumulate.reference import (
+    FINE_BELOW,
+    GROUP_SIZE,
+    MAX_CODE,
+    MAX_SCALE,
+    MIN_SCALE,
+    buffer_layout,
+)
 from lq_lightning.kernels.message.launch import on_device
 from lq_lightning.kernels.message.triton_blocks import round_output
-
-from .format import FINE_BELOW, GROUP_SIZE, MAX_CODE, MAX_SCALE, MIN_SCALE, buffer_layout
 
 _GROUP = tl.constexpr(GROUP_SIZE)
 _PAIRS = tl.constexpr(GROUP_SIZE // 2)

@@ -1,13 +1,17 @@
 """The operators ``activation_quantize``, ``activation_dequantize`` and ``activation_backward``.
 
-Shape legend: T rows, N columns, R encoded rows of a message (see ``message.matrix``). A gated
-function is ``act(x) * up``, a plain one ``act(x)``. Codes are those of ``quantize``, bit for bit:
-of ``x`` and ``up``, but of ``max(x, 0)`` for ``relu`` and ``relu2`` in formats without a transform,
-and for ``relu`` such that its derivative is exact (``reference.encoded_input``).
-Values are computed in fp32 and rounded once. Of ``relu`` and ``relu2`` they are the same on every
-device; of the others the GPU's differ from the reference by the errors of its exponential, at most
-one unit in the last place of bf16 and fp16, but for results that the function itself cancels to
-nearly zero.
+A gated function is ``act(x) * up``, a plain one ``act(x)``. Codes are those of ``quantize``, bit
+for bit: of ``x`` and ``up``, but of ``max(x, 0)`` for ``relu`` and ``relu2`` in formats without a
+transform, and for ``relu`` such that its derivative is exact (``reference.encoded_input``). Values
+are computed in fp32 and rounded once. For ``relu`` and ``relu2`` they are the same on every device;
+for the others the GPU's differ from the reference by the errors of its exponential, at most one
+unit in the last place of bf16 and fp16, except where the function itself cancels to nearly zero.
+
+Shape legend: T rows, N columns, R encoded rows of a message (see ``message.matrix``). ``x``, ``up``
+and ``dy`` are ``[T, N]`` fp32, bf16 or fp16, last dimension contiguous; ``message`` and
+``up_message`` ``[R, nbytes]`` uint8 of a ``format`` of ``matrix.parse_matrix_format``, the latter
+``[0, 0]`` for a plain function. All else raises ``ValueError``; ``NotImplementedError``: one scale
+per row.
 """
 
 from __future__ import annotations
@@ -16,10 +20,8 @@ import torch
 from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
-from lq_lightning.kernels.message.calls import facts, find_call, keep_call
-from lq_lightning.kernels.message.checks import check_rows
 from lq_lightning.kernels.message.matrix import check_matrix, empty_message, parse_matrix_format
-from lq_lightning.kernels.message.operators import define_operator
+from lq_lightning.kernels.message.operators import Launched, cached_operator, check_rows
 
 from . import reference as cpu
 
@@ -62,32 +64,35 @@ def check_messages(
             )
 
 
-def _quantize(
+def _fake_quantize(
     x: Tensor, up: Tensor | None, activation: str, format: str, amax: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    fmt = parse_matrix_format(format)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    message = empty_message(fmt, x.shape[0], x.shape[1], x.device)
+    nothing = torch.empty(0, 0, dtype=torch.uint8, device=x.device)
+    up_message = nothing if up is None else torch.empty_like(message)
+    return y, message, up_message, torch.zeros(int(amax), dtype=torch.float32, device=x.device)
+
+
+@cached_operator(
+    "activation_quantize(Tensor x, Tensor? up, str activation, str format, bool amax)"
+    " -> (Tensor y, Tensor message, Tensor up_message, Tensor amax)",
+    _fake_quantize,
+)
+def activation_quantize(
+    x: Tensor, up: Tensor | None, activation: str, format: str, amax: bool
+) -> tuple[Tensor, ...] | Launched:
     """Apply an activation function and encode its inputs, in one pass over memory.
 
-    Args:
-        x: ``[T, N]`` fp32, bf16 or fp16, last dimension contiguous.
-        up: of the same shape, dtype and device, with strides of its own; None for a plain function.
-        activation: one of ``ACTIVATIONS``.
-        format: a ``MessageFormat`` as a string, with groups and nearest rounding.
-        amax: whether to find the largest magnitude of ``y``.
+    ``up`` has the shape, dtype and device of ``x``, with strides of its own; None for a plain
+    function. ``amax`` asks for the largest magnitude.
 
     Returns:
-        ``y``, ``[T, N]`` contiguous, of the dtype of ``x``; ``[R, nbytes]`` messages of ``x``, or
-        of what matters of it, and of ``up`` (``[0, 0]`` without); fp32 ``[1]``, ``max(abs(y))`` of
-        the rounded ``y``, NaN if one is, or ``[0]`` if not asked.
-
-    Raises:
-        ValueError: an argument is none of these.
-        NotImplementedError: the format has one scale per row.
+        ``y``, ``[T, N]`` contiguous, of the dtype of ``x``; messages of ``x``, or of what matters
+        of it, and of ``up``; fp32 ``[1]``, ``max(abs(y))`` of the rounded ``y``, NaN if one is, or
+        ``[0]`` if not asked for.
     """
-    key = ("activation_quantize", facts(x), facts(up), activation, format, amax)
-    call = find_call(key)
-    if call is not None:
-        y, message, up_message, largest = call.repeat(x, up)
-        return y, message, up_message, largest
     fmt = parse_matrix_format(format)
     check_activation(activation)
     _check_values("x", x)
@@ -100,15 +105,21 @@ def _quantize(
             )
     if not x.is_cuda:
         return cpu.quantize(x, up, activation, fmt, amax)
-    from .launch import launch_quantize
+    from lq_lightning.kernels.activation.triton_kernels import launch_quantize
 
     results = _fake_quantize(x, up, activation, format, amax)
     launch = launch_quantize(x, up, activation, fmt, *results)
-    keep_call(key, results, launch, zeroed=3 if amax else None)
-    return results
+    return Launched(results, launch, zeroed=3 if amax else None)
 
 
-def _dequantize(
+@cached_operator(
+    "activation_dequantize(Tensor message, Tensor up_message, SymInt rows, int numel,"
+    " str activation, str format, ScalarType dtype) -> Tensor",
+    lambda message, up_message, rows, numel, activation, format, dtype: message.new_empty(
+        rows, numel, dtype=dtype
+    ),
+)
+def activation_dequantize(
     message: Tensor,
     up_message: Tensor,
     rows: int,
@@ -116,30 +127,8 @@ def _dequantize(
     activation: str,
     format: str,
     dtype: torch.dtype,
-) -> Tensor:
-    """Apply an activation function to decoded inputs.
-
-    Args:
-        message: ``[R, nbytes]`` of ``x``.
-        up_message: ``[R, nbytes]`` of ``up``, ``[0, 0]`` for a plain function.
-        rows: T.
-        numel: N.
-        activation: one of ``ACTIVATIONS``.
-        format: what the messages were encoded with.
-        dtype: of the result, fp32, bf16 or fp16.
-
-    Returns:
-        ``[T, N]`` of ``dtype``.
-
-    Raises:
-        ValueError: an argument is none of these.
-        NotImplementedError: the format has one scale per row.
-    """
-    messages = (message, up_message)
-    key = ("activation_dequantize", *map(facts, messages), rows, numel, activation, format, dtype)
-    call = find_call(key)
-    if call is not None:
-        return call.repeat(*messages)[0]
+) -> Tensor | Launched:
+    """Apply an activation function to decoded inputs: ``[rows, numel]`` of ``dtype``."""
     fmt = parse_matrix_format(format)
     check_activation(activation)
     check_messages(message, up_message, rows, numel, fmt)
@@ -148,79 +137,10 @@ def _dequantize(
     up = gated(up_message)
     if not message.is_cuda:
         return cpu.dequantize(message, up, rows, numel, activation, fmt, dtype)
-    from .launch import launch_dequantize
+    from lq_lightning.kernels.activation.triton_kernels import launch_dequantize
 
-    y = _fake_dequantize(message, up_message, rows, numel, activation, format, dtype)
-    keep_call(key, [y], launch_dequantize(message, up, activation, fmt, y))
-    return y
-
-
-def _backward(
-    message: Tensor, up_message: Tensor, dy: Tensor, activation: str, format: str, amax: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Differentiate an activation function at decoded inputs.
-
-    Args:
-        message: ``[R, nbytes]`` of ``x``.
-        up_message: ``[R, nbytes]`` of ``up``, ``[0, 0]`` for a plain function.
-        dy: ``[T, N]`` fp32, bf16 or fp16, last dimension contiguous.
-        activation: one of ``ACTIVATIONS``.
-        format: what the messages were encoded with.
-        amax: whether to find the largest magnitudes.
-
-    Returns:
-        ``dx`` and ``dup``, ``[T, N]`` contiguous, of the dtype of ``dy`` (``dup`` ``[0, 0]`` for a
-        plain function); fp32 ``[2]``, the largest magnitudes of both as rounded (0 without
-        ``dup``), NaN if one is, or ``[0]`` if not asked.
-
-    Raises:
-        ValueError: an argument is none of these.
-        NotImplementedError: the format has one scale per row.
-    """
-    tensors = (message, up_message, dy)
-    key = ("activation_backward", *map(facts, tensors), activation, format, amax)
-    call = find_call(key)
-    if call is not None:
-        dx, dup, largest = call.repeat(*tensors)
-        return dx, dup, largest
-    fmt = parse_matrix_format(format)
-    check_activation(activation)
-    _check_values("dy", dy)
-    check_messages(message, up_message, dy.shape[0], dy.shape[1], fmt)
-    if dy.device != message.device:
-        raise ValueError(f"message is on {message.device}, dy on {dy.device}; both must be on one.")
-    up = gated(up_message)
-    if not dy.is_cuda:
-        return cpu.backward(message, up, dy, activation, fmt, amax)
-    from .launch import launch_backward
-
-    results = _fake_backward(message, up_message, dy, activation, format, amax)
-    launch = launch_backward(message, up, dy, activation, fmt, *results)
-    keep_call(key, results, launch, zeroed=2 if amax else None)
-    return results
-
-
-def _fake_quantize(
-    x: Tensor, up: Tensor | None, activation: str, format: str, amax: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    fmt = parse_matrix_format(format)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    message = empty_message(fmt, x.shape[0], x.shape[1], x.device)
-    nothing = torch.empty(0, 0, dtype=torch.uint8, device=x.device)
-    up_message = nothing if up is None else torch.empty_like(message)
-    return y, message, up_message, torch.zeros(int(amax), dtype=torch.float32, device=x.device)
-
-
-def _fake_dequantize(
-    message: Tensor,
-    up_message: Tensor,
-    rows: int,
-    numel: int,
-    activation: str,
-    format: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    return torch.empty(rows, numel, dtype=dtype, device=message.device)
+    y = message.new_empty(rows, numel, dtype=dtype)
+    return Launched((y,), launch_dequantize(message, up, activation, fmt, y))
 
 
 def _fake_backward(
@@ -231,21 +151,32 @@ def _fake_backward(
     return dx, dup, torch.zeros(2 * int(amax), dtype=torch.float32, device=dy.device)
 
 
-activation_quantize = define_operator(
-    "activation_quantize(Tensor x, Tensor? up, str activation, str format, bool amax)"
-    " -> (Tensor y, Tensor message, Tensor up_message, Tensor amax)",
-    _quantize,
-    _fake_quantize,
-)
-activation_dequantize = define_operator(
-    "activation_dequantize(Tensor message, Tensor up_message, SymInt rows, int numel,"
-    " str activation, str format, ScalarType dtype) -> Tensor",
-    _dequantize,
-    _fake_dequantize,
-)
-activation_backward = define_operator(
+@cached_operator(
     "activation_backward(Tensor message, Tensor up_message, Tensor dy, str activation, str format,"
     " bool amax) -> (Tensor dx, Tensor dup, Tensor amax)",
-    _backward,
     _fake_backward,
 )
+def activation_backward(
+    message: Tensor, up_message: Tensor, dy: Tensor, activation: str, format: str, amax: bool
+) -> tuple[Tensor, ...] | Launched:
+    """Differentiate an activation function at decoded inputs.
+
+    Returns:
+        ``dx`` and ``dup``, ``[T, N]`` contiguous, of the dtype of ``dy`` (``dup`` ``[0, 0]`` for a
+        plain function); fp32 ``[2]``, the largest magnitudes of both as rounded (0 without
+        ``dup``), NaN if one is, or ``[0]`` if ``amax`` is False.
+    """
+    fmt = parse_matrix_format(format)
+    check_activation(activation)
+    _check_values("dy", dy)
+    check_messages(message, up_message, dy.shape[0], dy.shape[1], fmt)
+    if dy.device != message.device:
+        raise ValueError(f"message is on {message.device}, dy on {dy.device}; both must be on one.")
+    up = gated(up_message)
+    if not dy.is_cuda:
+        return cpu.backward(message, up, dy, activation, fmt, amax)
+    from lq_lightning.kernels.activation.triton_kernels import launch_backward
+
+    results = _fake_backward(message, up_message, dy, activation, format, amax)
+    launch = launch_backward(message, up, dy, activation, fmt, *results)
+    return Launched(results, launch, zeroed=2 if amax else None)

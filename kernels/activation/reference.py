@@ -74,40 +74,26 @@ OF_POSITIVE_PART = ("relu", "relu2")
 
 
 def value_and_derivative(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Apply an activation function. NaN gives NaN in both results.
+    """Return value and derivative of the function named ``activation`` at fp32 ``x``.
 
-    So do infinities where they do in torch: all but ``relu`` and ``relu2`` take -inf to NaN.
-
-    Args:
-        x: fp32, any shape.
-        activation: one of ``ACTIVATIONS``.
-
-    Returns:
-        The value and the derivative at ``x``, fp32.
+    NaN gives NaN in both. So do infinities where they do in torch: all but ``relu`` and ``relu2``
+    take -inf to NaN.
     """
     return _FUNCTIONS[activation](x)
 
 
 def encoded_input(x: Tensor, activation: str, fmt: MessageFormat) -> Tensor:
-    """Return what the first message is made of: for ``relu`` so that codes keep the sign.
+    """Return what the message of fp32 ``[T, N]`` ``x`` is made of.
 
-    Of ``OF_POSITIVE_PART`` that is ``max(x, 0)``, but not in a format with a transform, which would
+    For ``OF_POSITIVE_PART`` that is ``max(x, 0)``, except in a format with a transform, which would
     spread what it mixes to the zeros.
 
     The derivative of ``relu`` is the sign of its input, which rounding to nearest loses around
     zero. In an asymmetric format what is not positive becomes minus half a level, so that it alone
-    has code 0 and what is positive is decoded to half a level at least. In a symmetric one, where
-    zero is a level, what is positive is raised to the smallest level above. So the sign is exact
-    unless a group is too small for its scale dtype to tell it from zero. ``relu2``
-    is rounded as it is: its derivative is small around zero.
-
-    Args:
-        x: ``[T, N]`` fp32.
-        activation: one of ``ACTIVATIONS``.
-        fmt: that of the message.
-
-    Returns:
-        ``[T, N]`` fp32.
+    has code 0 and positive values decode to half a level at least. In a symmetric one, where zero
+    is a level, positive values are raised to the smallest level above. So the sign is exact unless
+    a group is too small for its scale dtype to tell it from zero. ``relu2`` is rounded as it is:
+    its derivative is small around zero.
     """
     if activation not in OF_POSITIVE_PART or fmt.hadamard_size:
         return x
@@ -118,7 +104,7 @@ def encoded_input(x: Tensor, activation: str, fmt: MessageFormat) -> Tensor:
     groups = F.pad(positive, (0, -numel % fmt.group_size)).view(rows, -1, fmt.group_size)
     largest = groups.amax(-1, keepdim=True)
     if fmt.symmetric:
-        least, otherwise = largest * (fmt.smallest_level / fmt.max_level), groups
+        least, otherwise = largest * fmt.smallest_share, groups
     else:
         half = largest * (1.0 / (2.0 * fmt.max_level - 1.0))  # of a level, from -half to largest
         least, otherwise = half * MORE_THAN_ROUNDED, torch.where(groups == 0.0, -half, groups)

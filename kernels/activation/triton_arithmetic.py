@@ -102,7 +102,7 @@ def encoded_input(
     FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """What codes of fp32 ``x`` are made of, ``[BLOCK]``; ``reference.encoded_input``.
+    """Values that codes of fp32 ``x`` are made of, ``[BLOCK]``; ``reference.encoded_input``.
 
     Zero from element ``count`` on unless ``FULL``, as ``x`` is.
     """
@@ -112,8 +112,7 @@ def encoded_input(
         groups = tl.reshape(x, (BLOCK // FORMAT.group_size, FORMAT.group_size))
         largest = tl.max(groups, 1)[:, None]  # that of a group with NaN, all lost, does not matter
         if FORMAT.symmetric:
-            SMALLEST: tl.constexpr = FORMAT.smallest_level / FORMAT.max_level
-            least = largest * SMALLEST
+            least = largest * FORMAT.smallest_share
             otherwise = groups
         else:
             HALF: tl.constexpr = 1.0 / (2.0 * FORMAT.max_level - 1.0)

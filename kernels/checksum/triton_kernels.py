@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lq_lightning.kernels.checksum.op import BLOCK, INTEGERS, column_factors
 from lq_lightning.kernels.message.launch import on_device
-
-from .reference import BLOCK, INTEGERS, column_factors
 
 _DTYPES = {torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32}
 # Of a tensor, that one program adds up: 64 KB of fp32.

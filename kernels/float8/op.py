@@ -6,7 +6,12 @@ transposed operand of a weight gradient.
 
 Shape legend: R rows, N columns; T tokens, the rows of a matrix in a message (``message.matrix``).
 ``round16(n)`` is the next multiple of 16, which cuBLASLt demands of operands; what is appended is
-zero.
+zero. Rebuilds take a message of a ``[T, N]`` matrix and its ``format``, one of
+``matrix.parse_matrix_format``, and ``scale``, fp32 ``[1]``, the factor that decodes E4M3 of the
+exact values; they return ``[N, round16(T)]`` E4M3, contiguous, clipped to the largest value.
+
+Arguments of another shape, dtype, stride or value raise ``ValueError``; formats with one scale per
+row, and a side of more than ``2**22`` on a GPU, ``NotImplementedError``.
 
 Values are those of the reference, bit for bit, except behind an exponential or erf: there the codes
 differ by one at most. Rebuilds differ from a cast of what ``dequantize``, ``norm_dequantize`` and
@@ -19,232 +24,59 @@ import torch
 from torch import Tensor
 
 from lq_lightning.kernels.activation.op import check_activation, check_messages, gated
+from lq_lightning.kernels.float8 import reference as cpu
+from lq_lightning.kernels.float8.reference import MAX_VALUES
 from lq_lightning.kernels.message import round_up
-from lq_lightning.kernels.message.calls import facts, find_call, keep_call
 from lq_lightning.kernels.message.matrix import check_matrix, parse_matrix_format
-from lq_lightning.kernels.message.operators import define_operator
+from lq_lightning.kernels.message.operators import Launched, cached_operator, check_rows
 from lq_lightning.kernels.norm.op import check_kind, check_parameter, check_rstd
 
-from . import reference as cpu
-from .checks import check_cast, check_number, check_sides
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+# Of a matrix on a GPU, so that offsets in a tile fit 32 bits, and tiles the grid.
+_MAX_SIDE = 1 << 22
+
+
+def check_sides(rows: int, row_length: int) -> None:
+    """Raise ``NotImplementedError`` for a matrix that the kernels cannot address."""
+    if rows > _MAX_SIDE or row_length > _MAX_SIDE:
+        raise NotImplementedError(
+            f"a matrix of {rows} rows, {row_length} values apart, is too large for the kernels of "
+            f"FP8 operands; both must be at most {_MAX_SIDE}. Pass it in parts."
+        )
+
+
+def check_values(x: Tensor) -> None:
+    """Raise ``ValueError`` unless ``x`` is a matrix that can be cast."""
+    if x.dim() != 2 or x.dtype not in _FLOATS:
+        raise ValueError(
+            f"x is {x.dtype} {tuple(x.shape)}; it must be a matrix of float32, bfloat16 or "
+            "float16. Flatten all but its last dimension."
+        )
+    check_rows("x", x)
+
+
+def check_cast(x: Tensor, dtype: torch.dtype) -> None:
+    """Raise unless ``x`` can be cast to ``dtype``: ``ValueError``, or as ``check_sides``."""
+    check_values(x)
+    if dtype not in MAX_VALUES:
+        raise ValueError(
+            f"dtype={dtype} is not supported; allowed: {', '.join(map(str, MAX_VALUES))}."
+        )
+    if x.is_cuda:
+        check_sides(x.shape[0], max(x.shape[1], x.stride(0) if x.shape[0] > 1 else 0))
+
+
+def check_number(name: str, number: Tensor) -> None:
+    """Raise ``ValueError`` unless ``number`` is fp32 of one element."""
+    if number.dtype != torch.float32 or number.numel() != 1:
+        raise ValueError(
+            f"{name} is {number.dtype} {tuple(number.shape)}; it must be float32 of one element, "
+            "as float8_quantize returns it."
+        )
+
 
 _E4M3 = torch.float8_e4m3fn
-
-
-def _float8_cast(
-    x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast a matrix to FP8 with one scale, reading it once.
-
-    The scale is ``amax / 448`` (E4M3) or ``amax / 57344`` (E5M2), at least ``2**-96``. If ``amax``
-    is infinite or NaN, so is the scale, and every product with it is NaN.
-
-    Args:
-        x: ``[R, N]`` fp32, bf16 or fp16, last dimension contiguous.
-        amax: fp32 ``[1]``, the largest magnitude of ``x``. Values beyond it are clipped to it.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        rows: whether to return ``q``.
-        columns: whether to return ``q_t``.
-
-    Returns:
-        ``q`` ``[R, round16(N)]``; ``q_t`` ``[N, round16(R)]``, transposed; both contiguous, and
-        ``[0, 0]`` where not asked for; fp32 ``[1]``, the factor of decoding.
-
-    Raises:
-        ValueError: another shape, dtype or stride.
-        NotImplementedError: a side of more than ``2**22`` on a GPU.
-    """
-    key = ("float8_cast", facts(x), facts(amax), dtype, rows, columns)
-    call = find_call(key)
-    if call is not None:
-        q, q_t, scale = call.repeat(x, amax)
-        return q, q_t, scale
-    check_cast(x, dtype)
-    check_number("amax", amax)
-    q, q_t, scale = _fake_float8_cast(x, amax, dtype, rows, columns)
-    if x.is_cuda:
-        from .triton_kernels import launch_cast
-
-        keep_call(key, (q, q_t, scale), launch_cast(x, amax, q, q_t, scale))
-        return q, q_t, scale
-    scale = cpu.scale_of(amax.view(1), dtype)
-    if rows or columns:
-        cast = cpu.cast(x, scale, dtype)
-        q = cpu.padded_rows(cast) if rows else q
-        q_t = cpu.transposed(cast) if columns else q_t
-    return q, q_t, scale
-
-
-def _float8_quantize(
-    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Find the largest magnitude of a matrix and cast it as ``float8_cast`` does.
-
-    Args:
-        x: as of ``float8_cast``.
-        dtype: as of ``float8_cast``.
-        rows: whether to return ``q``.
-        columns: whether to return ``q_t``.
-
-    Returns:
-        ``q``, ``q_t`` and the factor of decoding of ``float8_cast``; fp32 ``[1]``, the largest
-        magnitude: NaN if a value is, 0 without values.
-
-    Raises:
-        ValueError: another shape, dtype or stride.
-        NotImplementedError: a side of more than ``2**22`` on a GPU.
-    """
-    key = ("float8_quantize", facts(x), dtype, rows, columns)
-    call = find_call(key)
-    if call is not None:
-        q, q_t, scale, amax = call.repeat(x)
-        return q, q_t, scale, amax
-    check_cast(x, dtype)
-    if not x.is_cuda:
-        amax = cpu.amax(x)
-        return *_float8_cast(x, amax, dtype, rows, columns), amax
-    from .triton_kernels import launch_quantize
-
-    results = _fake_float8_quantize(x, dtype, rows, columns)
-    results[3].zero_()
-    keep_call(key, results, launch_quantize(x, *results), zeroed=3)
-    return results
-
-
-def _dequantize_float8(
-    message: Tensor, rows: int, numel: int, format: str, scale: Tensor
-) -> Tensor:
-    """Decode a matrix to transposed E4M3, clipped to the largest value.
-
-    Args:
-        message: ``[R, nbytes]`` uint8 of a ``[T, N]`` matrix.
-        rows: T.
-        numel: N.
-        format: that of the message, one of ``matrix.parse_matrix_format``.
-        scale: fp32 ``[1]``, the factor of decoding E4M3, of ``float8_cast``.
-
-    Returns:
-        ``[N, round16(T)]`` E4M3, contiguous.
-
-    Raises:
-        ValueError: an argument has another shape, dtype, stride or value.
-        NotImplementedError: a format with one scale per row; a side of more than ``2**22``.
-    """
-    key = ("dequantize_float8", facts(message), rows, numel, format, facts(scale))
-    call = find_call(key)
-    if call is not None:
-        return call.repeat(message, scale)[0]
-    fmt = parse_matrix_format(format)
-    check_matrix("message", message, rows, numel, fmt)
-    check_number("scale", scale)
-    if not message.is_cuda:
-        return cpu.dequantize(message, rows, numel, fmt, scale)
-    from .triton_rebuild import launch_dequantize
-
-    out = _empty_transposed(message, rows, numel)
-    keep_call(key, [out], launch_dequantize(message, rows, fmt, scale, out))
-    return out
-
-
-def _norm_dequantize_float8(
-    message: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    numel: int,
-    kind: str,
-    format: str,
-    scale: Tensor,
-) -> Tensor:
-    """Rebuild the output of a norm from its encoded input, as transposed E4M3.
-
-    In fp32 up to E4M3: the kind "rms_cast" is rebuilt as "rms".
-
-    Args:
-        message: ``[R, nbytes]`` uint8 of the ``[T, N]`` input.
-        rstd: of ``norm_quantize``.
-        weight: ``[N]`` or None.
-        bias: ``[N]`` or None; for "layer".
-        numel: N.
-        kind: of norm, see ``norm_quantize``.
-        format: that of the message.
-        scale: fp32 ``[1]``, the factor of decoding E4M3: of the exact output.
-
-    Returns:
-        ``[N, round16(T)]`` E4M3, contiguous, clipped to the largest value.
-
-    Raises:
-        ValueError: an argument has another shape, dtype, stride or value.
-        NotImplementedError: a format with one scale per row; a side of more than ``2**22``.
-    """
-    tensors = (message, rstd, weight, bias, scale)
-    key = ("norm_dequantize_float8", *map(facts, tensors), numel, kind, format)
-    call = find_call(key)
-    if call is not None:
-        return call.repeat(*tensors)[0]
-    fmt = parse_matrix_format(format)
-    rows = rstd.shape[0]
-    check_kind(kind, bias)
-    check_rstd(rstd, rows)
-    check_matrix("message", message, rows, numel, fmt)
-    check_parameter("weight", weight, numel)
-    check_parameter("bias", bias, numel)
-    check_number("scale", scale)
-    if not message.is_cuda:
-        return cpu.norm_dequantize(message, rstd, weight, bias, numel, kind, fmt, scale)
-    from .triton_rebuild import launch_norm_dequantize
-
-    out = _empty_transposed(message, rows, numel)
-    launch = launch_norm_dequantize(message, rstd, weight, bias, kind, fmt, scale, out)
-    keep_call(key, [out], launch)
-    return out
-
-
-def _activation_dequantize_float8(
-    message: Tensor,
-    up_message: Tensor,
-    rows: int,
-    numel: int,
-    activation: str,
-    format: str,
-    scale: Tensor,
-) -> Tensor:
-    """Apply an activation function to decoded inputs, in fp32, to transposed E4M3.
-
-    Args:
-        message: ``[R, nbytes]`` uint8 of ``x``.
-        up_message: ``[R, nbytes]`` of ``up``, ``[0, 0]`` for a plain function.
-        rows: T.
-        numel: N.
-        activation: see ``activation_quantize``.
-        format: what the messages were encoded with.
-        scale: fp32 ``[1]``, the factor of decoding E4M3: of the exact output.
-
-    Returns:
-        ``[N, round16(T)]`` E4M3, contiguous, clipped to the largest value.
-
-    Raises:
-        ValueError: an argument has another shape, dtype, stride or value.
-        NotImplementedError: a format with one scale per row; a side of more than ``2**22``.
-    """
-    tensors = (message, up_message, scale)
-    key = ("activation_dequantize_float8", *map(facts, tensors), rows, numel, activation, format)
-    call = find_call(key)
-    if call is not None:
-        return call.repeat(*tensors)[0]
-    fmt = parse_matrix_format(format)
-    check_activation(activation)
-    check_messages(message, up_message, rows, numel, fmt)
-    check_number("scale", scale)
-    up = gated(up_message)
-    if not message.is_cuda:
-        return cpu.activation_dequantize(message, up, rows, numel, activation, fmt, scale)
-    from .triton_rebuild import launch_activation_dequantize
-
-    out = _empty_transposed(message, rows, numel)
-    launch = launch_activation_dequantize(message, up, rows, activation, fmt, scale, out)
-    keep_call(key, [out], launch)
-    return out
 
 
 def _empty_transposed(message: Tensor, rows: int, numel: int) -> Tensor:
@@ -262,6 +94,45 @@ def _fake_float8_cast(
     return x.new_empty(q_shape, dtype=dtype), x.new_empty(q_t_shape, dtype=dtype), scale
 
 
+@cached_operator(
+    "float8_cast(Tensor x, Tensor amax, ScalarType dtype, bool rows, bool columns)"
+    " -> (Tensor q, Tensor q_t, Tensor scale)",
+    _fake_float8_cast,
+)
+def float8_cast(
+    x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[Tensor, ...] | Launched:
+    """Cast a matrix to FP8 with one scale, reading it once.
+
+    The scale is ``amax / 448``, at least ``2**-96``. If ``amax`` is infinite or NaN, so is the
+    scale, and every product with it is NaN.
+
+    Args:
+        x: ``[R, N]`` fp32, bf16 or fp16, last dimension contiguous.
+        amax: fp32 ``[1]``, the largest magnitude of ``x``. Values beyond it are clipped to it.
+        dtype: ``torch.float8_e4m3fn``.
+        rows: whether to return ``q``.
+        columns: whether to return ``q_t``.
+
+    Returns:
+        ``q`` ``[R, round16(N)]``; ``q_t`` ``[N, round16(R)]``, transposed; both contiguous, and
+        ``[0, 0]`` where not asked for; fp32 ``[1]``, the factor of decoding.
+    """
+    check_cast(x, dtype)
+    check_number("amax", amax)
+    q, q_t, scale = _fake_float8_cast(x, amax, dtype, rows, columns)
+    if x.is_cuda:
+        from lq_lightning.kernels.float8.triton_kernels import launch_cast
+
+        return Launched((q, q_t, scale), launch_cast(x, amax, q, q_t, scale))
+    scale = cpu.scale_of(amax.view(1), dtype)
+    if rows or columns:
+        cast = cpu.cast(x, scale, dtype)
+        q = cpu.padded_rows(cast) if rows else q
+        q_t = cpu.transposed(cast) if columns else q_t
+    return q, q_t, scale
+
+
 def _fake_float8_quantize(
     x: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -269,13 +140,57 @@ def _fake_float8_quantize(
     return *_fake_float8_cast(x, amax, dtype, rows, columns), amax
 
 
-def _fake_dequantize_float8(
+@cached_operator(
+    "float8_quantize(Tensor x, ScalarType dtype, bool rows, bool columns)"
+    " -> (Tensor q, Tensor q_t, Tensor scale, Tensor amax)",
+    _fake_float8_quantize,
+)
+def float8_quantize(
+    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[Tensor, ...] | Launched:
+    """Find the largest magnitude of a matrix and cast it as ``float8_cast`` does.
+
+    Returns its results, and fp32 ``[1]``, the largest magnitude: NaN if a value is, 0 without
+    values.
+    """
+    check_cast(x, dtype)
+    if not x.is_cuda:
+        amax = cpu.amax(x)
+        return *float8_cast(x, amax, dtype, rows, columns), amax
+    from lq_lightning.kernels.float8.triton_kernels import launch_quantize
+
+    results = _fake_float8_quantize(x, dtype, rows, columns)
+    results[3].zero_()
+    return Launched(results, launch_quantize(x, *results), zeroed=3)
+
+
+@cached_operator(
+    "dequantize_float8(Tensor message, SymInt rows, int numel, str format, Tensor scale) -> Tensor",
+    lambda message, rows, numel, format, scale: _empty_transposed(message, rows, numel),
+)
+def dequantize_float8(
     message: Tensor, rows: int, numel: int, format: str, scale: Tensor
-) -> Tensor:
-    return _empty_transposed(message, rows, numel)
+) -> Tensor | Launched:
+    """Decode a ``[rows, numel]`` matrix to transposed E4M3."""
+    fmt = parse_matrix_format(format)
+    check_matrix("message", message, rows, numel, fmt)
+    check_number("scale", scale)
+    if not message.is_cuda:
+        return cpu.dequantize(message, rows, numel, fmt, scale)
+    from lq_lightning.kernels.float8.triton_rebuild import launch_dequantize
+
+    out = _empty_transposed(message, rows, numel)
+    return Launched((out,), launch_dequantize(message, rows, fmt, scale, out))
 
 
-def _fake_norm_dequantize_float8(
+@cached_operator(
+    "norm_dequantize_float8(Tensor message, Tensor rstd, Tensor? weight, Tensor? bias, int numel,"
+    " str kind, str format, Tensor scale) -> Tensor",
+    lambda message, rstd, weight, bias, numel, *rest: _empty_transposed(
+        message, rstd.shape[0], numel
+    ),
+)
+def norm_dequantize_float8(
     message: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
@@ -284,11 +199,35 @@ def _fake_norm_dequantize_float8(
     kind: str,
     format: str,
     scale: Tensor,
-) -> Tensor:
-    return _empty_transposed(message, rstd.shape[0], numel)
+) -> Tensor | Launched:
+    """Rebuild the output of a norm from its encoded input, as transposed E4M3.
+
+    Arguments are those of ``norm_dequantize``. In fp32 up to E4M3: the kind "rms_cast" is rebuilt
+    as "rms".
+    """
+    fmt = parse_matrix_format(format)
+    rows = rstd.shape[0]
+    check_kind(kind, bias)
+    check_rstd(rstd, rows)
+    check_matrix("message", message, rows, numel, fmt)
+    check_parameter("weight", weight, numel)
+    check_parameter("bias", bias, numel)
+    check_number("scale", scale)
+    if not message.is_cuda:
+        return cpu.norm_dequantize(message, rstd, weight, bias, numel, kind, fmt, scale)
+    from lq_lightning.kernels.float8.triton_rebuild import launch_norm_dequantize
+
+    out = _empty_transposed(message, rows, numel)
+    launch = launch_norm_dequantize(message, rstd, weight, bias, kind, fmt, scale, out)
+    return Launched((out,), launch)
 
 
-def _fake_activation_dequantize_float8(
+@cached_operator(
+    "activation_dequantize_float8(Tensor message, Tensor up_message, SymInt rows, int numel,"
+    " str activation, str format, Tensor scale) -> Tensor",
+    lambda message, up_message, rows, numel, *rest: _empty_transposed(message, rows, numel),
+)
+def activation_dequantize_float8(
     message: Tensor,
     up_message: Tensor,
     rows: int,
@@ -296,36 +235,20 @@ def _fake_activation_dequantize_float8(
     activation: str,
     format: str,
     scale: Tensor,
-) -> Tensor:
-    return _empty_transposed(message, rows, numel)
+) -> Tensor | Launched:
+    """Apply an activation function to decoded inputs, in fp32, to transposed E4M3.
 
+    Arguments are those of ``activation_dequantize``.
+    """
+    fmt = parse_matrix_format(format)
+    check_activation(activation)
+    check_messages(message, up_message, rows, numel, fmt)
+    check_number("scale", scale)
+    up = gated(up_message)
+    if not message.is_cuda:
+        return cpu.activation_dequantize(message, up, rows, numel, activation, fmt, scale)
+    from lq_lightning.kernels.float8.triton_rebuild import launch_activation_dequantize
 
-float8_cast = define_operator(
-    "float8_cast(Tensor x, Tensor amax, ScalarType dtype, bool rows, bool columns)"
-    " -> (Tensor q, Tensor q_t, Tensor scale)",
-    _float8_cast,
-    _fake_float8_cast,
-)
-float8_quantize = define_operator(
-    "float8_quantize(Tensor x, ScalarType dtype, bool rows, bool columns)"
-    " -> (Tensor q, Tensor q_t, Tensor scale, Tensor amax)",
-    _float8_quantize,
-    _fake_float8_quantize,
-)
-dequantize_float8 = define_operator(
-    "dequantize_float8(Tensor message, SymInt rows, int numel, str format, Tensor scale) -> Tensor",
-    _dequantize_float8,
-    _fake_dequantize_float8,
-)
-norm_dequantize_float8 = define_operator(
-    "norm_dequantize_float8(Tensor message, Tensor rstd, Tensor? weight, Tensor? bias, int numel,"
-    " str kind, str format, Tensor scale) -> Tensor",
-    _norm_dequantize_float8,
-    _fake_norm_dequantize_float8,
-)
-activation_dequantize_float8 = define_operator(
-    "activation_dequantize_float8(Tensor message, Tensor up_message, SymInt rows, int numel,"
-    " str activation, str format, Tensor scale) -> Tensor",
-    _activation_dequantize_float8,
-    _fake_activation_dequantize_float8,
-)
+    out = _empty_transposed(message, rows, numel)
+    launch = launch_activation_dequantize(message, up, rows, activation, fmt, scale, out)
+    return Launched((out,), launch)

@@ -18,7 +18,7 @@ from lq_lightning.kernels.message import reference as blocks
 from lq_lightning.kernels.message.matrix import matrix_shape
 from lq_lightning.kernels.norm.reference import factor_of
 
-MAX_VALUES = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+MAX_VALUES = {torch.float8_e4m3fn: 448.0}
 # Below, scales end. Its inverse times any weight and any inverse standard deviation is finite, so
 # that zeros stay zeros. Tensors whose largest magnitude is below 5e-27 lose bits by it.
 MIN_SCALE = 2.0**-96
@@ -82,7 +82,7 @@ def decode(
         return torch.zeros(rows, numel, dtype=torch.float32)
     count, length = matrix_shape(fmt, rows, numel)
     layout, size, group = fmt.layout(length), fmt.hadamard_size, fmt.group_size
-    codes = blocks.load_codes(message, 0, layout.padded_numel, fmt, layout)
+    codes = blocks.load_codes(message, 0, layout.padded_numel, fmt.planes, layout.plane_offsets)
     values = torch.zeros(count, layout.num_groups * group, dtype=torch.float32)
     values[:, : layout.padded_numel] = blocks.dequantize_codes(codes, fmt)
     if transforms_levels(fmt):

@@ -3,25 +3,179 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lq_lightning.kernels.float8.reference import MAX_VALUES, MIN_SCALE, ROW_MULTIPLE
-from lq_lightning.kernels.float8.tiles import CAST_TILE, CastTile
-from lq_lightning.kernels.float8.triton_blocks import (
-    float8_word,
-    inverse_of,
-    join_four,
-    split_four,
-    store_transposed,
-    transpose_bytes,
+from lq_lightning.kernels.float8.reference import (
+    MAX_VALUES,
+    MIN_SCALE,
+    ROW_MULTIPLE,
+    transforms_levels,
 )
 from lq_lightning.kernels.float8.triton_tiles import load_runs
-from lq_lightning.kernels.message.calls import Launch, launch_nothing
+from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message.launch import MAX_GRID_Y, row_stride
-from lq_lightning.kernels.message.triton_frame import program_row
+from lq_lightning.kernels.message.launch_cache import Launch, launch_nothing
+from lq_lightning.kernels.message.triton_blocks import HAS_PTX, program_row, select_bytes
+
+
+class CastTile(NamedTuple):
+    """Work of one program of the cast.
+
+    Attributes:
+        rows: a power of two from 16.
+        columns: a power of two from 16.
+        warps: threads of a program, in units of 32.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+
+
+class RebuildTile(NamedTuple):
+    """Work of one program of a rebuild.
+
+    Attributes:
+        rows: tokens, a power of two from 64.
+        columns: a power of two from 128, the longest transform.
+        run: consecutive values of a row that one thread owns, a power of two from 8.
+        warps: threads of a program, in units of 32.
+    """
+
+    rows: int
+    columns: int
+    run: int
+    warps: int
+
+
+CAST_TILE = CastTile(128, 128, 8)
+
+# By source and transform. A thread that owns all of a transform of levels moves nothing.
+REBUILD_TILES: dict[str, RebuildTile] = {
+    "activation": RebuildTile(128, 128, 32, 4),
+    "activation levels": RebuildTile(256, 128, 128, 2),
+    "activation values": RebuildTile(128, 128, 32, 4),
+    "codes": RebuildTile(128, 128, 32, 4),
+    "codes levels": RebuildTile(256, 128, 128, 2),
+    "codes values": RebuildTile(128, 128, 32, 4),
+    "norm": RebuildTile(128, 128, 32, 4),
+    "norm levels": RebuildTile(256, 128, 128, 2),
+    "norm values": RebuildTile(128, 128, 32, 4),
+}
+
+
+def rebuild_kind(source: str, fmt: MessageFormat) -> str:
+    """Return the key of ``REBUILD_TILES`` for "codes", "norm" or "activation" and a format."""
+    if not fmt.hadamard_size:
+        return source
+    return f"{source} {'levels' if transforms_levels(fmt) else 'values'}"
+
+
+@triton.jit
+def inverse_of(scale):
+    """``1 / scale`` of an fp32 number, rounded once."""
+    return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def _emulated_byte(y):
+    """int32 with the E4M3 code of fp32 ``y`` in its low byte, in operations of any machine."""
+    MANTISSA: tl.constexpr = 3
+    MIN_EXPONENT: tl.constexpr = -6
+    LARGEST: tl.constexpr = 448.0
+    LOWEST: tl.constexpr = (127 + MIN_EXPONENT) << 23
+    RAISE: tl.constexpr = ((23 - MANTISSA) << 23) + (1 << 22)
+    bits = y.to(tl.int32, bitcast=True)
+    size = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), LARGEST)
+    # Adding and subtracting 1.5 * 2**23 units of the last place of its own binade rounds.
+    rounder = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, LOWEST) + RAISE
+    rounder = rounder.to(tl.float32, bitcast=True)
+    rounded = (size + rounder) - rounder
+    # Its smallest exponent becomes that of fp16.
+    half = (rounded * 2.0 ** (-14 - MIN_EXPONENT)).to(tl.float16).to(tl.int16, bitcast=True)
+    code = (half.to(tl.int32) >> (10 - MANTISSA)) | ((bits >> 24) & 0x80)
+    return tl.where(y == y, code, 0x7F)
+
+
+@triton.jit
+def float8_word(a, b, c, d):
+    """int32 whose bytes are the E4M3 codes of four fp32; what is infinite is clipped as well.
+
+    Both halves are widened before they are joined: of ``{low, high}`` ptxas 12.8 leaves the upper
+    half undefined where both hold the same, as the zeros beyond the end of a matrix do.
+    """
+    if HAS_PTX:
+        asm: tl.constexpr = """
+            {
+            .reg .b16 low, high;
+            .reg .b32 first, second;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 first, {low, 0};
+            mov.b32 second, {high, 0};
+            prmt.b32 $0, first, second, 0x5410;
+            }
+            """
+        word = tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [a, b, c, d], tl.int32, True, 1)
+    else:
+        word = _emulated_byte(a) | (_emulated_byte(b) << 8)
+        word |= (_emulated_byte(c) << 16) | (_emulated_byte(d) << 24)
+    return word
+
+
+@triton.jit
+def transpose_bytes(a, b, c, d):
+    """Words of the first, second, third and fourth bytes of four words."""
+    even, odd = select_bytes(a, b, 0x5140), select_bytes(a, b, 0x7362)
+    even_high, odd_high = select_bytes(c, d, 0x5140), select_bytes(c, d, 0x7362)
+    return (
+        select_bytes(even, even_high, 0x5410),
+        select_bytes(even, even_high, 0x7632),
+        select_bytes(odd, odd_high, 0x5410),
+        select_bytes(odd, odd_high, 0x7632),
+    )
+
+
+@triton.jit
+def split_four(x, SIZE: tl.constexpr):
+    """Cut ``[SIZE]`` values into four tensors, of every fourth one."""
+    even, odd = tl.split(tl.reshape(x, (SIZE // 4, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def join_four(a, b, c, d, SIZE: tl.constexpr):
+    """Undo ``split_four``."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (SIZE,))
+
+
+@triton.jit
+def store_transposed(
+    words, out_ptr, stride, column, row, rows_left, columns_left, EVEN: tl.constexpr
+):
+    """Write ``[P, N]`` int32 words, each the codes of four rows of one column, transposed.
+
+    To an FP8 matrix ``[columns, padded rows]`` whose ``stride`` counts 16 bytes, from ``column``
+    (int64) and ``row`` (a multiple of 16) on; ``rows_left`` includes padding. ``EVEN`` says that
+    all rows and columns of the tile exist.
+    """
+    target = out_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    target += column * (stride * 4) + row // 4
+    down = tl.arange(0, words.shape[1])[:, None]
+    along = tl.arange(0, words.shape[0])[None, :]
+    offsets = down * (stride * 4) + along
+    if EVEN:
+        tl.store(target + offsets, tl.trans(words))
+    else:
+        inside = (down < columns_left) & (along * 4 < rows_left)
+        tl.store(target + offsets, tl.trans(words), inside)
+
 
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 # Elements of a row that a program of `amax_kernel` reads at once, and how often.
@@ -99,7 +253,6 @@ def cast_kernel(
     blocks of four by four codes: words of four columns become words of four rows in registers, and
     words are what moves between threads.
     """
-    E5M2: tl.constexpr = LARGEST > 448.0
     QUARTER: tl.constexpr = BLOCK_R // 4
     scale = tl.div_rn(tl.load(amax_ptr), LARGEST)
     scale = tl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)  # NaN stays
@@ -123,7 +276,7 @@ def cast_kernel(
         if not EVEN:  # also where the scale is NaN
             inside = (index // BLOCK_N < rows_left) & (index % BLOCK_N < numel - column)
             y = tl.where(inside, y, 0.0)
-        codes = float8_word(*split_four(y, QUARTER * BLOCK_N), E5M2)
+        codes = float8_word(*split_four(y, QUARTER * BLOCK_N))
         if ROWS:
             at = (row + part).to(tl.int64) + down * 4
             target = q_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -158,18 +311,9 @@ def launch_cast(
     *,
     tile: CastTile | None = None,
 ) -> Callable[..., None]:
-    """Launch the kernel; arguments as the operator's, with its results.
+    """Launch the kernel with the operator's arguments and results; ``tile`` overrides the table.
 
-    Args:
-        x: ``[R, N]``.
-        amax: fp32 of one element.
-        q: ``[R, round16(N)]``, or ``[0, 0]`` for none.
-        q_t: ``[N, round16(R)]``, or ``[0, 0]`` for none.
-        scale: fp32 ``[1]``.
-        tile: overrides the choice from the table.
-
-    Returns:
-        What does the same with other tensors alike.
+    Returns what does the same with other tensors alike.
     """
     tile = tile or CAST_TILE
     rows, numel = x.shape

@@ -10,21 +10,23 @@ from torch import Tensor
 
 from lq_lightning.kernels.activation.triton_arithmetic import activate
 from lq_lightning.kernels.float8.reference import ROW_MULTIPLE
-from lq_lightning.kernels.float8.tiles import REBUILD_TILES, RebuildTile, rebuild_kind
-from lq_lightning.kernels.float8.triton_blocks import (
+from lq_lightning.kernels.float8.triton_kernels import (
+    REBUILD_TILES,
+    RebuildTile,
     float8_word,
     inverse_of,
     join_four,
+    rebuild_kind,
     split_four,
     store_transposed,
     transpose_bytes,
 )
 from lq_lightning.kernels.float8.triton_tiles import ROW_STEP, decode_tile
 from lq_lightning.kernels.message import MessageFormat
-from lq_lightning.kernels.message.calls import Launch, launch_nothing
 from lq_lightning.kernels.message.launch import INT_TO_FLOAT
+from lq_lightning.kernels.message.launch_cache import Launch, launch_nothing
 from lq_lightning.kernels.message.matrix import is_flat
-from lq_lightning.kernels.norm.triton_arithmetic import factor_of
+from lq_lightning.kernels.norm.triton_tiles import factor_of
 
 
 @triton.jit
@@ -124,7 +126,7 @@ def rebuild_kernel(
         if not EVEN:
             exists = row + tl.arange(0, P)[:, None] * ROW_STEP < rows
             y = tl.where(exists, y, 0.0)
-        codes = float8_word(*split_four(y, P * BLOCK_N), False)
+        codes = float8_word(*split_four(y, P * BLOCK_N))
         if part == 0:
             first = codes
         elif part == 1:

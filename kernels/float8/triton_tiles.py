@@ -10,10 +10,120 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lq_lightning.kernels.float8.triton_codes import transformed_levels
-from lq_lightning.kernels.message.triton_blocks import hadamard, interleave
-from lq_lightning.kernels.message.triton_levels import levels_of_words
+from lq_lightning.kernels.message.triton_blocks import (
+    HAS_PTX,
+    and_or,
+    hadamard,
+    integer_type,
+    interleave,
+    select_bytes,
+)
+from lq_lightning.kernels.message.triton_codes import levels_of_words, pairs_of_word
+from lq_lightning.kernels.message.triton_rounding import scales_of_bits
 from lq_lightning.kernels.message.triton_rows import row_sections
+
+
+@triton.jit
+def _half(x, HIGH: tl.constexpr):
+    """fp32 of one of the two fp16 in int32."""
+    bits = (x >> 16) if HIGH else x
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _two_halves(low, high):
+    """int32 of two fp16, from fp32 that fp16 holds."""
+    bits = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return bits | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _butterfly(x, y):
+    """Sums and differences of two fp16 each."""
+    if HAS_PTX:
+        add: tl.constexpr = "add.rn.f16x2 $0, $1, $2;"
+        sub: tl.constexpr = "sub.rn.f16x2 $0, $1, $2;"
+        total = tl.inline_asm_elementwise(add, "=r,r,r", [x, y], tl.int32, True, 1)
+        rest = tl.inline_asm_elementwise(sub, "=r,r,r", [x, y], tl.int32, True, 1)
+    else:
+        low, high = _half(x, False), _half(x, True)
+        other, other_high = _half(y, False), _half(y, True)
+        total = _two_halves(low + other, high + other_high)
+        rest = _two_halves(low - other, high - other_high)
+    return total, rest
+
+
+@triton.jit
+def _butterfly_of_halves(x):
+    """The sum of the two fp16 in the low half, the low one minus the high one in the high half."""
+    if HAS_PTX:
+        asm: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;"
+        swapped = select_bytes(x, x, 0x1032)
+        signs = tl.full(x.shape, -0x43FFC400, tl.int32)  # 1 and -1
+        y = tl.inline_asm_elementwise(asm, "=r,r,r,r", [x, signs, swapped], tl.int32, True, 1)
+    else:
+        low, high = _half(x, False), _half(x, True)
+        y = _two_halves(low + high, low - high)
+    return y
+
+
+@triton.jit
+def _butterfly_of_words(x, NUM: tl.constexpr, DISTANCE: tl.constexpr):
+    """Sums and differences of ``[NUM]`` words ``DISTANCE`` apart."""
+    pairs = tl.permute(tl.reshape(x, (NUM // (2 * DISTANCE), 2, DISTANCE)), (0, 2, 1))
+    low, high = tl.split(pairs)
+    total, rest = _butterfly(low, high)
+    return tl.reshape(tl.permute(tl.join(total, rest), (0, 2, 1)), (NUM,))
+
+
+@triton.jit
+def _levels(pair, FORMAT: tl.constexpr):
+    """Two codes in the low bits of the halves of a word, as levels in fp16."""
+    # 1024 and a code are the bits of 1024 + code
+    wide = and_or(pair, 0x10001 * ((1 << FORMAT.bits) - 1), 0x64006400)
+    if HAS_PTX:
+        asm: tl.constexpr = "sub.rn.f16x2 $0, $1, $2;"
+        base = tl.full(pair.shape, 0x10001 * (0x6400 + FORMAT.zero_code), tl.int32)
+        levels = tl.inline_asm_elementwise(asm, "=r,r,r", [wide, base], tl.int32, True, 1)
+    else:
+        base = 1024.0 + FORMAT.zero_code
+        levels = _two_halves(_half(wide, False) - base, _half(wide, True) - base)
+    return levels
+
+
+@triton.jit
+def _across_words(x, NUM: tl.constexpr, WORDS: tl.constexpr, DISTANCE: tl.constexpr = 1):
+    """Transform every ``WORDS`` consecutive words; ``DISTANCE`` is for the recursion."""
+    if DISTANCE < WORDS:
+        x = _butterfly_of_words(x, NUM, DISTANCE)
+        x = _across_words(x, NUM, WORDS, 2 * DISTANCE)
+    return x
+
+
+@triton.jit
+def transformed_levels(words, NUM: tl.constexpr, FORMAT: tl.constexpr):
+    """fp32 ``[8 * NUM]``: the levels of eight 4-bit codes per word, transformed.
+
+    If a thread owns as many consecutive words as a transform has, nothing moves.
+    """
+    WORDS: tl.constexpr = FORMAT.hadamard_size // 8
+    a, b, c, d = pairs_of_word(words, 4)
+    a, b = _butterfly(_levels(a, FORMAT), _levels(b, FORMAT))
+    c, d = _butterfly(_levels(c, FORMAT), _levels(d, FORMAT))
+    a, c = _butterfly(a, c)
+    b, d = _butterfly(b, d)
+    a = _across_words(_butterfly_of_halves(a), NUM, WORDS)
+    b = _across_words(_butterfly_of_halves(b), NUM, WORDS)
+    c = _across_words(_butterfly_of_halves(c), NUM, WORDS)
+    d = _across_words(_butterfly_of_halves(d), NUM, WORDS)
+    even = tl.join(
+        tl.join(_half(a, False), _half(a, True)), tl.join(_half(c, False), _half(c, True))
+    )
+    odd = tl.join(
+        tl.join(_half(b, False), _half(b, True)), tl.join(_half(d, False), _half(d, True))
+    )
+    return tl.reshape(tl.join(even, odd), (8 * NUM,))
+
 
 # Rows of a tile are so far apart.
 ROW_STEP = tl.constexpr(4)
@@ -76,11 +186,10 @@ def _load_plane(
     RUN: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Words of a plane of ``WIDTH`` bits per code, as ``triton_planes.load_words`` has them."""
+    """Words of a plane of ``WIDTH`` bits per code, as ``triton_codes.load_words`` has them."""
     PER_WORD: tl.constexpr = 4 if WIDTH == 8 else 8
     BITS: tl.constexpr = WIDTH * PER_WORD
-    DTYPE: tl.constexpr = tl.int32 if BITS == 32 else (tl.int16 if BITS == 16 else tl.int8)
-    source = plane_ptr.to(tl.pointer_type(DTYPE), bitcast=True)
+    source = plane_ptr.to(tl.pointer_type(integer_type(BITS)), bitcast=True)
     source += row * pitch + column // PER_WORD
     return load_runs(
         *(source, pitch * ROW_STEP, rows_left, columns_left // PER_WORD),
@@ -109,17 +218,10 @@ def _load_scales(
     inside = (down < rows_left) & (along * GROUP < columns_left)
     offsets = down * (pitch * ROW_STEP) + along
     first = row * pitch + column // FORMAT.group_size
-    BITS: tl.constexpr = FORMAT.scale_nbytes * 8
-    DTYPE: tl.constexpr = tl.int32 if BITS == 32 else tl.int16
+    DTYPE: tl.constexpr = integer_type(FORMAT.scale_nbytes * 8)
     source = section_ptr.to(tl.pointer_type(DTYPE), bitcast=True) + first
     bits = tl.load(source + offsets) if EVEN else tl.load(source + offsets, inside, 0)
-    if FORMAT.scale_dtype == "float32":
-        values = bits.to(tl.float32, bitcast=True)
-    elif FORMAT.scale_dtype == "bfloat16":
-        values = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        values = bits.to(tl.float16, bitcast=True).to(tl.float32)
-    return values
+    return scales_of_bits(bits, FORMAT)
 
 
 @triton.jit
@@ -142,29 +244,14 @@ def decode_tile(
 ):
     """Decode rows ``row``, ``row + 4``, ... of columns from ``column`` on; ``reference.decode``.
 
-    Args:
-        message_ptr: of the matrix.
-        word_pitch: words of the first plane from one row of the matrix to the next.
-        scale_pitch: the same in scales.
-        row: the first one, int64.
-        column: a multiple of ``BLOCK_N``, int64.
-        rows: of the matrix.
-        numel: columns of the matrix.
-        factor: fp32, of all values.
-        int_to_float: ``launch.INT_TO_FLOAT``.
-        P: rows of the tile.
-        BLOCK_N: columns of the tile.
-        RUN: consecutive values of a thread, a power of two from 8 that divides ``BLOCK_N``.
-        FORMAT: of the message.
-        FLAT: ``matrix.is_flat``.
-        EVEN: whether all rows and columns of the tile exist.
+    ``row`` and ``column``, a multiple of ``BLOCK_N``, are int64. ``word_pitch`` and ``scale_pitch``
+    are the words of the first plane, and the scales, from one row of the matrix to the next.
+    ``factor`` multiplies all values; ``int_to_float`` is ``launch.INT_TO_FLOAT``. ``FLAT`` is
+    ``matrix.is_flat``; ``EVEN`` says that all rows and columns of the tile exist.
 
-    Returns:
-        fp32 ``[P, BLOCK_N]``; those beyond the matrix are any.
+    Returns fp32 ``[P, BLOCK_N]``; values beyond the matrix are undefined.
     """
-    BITS: tl.constexpr = FORMAT.bits
-    FIRST: tl.constexpr = BITS if BITS == 8 else (2 if BITS <= 3 else 4)
-    SECOND: tl.constexpr = 2 if BITS == 6 or BITS == 7 else 1
+    PLANES: tl.constexpr = FORMAT.planes
     BLOCK: tl.constexpr = P * BLOCK_N
     length = tl.cast(numel, tl.int64)
     if FLAT:
@@ -176,26 +263,26 @@ def decode_tile(
     columns_left = end - column
     words = _load_plane(
         *(message_ptr, word_pitch, row, column, rows_left, columns_left),
-        *(FIRST, P, BLOCK_N, RUN, EVEN),
+        *(PLANES[0], P, BLOCK_N, RUN, EVEN),
     )
     second = words
     third = words
-    if BITS != FIRST:
+    if len(PLANES) > 1:
         # Words are as many in every plane; a row of a matrix in bytes has more of smaller ones.
-        SMALLER: tl.constexpr = 1 if FLAT else FIRST // SECOND
+        SMALLER: tl.constexpr = 1 if FLAT else PLANES[0] // PLANES[1]
         second = _load_plane(
             *(message_ptr + sections[2], word_pitch * SMALLER),
-            *(row, column, rows_left, columns_left, SECOND, P, BLOCK_N, RUN, EVEN),
+            *(row, column, rows_left, columns_left, PLANES[1], P, BLOCK_N, RUN, EVEN),
         )
-    if BITS == 7:
-        LAST: tl.constexpr = 1 if FLAT else FIRST
+    if len(PLANES) > 2:
+        LAST: tl.constexpr = 1 if FLAT else PLANES[0] // PLANES[2]
         third = _load_plane(
             *(message_ptr + sections[3], word_pitch * LAST),
-            *(row, column, rows_left, columns_left, 1, P, BLOCK_N, RUN, EVEN),
+            *(row, column, rows_left, columns_left, PLANES[2], P, BLOCK_N, RUN, EVEN),
         )
     GROUP: tl.constexpr = FORMAT.group_size if FORMAT.group_size < BLOCK_N else BLOCK_N
     # `reference.transforms_levels`
-    EXACT: tl.constexpr = FORMAT.hadamard_size > 0 and BITS == 4 and FORMAT.kind == "integer"
+    EXACT: tl.constexpr = FORMAT.hadamard_size > 0 and FORMAT.bits == 4 and FORMAT.kind == "integer"
     if EXACT:
         values = transformed_levels(words, BLOCK // 8, FORMAT)
     else:

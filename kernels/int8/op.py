@@ -16,18 +16,102 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lq_lightning.kernels.float8.op import check_sides, check_values
 from lq_lightning.kernels.float8.reference import amax as largest_magnitude
+from lq_lightning.kernels.int8 import reference as cpu
+from lq_lightning.kernels.int8.reference import MAX_HADAMARD_SIZE, ROW_MULTIPLE, second_rows
 from lq_lightning.kernels.message import round_up
-from lq_lightning.kernels.message.calls import facts, find_call, keep_call
-from lq_lightning.kernels.message.operators import define_operator
+from lq_lightning.kernels.message.operators import Launched, cached_operator
 
-from . import reference as cpu
-from .checks import check_product, check_quantize
+OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# int32 sums of products of 127 by 127 are exact up to here.
+_MAX_NUMEL = (2**31 - 1) // 127**2
 
 
-def _int8_quantize(
+def check_quantize(x: Tensor, hadamard_size: int, length: int) -> None:
+    """Raise unless ``x`` can be quantized: ``ValueError``, or ``NotImplementedError``."""
+    check_values(x)
+    allowed = [2**power for power in range(MAX_HADAMARD_SIZE.bit_length())]
+    if hadamard_size not in allowed or x.shape[1] % hadamard_size:
+        raise ValueError(
+            f"hadamard_size={hadamard_size} does not fit rows of {x.shape[1]} values; it must be a "
+            f"power of two up to {MAX_HADAMARD_SIZE} that divides them, as hadamard_size_of finds."
+        )
+    check_length(x.shape[0], length)
+    if x.shape[1] > _MAX_NUMEL:
+        raise NotImplementedError(
+            f"rows of {x.shape[1]} values are too long for the int32 sums of INT8 products; they "
+            f"may have {_MAX_NUMEL}. Choose native matrix products."
+        )
+    if x.is_cuda:
+        check_sides(x.shape[0], max(x.shape[1], x.stride(0) if x.shape[0] > 1 else 0))
+
+
+def check_length(rows: int, length: int) -> None:
+    """Raise ``ValueError`` unless rows are sequences of ``length``, or that is 0."""
+    if length < 0 or (length and rows % length):
+        raise ValueError(
+            f"length={length} is not that of sequences which make up {rows} rows. Pass 0 for rows "
+            "that are no sequences."
+        )
+
+
+def check_product(
+    q: Tensor,
+    scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    second: Tensor,
+    length: int,
+    dtype: torch.dtype,
+) -> None:
+    """Raise ``ValueError`` unless these are results of ``int8_quantize`` that fit each other."""
+    for name, codes, scales in (("q", q, scale), ("w", w, w_scale)):
+        if (
+            codes.dtype != torch.int8
+            or codes.dim() != 2
+            or codes.shape[1] % ROW_MULTIPLE
+            or not codes.is_contiguous()
+            or scales.dtype != torch.float32
+            or scales.shape != codes.shape[:1]
+        ):
+            raise ValueError(
+                f"{name} is {codes.dtype} {tuple(codes.shape)} with scales {scales.dtype} "
+                f"{tuple(scales.shape)}; they must be a contiguous int8 matrix of rows of a "
+                f"multiple of {ROW_MULTIPLE}, and a float32 scale for each, as of int8_quantize."
+            )
+    check_length(q.shape[0], length)
+    expected = (second_rows(q.shape[0], length), q.shape[1])
+    if q.shape[1] != w.shape[1] or second.shape != expected or second.dtype != q.dtype:
+        raise ValueError(
+            f"q {tuple(q.shape)}, w {tuple(w.shape)} and second {tuple(second.shape)} of sequences "
+            f"of {length} do not fit each other. Quantize both operands with one hadamard_size, "
+            "and pass second and length as of int8_quantize for q."
+        )
+    if dtype not in OUTPUT_DTYPES:
+        raise ValueError(
+            f"dtype={dtype} is not supported; allowed: {', '.join(map(str, OUTPUT_DTYPES))}."
+        )
+
+
+def _fake_int8_quantize(
     x: Tensor, hadamard_size: int, amax: bool, length: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, numel = x.shape[0], round_up(x.shape[1], cpu.ROW_MULTIPLE)
+    q = x.new_empty(rows, numel, dtype=torch.int8)
+    scale = x.new_empty(rows, dtype=torch.float32)
+    second = x.new_empty(cpu.second_rows(rows, length), numel, dtype=torch.int8)
+    return q, scale, second, x.new_empty(1 if amax else 0, dtype=torch.float32)
+
+
+@cached_operator(
+    "int8_quantize(Tensor x, int hadamard_size, bool amax, SymInt length)"
+    " -> (Tensor q, Tensor scale, Tensor second, Tensor largest)",
+    _fake_int8_quantize,
+)
+def int8_quantize(
+    x: Tensor, hadamard_size: int, amax: bool, length: int
+) -> tuple[Tensor, ...] | Launched:
     """Quantize the rows of a matrix, reading it once (twice, if longer than 16384).
 
     A row with NaN or infinity has the scale NaN. So has one whose transform overflows, from a
@@ -35,8 +119,8 @@ def _int8_quantize(
 
     Args:
         x: ``[R, K]`` fp32, bf16 or fp16, last dimension contiguous.
-        hadamard_size: of the transform: a power of two up to 128 that divides K. The same for both
-            operands of a product.
+        hadamard_size: size of the transform, a power of two up to 128 that divides K. The same
+            for both operands of a product.
         amax: whether to return the last result.
         length: S of sequences whose first rows have second terms; 0 for none.
 
@@ -50,23 +134,24 @@ def _int8_quantize(
             not fit it.
         NotImplementedError: K above 133144; on a GPU, a side of more than ``2**22``.
     """
-    key = ("int8_quantize", facts(x), hadamard_size, amax, length)
-    call = find_call(key)
-    if call is not None:
-        q, scale, second, largest = call.repeat(x)
-        return q, scale, second, largest
     check_quantize(x, hadamard_size, length)
     if not x.is_cuda:
         largest = largest_magnitude(x) if amax else x.new_empty(0, dtype=torch.float32)
         return *cpu.quantize(x, hadamard_size, length), largest
-    from .triton_quantize import launch_quantize
+    from lq_lightning.kernels.int8.triton_quantize import launch_quantize
 
     results = _fake_int8_quantize(x, hadamard_size, amax, length)
-    keep_call(key, results, launch_quantize(x, hadamard_size, length, *results))
-    return results
+    return Launched(results, launch_quantize(x, hadamard_size, length, *results))
 
 
-def _int8_matmul(
+@cached_operator(
+    "int8_matmul(Tensor q, Tensor scale, Tensor w, Tensor w_scale, Tensor second, SymInt length,"
+    " ScalarType dtype) -> Tensor",
+    lambda q, scale, w, w_scale, second, length, dtype: q.new_empty(
+        q.shape[0], w.shape[0], dtype=dtype
+    ),
+)
+def int8_matmul(
     q: Tensor,
     scale: Tensor,
     w: Tensor,
@@ -74,18 +159,18 @@ def _int8_matmul(
     second: Tensor,
     length: int,
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor | Launched:
     """Multiply quantized matrices: ``x @ y.t()``, of which ``q`` and ``w`` were made.
 
     Sums are exact, and rounded to ``dtype`` once; those of rows with second terms twice.
 
     Args:
         q: ``[R, K16]`` of ``int8_quantize``.
-        scale: of ``q``.
+        scale: scales of ``q``.
         w: ``[N, K16]``, with the same transform.
-        w_scale: of ``w``.
-        second: of ``q``.
-        length: that ``q`` was made with.
+        w_scale: scales of ``w``.
+        second: second terms of ``q``.
+        length: length that ``q`` was made with.
         dtype: fp32, bf16 or fp16, of the result.
 
     Returns:
@@ -95,18 +180,12 @@ def _int8_matmul(
         ValueError: tensors that do not fit each other, or another dtype.
         NotImplementedError: more than ``2**22`` rows on a GPU.
     """
-    tensors = (q, scale, w, w_scale, second)
-    key = ("int8_matmul", *map(facts, tensors), length, dtype)
-    call = find_call(key)
-    if call is not None:
-        return call.repeat(*tensors)[0]
-    check_product(*tensors, length, dtype)
+    check_product(q, scale, w, w_scale, second, length, dtype)
     if q.is_cuda:
-        from .triton_products import launch_products
+        from lq_lightning.kernels.int8.triton_products import launch_products
 
-        out = _fake_int8_matmul(*tensors, length, dtype)
-        keep_call(key, [out], launch_products(*tensors, length, out))
-        return out
+        out = q.new_empty(q.shape[0], w.shape[0], dtype=dtype)
+        return Launched((out,), launch_products(q, scale, w, w_scale, second, length, out))
     y = cpu.products(q, w, scale, w_scale).to(dtype)
     rows = cpu.rows_with_second(q.shape[0], length)
     exist = rows < q.shape[0]
@@ -114,39 +193,3 @@ def _int8_matmul(
     terms = cpu.products(second[exist], w, scale[rows] * (1.0 / cpu.FINER), w_scale)
     y[rows] = (y[rows].float() + terms).to(dtype)
     return y
-
-
-def _fake_int8_quantize(
-    x: Tensor, hadamard_size: int, amax: bool, length: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, numel = x.shape[0], round_up(x.shape[1], cpu.ROW_MULTIPLE)
-    q = x.new_empty(rows, numel, dtype=torch.int8)
-    scale = x.new_empty(rows, dtype=torch.float32)
-    second = x.new_empty(cpu.second_rows(rows, length), numel, dtype=torch.int8)
-    return q, scale, second, x.new_empty(1 if amax else 0, dtype=torch.float32)
-
-
-def _fake_int8_matmul(
-    q: Tensor,
-    scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    second: Tensor,
-    length: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return q.new_empty(q.shape[0], w.shape[0], dtype=dtype)
-
-
-int8_quantize = define_operator(
-    "int8_quantize(Tensor x, int hadamard_size, bool amax, SymInt length)"
-    " -> (Tensor q, Tensor scale, Tensor second, Tensor largest)",
-    _int8_quantize,
-    _fake_int8_quantize,
-)
-int8_matmul = define_operator(
-    "int8_matmul(Tensor q, Tensor scale, Tensor w, Tensor w_scale, Tensor second, SymInt length,"
-    " ScalarType dtype) -> Tensor",
-    _int8_matmul,
-    _fake_int8_matmul,
-)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,15 +16,51 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lq_lightning.kernels.int8.reference import FINER, FIRST
-from lq_lightning.kernels.int8.tiles import (
-    POINTER_TILE,
-    SECOND_TILE,
-    ProductTile,
-    choose_product_tile,
-)
-from lq_lightning.kernels.message.calls import Launch
 from lq_lightning.kernels.message.launch import on_device
+from lq_lightning.kernels.message.launch_cache import Launch
 from lq_lightning.kernels.message.triton_blocks import round_output
+
+
+class ProductTile(NamedTuple):
+    """Work of one program.
+
+    Attributes:
+        rows: rows of the result, a power of two from 16.
+        columns: columns of the result, a power of two from 16.
+        depth: values of both operands that are multiplied at a time.
+        warps: threads of a program, in units of 32.
+        stages: tiles of operands in shared memory.
+        specialized: whether other warps load than multiply.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    specialized: bool = False
+
+
+_SMALL = ProductTile(128, 128, 128, 8, 4)
+_TALL = ProductTile(256, 128, 128, 8, 3)
+_WIDE = ProductTile(128, 256, 128, 8, 3, True)
+
+# For GPUs without TMA, which was not measured.
+POINTER_TILE = ProductTile(128, 128, 128, 8, 3)
+# Of second terms: few rows, so that it takes as long as to read the other operand.
+SECOND_TILE = ProductTile(16, 32, 256, 4, 4)
+
+
+def choose_product_tile(rows: int, columns: int, length: int, processors: int) -> ProductTile:
+    """Return the tile of a product ``[rows, columns]`` of sums over ``length`` on Hopper.
+
+    Measured on an H100 with so many ``processors`` (``benchmarks/int8_products.py``).
+    """
+    tiles = -(-rows // 256) * -(-columns // 128)
+    if tiles < processors:
+        return _SMALL
+    return _TALL if max(columns, length) > 2 * min(columns, length) else _WIDE
+
 
 _FIRST, _TO_FIRST = tl.constexpr(FIRST), tl.constexpr(1.0 / FINER)
 # Tiles of so many rows in a row of tiles follow each other, to find operands in the L2 cache.
@@ -142,20 +179,9 @@ def launch_products(
     *,
     tile: ProductTile | None = None,
 ) -> Callable[..., None]:
-    """Launch the kernels; arguments as the operator's, with its result.
+    """Launch the kernels with the operator's arguments and result; ``tile`` overrides the table.
 
-    Args:
-        q: int8 ``[M, K16]``.
-        scale: fp32 ``[M]``.
-        w: int8 ``[N, K16]``.
-        w_scale: fp32 ``[N]``.
-        second: int8 ``[P, K16]``.
-        length: of sequences, or 0.
-        out: ``[M, N]``.
-        tile: overrides the choice from the table.
-
-    Returns:
-        What does the same with other tensors alike.
+    Returns what does the same with other tensors alike.
     """
     (M, K16), N = q.shape, w.shape[0]
     processors = _processors(q.device)

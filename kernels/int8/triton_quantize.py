@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lq_lightning.kernels.float8.triton_blocks import split_four
+from lq_lightning.kernels.float8.triton_kernels import split_four
 from lq_lightning.kernels.int8.reference import FINER, FIRST, LEVELS, MIN_LARGEST, step_norm
-from lq_lightning.kernels.message.calls import Launch
 from lq_lightning.kernels.message.launch import MAX_GRID_Y, row_stride
+from lq_lightning.kernels.message.launch_cache import Launch
 from lq_lightning.kernels.message.triton_blocks import hadamard, load_run, select_bytes
 
 _LEVELS, _FINER = tl.constexpr(LEVELS), tl.constexpr(FINER)
@@ -118,20 +118,10 @@ def launch_quantize(
     *,
     block: int = MAX_BLOCK,
 ) -> Callable[..., None]:
-    """Launch the kernel; arguments as the operator's, with its results.
+    """Launch the kernel with the operator's arguments and results.
 
-    Args:
-        x: ``[R, K]``.
-        hadamard_size: of the transform.
-        length: of sequences, or 0.
-        q: int8 ``[R, K16]``.
-        scale: fp32 ``[R]``.
-        second: int8 ``[P, K16]``.
-        largest: fp32 ``[1]``, or ``[0]`` for none.
-        block: values of a row that are kept in registers at most, for tests.
-
-    Returns:
-        What does the same with other tensors alike.
+    ``block`` limits the values of a row kept in registers, for tests. Returns what does the same
+    with other tensors alike.
     """
     rows, numel = x.shape
     block = min(block, max(256, triton.next_power_of_2(numel)))

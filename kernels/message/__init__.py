@@ -1,13 +1,29 @@
-"""What all kernels share: the table of codes, the byte layout of a message, the building blocks."""
+"""Encoded rows: tables of codes, byte layout, and operators that encode, decode and sum them."""
 
-from .codes import CODES, Code, FloatCode, IntegerCode, TableCode
 from .format import (
     ALIGNMENT_NBYTES,
+    CODES,
     SCALE_DTYPES,
+    Code,
+    FloatCode,
+    IntegerCode,
     MessageFormat,
     RowLayout,
+    TableCode,
     parse_format,
     round_up,
+    section_starts,
+)
+from .op import (
+    dequantize,
+    dequantize_out,
+    quantize,
+    quantize_out,
+    repeat_dequantize,
+    repeat_quantize,
+    repeat_requantize,
+    requantize,
+    requantize_out,
 )
 
 __all__ = [
@@ -22,4 +38,14 @@ __all__ = [
     "TableCode",
     "parse_format",
     "round_up",
+    "section_starts",
+    "dequantize",
+    "dequantize_out",
+    "quantize",
+    "quantize_out",
+    "repeat_dequantize",
+    "repeat_quantize",
+    "repeat_requantize",
+    "requantize",
+    "requantize_out",
 ]

@@ -1,36 +1,43 @@
-"""Byte layout of a message: one encoded row, as pure arithmetic.
+"""Tables of codes, scale dtypes and planes, and the byte layout of a message: one encoded row.
 
 A row of ``N`` values becomes the sections below, each starting at a multiple of 16 bytes::
 
     [ code plane 0 | code plane 1 | ... | scales | minima (asymmetric only) ]
 
 * ``N`` is padded with zeros to ``N_pad``, a multiple of ``max(8, hadamard_size)``.
-* A code of 3, 5, 6 or 7 bits is cut into planes of power-of-two width, low bits first
-  (3 = 2+1, 5 = 4+1, 6 = 4+2, 7 = 4+2+1). A plane of width ``w`` holds ``N_pad * w / 8`` bytes;
+* A code is cut into the planes of ``PLANES``. A plane of width ``w`` holds ``N_pad * w / 8`` bytes;
   neighbouring elements share a byte, the element with the lower index in the lower bits.
 * One scale (and one minimum) per group of ``group_size`` consecutive elements, or per row; the last
   group may be shorter.
 
 Everything is a function of ``N`` alone, never of the data, so that allocation, receive buffers and
 traffic accounting agree.
+
+A new code or scale dtype is a row of ``CODES`` or ``SCALES`` and a name in
+``lq_lightning/codecs/spec.py``: two files. All formats, kernels, checks and tests read these
+tables; ``tests/codecs/test_truth.py`` says independently what the codes mean. Only a new *kind* of
+code needs arithmetic of its own: in ``reference.py``, ``triton_rounding.py`` to encode and
+``triton_codes.py`` to decode on a GPU.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
 import torch
 
-from .codes import CODES, Code, FloatCode, IntegerCode, TableCode, cells_of
-
 ALIGNMENT_NBYTES = 16
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
+_ROW = "row"
 
+# Widths of the planes of a code, by its bits: low bits first, so the first plane has the lowest.
 PLANES: dict[int, tuple[int, ...]] = {
+    1: (1,),
     2: (2,),
     3: (2, 1),
     4: (4,),
@@ -40,12 +47,148 @@ PLANES: dict[int, tuple[int, ...]] = {
     8: (8,),
 }
 
-SCALE_DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
+
+@dataclass(frozen=True, slots=True)
+class ScaleDtype:
+    """Storage of scales and minima.
+
+    Attributes:
+        dtype: torch's dtype.
+        significand_bits: bits of precision, the implicit one included; with 1 there is no zero.
+        truncated: low bits of an fp32 number that are left out to store it; None for fp16, whose
+            exponent is narrower.
+        signed: whether it can hold a minimum.
+    """
+
+    dtype: torch.dtype
+    significand_bits: int
+    truncated: int | None
+    signed: bool = True
+
+    @property
+    def max_value(self) -> float:
+        """Largest value that fp32 arithmetic may produce for it."""
+        return FP32_MAX if self.truncated is not None else 65504.0
+
+    @property
+    def nan_bits(self) -> int:
+        """Stored bits of NaN, whatever NaN the hardware makes."""
+        return 0x7E00 if self.truncated is None else 0x7FC00000 >> self.truncated
+
+
+SCALES: dict[str, ScaleDtype] = {
+    "float32": ScaleDtype(torch.float32, 24, 0),
+    "bfloat16": ScaleDtype(torch.bfloat16, 8, 16),
+    "float16": ScaleDtype(torch.float16, 11, None),
+    # OCP Microscaling Formats 1.0, E8M0: powers of two and NaN
+    "float8_e8m0fnu": ScaleDtype(torch.float8_e8m0fnu, 1, 23, signed=False),
 }
-_ROW = "row"
+SCALE_DTYPES: dict[str, torch.dtype] = {name: scale.dtype for name, scale in SCALES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerCode:
+    """Integers: from ``-max`` to ``max`` if symmetric, else from 0 to the largest of ``bits``.
+
+    Attributes:
+        bits: 2 to 8.
+    """
+
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class FloatCode:
+    """Small floating-point numbers with a sign, and with subnormals.
+
+    Attributes:
+        bits: 3 to 8, the sign included.
+        mantissa_bits: explicit fraction bits, 1 to 9. With the exponent's they are ``bits - 1``.
+        min_exponent: exponent of the smallest normal value (also that of subnormals).
+        max_value: largest code that is used, to which the largest value of a group is scaled.
+            Below ``2**(30 + min_exponent)``: codes are cut from fp16.
+    """
+
+    bits: int
+    mantissa_bits: int
+    min_exponent: int
+    max_value: float
+
+
+@dataclass(frozen=True, slots=True)
+class TableCode:
+    """Levels between -1 and 1, of which the nearest is taken; half way, the lower one.
+
+    At most 32 of them: a GPU finds a level by comparisons, and the value of a code by selections.
+
+    Attributes:
+        levels: ``2**bits`` ascending values that fp32 holds exactly. Zero is one of them, so that
+            zeros stay zeros.
+    """
+
+    levels: tuple[float, ...]
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code."""
+        return len(self.levels).bit_length() - 1
+
+
+Code = IntegerCode | FloatCode | TableCode
+
+# From -1 to 1 lie 31 cells, those of the values that round to one integer after multiplication by
+# the first number; the second is the number of the cell around zero. A warp holds as many numbers.
+CELLS_PER_UNIT = 15.4
+MIDDLE_CELL = 16
+
+
+def cells_of(thresholds: Sequence[float]) -> tuple[int, ...]:
+    """Return how many thresholds lie below each of 32 cells, so that one comparison is left.
+
+    Args:
+        thresholds: ascending, between -1 and 1.
+
+    Returns:
+        32 numbers; none if two thresholds lie in one cell, or one too close to its end to tell on
+        which side a value next to it is.
+    """
+    places = [CELLS_PER_UNIT * threshold + MIDDLE_CELL for threshold in thresholds]
+    cells = [round(place) for place in places]
+    near = any(abs(abs(place - round(place)) - 0.5) < 1e-3 for place in places)
+    if near or len(set(cells)) < len(cells):
+        return ()
+    return tuple(sum(cell < index for cell in cells) for index in range(32))
+
+
+# Quantiles of the normal distribution, with zero; appendix E of QLoRA (Dettmers et al., 2023), in
+# fp32.
+_NF4_LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+CODES: dict[str, Code] = {
+    **{f"int{bits}": IntegerCode(bits) for bits in range(2, 9)},
+    # OCP Microscaling Formats 1.0: no infinity and no NaN
+    "fp4_e2m1": FloatCode(bits=4, mantissa_bits=1, min_exponent=0, max_value=6.0),
+    "nf4": TableCode(_NF4_LEVELS),
+    "fp8_e4m3": FloatCode(bits=8, mantissa_bits=3, min_exponent=-6, max_value=448.0),
+    "fp8_e5m2": FloatCode(bits=8, mantissa_bits=2, min_exponent=-14, max_value=57344.0),
+}
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -53,9 +196,17 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def section_starts(sizes: Sequence[int]) -> list[int]:
+    """Return where sections begin, each at a multiple of 16 bytes, and where the last one ends."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + round_up(size, ALIGNMENT_NBYTES))
+    return starts
+
+
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Where the sections of one encoded row lie; all offsets and sizes in bytes.
+    """Sections of one encoded row; all offsets and sizes in bytes.
 
     Attributes:
         numel: values in the row.
@@ -64,6 +215,7 @@ class RowLayout:
         plane_offsets: start of each code plane.
         scale_offset: start of the scales.
         minimum_offset: start of the minima; equals ``nbytes`` for symmetric formats.
+        used: sizes of all sections, in order, without their padding.
         nbytes: bytes of the row, a multiple of 16.
     """
 
@@ -73,17 +225,17 @@ class RowLayout:
     plane_offsets: tuple[int, ...]
     scale_offset: int
     minimum_offset: int
+    used: tuple[int, ...]
     nbytes: int
 
 
 @lru_cache(maxsize=256)
-def _max_scale(max_level: float, scale_dtype: str) -> float:
+def _max_scale(max_level: float, scale: ScaleDtype) -> float:
     """Return the largest scale that its dtype holds and that keeps all levels finite in fp32."""
-    if scale_dtype == "float16":
-        return 65504.0
     exact = Fraction(FP32_MAX) / Fraction(max_level)
-    places = (24 if scale_dtype == "float32" else 8) - math.frexp(float(exact))[1]
-    return float(math.floor(exact * Fraction(2) ** places) / Fraction(2) ** places)
+    places = scale.significand_bits - math.frexp(float(exact))[1]
+    floor = float(math.floor(exact * Fraction(2) ** places) / Fraction(2) ** places)
+    return min(floor, scale.max_value)
 
 
 @lru_cache(maxsize=64)
@@ -98,7 +250,7 @@ _cells = lru_cache(maxsize=64)(cells_of)
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """What the kernels need to know about a codec; travels through the operators as a string.
+    """Format of a codec as the kernels take it; travels through the operators as a string.
 
     Attributes:
         code: a name of ``CODES``.
@@ -106,7 +258,7 @@ class MessageFormat:
         symmetric: no stored minimum.
         hadamard_size: length of the transform over consecutive elements, 0 for none.
         stochastic: stochastic instead of nearest-even rounding.
-        scale_dtype: a key of ``SCALE_DTYPES``.
+        scale_dtype: a key of ``SCALES``.
     """
 
     code: str
@@ -172,7 +324,7 @@ class MessageFormat:
 
     @property
     def cells(self) -> tuple[int, ...]:
-        """Where among the thresholds 32 cells lie; see ``codes.cells_of``."""
+        """Thresholds below each of 32 cells; see ``cells_of``."""
         return _cells(self.thresholds)
 
     @property
@@ -194,6 +346,16 @@ class MessageFormat:
         return min((level for level in self.levels if level > 0.0), default=1.0)
 
     @property
+    def smallest_share(self) -> float:
+        """Share of the largest magnitude of a group that surely has a code other than zero.
+
+        Scales that are powers of two may be twice as large as need be: then the smallest level
+        lies half way to zero, and fp32 could round a little below.
+        """
+        room = 1.0 + 2.0**-20 if self.scale.significand_bits == 1 else 1.0
+        return self.smallest_level / self.max_level * room
+
+    @property
     def min_level(self) -> float:
         """Value of the smallest code, in units of the scale."""
         return -self.max_level if self.symmetric else 0.0
@@ -201,17 +363,17 @@ class MessageFormat:
     @property
     def max_scale(self) -> float:
         """Largest scale of a symmetric format: the dtype holds it, and all levels stay finite."""
-        return _max_scale(self.max_level, self.scale_dtype)
+        return _max_scale(self.max_level, self.scale)
 
     @property
     def max_width(self) -> float:
         """Largest range of a group of an asymmetric format, from its minimum to its maximum."""
-        return 65504.0 * self.max_level if self.scale_dtype == "float16" else FP32_MAX
+        return min(self.scale.max_value * self.max_level, FP32_MAX)
 
     @property
     def shrunk_exponent(self) -> int:
-        """Exponent of the largest magnitude of a group that is shrunk to fit; see ``rounding``."""
-        return 13 if self.scale_dtype == "float16" else 125
+        """Exponent of the largest magnitude of a group that is shrunk to fit; see ``reference``."""
+        return math.frexp(self.scale.max_value)[1] - 3
 
     @property
     def zero_code(self) -> int:
@@ -236,9 +398,14 @@ class MessageFormat:
         return 0x10001 * ((1 << self.fraction_bits) - 1)
 
     @property
+    def scale(self) -> ScaleDtype:
+        """Row of the scale dtype in the table."""
+        return SCALES[self.scale_dtype]
+
+    @property
     def scale_nbytes(self) -> int:
         """Bytes of one stored scale."""
-        return 4 if self.scale_dtype == "float32" else 2
+        return self.scale.dtype.itemsize
 
     @property
     def forward_norm(self) -> float:
@@ -269,18 +436,12 @@ class MessageFormat:
 def _layout(fmt: MessageFormat, numel: int) -> RowLayout:
     padded = round_up(numel, max(8, fmt.hadamard_size))
     num_groups = -(-padded // fmt.group_size) if fmt.group_size else int(padded > 0)
-    offset = 0
-    plane_offsets = []
-    for width in fmt.planes:
-        plane_offsets.append(offset)
-        offset += round_up(padded * width // 8, ALIGNMENT_NBYTES)
-    scale_offset = offset
-    offset += round_up(num_groups * fmt.scale_nbytes, ALIGNMENT_NBYTES)
-    minimum_offset = offset
-    if not fmt.symmetric:
-        offset += round_up(num_groups * fmt.scale_nbytes, ALIGNMENT_NBYTES)
+    used = [padded * width // 8 for width in fmt.planes]
+    used += [num_groups * fmt.scale_nbytes] * (1 if fmt.symmetric else 2)
+    starts, planes = section_starts(used), len(fmt.planes)
     return RowLayout(
-        numel, padded, num_groups, tuple(plane_offsets), scale_offset, minimum_offset, offset
+        *(numel, padded, num_groups, tuple(starts[:planes])),
+        *(starts[planes], starts[planes + 1], tuple(used), starts[-1]),
     )
 
 
@@ -292,7 +453,7 @@ def parse_format(text: str) -> MessageFormat:
     """Parse the string form of a format.
 
     Args:
-        text: what ``str(MessageFormat(...))`` returns.
+        text: a result of ``str(MessageFormat(...))``.
 
     Returns:
         The format.
@@ -301,7 +462,7 @@ def parse_format(text: str) -> MessageFormat:
         ValueError: ``text`` is not such a string.
     """
     parts = text.split("/")
-    if len(parts) != 6 or parts[0] not in CODES or parts[5] not in SCALE_DTYPES:
+    if len(parts) != 6 or parts[0] not in CODES or parts[5] not in SCALES:
         raise ValueError(
             f"format={text!r} is not a message format; expected "
             f"'code/group_size|{_ROW}/symmetric|asymmetric/hadamard_size/nearest|stochastic/"

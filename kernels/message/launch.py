@@ -1,4 +1,4 @@
-"""What the launchers of the Triton kernels share."""
+"""Grids and tiles of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
-
-from .tiles import SIZES, TILES
 
 MAX_GRID_Y = 65535
 # Bits of 2**23 as fp32: with those of a small integer they are the sum of both. An argument of
@@ -28,7 +26,7 @@ _HERE = nullcontext()
 
 
 class Tile(NamedTuple):
-    """What one program works on; it changes the speed, not the bits.
+    """Work of one program; it changes the speed, not the bits.
 
     Attributes:
         block: consecutive elements of a row, a power of two, a multiple of every group size.
@@ -44,13 +42,10 @@ class Tile(NamedTuple):
 
 
 def choose_tile(kind: str, group_size: int, numel: int, device: torch.device) -> Tile:
-    """Return the tile of a launch from the table in ``tiles.py``.
+    """Return the tile of a launch for ``numel`` values of all rows together.
 
-    Args:
-        kind: a key of the table.
-        group_size: the larger one of the formats involved; a tile to quantize holds whole groups.
-        numel: values of all rows together.
-        device: where the kernel runs. Triton's interpreter takes as long for any tile.
+    ``kind`` is a key of ``TILES``; ``group_size`` the larger one of the formats involved, since a
+    tile to quantize holds whole groups. Triton's interpreter takes as long for any tile.
     """
     if device.type != "cuda":
         return Tile(max(group_size, 1024), 32, 4, 2)
@@ -67,7 +62,7 @@ def row_stride(rows: Tensor, dim: int) -> int:
 
 
 def row_grid(rows: int, numel: int, tile: Tile) -> tuple[int, int, int]:
-    """Return a grid for which ``triton_frame.for_each_tile`` covers all rows."""
+    """Return a grid for which ``triton_blocks.for_each_tile`` covers all rows."""
     return (
         triton.cdiv(numel, tile.block * tile.tiles),
         min(rows, MAX_GRID_Y),
@@ -76,7 +71,7 @@ def row_grid(rows: int, numel: int, tile: Tile) -> tuple[int, int, int]:
 
 
 class RowSteps(NamedTuple):
-    """How a grid goes through the rows of several matrices, and where these lie.
+    """Path of a grid through the rows of several matrices.
 
     Rows ``[R, N]`` may also be ``[P, Q, N]`` of any two strides, numbered in that order: those of a
     world, say, which are ordered by node in one tensor and by local rank in another.
@@ -84,7 +79,7 @@ class RowSteps(NamedTuple):
     Attributes:
         rows: all of them.
         across: rows along the second axis of the grid.
-        strides: of each matrix: the distance of rows along the second axis of the grid, and by how
+        strides: for each matrix the distance of rows along the second axis of the grid, and by how
             much that of two along the third differs from ``across`` of those (a jump).
     """
 
@@ -96,8 +91,7 @@ class RowSteps(NamedTuple):
     def of(cls, *matrices: Tensor) -> RowSteps:
         """Find the steps through the rows of the first matrix, ``[R, N]`` or ``[P, Q, N]``.
 
-        Args:
-            matrices: of which the last dimensions are these; the rows of the others may be more.
+        The last dimensions of the others are the same; they may have more rows.
 
         Raises:
             ValueError: rows of two strides are too many for a grid.
@@ -130,3 +124,35 @@ def on_device(tensor: Tensor) -> AbstractContextManager[None]:
     if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return _HERE
+
+
+# Values of all rows together from which on the second and the third tile of an operator are used.
+SIZES = (1 << 21, 1 << 26)
+
+# The number in a name is that of the bits of a value that is read or written.
+TILES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
+    "activation backward": ((1024, 16, 2, 1), (1024, 32, 1, 1), (1024, 32, 1, 1)),
+    "activation backward hadamard": ((1024, 16, 2, 1), (1024, 32, 1, 1), (1024, 32, 1, 1)),
+    "activation dequantize": ((1024, 16, 2, 1), (1024, 32, 1, 1), (1024, 32, 1, 1)),
+    "activation dequantize hadamard": ((1024, 16, 2, 1), (1024, 32, 1, 1), (1024, 32, 1, 1)),
+    "activation quantize": ((1024, 16, 2, 1), (1024, 32, 1, 1), (1024, 32, 1, 1)),
+    "activation quantize hadamard": ((1024, 16, 2, 1), (1024, 32, 1, 1), (1024, 32, 1, 1)),
+    "dequantize 16": ((1024, 16, 2, 1), (2048, 32, 1, 1), (1024, 16, 1, 1)),
+    "dequantize 16 add": ((1024, 8, 4, 1), (1024, 8, 4, 1), (1024, 8, 4, 1)),
+    "dequantize 16 hadamard": ((1024, 16, 2, 1), (2048, 32, 1, 1), (2048, 32, 1, 1)),
+    "dequantize 32": ((1024, 8, 4, 1), (1024, 16, 2, 1), (1024, 8, 4, 1)),
+    "dequantize 32 add": ((1024, 8, 4, 1), (1024, 8, 4, 1), (1024, 8, 4, 1)),
+    "dequantize 32 hadamard": ((512, 16, 1, 1), (2048, 32, 2, 1), (1024, 8, 4, 1)),
+    "difference 16": ((2048, 16, 4, 1), (2048, 16, 4, 1), (2048, 16, 4, 1)),
+    "difference 16 hadamard": ((1024, 16, 2, 1), (1024, 16, 2, 1), (2048, 32, 2, 1)),
+    "difference 32": ((2048, 16, 4, 1), (2048, 8, 8, 1), (2048, 8, 8, 1)),
+    "difference 32 hadamard": ((256, 8, 1, 1), (1024, 16, 2, 1), (1024, 8, 4, 2)),
+    "quantize 16": ((2048, 16, 4, 1), (2048, 16, 2, 1), (2048, 32, 1, 1)),
+    "quantize 16 hadamard": ((2048, 16, 4, 1), (2048, 32, 2, 2), (1024, 32, 1, 4)),
+    "quantize 32": ((2048, 16, 4, 1), (2048, 16, 4, 1), (2048, 16, 2, 1)),
+    "quantize 32 hadamard": ((1024, 8, 4, 1), (1024, 16, 2, 1), (1024, 16, 2, 1)),
+    "reduce 16": ((256, 8, 1, 1), (1024, 32, 1, 2), (2048, 32, 1, 1)),
+    "reduce 32": ((512, 16, 1, 1), (1024, 32, 1, 1), (1024, 32, 1, 1)),
+    "requantize": ((256, 8, 1, 1), (1024, 32, 1, 2), (2048, 32, 2, 4)),
+    "requantize many": ((256, 8, 1, 1), (2048, 32, 1, 2), (2048, 32, 1, 1)),
+}

@@ -12,10 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lq_lightning.kernels.dequantize.reference import dequantize
-from lq_lightning.kernels.quantize.reference import quantize
+from lq_lightning.kernels.message.operators import check_message
+from lq_lightning.kernels.message.rows import dequantize, quantize
 
-from .checks import check_message
 from .format import MessageFormat, parse_format
 
 
@@ -23,7 +22,7 @@ def parse_matrix_format(text: str) -> MessageFormat:
     """Parse a format and check that it is one for matrices.
 
     Args:
-        text: what ``str(MessageFormat(...))`` returns.
+        text: a result of ``str(MessageFormat(...))``.
 
     Raises:
         ValueError: ``text`` is not such a string, or is one of stochastic rounding.
@@ -60,18 +59,7 @@ def empty_message(fmt: MessageFormat, rows: int, numel: int, device: torch.devic
 
 
 def check_matrix(name: str, message: Tensor, rows: int, numel: int, fmt: MessageFormat) -> None:
-    """Check that ``message`` is that of a ``[rows, numel]`` matrix, at aligned addresses.
-
-    Args:
-        name: of the argument, for the error.
-        message: uint8.
-        rows: of the matrix.
-        numel: columns of the matrix.
-        fmt: the format.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raise ``ValueError`` unless ``message`` is that of a ``[rows, numel]`` matrix, aligned."""
     count, length = matrix_shape(fmt, rows, numel)
     if message.dtype != torch.uint8 or message.dim() != 2 or message.shape[0] != count:
         raise ValueError(
@@ -83,15 +71,7 @@ def check_matrix(name: str, message: Tensor, rows: int, numel: int, fmt: Message
 
 
 def encode_matrix(x: Tensor, fmt: MessageFormat) -> Tensor:
-    """Encode a matrix on the CPU, rounding to nearest.
-
-    Args:
-        x: ``[T, N]`` fp32, bf16 or fp16, any strides.
-        fmt: the format, one of ``parse_matrix_format``.
-
-    Returns:
-        ``[R, nbytes]`` uint8: the bytes of the operator ``quantize`` for ``[R, T * N / R]``.
-    """
+    """Encode a ``[T, N]`` matrix of floats on the CPU, as the operator ``quantize`` would."""
     rows, numel = x.shape
     message = empty_message(fmt, rows, numel, x.device)
     quantize(x.contiguous().view(matrix_shape(fmt, rows, numel)), None, fmt, 0, message)
@@ -99,17 +79,7 @@ def encode_matrix(x: Tensor, fmt: MessageFormat) -> Tensor:
 
 
 def decode_matrix(message: Tensor, rows: int, numel: int, fmt: MessageFormat) -> Tensor:
-    """Undo ``encode_matrix``.
-
-    Args:
-        message: ``[R, nbytes]`` uint8.
-        rows: T.
-        numel: N.
-        fmt: the format that it was encoded with.
-
-    Returns:
-        ``[T, N]`` fp32.
-    """
+    """Undo ``encode_matrix``: return ``[rows, numel]`` fp32 of an ``[R, nbytes]`` message."""
     out = torch.empty(rows, numel, dtype=torch.float32, device=message.device)
     shape = matrix_shape(fmt, rows, numel)
     dequantize(message[None], shape[1], fmt, 1.0, False, out.view(shape))

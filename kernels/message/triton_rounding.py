@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lq_lightning.kernels.message.codes import CELLS_PER_UNIT, MIDDLE_CELL
-from lq_lightning.kernels.message.format import MessageFormat
-from lq_lightning.kernels.message.triton_levels import look_up
+from lq_lightning.kernels.message.format import CELLS_PER_UNIT, MIDDLE_CELL, MessageFormat
+from lq_lightning.kernels.message.triton_blocks import integer_type
+from lq_lightning.kernels.message.triton_codes import look_up
 
 # 1.5 * 2**23: adding it rounds an fp32 of small magnitude to an integer (half to even) and leaves
 # that integer in the low bits, without a conversion instruction.
@@ -59,15 +59,16 @@ def mixed_noise(seed_a, seed_b, row, start, BLOCK: tl.constexpr, HALF: tl.conste
 @triton.jit
 def round_scale_up(scale, FORMAT: tl.constexpr):
     """Round non-negative fp32 up to the scale dtype; ``reference.round_scale_up``."""
-    if FORMAT.scale_dtype == "bfloat16":
-        bits = (scale.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
-        scale = tl.where(scale == scale, bits.to(tl.float32, bitcast=True), scale)
-    if FORMAT.scale_dtype == "float16":
+    if FORMAT.scale.truncated is None:
         rounded = scale.to(tl.float16)
         bits = rounded.to(tl.int16, bitcast=True).to(tl.int32) + 1
         up = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         nearest = rounded.to(tl.float32)
         scale = tl.where(nearest < scale, up, nearest)
+    elif FORMAT.scale.truncated > 0:
+        BELOW: tl.constexpr = (1 << FORMAT.scale.truncated) - 1
+        bits = (scale.to(tl.int32, bitcast=True) + BELOW) & (-1 - BELOW)
+        scale = tl.where(scale == scale, bits.to(tl.float32, bitcast=True), scale)
     return scale
 
 
@@ -75,11 +76,7 @@ def round_scale_up(scale, FORMAT: tl.constexpr):
 def round_minimum_down(minimum, FORMAT: tl.constexpr):
     """Round fp32 down to the scale dtype, -0 to +0; ``reference.round_minimum_down``."""
     minimum = tl.where(minimum == 0.0, 0.0, minimum)
-    if FORMAT.scale_dtype == "bfloat16":
-        bits = minimum.to(tl.int32, bitcast=True) + tl.where(minimum < 0.0, 0xFFFF, 0)
-        down = (bits & -0x10000).to(tl.float32, bitcast=True)
-        minimum = tl.where(minimum == minimum, down, minimum)
-    if FORMAT.scale_dtype == "float16":
+    if FORMAT.scale.truncated is None:
         rounded = minimum.to(tl.float16)
         nearest = rounded.to(tl.float32)
         bits = rounded.to(tl.int16, bitcast=True).to(tl.int32)
@@ -87,7 +84,40 @@ def round_minimum_down(minimum, FORMAT: tl.constexpr):
         bits = tl.where(nearest == 0.0, -0x7FFF, bits)
         down = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         minimum = tl.where(nearest > minimum, down, nearest)
+    elif FORMAT.scale.truncated > 0:
+        BELOW: tl.constexpr = (1 << FORMAT.scale.truncated) - 1
+        bits = minimum.to(tl.int32, bitcast=True) + tl.where(minimum < 0.0, BELOW, 0)
+        down = (bits & (-1 - BELOW)).to(tl.float32, bitcast=True)
+        minimum = tl.where(minimum == minimum, down, minimum)
     return minimum
+
+
+@triton.jit
+def bits_of_scales(values, FORMAT: tl.constexpr):
+    """Stored integers of fp32 values that are exact in the scale dtype."""
+    DTYPE: tl.constexpr = integer_type(FORMAT.scale_nbytes * 8)
+    number = values == values
+    if FORMAT.scale.truncated is None:
+        half = values.to(tl.float16).to(tl.int16, bitcast=True)
+        bits = tl.where(number, half, FORMAT.scale.nan_bits).to(tl.int16)
+    else:
+        wide = tl.where(number, values.to(tl.int32, bitcast=True), 0x7FC00000)
+        bits = (wide >> FORMAT.scale.truncated).to(DTYPE)
+    return bits
+
+
+@triton.jit
+def scales_of_bits(bits, FORMAT: tl.constexpr):
+    """fp32 values of stored integers; ``reference.load_scales``."""
+    if FORMAT.scale.truncated is None:
+        values = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    elif FORMAT.scale.significand_bits == 1:  # the least exponent is subnormal, the last one NaN
+        exponent = bits.to(tl.int32) & 0xFF
+        wide = tl.where(exponent == 0, 0x00400000, exponent << 23)
+        values = tl.where(exponent == 0xFF, 0x7FC00000, wide).to(tl.float32, bitcast=True)
+    else:
+        values = (bits.to(tl.int32) << FORMAT.scale.truncated).to(tl.float32, bitcast=True)
+    return values
 
 
 @triton.jit
@@ -118,7 +148,7 @@ def largest_magnitude(x):
 def group_range(x, valid, FORMAT: tl.constexpr, FULL: tl.constexpr):
     """Extremes of each group of a ``[GROUPS, GROUP]`` tile, as ordered int32 keys.
 
-    ``rounding.group_range``; of symmetric formats both are the largest magnitude. ``valid``
+    ``reference.group_range``; of symmetric formats both are the largest magnitude. ``valid``
     elements of the tile count for the minimum.
     """
     if FORMAT.symmetric:
@@ -163,7 +193,7 @@ def asymmetric_scaling(low, high, max_level, max_width, FORMAT: tl.constexpr, NO
 
 @triton.jit
 def scaling_of(low, high, FORMAT: tl.constexpr, NORM: tl.constexpr):
-    """``rounding.scaling_of`` for the keys of ``group_range``.
+    """``reference.scaling_of`` for the keys of ``group_range``.
 
     Returns scale, minimum, norm and inverse; of symmetric formats minimum and norm mean nothing.
     """
@@ -184,7 +214,7 @@ def scaling_of(low, high, FORMAT: tl.constexpr, NORM: tl.constexpr):
 
 @triton.constexpr_function
 def _next_thresholds(fmt: MessageFormat) -> tuple[float, ...]:
-    """By cell, see ``codes.cells_of``, the first threshold in it or above."""
+    """By cell, see ``format.cells_of``, the first threshold in it or above."""
     return tuple((*fmt.thresholds, float("inf"))[first] for first in fmt.cells)
 
 
@@ -220,7 +250,7 @@ def _nearest_level(y, FORMAT: tl.constexpr):
 
 @triton.jit
 def _round_to_float(y, FORMAT: tl.constexpr):
-    """fp16 bits, as int32, that begin with those of the code; ``rounding._round_to_float``."""
+    """fp16 bits, as int32, that begin with those of the code; ``reference._round_to_float``."""
     bits = y.to(tl.int32, bitcast=True)
     if not FORMAT.stochastic:
         # Adding and subtracting 1.5 * 2**23 units of the last place of its own binade rounds.
@@ -266,7 +296,7 @@ def fixed_point(y, FORMAT: tl.constexpr):
     """Codes of what ``scaled`` returns, with ``FORMAT.fraction_bits`` binary places.
 
     Returns int32; the low 16 bits hold the number, those above are arbitrary. The twin of
-    ``rounding.quantize_groups``, except in groups without a scale, where all bits are arbitrary.
+    ``reference.quantize_groups``, except in groups without a scale, where all bits are arbitrary.
     """
     if FORMAT.kind == "table":
         fixed = _nearest_level(y, FORMAT)

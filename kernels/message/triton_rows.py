@@ -5,20 +5,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lq_lightning.kernels.message.triton_blocks import select_bytes
-from lq_lightning.kernels.message.triton_float8 import float8_words, has_float8_instructions
-from lq_lightning.kernels.message.triton_levels import levels_of_words, load_codes
-from lq_lightning.kernels.message.triton_planes import (
+from lq_lightning.kernels.message.triton_blocks import integer_type, select_bytes
+from lq_lightning.kernels.message.triton_codes import (
+    float8_words,
+    has_float8_instructions,
+    levels_of_words,
+    load_codes,
     pair_up,
     same_in_groups,
     store_codes,
     store_words,
 )
 from lq_lightning.kernels.message.triton_rounding import (
+    bits_of_scales,
     fixed_point,
     group_range,
     mixed_noise,
     scaled,
+    scales_of_bits,
     scaling_of,
 )
 
@@ -32,7 +36,7 @@ def _section(numel, BITS: tl.constexpr):
 
 @triton.jit
 def row_sections(numel, FORMAT: tl.constexpr):
-    """Where the sections of a row lie; ``MessageFormat.layout``.
+    """Offsets of the sections of a row; ``MessageFormat.layout``.
 
     Derived here, since a handful of scalar operations costs less than arguments of the launch.
 
@@ -44,16 +48,14 @@ def row_sections(numel, FORMAT: tl.constexpr):
     num_groups = tl.cast(1, tl.int64)
     if FORMAT.group_size > 0:
         num_groups = (padded_numel + (FORMAT.group_size - 1)) // FORMAT.group_size
-    BITS: tl.constexpr = FORMAT.bits
-    FIRST: tl.constexpr = BITS if BITS == 8 else (2 if BITS <= 3 else 4)
-    SECOND: tl.constexpr = 2 if BITS == 6 or BITS == 7 else 1
-    plane_1 = _section(padded_numel, FIRST)
+    PLANES: tl.constexpr = FORMAT.planes
+    plane_1 = _section(padded_numel, PLANES[0])
     plane_2 = plane_1
-    if BITS != FIRST:
-        plane_2 += _section(padded_numel, SECOND)
+    if len(PLANES) > 1:
+        plane_2 += _section(padded_numel, PLANES[1])
     scales = plane_2
-    if BITS == 7:
-        scales += _section(padded_numel, 1)
+    if len(PLANES) > 2:
+        scales += _section(padded_numel, PLANES[2])
     minima = scales + _section(num_groups, FORMAT.scale_nbytes * 8)
     return padded_numel, num_groups, plane_1, plane_2, scales, minima
 
@@ -90,24 +92,11 @@ def store_scales(
     first, end = groups
     index = tl.arange(0, GROUPS)
     inside = index < end - first
-    number = values == values
-    if FORMAT.scale_dtype == "float32":
-        target = (row_ptr + offset).to(tl.pointer_type(tl.int32), bitcast=True)
-        bits = tl.where(number, values.to(tl.int32, bitcast=True), 0x7FC00000)
-        tl.store(target + first + index, bits, inside)
-        per_section: tl.constexpr = 4
-        zeros = tl.zeros((per_section,), tl.int32)
-    else:
-        target = (row_ptr + offset).to(tl.pointer_type(tl.int16), bitcast=True)
-        if FORMAT.scale_dtype == "bfloat16":
-            wide = tl.where(number, values.to(tl.int32, bitcast=True), 0x7FC00000) >> 16
-            bits = wide.to(tl.int16)
-        else:
-            half = values.to(tl.float16).to(tl.int16, bitcast=True)
-            bits = tl.where(number, half, 0x7E00).to(tl.int16)
-        tl.store(target + first + index, bits, inside)
-        per_section: tl.constexpr = 8
-        zeros = tl.zeros((per_section,), tl.int16)
+    DTYPE: tl.constexpr = integer_type(FORMAT.scale_nbytes * 8)
+    target = (row_ptr + offset).to(tl.pointer_type(DTYPE), bitcast=True)
+    tl.store(target + first + index, bits_of_scales(values, FORMAT), inside)
+    per_section: tl.constexpr = 16 // FORMAT.scale_nbytes
+    zeros = tl.zeros((per_section,), DTYPE)
     if (end == num_groups) & (first < end) & (first + GROUPS >= end):
         beyond = num_groups + tl.arange(0, per_section)
         aligned = (num_groups + per_section - 1) // per_section * per_section
@@ -119,14 +108,9 @@ def load_scales(row_ptr, offset, first, num_groups, GROUPS: tl.constexpr, FORMAT
     """Read ``[GROUPS]`` values of the scale dtype as fp32; ``reference.load_scales``."""
     index = tl.arange(0, GROUPS)
     inside = index < num_groups - first
-    if FORMAT.scale_dtype == "float32":
-        source = (row_ptr + offset).to(tl.pointer_type(tl.float32), bitcast=True)
-        return tl.load(source + first + index, inside, 0.0)
-    source = (row_ptr + offset).to(tl.pointer_type(tl.int16), bitcast=True)
-    bits = tl.load(source + first + index, inside, 0)
-    if FORMAT.scale_dtype == "bfloat16":
-        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return bits.to(tl.float16, bitcast=True).to(tl.float32)
+    DTYPE: tl.constexpr = integer_type(FORMAT.scale_nbytes * 8)
+    source = (row_ptr + offset).to(tl.pointer_type(DTYPE), bitcast=True)
+    return scales_of_bits(tl.load(source + first + index, inside, 0), FORMAT)
 
 
 @triton.jit
@@ -188,7 +172,7 @@ def encode_tile(
     NORM: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Quantize a transformed ``[BLOCK]`` tile and write it; ``quantize.reference.encode_block``.
+    """Quantize a transformed ``[BLOCK]`` tile and write it; ``rows.encode_block``.
 
     ``range_ptr`` is read for formats with one scale per row; see ``widen_range``.
     """
@@ -245,7 +229,7 @@ def encode_pass(
     FULL: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One of the passes of ``calls.encoding_launch`` over a tile."""
+    """One of the passes of ``launch_cache.encoding_launch`` over a tile."""
     if WIDEN:
         widen_range(x, range_ptr, row, start, limit, numel, BLOCK, FORMAT, FULL)
     else:
@@ -289,7 +273,7 @@ def load_encoded(
 
 @triton.jit
 def decode_loaded(loaded, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
-    """Decode what ``load_encoded`` returned, still transformed; ``dequantize.reference``.
+    """Decode what ``load_encoded`` returned, still transformed; ``rows.decode_block``.
 
     ``int_to_float`` is ``launch.INT_TO_FLOAT``: known to the compiler, it would be moved to a
     register for every code again.
@@ -300,9 +284,9 @@ def decode_loaded(loaded, int_to_float, BLOCK: tl.constexpr, FORMAT: tl.constexp
     levels = tl.reshape(levels, (GROUPS, BLOCK // GROUPS))
     if FORMAT.symmetric:
         values = levels * scale[:, None]
-    elif FORMAT.scale_dtype == "float32":
+    elif FORMAT.scale.significand_bits > 16:
         values = levels * scale[:, None] + minimum[:, None]
-    else:  # rounded once either way: products of 8 and 11 bits are exact
+    else:  # rounded once either way: products of codes and so few bits are exact
         factor = tl.broadcast_to(scale[:, None], levels.shape)
         values = tl.fma(levels, factor, tl.broadcast_to(minimum[:, None], levels.shape))
     return tl.reshape(values, (BLOCK,))
@@ -320,9 +304,40 @@ def decode_tile(
     FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Decode a ``[BLOCK]`` tile, still transformed; ``dequantize.reference.decode_block``.
+    """Decode a ``[BLOCK]`` tile, still transformed; ``rows.decode_block``.
 
     ``int_to_float`` is that of ``decode_loaded``.
     """
     loaded = load_encoded(row_ptr, start, limit, numel, BLOCK, RUN, FORMAT, FULL)
     return decode_loaded(loaded, int_to_float, BLOCK, FORMAT)
+
+
+@triton.jit
+def encoded_columns(
+    message_ptr,
+    message_stride,
+    row,
+    rows,
+    numel,
+    FLAT: tl.constexpr,
+    MULTIPLE: tl.constexpr = 16,
+):
+    """Place of row ``row`` (int64) of a ``[rows, numel]`` matrix in its message.
+
+    ``FLAT`` is ``matrix.is_flat``. For ``encode_tile`` and ``decode_tile``, which take columns of
+    an encoded row. ``MULTIPLE`` is the group size, of which flat rows have a multiple.
+
+    Returns:
+        The address of the encoded row, its column where the row of the matrix begins, and how many
+        values the encoded row has; int64.
+    """
+    row_ptr = message_ptr
+    first = tl.cast(0, tl.int64)
+    length = tl.cast(numel, tl.int64)
+    if FLAT:
+        # for the compiler, which takes larger words where it knows that they are aligned
+        first = tl.multiple_of(row * numel, MULTIPLE)
+        length = length * rows
+    else:
+        row_ptr += row * message_stride
+    return row_ptr, first, length

@@ -12,7 +12,11 @@ Kinds of norm, with ``x_hat = centred * rstd``, where ``centred`` is ``x``, or `
 What is encoded is ``centred``, computed in fp32. A mean that only "layer" removes would otherwise
 widen the groups of a symmetric code, and be one huge value per block of a Hadamard transform.
 
-Shape legend: T tokens, N features, R encoded rows of the message (``message/matrix.py``).
+Shape legend: T tokens, N features, R encoded rows of the message (``message/matrix.py``). ``x`` and
+``dy`` are ``[T, N]`` fp32, bf16 or fp16, last dimension contiguous; ``weight`` and ``bias`` ``[N]``
+or None (no bias but for "layer"); ``rstd`` fp32 ``[T, 1]``, of the exact ``x``; ``message``
+``[R, nbytes]`` uint8 of a ``format`` of ``matrix.parse_matrix_format``. All else raises
+``ValueError``; ``NotImplementedError``: one scale per row, or rows too long for the GPU kernels.
 """
 
 from __future__ import annotations
@@ -20,10 +24,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lq_lightning.kernels.message.calls import facts, find_call, keep_call
-from lq_lightning.kernels.message.checks import check_rows
 from lq_lightning.kernels.message.matrix import check_matrix, empty_message, parse_matrix_format
-from lq_lightning.kernels.message.operators import define_operator
+from lq_lightning.kernels.message.operators import Launched, cached_operator, check_rows
 
 from . import reference as cpu
 
@@ -68,63 +70,6 @@ def check_rstd(rstd: Tensor, rows: int) -> None:
         )
 
 
-def _norm_quantize(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    kind: str,
-    format: str,
-    dtype: torch.dtype,
-    amax: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalise rows and encode their input, for "layer" without its mean, reading it once.
-
-    ``y`` is within one ulp of the reference for a dtype of 16 bits, and of a few for fp32: the
-    order of the sums over a row differs. The message has the reference's bits, for "layer" where
-    both find the same means.
-
-    Args:
-        x: ``[T, N]`` fp32, bf16 or fp16, last dimension contiguous.
-        weight: ``[N]`` or None.
-        bias: ``[N]`` or None; for "layer".
-        eps: added to the variance, or to the mean of squares.
-        kind: of norm; see above.
-        format: a ``MessageFormat`` as a string, one of ``matrix.parse_matrix_format``.
-        dtype: of ``y``.
-        amax: Whether to return the largest magnitude.
-
-    Returns:
-        ``y`` ``[T, N]``; ``rstd`` of the exact ``x``, fp32 ``[T, 1]``; the message of ``centred``,
-        ``[R, nbytes]`` uint8; fp32 ``[1]``, the largest magnitude of ``y`` as it was rounded (NaN
-        if it has one), or ``[0]``.
-
-    Raises:
-        ValueError: an argument has another shape, dtype, stride or value.
-        NotImplementedError: a format with one scale per row; rows too long for the GPU kernels.
-    """
-    tensors = (x, weight, bias)
-    key = ("norm_quantize", *map(facts, tensors), eps, kind, format, dtype, amax)
-    call = find_call(key)
-    if call is not None:
-        y, rstd, message, largest = call.repeat(*tensors)
-        return y, rstd, message, largest
-    fmt = parse_matrix_format(format)
-    check_kind(kind, bias)
-    _check_matrix_of_floats("x", x)
-    check_parameter("weight", weight, x.shape[1])
-    check_parameter("bias", bias, x.shape[1])
-    if not x.is_cuda:
-        return cpu.norm_quantize(x, weight, bias, eps, kind, fmt, dtype, amax)
-    from .triton_forward import launch_norm_quantize
-
-    made = _fake_norm_quantize(*tensors, eps, kind, format, dtype, amax)
-    made[3].zero_()
-    launch = launch_norm_quantize(*tensors, eps, kind, fmt, *made)
-    keep_call(key, made, launch, zeroed=3 if amax else None)
-    return made
-
-
 def _fake_norm_quantize(
     x: Tensor,
     weight: Tensor | None,
@@ -144,7 +89,64 @@ def _fake_norm_quantize(
     )
 
 
-def _norm_dequantize(
+@cached_operator(
+    "norm_quantize(Tensor x, Tensor? weight, Tensor? bias, float eps, str kind, str format,"
+    " ScalarType dtype, bool amax) -> (Tensor y, Tensor rstd, Tensor message, Tensor amax_y)",
+    _fake_norm_quantize,
+)
+def norm_quantize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+    format: str,
+    dtype: torch.dtype,
+    amax: bool,
+) -> tuple[Tensor, ...] | Launched:
+    """Normalise rows and encode their input, for "layer" without its mean, reading it once.
+
+    ``y`` is within one ulp of the reference for a dtype of 16 bits, and of a few for fp32: the
+    order of the sums over a row differs. The message has the reference's bits, for "layer" where
+    both find the same means.
+
+    Args:
+        x: the input.
+        weight: or None.
+        bias: or None.
+        eps: added to the variance, or to the mean of squares.
+        kind: kind of norm.
+        format: format of the message.
+        dtype: dtype of ``y``.
+        amax: whether to return the largest magnitude.
+
+    Returns:
+        ``y``; ``rstd``; the message of ``centred``; fp32 ``[1]``, the largest magnitude of ``y`` as
+        it was rounded (NaN if it has one), or ``[0]``.
+    """
+    fmt = parse_matrix_format(format)
+    check_kind(kind, bias)
+    _check_matrix_of_floats("x", x)
+    check_parameter("weight", weight, x.shape[1])
+    check_parameter("bias", bias, x.shape[1])
+    if not x.is_cuda:
+        return cpu.norm_quantize(x, weight, bias, eps, kind, fmt, dtype, amax)
+    from .triton_forward import launch_norm_quantize
+
+    made = _fake_norm_quantize(x, weight, bias, eps, kind, format, dtype, amax)
+    made[3].zero_()
+    launch = launch_norm_quantize(x, weight, bias, eps, kind, fmt, *made)
+    return Launched(made, launch, zeroed=3 if amax else None)
+
+
+@cached_operator(
+    "norm_dequantize(Tensor message, Tensor rstd, Tensor? weight, Tensor? bias, int numel,"
+    " str kind, str format, ScalarType dtype, ScalarType x_dtype) -> Tensor",
+    lambda message, rstd, weight, bias, numel, kind, format, dtype, x_dtype: rstd.new_empty(
+        rstd.shape[0], numel, dtype=dtype
+    ),
+)
+def norm_dequantize(
     message: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
@@ -154,31 +156,11 @@ def _norm_dequantize(
     format: str,
     dtype: torch.dtype,
     x_dtype: torch.dtype,
-) -> Tensor:
-    """Rebuild the output of a norm from its encoded input. Bits are those of the reference.
+) -> Tensor | Launched:
+    """Rebuild ``[T, N]`` outputs of ``dtype`` from a message; bits are those of the reference.
 
-    Args:
-        message: ``[R, nbytes]`` uint8, of ``norm_quantize`` for a ``[T, N]`` input.
-        rstd: of ``norm_quantize``; that of the exact input.
-        weight: ``[N]`` or None.
-        bias: ``[N]`` or None; for "layer".
-        numel: N.
-        kind: of norm; see above.
-        format: that of the message.
-        dtype: of the result.
-        x_dtype: what the input had; "rms_cast" rounds to it.
-
-    Returns:
-        ``[T, N]``.
-
-    Raises:
-        ValueError: an argument has another shape, dtype, stride or value.
+    ``x_dtype`` is what the input had; "rms_cast" rounds to it.
     """
-    tensors = (message, rstd, weight, bias)
-    key = ("norm_dequantize", *map(facts, tensors), numel, kind, format, dtype, x_dtype)
-    call = find_call(key)
-    if call is not None:
-        return call.repeat(*tensors)[0]
     fmt = parse_matrix_format(format)
     check_kind(kind, bias)
     check_rstd(rstd, rstd.shape[0])
@@ -186,81 +168,12 @@ def _norm_dequantize(
     check_parameter("weight", weight, numel)
     check_parameter("bias", bias, numel)
     if not message.is_cuda:
-        return cpu.norm_dequantize(*tensors, numel, kind, fmt, dtype, x_dtype)
+        return cpu.norm_dequantize(message, rstd, weight, bias, numel, kind, fmt, dtype, x_dtype)
     from .triton_forward import launch_norm_dequantize
 
     y = rstd.new_empty(rstd.shape[0], numel, dtype=dtype)
-    keep_call(key, [y], launch_norm_dequantize(*tensors, kind, fmt, x_dtype, y))
-    return y
-
-
-def _fake_norm_dequantize(
-    message: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    numel: int,
-    kind: str,
-    format: str,
-    dtype: torch.dtype,
-    x_dtype: torch.dtype,
-) -> Tensor:
-    return rstd.new_empty(rstd.shape[0], numel, dtype=dtype)
-
-
-def _norm_backward(
-    message: Tensor,
-    rstd: Tensor,
-    dy: Tensor,
-    weight: Tensor | None,
-    kind: str,
-    format: str,
-    dtype: torch.dtype,
-    parameters: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a norm from its encoded input, computed in fp32 and rounded once.
-
-    Those of the parameters are sums over tokens in a fixed order: equal bits for equal inputs on
-    one kind of device. The reference takes another order; both are off by the rounding of fp32.
-
-    Args:
-        message: ``[R, nbytes]`` uint8, of ``norm_quantize`` for a ``[T, N]`` input.
-        rstd: of ``norm_quantize``; that of the exact input.
-        dy: ``[T, N]`` fp32, bf16 or fp16, last dimension contiguous.
-        weight: ``[N]`` or None.
-        kind: of norm; see above.
-        format: that of the message.
-        dtype: of ``dx``.
-        parameters: Whether to compute the gradients of weight and bias.
-
-    Returns:
-        ``dx`` ``[T, N]``; ``dweight`` fp32 ``[N]``, or ``[0]`` without ``parameters``; ``dbias``
-        fp32 ``[N]``, or ``[0]`` without ``parameters`` and for RMS kinds.
-
-    Raises:
-        ValueError: an argument has another shape, dtype, stride or value.
-        NotImplementedError: rows too long for the GPU kernels.
-    """
-    tensors = (message, rstd, dy, weight)
-    key = ("norm_backward", *map(facts, tensors), kind, format, dtype, parameters)
-    call = find_call(key)
-    if call is not None:
-        dx, dweight, dbias = call.repeat(*tensors)
-        return dx, dweight, dbias
-    fmt = parse_matrix_format(format)
-    check_kind(kind)
-    _check_matrix_of_floats("dy", dy)
-    rows, numel = dy.shape
-    check_rstd(rstd, rows)
-    check_matrix("message", message, rows, numel, fmt)
-    check_parameter("weight", weight, numel)
-    if not dy.is_cuda:
-        return cpu.norm_backward(*tensors, kind, fmt, dtype, parameters)
-    from .triton_backward import launch_norm_backward
-
-    made = _fake_norm_backward(*tensors, kind, format, dtype, parameters)
-    keep_call(key, made, launch_norm_backward(*tensors, kind, fmt, *made))
-    return made
+    launch = launch_norm_dequantize(message, rstd, weight, bias, kind, fmt, x_dtype, y)
+    return Launched((y,), launch)
 
 
 def _fake_norm_backward(
@@ -281,21 +194,40 @@ def _fake_norm_backward(
     )
 
 
-norm_quantize = define_operator(
-    "norm_quantize(Tensor x, Tensor? weight, Tensor? bias, float eps, str kind, str format,"
-    " ScalarType dtype, bool amax) -> (Tensor y, Tensor rstd, Tensor message, Tensor amax_y)",
-    _norm_quantize,
-    _fake_norm_quantize,
-)
-norm_dequantize = define_operator(
-    "norm_dequantize(Tensor message, Tensor rstd, Tensor? weight, Tensor? bias, int numel,"
-    " str kind, str format, ScalarType dtype, ScalarType x_dtype) -> Tensor",
-    _norm_dequantize,
-    _fake_norm_dequantize,
-)
-norm_backward = define_operator(
+@cached_operator(
     "norm_backward(Tensor message, Tensor rstd, Tensor dy, Tensor? weight, str kind, str format,"
     " ScalarType dtype, bool parameters) -> (Tensor dx, Tensor dweight, Tensor dbias)",
-    _norm_backward,
     _fake_norm_backward,
 )
+def norm_backward(
+    message: Tensor,
+    rstd: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    kind: str,
+    format: str,
+    dtype: torch.dtype,
+    parameters: bool,
+) -> tuple[Tensor, ...] | Launched:
+    """Gradients of a norm from its encoded input, computed in fp32 and rounded once.
+
+    Those of the parameters are sums over tokens in a fixed order: equal bits for equal inputs on
+    one kind of device. The reference takes another order; both are off by the rounding of fp32.
+
+    Returns:
+        ``dx`` ``[T, N]`` of ``dtype``; ``dweight`` fp32 ``[N]``, or ``[0]`` without ``parameters``;
+        ``dbias`` fp32 ``[N]``, or ``[0]`` without ``parameters`` and for RMS kinds.
+    """
+    fmt = parse_matrix_format(format)
+    check_kind(kind)
+    _check_matrix_of_floats("dy", dy)
+    rows, numel = dy.shape
+    check_rstd(rstd, rows)
+    check_matrix("message", message, rows, numel, fmt)
+    check_parameter("weight", weight, numel)
+    if not dy.is_cuda:
+        return cpu.norm_backward(message, rstd, dy, weight, kind, fmt, dtype, parameters)
+    from .triton_backward import launch_norm_backward
+
+    made = _fake_norm_backward(message, rstd, dy, weight, kind, format, dtype, parameters)
+    return Launched(made, launch_norm_backward(message, rstd, dy, weight, kind, fmt, *made))

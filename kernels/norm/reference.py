@@ -41,13 +41,8 @@ def normalize(
 ) -> Tensor:
     """Return the output of a norm in fp32, not rounded yet.
 
-    Args:
-        centred: ``[T, N]`` fp32, what ``centre`` returned, exact or decoded.
-        rstd: of ``reciprocal_deviation``.
-        weight: ``[N]`` or None.
-        bias: ``[N]`` or None.
-        kind: one of ``KINDS``.
-        x_dtype: what the input of the norm had; "rms_cast" rounds ``x_hat`` to it.
+    ``centred`` is ``[T, N]`` fp32, exact or decoded; "rms_cast" rounds ``x_hat`` to ``x_dtype``,
+    which the input of the norm had.
     """
     y = centred * rstd
     if kind == "rms_cast":

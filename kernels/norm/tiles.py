@@ -1,4 +1,4 @@
-"""What a program of the norm kernels works on.
+"""Work of a program of the norm kernels.
 
 The speed depends on it, the bits of ``dweight`` and ``dbias`` (their order of summation) too.
 """
@@ -22,15 +22,15 @@ _MAX_PADDING = 112
 
 
 class Schedule(NamedTuple):
-    """How the tiles of a launch are spread over the GPU.
+    """Distribution of the tiles of a launch over the GPU.
 
     Attributes:
         run: consecutive elements that one thread owns, a power of two from 8.
         warps: threads of a program, in units of 32.
-        programs: of a launch; each takes tiles in turns. Also the number of partial sums of
+        programs: number in a launch; each takes tiles in turns. Also the number of partial sums of
             ``dweight``.
         stages: loads of so many tiles are on their way at once in a program; backward knows 1 or 2.
-        registers: of a thread at most, 0 for the compiler's choice. 65536 divided by this and by
+        registers: most per thread, 0 for the compiler's choice. 65536 divided by this and by
             ``32 * warps`` is the number of programs that an SM of an H200 runs at once.
     """
 
@@ -67,11 +67,11 @@ SCHEDULES: dict[str, dict[int, Schedule]] = {
 
 
 class Geometry(NamedTuple):
-    """How rows are cut into tiles.
+    """Division of rows into tiles.
 
     Attributes:
         block: elements of a tile, a power of two, a multiple of the group size.
-        rows: of a matrix in a tile. If more than one, they fill it: ``block = rows * N``.
+        rows: rows of a matrix in a tile. If more than one, they fill it: ``block = rows * N``.
         full: Whether all elements of all tiles are those of a row.
         flat: Whether the matrix is one encoded row.
     """
@@ -87,13 +87,9 @@ def _power_of_two(numel: int) -> int:
 
 
 def whole_rows(fmt: MessageFormat, rows: int, numel: int, *strided: Tensor) -> Geometry:
-    """Return tiles that hold whole rows.
+    """Return tiles that hold whole rows of a ``[rows, numel]`` matrix.
 
-    Args:
-        fmt: of the message.
-        rows: of the matrix.
-        numel: columns of the matrix.
-        strided: matrices whose rows may lie apart, which then do not share tiles.
+    Rows of ``strided`` matrices may lie apart, and then do not share tiles.
 
     Raises:
         NotImplementedError: more than ``MAX_NUMEL`` columns.

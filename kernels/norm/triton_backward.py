@@ -9,14 +9,13 @@ import triton.language as tl
 from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
-from lq_lightning.kernels.message.calls import Launch
 from lq_lightning.kernels.message.launch import INT_TO_FLOAT, row_stride
+from lq_lightning.kernels.message.launch_cache import Launch
 from lq_lightning.kernels.message.triton_blocks import hadamard, load_run, round_output
-from lq_lightning.kernels.message.triton_matrix import encoded_columns
-from lq_lightning.kernels.message.triton_rows import decode_loaded, load_encoded
+from lq_lightning.kernels.message.triton_rows import decode_loaded, encoded_columns, load_encoded
+from lq_lightning.kernels.norm.triton_tiles import factor_of
 
 from .tiles import choose_schedule, constants, whole_rows
-from .triton_arithmetic import factor_of
 from .triton_tiles import (
     load_columns,
     spread,

@@ -10,15 +10,19 @@ import triton.language as tl
 from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
-from lq_lightning.kernels.message.calls import Launch, launch_nothing
 from lq_lightning.kernels.message.launch import INT_TO_FLOAT, row_stride
+from lq_lightning.kernels.message.launch_cache import Launch, launch_nothing
 from lq_lightning.kernels.message.triton_blocks import hadamard, load_run, round_output
-from lq_lightning.kernels.message.triton_matrix import encoded_columns
 from lq_lightning.kernels.message.triton_rounding import largest_magnitude
-from lq_lightning.kernels.message.triton_rows import decode_tile, encode_tile, raise_to
+from lq_lightning.kernels.message.triton_rows import (
+    decode_tile,
+    encode_tile,
+    encoded_columns,
+    raise_to,
+)
+from lq_lightning.kernels.norm.triton_tiles import normalize
 
 from .tiles import choose_schedule, constants, parts_of_rows, whole_rows
-from .triton_arithmetic import normalize
 from .triton_tiles import (
     load_columns,
     spread,

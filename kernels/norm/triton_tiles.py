@@ -8,7 +8,42 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lq_lightning.kernels.message.triton_blocks import load_run
+from lq_lightning.kernels.message.triton_blocks import load_run, round_output
+
+
+@triton.jit
+def factor_of(weight, KIND: tl.constexpr):
+    """Factor of ``x_hat`` in fp32; ``reference.factor_of``."""
+    factor = weight.to(tl.float32)
+    if KIND == "rms_offset":
+        factor = 1.0 + factor
+    return factor
+
+
+@triton.jit
+def normalize(
+    centred,
+    rstd,
+    weight,
+    bias,
+    KIND: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    X_DTYPE: tl.constexpr,
+):
+    """Output of a norm in fp32, not rounded yet; ``reference.normalize``.
+
+    ``weight`` and ``bias``, of the columns and any float dtype, are used if ``WEIGHT`` and
+    ``BIAS``.
+    """
+    y = centred * rstd
+    if KIND == "rms_cast":
+        y = round_output(y, X_DTYPE).to(tl.float32)
+    if WEIGHT:
+        y = y * factor_of(weight, KIND)
+    if BIAS:
+        y = y + bias.to(tl.float32)
+    return y
 
 
 @triton.jit
@@ -87,7 +122,7 @@ def sum_rows_of_two(first, second, ROWS: tl.constexpr):
 
 @triton.jit
 def spread(values, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """What ``sum_rows`` returns, for every element of the tile; a number stays one."""
+    """Sums of ``sum_rows`` for every element of the tile; a number stays one."""
     if ROWS > 1:
         wide = tl.broadcast_to(values[:, None], (ROWS, BLOCK // ROWS))
         values = tl.reshape(wide, (BLOCK,))

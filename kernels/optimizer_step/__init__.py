@@ -1,5 +1,7 @@
 """One optimizer step on quantized states: decode -> update -> encode, one pass over memory."""
 
+from lq_lightning.kernels.optimizer_step.op import FLOAT_DTYPES, PreparedTensor, prepare
+
 from .formats import (
     FORMATS,
     GROUP_SIZE,
@@ -11,7 +13,6 @@ from .formats import (
     state_format,
 )
 from .op import optimizer_step
-from .prepared import FLOAT_DTYPES, PreparedTensor, prepare
 
 __all__ = [
     "FLOAT_DTYPES",

@@ -1,5 +1,8 @@
 """Codes of optimizer states: sets of levels, one of which a group of elements chooses.
 
+States are no messages: codes, scales and exponents are tensors of their own, which FSDP2 shards and
+checkpoints hold, and a group chooses its levels.
+
 A group of up to 128 elements has a scale, bf16, and where the format is expanded an exponent, a
 byte. A code is the number of a level, with the sign in bit 7 where the state has signs. A value
 between two levels becomes one of them by chance, so that small changes add up over many steps
@@ -65,13 +68,13 @@ Spacing = Literal["split", "floating", "linear", "dynamic"]
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """What the kernels need to know about the codes of one state.
+    """Format of the codes of one state.
 
     Attributes:
         name: a name of ``FORMATS``.
         signed: bit 7 of a code is the sign; otherwise it belongs to the level.
-        spacing: of the levels: ``"split"`` are those that a group chooses, ``"floating"`` E4M3's,
-            ``"dynamic"`` parts of decades.
+        spacing: spacing of the levels: ``"split"`` are those that a group chooses,
+            ``"floating"`` E4M3's, ``"dynamic"`` parts of decades.
     """
 
     name: str

@@ -7,16 +7,180 @@ else that is done here for a tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lq_lightning.kernels.message.operators import count_write
+from lq_lightning.kernels.optimizer_step import reference as cpu
+from lq_lightning.kernels.optimizer_step.formats import (
+    GROUP_SIZE,
+    NUM_SCALARS,
+    RULES,
+    StateFormat,
+    groups_per_row,
+    row_length,
+)
+from lq_lightning.kernels.optimizer_step.reference import State
 
-from . import reference as cpu
-from .formats import NUM_SCALARS, RULES
-from .prepared import FLOAT_DTYPES, PreparedTensor, check_tensor, states_of
+FLOAT_DTYPES = (torch.float32, torch.bfloat16)
+ALIGNMENT = 16  # bytes, of the wide loads of tensors whose rows are whole groups
+# Pointers of the kernel's table: parameter, gradient, and codes, scale and exponent twice.
+NUM_POINTERS, _FIRST_CODES, _SECOND_CODES = 8, 2, 5
+
+
+class Kind(NamedTuple):
+    """Facts that the tensors of one call share; equal kinds are the same object.
+
+    Attributes:
+        device: device of parameters, gradients and states.
+        dtype: dtype of the parameters.
+        formats: formats of the states.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    formats: tuple[StateFormat, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedTensor:
+    """Facts about a parameter and its states, checked; see :func:`prepare`.
+
+    It does not hold the tensors. They have to stay where they are as long as it is used: whoever
+    keeps it from one step to the next asks ``is_in_place`` before each.
+
+    Attributes:
+        kind: tensors of one kind share a launch.
+        shape: shape of the parameter, ``[D, ...]``.
+        addresses: of the parameter, then of codes, scale and exponent of each state as far as its
+            format has them.
+        pointers: columns of the kernel's table: addresses of parameter, gradient (0) and codes,
+            scale and exponent of two states, 0 where there is none.
+        length: elements of a row.
+        row_groups: groups of a row.
+        aligned: rows are whole groups, and parameter and codes begin at multiples of 16 bytes.
+    """
+
+    kind: Kind
+    shape: torch.Size
+    addresses: list[int]
+    pointers: tuple[int, ...]
+    length: int
+    row_groups: int
+    aligned: bool
+
+    def is_in_place(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the tensors that were prepared are still where they were.
+
+        Args:
+            tensors: the same objects, in the same order.
+        """
+        param = tensors[0]
+        return (
+            list(map(Tensor.data_ptr, tensors)) == self.addresses
+            and param.shape == self.shape
+            and param.dtype is self.kind.dtype
+            and param.is_contiguous()
+        )
+
+
+@cache
+def _kind(device: torch.device, dtype: torch.dtype, formats: tuple[StateFormat, ...]) -> Kind:
+    return Kind(device, dtype, formats)
+
+
+def check_tensor(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Refuse a tensor that the kernels would misread.
+
+    Raises:
+        ValueError: another shape or dtype than given, or not contiguous.
+    """
+    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}; "
+            f"expected a contiguous tensor of {' or '.join(map(str, dtypes))} {shape}."
+        )
+
+
+def prepare(tensors: Sequence[Tensor], formats: Sequence[StateFormat]) -> PreparedTensor:
+    """Check a parameter and its states for ``optimizer_step``.
+
+    Args:
+        tensors: the parameter ``[D, ...]``, fp32 or bf16; then for each state its codes, uint8 in
+            the shape of the parameter; its scale, ``[D, groups_per_row]`` bf16; and for
+            ``expanded_fp8`` its exponent, the same in uint8. A state of the format ``float32`` is
+            one fp32 tensor in the shape of the parameter. All are contiguous and on one device.
+        formats: formats of the one or two states.
+
+    Returns:
+        What ``optimizer_step`` takes, as long as the tensors stay where they are.
+
+    Raises:
+        ValueError: shapes, dtypes, strides or numbers of tensors other than above.
+    """
+    param = tensors[0]
+    if param.dim() == 0:
+        raise ValueError("a parameter has no dimensions; pass a view of shape (1,).")
+    check_tensor("param", param, tuple(param.shape), FLOAT_DTYPES)
+    length = row_length(param.shape)
+    constants = (param.shape[0], groups_per_row(length))
+    wanted = []
+    for name, fmt in zip(("first", "second"), formats, strict=False):
+        codes = torch.uint8 if fmt.quantized else torch.float32
+        wanted.append((name, True, tuple(param.shape), codes))
+        wanted.append((f"{name}_scale", fmt.quantized, constants, torch.bfloat16))
+        wanted.append((f"{name}_exponent", fmt.expanded, constants, torch.uint8))
+    needed = [name for name, is_needed, _, _ in wanted if is_needed]
+    if len(tensors) != 1 + len(needed) or len(wanted) != 3 * len(formats):
+        raise ValueError(
+            f"{len(tensors) - 1} tensors for states of the formats "
+            f"{', '.join(fmt.name for fmt in formats)}; expected {', '.join(needed)}."
+        )
+    rest = iter(tensors[1:])
+    pointers = [param.data_ptr(), 0]
+    for name, is_needed, shape, dtype in wanted:
+        if is_needed:
+            tensor = next(rest)
+            check_tensor(name, tensor, shape, (dtype,))
+            if tensor.device != param.device:
+                raise ValueError(
+                    f"{name} is on {tensor.device}, its parameter on {param.device}; move one of "
+                    "them."
+                )
+            pointers.append(tensor.data_ptr())
+        else:
+            pointers.append(0)
+    pointers += [0] * (NUM_POINTERS - len(pointers))
+    wide = (pointers[0], pointers[_FIRST_CODES], pointers[_SECOND_CODES])
+    return PreparedTensor(
+        kind=_kind(param.device, param.dtype, tuple(formats)),
+        shape=param.shape,
+        addresses=[tensor.data_ptr() for tensor in tensors],
+        pointers=tuple(pointers),
+        length=length,
+        row_groups=groups_per_row(length),
+        aligned=length % GROUP_SIZE == 0 and all(address % ALIGNMENT == 0 for address in wide),
+    )
+
+
+def states_of(tensors: Sequence[Tensor], formats: Sequence[StateFormat]) -> list[State]:
+    """Put the states together again that ``prepare`` takes apart."""
+    rest = iter(tensors[1:])
+    return [
+        State(
+            next(rest),
+            next(rest) if fmt.quantized else None,
+            next(rest) if fmt.expanded else None,
+        )
+        for fmt in formats
+    ]
 
 
 def _check(
@@ -85,14 +249,14 @@ def optimizer_step(
     Args:
         tensors: each parameter with the parts of its states, as they were given to ``prepare``;
             updated.
-        prepared: what ``prepare`` returned for each of them, all of one kind. The tensors must
+        prepared: results of ``prepare`` for each of them, all of one kind. The tensors must
             still be where they were then, which is not checked: see ``PreparedTensor.is_in_place``.
         grads: in the shapes of the parameters and on their device, all fp32 or all bf16,
             contiguous.
         scalars: ``[N, 8]`` fp32 on the CPU, the s0..s7 above.
-        seeds: of the noise that rounds codes and bf16 parameters, one per tensor, never the same
-            for two tensors or steps. Neither these nor the next are needed where all states are
-            fp32 and ``stochastic`` rounds nothing.
+        seeds: seeds of the noise that rounds codes and bf16 parameters, one per tensor, never the
+            same for two tensors or steps. Neither these nor the next are needed where all states
+            are fp32 and ``stochastic`` rounds nothing.
         first_groups: number of each tensor's first group in the whole parameter.
         rule: a name of ``RULES``.
         stochastic: round bf16 parameters stochastically.
@@ -107,7 +271,7 @@ def optimizer_step(
     _check(tensors, prepared, grads, scalars, seeds, first_groups, rule, stochastic)
     kind = prepared[0].kind
     if kind.device.type == "cuda":
-        from .launch import launch_optimizer_step
+        from lq_lightning.kernels.optimizer_step.triton_kernels import launch_optimizer_step
 
         launch_optimizer_step(prepared, grads, scalars, seeds, first_groups, rule, stochastic)
     else:

@@ -1,4 +1,4 @@
-"""Codes of groups of values in Triton, bit-identical to ``reference_codes.py``.
+"""Codes of groups of values in Triton, bit-identical to ``reference.py``.
 
 The codes of the split are integer arithmetic. In a codebook the level below a value is predicted:
 every spacing has a function that maps ``|x| / scale`` to the number of that level. It is computed
@@ -6,6 +6,16 @@ approximately, to 2.7e-4 of the distance between levels or better, and may choos
 a level that is next to the value. The value is then compared with a point between the two levels
 around it, which lies at least ``LEAST_NOISE`` = 4.9e-4 of the way from either, so that both choices
 lead to the same code.
+
+A program is one warp, which holds groups of 128 elements in a tile ``[32 // AT_ONCE, AT_ONCE,
+AT_ONCE, 4]``: lane, group, part of a group and element. So many lanes share a group and own four
+consecutive elements of each of its parts. All tensors have that layout, whatever their dtype: every
+load of a lane is a vector of four, and lanes of a group are neighbours in memory. Numbers of a
+group are ``[1, AT_ONCE, 1, 1]``: the more groups at once, the fewer lanes compute them for
+themselves, and the more elements they use them for.
+
+Triton spreads a tensor over the lanes of a warp dimension by dimension, after the one in which its
+elements are consecutive: with lanes and groups first, that is what is meant above.
 """
 
 from __future__ import annotations
@@ -15,8 +25,9 @@ import math
 import triton
 import triton.language as tl
 
-from .formats import (
+from lq_lightning.kernels.optimizer_step.formats import (
     E4M3_MAX,
+    GROUP_SIZE,
     LARGEST_SCALE_BITS,
     LEAST_MANTISSA_BITS,
     MOST_MANTISSA_BITS,
@@ -26,8 +37,71 @@ from .formats import (
     reciprocal_parts,
     widest_spans,
 )
-from .reference_codes import LEAST_NOISE
-from .triton_groups import largest_of_groups, smallest_of_groups
+from lq_lightning.kernels.optimizer_step.reference import LEAST_NOISE, STREAMS, STRIDE
+
+_GROUP = tl.constexpr(GROUP_SIZE)
+_WARP = tl.constexpr(32)
+_STREAMS = tl.constexpr(STREAMS)
+_STRIDE = tl.constexpr(STRIDE)
+
+
+@triton.jit
+def groups_of_lanes(AT_ONCE: tl.constexpr):
+    """Group of each lane, ``[32 // AT_ONCE, AT_ONCE, 1, 1]``.
+
+    Not ``arange`` along the dimension of groups: the compiler would see neighbours in memory, let
+    one lane load or store what belongs to several groups, and move it from there.
+    """
+    return tl.reshape(tl.arange(0, _WARP) % AT_ONCE, (_WARP // AT_ONCE, AT_ONCE, 1, 1))
+
+
+@triton.jit
+def lane_columns(AT_ONCE: tl.constexpr):
+    """Column in its group of the first element of each lane, as ``groups_of_lanes``."""
+    return tl.reshape(tl.arange(0, _WARP) // AT_ONCE, (_WARP // AT_ONCE, AT_ONCE, 1, 1)) * 4
+
+
+@triton.jit
+def inner_columns(AT_ONCE: tl.constexpr):
+    """Columns of the elements of a lane after its first one, ``[1, 1, AT_ONCE, 4]``."""
+    part = tl.arange(0, AT_ONCE)[None, None, :, None]
+    return part * (_GROUP // AT_ONCE) + tl.arange(0, 4)[None, None, None, :]
+
+
+@triton.jit
+def largest_of_groups(x):
+    """Largest of each group, ``[1, AT_ONCE, 1, 1]``; first among the elements of a lane."""
+    x = tl.max(tl.max(x, axis=3, keep_dims=True), axis=2, keep_dims=True)
+    return tl.max(x, axis=0, keep_dims=True)
+
+
+@triton.jit
+def smallest_of_groups(x):
+    """Smallest of each group, ``[1, AT_ONCE, 1, 1]``; first among the elements of a lane."""
+    x = tl.min(tl.min(x, axis=3, keep_dims=True), axis=2, keep_dims=True)
+    return tl.min(x, axis=0, keep_dims=True)
+
+
+@triton.jit
+def group_noise(seed_a, seed_b, group):
+    """The random word of a group; ``reference.rounding_noise``."""
+    low = group.to(tl.uint32)
+    high = (group >> 32).to(tl.uint32)
+    x = low ^ seed_a.to(tl.uint32)
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D + (high * 0xC2B2AE35 ^ seed_b.to(tl.uint32))
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def element_noise(word, STREAM: tl.constexpr, AT_ONCE: tl.constexpr):
+    """32 random bits of each element of a tile, uint32."""
+    # Products with constants apart from each other: one addition is left for each element.
+    first = word * _STREAMS[STREAM] + lane_columns(AT_ONCE).to(tl.uint32) * _STRIDE
+    return first + inner_columns(AT_ONCE).to(tl.uint32) * _STRIDE
+
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -180,7 +254,7 @@ def _numbers_and_signs(codes):
 
 @triton.jit
 def decode_groups(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
-    """Values of a tile; ``reference_codes.decode_groups``."""
+    """Values of a tile; ``reference.decode_groups``."""
     base_bits = (scale.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.int32, bitcast=True)
     base = base_bits.to(tl.float32, bitcast=True)
     if FORMAT.signed:
@@ -209,7 +283,7 @@ def decode_groups(codes, scale, exponent, levels_ptr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _signed_split(bits, largest, span, noise):
-    """Codes without signs, scale bits and mantissa bits; ``reference_codes._signed_split``."""
+    """Codes without signs, scale bits and mantissa bits; ``reference._signed_split``."""
     kept = tl.where(span <= _WIDEST_SPANS[0], 3, _LEAST_MANTISSA_BITS)
     kept = tl.where(span <= _WIDEST_SPANS[1], 4, kept)
     kept = tl.where(span <= _WIDEST_SPANS[2], 5, kept)
@@ -249,7 +323,7 @@ def _skewed(noise, skew):
 
 @triton.jit
 def _unsigned_split(bits, largest, span, special, noise):
-    """Codes, scale bits and mantissa bits; ``reference_codes._unsigned_split``."""
+    """Codes, scale bits and mantissa bits; ``reference._unsigned_split``."""
     octaves = (span + (span >> 6)).to(tl.float32).to(tl.int32, bitcast=True) >> 23
     shift = tl.minimum(tl.maximum(octaves - (126 + 8), _LEAST_SHIFT), _MOST_SHIFT)
     unit = 1 << shift
@@ -292,7 +366,7 @@ def _level_below(ratio, FORMAT: tl.constexpr):
 
 @triton.jit
 def _level_codes(bits, scale_bits, special, levels_ptr, noise, FORMAT: tl.constexpr):
-    """Codes without signs; ``reference_codes._level_codes``."""
+    """Codes without signs; ``reference._level_codes``."""
     scale = scale_bits.to(tl.float32, bitcast=True)
     size = bits.to(tl.float32, bitcast=True)
     chance = ((noise >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
@@ -351,7 +425,7 @@ def _with_signs(codes, x, special):
 
 @triton.jit
 def encode_groups(x, levels_ptr, noise, FORMAT: tl.constexpr):
-    """Codes, scale bits and exponents of a tile; ``reference_codes.encode_groups``."""
+    """Codes, scale bits and exponents of a tile; ``reference.encode_groups``."""
     bits = x.to(tl.int32, bitcast=True)
     if FORMAT.signed or _INTERPRETED:  # nothing else has a sign, not even a GPU's NaN
         bits &= _MAGNITUDE

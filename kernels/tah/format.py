@@ -1,14 +1,15 @@
 """Byte layout of a TAH-Quant message, as pure arithmetic.
 
 ``[B, S, N]`` values are cut into tiles of ``tile`` neighbouring channels. All tiles of a token have
-the same bits. The message has these sections, each starting at a multiple of 16 bytes::
+the same bits; tokens of two widths, outliers and pivots are what an encoded row has no place for.
+The message has these sections, each starting at a multiple of 16 bytes::
 
     [ bits of tokens | INT3 plane 2 | INT3 plane 1 | others | scales | minima | outliers | pivots ]
 
 * A bit per token, 1 for INT4; nothing where all tokens have the same bits.
 * The codes of the INT3 tokens, in order of their index, in planes of 2 bits and of 1 bit, and those
   of the other tokens: INT4, or any bits that all tokens have. Planes are those of
-  ``message/planes.py``; with the same bits everywhere, a message begins like an encoded row.
+  ``message.format.PLANES``; with the same bits everywhere, a message begins like an encoded row.
 * A scale and a minimum per tile.
 * With the transform, a bit per tile, 1 where it was applied, and log2(tile) bits per tile for the
   pivot, in planes, 0 where it was not.
@@ -24,9 +25,9 @@ from fractions import Fraction
 from functools import lru_cache
 
 from lq_lightning.kernels.message import (
-    ALIGNMENT_NBYTES,
     MessageFormat,
     round_up,
+    section_starts,
 )
 from lq_lightning.kernels.message.format import PLANES
 
@@ -37,15 +38,15 @@ TILE_SIZES = (8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True)
 class TAHLayout:
-    """Where the sections of a message lie; offsets and sizes in bytes.
+    """Sections of a message; offsets and sizes in bytes.
 
     Attributes:
-        tokens: of all sequences.
+        tokens: number in all sequences.
         channels: values of a token.
         low_per_sequence: INT3 tokens of a sequence.
         low_tokens: INT3 tokens of all sequences.
         high_tokens: other tokens of all sequences.
-        tiles: of all sequences.
+        tiles: number in all sequences.
         low_planes: start of the planes of INT3 codes.
         high_planes: start of the planes of other codes.
         scale_offset: start of the scales.
@@ -53,7 +54,7 @@ class TAHLayout:
         outlier_offset: start of the bits of tiles.
         pivot_planes: start of each plane of pivots.
         used: sizes of all sections, in order, without their padding.
-        nbytes: of the message, a multiple of 16.
+        nbytes: size of the message, a multiple of 16.
     """
 
     tokens: int
@@ -79,12 +80,12 @@ class TAHLayout:
 
 @dataclass(frozen=True, slots=True)
 class TAHFormat:
-    """What the kernels need to know; travels through the operators as a string.
+    """Format as the kernels take it; travels through the operators as a string.
 
     Attributes:
         tile: channels that share scale, minimum and transform; one of ``TILE_SIZES``.
-        bits: of a code, 2 to 8, in tokens that are not INT3; 4 where some are.
-        int3_share: of the tokens of a sequence, from 0 to less than 1.
+        bits: bits of a code, 2 to 8, in tokens that are not INT3; 4 where some are.
+        int3_share: share of INT3 tokens of a sequence, from 0 to less than 1.
         hadamard: put the outlier first and transform, in tiles with an outlier.
     """
 
@@ -148,9 +149,7 @@ def _layout(fmt: TAHFormat, sequences: int, tokens: int, channels: int) -> TAHLa
         -(-tiles // 8) if fmt.hadamard else 0,
         *(round_up(tiles, 8) * width // 8 for width in fmt.pivot_widths),
     ]
-    starts = [0]
-    for size in used:
-        starts.append(starts[-1] + round_up(size, ALIGNMENT_NBYTES))
+    starts = section_starts(used)
     return TAHLayout(
         tokens=every,
         channels=channels,
@@ -182,7 +181,7 @@ def parse_tah_format(text: str) -> TAHFormat:
     parts = text.split("/")
     # the share is "numerator/denominator", or just "0" or "1"
     name, tile, bits, *share, transform = parts if len(parts) > 4 else [""] * 5
-    known = name == "tah" and bits in map(str, PLANES) and transform in ("none", "hadamard")
+    known = name == "tah" and bits in map(str, range(2, 9)) and transform in ("none", "hadamard")
     int3_share = Fraction("/".join(share)) if known else Fraction(0)
     mixed = int3_share and (bits != "4" or int3_share >= 1)
     if not known or int(tile) not in TILE_SIZES or mixed:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lq_lightning.kernels.message.checks import check_float, check_message
-from lq_lightning.kernels.message.operators import define_operator
+from lq_lightning.kernels.message.operators import check_float, check_message, define_operator
 
 from . import reference as cpu
 from .format import parse_tah_format
@@ -40,7 +39,7 @@ def _quantize(x: Tensor, format: str) -> Tensor:
         )
     out = _fake_quantize(x, format)
     if x.is_cuda:
-        from .launch import launch_tah_quantize
+        from lq_lightning.kernels.tah.triton_kernels import launch_tah_quantize
 
         launch_tah_quantize(x, fmt, out)
     else:
@@ -58,8 +57,8 @@ def _dequantize(
         sequences: B.
         tokens: S.
         channels: N.
-        format: that of the message.
-        dtype: of the result.
+        format: format of the message.
+        dtype: dtype of the result.
 
     Returns:
         ``[B, S, N]``.
@@ -72,7 +71,7 @@ def _dequantize(
     check_message("message", message, fmt.layout(sequences, tokens, channels).nbytes)
     out = _fake_dequantize(message, sequences, tokens, channels, format, dtype)
     if message.is_cuda:
-        from .launch import launch_tah_dequantize
+        from lq_lightning.kernels.tah.triton_kernels import launch_tah_dequantize
 
         launch_tah_dequantize(message, fmt, out)
     else:

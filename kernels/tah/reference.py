@@ -9,15 +9,103 @@ Shape legend: B sequences, S tokens, N channels, T tiles, G values of a tile.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message import reference as blocks
+from lq_lightning.kernels.message.format import FP32_MAX
+from lq_lightning.kernels.tah.format import OUTLIER_RATIO, TAHFormat, TAHLayout
 
-from .format import TAHFormat, TAHLayout
-from .statistics import Statistics, lowest, measure
+# The logarithm of anything smaller is that of this: magnitude times logarithm is 0 either way.
+SMALLEST = 2.0**-126
+
+
+class Statistics(NamedTuple):
+    """Statistics of tokens.
+
+    Attributes:
+        entropies: ``[U]`` fp32.
+        outliers: ``[T]`` bool, tiles that are transformed.
+        pivots: ``[T]`` uint8, index of the outlier within its tile; 0 for other tiles.
+    """
+
+    entropies: Tensor
+    outliers: Tensor
+    pivots: Tensor
+
+
+def measure(x: Tensor, fmt: TAHFormat, ranked: bool, scratch: tuple[Tensor, ...]) -> Statistics:
+    """Return the statistics of ``[tokens, N]`` values; entropies are zeros unless ``ranked``.
+
+    ``scratch`` is two fp32 tensors of at least as many values, overwritten: new memory for every
+    part would cost more than the arithmetic.
+    """
+    tokens, channels = x.shape
+    magnitude, weighted = (memory[: x.numel()].view(tokens, channels) for memory in scratch)
+    magnitude.copy_(x).abs_()
+    tiles = magnitude.view(-1, fmt.tile)
+    outliers = torch.zeros(tiles.shape[0], dtype=torch.bool)
+    pivots = torch.zeros(tiles.shape[0], dtype=torch.uint8)
+    if fmt.hadamard:
+        found, pivot = find_outliers(tiles)
+        outliers[found], pivots[found] = True, pivot.to(torch.uint8)
+    per_token = channels // fmt.tile
+    if not ranked:
+        zeros = torch.zeros(tiles.shape[0] // per_token, dtype=torch.float32)
+        return Statistics(zeros, outliers, pivots)
+    total = tiles.sum(-1).view(-1, per_token).sum(-1)
+    torch.clamp(magnitude, min=SMALLEST, out=weighted).log_().mul_(magnitude)
+    products = weighted.view_as(tiles).sum(-1).view(-1, per_token).sum(-1)
+    return Statistics(entropies(total, products), outliers, pivots)
+
+
+def entropies(total: Tensor, weighted: Tensor) -> Tensor:
+    """Entropy of magnitudes a that sum to 1 once divided by their sum; -sum(p * log(p)).
+
+    ``total`` has sums of a, ``weighted`` sums of a * log(a). Never negative; 0 where values are all
+    zero, not finite, or have a sum that is not.
+    """
+    entropy = total.log() - weighted / total
+    return entropy.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).clamp_(min=0.0)
+
+
+def lowest(entropy: Tensor, count: int) -> Tensor:
+    """Mark the ``count`` lowest of ``[B, U / B]`` entropies by row; of equal ones the first."""
+    if count in (0, entropy.shape[1]):
+        return torch.full_like(entropy, count > 0, dtype=torch.bool)
+    if entropy.is_cuda:  # where kthvalue is not deterministic
+        threshold = entropy.sort(dim=1).values[:, count - 1 : count]
+    else:
+        threshold = entropy.kthvalue(count, dim=1, keepdim=True).values
+    below, equal = entropy < threshold, entropy == threshold
+    missing = count - below.sum(1, keepdim=True)
+    return below | (equal & (equal.cumsum(1) <= missing))
+
+
+def find_outliers(magnitude: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tiles whose largest magnitude is over twice the second largest, and its place.
+
+    Of ``[T, G]`` fp32 magnitudes. Tiles of zeros have no outlier, nor have those whose transform
+    could overflow or that are not finite.
+    """
+    size = magnitude.shape[1]
+    # The largest of the other half is at most the second largest: few candidates are left.
+    halves = magnitude.view(-1, 2, size // 2).amax(-1)
+    a, b = halves.unbind(1)
+    found = _stands_out(torch.maximum(a, b), torch.minimum(a, b), size).nonzero().view(-1)
+    candidates = magnitude.index_select(0, found)
+    first, pivot = candidates.max(-1)
+    others = candidates.scatter_(1, pivot.unsqueeze(1), 0.0).amax(-1)
+    kept = _stands_out(first, others, size)
+    return found[kept], pivot[kept]
+
+
+def _stands_out(first: Tensor, second: Tensor, size: int) -> Tensor:
+    return (first > OUTLIER_RATIO * second) & (first <= FP32_MAX / size)
+
 
 # Values that are worked on at once.
 _PART_NUMEL = 1 << 18
@@ -38,7 +126,7 @@ def quantize(x: Tensor, fmt: TAHFormat, out: Tensor) -> None:
     found = statistics_of(x, fmt)
     low = lowest(found.entropies.view(x.shape[0], -1), layout.low_per_sequence).view(-1)
     if layout.adaptive:
-        store_plane(low.logical_not().to(torch.uint8), out, 0, 1)
+        store_bits(low.logical_not(), out, 0)
     encode_tokens(x, low, found.outliers, found.pivots, fmt, out)
 
 
@@ -56,19 +144,14 @@ def statistics_of(x: Tensor, fmt: TAHFormat) -> Statistics:
 def encode_tokens(
     x: Tensor, low: Tensor, outliers: Tensor, pivots: Tensor, fmt: TAHFormat, out: Tensor
 ) -> None:
-    """Write all sections but the first.
+    """Write all sections but the first to ``out``, which is zero where nothing is written.
 
-    Args:
-        x: ``[B, S, N]`` floating point, contiguous.
-        low: ``[tokens]`` bool, which are INT3.
-        outliers: ``[T]`` bool.
-        pivots: ``[T]`` uint8.
-        fmt: the format.
-        out: ``[nbytes]`` uint8, zeros where nothing is written.
+    ``low`` says which tokens are INT3; ``outliers`` and ``pivots`` are ``[T]`` bool and uint8.
     """
     layout = fmt.layout(*x.shape)
     tokens = x.view(layout.tokens, layout.channels)
     per_token = layout.channels // fmt.tile
+    rows = out.unsqueeze(0)
     scales = torch.empty(layout.tokens, per_token, dtype=torch.float32)
     minima = torch.empty_like(scales)
     marked, places = outliers.view_as(scales), pivots.view_as(scales)
@@ -86,25 +169,18 @@ def encode_tokens(
             raise AssertionError(f"{codes_format} has no minimum")
         scales[index] = scaling.scale.view(-1, per_token)
         minima[index] = scaling.minimum.view(-1, per_token)
-        codes = blocks.quantize_groups(groups, scaling, None, codes_format).view(-1)
-        _store_fields(codes, out, first * layout.channels, codes_format.planes, planes)
-    rows, codes_format = out.unsqueeze(0), fmt.codes(fmt.bits)
+        codes = blocks.quantize_groups(groups, scaling, None, codes_format).view(1, -1)
+        blocks.store_codes(codes, rows, first * layout.channels, codes_format.planes, planes)
+    codes_format = fmt.codes(fmt.bits)
     blocks.store_scales(scales.view(1, -1), rows, layout.scale_offset, codes_format)
     blocks.store_scales(minima.view(1, -1), rows, layout.minimum_offset, codes_format)
     if fmt.hadamard:
-        store_plane(outliers.to(torch.uint8), out, layout.outlier_offset, 1)
-    _store_fields(pivots, out, 0, fmt.pivot_widths, layout.pivot_planes)
+        store_bits(outliers, out, layout.outlier_offset)
+    blocks.store_codes(pivots.view(1, -1), rows, 0, fmt.pivot_widths, layout.pivot_planes)
 
 
 def transform_(tiles: Tensor, outliers: Tensor, pivots: Tensor, fmt: TAHFormat) -> None:
-    """Swap the outlier of marked tiles with their first value, and transform them.
-
-    Args:
-        tiles: ``[T, G]`` fp32. Overwritten.
-        outliers: ``[T]`` bool.
-        pivots: ``[T]`` uint8.
-        fmt: the format.
-    """
+    """Swap the outlier of marked ``[T, G]`` tiles with their first value, and transform them."""
     index = outliers.nonzero().view(-1)
     if index.numel():
         chosen = tiles[index]
@@ -143,7 +219,7 @@ def dequantize(message: Tensor, fmt: TAHFormat, out: Tensor) -> None:
     per_token = layout.channels // fmt.tile
     low = torch.zeros(layout.tokens, dtype=torch.bool)
     if layout.adaptive:
-        low = load_plane(message, layout.tokens, 0, 1) == 0
+        low = ~load_bits(message, layout.tokens, 0)
     rows, codes_format = message.unsqueeze(0), fmt.codes(fmt.bits)
     scales = blocks.load_scales(rows, layout.scale_offset, layout.tiles, codes_format)
     minima = blocks.load_scales(rows, layout.minimum_offset, layout.tiles, codes_format)
@@ -153,7 +229,7 @@ def dequantize(message: Tensor, fmt: TAHFormat, out: Tensor) -> None:
     for codes_format, planes, index, first in _parts(low, layout, fmt):
         scale = scales[index].reshape(-1, 1)
         start, count = first * layout.channels, scale.numel() * fmt.tile
-        codes = _load_fields(message, start, count, codes_format.planes, planes)
+        codes = blocks.load_codes(rows, start, count, codes_format.planes, planes)
         tiles = codes.to(torch.float32).view(-1, fmt.tile)
         tiles.mul_(scale).add_(minima[index].reshape(-1, 1))
         if fmt.hadamard:
@@ -163,10 +239,11 @@ def dequantize(message: Tensor, fmt: TAHFormat, out: Tensor) -> None:
 
 def load_outliers(message: Tensor, layout: TAHLayout, fmt: TAHFormat) -> tuple[Tensor, Tensor]:
     """Read which tiles were transformed and their pivots: ``[T]`` bool and ``[T]`` uint8."""
-    pivots = _load_fields(message, 0, layout.tiles, fmt.pivot_widths, layout.pivot_planes)
+    places = (0, layout.tiles, fmt.pivot_widths, layout.pivot_planes)
+    pivots = blocks.load_codes(message.unsqueeze(0), *places).view(-1)
     if not fmt.hadamard:
         return torch.zeros(layout.tiles, dtype=torch.bool), pivots
-    return load_plane(message, layout.tiles, layout.outlier_offset, 1) != 0, pivots
+    return load_bits(message, layout.tiles, layout.outlier_offset), pivots
 
 
 def _parts(
@@ -197,41 +274,11 @@ def _take(tokens: Tensor, index: Tensor | slice, scratch: Tensor) -> Tensor:
     return scratch[: chosen.numel()].view(chosen.shape).copy_(chosen)
 
 
-def _store_fields(
-    values: Tensor, out: Tensor, start: int, widths: tuple[int, ...], planes: tuple[int, ...]
-) -> None:
-    """Write uint8 values to planes, from their field ``start`` on, a multiple of 8."""
-    shift = 0
-    for width, offset in zip(widths, planes, strict=True):
-        part = values
-        if len(widths) > 1:
-            part = (values >> shift).bitwise_and_((1 << width) - 1)
-        store_plane(part, out, offset + start * width // 8, width)
-        shift += width
+def store_bits(marks: Tensor, out: Tensor, offset: int) -> None:
+    """Write ``[count]`` bool as bits from byte ``offset`` on."""
+    blocks.store_codes(marks.to(torch.uint8).view(1, -1), out.unsqueeze(0), 0, (1,), (offset,))
 
 
-def _load_fields(
-    message: Tensor, start: int, count: int, widths: tuple[int, ...], planes: tuple[int, ...]
-) -> Tensor:
-    """Undo ``_store_fields``; zeros without planes."""
-    values: Tensor | None = None
-    shift = 0
-    for width, offset in zip(widths, planes, strict=True):
-        part = load_plane(message, count, offset + start * width // 8, width)
-        values = part if values is None else values | part << shift
-        shift += width
-    return torch.zeros(count, dtype=torch.uint8) if values is None else values
-
-
-def store_plane(codes: Tensor, out: Tensor, offset: int, width: int) -> None:
-    """Write ``[count]`` uint8 codes below ``2**width`` from byte ``offset`` on."""
-    if codes.numel() % 8:
-        codes = torch.nn.functional.pad(codes, (0, -codes.numel() % 8))
-    packed = blocks.pack_plane(codes.contiguous(), width)
-    out[offset : offset + packed.numel()] = packed
-
-
-def load_plane(message: Tensor, count: int, offset: int, width: int) -> Tensor:
-    """Undo ``store_plane``."""
-    packed = message[offset : offset + -(-count // 8) * width].contiguous()
-    return blocks.unpack_plane(packed, width)[:count]
+def load_bits(message: Tensor, count: int, offset: int) -> Tensor:
+    """Undo ``store_bits``."""
+    return blocks.load_codes(message.unsqueeze(0), 0, count, (1,), (offset,)).view(-1) != 0

@@ -1,18 +1,23 @@
 """Triton kernels that encode and decode tiles, bit-identical to ``reference.py``.
 
 A program works on ``BLOCK`` values, whole tiles in the order of memory. ``sections`` are offsets in
-bytes, see ``launch.section_offsets``. Where all tiles have the same bits, the planes of codes are
-those of an encoded row. Compile with ``enable_fp_fusion=False``.
+bytes, see ``section_offsets``. Where all tiles have the same bits, the planes of codes are those of
+an encoded row. Compile with ``enable_fp_fusion=False``.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from lq_lightning.kernels.message.launch import INT_TO_FLOAT, Tile, on_device
 from lq_lightning.kernels.message.triton_blocks import hadamard, load_run, round_output
-from lq_lightning.kernels.message.triton_levels import levels_of_words, load_codes
-from lq_lightning.kernels.message.triton_planes import (
+from lq_lightning.kernels.message.triton_codes import (
+    add_plane,
+    levels_of_words,
+    load_codes,
     pair_up,
     pairs_of_word,
     plane_of_pairs,
@@ -33,8 +38,14 @@ from lq_lightning.kernels.message.triton_rows import (
     row_sections,
     store_scales,
 )
-
-from .triton_ranks import pack_bits
+from lq_lightning.kernels.tah.format import TAHFormat, TAHLayout
+from lq_lightning.kernels.tah.reference import SMALLEST, lowest
+from lq_lightning.kernels.tah.triton_ranks import (
+    pack_bits,
+    tah_bits_kernel,
+    tah_entropy_kernel,
+    tah_place_kernel,
+)
 
 _FP32_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 _RATIO = tl.constexpr(2.0)  # `format.OUTLIER_RATIO`
@@ -56,7 +67,7 @@ def _end_section(message_ptr, end):
 
 @triton.jit
 def _stands_out(first, second, TILE: tl.constexpr):
-    """``statistics._stands_out`` of bits of magnitudes; False for NaN."""
+    """``reference._stands_out`` of bits of magnitudes; False for NaN."""
     largest = first.to(tl.float32, bitcast=True)
     outlier = largest > second.to(tl.float32, bitcast=True) * _RATIO
     return outlier & (largest <= _FP32_MAX / TILE)
@@ -81,7 +92,7 @@ def _range_and_candidates(values, GROUPS: tl.constexpr, FORMAT: tl.constexpr, HI
 
 @triton.jit
 def _find_outliers(values, TILE: tl.constexpr):
-    """Which of ``[GROUPS, TILE]`` tiles have an outlier, and where; ``find_outliers``."""
+    """Tiles of ``[GROUPS, TILE]`` that have an outlier, and its place; ``find_outliers``."""
     column = tl.arange(0, TILE)[None, :]
     # as integers, where NaN is larger than all, also for the interpreter
     keys = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -142,7 +153,7 @@ def _restore(
 
 @triton.jit
 def _places(place_ptr, tile, tiles, unit_numel, TILE: tl.constexpr):
-    """Which of ``[GROUPS]`` tiles are INT3, and the first word of eight codes of each."""
+    """Whether each of ``[GROUPS]`` tiles is INT3, and the first word of eight codes of each."""
     per_unit = unit_numel // TILE
     unit = tile // per_unit
     place = tl.load(place_ptr + unit, tile < tiles, 0)
@@ -203,11 +214,11 @@ def _load_mixed(message_ptr, places, inside, sections, GROUPS: tl.constexpr, TIL
     source = (message_ptr + sections[2]).to(tl.pointer_type(tl.int32), bitcast=True)
     words = tl.load(source + place, is_high, 0)
     source = (message_ptr + sections[0]).to(tl.pointer_type(tl.int16), bitcast=True)
-    a, b, c, d = pairs_of_word(tl.load(source + place, is_low, 0), 2)
+    pairs = pairs_of_word(tl.load(source + place, is_low, 0), 2)
     source = (message_ptr + sections[1]).to(tl.pointer_type(tl.int8), bitcast=True)
-    e, f, g, h = pairs_of_word(tl.load(source + place, is_low, 0), 1)
+    a, b, c, d = add_plane(pairs, tl.load(source + place, is_low, 0), 1, 2)
     # zeros where the words above are, and the other way round
-    return words | plane_of_pairs(a | (e << 2), b | (f << 2), c | (g << 2), d | (h << 2), 0, 4)
+    return words | plane_of_pairs(a, b, c, d, 0, 4)
 
 
 @triton.jit(do_not_specialize=["low_units"])
@@ -373,3 +384,162 @@ def tah_dequantize_kernel(
         tl.store(target, result)
     else:
         tl.store(target, result, offsets < (tiles - first_tile) * TILE)
+
+
+# Values that a program reads at once for entropies, and units that it ranks at once.
+_ENTROPY_BLOCK = 2048
+_RANK_BLOCK = 4096
+# Of a sequence. More, as tiles often are, take one program longer than the operators of torch.
+_MANY_UNITS = 8192
+
+
+# By counts of instructions for sm_90: 24 per value to encode and 19 to decode, without a transform.
+QUANTIZE_TILE = Tile(2048, 32, 2)
+DEQUANTIZE_TILE = Tile(2048, 16, 4)
+
+
+def section_offsets(layout: TAHLayout) -> tuple[int | tuple[int, ...], ...]:
+    """Return where INT3 planes, other codes, scales, minima, outliers and pivots begin."""
+    return (
+        *layout.low_planes,
+        layout.high_planes[0],
+        layout.scale_offset,
+        layout.minimum_offset,
+        layout.outlier_offset,
+        layout.pivot_planes,
+    )
+
+
+def launch_tah_quantize(x: Tensor, fmt: TAHFormat, out: Tensor, tile: Tile | None = None) -> None:
+    """Encode; arguments as for ``reference.quantize``. ``tile`` overrides the choice."""
+    layout = fmt.layout(*x.shape)
+    if x.numel() == 0:
+        return
+    with on_device(x):
+        places = out
+        if layout.adaptive:
+            entropies = launch_entropies(x, fmt)
+            places = launch_places(entropies, out, layout, x.shape[0], rank=True)
+            launch_bits(places, out)
+        launch_encode(x, places, fmt, out, tile)
+
+
+def launch_entropies(x: Tensor, fmt: TAHFormat) -> Tensor:
+    """Return ``[units]`` fp32; ``reference.measure``, but for the order of sums."""
+    layout = fmt.layout(*x.shape)
+    entropies = torch.empty(layout.tokens, dtype=torch.float32, device=x.device)
+    width = min(triton.next_power_of_2(layout.channels), _ENTROPY_BLOCK)
+    count = _ENTROPY_BLOCK // width
+    tah_entropy_kernel[(triton.cdiv(layout.tokens, count),)](
+        x,
+        entropies,
+        layout.tokens,
+        layout.channels,
+        UNITS=count,
+        BLOCK=width,
+        SMALLEST=SMALLEST,
+        num_warps=4,
+    )
+    return entropies
+
+
+def launch_places(
+    entropies: Tensor, message: Tensor, layout: TAHLayout, sequences: int, rank: bool
+) -> Tensor:
+    """Return ``[units]`` int32 places, from entropies or from what the message says."""
+    if layout.tokens > _MANY_UNITS * sequences:
+        return _places_of_many(entropies, message, layout, sequences, rank)
+    places = torch.empty(layout.tokens, dtype=torch.int32, device=message.device)
+    units = layout.tokens // sequences
+    block = min(triton.next_power_of_2(units), _RANK_BLOCK)
+    tah_place_kernel[(sequences,)](
+        entropies,
+        message,
+        places,
+        units,
+        layout.low_per_sequence,
+        BLOCK=block,
+        RANK=rank,
+        num_warps=max(1, min(16, block // 256)),
+    )
+    return places
+
+
+def _places_of_many(
+    entropies: Tensor, message: Tensor, layout: TAHLayout, sequences: int, rank: bool
+) -> Tensor:
+    if rank:
+        low = lowest(entropies.view(sequences, -1), layout.low_per_sequence).view(-1)
+    else:
+        first = message[: layout.used[0]].unsqueeze(1)
+        bits = (first >> torch.arange(8, dtype=torch.uint8, device=message.device)) & 1
+        low = bits.view(-1)[: layout.tokens] == 0
+    low_places = low.cumsum(0, dtype=torch.int32).neg_()
+    high_places = low.logical_not().cumsum(0, dtype=torch.int32).sub_(1)
+    return torch.where(low, low_places, high_places)
+
+
+def launch_bits(places: Tensor, message: Tensor) -> None:
+    """Write the first section: a bit per unit."""
+    units = places.numel()
+    tah_bits_kernel[(triton.cdiv(units, 1024),)](places, message, units, BLOCK=1024, num_warps=1)
+
+
+def launch_encode(
+    x: Tensor, places: Tensor, fmt: TAHFormat, out: Tensor, tile: Tile | None = None
+) -> None:
+    """Write all sections but the first; ``reference.encode_tokens``."""
+    layout = fmt.layout(*x.shape)
+    tile = tile or QUANTIZE_TILE
+    groups = tile.block // fmt.tile
+    tah_quantize_kernel[(triton.cdiv(layout.tiles, groups),)](
+        x,
+        places,
+        out,
+        layout.tiles,
+        layout.tokens,
+        layout.channels,
+        layout.low_tokens,
+        section_offsets(layout),
+        GROUPS=groups,
+        RUN=tile.run,
+        FORMAT=fmt,
+        LOW=fmt.codes(3),
+        HIGH=fmt.codes(fmt.bits),
+        ADAPTIVE=layout.adaptive,
+        FULL=layout.tiles % groups == 0,
+        num_warps=tile.warps,
+        enable_fp_fusion=False,
+    )
+
+
+def launch_tah_dequantize(
+    message: Tensor, fmt: TAHFormat, out: Tensor, tile: Tile | None = None
+) -> None:
+    """Decode; arguments as for ``reference.dequantize``. ``tile`` overrides the choice."""
+    layout = fmt.layout(*out.shape)
+    if out.numel() == 0:
+        return
+    tile = tile or DEQUANTIZE_TILE
+    groups = tile.block // fmt.tile
+    with on_device(message):
+        places = message
+        if layout.adaptive:
+            places = launch_places(message, message, layout, out.shape[0], rank=False)
+        tah_dequantize_kernel[(triton.cdiv(layout.tiles, groups),)](
+            message,
+            places,
+            out,
+            layout.tiles,
+            layout.channels,
+            INT_TO_FLOAT,
+            section_offsets(layout),
+            GROUPS=groups,
+            RUN=tile.run,
+            FORMAT=fmt,
+            HIGH=fmt.codes(fmt.bits),
+            ADAPTIVE=layout.adaptive,
+            FULL=layout.tiles % groups == 0,
+            num_warps=tile.warps,
+            enable_fp_fusion=False,
+        )

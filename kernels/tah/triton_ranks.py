@@ -35,7 +35,7 @@ def tah_entropy_kernel(
     BLOCK: tl.constexpr,
     SMALLEST: tl.constexpr,
 ):
-    """Entropies of ``UNITS`` units, read ``BLOCK`` columns at a time; ``statistics.entropies``."""
+    """Entropies of ``UNITS`` units, read ``BLOCK`` columns at a time; ``reference.entropies``."""
     unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)
     column = tl.arange(0, BLOCK)
     totals = tl.zeros((UNITS, BLOCK), tl.float32)
@@ -90,7 +90,7 @@ def tah_place_kernel(
     """Places of the units of one sequence.
 
     With ``RANK``, the ``low_units`` lowest entropies are INT3, of equal ones the first
-    (``statistics.lowest``); else what the bits at ``message_ptr`` say.
+    (``reference.lowest``); else what the bits at ``message_ptr`` say.
     """
     sequence = tl.program_id(0).to(tl.int64)
     entropy_ptr += sequence * units
@@ -123,7 +123,7 @@ def tah_place_kernel(
 
 @triton.jit
 def pack_bits(values, COUNT: tl.constexpr, WIDTH: tl.constexpr):
-    """Pack ``[COUNT]`` int32 below ``2**WIDTH`` to bytes, low bits first; ``planes.pack_plane``."""
+    """Pack ``[COUNT]`` int32 below ``2**WIDTH`` to bytes, low bits first; ``pack_plane``."""
     PER_BYTE: tl.constexpr = 8 // WIDTH
     shifts = (tl.arange(0, PER_BYTE) * WIDTH)[None, :]
     return tl.sum(tl.reshape(values, (COUNT // PER_BYTE, PER_BYTE)) << shifts, axis=1).to(tl.int8)

@@ -9,14 +9,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-__all__ = [
-    "hasten_casts",
-    "is_owned_by_graph",
-    "let_go_of_casts",
-    "wanted_gradients",
-    "with_shape",
-]
-
 _AT_ONCE = 2**64 - 1  # the age of nodes that accumulate gradients
 
 
@@ -27,7 +19,7 @@ def hasten_casts(output: Tensor) -> None:
     other nodes of most of them, so that the gradients of all casts would pile up until the end.
 
     Args:
-        output: Of a graph; without one nothing happens.
+        output: Output of a graph; without one nothing happens.
     """
     for node in _nodes(output):
         if type(node).__name__ == "ToCopyBackward0" and _accumulates(node.next_functions[0][0]):
@@ -41,7 +33,7 @@ def let_go_of_casts(output: Tensor) -> bool:
     would keep them, their casts and their gradients.
 
     Args:
-        output: Of a graph; without one nothing happens.
+        output: Output of a graph; without one nothing happens.
 
     Returns:
         Whether there are such regions. Each graph has nodes of its own for them.
@@ -79,7 +71,7 @@ def is_owned_by_graph(node: Any) -> bool:
 
 
 def wanted_gradients(ctx: Any, tensors: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Which inputs of a ``torch.autograd.Function`` the backward that runs now needs gradients of.
+    """Inputs of a ``torch.autograd.Function`` that the running backward needs gradients of.
 
     ``ctx.needs_input_grad`` says which inputs require gradients, also where the backward is for
     others only: the split backward of zero-bubble pipelines runs once for inputs and once for

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["LAYOUT_BY_NAME", "METADATA_CLASSES", "unflatten_checkpoint"]
-
 _METADATA = "torch.distributed.checkpoint.metadata"
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
 

@@ -11,8 +11,6 @@ from torch.nn.functional import pad as pad_tensor
 from torch.nn.functional import scaled_mm as public_scaled_mm
 from torch.torch_version import TorchVersion
 
-__all__ = ["FLOAT8_DTYPES", "OPERAND_MULTIPLE", "float8_matmul_available", "scaled_mm"]
-
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # cuBLASLt reads operands in 16 bytes: K and the rows of `b` are multiples of it. Rows of `a` are
@@ -66,7 +64,7 @@ def scaled_mm(
         a_MK: ``[M, K]`` E4M3 or E5M2, contiguous.
         b_NK: ``[N, K]`` E4M3 or E5M2, contiguous; not both are E5M2, which no tensor core takes.
         scale_a: fp32 of one element, the factor that decodes ``a_MK``.
-        scale_b: that of ``b_NK``.
+        scale_b: the same for ``b_NK``.
         dtype: fp32, bf16 or fp16, of the result.
         fast_accumulation: let Hopper add up in its tensor cores, with about 14 bits, instead of in
             fp32 every few steps. Customary forward, but not for gradients.

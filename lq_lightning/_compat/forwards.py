@@ -12,14 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = [
-    "ForwardCounter",
-    "gather_normal_tensors",
-    "hook_hidden_outputs",
-    "refuse_second_derivatives",
-    "refuse_writes_before_backward",
-]
-
 # What holds no tensor of this pass, or others that are none of its results.
 _LEAVES = (
     *(type(None), str, bytes, int, float, complex, type, nn.Module),
@@ -94,7 +86,7 @@ def refuse_second_derivatives(group: Any, name: str) -> None:
 
     Args:
         group: FSDP2's parameter group of the unit.
-        name: Of the unit.
+        name: Name of the unit.
     """
     if "pre_backward" in vars(group):
         return
@@ -124,7 +116,7 @@ def refuse_writes_before_backward(group: Any, name: str) -> None:
 
     Args:
         group: FSDP2's parameter group of the unit.
-        name: Of the unit.
+        name: Name of the unit.
     """
     if "post_forward" in vars(group):
         return

@@ -9,36 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
-
-__all__ = [
-    "AllGather",
-    "GatheredWeights",
-    "GroupParam",
-    "GroupParams",
-    "PackedGradients",
-    "ReduceScatter",
-    "ShardIdentity",
-    "announce_packed_gradients",
-    "announce_packed_indices",
-    "bypass_all_gather",
-    "data_was_assigned",
-    "fsdp_units",
-    "groups_of_state",
-    "is_sharded",
-    "offloads_to_cpu",
-    "pack_shards",
-    "param_groups",
-    "same_addresses",
-    "shard_group",
-    "shard_identity",
-    "shard_memory",
-    "tensor_parallel_parameters",
-    "uses_hsdp",
-    "write_fingerprint",
-]
 
 
 class GroupParam(NamedTuple):
@@ -255,10 +229,10 @@ def _has_hooks(group: Any) -> bool:
 
 
 class PackedGradients(NamedTuple):
-    """What the next reduce-scatter of a parameter group packs, and for whom.
+    """Gradients that the next reduce-scatter of a parameter group packs.
 
     Attributes:
-        indices: Of the parameters with a gradient, in the order of the slot.
+        indices: Indices of the parameters with a gradient, in the order of the slot.
         read_in_backward: Whether something other than the optimizer reads the result, while
             backward still runs: accumulation onto earlier gradients, a cast, a copy to the CPU, or
             a hook without a method ``reads_gradient(parameter)`` that returns False.
@@ -269,7 +243,7 @@ class PackedGradients(NamedTuple):
 
 
 class _Listeners(NamedTuple):
-    """Who is told in front of a reduce-scatter of a parameter group."""
+    """Callbacks in front of a reduce-scatter of a parameter group."""
 
     of_indices: list[Callable[[tuple[int, ...]], None]]
     of_all: list[Callable[[PackedGradients], None]]
@@ -374,12 +348,12 @@ def same_addresses(a: tuple[tuple[int, ...], ...], b: tuple[tuple[int, ...], ...
 
 
 class ShardIdentity(NamedTuple):
-    """Which tensors a sharded parameter consists of.
+    """Tensors that a sharded parameter consists of.
 
     Attributes:
         local: This rank's shard.
-        storage: Of the DTensor itself, which has no memory there; held so that no other gets its
-            address.
+        storage: Storage of the DTensor itself, which has no memory there; held so that no other
+            gets its address.
     """
 
     local: Tensor
@@ -402,7 +376,7 @@ def data_was_assigned(param: GroupParam, known: ShardIdentity) -> bool:
 
     Args:
         param: The parameter.
-        known: What :func:`shard_identity` gave earlier.
+        known: An earlier result of :func:`shard_identity`.
     """
     local, storage = shard_identity(param)
     if local is known.local and storage._cdata != known.storage._cdata:

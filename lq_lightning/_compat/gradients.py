@@ -10,12 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
-__all__ = [
-    "GradientKeeper",
-    "keep_unreduced_gradients",
-    "refuse_norm_clipping",
-]
-
 
 class GradientKeeper(Protocol):
     """Keeps unreduced gradients of a parameter group between backward passes."""

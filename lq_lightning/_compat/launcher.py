@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers.launcher import _Launcher
     from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
 
-__all__ = ["launcher_where_it_runs"]
-
 
 def launcher_where_it_runs(
     strategy: ModelParallelStrategy, launcher: _Launcher | None

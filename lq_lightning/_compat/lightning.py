@@ -19,29 +19,9 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "Window",
-    "accumulation_window",
-    "call_hooks",
-    "check_precision_with",
-    "convert_floating",
-    "ddp_hook_of",
-    "default_dtype",
-    "fill_wrapping_checkpoint_io",
-    "is_no_optimizer",
-    "move_optimizers_to_device",
-    "note_sigterm",
-    "replace_checkpoint_links",
-    "replace_stop_check",
-    "set_device_mesh",
-    "take_compiler",
-    "trainer_of",
-    "use_own_sampling",
-]
-
 
 class Window(NamedTuple):
-    """Where a micro-batch lies among those whose gradients one optimizer step uses.
+    """Position of a micro-batch in its gradient accumulation window.
 
     Attributes:
         first: Whether gradients start from zero.

@@ -1,4 +1,4 @@
-"""What torchmetrics keeps between a step and its logging."""
+"""State of torchmetrics between a step and its logging."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["has_separate_lists", "set_step_value", "step_value"]
-
 
 def step_value(metric: Metric) -> Tensor | None:
-    """What the last ``metric(...)`` returned, if that was a single number."""
+    """Result of the last ``metric(...)``, if it was a single number."""
     value: Any = metric._forward_cache
     return value if isinstance(value, Tensor) and value.numel() == 1 else None
 

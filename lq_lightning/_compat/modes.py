@@ -13,22 +13,11 @@ from torch._C import (
     _pop_torch_function_stack,
     _push_on_torch_function_stack,
 )
-from torch._ops import OpOverload
+from torch._ops import OpOverload as OpOverload
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = [
-    "OpOverload",
-    "OperatorMode",
-    "StepMode",
-    "SuspendableMode",
-    "operation_name",
-    "without_modes",
-    "without_step_mode",
-    "written_by",
-]
 
 
 class OperatorMode(TorchDispatchMode):

@@ -20,29 +20,6 @@ from torch.nn.modules import module as _module
 
 from lq_lightning._compat.fsdp2 import groups_of_state, param_groups
 
-__all__ = [
-    "begin_root_forward",
-    "discard_unreduced_gradients",
-    "end_root_forward",
-    "has_compiled_forward",
-    "has_forward_hooks",
-    "has_global_hooks",
-    "has_gradient_hooks",
-    "has_unreduced_gradients",
-    "hugging_face_initializers",
-    "initialize_root",
-    "is_compiled_in_place",
-    "is_compiled_wrapper",
-    "is_gathered",
-    "is_root_idle",
-    "prepare_fsdp_class",
-    "reduce_gradients",
-    "replicate_for_data_parallel",
-    "reset_iteration",
-    "start_backward_at",
-    "watch_compiled_calls",
-]
-
 
 def prepare_fsdp_class(cls: type[nn.Module]) -> None:
     """Make ``fully_shard`` work on classes such as ``class Model(Generic[T], LightningModule)``.
@@ -205,7 +182,7 @@ def reset_iteration(root: nn.Module) -> None:
 
 
 def _reset_root(state: Any) -> None:
-    """What torch >= 2.13 does by itself, with the attributes of 2.11 and 2.12."""
+    """Reset as torch >= 2.13 does by itself, with the attributes of 2.11 and 2.12."""
     comm = state._comm_ctx
     stream = state._device_handle.current_stream()
     reducing = getattr(comm, "reduce_scatter_states", None)  # torch >= 2.12
@@ -293,7 +270,7 @@ def discard_unreduced_gradients(root: nn.Module) -> None:
 
 
 def hugging_face_initializers(root: nn.Module) -> dict[nn.Module, Callable[[], object]]:
-    """What initializes each module of transformers' models, as ``from_pretrained`` does it.
+    """Initializers of the modules of transformers' models, as ``from_pretrained`` uses them.
 
     It gives values to parameters and to buffers that are in no file. Before version 5 it left out
     the latter, so there are none then.

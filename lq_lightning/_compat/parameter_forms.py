@@ -13,8 +13,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import unsafe_setattr_param
 from lq_lightning._compat.fsdp2 import param_groups
 from lq_lightning._compat.modules import begin_root_forward
 
-__all__ = ["GatheredCopies", "RootParameters", "gathered_values"]
-
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -33,7 +31,7 @@ class RootParameters:
         self._params = [p for group in param_groups(module) for p in group.fsdp_params]
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of parameters."""
         return len(self._params)
 
     def find(self, shard: Tensor) -> Any | None:
@@ -70,7 +68,7 @@ class GatheredCopies:
     """The gathered forms of all parameters; only FSDP2 may fill, free or write them.
 
     Args:
-        root: Of the units.
+        root: Root of the units.
     """
 
     def __init__(self, root: nn.Module) -> None:

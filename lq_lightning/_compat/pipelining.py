@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["TorchSchedule", "schedule_actions"]
-
 TorchSchedule = Literal["interleaved_1f1b", "zero_bubble", "zbv"]
 
 

@@ -7,8 +7,6 @@ import platform
 import re
 from importlib import import_module
 
-__all__ = ["MINIMUM_VERSIONS", "unmet_requirements"]
-
 MINIMUM_VERSIONS = {  # those of pyproject.toml, which is not installed
     "torch": "2.11",
     "lightning": "2.6.4",

@@ -1,4 +1,4 @@
-"""What torch says about saved tensors only in private: storages, versions, hooks, graph nodes."""
+"""Private facts of torch about saved tensors: storages, versions, hooks, graph nodes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,6 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as checkpointing
-
-__all__ = [
-    "Hooks",
-    "around_checkpoints",
-    "base_of",
-    "checkpoint_region",
-    "has_storage",
-    "node_number",
-    "nodes_made",
-    "outer_hooks",
-    "packed_value",
-    "running_modules",
-    "saved_value",
-    "saves_inputs_of_region",
-    "storage_key",
-    "storage_reference",
-    "version_of",
-]
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -99,7 +81,7 @@ def packed_value(node: Node, slot: str) -> Any:
     """Return the pack hook's result for a tensor that a node saved; None if it saved none.
 
     Args:
-        node: of an operator that is built in.
+        node: node of a built-in operator.
         slot: name of the saved tensor in torch's ``derivatives.yaml``.
     """
     saved = getattr(node, f"_raw_saved_{slot}", None)
@@ -131,7 +113,7 @@ def saves_inputs_of_region() -> bool:
 
 
 class _Wrap(threading.local):
-    """What ``around_checkpoints`` applies in each thread."""
+    """Hooks that ``around_checkpoints`` applies, by thread."""
 
     hooks: Callable[[Hooks], Hooks] | None = None
 

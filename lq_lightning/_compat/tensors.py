@@ -10,19 +10,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = [
-    "empty_like_sharded",
-    "first_row",
-    "like_rows",
-    "local_shard",
-    "local_tensor",
-    "materialize",
-    "shard_rows",
-    "shard_slices",
-    "to_sharded_dtensor",
-    "waited",
-]
-
 
 def local_shard(full: Tensor, like: DTensor) -> DTensor:
     """Cut this rank's shard out of a whole tensor without communication.

@@ -12,28 +12,6 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "add_one_to_all",
-    "after_backward",
-    "all_gather_flat",
-    "all_gather_parts",
-    "all_linked_by_nvlink",
-    "any_rank",
-    "backward_id",
-    "copy_all",
-    "group_timeout",
-    "in_step",
-    "inherit_timeout",
-    "leave_note",
-    "meet",
-    "note_optimizer_step",
-    "read_note",
-    "recompile_limit",
-    "reduce_scatter_flat",
-    "split_group",
-    "zero_all",
-]
-
 _ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")
 
 
@@ -154,7 +132,7 @@ def read_note(key: str, timeout: timedelta) -> str | None:
 
 
 def group_timeout(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
-    """How long collectives of a group wait on a device; None if its backend does not say."""
+    """Timeout of the collectives of a group on a device; None if its backend does not say."""
     options = None if group is None else getattr(group._get_backend(device), "options", None)
     timeout: timedelta | None = getattr(options, "_timeout", None)
     return timeout

@@ -1,4 +1,4 @@
-"""What a trace of ``torch.compile`` knows of a tensor. Slow to import: only done in traces."""
+"""Facts that a trace of ``torch.compile`` has of a tensor. Slow to import: only done in traces."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.comptime import comptime
-
-__all__ = ["traced_version"]
 
 _versions: list[int] = []
 

@@ -22,10 +22,9 @@ from lq_lightning.kernels.activation import (
 )
 from lq_lightning.kernels.float8 import float8_cast, float8_quantize
 from lq_lightning.kernels.int8 import hadamard_size_of, int8_matmul, int8_quantize
-from lq_lightning.kernels.message import parse_format
+from lq_lightning.kernels.message import parse_format, quantize
 from lq_lightning.kernels.message.matrix import matrix_shape
 from lq_lightning.kernels.norm import norm_backward, norm_quantize
-from lq_lightning.kernels.quantize import quantize
 
 from .policy import Matmul, SiteKind
 from .sources import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast, get_args
 
-from lq_lightning.codecs import CodecSpec
+from lq_lightning.codecs import CodecSpec, FloatingCode, named_codec
 from lq_lightning.codecs.spec import Code
 from lq_lightning.foundation.checks import check_choice
 
@@ -17,18 +17,14 @@ Matmul = Literal["native", "float8", "int8_forward"]
 
 def _named_codecs() -> dict[str, CodecSpec]:
     codecs: dict[str, CodecSpec] = {}
-    codes: tuple[Code, ...] = ("int2", "int3", "int4", "int5", "int6", "int7", "int8")
-    for code in codes:
-        plain = CodecSpec(
-            code=code, group_size=128, symmetric=code == "int8", scale_dtype="bfloat16"
-        )
+    for code in ("int2", "int3", "int4", "int5", "int6", "int7", "int8"):
+        plain = named_codec(code, 128, symmetric=code == "int8")
         codecs[code] = plain
         codecs[f"{code}_hadamard"] = replace(plain, hadamard_size=128)
     codecs["int5_g64"] = replace(codecs["int5"], group_size=64)
-    codecs["fp4_e2m1"] = CodecSpec(code="fp4_e2m1", group_size=128, scale_dtype="bfloat16")
-    codecs["nf4"] = CodecSpec(code="nf4", group_size=64, scale_dtype="bfloat16")
-    codecs["fp8_e4m3"] = CodecSpec(code="fp8_e4m3", group_size=16, scale_dtype="bfloat16")
-    codecs["fp8_e5m2"] = CodecSpec(code="fp8_e5m2", group_size=16, scale_dtype="bfloat16")
+    groups = {"nf4": 64, "fp8_e4m3": 16, "fp8_e5m2": 16}
+    for code in get_args(FloatingCode):
+        codecs[code] = named_codec(code, groups.get(code, 128))
     return codecs
 
 

@@ -22,13 +22,12 @@ from typing_extensions import override
 
 from lq_lightning._compat.saved_tensors import base_of, checkpoint_region, version_of
 from lq_lightning.kernels.activation import activation_dequantize
-from lq_lightning.kernels.dequantize import dequantize
 from lq_lightning.kernels.float8 import (
     activation_dequantize_float8,
     dequantize_float8,
     norm_dequantize_float8,
 )
-from lq_lightning.kernels.message import parse_format
+from lq_lightning.kernels.message import dequantize, parse_format
 from lq_lightning.kernels.message.matrix import matrix_shape
 from lq_lightning.kernels.norm import norm_dequantize
 

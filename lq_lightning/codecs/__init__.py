@@ -1,4 +1,4 @@
-"""How values become bytes: codec specifications, encoding and decoding of rows."""
+"""Codec specifications, and encoding and decoding of rows of values."""
 
 from .functional import (
     decode,
@@ -15,10 +15,11 @@ from .mixed import (
     round_trip_mixed,
 )
 from .seeds import derive_seed
-from .spec import CodecSpec
+from .spec import CodecSpec, FloatingCode, named_codec
 
 __all__ = [
     "CodecSpec",
+    "FloatingCode",
     "WidthTable",
     "decode",
     "decode_mixed",
@@ -29,5 +30,6 @@ __all__ = [
     "encode_and_round_mixed",
     "encode_mixed",
     "flatten_rows",
+    "named_codec",
     "round_trip_mixed",
 ]

@@ -23,10 +23,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lq_lightning.kernels.dequantize import dequantize, dequantize_out, repeat_dequantize
-from lq_lightning.kernels.message.checks import check_float
-from lq_lightning.kernels.quantize import quantize, quantize_out, repeat_quantize
-from lq_lightning.kernels.requantize import repeat_requantize, requantize, requantize_out
+from lq_lightning.kernels.message import (
+    dequantize,
+    dequantize_out,
+    quantize,
+    quantize_out,
+    repeat_dequantize,
+    repeat_quantize,
+    repeat_requantize,
+    requantize,
+    requantize_out,
+)
+from lq_lightning.kernels.message.operators import check_float
 
 from .spec import CodecSpec
 
@@ -148,12 +156,12 @@ def encode(
             ``reference``.
 
     Returns:
-        ``[R, B]`` uint8: ``out``, or a new tensor.
+        ``[R, B]`` uint8: ``out``, or a new tensor. The same bits on CPU and CUDA, from values and
+        seed alone.
 
     Raises:
         ValueError: a shape, dtype, device, stride or alignment other than above, or no seed.
 
-    Determinism: depends on values and seed only; same bits on CPU and CUDA.
     Error: per element at most half a scale for nearest rounding to integers without transform, one
     scale for stochastic rounding; with transform, the same in the transformed domain.
     """
@@ -190,14 +198,25 @@ def encode(
 
 def _decode(
     spec: CodecSpec,
-    buf_KRB: Tensor,
+    buf: Tensor,
+    dims: int,
     numel: int,
     scale: float,
     out: Tensor | None,
     add: bool,
     dtype: torch.dtype,
 ) -> Tensor:
+    """Decode ``[R, B]`` or, with 3 ``dims``, sum ``[K, R, B]``."""
     fmt = _format_text(spec)
+    buf_KRB = buf.unsqueeze(0) if dims == 2 else buf
+    if (
+        out is not None
+        and _may_repeat(out)
+        and repeat_dequantize(buf_KRB, numel, fmt, scale, add, out)
+    ):
+        return out
+    name = "buf_RB" if dims == 2 else "buf_KRB"
+    _check_messages(name, buf, dims, nested=dims == 2 and out is not None)
     if out is None:
         if add:
             raise ValueError("add=True needs out=: the tensor that the values are added to.")
@@ -208,14 +227,6 @@ def _decode(
     _check_shape("out", out, (*buf_KRB.shape[1:-1], numel), buf_KRB.device)
     dequantize_out(buf_KRB, numel, fmt, scale, add, out.detach())
     return out
-
-
-def _decodes_again(
-    spec: CodecSpec, buf_KRB: Tensor, numel: int, scale: float, out: Tensor, add: bool
-) -> bool:
-    if not _may_repeat(out):
-        return False
-    return repeat_dequantize(buf_KRB, numel, _format_text(spec), scale, add, out)
 
 
 def decode(
@@ -238,7 +249,7 @@ def decode(
         scale: factor of the values, e.g. -1 with ``add`` to subtract them.
         out: ``[R, N]``, or ``[P, Q, N]``, to write to, any row stride.
         add: add to ``out``: in fp32, then rounded once to the dtype of ``out``.
-        dtype: of a new result, when ``out`` is not given.
+        dtype: dtype of a new result, when ``out`` is not given.
 
     Returns:
         ``[R, N]``: ``out``, or a new tensor.
@@ -246,11 +257,7 @@ def decode(
     Raises:
         ValueError: a shape, dtype, device, stride or alignment other than above.
     """
-    buf_KRB = buf_RB.unsqueeze(0)
-    if out is not None and _decodes_again(spec, buf_KRB, numel, scale, out, add):
-        return out
-    _check_messages("buf_RB", buf_RB, 2, nested=out is not None)
-    return _decode(spec, buf_KRB, numel, scale, out, add, dtype)
+    return _decode(spec, buf_RB, 2, numel, scale, out, add, dtype)
 
 
 def decode_reduce(
@@ -270,20 +277,17 @@ def decode_reduce(
         buf_KRB: ``[K, R, B]`` uint8, strides multiples of 16 bytes.
         numel: N, the values in a row.
         scale: factor of the sum, e.g. 1/K for a mean.
-        out: ``[R, N]`` to write to, any row stride.
-        add: add to ``out``: in fp32, then rounded once to the dtype of ``out``.
-        dtype: of a new result, when ``out`` is not given.
+        out: ``[R, N]``, as for ``decode``.
+        add: as for ``decode``.
+        dtype: as for ``decode``.
 
     Returns:
         ``[R, N]``: ``out``, or a new tensor.
 
     Raises:
-        ValueError: a shape, dtype, device, stride or alignment other than above.
+        ValueError: as ``decode``.
     """
-    if out is not None and _decodes_again(spec, buf_KRB, numel, scale, out, add):
-        return out
-    _check_messages("buf_KRB", buf_KRB, 3)
-    return _decode(spec, buf_KRB, numel, scale, out, add, dtype)
+    return _decode(spec, buf_KRB, 3, numel, scale, out, add, dtype)
 
 
 def decode_reduce_encode(

@@ -13,7 +13,8 @@ bytes::
 
     [ codes, scales and minima | exact tokens, bf16 | their indices, int32 ]
 
-Reference: AMAQ (arXiv 2510.05468); the paper gives no layout, see ``kernels/mixed/format.py``.
+Reference: AMAQ (arXiv 2510.05468); the paper gives no layout, see
+``kernels/mixed_width/format.py``.
 Shape legend: T tokens, N lines.
 """
 
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from lq_lightning.foundation.streams import send_to
 from lq_lightning.kernels.message import ALIGNMENT_NBYTES, round_up
-from lq_lightning.kernels.mixed import (
+from lq_lightning.kernels.mixed_width import (
     MAX_CODE_WIDTH,
     MAX_WIDTH,
     mixed_dequantize,
@@ -109,11 +110,7 @@ class WidthTable:
     def nbytes(self, tokens: int) -> int:
         """Return the bytes of a message of ``[tokens, N]`` values, scales and minima counted.
 
-        Args:
-            tokens: T.
-
-        Returns:
-            A multiple of 16; 0 for no tokens. The table itself is not counted.
+        A multiple of 16; 0 for no tokens. The table itself is not counted.
 
         Raises:
             ValueError: ``tokens`` is negative.
@@ -202,12 +199,10 @@ class WidthTable:
         return found
 
     def wide_lines(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the lines of more than 8 bits, which travel as bf16.
+        """Return lines of more than 8 bits, ``[n]`` int64, and the largest codes of such widths.
 
-        Made once for each device, for the stream on which the table is used.
-
-        Returns:
-            ``[n]`` int64, ascending, and ``[n]`` float32, the largest codes of such widths.
+        The latter are ``[n]`` float32. Made once for each device, for the stream on which the table
+        is used.
         """
         found = self._wide.get(device)
         if found is None:
@@ -232,7 +227,7 @@ def _is_fitted(ranges: Ranges) -> bool:
 
 
 class _ExactTokens(NamedTuple):
-    """What travels beside the codes.
+    """Tokens that travel as bf16, beside the codes.
 
     Attributes:
         values: ``[E, N]`` bf16.
@@ -280,7 +275,7 @@ def encode_mixed(x_TN: Tensor, table: WidthTable, ranges: Ranges = "full") -> Te
 
     Args:
         x_TN: ``[T, N]`` fp32, bf16 or fp16, any strides, on a CPU or a CUDA device.
-        table: of N widths.
+        table: N widths.
         ranges: of lines of up to 8 bits. ``"full"``: from the minimum to the maximum. ``"fitted"``:
             as many deviations around the mean as have the least mean square error for normal values
             in so many bits (Max, 1960; .80, 1.49, 2.05, 2.51 ... 3.92), within the full range.
@@ -313,18 +308,8 @@ def encode_and_round_mixed(
 ) -> tuple[Tensor, Tensor]:
     """Return ``encode_mixed`` and ``round_trip_mixed`` of the same values, for less than both.
 
-    For who sends values and has to know what arrives.
-
-    Args:
-        x_TN: as for ``encode_mixed``.
-        table: as for ``encode_mixed``.
-        ranges: as for ``encode_mixed``.
-
-    Returns:
-        ``[table.nbytes(T)]`` uint8, and ``[T, N]`` of the dtype of ``x_TN``, both contiguous.
-
-    Raises:
-        ValueError: as ``encode_mixed``.
+    For a sender that has to know what arrives: ``[table.nbytes(T)]`` uint8, and ``[T, N]`` of the
+    dtype of ``x_TN``, both contiguous. Arguments and errors are those of ``encode_mixed``.
     """
     _check_values(x_TN, table)
     coded, exact = split_tokens(x_TN.detach())
@@ -342,9 +327,9 @@ def decode_mixed(payload: Tensor, table: WidthTable, tokens: int, dtype: torch.d
 
     Args:
         payload: ``[table.nbytes(tokens)]`` uint8.
-        table: that of the sender.
+        table: table of the sender.
         tokens: T.
-        dtype: of the result: float32, bfloat16 or float16.
+        dtype: dtype of the result: float32, bfloat16 or float16.
 
     Returns:
         ``[T, N]``, new and contiguous, on the device of the payload.
@@ -378,18 +363,8 @@ def decode_mixed(payload: Tensor, table: WidthTable, tokens: int, dtype: torch.d
 def round_trip_mixed(x_TN: Tensor, table: WidthTable, ranges: Ranges = "full") -> Tensor:
     """Return exactly what the other end decodes from ``encode_mixed``, in the dtype of ``x_TN``.
 
-    Nothing is packed, and nothing is differentiated.
-
-    Args:
-        x_TN: ``[T, N]`` fp32, bf16 or fp16, any strides, on a CPU or a CUDA device.
-        table: of N widths.
-        ranges: as for ``encode_mixed``.
-
-    Returns:
-        ``[T, N]`` of the dtype of ``x_TN``, new and contiguous.
-
-    Raises:
-        ValueError: a shape, dtype or ``ranges`` other than above.
+    Nothing is packed, and nothing is differentiated. Arguments and errors are those of
+    ``encode_mixed``; the result is ``[T, N]``, new and contiguous.
     """
     _check_values(x_TN, table)
     coded, exact = split_tokens(x_TN.detach())

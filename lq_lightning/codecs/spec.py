@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lq_lightning.foundation.checks import check_choice
 from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat, TableCode
+from lq_lightning.kernels.message.format import SCALES
 
-# Entries of the table of codes, in its order; see `lq_lightning.kernels.message.codes`.
+# Entries of the table of codes, in its order; see `lq_lightning.kernels.message.format`.
 Code = Literal[
     "int2",
     "int3",
@@ -22,8 +23,15 @@ Code = Literal[
     "fp8_e4m3",
     "fp8_e5m2",
 ]
+# Names that options take beside integers of so many bits: codes, and formats of `_BLOCK_FORMATS`.
+FloatingCode = Literal["nf4", "fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "mxfp4"]
 Rounding = Literal["nearest", "stochastic"]
-ScaleDtype = Literal["float32", "bfloat16", "float16"]
+ScaleDtype = Literal["float32", "bfloat16", "float16", "float8_e8m0fnu"]
+
+# Formats that fix the group size and the scales of a code.
+_BLOCK_FORMATS: dict[str, dict[str, Any]] = {
+    "mxfp4": {"code": "fp4_e2m1", "group_size": 32, "scale_dtype": "float8_e8m0fnu"},
+}
 
 GROUP_SIZES: tuple[int | str, ...] = (*(2**k for k in range(4, 13)), "row")
 HADAMARD_SIZES: tuple[int, ...] = (0, 16, 32, 64, 128)
@@ -31,7 +39,7 @@ HADAMARD_SIZES: tuple[int, ...] = (0, 16, 32, 64, 128)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodecSpec:
-    """How the values of a row become bytes. Both ends of an exchange need the same spec.
+    """How a row of values becomes bytes; both ends of an exchange need the same spec.
 
     Attributes:
         code: format of one value. Integer codes are scaled to the largest magnitude of a group
@@ -54,6 +62,10 @@ class CodecSpec:
             value. ``nf4`` is rounded to nearest only.
         scale_dtype: storage of scales and minima. Scales are rounded up and minima down, so no
             value is clipped. With ``"float16"``, groups whose scale exceeds 65504 shrink.
+            ``"float8_e8m0fnu"``, powers of two in a byte, is for symmetric codecs; MXFP4 is
+            ``code="fp4_e2m1"`` in groups of 32 with these scales (OCP Microscaling Formats 1.0,
+            which rounds them down and clips), ``"mxfp4"`` where options take the name of a code.
+            Groups beyond 2.5e38 shrink by up to a quarter.
 
     Raises:
         ValueError: a value or a combination that is not listed above.
@@ -83,6 +95,12 @@ class CodecSpec:
                 "the transform must divide the group. Use a hadamard_size of at most group_size."
             )
         code = CODES[self.code]
+        if not self.symmetric and not SCALES[self.scale_dtype].signed:
+            raise ValueError(
+                f"CodecSpec(scale_dtype={self.scale_dtype!r}, symmetric=False): these scales are "
+                "powers of two and cannot hold a minimum. Use symmetric=True, or "
+                "scale_dtype='bfloat16'."
+            )
         if not self.symmetric and not isinstance(code, IntegerCode):
             raise ValueError(
                 f"CodecSpec(code={self.code!r}, symmetric=False): only integer codes can be "
@@ -143,3 +161,18 @@ class CodecSpec:
         if numel < 1:
             raise ValueError(f"numel={numel} must be at least 1. Pass the length of a row.")
         return 8 * self.nbytes(numel) / numel
+
+
+def named_codec(name: str, group_size: int, **options: Any) -> CodecSpec:
+    """Return the codec of a name that options take, with bf16 scales.
+
+    Args:
+        name: a code, or a format that fixes its own group size and scales, such as ``"mxfp4"``.
+        group_size: group size of codes; formats ignore it.
+        options: other fields of ``CodecSpec``.
+
+    Raises:
+        ValueError: as ``CodecSpec``.
+    """
+    fields = {"code": name, "group_size": group_size, "scale_dtype": "bfloat16", **options}
+    return CodecSpec(**{**fields, **_BLOCK_FORMATS.get(name, {})})

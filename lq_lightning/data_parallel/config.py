@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lq_lightning.codecs import CodecSpec
+from lq_lightning.codecs import CodecSpec, FloatingCode, named_codec
 from lq_lightning.codecs.spec import GROUP_SIZES
 from lq_lightning.foundation.checks import check_choice, is_number
 from lq_lightning.foundation.topology import Level
@@ -22,7 +22,8 @@ __all__ = [
 ]
 
 WeightMethod = Literal["qWD", "qW"]
-WeightCode = Literal["auto", "int", "nf4"]
+WeightCode = Literal["auto", "int", FloatingCode]
+GradientCode = Literal["int", FloatingCode]
 GradientMethod = Literal["TLq-HS", "TLq", "ULq", "QuanGrad"]
 ReplicaMode = Literal["full", "node"]
 Rounding = Literal["nearest", "stochastic"]
@@ -39,6 +40,16 @@ def _check_bits(owner: str, field: str, bits: object, instead: str = "") -> None
         raise ValueError(
             f"`{owner}({field}={bits!r})` is not supported: integer codes have 2 to 8 "
             f"bits{instead}."
+        )
+
+
+def _check_code(owner: str, field: str, bits: int, codec: CodecSpec, code: str) -> None:
+    """Refuse a number of bits that a code other than integers does not have."""
+    own = codec.message_format.bits
+    if bits != own:
+        raise ValueError(
+            f"`{owner}(code={code!r}, {field}={bits})` is not supported: this code has {own} "
+            f'bits. Give `{field}={own}`, or `code="int"`.'
         )
 
 
@@ -66,7 +77,8 @@ class WeightQuantization:
             ablation of SDP4Bit table 1 that loses accuracy.
         bits: Bits of one code, 2 to 8.
         code: ``"int"`` for integers, ``"nf4"`` for 16 levels that follow the normal distribution
-            (4 bits, ``"nearest"`` only). ``"auto"`` is NF4 where both hold, else integers.
+            (4 bits, ``"nearest"`` only), or another code of ``CodecSpec`` with as many ``bits``.
+            ``"auto"`` is NF4 where both hold, else integers.
         group_size: Elements that share one scale, a power of two from 16 to 4096.
         rounding: ``"nearest"`` has the smaller error, and the next difference contains it;
             ``"stochastic"`` is the choice of the reference implementation.
@@ -101,19 +113,19 @@ class WeightQuantization:
                 f"`{owner}(code='nf4', bits={self.bits}, rounding={self.rounding!r})` is not "
                 'supported: NF4 has 4 bits and is rounded to nearest. Give `code="int"`.'
             )
+        if self.code not in ("auto", "int"):
+            _check_code(owner, "bits", self.bits, self.codec(), self.code)
 
     def _may_be_nf4(self) -> bool:
         return self.bits == 4 and self.rounding == "nearest"
 
     def codec(self) -> CodecSpec:
         """Codec of the weight (difference) messages."""
-        nf4 = self.code != "int" and self._may_be_nf4()
-        return CodecSpec(
-            code="nf4" if nf4 else f"int{self.bits}",  # type: ignore[arg-type]
-            group_size=self.group_size,
-            rounding=self.rounding,
-            scale_dtype="bfloat16",
-        )
+        code: str = self.code
+        if code == "auto":
+            code = "nf4" if self._may_be_nf4() else "int"
+        name = f"int{self.bits}" if code == "int" else code
+        return named_codec(name, self.group_size, rounding=self.rounding)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +145,8 @@ class GradientQuantization:
             ``None`` for ``inter_bits``. ``"auto"`` is 6, or ``inter_bits`` if that is more, with
             ``"TLq-HS"`` and ``"TLq"``, and ``None`` with ``"ULq"``, where a number also applies
             within nodes (not used by ``"QuanGrad"``).
+        code: Code between nodes, ``"int"`` or another one of ``CodecSpec`` with ``inter_bits`` bits
+            (not used by ``"QuanGrad"``, nor for bits of ``vocabulary_bits``).
         group_size: Elements that share one scale, a power of two from 16 to 4096.
         hadamard_size: Order of the Hadamard transform (``"TLq-HS"`` only): 16, 32, 64 or 128, not
             larger than ``group_size``.
@@ -145,6 +159,7 @@ class GradientQuantization:
     intra_bits: int = 8
     inter_bits: int = 4
     vocabulary_bits: int | Literal["auto"] | None = "auto"
+    code: GradientCode = "int"
     group_size: int = 128
     hadamard_size: int = 32
     rounding: Rounding = "nearest"
@@ -157,6 +172,7 @@ class GradientQuantization:
         """
         owner = type(self).__name__
         check_choice(owner, "method", self.method, get_args(GradientMethod))
+        check_choice(owner, "code", self.code, get_args(GradientCode))
         check_choice(owner, "rounding", self.rounding, get_args(Rounding))
         _check_bits(owner, "intra_bits", self.intra_bits)
         _check_bits(owner, "inter_bits", self.inter_bits)
@@ -170,6 +186,8 @@ class GradientQuantization:
                 "not supported: the transform must divide the group. Give a `hadamard_size` of at "
                 "most `group_size`."
             )
+        if self.code != "int" and self.method != "QuanGrad":
+            _check_code(owner, "inter_bits", self.inter_bits, self.codec("inter"), self.code)
 
     def codec(self, level: Level, *, vocabulary: bool = False) -> CodecSpec:
         """Codec of the messages within a node (``"intra"``) or between nodes (``"inter"``).
@@ -178,25 +196,22 @@ class GradientQuantization:
             level: Level of the exchange.
             vocabulary: Whether the gradients belong to embeddings and heads.
         """
+        name = f"int{self.inter_bits}" if self.code == "int" else self.code
         if self.method == "QuanGrad":
-            bits = 8
+            name = "int8"
         elif level == "intra" and self.method != "ULq":
-            bits = self.intra_bits
-        elif vocabulary:
-            bits = self._bits_of_vocabulary()
-        else:
-            bits = self.inter_bits
-        return CodecSpec(
-            code=f"int{bits}",  # type: ignore[arg-type]
-            group_size=self.group_size,
+            name = f"int{self.intra_bits}"
+        elif vocabulary and self.vocabulary_bits == "auto" and self.method in ("TLq-HS", "TLq"):
+            name = f"int{max(VOCABULARY_BITS, self.inter_bits)}"
+        elif vocabulary and isinstance(self.vocabulary_bits, int):
+            name = f"int{self.vocabulary_bits}"
+        return named_codec(
+            name,
+            self.group_size,
             hadamard_size=self.hadamard_size if self.method == "TLq-HS" else 0,
             rounding=self.rounding,
+            scale_dtype="float32",
         )
-
-    def _bits_of_vocabulary(self) -> int:
-        if self.vocabulary_bits == "auto" and self.method in ("TLq-HS", "TLq"):
-            return max(VOCABULARY_BITS, self.inter_bits)
-        return self.vocabulary_bits if isinstance(self.vocabulary_bits, int) else self.inter_bits
 
     def separates_vocabulary(self, levels: Iterable[Level]) -> bool:
         """Whether embeddings and heads have a codec of their own at any of these levels."""

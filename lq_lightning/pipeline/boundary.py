@@ -6,13 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import cast, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from lq_lightning.codecs import CodecSpec, decode, encode, flatten_rows
-from lq_lightning.codecs.spec import Code
+from lq_lightning.codecs import (
+    CodecSpec,
+    FloatingCode,
+    decode,
+    encode,
+    flatten_rows,
+    named_codec,
+)
 from lq_lightning.foundation.checks import check_choice, is_number
 from lq_lightning.kernels.tah import TAHFormat, tah_dequantize, tah_quantize
 
@@ -41,7 +47,10 @@ __all__ = [
 ]
 
 _INTEGERS = tuple(f"int{bits}" for bits in range(2, 9))
-CODEC_NAMES = ("none", "bf16", "fp8", *_INTEGERS, "tah", "tah5", "aq_sgd", "amaq")
+CODEC_NAMES = (
+    *("none", "bf16", "fp8", *_INTEGERS, *get_args(FloatingCode)),
+    *("tah", "tah5", "aq_sgd", "amaq"),
+)
 # Channels that share a scale, forward and backward, as in the paper of TAH-Quant. "tah5", which is
 # not in the paper, has the forward tile in both directions.
 _FORWARD_TILE = 64
@@ -239,9 +248,10 @@ def make_boundary_codec(
 
     Names: ``"none"`` sends values as they are, ``"bf16"`` rounded; ``"fp8"`` sends E4M3 with a
     bf16 scale per tile; ``"int2"`` to ``"int8"`` are asymmetric, with a bf16 scale and minimum per
-    tile; ``"tah"`` is ``TAHQuantization``, ``"tah5"`` the same with ``bits=5``; ``"aq_sgd"``, for
-    hidden states only, ``AQSGDQuantization``; and ``"amaq"`` has learned widths. Tiles are
-    64 channels forward and 32 backward, except for ``"tah5"``: 64 in both directions.
+    tile, other codes of ``CodecSpec`` have a scale alone; ``"tah"`` is ``TAHQuantization``,
+    ``"tah5"`` the same with ``bits=5``; ``"aq_sgd"``, for hidden states only,
+    ``AQSGDQuantization``; and ``"amaq"`` has learned widths. Tiles are 64 channels forward and 32
+    backward, except for ``"tah5"``: 64 in both directions.
 
     Args:
         codec: a name, or a specification.
@@ -272,9 +282,4 @@ def make_boundary_codec(
     if codec == "tah5":
         return TAHCodec(codec, TAHQuantization(tile_size=_FORWARD_TILE, bits=5))
     name = "fp8_e4m3" if codec == "fp8" else codec
-    if name not in get_args(Code):
-        raise AssertionError(f"{name} is not in the table of codes")
-    spec = CodecSpec(
-        code=cast(Code, name), group_size=tile, symmetric=codec == "fp8", scale_dtype="bfloat16"
-    )
-    return GroupCodec(codec, spec)
+    return GroupCodec(codec, named_codec(name, tile, symmetric=codec not in _INTEGERS))

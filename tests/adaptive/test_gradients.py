@@ -17,7 +17,7 @@ from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, adaptive_quantize
 from lq_lightning.adaptive.gate import error_slope
 from lq_lightning.codecs import WidthTable, round_trip_mixed
 from lq_lightning.codecs.mixed import Ranges, split_tokens
-from lq_lightning.kernels.mixed import mixed_round_trip, width_rows
+from lq_lightning.kernels.mixed_width import mixed_round_trip, width_rows
 
 CONFIG = AdaptiveBitsConfig()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lq_testing.codec_data import FP32_MAX, awkward_rows, codec_specs
+from lq_testing.codec_data import FP32_MAX, codec_specs
 
 from lq_lightning.codecs import CodecSpec, decode, encode
 from lq_lightning.kernels.message import CODES, FloatCode, IntegerCode, TableCode
@@ -75,8 +75,8 @@ def test_error_is_bounded(
         # The minimum may be as far as the largest magnitude of the group.
         bound = bound + SLOP * x.abs().amax()
     assert scale.isfinite().all()
-    # Beyond that, groups shrink, which adds to the error.
-    limit = 0.9 * 65504.0 * spec.message_format.max_level
+    # Beyond that, groups shrink, which adds to the error: those whose minimum no fp16 holds, too.
+    limit = 0.9 * 65504.0 * (spec.message_format.max_level if spec.symmetric else 1.0)
     assert (error <= bound).all() or (spec.scale_dtype == "float16" and x.abs().amax() > limit)
 
 
@@ -245,12 +245,6 @@ def test_transform_helps_where_there_are_outliers() -> None:
     smooth = dataclasses.replace(plain, hadamard_size=32)
     errors = [(decode(spec, encode(spec, x), 8192) - x).norm() for spec in (plain, smooth)]
     assert errors[1] < 0.8 * errors[0]
-
-
-def test_awkward_rows_are_deterministic() -> None:
-    spec = CodecSpec(code="int6", group_size=64, hadamard_size=64, rounding="stochastic")
-    x = awkward_rows(3, 3000, 64)
-    assert torch.equal(encode(spec, x, seed=5), encode(spec, x.clone(), seed=5))
 
 
 @pytest.mark.parametrize("code", CODES)

@@ -7,9 +7,11 @@ import hashlib
 import pytest
 import torch
 
-from lq_lightning.codecs import CodecSpec, decode, encode
+from lq_lightning.codecs import CodecSpec, decode, encode, named_codec
 from lq_lightning.kernels.message import reference as blocks
-from lq_lightning.kernels.message.chunks import CHUNK_NUMEL
+from lq_lightning.kernels.message import round_up
+from lq_lightning.kernels.message.format import SCALES
+from lq_lightning.kernels.message.rows import CHUNK_NUMEL
 
 
 def sylvester(size: int) -> torch.Tensor:
@@ -109,6 +111,34 @@ def test_fp4_codes_are_those_of_the_standard() -> None:
     assert torch.equal(actual.sign(), x.sign() * (actual != 0))
 
 
+def test_mxfp4_is_that_of_the_standard() -> None:
+    """Bytes of E8M0 beside codes of E2M1; the least scale that clips nothing."""
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    levels = torch.cat([levels, -levels])
+    spec = named_codec("mxfp4", 32)
+    x = torch.randn(1, 640) * torch.exp2(torch.arange(-10, 10).repeat_interleave(32) * 6.0)
+    x[0, 64:96], x[0, 100], x[0, 130] = 0.0, float("nan"), float("-inf")
+    x[0, 160:192] = 6 * 2.0**20
+    message = encode(spec, x)[0]
+    assert message.numel() == 640 // 2 + round_up(640 // 32, 16)
+    codes = torch.stack([message[:320] & 15, message[:320] >> 4], 1).flatten().int()
+    exponents = message[320:340].int()
+    assert exponents[[2, 3, 4, 5]].tolist() == [0, 255, 255, 127 + 20]
+    scales = torch.exp2(exponents.float() - 127)
+    scales[exponents == 255] = float("nan")
+    expected = levels[codes].view(20, 32) * scales[:, None]
+    decoded = decode(spec, message[None], 640).view(20, 32)
+    torch.testing.assert_close(decoded, expected, rtol=0, atol=0, equal_nan=True)
+    groups = x.view(20, 32)
+    used = torch.tensor([group not in (2, 3, 4) for group in range(20)])
+    largest = groups[used].abs().amax(1)
+    assert (largest <= 6 * scales[used]).all()
+    assert (largest > 3 * scales[used]).all()
+    error = (decoded - groups)[used].abs() / scales[used, None]
+    distance = (groups[used] / scales[used, None])[..., None].sub(levels).abs().amin(-1)
+    assert torch.equal(error, distance)
+
+
 def test_nf4_levels_are_quantiles_and_the_nearest_is_taken() -> None:
     levels = torch.tensor(CodecSpec(code="nf4", group_size=64).message_format.levels).double()
     offset = 0.9677083
@@ -176,8 +206,8 @@ def test_scales_are_rounded_up_and_minima_down(scale_dtype: str) -> None:
     dtype = torch.bfloat16 if scale_dtype == "bfloat16" else torch.float16
     values = torch.randn(4096) * torch.exp2(torch.randint(-30, 15, (4096,)).float())
     values[:4] = torch.tensor([0.0, -0.0, 2.0**-26, -(2.0**-26)])
-    down = blocks.round_minimum_down(values, scale_dtype)
-    up = blocks.round_scale_up(values.abs(), scale_dtype)
+    down = blocks.round_minimum_down(values, SCALES[scale_dtype])
+    up = blocks.round_scale_up(values.abs(), SCALES[scale_dtype])
     for rounded, exact in ((down, values), (up, values.abs())):
         assert torch.equal(rounded.to(dtype).float(), rounded)
         nearest = exact.to(dtype).float()

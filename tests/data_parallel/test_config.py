@@ -22,6 +22,7 @@ from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQua
         ({"group_size": 64.0}, r"group_size=64.0.*power of two"),
         ({"code": "fp4"}, r"code='fp4'.*'auto', 'int', 'nf4'"),
         ({"code": "nf4", "bits": 3}, r"code='nf4', bits=3.*`code=\"int\"`"),
+        ({"code": "fp8_e4m3"}, r"code='fp8_e4m3', bits=4.*has 8 bits. Give `bits=8`, or `code"),
         ({"code": "nf4", "rounding": "stochastic"}, r"code='nf4'.*rounding='stochastic'.*nearest"),
         ({"rounding": "up"}, r"WeightQuantization\(rounding='up'\).*'nearest', 'stochastic'"),
     ],
@@ -38,6 +39,9 @@ def test_weight_config_names_the_value(kwargs: dict[str, object], message: str) 
         ({"intra_bits": 16}, "intra_bits=16"),
         ({"inter_bits": 0}, "inter_bits=0"),
         ({"rounding": "Nearest"}, r"GradientQuantization\(rounding='Nearest'\).*'nearest'"),
+        ({"code": "fp4"}, r"code='fp4'.*'int', 'nf4', 'fp4_e2m1'"),
+        ({"code": "fp8_e5m2"}, r"code='fp8_e5m2', inter_bits=4.*Give `inter_bits=8`"),
+        ({"code": "nf4", "rounding": "stochastic"}, "nf4"),
         ({"hadamard_size": 24}, "hadamard_size=24.*16, 32, 64, 128"),
         ({"group_size": 16}, r"GradientQuantization\(hadamard_size=32, group_size=16\).*at most"),
         ({"group_size": 8192}, r"GradientQuantization\(group_size=8192\).*from 16 to 4096"),
@@ -63,6 +67,9 @@ def test_unknown_option_is_an_error() -> None:
         ({"code": "int", "group_size": 2048}, "int4", 4.0078125, 0.151),  # the paper's
         ({"rounding": "stochastic"}, "int4", 4.125, 0.166),
         ({"bits": 8, "method": "qW"}, "int8", 8.125, 0.0065),
+        ({"code": "fp4_e2m1"}, "fp4_e2m1", 4.125, 0.1095),
+        ({"code": "mxfp4"}, "fp4_e2m1", 4.25, 0.1155),
+        ({"code": "fp8_e4m3", "bits": 8}, "fp8_e4m3", 8.125, 0.0257),
     ],
 )
 def test_codes_of_weights(kwargs: Any, code: str, bits: float, error: float) -> None:
@@ -79,6 +86,9 @@ def test_ablation_codecs() -> None:
     assert full.codec("inter").rounding == "nearest"
     assert (full.codec("intra").code, full.codec("inter").code) == ("int8", "int4")
     assert full.codec("intra").hadamard_size == 32
+    other = GradientQuantization(code="mxfp4")
+    assert (other.codec("intra"), other.codec("inter").group_size) == (full.codec("intra"), 32)
+    assert other.codec("inter", vocabulary=True) == full.codec("inter", vocabulary=True)
     flat = GradientQuantization(method="ULq")
     assert (flat.codec("intra").code, flat.codec("inter").code) == ("int4", "int4")
     assert flat.codec("inter").hadamard_size == 0

@@ -14,7 +14,7 @@ from lq_lightning.kernels.accumulate import (
     read_accumulated_,
     reference,
 )
-from lq_lightning.kernels.accumulate.format import GROUP_SIZE
+from lq_lightning.kernels.accumulate.reference import GROUP_SIZE
 
 SIZES = [1, 31, 32, 33, 512, 2047, 2048, 2049, 5001]
 

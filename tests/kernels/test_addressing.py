@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 from lq_testing.interpreter import skip_old_interpreter
 
-from lq_lightning.kernels.dequantize import reference as dequantize_reference
 from lq_lightning.kernels.message import MessageFormat
 from lq_lightning.kernels.message import reference as blocks
+from lq_lightning.kernels.message import rows as reference_rows
 from lq_lightning.kernels.message.triton_rounding import mixed_noise
-from lq_lightning.kernels.quantize import reference as quantize_reference
 
 FORMAT = MessageFormat(
     code="int4",
@@ -68,8 +67,7 @@ def test_row_offsets_beyond_32_bits(tmp_path: Path) -> None:
     """Four rows, 2**30 elements apart, in a sparse file: int32 offsets would overflow."""
     if torch.cuda.is_available():
         pytest.skip("the interpreter's test; GPUs have their own below")
-    from lq_lightning.kernels.dequantize.triton_kernels import launch_dequantize
-    from lq_lightning.kernels.quantize.triton_kernels import launch_quantize
+    from lq_lightning.kernels.message.triton_kernels import launch_dequantize, launch_quantize
 
     stride, numel = 2**30, 3000
     nbytes = FORMAT.layout(numel).nbytes
@@ -77,7 +75,7 @@ def test_row_offsets_beyond_32_bits(tmp_path: Path) -> None:
     x = floats.as_strided((4, numel), (stride, 1))
     x.copy_(torch.randn(4, numel))
     expected = torch.empty(4, nbytes, dtype=torch.uint8)
-    quantize_reference.quantize(x, None, FORMAT, 0, expected)
+    reference_rows.quantize(x, None, FORMAT, 0, expected)
     payload = torch.from_file(
         str(tmp_path / "out"), shared=True, size=3 * stride + nbytes, dtype=torch.uint8
     )
@@ -86,12 +84,12 @@ def test_row_offsets_beyond_32_bits(tmp_path: Path) -> None:
     assert torch.equal(message, expected)
 
     decoded = torch.empty(4, numel)
-    dequantize_reference.dequantize(expected[None], numel, FORMAT, 1.0, False, decoded)
+    reference_rows.dequantize(expected[None], numel, FORMAT, 1.0, False, decoded)
     launch_dequantize(message[None], numel, FORMAT, 1.0, False, x)
     assert torch.equal(x, decoded)
     launch_dequantize(message[:, None], numel, FORMAT, 1.0, False, x[3:])
     total = torch.empty(1, numel)
-    dequantize_reference.dequantize(expected[:, None], numel, FORMAT, 1.0, False, total)
+    reference_rows.dequantize(expected[:, None], numel, FORMAT, 1.0, False, total)
     assert torch.equal(x[3:], total)
 
 

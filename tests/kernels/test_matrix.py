@@ -6,8 +6,7 @@ import pytest
 import torch
 from lq_testing.codec_data import awkward_rows
 
-from lq_lightning.kernels.dequantize import dequantize
-from lq_lightning.kernels.message import MessageFormat, parse_format
+from lq_lightning.kernels.message import MessageFormat, dequantize, parse_format, quantize
 from lq_lightning.kernels.message.matrix import (
     check_matrix,
     decode_matrix,
@@ -15,7 +14,6 @@ from lq_lightning.kernels.message.matrix import (
     matrix_shape,
     parse_matrix_format,
 )
-from lq_lightning.kernels.quantize import quantize
 
 FOUR = parse_format("int4/64/asymmetric/32/nearest/bfloat16")
 NARROW = parse_format("fp8_e4m3/16/symmetric/0/nearest/bfloat16")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lq_lightning.codecs import CodecSpec, decode, encode
-from lq_lightning.kernels.mixed import (
+from lq_lightning.kernels.mixed_width import (
     mixed_dequantize,
     mixed_layout,
     mixed_quantize,
@@ -22,7 +22,7 @@ from lq_lightning.kernels.mixed import (
     width_counts,
     width_rows,
 )
-from lq_lightning.kernels.mixed.format import HALF_RANGES
+from lq_lightning.kernels.mixed_width.format import HALF_RANGES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -331,11 +331,6 @@ def test_blocks_of_tokens_and_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(fitted(x, widths), clipped)
 
 
-def test_gradients_are_not_recorded() -> None:
-    x = torch.randn(4, 3, requires_grad=True)
-    assert not mixed_round_trip(x.detach(), width_rows(torch.tensor([1, 8, 16]))).requires_grad
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [0, 13])
 def test_opcheck(device: str, tokens: int) -> None:
@@ -347,14 +342,6 @@ def test_opcheck(device: str, tokens: int) -> None:
     torch.library.opcheck(mixed_round_trip, (x.t().contiguous().t(), rows, True))
     message = mixed_quantize(x, rows, counts)
     torch.library.opcheck(mixed_dequantize, (message, rows, counts, tokens, torch.bfloat16))
-
-
-def test_default_dtype_has_no_effect() -> None:
-    x = spread(9, len(EVERY_WIDTH), torch.float32)
-    message = quantize(x, EVERY_WIDTH)
-    torch.set_default_dtype(torch.bfloat16)
-    assert torch.equal(quantize(x, EVERY_WIDTH), message)
-    assert dequantize(message, EVERY_WIDTH, 9, torch.float32).dtype == torch.float32
 
 
 def test_refusals() -> None:

@@ -7,7 +7,7 @@ import torch
 from lq_testing.interpreter import skip_old_interpreter
 from torch import Tensor
 
-from lq_lightning.kernels.mixed import mixed_layout, reference, width_counts, width_rows
+from lq_lightning.kernels.mixed_width import mixed_layout, reference, width_counts, width_rows
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -58,7 +58,7 @@ TABLES = {
 def test_kernels_match_the_reference(
     tokens: int, lines: int, table: str, dtype: torch.dtype, fitted: bool, device: torch.device
 ) -> None:
-    from lq_lightning.kernels.mixed import launch
+    from lq_lightning.kernels.mixed_width import triton_kernels as launch
 
     widths = TABLES[table](lines)
     rows, counts = width_rows(widths), width_counts(widths)
@@ -87,7 +87,7 @@ def test_kernels_match_the_reference(
 
 @pytest.mark.parametrize("fitted", [False, True])
 def test_lines_that_are_not_finite_have_no_codes(fitted: bool, device: torch.device) -> None:
-    from lq_lightning.kernels.mixed import launch
+    from lq_lightning.kernels.mixed_width import triton_kernels as launch
 
     widths = torch.arange(1, 17)
     rows, counts = width_rows(widths), width_counts(widths)
@@ -105,7 +105,7 @@ def test_lines_that_are_not_finite_have_no_codes(fitted: bool, device: torch.dev
 def test_programs_of_several_tiles(
     fitted: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lq_lightning.kernels.mixed import launch
+    from lq_lightning.kernels.mixed_width import triton_kernels as launch
 
     monkeypatch.setattr(launch, "_ENOUGH_PROGRAMS", 4)
     monkeypatch.setattr(launch, "RANGE_TILE", launch.Tile(32, 8, 1))
@@ -128,7 +128,7 @@ def test_programs_of_several_tiles(
 
 
 def test_grids_cover_all_tokens() -> None:
-    from lq_lightning.kernels.mixed.launch import Tile, _grid
+    from lq_lightning.kernels.mixed_width.triton_kernels import Tile, _grid
 
     for tokens in (1, 8, 100, 1024, 100_000):
         for lines in (1, 64, 4096):

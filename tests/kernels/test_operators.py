@@ -8,16 +8,31 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from lq_lightning.kernels.activation import activation_backward, activation_quantize
-from lq_lightning.kernels.dequantize import dequantize, dequantize_out
 from lq_lightning.kernels.float8 import float8_quantize
-from lq_lightning.kernels.message import parse_format
+from lq_lightning.kernels.message import (
+    dequantize,
+    dequantize_out,
+    parse_format,
+    quantize,
+    quantize_out,
+    requantize,
+    requantize_out,
+)
+from lq_lightning.kernels.mixed_width import (
+    mixed_dequantize,
+    mixed_quantize,
+    width_counts,
+    width_rows,
+)
 from lq_lightning.kernels.norm import norm_backward, norm_quantize
-from lq_lightning.kernels.quantize import quantize, quantize_out
-from lq_lightning.kernels.requantize import requantize, requantize_out
+from lq_lightning.kernels.tah import tah_dequantize, tah_quantize
 
 EIGHT = "int8/128/symmetric/32/stochastic/float32"
 FOUR = "int4/64/asymmetric/32/nearest/bfloat16"
 ROW = "nf4/row/symmetric/0/nearest/bfloat16"
+TAH = "tah/64/4/1/2/hadamard"
+WIDTHS = torch.arange(256) % 16 + 1
+ROWS, COUNTS = width_rows(WIDTHS), width_counts(WIDTHS)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -54,6 +69,10 @@ def _results() -> list[Tensor]:
         *acted,
         *activation_backward(acted[1], acted[2], x, "silu", flat, True),
         *float8_quantize(x, torch.float8_e4m3fn, True, True),
+        (tokens := tah_quantize(x[None], TAH)),
+        tah_dequantize(tokens, 1, 2, 256, TAH, torch.float32),
+        (mixed := mixed_quantize(x, ROWS, COUNTS, True)),
+        mixed_dequantize(mixed, ROWS, COUNTS, 2, torch.float32),
     ]
 
 
@@ -64,23 +83,8 @@ def test_default_dtype_has_no_effect() -> None:
     for one, other in zip(_results(), expected, strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         assert [one.dtype for one in _results()] == [one.dtype for one in expected]
-
-
-def test_meta_shapes_match() -> None:
-    x = torch.empty(5, 777, device="meta")
-    message = quantize(x, None, EIGHT, 0)
-    assert message.shape == (5, parse_format(EIGHT).layout(777).nbytes)
-    assert message.dtype == torch.uint8
-    decoded = dequantize(message[:, None], 777, EIGHT, 1.0, torch.float16)
-    assert decoded.shape == (1, 777)
-    assert decoded.dtype == torch.float16
-
-
-def test_format_string_round_trip() -> None:
-    for text in (EIGHT, FOUR, "fp8_e5m2/16/symmetric/0/nearest/float16", ROW):
-        assert str(parse_format(text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "int9/64/symmetric/0/nearest/float32", "int4/64"])

@@ -93,7 +93,7 @@ def check_steps(
     **options: int,
 ) -> None:
     """Three steps; ``place`` may put gradients elsewhere."""
-    from lq_lightning.kernels.optimizer_step.launch import launch_optimizer_step
+    from lq_lightning.kernels.optimizer_step.triton_kernels import launch_optimizer_step
 
     chosen = formats(rule, name)
     stochastic = dtype == torch.bfloat16
@@ -158,7 +158,7 @@ class TestTriton:
 
     def test_gradients_move(self, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         """They are aligned in some steps and not in others, as views into a buffer may be."""
-        from lq_lightning.kernels.optimizer_step import launch
+        from lq_lightning.kernels.optimizer_step import triton_kernels as launch
 
         aligned: list[bool] = []
         kernel = launch.optimizer_step_kernel
@@ -274,7 +274,7 @@ def test_writes_are_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    from lq_lightning.kernels.optimizer_step.launch import launch_optimizer_step
+    from lq_lightning.kernels.optimizer_step.triton_kernels import launch_optimizer_step
 
     values = arguments()
     with pytest.raises(ValueError, match=r"rule='rmsprop' is not known; allowed: adamw"):

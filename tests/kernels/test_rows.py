@@ -7,9 +7,7 @@ import torch
 from lq_testing.codec_data import make_format
 from lq_testing.interpreter import skip_old_interpreter
 
-from lq_lightning.kernels.dequantize import reference as dequantize_reference
-from lq_lightning.kernels.quantize import reference as quantize_reference
-from lq_lightning.kernels.requantize import reference as requantize_reference
+from lq_lightning.kernels.message import rows as reference_rows
 
 # the interpreter computes with numpy, which warns where IEEE arithmetic is silent
 pytestmark = [
@@ -23,31 +21,30 @@ NUMEL = 1024 + 333  # more than a whole tile of the interpreter, and an incomple
 @pytest.mark.parametrize("group_size", [64, 0])
 def test_rows_of_two_strides(group_size: int, device: torch.device) -> None:
     """Rows ordered by node on one side of a message, by local rank on the other."""
-    from lq_lightning.kernels.dequantize.triton_kernels import launch_dequantize
-    from lq_lightning.kernels.quantize.triton_kernels import launch_quantize
+    from lq_lightning.kernels.message.triton_kernels import launch_dequantize, launch_quantize
 
     fmt = make_format("int6", hadamard_size=16, stochastic=True, group_size=group_size)
     nbytes = fmt.layout(1200).nbytes
     wide = torch.randn(12, 1300)
     expected = torch.full((12, nbytes), 0xFF, dtype=torch.uint8)
-    quantize_reference.quantize(wide[:, 8:1208], None, fmt, 3, expected)
+    reference_rows.quantize(wide[:, 8:1208], None, fmt, 3, expected)
     x = wide.to(device).view(3, 4, 1300)[..., 8:1208]
     messages = torch.full((4, 3, nbytes), 0xFF, dtype=torch.uint8, device=device)
     launch_quantize(x, None, fmt, 3, messages.transpose(0, 1))
     assert torch.equal(messages.transpose(0, 1).reshape(12, nbytes).cpu(), expected)
     messages.fill_(0xFF)
-    quantize_reference.quantize(x.cpu(), None, fmt, 3, on_cpu := messages.cpu().transpose(0, 1))
+    reference_rows.quantize(x.cpu(), None, fmt, 3, on_cpu := messages.cpu().transpose(0, 1))
     assert torch.equal(on_cpu.reshape(12, nbytes), expected)
 
     target = torch.full((12, 1300), 7.0)
     decoded = torch.full((4, 3, 1300), 7.0, device=device).transpose(0, 1)
     twice = expected.expand(2, -1, -1)
-    dequantize_reference.dequantize(twice, 1200, fmt, 0.5, True, target[:, 8:1208])
+    reference_rows.dequantize(twice, 1200, fmt, 0.5, True, target[:, 8:1208])
     in_order = on_cpu.to(device).expand(2, -1, -1, -1)
     launch_dequantize(in_order, 1200, fmt, 0.5, True, decoded[..., 8:1208])
     assert torch.equal(decoded.reshape(12, 1300).cpu(), target)
     again = torch.full((3, 4, 1300), 7.0)
-    dequantize_reference.dequantize(in_order.cpu(), 1200, fmt, 0.5, True, again[..., 8:1208])
+    reference_rows.dequantize(in_order.cpu(), 1200, fmt, 0.5, True, again[..., 8:1208])
     assert torch.equal(again.view(12, 1300), target)
 
 
@@ -61,19 +58,18 @@ def test_too_many_rows_of_two_strides() -> None:
 
 @pytest.mark.parametrize("skip", [0, 3, 4])
 def test_a_row_is_left_out(skip: int, device: torch.device) -> None:
-    from lq_lightning.kernels.quantize.triton_kernels import launch_quantize
-    from lq_lightning.kernels.requantize.triton_kernels import launch_requantize
+    from lq_lightning.kernels.message.triton_kernels import launch_quantize, launch_requantize
 
     source, target = make_format("int8"), make_format(stochastic=True)
     x = torch.randn(5, NUMEL)
     kept = [row for row in range(5) if row != skip]
     messages = torch.empty(10, source.layout(NUMEL).nbytes, dtype=torch.uint8)
-    quantize_reference.quantize(torch.cat((x, -2 * x)), None, source, 0, messages)
+    reference_rows.quantize(torch.cat((x, -2 * x)), None, source, 0, messages)
     messages = messages.view(2, 5, -1)
     rows = torch.full((4, target.layout(NUMEL).nbytes), 0xFF, dtype=torch.uint8)
     for reference, launch, whole in (
-        (quantize_reference.quantize, launch_quantize, x),
-        (requantize_reference.requantize, launch_requantize, messages),
+        (reference_rows.quantize, launch_quantize, x),
+        (reference_rows.requantize, launch_requantize, messages),
     ):
         results = []
         for run, values, place, left_out in (

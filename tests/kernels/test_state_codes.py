@@ -17,7 +17,7 @@ from lq_lightning.kernels.optimizer_step.formats import (
     level_pairs,
     reciprocal_parts,
 )
-from lq_lightning.kernels.optimizer_step.reference_codes import (
+from lq_lightning.kernels.optimizer_step.reference import (
     decode_groups,
     encode_groups,
     rounding_noise,
@@ -25,7 +25,7 @@ from lq_lightning.kernels.optimizer_step.reference_codes import (
 from lq_lightning.kernels.optimizer_step.triton_codes import (
     encode_groups as encode_groups_in_triton,
 )
-from lq_lightning.kernels.optimizer_step.triton_groups import (
+from lq_lightning.kernels.optimizer_step.triton_codes import (
     groups_of_lanes,
     inner_columns,
     lane_columns,

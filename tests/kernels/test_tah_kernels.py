@@ -11,7 +11,7 @@ from lq_testing.interpreter import skip_old_interpreter
 from torch import Tensor
 
 from lq_lightning.kernels.tah import TAHFormat, parse_tah_format, reference
-from lq_lightning.kernels.tah.statistics import lowest
+from lq_lightning.kernels.tah.reference import lowest
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -52,7 +52,7 @@ def values(shape: tuple[int, int, int], fmt: TAHFormat, dtype: torch.dtype) -> T
 def test_kernels_match_the_reference(
     text: str, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    from lq_lightning.kernels.tah import launch
+    from lq_lightning.kernels.tah import triton_kernels as launch
 
     fmt = parse_tah_format(text)
     layout = fmt.layout(*shape)
@@ -88,7 +88,7 @@ def test_kernels_match_the_reference(
 
 
 def test_all_at_once(device: torch.device) -> None:
-    from lq_lightning.kernels.tah import launch
+    from lq_lightning.kernels.tah import triton_kernels as launch
 
     fmt = parse_tah_format("tah/16/4/1/5/hadamard")
     # entropies far apart
@@ -105,7 +105,7 @@ def test_ranks_of_many_units(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, many: int
 ) -> None:
     """Several steps of a program, equal entropies in several of them, ranks at either end."""
-    from lq_lightning.kernels.tah import launch
+    from lq_lightning.kernels.tah import triton_kernels as launch
 
     monkeypatch.setattr(launch, "_MANY_UNITS", many)
     monkeypatch.setattr(launch, "_RANK_BLOCK", 64)
@@ -126,7 +126,7 @@ def test_ranks_of_many_units(
 
 
 def test_nothing_is_launched_for_nothing(device: torch.device) -> None:
-    from lq_lightning.kernels.tah import launch
+    from lq_lightning.kernels.tah import triton_kernels as launch
 
     fmt = parse_tah_format("tah/16/4/1/5/hadamard")
     for shape in ((0, 5, 32), (2, 0, 32)):

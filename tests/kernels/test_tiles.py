@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 
-from lq_lightning.kernels.message.launch import Tile, choose_tile, row_grid
-from lq_lightning.kernels.message.tiles import SIZES, TILES
+from lq_lightning.kernels.message.launch import SIZES, TILES, Tile, choose_tile, row_grid
 
 NUMELS = (1, SIZES[0], SIZES[-1])
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lq_testing.codec_data import awkward_rows, make_format
 from lq_testing.interpreter import skip_old_interpreter
 
+from lq_lightning.codecs import named_codec
 from lq_lightning.data_parallel import WeightQuantization
-from lq_lightning.kernels.dequantize import reference as dequantize_reference
 from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat, TableCode
-from lq_lightning.kernels.message.codes import CELLS_PER_UNIT
+from lq_lightning.kernels.message import rows as reference_rows
+from lq_lightning.kernels.message.format import CELLS_PER_UNIT
 from lq_lightning.kernels.message.launch import INT_TO_FLOAT, UNROLLED_MESSAGES, Tile
 from lq_lightning.kernels.message.triton_rows import decode_tile, encode_tile
-from lq_lightning.kernels.quantize import reference as quantize_reference
-from lq_lightning.kernels.requantize import reference as requantize_reference
 
 # the interpreter computes with numpy, which warns where IEEE arithmetic is silent
 pytestmark = [
@@ -31,7 +33,7 @@ KINDS = [(code, True) for code in CODES] + [
 ]
 # More than a whole tile of the interpreter, and an incomplete one.
 NUMEL = 1024 + 333
-SCALES = ("float32", "bfloat16", "float16")
+SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -52,11 +54,11 @@ def check_quantize(
     reference: torch.Tensor | None = None,
     seed: int = 3,
 ) -> torch.Tensor:
-    from lq_lightning.kernels.quantize.triton_kernels import launch_quantize
+    from lq_lightning.kernels.message.triton_kernels import launch_quantize
 
     shape = (x.shape[0], fmt.layout(x.shape[1]).nbytes)
     expected = torch.full(shape, 0xFF, dtype=torch.uint8)
-    quantize_reference.quantize(x, reference, fmt, seed, expected)
+    reference_rows.quantize(x, reference, fmt, seed, expected)
     actual = torch.full(shape, 0xFF, dtype=torch.uint8, device=device)
     other = None if reference is None else reference.to(device)
     launch_quantize(x.to(device), other, fmt, seed, actual)
@@ -74,14 +76,14 @@ def check_dequantize(
     base: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    from lq_lightning.kernels.dequantize.triton_kernels import launch_dequantize
+    from lq_lightning.kernels.message.triton_kernels import launch_dequantize
 
     add = base is not None
     expected = torch.full((message.shape[1], numel), float("nan"), dtype=dtype)
     if base is not None:
         expected = base.clone()
     actual = expected.to(device, copy=True)
-    dequantize_reference.dequantize(message, numel, fmt, scale, add, expected)
+    reference_rows.dequantize(message, numel, fmt, scale, add, expected)
     launch_dequantize(message.to(device), numel, fmt, scale, add, actual)
     assert_same_floats(actual, expected)
     return expected
@@ -94,11 +96,11 @@ def check_requantize(
     target: MessageFormat,
     device: torch.device,
 ) -> None:
-    from lq_lightning.kernels.requantize.triton_kernels import launch_requantize
+    from lq_lightning.kernels.message.triton_kernels import launch_requantize
 
     shape = (message.shape[1], target.layout(numel).nbytes)
     expected = torch.full(shape, 0xFF, dtype=torch.uint8)
-    requantize_reference.requantize(message, numel, source, target, 5, expected)
+    reference_rows.requantize(message, numel, source, target, 5, expected)
     actual = torch.full(shape, 0xFF, dtype=torch.uint8, device=device)
     launch_requantize(message.to(device), numel, source, target, 5, actual)
     assert torch.equal(actual.cpu(), expected)
@@ -114,11 +116,44 @@ def test_every_code(index: int, turn: int, device: torch.device) -> None:
         symmetric=symmetric,
         hadamard_size=(0, 32)[turn],
         stochastic=bool((index + turn) % 2) and not isinstance(CODES[code], TableCode),
-        scale_dtype=SCALES[(index + turn) % 3],
+        scale_dtype=SCALES[(index + turn) % (4 if symmetric else 3)],
     )
     x = awkward_rows(2, NUMEL, 64, huge=not turn).to(DTYPES[index % 3])
     message = check_quantize(x, fmt, device)
     check_dequantize(message[None], NUMEL, fmt, device)
+
+
+# What a group of MXFP4 may hold: its largest value, where a scale doubles, and what is no number.
+AWKWARD = (
+    *(0.0, -0.0, 1e-45, 2.0**-126, 2.0**-124, 6 * 2.0**-126, 1e-30, 1.0, 3.0, 3.0000002, 6.0),
+    *(1e30, 6 * 2.0**125, 3.4e38, float("inf"), float("-inf"), float("nan")),
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.sampled_from(AWKWARD), min_size=1, max_size=40),
+    st.integers(1, 31),
+    st.sampled_from([(0, False), (0, True), (32, False)]),
+)
+def test_mxfp4_groups(values: list[float], rest: int, kind: tuple[int, bool]) -> None:
+    """A group for each value, which is its largest or what spoils it, and an incomplete one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    spec = replace(named_codec("mxfp4", 32), hadamard_size=kind[0])
+    fmt = replace(spec.message_format, stochastic=kind[1])
+    x = torch.linspace(-1, 1, 32).repeat(len(values), 1)
+    x = (x * torch.tensor(values)[:, None].nan_to_num(1.0, 1.0, 1.0)).flatten()
+    x[::32] = torch.tensor(values)
+    x = torch.cat([x, torch.full((rest,), values[0])])[None]
+    message = check_quantize(x, fmt, device)
+    decoded = check_dequantize(message[None], x.shape[1], fmt, device)
+    check_requantize(message[:, None], x.shape[1], fmt, make_format("int8"), device)
+    check_requantize(message[:, None], x.shape[1], fmt, fmt, device)
+    if not kind[0]:
+        groups = decoded[0, : 32 * len(values)].view(-1, 32)
+        finite = torch.tensor(values).isfinite()
+        assert groups[finite].isfinite().all()
+        assert groups[~finite].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -240,7 +275,7 @@ def test_any_number_of_messages(num_messages: int, device: torch.device) -> None
     fmt = make_format("int8", group_size=16, hadamard_size=16 if num_messages % 2 else 0)
     numel = NUMEL if num_messages == 5 else 100
     message = torch.empty(num_messages, fmt.layout(numel).nbytes, dtype=torch.uint8)
-    quantize_reference.quantize(awkward_rows(num_messages, numel, 16), None, fmt, 0, message)
+    reference_rows.quantize(awkward_rows(num_messages, numel, 16), None, fmt, 0, message)
     message = message[:, None]
     check_dequantize(message, numel, fmt, device, scale=1 / 3)
     if num_messages in (3, 9):
@@ -258,8 +293,7 @@ class Launches:
 
 
 def test_large_numbers_of_messages_share_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lq_lightning.kernels.dequantize import triton_kernels as dequantize
-    from lq_lightning.kernels.requantize import triton_kernels as requantize
+    from lq_lightning.kernels.message import triton_kernels
 
     fmt = make_format()
     row = torch.zeros(1, fmt.layout(64).nbytes, dtype=torch.uint8)
@@ -269,26 +303,26 @@ def test_large_numbers_of_messages_share_a_kernel(monkeypatch: pytest.MonkeyPatc
         kinds.append(kind)
         return Tile(1024, 32, 4, 2)
 
-    monkeypatch.setattr(requantize, "choose_tile", choose)
-    for module in (dequantize, requantize):
+    monkeypatch.setattr(triton_kernels, "choose_tile", choose)
+    for name in ("dequantize", "requantize"):
         launches = Launches()
-        name = module.__name__.split(".")[-2] + "_rows_kernel"
-        monkeypatch.setattr(module, name, launches)
+        monkeypatch.setattr(triton_kernels, f"{name}_rows_kernel", launches)
         for count in (UNROLLED_MESSAGES, UNROLLED_MESSAGES + 1, 33, 128):
             messages = row.expand(count, 1, -1)
-            if module is dequantize:
-                module.launch_dequantize(messages, 64, fmt, 1.0, False, torch.zeros(1, 64))
+            if name == "dequantize":
+                out = torch.zeros(1, 64)
+                triton_kernels.launch_dequantize(messages, 64, fmt, 1.0, False, out)
             else:
-                module.launch_requantize(messages, 64, fmt, fmt, 0, row)
+                triton_kernels.launch_requantize(messages, 64, fmt, fmt, 0, row)
         few, *many = launches.constants
         assert all(constants == many[0] for constants in many)
         assert few != many[0]
-    assert kinds == ["requantize", *["requantize many"] * 3]
+    assert kinds == [*["reduce 32"] * 4, "requantize", *["requantize many"] * 3]
 
 
 @pytest.mark.gpu
 def test_large_numbers_of_messages_are_compiled_once() -> None:
-    from lq_lightning.kernels.dequantize.triton_kernels import dequantize_rows_kernel
+    from lq_lightning.kernels.message.triton_kernels import dequantize_rows_kernel
 
     fmt, compiled = make_format("int2", group_size=32), []
     row = torch.zeros(1, fmt.layout(64).nbytes, dtype=torch.uint8)
@@ -317,7 +351,7 @@ def test_requantize_equals_decode_then_encode(device: torch.device) -> None:
     decoded = check_dequantize(message, 1001, source, device)
     expected = check_quantize(decoded, target, device)
     actual = torch.empty_like(expected)
-    requantize_reference.requantize(message, 1001, source, target, 0, actual)
+    reference_rows.requantize(message, 1001, source, target, 0, actual)
     assert torch.equal(actual, expected)
 
 
@@ -328,14 +362,13 @@ def test_seeds(seed: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("offset", [1, 8])
 def test_strided_rows(offset: int, device: torch.device) -> None:
-    from lq_lightning.kernels.dequantize.triton_kernels import launch_dequantize
-    from lq_lightning.kernels.quantize.triton_kernels import launch_quantize
+    from lq_lightning.kernels.message.triton_kernels import launch_dequantize, launch_quantize
 
     fmt = make_format("int6", hadamard_size=16)
     nbytes = fmt.layout(1200).nbytes
     wide = torch.randn(3, 1300)
     expected = torch.full((3, nbytes), 0xFF, dtype=torch.uint8)
-    quantize_reference.quantize(wide[:, offset : offset + 1200], None, fmt, 0, expected)
+    reference_rows.quantize(wide[:, offset : offset + 1200], None, fmt, 0, expected)
     rows = torch.full((3, nbytes + 48), 0xAB, dtype=torch.uint8, device=device)
     on_device = wide.to(device)[:, offset : offset + 1200]
     launch_quantize(on_device, None, fmt, 0, rows[:, 16 : 16 + nbytes])
@@ -345,7 +378,7 @@ def test_strided_rows(offset: int, device: torch.device) -> None:
 
     target = torch.full((3, 1300), 7.0)
     decoded = target.to(device, copy=True)
-    dequantize_reference.dequantize(
+    reference_rows.dequantize(
         expected[None], 1200, fmt, 1.0, False, target[:, offset : offset + 1200]
     )
     launch_dequantize(
@@ -393,12 +426,12 @@ def test_tiles_begin_and_end_anywhere(code: str, device: torch.device) -> None:
     symmetric = code != "int7"
     fmt = make_format(code, group_size=16, symmetric=symmetric, scale_dtype="bfloat16")
     message = torch.full((1, fmt.layout(rows * width).nbytes), 0xFF, dtype=torch.uint8)
-    quantize_reference.quantize(torch.randn(1, rows * width), None, fmt, 0, message)
+    reference_rows.quantize(torch.randn(1, rows * width), None, fmt, 0, message)
     # what a decoded message is encoded to: scales and minima are rounded, so not always itself
     values = torch.empty(1, rows * width)
-    dequantize_reference.dequantize(message[None], rows * width, fmt, 1.0, False, values)
+    reference_rows.dequantize(message[None], rows * width, fmt, 1.0, False, values)
     expected = torch.full_like(message, 0xFF)
-    quantize_reference.quantize(values, None, fmt, 0, expected)
+    reference_rows.quantize(values, None, fmt, 0, expected)
     actual = torch.full_like(message, 0xFF).to(device)
     _copy_row_kernel[(rows,)](
         *(message.to(device), actual, width, rows * width, INT_TO_FLOAT),

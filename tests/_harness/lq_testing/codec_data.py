@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.kernels.message import CODES, IntegerCode, MessageFormat, TableCode
+from lq_lightning.kernels.message import CODES, SCALE_DTYPES, IntegerCode, MessageFormat, TableCode
 
 FP32_MAX = torch.finfo(torch.float32).max
 
@@ -32,10 +32,11 @@ def codec_specs(with_rows: bool = True) -> st.SearchStrategy[CodecSpec]:
     ) -> CodecSpec:
         group_size = 2**log_group if log_group <= 12 else 4096
         kind = type(CODES[code])
+        symmetric = symmetric or kind is not IntegerCode or scale == "float8_e8m0fnu"
         return CodecSpec(
             code=code,  # type: ignore[arg-type]
             group_size=group_size if log_group <= 12 else "row",
-            symmetric=symmetric or kind is not IntegerCode,
+            symmetric=symmetric,
             hadamard_size=min(hadamard, group_size, 128),
             rounding="nearest" if kind is TableCode else rounding,  # type: ignore[arg-type]
             scale_dtype=scale,  # type: ignore[arg-type]
@@ -48,7 +49,7 @@ def codec_specs(with_rows: bool = True) -> st.SearchStrategy[CodecSpec]:
         st.sampled_from([0, 16, 32, 64, 128]),
         st.booleans(),
         st.sampled_from(["nearest", "stochastic"]),
-        st.sampled_from(["float32", "bfloat16", "float16"]),
+        st.sampled_from(list(SCALE_DTYPES)),
     )
 
 

@@ -11,14 +11,18 @@ import triton
 import triton.language as tl
 
 from lq_lightning.kernels.message.triton_blocks import round_output, select_bytes
-from lq_lightning.kernels.message.triton_rounding import asymmetric_scaling, fixed_point, ordered
+from lq_lightning.kernels.message.triton_rounding import (
+    asymmetric_scaling,
+    bits_of_scales,
+    fixed_point,
+    ordered,
+)
 
 from .format import FITTED_ERRORS, FULL_ERRORS, HALF_RANGES, MOMENT_CENTER, MOMENT_LEVELS
 
 _INT_MIN = tl.constexpr(-(2**31))
 _INT_MAX = tl.constexpr(2**31 - 1)
 _TWO_TO_23 = tl.constexpr(8388608.0)  # `launch.INT_TO_FLOAT` as a number
-_NAN_BITS = tl.constexpr(0x7FC00000)
 _LEVELS = tl.constexpr(float(MOMENT_LEVELS))
 _CENTER = tl.constexpr(MOMENT_CENTER)
 _HALF_RANGES = tl.constexpr(HALF_RANGES)
@@ -254,10 +258,10 @@ def mixed_scale_kernel(
     if STORE:
         place = tl.load(rows_ptr + PLACE_ROW * lines + line, inside, 0)
         sent = inside & (width <= 8)
-        bits = tl.where(scale == scale, scale.to(tl.int32, bitcast=True), _NAN_BITS) >> 16
-        tl.store(section(message_ptr, sections[5], tl.int16) + place, bits.to(tl.int16), sent)
-        bits = minimum.to(tl.int32, bitcast=True) >> 16
-        tl.store(section(message_ptr, sections[6], tl.int16) + place, bits.to(tl.int16), sent)
+        target = section(message_ptr, sections[5], tl.int16) + place
+        tl.store(target, bits_of_scales(scale, SCALES), sent)
+        target = section(message_ptr, sections[6], tl.int16) + place
+        tl.store(target, bits_of_scales(minimum, SCALES), sent)
         if tl.program_id(0) == 0:
             wide = tl.cast(words, tl.int64)
             _end_section(message_ptr, sections[0] + raw * wide * 16)
@@ -271,7 +275,7 @@ def mixed_scale_kernel(
 
 @triton.jit
 def largest_code(width):
-    """Of lines of a width, fp32; of wider ones as of 8 bits."""
+    """Largest code of lines of a width, fp32; of wider ones that of 8 bits."""
     return ((1 << tl.minimum(width, 8)) - 1).to(tl.float32)
 
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .format import ALIGNMENT_NBYTES, MessageFormat
-from .launch import on_device
+from lq_lightning.kernels.message.format import ALIGNMENT_NBYTES, MessageFormat
+from lq_lightning.kernels.message.launch import on_device
 
 # Of all operators together. A model has a few dozen per number of tokens.
 MAX_CALLS = 4096
@@ -57,11 +57,9 @@ class Launch:
     def __call__(self, first: Tensor, *others: Tensor | None, words: tuple[int, ...] = ()) -> None:
         """Launch the kernel on the device of the first tensor.
 
-        Args:
-            first: the first pointer.
-            others: the other ones. None where the kernel does not use one. At every call these are
-                the same ones, and all but where and what tensors hold is (see ``facts``).
-            words: numbers of 32 bits that the kernel is not specialized by, as many at every call.
+        Other pointers are None where the kernel does not use one. All but addresses and contents
+        of the tensors are the same at every call (see ``facts``). ``words`` are 32-bit numbers that
+        the kernel is not specialized by, as many at every call.
         """
         with on_device(first):
             if self._run is not None:
@@ -84,14 +82,10 @@ def launch_nothing(*tensors: Tensor | None, words: tuple[int, ...] = ()) -> None
 def encoding_launch(
     fmt: MessageFormat, rows: int, make: Callable[[bool], Launch]
 ) -> Callable[..., None]:
-    """Return a launch of a kernel that encodes rows, of its pointers but for the last.
+    """Return a launch of a kernel that encodes rows, given its pointers except the last one.
 
-    That one is ``range_ptr`` of ``encode_tile``. Formats with one scale per row take two passes.
-
-    Args:
-        fmt: the format that is encoded.
-        rows: of it.
-        make: returns the launch of a pass, given whether that widens the range instead of encoding.
+    That one is ``range_ptr`` of ``encode_tile``. Formats with one scale per row take two passes;
+    ``make`` returns the launch of a pass, given whether it widens the range instead of encoding.
     """
     encode = make(False)
     if fmt.group_size:
@@ -107,7 +101,7 @@ def encoding_launch(
 
 
 class Call(NamedTuple):
-    """What calls with one key share.
+    """Results and launch that calls with one key share.
 
     Attributes:
         results: shape and dtype of each result.
@@ -154,8 +148,8 @@ def keep_call(
 
     Args:
         key: name of the operator, ``facts`` of its tensors, and all its other arguments.
-        results: of the call, each contiguous and in memory of its own.
-        launch: what computes them, given the tensors of the call and then its results.
+        results: results of the call, each contiguous and in memory of its own.
+        launch: function that computes them, given the tensors of the call and then its results.
         zeroed: index of the result that has to be zero before.
     """
     if len(_CALLS) >= MAX_CALLS:  # lengths of sequences that rarely come again

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lq_lightning.kernels.message import ALIGNMENT_NBYTES, round_up
 from lq_lightning.kernels.message import reference as blocks
-from lq_lightning.kernels.message.rounding import asymmetric_scaling
+from lq_lightning.kernels.message.format import PLANES as CODE_PLANES
+from lq_lightning.kernels.message.reference import asymmetric_scaling
 
 from .format import (
     FITTED_ERRORS,
@@ -32,7 +33,6 @@ from .format import (
     WIDTH_ROW,
     MixedLayout,
     mixed_layout,
-    plane_shift,
 )
 
 # Values that are worked on at once, and tokens of a block of lines, a multiple of 8.
@@ -52,16 +52,7 @@ def quantize(
     out: Tensor,
     rounded: Tensor | None = None,
 ) -> None:
-    """Encode values.
-
-    Args:
-        x: ``[T, N]`` floating point, any strides.
-        rows: ``[8, N]`` of ``format.width_rows``.
-        counts: lines of each width.
-        fitted: as for ``scaling_of_lines``.
-        out: ``[nbytes]`` uint8.
-        rounded: also written, if given: what ``round_trip`` returns.
-    """
+    """Encode as the operator does; ``rounded`` gets what ``round_trip`` returns."""
     tokens = x.shape[0]
     layout = mixed_layout(counts, tokens)
     for end in layout.ends:
@@ -88,14 +79,7 @@ def quantize(
 
 
 def dequantize(message: Tensor, rows: Tensor, counts: Sequence[int], out: Tensor) -> None:
-    """Decode values.
-
-    Args:
-        message: ``[nbytes]`` uint8.
-        rows: ``[8, N]`` of ``format.width_rows``.
-        counts: lines of each width.
-        out: ``[T, N]`` floating point, contiguous.
-    """
+    """Decode values to ``out``; other arguments as for the operator."""
     tokens = out.shape[0]
     layout = mixed_layout(counts, tokens)
     if tokens == 0:
@@ -119,14 +103,7 @@ def dequantize(message: Tensor, rows: Tensor, counts: Sequence[int], out: Tensor
 
 
 def round_trip(x: Tensor, rows: Tensor, fitted: bool, out: Tensor) -> None:
-    """Return what is decoded from the message of ``x``, without packing.
-
-    Args:
-        x: ``[T, N]`` floating point, any strides.
-        rows: ``[8, N]`` of ``format.width_rows``.
-        fitted: as for ``scaling_of_lines``.
-        out: ``[T, N]`` of the dtype of ``x``.
-    """
+    """Write what is decoded from the message of ``x`` to ``out``, without packing."""
     if x.shape[0] == 0:
         return
     scaling = scaling_of_lines(x, rows, fitted)
@@ -143,7 +120,7 @@ def _round_raw(x: Tensor, raw: Tensor, out: Tensor) -> None:
 
 
 class LineScaling(NamedTuple):
-    """How lines become codes, as ``Scaling`` has it, ``[N]`` fp32 each.
+    """Scaling of lines, as ``Scaling`` of groups, ``[N]`` fp32 each.
 
     Attributes:
         scale: NaN where a line is not finite.
@@ -191,16 +168,10 @@ def _line_scaling(
 def fitted_range(x: Tensor, low: Tensor, high: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean of each line less and plus so many deviations, within its extremes.
 
-    Lines keep their extremes where these promise a smaller error: with many bits, few values, or a
-    value that is far off; and where they have no scale, because they are constant, tiny or not
-    finite. A fitted range is taken to have the error of normal values and, on top, that of the two
-    extremes, which become its ends.
-
-    Args:
-        x: ``[T, N]`` values.
-        low: ``[N]`` fp32, the smallest of each line.
-        high: likewise, the largest.
-        bits: ``[N]`` integers, of its codes.
+    Lines keep their extremes (``low``, ``high``) where these promise a smaller error: with many
+    ``bits``, few values, or a value that is far off; and where they have no scale, because they are
+    constant, tiny or not finite. A fitted range is taken to have the error of normal values and, on
+    top, that of the two extremes, which become its ends.
     """
     half, expected, limit = torch.tensor(
         (HALF_RANGES, FITTED_ERRORS, FULL_ERRORS), dtype=torch.float32
@@ -328,50 +299,32 @@ def _raw_section(message: Tensor, layout: MixedLayout) -> Tensor:
 
 def _parts(
     counts: Sequence[int], padded: int
-) -> Iterator[tuple[slice, list[tuple[int, int, int]]]]:
-    """Yield, for each width of codes, its lines in sorted order and its planes.
-
-    A plane is its width, how many bits of the code come before, and where its bytes begin.
-    """
+) -> Iterator[tuple[slice, tuple[int, ...], list[int]]]:
+    """Yield, for each width of codes, its lines in sorted order, its planes and their offsets."""
     layout = mixed_layout(counts, padded)
     starts = dict(zip(PLANES, layout.plane_offsets, strict=True))
     first = 0
     for width, count in enumerate(counts[:MAX_CODE_WIDTH], 1):
-        planes = []
-        for plane in PLANES:
-            if count and width & plane:
-                planes.append((plane, plane_shift(width, plane), starts[plane]))
+        if count:
+            planes = CODE_PLANES[width]
+            yield slice(first, first + count), planes, [starts[plane] for plane in planes]
+            for plane in planes:
                 starts[plane] += count * padded * plane // 8
-        if planes:
-            yield slice(first, first + count), planes
-        first += count
+            first += count
 
 
 def store_codes(codes: Tensor, coded: Tensor, counts: Sequence[int], out: Tensor) -> None:
-    """Write the planes of codes.
-
-    Args:
-        codes: ``[N, P]`` uint8 by line.
-        coded: lines in sorted order but for those of bf16.
-        counts: lines of each width.
-        out: ``[nbytes]`` uint8.
-    """
-    for part, planes in _parts(counts, codes.shape[1]):
-        chosen = codes.index_select(0, coded[part])
-        for plane, shift, start in planes:
-            bits = chosen if len(planes) == 1 else (chosen >> shift).bitwise_and_((1 << plane) - 1)
-            packed = blocks.pack_plane(bits, plane)
-            out[start : start + packed.numel()] = packed
+    """Write the planes of ``[N, P]`` uint8 codes; ``coded`` lists the coded lines, sorted."""
+    for part, planes, offsets in _parts(counts, codes.shape[1]):
+        chosen = codes.index_select(0, coded[part]).view(1, -1)
+        blocks.store_codes(chosen, out.unsqueeze(0), 0, planes, offsets)
 
 
 def load_codes(message: Tensor, counts: Sequence[int], layout: MixedLayout) -> Tensor:
     """Undo ``store_codes``; return ``[lines, P]`` uint8, sorted."""
     codes = torch.empty(layout.coded_lines, layout.padded_tokens, dtype=torch.uint8)
-    for part, planes in _parts(counts, layout.padded_tokens):
+    for part, planes, offsets in _parts(counts, layout.padded_tokens):
         target = codes[part]
-        for plane, shift, start in planes:
-            packed = message[start : start + target.numel() * plane // 8]
-            bits = blocks.unpack_plane(packed, plane).view_as(target)
-            # the first plane has the lowest bits
-            target.copy_(bits) if shift == 0 else target.bitwise_or_(bits << shift)
+        found = blocks.load_codes(message.unsqueeze(0), 0, target.numel(), planes, offsets)
+        target.copy_(found.view_as(target))
     return codes

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lq_lightning.kernels.message.checks import check_float, check_message
-from lq_lightning.kernels.message.operators import define_operator
+from lq_lightning.kernels.message.operators import check_float, check_message, define_operator
 
 from . import reference as cpu
 from .format import FIRST_PLANE_ROW, MAX_WIDTH, PLANES, mixed_layout
@@ -72,7 +71,7 @@ def _quantize(x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool = Fal
     _check_counts(rows, counts)
     out = _fake_quantize(x, rows, counts, fitted)
     if x.is_cuda:
-        from .launch import launch_mixed_quantize
+        from lq_lightning.kernels.mixed_width.triton_kernels import launch_mixed_quantize
 
         launch_mixed_quantize(x, rows, counts, fitted, out)
     else:
@@ -83,25 +82,12 @@ def _quantize(x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool = Fal
 def _quantize_and_round(
     x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return what ``mixed_quantize`` and ``mixed_round_trip`` do; lines are scaled once.
-
-    Args:
-        x: as for ``mixed_quantize``.
-        rows: as for ``mixed_quantize``.
-        counts: as for ``mixed_quantize``.
-        fitted: as for ``mixed_quantize``.
-
-    Returns:
-        ``[nbytes]`` uint8, and ``[T, N]`` of the dtype of ``x``, contiguous.
-
-    Raises:
-        ValueError: as ``mixed_quantize``.
-    """
+    """Return what ``mixed_quantize`` and ``mixed_round_trip`` do; lines are scaled once."""
     _check_values(x, rows)
     _check_counts(rows, counts)
     out, rounded = _fake_quantize_and_round(x, rows, counts, fitted)
     if x.is_cuda:
-        from .launch import launch_mixed_quantize
+        from lq_lightning.kernels.mixed_width.triton_kernels import launch_mixed_quantize
 
         launch_mixed_quantize(x, rows, counts, fitted, out, rounded)
     else:
@@ -112,28 +98,14 @@ def _quantize_and_round(
 def _dequantize(
     message: Tensor, rows: Tensor, counts: Sequence[int], tokens: int, dtype: torch.dtype
 ) -> Tensor:
-    """Decode values. CPU and CUDA return the same bits.
-
-    Args:
-        message: ``[nbytes]`` uint8.
-        rows: as for ``mixed_quantize``.
-        counts: as for ``mixed_quantize``.
-        tokens: T.
-        dtype: of the result.
-
-    Returns:
-        ``[T, N]``, contiguous.
-
-    Raises:
-        ValueError: a shape, dtype or device other than above, or a message of another size.
-    """
+    """Decode ``[tokens, N]`` values of ``dtype``. CPU and CUDA return the same bits."""
     check_float("dtype", dtype)
     _check_rows(rows, tokens, message.device)
     _check_counts(rows, counts)
     check_message("message", message, mixed_layout(counts, tokens).nbytes)
     out = _fake_dequantize(message, rows, counts, tokens, dtype)
     if message.is_cuda:
-        from .launch import launch_mixed_dequantize
+        from lq_lightning.kernels.mixed_width.triton_kernels import launch_mixed_dequantize
 
         launch_mixed_dequantize(message, rows, counts, out)
     else:
@@ -142,23 +114,11 @@ def _dequantize(
 
 
 def _round_trip(x: Tensor, rows: Tensor, fitted: bool = False) -> Tensor:
-    """Return what decoding the message of ``x`` gives, to the bit, without packing.
-
-    Args:
-        x: ``[T, N]`` fp32, bf16 or fp16, any strides.
-        rows: as for ``mixed_quantize``.
-        fitted: as for ``mixed_quantize``.
-
-    Returns:
-        ``[T, N]`` of the dtype of ``x``, contiguous.
-
-    Raises:
-        ValueError: a shape, dtype or device other than above.
-    """
+    """Return what decoding the message of ``x`` gives, to the bit, without packing."""
     _check_values(x, rows)
     out = _fake_round_trip(x, rows, fitted)
     if x.is_cuda:
-        from .launch import launch_mixed_round_trip
+        from lq_lightning.kernels.mixed_width.triton_kernels import launch_mixed_round_trip
 
         launch_mixed_round_trip(x, rows, fitted, out)
     else:
@@ -171,6 +131,10 @@ def _fake_quantize(x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool 
     return torch.empty(nbytes, dtype=torch.uint8, device=x.device)
 
 
+def _fake_round_trip(x: Tensor, rows: Tensor, fitted: bool = False) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
 def _fake_quantize_and_round(
     x: Tensor, rows: Tensor, counts: Sequence[int], fitted: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -181,10 +145,6 @@ def _fake_dequantize(
     message: Tensor, rows: Tensor, counts: Sequence[int], tokens: int, dtype: torch.dtype
 ) -> Tensor:
     return torch.empty(tokens, rows.shape[1], dtype=dtype, device=message.device)
-
-
-def _fake_round_trip(x: Tensor, rows: Tensor, fitted: bool = False) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 mixed_quantize = define_operator(

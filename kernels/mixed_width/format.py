@@ -2,9 +2,8 @@
 
 ``[T, N]`` values: T tokens of N lines, mostly channels. Lines of width 1 to 8 are integer codes
 with a scale and a minimum per line; wider ones travel as bf16. Lines are sorted by width, equal
-ones by index. A code is cut into planes of 8, 4, 2 and 1 bits, one for each bit of its width,
-larger planes first from its low bits (3 = 2+1, 5 = 4+1, 6 = 4+2, 7 = 4+2+1), as those of
-``message/planes.py``. The message has these sections, each starting at a multiple of 16 bytes::
+ones by index. A code is cut into the planes of ``message.format.PLANES``, but a plane holds those
+of all widths, so this is not the layout of a row. Sections start at multiples of 16 bytes::
 
     [ bf16 | 8-bit plane | 4-bit plane | 2-bit plane | 1-bit plane | scales | minima ]
 
@@ -25,7 +24,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lq_lightning.kernels.message import ALIGNMENT_NBYTES, MessageFormat, round_up
+from lq_lightning.kernels.message import MessageFormat, round_up, section_starts
 
 MAX_WIDTH = 16
 # Wider lines travel as bf16.
@@ -66,14 +65,9 @@ def sent_width(width: int) -> int:
     return width if width <= MAX_CODE_WIDTH else MAX_WIDTH
 
 
-def plane_shift(width: int, plane: int) -> int:
-    """Return how many bits of a code of ``width`` bits come before its plane."""
-    return width & -2 * plane
-
-
 @dataclass(frozen=True, slots=True)
 class MixedLayout:
-    """Where the sections of a message lie; offsets and sizes in bytes.
+    """Sections of a message; offsets and sizes in bytes.
 
     Attributes:
         padded_tokens: tokens of a line that have a code.
@@ -82,8 +76,8 @@ class MixedLayout:
         scale_offset: start of the scales.
         minimum_offset: start of the minima.
         coded_lines: lines with a scale and a minimum.
-        ends: of all sections, in order; zeros follow up to the start of the next.
-        nbytes: of the message, a multiple of 16.
+        ends: end of each section, in order; zeros follow up to the start of the next.
+        nbytes: size of the message, a multiple of 16.
     """
 
     padded_tokens: int
@@ -116,9 +110,7 @@ def _layout(counts: tuple[int, ...], tokens: int) -> MixedLayout:
     coded = sum(counts[:MAX_CODE_WIDTH])
     used = [count * padded * plane // 8 for count, plane in zip(lines, PLANES, strict=True)]
     used += [2 * coded if tokens else 0] * 2
-    starts = [0]
-    for size in used:
-        starts.append(starts[-1] + round_up(size, ALIGNMENT_NBYTES))
+    starts = section_starts(used)
     planes = len(PLANES)
     return MixedLayout(
         padded_tokens=padded,

@@ -9,19 +9,35 @@ constant of either. Pointers are those of ``triton_rounding.py``; compile in the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from lq_lightning.kernels.message.launch import INT_TO_FLOAT, on_device
 from lq_lightning.kernels.message.triton_blocks import round_output, select_bytes
-from lq_lightning.kernels.message.triton_planes import pairs_of_word, plane_of_pairs
-
-from .triton_rounding import (
+from lq_lightning.kernels.message.triton_codes import add_plane, pairs_of_word, plane_of_pairs
+from lq_lightning.kernels.message.triton_rounding import scales_of_bits
+from lq_lightning.kernels.mixed_width.format import (
+    SCALES,
+    TOKENS_PER_WORD,
+    MixedLayout,
+    mixed_layout,
+)
+from lq_lightning.kernels.mixed_width.triton_rounding import (
     PLACE_ROW,
     WIDTH_ROW,
     bf16_bits,
     clipped_code_bits,
     largest_code,
     line_row,
+    mixed_moment_kernel,
+    mixed_range_kernel,
+    mixed_round_trip_kernel,
+    mixed_scale_kernel,
     section,
     value_of_code,
 )
@@ -36,7 +52,7 @@ _ONE_ROW = tl.constexpr(7)
 
 @triton.jit
 def _wide_place(rows_ptr, ROW: tl.constexpr, line, lines, word, words):
-    """Where words ``[LINES, WORDS]`` lie in a plane of whole bytes, for the few lines that do."""
+    """Places of words ``[LINES, WORDS]`` in a plane of whole bytes, for the few lines with one."""
     return line_row(rows_ptr, ROW, line, lines).to(tl.int64) * words + word
 
 
@@ -167,10 +183,10 @@ def mixed_quantize_kernel(
 
 
 @triton.jit
-def _load_scale(message_ptr, offset, place, coded):
+def _load_scale(message_ptr, offset, place, coded, SCALES: tl.constexpr):
     """Scales or minima ``[LINES, 1]`` as fp32; 0 in lines without."""
-    bits = tl.load(section(message_ptr, offset, tl.int16) + place, coded, 0).to(tl.int32)
-    return (bits << 16).to(tl.float32, bitcast=True)
+    bits = tl.load(section(message_ptr, offset, tl.int16) + place, coded, 0)
+    return scales_of_bits(bits, SCALES)
 
 
 @triton.jit
@@ -225,6 +241,7 @@ def mixed_dequantize_kernel(
     sections,
     LINES: tl.constexpr,
     WORDS: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
     """Put planes together -> scale."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
@@ -237,23 +254,20 @@ def mixed_dequantize_kernel(
     ones_at = line_row(rows_ptr, _ONE_ROW, line, lines) * words
     place = line_row(rows_ptr, PLACE_ROW, line, lines)
     coded = inside & (width <= 8)
-    scale = _load_scale(message_ptr, sections[5], place, coded)
-    minimum = _load_scale(message_ptr, sections[6], place, coded)
+    scale = _load_scale(message_ptr, sections[5], place, coded, SCALES)
+    minimum = _load_scale(message_ptr, sections[6], place, coded, SCALES)
     factors = (scale, minimum)
     out_ptr += line[:, None]
     for step in range(steps):
         word = ((tl.program_id(1) * steps + step) * WORDS + tl.arange(0, WORDS))[None, :]
         there = inside & (word < words)
         source = section(message_ptr, sections[2], tl.int32) + (fours_at + word)
-        a, b, c, d = pairs_of_word(tl.load(source, there & (width & 4 != 0), 0), 4)
+        pairs = pairs_of_word(tl.load(source, there & (width & 4 != 0), 0), 4)
         source = section(message_ptr, sections[3], tl.int16) + (twos_at + word)
-        e, f, g, h = pairs_of_word(tl.load(source, there & (width & 2 != 0), 0), 2)
-        shift = width & 4
-        a, b, c, d = a | (e << shift), b | (f << shift), c | (g << shift), d | (h << shift)
+        pairs = add_plane(pairs, tl.load(source, there & (width & 2 != 0), 0), 2, width & 4)
         source = section(message_ptr, sections[4], tl.int8) + (ones_at + word)
-        e, f, g, h = pairs_of_word(tl.load(source, there & (width & 1 != 0), 0), 1)
-        shift = width & 6
-        a, b, c, d = a | (e << shift), b | (f << shift), c | (g << shift), d | (h << shift)
+        pairs = add_plane(pairs, tl.load(source, there & (width & 1 != 0), 0), 1, width & 6)
+        a, b, c, d = pairs
         if any_bytes:
             at = _wide_place(rows_ptr, _BYTE_ROW, line, lines, word, words)
             e, f, g, h = _load_bytes(message_ptr, sections[1], at, there & (width == 8))
@@ -263,3 +277,234 @@ def mixed_dequantize_kernel(
         _store_pair(out_ptr, b, word, 1, tokens, lines, inside, raw, int_to_float, factors)
         _store_pair(out_ptr, c, word, 2, tokens, lines, inside, raw, int_to_float, factors)
         _store_pair(out_ptr, d, word, 3, tokens, lines, inside, raw, int_to_float, factors)
+
+
+# Parts of a line whose extremes are found apart, at most.
+_MAX_PARTS = 32
+# Tiles whose squares a thread adds up in 32 bits.
+_EXACT_STEPS = 4096
+# Programs from which on a GPU is busy; fewer take shorter parts of a line.
+_ENOUGH_PROGRAMS = 1024
+
+
+class Tile(NamedTuple):
+    """Work of one program; it changes the speed, not the bits.
+
+    Attributes:
+        lines: neighbouring lines, a power of two.
+        tokens: at once, a power of two from 8.
+        warps: threads of a program, in units of 32.
+    """
+
+    lines: int
+    tokens: int
+    warps: int
+
+
+RANGE_TILE = Tile(64, 64, 4)
+MOMENT_TILE = Tile(64, 64, 4)
+QUANTIZE_TILE = Tile(64, 128, 4)
+DEQUANTIZE_TILE = Tile(64, 128, 4)
+ROUND_TRIP_TILE = Tile(64, 64, 4)
+
+
+def _grid(tile: Tile, tokens: int, lines: int, most: int) -> tuple[tuple[int, int], int]:
+    """Return the grid of a launch, of at most ``most`` parts, and the tiles of each part."""
+    across, tiles = triton.cdiv(lines, tile.lines), triton.cdiv(tokens, tile.tokens)
+    parts = min(tiles, max(1, triton.cdiv(_ENOUGH_PROGRAMS, across)), most)
+    steps = triton.cdiv(tiles, parts)
+    return (across, triton.cdiv(tiles, steps)), steps
+
+
+def sections(layout: MixedLayout) -> tuple[int, ...]:
+    """Return where planes, scales and minima begin."""
+    return (*layout.plane_offsets, layout.scale_offset, layout.minimum_offset)
+
+
+def launch_scaling(
+    x: Tensor, rows: Tensor, fitted: bool, out: Tensor, layout: MixedLayout | None
+) -> Tensor:
+    """Return ``[4, N]`` fp32 factors of lines; with a layout, write all but planes to ``out``."""
+    tokens, lines = x.shape
+    grid, steps = _grid(RANGE_TILE, tokens, lines, _MAX_PARTS)
+    ranges = torch.empty(grid[1], 2, lines, dtype=torch.int32, device=x.device)
+    mixed_range_kernel[grid](
+        x,
+        ranges,
+        tokens,
+        lines,
+        x.stride(0),
+        x.stride(1),
+        steps,
+        LINES=RANGE_TILE.lines,
+        TOKENS=RANGE_TILE.tokens,
+        num_warps=RANGE_TILE.warps,
+    )
+    # what is not there is not read
+    moments, moment_parts = _launch_moments(x, ranges) if fitted else (ranges, 0)
+    factors = torch.empty(4, lines, dtype=torch.float32, device=x.device)
+    used = (0,) * 6 if layout is None else (*layout.plane_lines, layout.coded_lines)
+    starts = (0,) * 7 if layout is None else sections(layout)
+    mixed_scale_kernel[(triton.cdiv(lines, 32),)](
+        ranges,
+        moments,
+        rows,
+        factors,
+        out,
+        tokens,
+        lines,
+        grid[1],
+        moment_parts,
+        0 if layout is None else layout.padded_tokens // TOKENS_PER_WORD,
+        *used,
+        starts,
+        LINES=32,
+        PARTS=_MAX_PARTS,
+        SCALES=SCALES,
+        FITTED=fitted,
+        STORE=layout is not None,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return factors
+
+
+def _launch_moments(x: Tensor, ranges: Tensor) -> tuple[Tensor, int]:
+    """Return ``[parts, 2, N]`` int64 sums of codes and of their squares, and the parts."""
+    tokens, lines = x.shape
+    grid, steps = _grid(MOMENT_TILE, tokens, lines, _MAX_PARTS)
+    moments = torch.empty(grid[1], 2, lines, dtype=torch.int64, device=x.device)
+    mixed_moment_kernel[grid](
+        x,
+        ranges,
+        moments,
+        tokens,
+        lines,
+        x.stride(0),
+        x.stride(1),
+        len(ranges),
+        steps,
+        LINES=MOMENT_TILE.lines,
+        TOKENS=MOMENT_TILE.tokens,
+        PARTS=_MAX_PARTS,
+        EXACT_STEPS=_EXACT_STEPS,
+        SCALES=SCALES,
+        num_warps=MOMENT_TILE.warps,
+        enable_fp_fusion=False,
+    )
+    return moments, grid[1]
+
+
+def launch_mixed_quantize(
+    x: Tensor,
+    rows: Tensor,
+    counts: Sequence[int],
+    fitted: bool,
+    out: Tensor,
+    rounded: Tensor | None = None,
+    tile: Tile = QUANTIZE_TILE,
+) -> None:
+    """Encode; arguments as for ``reference.quantize``."""
+    tokens = x.shape[0]
+    if tokens == 0:
+        return
+    layout = mixed_layout(counts, tokens)
+    with on_device(x):
+        factors = launch_scaling(x, rows, fitted, out, layout)
+        launch_pack(x, rows, factors, layout, fitted, out, tile)
+        if rounded is not None:
+            _launch_round(x, rows, factors, fitted, rounded)
+
+
+def launch_pack(
+    x: Tensor,
+    rows: Tensor,
+    factors: Tensor,
+    layout: MixedLayout,
+    fitted: bool,
+    out: Tensor,
+    tile: Tile,
+) -> None:
+    """Write the planes, all that ``launch_scaling`` leaves of a message."""
+    tokens, lines = x.shape
+    grid, steps = _grid(tile, tokens, lines, tokens)
+    mixed_quantize_kernel[grid](
+        x,
+        rows,
+        factors,
+        out,
+        tokens,
+        layout.padded_tokens // TOKENS_PER_WORD,
+        lines,
+        x.stride(0),
+        x.stride(1),
+        steps,
+        sections(layout),
+        LINES=tile.lines,
+        WORDS=tile.tokens // TOKENS_PER_WORD,
+        SCALES=SCALES,
+        FITTED=fitted,
+        num_warps=tile.warps,
+        enable_fp_fusion=False,
+    )
+
+
+def launch_mixed_dequantize(
+    message: Tensor, rows: Tensor, counts: Sequence[int], out: Tensor, tile: Tile = DEQUANTIZE_TILE
+) -> None:
+    """Decode; arguments as for ``reference.dequantize``."""
+    tokens, lines = out.shape
+    if tokens == 0:
+        return
+    layout = mixed_layout(counts, tokens)
+    grid, steps = _grid(tile, tokens, lines, tokens)
+    with on_device(message):
+        mixed_dequantize_kernel[grid](
+            message,
+            rows,
+            out,
+            tokens,
+            layout.padded_tokens // TOKENS_PER_WORD,
+            lines,
+            steps,
+            INT_TO_FLOAT,
+            sections(layout),
+            LINES=tile.lines,
+            WORDS=tile.tokens // TOKENS_PER_WORD,
+            SCALES=SCALES,
+            num_warps=tile.warps,
+            enable_fp_fusion=False,
+        )
+
+
+def launch_mixed_round_trip(x: Tensor, rows: Tensor, fitted: bool, out: Tensor) -> None:
+    """Round values as a message does; arguments as for ``reference.round_trip``."""
+    if x.shape[0] == 0:
+        return
+    with on_device(x):
+        factors = launch_scaling(x, rows, fitted, rows, None)
+        _launch_round(x, rows, factors, fitted, out)
+
+
+def _launch_round(x: Tensor, rows: Tensor, factors: Tensor, fitted: bool, out: Tensor) -> None:
+    """Write what arrives of values that ``launch_scaling`` has the factors of."""
+    tokens, lines = x.shape
+    tile = ROUND_TRIP_TILE
+    grid = triton.cdiv(lines, tile.lines), triton.cdiv(tokens, tile.tokens)
+    mixed_round_trip_kernel[grid](
+        x,
+        rows,
+        factors,
+        out,
+        tokens,
+        lines,
+        x.stride(0),
+        x.stride(1),
+        INT_TO_FLOAT,
+        LINES=tile.lines,
+        TOKENS=tile.tokens,
+        SCALES=SCALES,
+        FITTED=fitted,
+        num_warps=tile.warps,
+        enable_fp_fusion=False,
+    )
