@@ -117,16 +117,16 @@ def _where(cwd: Path, path: str = "", python: str = sys.executable) -> list[str]
 
 
 def test_wheel_imports_anywhere(unpacked_wheel: Path, tmp_path: Path) -> None:
-    package, quantize, kernels = _where(tmp_path, str(unpacked_wheel))
+    package, message, kernels = _where(tmp_path, str(unpacked_wheel))
     assert package == str(unpacked_wheel / "lq_lightning")
-    assert quantize == str(unpacked_wheel / "lq_lightning" / "kernels" / "quantize")
+    assert message == str(unpacked_wheel / "lq_lightning" / "kernels" / "message")
     assert kernels == "none" or "kernels/__init__" in kernels
 
 
 def test_uninstalled_checkout_imports_from_its_root(checkout: Path) -> None:
-    package, quantize, kernels = _where(checkout)
+    package, message, kernels = _where(checkout)
     assert package == str(checkout / "lq_lightning")
-    assert quantize == str(checkout / "kernels" / "quantize")
+    assert message == str(checkout / "kernels" / "message")
     assert not kernels.startswith(str(checkout))
 
 
@@ -146,9 +146,9 @@ def test_editable_install_imports_anywhere(checkout: Path, tmp_path: Path, mode:
         *("--no-build-isolation", "--no-index", *mode_options, "-e", str(checkout)),
         cwd=tmp_path,
     )
-    package, quantize, kernels = _where(tmp_path, python=python)
+    package, message, kernels = _where(tmp_path, python=python)
     assert package == str(checkout / "lq_lightning")
-    assert quantize == str(checkout / "kernels" / "quantize")
+    assert message == str(checkout / "kernels" / "message")
     assert not kernels.startswith(str(checkout))
 
 

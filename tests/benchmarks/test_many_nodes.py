@@ -21,7 +21,7 @@ from lq_lightning.data_parallel import (
     Topology,
     WeightQuantization,
     quantize_communication,
-    shard_contents,
+    replica,
 )
 
 UNITS, WIDTH = 4, 256
@@ -73,7 +73,7 @@ def _counts(nodes: int, gpus: int, rank: int, rounding: Any) -> Counter[str]:
     try:
         with (
             mock.patch.multiple(functional, **launches),
-            mock.patch.object(shard_contents, "checksums", counts.checksums),
+            mock.patch.object(replica, "checksums", counts.checksums),
         ):
             model = nn.Sequential(*[Block() for _ in range(UNITS)])
             mesh = init_device_mesh("cpu", (nodes * gpus,))

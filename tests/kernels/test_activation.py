@@ -254,13 +254,13 @@ def check_triton(
     tile: Tile | None = None,
 ) -> None:
     """Compare the kernels with the reference: equal codes, values within their tolerance."""
-    from lq_lightning.kernels.activation import launch, op
+    from lq_lightning.kernels.activation import op, triton_kernels
 
     fmt, dtype, shape = parse_format(text), dy.dtype, x.shape
     to = lambda t: place(t, device)  # noqa: E731
     expected = reference.quantize(x, up, activation, fmt, True)
     made = op._fake_quantize(to(x), to(up), activation, text, True)
-    launch.launch_quantize(to(x), to(up), activation, fmt, *made, tile=tile)
+    triton_kernels.launch_quantize(to(x), to(up), activation, fmt, *made, tile=tile)
     assert torch.equal(made[1].cpu(), expected[1])
     assert torch.equal(made[2].cpu(), expected[2])
     factor = 1.0 if up is None else up.double().nan_to_num(0, 0, 0)
@@ -273,7 +273,7 @@ def check_triton(
     rows, numel = shape
     arguments = (*(to(m) for m in expected[1:3]), rows, numel, activation, text, dtype)
     y = to(torch.empty(shape, dtype=dtype))
-    launch.launch_dequantize(*map(to, messages), activation, fmt, y, tile=tile)
+    triton_kernels.launch_dequantize(*map(to, messages), activation, fmt, y, tile=tile)
     x = decode_matrix(expected[1], rows, numel, fmt).double().nan_to_num()
     factor = 1.0
     if up is not None:
@@ -282,7 +282,7 @@ def check_triton(
 
     gradients = reference.backward(*messages, dy, activation, fmt, True)
     out = op._fake_backward(*arguments[:2], to(dy), activation, text, True)
-    launch.launch_backward(*map(to, messages), to(dy), activation, fmt, *out, tile=tile)
+    triton_kernels.launch_backward(*map(to, messages), to(dy), activation, fmt, *out, tile=tile)
     slope = (dy.double() * factor).abs()
     same(out[0], gradients[0], slope if activation != "relu2" else slope * x.abs())
     if up is not None:

@@ -193,7 +193,7 @@ class Tampers(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 2:
             for unit in trainer.strategy.communication._units:
-                if unit.name == "net.blocks.1":
+                if unit.gather.unit.name == "net.blocks.1":
                     unit.gather.replica.values[200] += (
                         1.0  # of `up.weight`, which travels quantized
                     )
