@@ -12,7 +12,7 @@ from lq_testing import run_ranks
 from lq_lightning.data_parallel import WeightQuantization
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-LIMITS = {"weight": 27, "gradient": 25, "activation": 31}
+LIMITS = {"weight": 20, "gradient": 19, "activation": 19}
 
 
 def _ways() -> Any:
