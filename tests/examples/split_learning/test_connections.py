@@ -26,6 +26,7 @@ from split_learning.wire.errors import (
     ServerBusy,
     UnexpectedMessage,
     UnsendableMessage,
+    WireError,
 )
 from split_learning.wire.messages import PIECE_NBYTES, Message, encode
 from split_learning.wire.server import Server
@@ -332,9 +333,9 @@ def test_clients_that_stall_are_cut(caplog: pytest.LogCaptureFixture) -> None:
     with answering(answer, deadlines=replace(PATIENT, stall_s=0.5, wait_s=2)) as server:
         greedy, half, idle = join(server), join(server), join(server)
         greedy.send(Message("greedy"))  # and takes nothing
-        with contextlib.suppress(PeerLost):
-            half._outgoing.put(b"\x40" + bytes(7))  # its header never comes
-            half._outgoing.put(bytes(8))
+        with contextlib.suppress(WireError):
+            half._put(b"\x40" + bytes(7), 1.0)  # its header never comes
+            half._put(bytes(8), 1.0)
         logged(caplog, "it took no answer in time")
         logged(caplog, "PeerStalled: It sent nothing for 2.0 s")
         for connection in (greedy, half, idle):
