@@ -375,7 +375,8 @@ def _run(job: _Job) -> Any:
                 store=store,
                 rank=job.rank,
                 world_size=job.world_size,
-                timeout=timedelta(seconds=job.timeout_s),
+                # after the harness, which shows where each rank is
+                timeout=timedelta(seconds=job.timeout_s + 10),
             )
         value = fn(job.rank, job.world_size, *args)
         if dist.is_initialized():
