@@ -53,7 +53,9 @@ def make_certificates(folder: Path, names: list[str], days: float = 365) -> None
                 f"{folder / name}.pem exists. Use another name, or `--revoke` it and remove the "
                 "file before a new one is made."
             )
-    folder.mkdir(parents=True, exist_ok=True)
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        (folder / ".gitignore").write_text("*\n")  # private keys belong in no repository
     revoked = folder / REVOKED_FILE
     if not revoked.exists():
         revoked.write_text("# SHA-256 fingerprints of revoked certificates, one per line\n")
