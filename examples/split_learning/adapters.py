@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .models import require
 from .settings import OptionError, SplitSettings
+from .wire import require
 
 _NAME = "default"  # peft's, of the only adapter
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element

@@ -17,13 +17,14 @@ import sys
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    import split_learning.wire  # noqa: F401 (tells which package is missing)
+
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from split_learning.wire.errors import CertificateError
 from split_learning.wire.identity import REVOKED_FILE, SERVER_NAME, fingerprint
@@ -52,7 +53,9 @@ def make_certificates(folder: Path, names: list[str], days: float = 365) -> None
                 f"{folder / name}.pem exists. Use another name, or `--revoke` it and remove the "
                 "file before a new one is made."
             )
-    folder.mkdir(parents=True, exist_ok=True)
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        (folder / ".gitignore").write_text("*\n")  # private keys belong in no repository
     revoked = folder / REVOKED_FILE
     if not revoked.exists():
         revoked.write_text("# SHA-256 fingerprints of revoked certificates, one per line\n")
@@ -159,7 +162,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"revoked: give the server the new {options.folder / REVOKED_FILE}")
     else:
         make_certificates(options.folder, options.clients, options.days)
-        print(f"{options.folder} has server.pem and {', '.join(options.clients)}.pem")
+        made = ", ".join(f"{name}.pem" for name in options.clients)
+        print(f"{options.folder} has server.pem and {made}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .settings import OptionError
+from .wire import require
 
 SMALL = "small"
 _SMALL = {
@@ -29,15 +29,6 @@ _SMALL = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-
-
-def require(package: str) -> None:
-    """Raise ``ModuleNotFoundError``, with a remedy, when a package is missing."""
-    if importlib.util.find_spec(package) is None:
-        raise ModuleNotFoundError(
-            f"Split learning needs the package `{package}`, at both ends: "
-            "`pip install lq-lightning[examples,hf]`."
-        )
 
 
 def read_config(name: str) -> Any:

@@ -43,7 +43,7 @@ class SplitSettings:
     """Settings that client and server must be given alike; each is an option of both programs.
 
     ``model="small"`` is a Llama of 1.2 million random weights, for tests and a first try without a
-    network. Gradients in 4 bits cost no loss that could be measured, 3 bits 0.3%
+    network. Gradients in 4 bits cost no loss that could be measured, 3 bits 0.2%
     (benchmarks/split_gradients.py). Channels of adapters always have full ranges: they have few
     values, none of which is far off by chance.
 

@@ -24,8 +24,22 @@ shapes are checked before tensors are allocated. Time is bounded in every state.
 wrong values of a peer with a certificate, and floods of a port that strangers can reach.
 """
 
+import importlib.util
 import os
 
 # TLS 1.3 has suites of its own. Of TLS 1.2 this leaves one that needs an RSA certificate, and ours
 # have ECDSA keys: an older version cannot be negotiated. gRPC reads it when it is first imported.
 os.environ.setdefault("GRPC_SSL_CIPHER_SUITES", "ECDHE-RSA-AES128-GCM-SHA256")
+
+
+def require(package: str) -> None:
+    """Raise ``ModuleNotFoundError``, with a remedy, when a package is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(
+            f"Split learning needs the package `{package}`, at both ends: "
+            "`pip install lq-lightning[examples,hf]`."
+        )
+
+
+require("grpc")
+require("cryptography")

@@ -114,7 +114,7 @@ class Server:
                 return port
             port = self._server.add_insecure_port(show_address(address))
         except RuntimeError as error:
-            raise OSError(str(error)) from error
+            raise OSError(str(error).partition(";")[0]) from error
         logger.warning(
             "No authentication and no encryption: every program that reaches %s is served. Use "
             "certificates where others can.",

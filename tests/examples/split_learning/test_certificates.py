@@ -190,3 +190,21 @@ def test_expired_certificates_are_refused_by_tls(folder: Path) -> None:
         with pytest.raises(WireError, match="of one authority"):
             connect(running.address, late, TINY, deadlines=PATIENT)
         connect(running.address, alice, TINY, deadlines=PATIENT).close()
+
+
+@pytest.mark.parametrize("package", ["grpc", "cryptography"])
+def test_a_missing_package_is_named_with_a_remedy(package: str) -> None:
+    script = (
+        f"import runpy, sys; sys.modules[{package!r}] = None; sys.argv = ['', '-h']; "
+        f"runpy.run_path({program.__file__!r}, run_name='__main__')"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert f"the package `{package}`" in found.stderr
+    assert "lq-lightning[examples,hf]" in found.stderr
+
+
+def test_a_new_folder_is_ignored_by_git_and_an_old_one_left_alone(tmp_path: Path) -> None:
+    program.main([str(tmp_path / "new"), "alice"])
+    assert (tmp_path / "new" / ".gitignore").read_text() == "*\n"
+    program.main([str(tmp_path), "alice"])
+    assert not (tmp_path / ".gitignore").exists()
