@@ -261,8 +261,14 @@ class GateOptimizer:
         Raises:
             ValueError: The state has other gates, or gates that mean something else.
         """
-        saved, own = _REMOVED | state["config"], asdict(self.config) | _REMOVED
-        for field in (*_FIXED, *_REMOVED):
+        saved, own = _REMOVED | state["config"], asdict(self.config)
+        for field, value in _REMOVED.items():
+            if saved[field] != value:
+                raise ValueError(
+                    f"the saved gates have `{field}={saved[field]!r}`, but `{field}={value!r}` is "
+                    "all that is left of this removed option: start from weights alone."
+                )
+        for field in _FIXED:
             if saved[field] != own[field]:
                 raise ValueError(
                     f"the saved gates have `{field}={saved[field]!r}`, but `{field}={own[field]!r}`"

@@ -115,6 +115,14 @@ class CodecSpec:
             )
 
     @property
+    def name(self) -> str:
+        """Name of the format for people: ``"mxfp4"`` and the like, else the code."""
+        for name, fields in _BLOCK_FORMATS.items():
+            if all(getattr(self, field) == value for field, value in fields.items()):
+                return name
+        return self.code
+
+    @property
     def message_format(self) -> MessageFormat:
         """The same facts, as the kernels take them."""
         return MessageFormat(
@@ -161,6 +169,11 @@ class CodecSpec:
         if numel < 1:
             raise ValueError(f"numel={numel} must be at least 1. Pass the length of a row.")
         return 8 * self.nbytes(numel) / numel
+
+
+def group_size_of(name: str, group_size: int) -> int:
+    """Return the group size of ``named_codec``: the format's own, or ``group_size``."""
+    return int(_BLOCK_FORMATS.get(name, {}).get("group_size", group_size))
 
 
 def named_codec(name: str, group_size: int, **options: Any) -> CodecSpec:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lq_lightning.codecs import CodecSpec, FloatingCode, named_codec
-from lq_lightning.codecs.spec import GROUP_SIZES
+from lq_lightning.codecs.spec import GROUP_SIZES, group_size_of
 from lq_lightning.foundation.checks import check_choice, is_number
 from lq_lightning.foundation.topology import Level
 
@@ -33,6 +33,7 @@ _INTEGER_BITS = range(2, 9)
 VOCABULARY_BITS = 6
 # a scale per row would cover all parameters of a unit that are encoded as one run
 _GROUP_SIZES = tuple(size for size in GROUP_SIZES if size != "row")
+_DEFAULT_GROUP_SIZE = 128
 
 
 def _check_bits(owner: str, field: str, bits: object, instead: str = "") -> None:
@@ -61,6 +62,17 @@ def _check_group_size(owner: str, group_size: object) -> None:
         )
 
 
+def _check_own_groups(owner: str, code: str, group_size: int) -> None:
+    """Refuse another group size than the one of a code such as MXFP4; the default stands for it."""
+    own = group_size_of(code, group_size)
+    if group_size not in (own, _DEFAULT_GROUP_SIZE):
+        raise ValueError(
+            f"`{owner}(code={code!r}, group_size={group_size})` is not supported: this code has "
+            f"groups of {own}. Give `group_size={own}` or leave it out, or choose "
+            '`code="fp4_e2m1"`.'
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightQuantization:
     """Format of weights in the all-gather.
@@ -79,7 +91,8 @@ class WeightQuantization:
         code: ``"int"`` for integers, ``"nf4"`` for 16 levels that follow the normal distribution
             (4 bits, ``"nearest"`` only), or another code of ``CodecSpec`` with as many ``bits``.
             ``"auto"`` is NF4 where both hold, else integers.
-        group_size: Elements that share one scale, a power of two from 16 to 4096.
+        group_size: Elements that share one scale, a power of two from 16 to 4096. ``"mxfp4"`` has
+            groups of 32 instead of the default.
         rounding: ``"nearest"`` has the smaller error, and the next difference contains it;
             ``"stochastic"`` is the choice of the reference implementation.
         replica: Placement of the replica that differences refer to (``"qWD"`` only). ``"full"``:
@@ -91,7 +104,7 @@ class WeightQuantization:
     method: WeightMethod = "qWD"
     bits: int = 4
     code: WeightCode = "auto"
-    group_size: int = 128
+    group_size: int = _DEFAULT_GROUP_SIZE
     rounding: Rounding = "nearest"
     replica: ReplicaMode = "full"
 
@@ -115,6 +128,7 @@ class WeightQuantization:
             )
         if self.code not in ("auto", "int"):
             _check_code(owner, "bits", self.bits, self.codec(), self.code)
+            _check_own_groups(owner, self.code, self.group_size)
 
     def _may_be_nf4(self) -> bool:
         return self.bits == 4 and self.rounding == "nearest"
@@ -147,9 +161,10 @@ class GradientQuantization:
             within nodes (not used by ``"QuanGrad"``).
         code: Code between nodes, ``"int"`` or another one of ``CodecSpec`` with ``inter_bits`` bits
             (not used by ``"QuanGrad"``, nor for bits of ``vocabulary_bits``).
-        group_size: Elements that share one scale, a power of two from 16 to 4096.
+        group_size: Elements that share one scale, a power of two from 16 to 4096; ``"mxfp4"`` has
+            groups of 32.
         hadamard_size: Order of the Hadamard transform (``"TLq-HS"`` only): 16, 32, 64 or 128, not
-            larger than ``group_size``.
+            larger than ``group_size``, nor than the groups of ``"mxfp4"``.
         rounding: ``"nearest"`` has half the variance of error (``docs/accuracy.md``);
             ``"stochastic"``, as in the reference implementation, keeps the reduced gradient
             unbiased, which the paper's convergence proof needs.
@@ -160,7 +175,7 @@ class GradientQuantization:
     inter_bits: int = 4
     vocabulary_bits: int | Literal["auto"] | None = "auto"
     code: GradientCode = "int"
-    group_size: int = 128
+    group_size: int = _DEFAULT_GROUP_SIZE
     hadamard_size: int = 32
     rounding: Rounding = "nearest"
 
@@ -187,6 +202,16 @@ class GradientQuantization:
                 "most `group_size`."
             )
         if self.code != "int" and self.method != "QuanGrad":
+            own = group_size_of(self.code, self.group_size)
+            if self.method == "TLq-HS" and self.hadamard_size > own:
+                raise ValueError(
+                    f"`{owner}(code={self.code!r}, hadamard_size={self.hadamard_size})` is not "
+                    f"supported: this code has groups of {own}, which the transform must divide. "
+                    f'Give a `hadamard_size` of at most {own}, or `code="int"`.'
+                )
+            # the other methods also send integers, in groups of `group_size`
+            if self.method == "ULq" and self.vocabulary_bits in ("auto", None):
+                _check_own_groups(owner, self.code, self.group_size)
             _check_code(owner, "inter_bits", self.inter_bits, self.codec("inter"), self.code)
 
     def codec(self, level: Level, *, vocabulary: bool = False) -> CodecSpec:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel.config import GradientQuantization, WeightQuantization
 from lq_lightning.data_parallel.layout import Segment
 from lq_lightning.foundation.parameters import embeddings
@@ -176,12 +177,19 @@ def describe_weights(config: WeightQuantization | None) -> str:
     """One phrase about the weight codec."""
     if config is None:
         return "full precision"
+    codec = config.codec()
     what = "differences" if config.method == "qWD" else "weights"
     where = f", replica={config.replica}" if config.method == "qWD" else ""
     return (
-        f"{config.method}: {config.bits}-bit {what} ({config.codec().code}), {config.rounding} "
-        f"rounding, groups of {config.group_size}{where}"
+        f"{config.method}: {config.bits}-bit {what} ({codec.name}), {config.rounding} "
+        f"rounding, groups of {codec.group_size}{where}"
     )
+
+
+def _named(config: GradientQuantization, codec: CodecSpec) -> str:
+    """Name of a codec, with its group size where that is not the one of the options."""
+    own = codec.group_size
+    return codec.name + ("" if own == config.group_size else f" in groups of {own}")
 
 
 def describe_gradients(
@@ -196,10 +204,10 @@ def describe_gradients(
     """
     if config is None:
         return "full precision"
-    intra, inter = config.codec("intra").code, config.codec("inter").code
+    intra, inter = _named(config, config.codec("intra")), _named(config, config.codec("inter"))
     words = ""
     if vocabulary:
-        code = config.codec("inter", vocabulary=True).code
+        code = _named(config, config.codec("inter", vocabulary=True))
         words = f", {code} there for embeddings and heads"
     if topology.num_nodes == 1:
         levels = f"{intra} within the one node"

@@ -22,6 +22,8 @@ def test_every_entry_of_the_table_can_be_named() -> None:
     assert {*get_args(FloatingCode)} == {name for name in CODES if name[:3] != "int"} | {"mxfp4"}
     assert named_codec("nf4", 64).group_size == 64
     assert named_codec("mxfp4", 64).bits_per_element(1 << 16) == 4.25
+    assert named_codec("mxfp4", 64).name == "mxfp4"
+    assert named_codec("fp4_e2m1", 32).name == "fp4_e2m1"
 
 
 @given(codec_specs(), st.integers(0, 1 << 20))

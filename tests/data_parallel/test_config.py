@@ -7,6 +7,7 @@ import torch
 
 from lq_lightning.codecs import decode, encode
 from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQuantization
+from lq_lightning.data_parallel.plan import describe_gradients, describe_weights
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,8 @@ from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQua
         ({"code": "nf4", "bits": 3}, r"code='nf4', bits=3.*`code=\"int\"`"),
         ({"code": "fp8_e4m3"}, r"code='fp8_e4m3', bits=4.*has 8 bits. Give `bits=8`, or `code"),
         ({"code": "nf4", "rounding": "stochastic"}, r"code='nf4'.*rounding='stochastic'.*nearest"),
+        ({"code": "mxfp4", "bits": 6}, r"code='mxfp4', bits=6.*has 4 bits. Give `bits=4`"),
+        ({"code": "mxfp4", "group_size": 64}, r"code='mxfp4', group_size=64.*Give `group_size=32`"),
         ({"rounding": "up"}, r"WeightQuantization\(rounding='up'\).*'nearest', 'stochastic'"),
     ],
 )
@@ -42,6 +45,9 @@ def test_weight_config_names_the_value(kwargs: dict[str, object], message: str) 
         ({"code": "fp4"}, r"code='fp4'.*'int', 'nf4', 'fp4_e2m1'"),
         ({"code": "fp8_e5m2"}, r"code='fp8_e5m2', inter_bits=4.*Give `inter_bits=8`"),
         ({"code": "nf4", "rounding": "stochastic"}, "nf4"),
+        ({"code": "mxfp4", "inter_bits": 6}, r"code='mxfp4', inter_bits=6.*Give `inter_bits=4`"),
+        ({"code": "mxfp4", "hadamard_size": 64}, r"Gradient.*code='mxfp4', hadamard_size=64.*32"),
+        ({"code": "mxfp4", "method": "ULq", "group_size": 64}, r"code='mxfp4', group_size=64"),
         ({"hadamard_size": 24}, "hadamard_size=24.*16, 32, 64, 128"),
         ({"group_size": 16}, r"GradientQuantization\(hadamard_size=32, group_size=16\).*at most"),
         ({"group_size": 8192}, r"GradientQuantization\(group_size=8192\).*from 16 to 4096"),
@@ -96,6 +102,17 @@ def test_ablation_codecs() -> None:
     eight = GradientQuantization(method="QuanGrad", inter_bits=4, intra_bits=5)
     assert eight.codec("intra").code == eight.codec("inter").code == "int8"
     assert eight.codec("inter").hadamard_size == 0
+
+
+def test_descriptions_name_mxfp4_and_its_groups() -> None:
+    weights = describe_weights(WeightQuantization(code="mxfp4"))
+    assert weights == "qWD: 4-bit differences (mxfp4), nearest rounding, groups of 32, replica=full"
+    topology = Topology(world_size=4, rank=0, node_size=2)
+    gradients = describe_gradients(GradientQuantization(code="mxfp4"), topology, vocabulary=True)
+    words = "int8 within nodes of 2, mxfp4 in groups of 32 between 2 nodes, int6 there"
+    assert words in gradients
+    GradientQuantization(code="mxfp4", group_size=64)  # of the integers
+    GradientQuantization(code="mxfp4", group_size=64, method="ULq", vocabulary_bits=8)
 
 
 @pytest.mark.parametrize("node_size", [0, 3, 5, -1])

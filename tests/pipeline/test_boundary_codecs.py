@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lq_lightning.codecs import CodecSpec
+from lq_lightning.codecs import CodecSpec, named_codec
 from lq_lightning.pipeline.boundary import (
     CODEC_NAMES,
     AQSGDQuantization,
@@ -144,6 +144,7 @@ def test_specifications() -> None:
     spec = CodecSpec(code="int4", group_size=16, hadamard_size=16)
     codec = make_boundary_codec(spec)
     assert codec.name == "int4"
+    assert make_boundary_codec(named_codec("mxfp4", 32)).name == "mxfp4"
     assert codec.nbytes(x.shape, x.dtype, FORWARD) == spec.nbytes(640)
     config = TAHQuantization(tile_size=16, int4_share=1.0)
     bits = make_boundary_codec(config).bits_per_value(x.shape, x.dtype)

@@ -166,7 +166,7 @@ def describe_shared(found: Iterable[SharedTensor], option: str) -> str:
     """One line per parameter for people; ``option`` is the strategy's ``tied_gradients``."""
     lines = []
     for shared in found:
-        code = "full precision" if shared.codec is None else shared.codec.code
+        code = "full precision" if shared.codec is None else shared.codec.name
         lines.append(
             f"gradients of `{shared.name}` travel in {code} between the ranks that hold it "
             f"(tied_gradients={option!r})"
