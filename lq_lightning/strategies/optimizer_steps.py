@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -86,7 +85,7 @@ class OptimizerSteps(StrategyPart):
         self.defers = not reduce_every_microbatch
         self._module: LightningModule | None = None  # sharded
         self._pending = False  # gradients that no backward has reduced, so no `zero_grad` finds
-        self._largest: WeakKeyDictionary[Optimizer, list[Tensor]] = WeakKeyDictionary()
+        self._largest: dict[Optimizer, list[Tensor]] = {}
 
     def set_up(self, module: LightningModule, optimizers: list[Optimizer]) -> None:
         """Start a run of ``fit``; drop gradients that an interrupted one left in the module.
@@ -100,6 +99,7 @@ class OptimizerSteps(StrategyPart):
                 "loss several times in a step: set it to False or use another optimizer."
             )
         self.num_skipped, self._pending = 0, False
+        self._largest.clear()
         self._module = module if isinstance(module, FSDPModule) else None
         if self._module is not None:
             discard_unreduced_gradients(self._module)

@@ -28,7 +28,7 @@ from lq_lightning.pipeline.boundary import TAHQuantization
 from lq_lightning.pipeline.schedules import SPLIT_SCHEDULES, stages_of_rank
 from lq_lightning.pipeline.split_backward import check_not_compiled
 from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
-from lq_lightning.strategies.options import FSDPOptions
+from lq_lightning.strategies.options import FSDPOptions, check_option_names
 from lq_lightning.strategies.pipelines.checkpoints import StageLayout
 from lq_lightning.strategies.pipelines.gradients import PipelineGradients, SharedTensor
 from lq_lightning.strategies.pipelines.options import (
@@ -168,6 +168,7 @@ class QuantizedPipelineStrategy(FullyShardedStrategy):
         **options: Any,
     ) -> None:
         """Check the options; nothing is started."""
+        check_option_names(QuantizedPipelineStrategy, options)  # from a subclass's `__init__`
         super().__init__(FSDPOptions(reshard_after_forward=reshard_after_forward, **options))
         self._pipeline_options = PipelineOptions(
             pipeline_size=pipeline_size,

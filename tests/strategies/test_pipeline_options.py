@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import re
 import warnings
 from typing import Any, cast
@@ -16,7 +17,7 @@ from lq_testing.ranks import RankError
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
-from lq_lightning import QuantizedPipelineStrategy
+from lq_lightning import QuantizedFSDPStrategy, QuantizedPipelineStrategy
 from lq_lightning.data_parallel import GradientQuantization
 from lq_lightning.strategies.pipelines.gradients import SharedTensor
 from lq_lightning.strategies.pipelines.options import PipelineOptions
@@ -56,6 +57,23 @@ def test_unknown_options_are_named() -> None:
         QuantizedPipelineStrategy(cache_nbytes=3)
     with pytest.raises(TypeError, match=r"no option `local_steps=4`.*pipeline_size, .*, weights"):
         QuantizedPipelineStrategy(local_steps=4)
+
+
+class _Own(QuantizedPipelineStrategy):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(pipeline_size=2, **options)
+
+
+def test_unknown_options_of_subclasses_are_named() -> None:
+    assert _Own(weights="none").given == {"weights": "none"}
+    with pytest.raises(TypeError, match="`QuantizedPipelineStrategy` has no option `wieghts='qW'`"):
+        _Own(wieghts="qW")
+
+
+@pytest.mark.parametrize("strategy", [QuantizedFSDPStrategy, QuantizedPipelineStrategy])
+def test_can_be_pickled(strategy: type[QuantizedFSDPStrategy]) -> None:
+    copied = pickle.loads(pickle.dumps(strategy(weights="none", seed=3)))
+    assert copied.given == {"weights": "none", "seed": 3}
 
 
 def test_registered() -> None:
