@@ -66,8 +66,8 @@ class _Own(QuantizedPipelineStrategy):
 
 def test_unknown_options_of_subclasses_are_named() -> None:
     assert _Own(weights="none").given == {"weights": "none"}
-    with pytest.raises(TypeError, match="`QuantizedPipelineStrategy` has no option `wieghts='qW'`"):
-        _Own(wieghts="qW")
+    with pytest.raises(TypeError, match="`QuantizedPipelineStrategy` has no option `weightz='qW'`"):
+        _Own(weightz="qW")
 
 
 @pytest.mark.parametrize("strategy", [QuantizedFSDPStrategy, QuantizedPipelineStrategy])
