@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate, pairwise
@@ -23,9 +24,16 @@ _EPS = 1e-16
 _MARGIN = 0.25  # bits to either end of the range, where the sigmoid of a gate is nearly flat
 _NEAR = 1e-4  # bits by which a clipped mean may miss its goal
 _MOST_ROUNDS = 60
-# Options that define the bits of a gate; and options of earlier versions that are fixed now.
+# Options that define the bits of a gate; and options of earlier versions that are fixed now, of
+# which the first one defines bits, too.
 _FIXED = ("min_bits", "max_bits")
-_REMOVED = {"alpha": 1.0}
+_REMOVED = {
+    "alpha": 1.0,
+    "regularizer": "l2",
+    "settled_scale": SETTLED_SCALE,
+    "tolerance": TOLERANCE,
+    "ranges": "fitted",
+}
 
 
 class GateOptimizer:
@@ -263,11 +271,15 @@ class GateOptimizer:
         """
         saved, own = _REMOVED | state["config"], asdict(self.config)
         for field, value in _REMOVED.items():
-            if saved[field] != value:
-                raise ValueError(
-                    f"the saved gates have `{field}={saved[field]!r}`, but `{field}={value!r}` is "
-                    "all that is left of this removed option: start from weights alone."
-                )
+            if saved[field] == value:
+                continue
+            now = (
+                f"the saved gates have `{field}={saved[field]!r}`, but `{field}={value!r}` is all "
+                "that is left of this removed option"
+            )
+            if field == "alpha":
+                raise ValueError(f"{now}: start from weights alone.")
+            warnings.warn(f"{now}: they are trained with it from here on.", stacklevel=2)
         for field in _FIXED:
             if saved[field] != own[field]:
                 raise ValueError(

@@ -424,7 +424,10 @@ def test_refuses_states_of_others() -> None:
             other.load_state_dict(state)
     # of earlier versions, whose options are gone
     other, _ = make({"a": 9, "b": 4}, AdaptiveBitsConfig())
-    other.load_state_dict({**state, "config": {**state["config"], "alpha": 1.0, "ranges": "full"}})
+    before = {**state["config"], "alpha": 1.0, "ranges": "full"}
+    with pytest.warns(UserWarning, match="ranges='full'.*ranges='fitted'.*from here on"):
+        other.load_state_dict({**state, "config": before})
+    assert torch.equal(other.gates["a"].state, state["gates"]["a"]["state"])
     with pytest.raises(ValueError, match=r"alpha=2.*alpha=1.*removed option: start from"):
         other.load_state_dict({**state, "config": {**state["config"], "alpha": 2.0}})
     gates = {name: {**entry, "per": "position"} for name, entry in state["gates"].items()}
