@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from corpus import Corpus, read_tokenizer, read_tokens, standard_library, text_files
+from corpus import Corpus, read_tokens, standard_library
 from torch import Tensor, nn
 
 
@@ -36,14 +36,6 @@ def load(
     """Read prepared tokens if there are any, else Python files as bytes, or as so many words."""
     corpus = read_tokens(tokens, seq) if tokens else standard_library(seq, text, words)
     return on_device(corpus, device)
-
-
-def load_files(
-    folder: Path, suffix: str, tokens: Path | None, seq: int, device: torch.device
-) -> Data:
-    """Read files as bytes, or as the prepared tokens that go with them were made."""
-    tokenizer = read_tokenizer(tokens) if tokens else None
-    return on_device(text_files(seq, folder, suffix, tokenizer), device)
 
 
 def on_device(corpus: Corpus, device: torch.device) -> Data:

@@ -40,37 +40,19 @@ class Corpus:
 
 
 def standard_library(seq: int, folder: Path | None = None, words: int = 0) -> Corpus:
-    """Read the standard library of the running Python, without its tests, or other Python files.
+    """Read Python files as bytes; whole files are held out, chosen by a hash of their name.
 
     Args:
         seq: Tokens that the model sees at once.
-        folder: Where to look instead.
-        words: As for ``text_files``.
-    """
-    folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
-    return text_files(seq, folder, words=words)
-
-
-def text_files(
-    seq: int,
-    folder: Path,
-    suffix: str = ".py",
-    tokenizer: tokenizers.Tokenizer | None = None,
-    words: int = 0,
-) -> Corpus:
-    """Read files as bytes; whole files are held out, chosen by a hash of their name.
-
-    Args:
-        seq: Tokens that the model sees at once.
-        folder: Where to look, folders of tests left out.
-        suffix: Of the names of files.
-        tokenizer: That makes tokens of text instead.
+        folder: Where to look, folders of tests left out; the standard library of the running
+            Python by default.
         words: Size of the vocabulary of a tokenizer that is trained on them instead (byte-level
             BPE, a multiple of 8), which takes some seconds; 0 for bytes.
     """
+    folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
     paths = {
         path.relative_to(folder).as_posix(): path
-        for path in folder.rglob(f"*{suffix}")
+        for path in folder.rglob("*.py")
         if not _SKIPPED & set(path.relative_to(folder).parts)
     }
     ordered = sorted(paths, key=lambda name: hashlib.sha256(name.encode()).digest())
@@ -82,12 +64,9 @@ def text_files(
         held_out += len(file) if split == "val" else 0
         parts[split].append(file)
     if not parts["train"]:
-        raise ValueError(f"{folder} has no two {suffix} files to train and to validate on")
-    vocab, numbered = words or _BYTE_VOCAB, {}
-    if tokenizer is not None:
-        vocab = _vocab(tokenizer.get_vocab_size())
-        numbered = {split: _as_tokens(of, tokenizer) for split, of in parts.items()}
-    elif words:
+        raise ValueError(f"{folder} has no two .py files to train and to validate on")
+    vocab = words or _BYTE_VOCAB
+    if words:
         numbered = _as_words(parts, words)
     else:
         numbered = {split: [_as_bytes(file) for file in of] for split, of in parts.items()}
