@@ -45,7 +45,7 @@ class BitGate:
     bits, and change in ``GateOptimizer.step`` only.
 
     Args:
-        config: Range of the bits, and where they start.
+        config: Range and start of the bits.
         channels: Number of channels; None to take it from the first tensor.
         name: Name in messages.
         ranges: Ranges of the codes; see ``encode_mixed``.
@@ -90,7 +90,7 @@ class BitGate:
 
     @property
     def channels(self) -> int | None:
-        """Number of channels; None as long as no tensor has shown it."""
+        """Number of channels; None before the first tensor."""
         return None if self._state is None else self._state.shape[1]
 
     @property
@@ -125,7 +125,7 @@ class BitGate:
 
     @property
     def values(self) -> Tensor:
-        """``[channels]`` float32: values of each in the last step that saw it; 0 before."""
+        """``[channels]`` float32: values of each in the last step that had any; 0 before."""
         return self.state[_VALUES]
 
     def bits(self) -> Tensor:
@@ -148,13 +148,13 @@ class BitGate:
         return self._table
 
     def refresh(self) -> None:
-        """Let widths follow the gates. Within an optimizer step they must not change."""
+        """Update the widths. Within an optimizer step they must not change."""
         self._widths = self._table = None
 
     # --- quantized values ---------------------------------------------------------------------
 
     def expect(self, channels: int) -> None:
-        """Take over a tensor's number of channels, or raise ``ValueError`` if it is another."""
+        """Adopt the number of channels of the first tensor; refuse later ones with another."""
         if self._state is None:
             self._set_channels(channels)
         if channels != self.channels:
@@ -180,7 +180,7 @@ class BitGate:
 
     @property
     def grad(self) -> Tensor | None:
-        """``[channels]`` float32 on the CPU: gradient of the loss to ``q``; None without backward.
+        """``[channels]`` float32 on the CPU: gradient of the loss to ``q``; None before backward.
 
         A value moves with the width by its error of quantization times ``error_slope``.
         """
@@ -193,10 +193,9 @@ class BitGate:
         return error_slope(self.widths, self.ranges) * bits * sigma * (1.0 - sigma)
 
     def take(self, device: torch.device) -> Tensor:
-        """Return the accumulated sums and reset them.
+        """Return and reset both sums of ``accumulate`` and the values per channel.
 
-        ``[3, channels]`` float32 on ``device``: both sums, and values per channel. Zero without a
-        backward pass.
+        ``[3, channels]`` float32 on ``device``; zero without a backward pass.
         """
         if self._sums is None:
             return torch.zeros(3, self.state.shape[1], dtype=torch.float32, device=device)
@@ -222,7 +221,7 @@ class BitGate:
         return self.table().effective_bits(self._message_values, messages)
 
     def reset(self) -> None:
-        """Start over, as after construction."""
+        """Go back to the state after construction."""
         self.clear()
         self.refresh()
         self._state = None
@@ -265,7 +264,7 @@ def error_slope(widths: Tensor, ranges: Ranges) -> Tensor:
     ln D. For full ranges D ~ (2^b - 1)^-2, which gives -ln 2 * 2^b / (2^b - 1). For fitted ones D
     is that of normal values, where a bit also widens the range, and clipped values come closer.
 
-    Widths above 8, which travel as bf16, are taken as codes of full range. All values are negative.
+    Channels of more than 8 bits, sent as bf16, count as codes of full range. All are negative.
     """
     steps = torch.exp2(widths.float())
     slopes = -math.log(2.0) * steps / (steps - 1.0)

@@ -36,7 +36,7 @@ def adaptive_quantize(x: Tensor, gate: BitGate, *, arrives: Tensor | None = None
             values of a channel share a scale.
         gate: Gate whose widths are used.
         arrives: Values that the other end decodes, where a codec sends ``x`` in the same widths.
-            Then ``x`` itself is returned with their gradient, and nothing is quantized here.
+            Then ``x`` itself is returned, and nothing is quantized here.
 
     Returns:
         Shape and dtype of ``x``.
@@ -78,15 +78,11 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _errors(x: Tensor, quantized: Tensor, table: WidthTable) -> Tensor:
-    """What quantization added, bf16: step times distance to the nearest code, or to the end.
+    """Return errors of quantization in bf16, ``[tokens, channels]`` as both inputs.
 
-    Channels that travel as bf16 have the error that codes of their width and full range would
-    have. Exact tokens, whose errors no width changes, have none.
-
-    Args:
-        x: ``[tokens, channels]``.
-        quantized: The same, encoded and decoded.
-        table: Widths of the channels.
+    An error is the step times the distance to the nearest code, or to the end of the range.
+    Channels sent as bf16 have the error of codes of their width and full range. Exact tokens, whose
+    errors no width changes, have none.
     """
     # Rounded once: differences of bf16 are computed in fp32 and rounded to bf16, without copies.
     if torch.float16 in (x.dtype, quantized.dtype):

@@ -1,4 +1,4 @@
-"""Keep the modules of some stages of a model, in place, and run the parts of a step they have."""
+"""Keep the modules of some stages of a model, in place, and run their parts of a step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from torch.nn import Parameter
 
 from lq_lightning.foundation.layer_stack import hidden_name
 
-from .interceptor import LayerInterceptor
+from .interceptor import LayerInterceptor, PlaceholderAfter, PlaceholderLayer, placeholders
 from .message import BoundaryMeta
 from .placeholder_tracking import PlaceholderTracker
-from .placeholders import PlaceholderAfter, PlaceholderLayer, placeholders
 from .plan import PipelinePlan
 
 __all__ = ["KeptStages", "StageModule", "keep_stages", "kept_stages"]
@@ -27,13 +26,9 @@ _RECORD = "_lq_pipeline"  # kept in the module, so that both are freed together
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptStages:
-    """The part of a model that this rank holds.
+    """The stages of a model that this rank holds, ascending.
 
-    Attributes:
-        plan: Plan of the whole model.
-        stages: Stages of this rank, ascending.
-        absent: Names of the modules that were replaced by placeholders.
-        calls: Interceptor of the layers.
+    ``absent`` are the names of the modules that were replaced by placeholders.
     """
 
     plan: PipelinePlan
@@ -49,7 +44,7 @@ def kept_stages(module: nn.Module) -> KeptStages | None:
 
 
 def keep_stages(module: nn.Module, plan: PipelinePlan, stages: Iterable[int]) -> KeptStages:
-    """Replace all modules of ``module`` that ``stages`` do not hold, in place.
+    """Replace all modules of a whole model that ``stages`` do not hold, in place.
 
     Names stay those of the whole model: an absent module leaves a placeholder without parameters.
     Modules and parameters that stay are the same objects; nothing is moved or copied, so this works
@@ -57,15 +52,7 @@ def keep_stages(module: nn.Module, plan: PipelinePlan, stages: Iterable[int]) ->
     every stage.
 
     Call this before the model is sharded or compiled. Afterwards it runs in parts only, by
-    :class:`StageModule`.
-
-    Args:
-        module: The whole model.
-        plan: Plan made for it.
-        stages: Stages of this rank.
-
-    Returns:
-        The kept part; the same when called again.
+    :class:`StageModule`. A second call returns the same part.
 
     Raises:
         ValueError: a stage that ``plan`` does not have.
@@ -122,7 +109,7 @@ _CLASSES: dict[type, type] = {}
 
 
 def _let_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Let ``call(forward, args, kwargs)`` do every call; the module and its class name stay.
+    """Route every call through ``call(forward, args, kwargs)``; the module and its name stay.
 
     The class changes, as in ``fully_shard``, because ``module(...)`` looks up ``__call__`` there:
     nothing on the instance comes before compiled calls, hooks and checkpointing.
@@ -146,19 +133,18 @@ def _calling(cls: type[nn.Module]) -> Callable[..., Any]:
 # --- parts of a step ----------------------------------------------------------------------------
 
 
-def _call(part: Callable[[Tensor | None], Any], hidden: Tensor | None) -> Any:
-    return part(hidden)
+_Part = Callable[[Tensor | None], Any]
 
 
 class StageModule(nn.Module):
     """One stage: runs the part of a step that has its layers. See [Note: a step in parts].
 
     It has no modules of its own, so that ``state_dict`` and modes stay with ``module``. Its
-    ``parameters()`` are those of the stage, read from ``module`` anew each time, since FSDP2 puts
-    others there while it runs; ``named_parameters()`` gives the names in the whole model.
+    ``parameters()`` are read from ``module`` anew each time, since FSDP2 puts others there while it
+    runs; ``named_parameters()`` gives the names in the whole model.
 
-    Order: :func:`keep_stages`, then weights and ``fully_shard`` on the layers and ``module``, then
-    this. Several stages of a rank share one ``module``; one of them runs at a time.
+    Make it after :func:`keep_stages`, weights, and ``fully_shard`` on the layers and ``module``.
+    Several stages of a rank share one ``module``; one of them runs at a time.
 
     Args:
         module: A model of which :func:`keep_stages` kept this stage.
@@ -171,7 +157,6 @@ class StageModule(nn.Module):
 
     Attributes:
         index: Micro-batch of the next call; set it before.
-        stage: Index of the stage.
         watched: Whether the next part refuses uses of modules that earlier stages hold, see [Note:
             values that depend on placeholders]. None: the first part does, later ones do not.
         refused: List to which such refusals are added; None: they are raised.
@@ -185,7 +170,7 @@ class StageModule(nn.Module):
         module: nn.Module,
         stage: int,
         run: Callable[[int], Any],
-        enter: Callable[[Callable[[Tensor | None], Any], Tensor | None], Any] = _call,
+        enter: Callable[[_Part, Tensor | None], Any] = lambda part, hidden: part(hidden),
     ) -> None:
         super().__init__()
         record = kept_stages(module)
@@ -206,7 +191,7 @@ class StageModule(nn.Module):
 
     @property
     def is_first(self) -> bool:
-        """Whether it gets no hidden state."""
+        """Whether the stage gets no hidden state."""
         return self.stage == 0
 
     def named_parameters(
@@ -223,30 +208,26 @@ class StageModule(nn.Module):
                 yield f"{dot}{name}", parameter
 
     def set_boundary(self, boundary: BoundaryMeta) -> None:
-        """Set what crosses the boundaries from now on; on all stages, before they run."""
+        """Set shape and dtype of hidden states from now on; on all stages, before they run."""
         self._calls.boundary = boundary
 
     def forward(self, hidden: Tensor | None = None) -> Any:
-        """Run the part on the micro-batch ``index``.
-
-        Args:
-            hidden: Hidden state of the stage before; None on the first stage.
+        """Run the part on the micro-batch ``index`` and the hidden state of the stage before.
 
         Returns:
             The hidden state for the next stage; on the last stage the result of the step.
 
         Raises:
-            RuntimeError: the step calls the layers not at all, twice, or in another order, or the
-                shape of ``hidden`` is not that of the micro-batch.
+            RuntimeError: the step does not call all layers once and in order, or ``hidden`` has
+                another shape than the micro-batch.
             NotImplementedError: the step uses more of earlier stages than the hidden state.
         """
         return self._enter(self._part, hidden)
 
     def _part(self, hidden: Tensor | None) -> Any:
+        watched = self.watched is not False
         if self.watched is None:
-            watched, self.watched = True, False
-        else:
-            watched = self.watched
+            self.watched = False
         tracker = PlaceholderTracker(self._module[0]) if watched and not self.is_first else None
         result = self._calls.run(partial(self._run, self.index), self._span, hidden, tracker)
         if tracker is not None and tracker.refused:
@@ -256,7 +237,7 @@ class StageModule(nn.Module):
         return result
 
     def probe(self, index: int) -> BoundaryMeta:
-        """Find what crosses the boundaries for the micro-batch ``index``, on the first stage.
+        """Find shape and dtype of hidden states for the micro-batch ``index``, on the first stage.
 
         Runs the step up to and through the first layer without gradients; random numbers and
         buffers, such as running statistics, stay as they were. With FSDP2 it is a forward of the

@@ -1,4 +1,4 @@
-"""Which stage of a pipeline holds which modules of a model."""
+"""Plan of a pipeline: the modules of a model that each stage holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lq_lightning._compat.modules import is_compiled_in_place, is_compiled_wrapp
 from lq_lightning.foundation.checks import is_whole
 from lq_lightning.foundation.layer_stack import LayerStack, find_layer_stack, names_around
 
-from .placeholders import check_replaceable
+from .interceptor import check_replaceable
 
 __all__ = ["PipelinePlan", "SharedParameter", "Split", "balance", "plan_stages"]
 
@@ -22,17 +22,12 @@ __all__ = ["PipelinePlan", "SharedParameter", "Split", "balance", "plan_stages"]
 def balance(
     costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
 ) -> tuple[int, ...]:
-    """Return how many consecutive layers each stage gets.
+    """Return how many consecutive layers each stage gets, one or more.
 
-    Minimizes the largest cost of a stage, with one layer or more per stage; among such cuts, the
-    sum of the squared costs. Where that leaves a choice, earlier stages get fewer layers, since
-    they keep the activations of more micro-batches.
-
-    Args:
-        costs: Costs of the layers, not negative.
-        num_stages: Number of stages, at most that of layers.
-        first: Cost of the first stage besides layers.
-        last: Cost of the last stage besides layers.
+    Minimizes the largest cost of a stage; among such cuts, the sum of the squared costs. Where that
+    leaves a choice, earlier stages get fewer layers, since they keep the activations of more
+    micro-batches. ``costs`` are those of the layers, ``first`` and ``last`` further costs of the
+    first and the last stage, none of them negative.
     """
     sums = list(accumulate(costs, initial=0.0))
 
@@ -71,7 +66,7 @@ def _search(
 
 
 Split = Literal["parameters"] | Sequence[int] | Mapping[str, float]
-"""How layers are dealt out: by parameters, given per stage, or by given costs of modules."""
+"""Division into stages: by parameters, layers per stage, or costs of modules."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +74,7 @@ class SharedParameter:
     """A parameter that several stages hold, which must add up its gradients.
 
     Attributes:
-        names: Names in the whole model; the first is that of ``named_parameters()``.
+        names: Names in the whole model, beginning with that in ``named_parameters()``.
         stages: Stages that hold it, ascending, two or more.
     """
 
@@ -89,10 +84,9 @@ class SharedParameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelinePlan:
-    """Which stage holds which modules, by their names in the whole model.
+    """Modules of each stage, by their names in the whole model.
 
     Attributes:
-        num_stages: Stages of the pipeline, over all ranks.
         layers: Repeated blocks, in the order of their calls.
         stages: Layers of each stage.
         before: Other modules with parameters on the first stage (embeddings).
@@ -130,7 +124,7 @@ class PipelinePlan:
         return tuple(range(self.num_stages))
 
     def modules_of(self, stage: int) -> tuple[str, ...]:
-        """Return the names of the modules that one stage holds alone, in the order of calls."""
+        """Return the modules with parameters of one stage, in the order of calls."""
         before = self.before if stage == 0 else ()
         after = self.after if stage == self.num_stages - 1 else ()
         return (*before, *self.stages[stage], *after)

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from lq_lightning.pipeline.boundary import BoundaryCodec, Message, make_boundary_codec
 from lq_lightning.pipeline.engine import PipelineEngine
+from lq_lightning.pipeline.execution import Stage
 from lq_lightning.pipeline.schedules import in_flight
-from lq_lightning.pipeline.stage import Stage
 
 CASES = [
     ("gpipe", 2, 3, 1),

@@ -9,8 +9,7 @@ from lq_testing import run_ranks
 from lq_testing.pipeline_toys import WIDTH, make_gated, make_layers
 
 from lq_lightning.codecs.mixed import WidthTable
-from lq_lightning.pipeline.boundary_widths import BoundaryWidths
-from lq_lightning.pipeline.mixed import MixedCodec
+from lq_lightning.pipeline.boundary_widths import BoundaryWidths, MixedCodec
 
 
 def _pipeline(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lq_lightning.activations import ActivationPolicy, quantize_activations
+from lq_lightning.pipeline.execution import Stage
 from lq_lightning.pipeline.split_backward import receive
-from lq_lightning.pipeline.stage import Stage
 
 WIDTH = 64
 

@@ -79,10 +79,7 @@ def test_messages_are_those_between_stages_of_different_ranks(
     program = training_program(*case)
     size = case[1]
     keys = [
-        (a, b, key)
-        for a in range(size)
-        for b in range(size)
-        for key, _ in program.messages(a, b, False)
+        (a, b, key) for a in range(size) for b in range(size) for key, _ in program.messages(a, b)
     ]
     crossing = [
         boundary
@@ -107,25 +104,18 @@ def test_evaluation_takes_any_number_of_microbatches(schedule: str, count: int) 
     ]
 
 
-def test_messages_say_what_they_need() -> None:
-    program = training_program("1f1b", 2, 3)
-    # Rank 0: F0 F1 B0 F2 B1 B2. The gradient of F0 needs F0 alone, that of F1 needs F1 and so on.
-    assert [needs for _, needs in program.messages(1, 0, False)] == [1, 2, 4]
-    # Rank 1: F0 B0 F1 B1 F2 B2. Rank 0 computes F2 behind the first gradient.
-    assert [needs for _, needs in program.messages(0, 1, False)] == [0, 0, 2]
-    gpipe = training_program("gpipe", 2, 3)
-    assert [needs for _, needs in gpipe.messages(1, 0, False)] == [3, 3, 3]
-    assert [needs for _, needs in gpipe.messages(0, 1, False)] == [0, 0, 0]
-    # In turn: mostly one computation before they are needed.
-    assert [needs for _, needs in gpipe.messages(0, 1, True)] == [0, 0, 1]
-    assert [needs for _, needs in gpipe.messages(1, 0, True)] == [3, 3, 4]
-    assert [needs for _, needs in program.messages(1, 0, True)] == [2, 3, 5]
+def test_messages_have_turns() -> None:
+    # Mostly one computation before they are needed.
+    program, gpipe = training_program("1f1b", 2, 3), training_program("gpipe", 2, 3)
+    assert [turn for _, turn in gpipe.messages(0, 1)] == [0, 0, 1]
+    assert [turn for _, turn in gpipe.messages(1, 0)] == [3, 3, 4]
+    assert [turn for _, turn in program.messages(1, 0)] == [2, 3, 5]
 
 
 def test_orders_in_which_ranks_wait_for_each_other_are_found() -> None:
     orders = [[Action("F", 0, 0), Action("B", 0, 0)], [Action("B", 1, 0), Action("F", 1, 0)]]
     with pytest.raises(AssertionError, match="wait for each other"):
-        Program.of("1f1b", 2, 1, orders)
+        Program("1f1b", 2, 1, orders)
 
 
 def test_v_goes_there_and_back() -> None:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from lq_lightning.activations import quantize_activations
+from lq_lightning.pipeline.execution import Stage
 from lq_lightning.pipeline.split_backward import (
     Received,
     SavedTensors,
@@ -28,7 +29,6 @@ from lq_lightning.pipeline.split_backward import (
     check_not_compiled,
     receive,
 )
-from lq_lightning.pipeline.stage import Stage
 
 
 class Net(nn.Module):

@@ -19,10 +19,8 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from lq_lightning import QuantizedFSDPStrategy, QuantizedPipelineStrategy
 from lq_lightning.data_parallel import GradientQuantization
-from lq_lightning.strategies.pipelines.gradients import SharedTensor
 from lq_lightning.strategies.pipelines.options import PipelineOptions
-from lq_lightning.strategies.pipelines.ranks import stage_topology
-from lq_lightning.strategies.pipelines.stages import describe_shared
+from lq_lightning.strategies.pipelines.stages import SharedTensor, describe_shared, stage_topology
 
 NONE = {"forward_codec": "none", "backward_codec": "none"}
 
