@@ -144,10 +144,6 @@ class PipelineEngine:
     Attributes:
         listener: encodes hidden states in training, in place of the codec; mostly None.
         traffic: counters of payloads that this rank has sent since the start.
-
-    Raises:
-        ValueError: as ``check_schedule``; or ``stages`` are not those of this rank.
-        RuntimeError: ranks were given different options.
     """
 
     def __init__(
@@ -240,10 +236,7 @@ class PipelineEngine:
         """Compare the next step with the other ranks; every rank must call it.
 
         Shapes, dtypes and ``samples`` are compared in each step, contents of the batch (before it
-        is split) in the first steps and then now and then.
-
-        Raises:
-            RuntimeError: on every rank if any two differ, with the values.
+        is split) in the first steps and then now and then. Differences raise on every rank.
         """
         if self._agreement is None:
             return
@@ -295,11 +288,6 @@ class PipelineEngine:
 
         Returns:
             On the rank of the last stage the losses by micro-batch, without graphs; else nothing.
-
-        Raises:
-            ValueError: as ``check_schedule``; or a codec cannot encode such hidden states.
-            RuntimeError: a stage returned neither a hidden state nor a loss, or an earlier step
-                failed.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("`step` needs gradients, which are switched off: call `evaluate`.")
@@ -314,8 +302,7 @@ class PipelineEngine:
     ) -> list[Any]:
         """Run forward passes of all micro-batches; any number of them suits any schedule.
 
-        Returns:
-            On the rank of the last stage its outputs by micro-batch; else nothing.
+        Returns the outputs by micro-batch on the rank of the last stage, else nothing.
         """
         program = evaluation_program(*self._program_arguments(num_microbatches))
         with torch.no_grad():

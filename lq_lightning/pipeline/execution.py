@@ -55,17 +55,11 @@ class Work(Protocol):
 
 
 class Links(Protocol):
-    """Links to the other ranks of a pipeline. Messages from one rank to another keep their order.
+    """Links to the other ranks of a pipeline. Messages between two ranks keep their order."""
 
-    Attributes:
-        rank: number of this rank.
-        size: ranks of the pipeline.
-        occupy_device: whether the device is not idle while a transfer is under way, as with NCCL.
-    """
-
-    rank: int
-    size: int
-    occupy_device: bool
+    rank: int  # of this rank
+    size: int  # of the pipeline
+    occupy_device: bool  # while a transfer is under way, as with NCCL
 
     def send(self, payload: Tensor, peer: int) -> Work:
         """Start to send ``payload``, which must not change until the transfer is done."""
@@ -254,10 +248,9 @@ class _Kept:
 class Stage:
     """Runs the module of a stage on one micro-batch at a time.
 
-    Args:
-        module: its ``forward(hidden=None)`` returns the hidden state, and on the last stage a
-            scalar loss in training, anything in evaluation. ``module.index`` is set to the
-            micro-batch before. Its ``parameters()`` are those of this stage.
+    ``module(hidden)`` (on stage 0 ``module()``) returns the hidden state, and on the last stage a
+    scalar loss in training, anything in evaluation; ``module.index`` is set to the micro-batch
+    before. Its ``parameters()`` are those of this stage.
 
     Attributes:
         kept_nbytes: bytes kept by the first micro-batch whose backward pass was split, before it

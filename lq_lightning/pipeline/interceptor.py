@@ -64,11 +64,7 @@ class LayerInterceptor:
     """Intercepts the calls of a model's layers in a step. See [Note: a step in parts].
 
     Layers, placeholders and stages of a model share one on a rank. ``layers`` are the names of all
-    layers of the model, in the order of their calls.
-
-    Attributes:
-        boundary: Hidden states that cross the boundaries.
-        random: Generators that steps draw from.
+    layers of the model, in the order of their calls, ``random`` the generators of its steps.
     """
 
     def __init__(self, layers: tuple[str, ...]) -> None:
@@ -96,17 +92,9 @@ class LayerInterceptor:
     ) -> Any:
         """Run the part of the user's step that has the layers ``span[0]`` to ``span[1]``.
 
-        Args:
-            received: Hidden state for the first of them; None on the first stage.
-            tracker: Finds uses of modules of earlier stages; None not to look.
-
-        Returns:
-            The hidden state behind the last layer of the stage; on the last stage the result of
-            ``step``.
-
-        Raises:
-            RuntimeError: the step calls the layers not at all, twice, or in another order.
-            NotImplementedError: layers that pass on more than one hidden state.
+        Returns the hidden state behind the last of them; on the last stage the result of ``step``.
+        ``received`` is the hidden state in front of the first, None on the first stage. ``tracker``
+        finds uses of modules of earlier stages.
         """
         self._first, self._last, self._next = *span, 0
         self._received, self._tracker, self._changed = received, tracker, None
@@ -174,9 +162,8 @@ class LayerInterceptor:
     ) -> Any:
         """Handle the call of layer ``index`` of the model.
 
-        Args:
-            argument: Name of the argument that is the hidden state where none is positional.
-            forward: Calls the layer; None if this rank does not hold it.
+        The hidden state is the first positional argument, or else ``argument``. ``forward`` calls
+        the layer; None if this rank does not hold it.
         """
         name = self._layers[index]
         if not self._running and forward is not None:

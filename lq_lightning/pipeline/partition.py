@@ -53,10 +53,6 @@ def keep_stages(module: nn.Module, plan: PipelinePlan, stages: Iterable[int]) ->
 
     Call this before the model is sharded or compiled. Afterwards it runs in parts only, by
     :class:`StageModule`. A second call returns the same part.
-
-    Raises:
-        ValueError: a stage that ``plan`` does not have.
-        RuntimeError: other stages of the module were kept before.
     """
     kept = tuple(sorted(set(stages)))
     if not kept or kept[0] < 0 or kept[-1] >= plan.num_stages:
@@ -149,7 +145,7 @@ class StageModule(nn.Module):
     Args:
         module: A model of which :func:`keep_stages` kept this stage.
         stage: Index of the stage.
-        run: Runs the user's step on the micro-batch of that index and returns its loss or output.
+        run: Runs the user's step on the micro-batch of an index.
         enter: Called as ``enter(part, hidden)``, must return ``part(hidden)``. A wrapper that no
             exception may cross: pass a method of ``module`` that ``register_fsdp_forward_method``
             made a forward, so that the root of FSDP2 sees the received hidden state as its input,
@@ -160,9 +156,6 @@ class StageModule(nn.Module):
         watched: Whether the next part refuses uses of modules that earlier stages hold, see [Note:
             values that depend on placeholders]. None: the first part does, later ones do not.
         refused: List to which such refusals are added; None: they are raised.
-
-    Raises:
-        ValueError: the stage was not kept.
     """
 
     def __init__(
@@ -214,13 +207,7 @@ class StageModule(nn.Module):
     def forward(self, hidden: Tensor | None = None) -> Any:
         """Run the part on the micro-batch ``index`` and the hidden state of the stage before.
 
-        Returns:
-            The hidden state for the next stage; on the last stage the result of the step.
-
-        Raises:
-            RuntimeError: the step does not call all layers once and in order, or ``hidden`` has
-                another shape than the micro-batch.
-            NotImplementedError: the step uses more of earlier stages than the hidden state.
+        Returns the hidden state for the next stage; on the last stage the result of the step.
         """
         return self._enter(self._part, hidden)
 
@@ -242,10 +229,6 @@ class StageModule(nn.Module):
         Runs the step up to and through the first layer without gradients; random numbers and
         buffers, such as running statistics, stay as they were. With FSDP2 it is a forward of the
         root: all ranks of its mesh must probe.
-
-        Raises:
-            RuntimeError: this is not the first stage.
-            NotImplementedError: the layers return more than one hidden state.
         """
         if not self.is_first:
             raise RuntimeError(

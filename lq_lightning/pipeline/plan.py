@@ -71,15 +71,10 @@ Split = Literal["parameters"] | Sequence[int] | Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedParameter:
-    """A parameter that several stages hold, which must add up its gradients.
+    """A parameter that several stages hold, which must add up its gradients."""
 
-    Attributes:
-        names: Names in the whole model, beginning with that in ``named_parameters()``.
-        stages: Stages that hold it, ascending, two or more.
-    """
-
-    names: tuple[str, ...]
-    stages: tuple[int, ...]
+    names: tuple[str, ...]  # in the whole model, beginning with that in ``named_parameters()``
+    stages: tuple[int, ...]  # ascending, two or more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -174,10 +174,7 @@ def training_program(
     starts with ``3 (n - s) - 2``, for slow links: until the first gradient comes back, a hidden
     state travels, the next stage computes and a gradient travels, each of which takes one period of
     the steady state at most. 1F1B would wait for transfers. ``"interleaved_1f1b"``,
-    ``"zero_bubble"`` (interleaved, ZB1P) and ``"zbv"`` are torch's.
-
-    Raises:
-        ValueError: as ``check_schedule``.
+    ``"zero_bubble"`` (interleaved, ZB1P) and ``"zbv"`` are torch's. Errors as ``check_schedule``.
     """
     check_schedule(schedule, pipeline_size, num_microbatches, stages_per_rank)
     if schedule in _ONE_STAGE:
@@ -373,9 +370,6 @@ def compensated_bits(
         rounding: ``"floor"``; or ``"nearest"``, as in the paper, with which peaks can grow.
         cap: most bits, 2 to 8.
         half_size: bytes kept between the halves of a backward pass, per byte kept before.
-
-    Raises:
-        ValueError: a value that is not listed above.
     """
     check_choice("StageBitCompensation", "bits", bits, tuple(BITS))
     check_choice("StageBitCompensation", "cap", cap, tuple(BITS))

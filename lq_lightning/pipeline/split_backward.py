@@ -273,16 +273,10 @@ class _CutPoint:
 
 
 class SplitBackward:
-    """The backward pass of one micro-batch through one stage.
+    """The backward pass of one micro-batch through one stage, from ``output`` to ``received``.
 
-    Args:
-        output: where it starts.
-        received: input of the stage, where its gradient is to arrive.
-        weights: parameters of the stage; those that need no gradient or take no part are left out.
-        saved: tensors saved in the forward pass, freed after the first half where possible.
-
-    Raises:
-        NotImplementedError: a part of the stage uses reentrant checkpointing.
+    ``weights`` that need no gradient or take no part are left out. Tensors ``saved`` in the forward
+    pass are freed after the first half where possible. Reentrant checkpointing is refused.
     """
 
     def __init__(

@@ -332,9 +332,6 @@ def sum_over_pipelines(
 
     Metrics with a ``dist_sync_fn`` of their own keep it. ``from_last`` returns the last stage's
     tensor on all ranks of a pipeline, which call it together.
-
-    Raises:
-        NotImplementedError: A metric keeps a list that is not joined.
     """
     for name, metric in module.named_modules():
         if not isinstance(metric, Metric):

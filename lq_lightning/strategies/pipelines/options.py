@@ -75,11 +75,7 @@ class PipelineOptions:
             self.check_schedule(self.pipeline_size)
 
     def make_codecs(self) -> tuple[BoundaryCodec, BoundaryCodec]:
-        """Return new codecs of hidden states and of their gradients, for one rank.
-
-        Raises:
-            ValueError: There is no such codec, or not for one direction alone.
-        """
+        """Return new codecs of hidden states and of their gradients, for one rank."""
         forward = make_boundary_codec(self.forward_codec)
         if self.backward_codec != "amaq":
             return forward, make_boundary_codec(self.backward_codec, backward=True)
@@ -164,9 +160,6 @@ class PipelineOptions:
 
         In evaluation, where any number will do, the largest that divides the batch. In training
         the given number, or without one the largest that divides the batch and suits the schedule.
-
-        Raises:
-            ValueError: Training has no such number.
         """
         if batch_size < 1:
             raise ValueError(

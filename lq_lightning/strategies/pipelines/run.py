@@ -120,11 +120,9 @@ class MicroBatches:
     ) -> Generator[None, None, None]:
         """Around the schedule of one batch.
 
-        Args:
-            arguments: Arguments of the step for each micro-batch.
-            scale: Factor of losses before backward; None in evaluation.
-            shares: Targets of each micro-batch relative to their mean; None if nobody counts them.
-            means: Corrects means over targets on the last stage.
+        ``arguments`` are those of the step for each micro-batch. Losses are multiplied by ``scale``
+        before backward; None in evaluation. ``shares`` are the targets of micro-batches over their
+        mean, if somebody counts them; ``means`` corrects means over targets on the last stage.
         """
         self._step, self._arguments, self._scale = getattr(self._module, step), arguments, scale
         self._shares, self._means = shares, means
@@ -200,22 +198,16 @@ class MicroBatches:
 
 
 def _split_output(owner: str, result: Any) -> tuple[Tensor | None, dict[str, Any]]:
-    """Split what ``training_step`` returned into the loss and the rest.
-
-    Raises:
-        TypeError: It is neither a tensor, nor a dictionary with a loss, nor None.
-    """
+    """Split the output of ``training_step`` into the loss and the rest."""
     if result is None:
         return None, {}
     if isinstance(result, Tensor):
         return result, {}
     if isinstance(result, Mapping) and isinstance(result.get("loss"), Tensor):
-        rest = {key: value for key, value in result.items() if key != "loss"}
         # Without graphs, which would be kept until the last micro-batch.
-        return result["loss"], {
-            key: value.detach() if isinstance(value, Tensor) else value
-            for key, value in rest.items()
-        }
+        rest = {k: v.detach() if isinstance(v, Tensor) else v for k, v in result.items()}
+        del rest["loss"]
+        return result["loss"], rest
     raise TypeError(
         f"`{owner}.training_step` returned a {type(result).__name__}: return the loss, a "
         "dictionary with a tensor under 'loss', or None."
@@ -296,7 +288,6 @@ class PipelineRun(StrategyPart):
         kept.calls.random = self._random = RandomNumbers(ranks.device)
         self._plan = record.plan
         self.seeds = BatchSeeds(ranks.stage_group.rank())
-        self._watched: set[str] = set()
         self._refused: list[str] = []
         for stage_module in self._stages.values():
             stage_module.refused = self._refused
@@ -358,9 +349,8 @@ class PipelineRun(StrategyPart):
         count = self._options.microbatches_of(batch_size(batch), self._ranks.size, training)
         parts = [(part, *others) for part in split_batch(batch, count)]
         key = f"{step} {count} {batch_signature(batch)}"
-        watched = key not in self._watched
+        watched = key not in self._boundaries
         if watched:
-            self._watched.add(key)
             self._hold_generators()
         seed = self.seeds.next(self.module.trainer, step, training)
         boundary = self._boundary(key, step, parts)

@@ -160,9 +160,6 @@ class SharedTensor:
         parameter: Copy on this rank; None if there is none.
         group: Ranks that hold a copy, in the order of their stages.
         codec: Code of gradients on the wire; None for their own dtype.
-
-    Attributes:
-        sent_nbytes: Bytes of gradients that this rank has sent to the others.
     """
 
     def __init__(
@@ -174,7 +171,7 @@ class SharedTensor:
     ) -> None:
         self.name = name
         self.parameter = parameter
-        self.sent_nbytes = 0
+        self.sent_nbytes = 0  # bytes of gradients to the other ranks
         self._group = group
         self.codec = codec
 
@@ -322,8 +319,6 @@ class CutModule:
 
     Attributes:
         settings: Options that the cut depends on.
-        plan: Modules of each stage.
-        stages: Indices of this rank's stages.
         units: FSDP2 units of the whole model.
         order: Position of every parameter and buffer in the state dict of the whole model.
         aliases: First name in the whole model by name of a tied parameter in this part.
@@ -371,12 +366,8 @@ def cut(
 ) -> CutModule:
     """Reduce a whole module, in place, to the stages of this rank.
 
-    Args:
-        module: Whole model on any device, the meta device too.
-        units: Units of the whole module, so that all ranks refuse the same; None for its layers.
-
-    Raises:
-        ValueError, NotImplementedError: As ``plan_stages`` and ``choose_units``.
+    The module may be on the meta device. ``units`` are chosen in the whole module, so that all
+    ranks refuse the same; None for its layers. Errors as ``plan_stages`` and ``choose_units``.
     """
     num_stages = ranks.size * options.stages_per_rank
     plan = plan_stages(module, num_stages, options.split, trunk=options.trunk)

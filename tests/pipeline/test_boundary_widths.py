@@ -1,4 +1,4 @@
-"""The boundary codec of learned widths: payloads, sizes, and what is refused."""
+"""The boundary codec of learned widths: payloads, sizes, and refusals."""
 
 from __future__ import annotations
 
