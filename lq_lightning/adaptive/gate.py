@@ -57,7 +57,6 @@ class BitGate:
 
     _state: Tensor | None
     _sums: Tensor | None
-    _widths: Tensor | None
     _table: WidthTable | None
 
     def __init__(
@@ -134,22 +133,19 @@ class BitGate:
 
     @property
     def widths(self) -> Tensor:
-        """``[channels]`` int64 on the CPU: bits of each channel, from 1 to 16."""
-        if self._widths is None:
-            with torch.inference_mode(False):
-                self._widths = round_jointly(self.bits())
-        return self._widths
+        """``[channels]`` int64 on the CPU, a copy: bits of each channel, from 1 to 16."""
+        return self.table().widths
 
     def table(self) -> WidthTable:
         """Return the widths in the form that codecs take."""
         if self._table is None:
             with torch.inference_mode(False):
-                self._table = WidthTable(self.widths)
+                self._table = WidthTable(round_jointly(self.bits()))
         return self._table
 
     def refresh(self) -> None:
         """Update the widths. Within an optimizer step they must not change."""
-        self._widths = self._table = None
+        self._table = None
 
     # --- quantized values ---------------------------------------------------------------------
 

@@ -53,14 +53,9 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
         TypeError: an object in it that is no collection, tensor or plain value.
     """
     size = batch_size(batch)
-    if num_microbatches < 1 or size % num_microbatches:
-        divisors = [n for n in range(1, size + 1) if size % n == 0]
-        raise ValueError(
-            f"a batch of {size} samples cannot be cut into `num_microbatches={num_microbatches}` "
-            f"equal micro-batches: choose one of {divisors[:12]}, or a `batch_size` that is a "
-            "multiple. For the last batch of an epoch, set `drop_last=True` in the DataLoader."
-        )
-    step = size // num_microbatches
+    step, rest = divmod(size, num_microbatches)
+    if rest:
+        raise AssertionError(f"{size} samples cannot be cut into {num_microbatches} equal parts")
 
     def part(value: Any, index: int) -> Any:
         if isinstance(value, Tensor):

@@ -163,14 +163,10 @@ class PipelineEngine:
             raise ValueError("`group=None` needs `links`.")
         size = links.size if links is not None else dist.get_world_size(group)
         rank = links.rank if links is not None else dist.get_rank(group)
-        if num_stages % size:
-            raise ValueError(
-                f"{num_stages} stages cannot be shared equally by {size} ranks: use a multiple."
-            )
         check_schedule(schedule, size, num_microbatches, num_stages // size)
         mine = stages_of_rank(schedule, rank, num_stages, size)
         if tuple(sorted(stages)) != mine:
-            raise ValueError(f"rank {rank} has the stages {mine}, but was given {sorted(stages)}.")
+            raise AssertionError(f"rank {rank} has the stages {mine}, not {sorted(stages)}")
         self._schedule, self._size, self._num_stages = schedule, size, num_stages
         self._num_microbatches = num_microbatches
         self._control_group = control_group
@@ -263,12 +259,9 @@ class PipelineEngine:
 
     def share(self, value: T | None) -> T:
         """Return the picklable value of the rank with stage 0 on all ranks, which all call it."""
-        if self._control_group is None:
-            if value is None:
-                raise ValueError("without a control group there is nothing to share over.")
-            return value
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, group=self._control_group, group_src=self._rank_of(0))
+        if self._control_group is not None:
+            dist.broadcast_object_list(box, group=self._control_group, group_src=self._rank_of(0))
         result: T = box[0]
         return result
 
@@ -362,6 +355,4 @@ class PipelineEngine:
 def _split(samples: Tensor | None, count: int) -> tuple[Tensor | None, ...]:
     if samples is None:
         return (None,) * count
-    if samples.numel() % count:
-        raise ValueError(f"{samples.numel()} samples cannot be split into {count} micro-batches.")
     return tuple(samples.cpu().view(count, -1))

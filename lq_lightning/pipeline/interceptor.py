@@ -227,7 +227,7 @@ class LayerInterceptor:
 
     def _boundary(self) -> BoundaryMeta:
         if self.boundary is None:
-            raise RuntimeError("`set_boundary` must be called before a stage runs.")
+            raise AssertionError("`set_boundary` is called before a stage runs")
         return self.boundary
 
     def _check_call(self, index: int, kwargs: Mapping[str, Any]) -> None:

@@ -52,22 +52,11 @@ def keep_stages(module: nn.Module, plan: PipelinePlan, stages: Iterable[int]) ->
     every stage.
 
     Call this before the model is sharded or compiled. Afterwards it runs in parts only, by
-    :class:`StageModule`. A second call returns the same part.
+    :class:`StageModule`.
     """
-    kept = tuple(sorted(set(stages)))
-    if not kept or kept[0] < 0 or kept[-1] >= plan.num_stages:
-        raise ValueError(
-            f"`stages={list(kept)}` must name one or more of the {plan.num_stages} stages, counted "
-            "from 0."
-        )
-    record = kept_stages(module)
-    if record is not None:
-        if (record.plan, record.stages) != (plan, kept):
-            raise RuntimeError(
-                f"the stages {list(record.stages)} of this module were kept before, so that it "
-                f"cannot become the stages {list(kept)}: build it again."
-            )
-        return record
+    kept = tuple(sorted(stages))
+    if kept_stages(module) is not None:
+        raise AssertionError("stages of this module were kept before")
     calls = LayerInterceptor(plan.layers)
     absent: dict[str, nn.Module] = {}
     for index, name in enumerate(plan.layers):
@@ -168,8 +157,7 @@ class StageModule(nn.Module):
         super().__init__()
         record = kept_stages(module)
         if record is None or stage not in record.stages:
-            held = "the whole module" if record is None else f"the stages {list(record.stages)}"
-            raise ValueError(f"stage {stage} was not kept: this rank holds {held}.")
+            raise AssertionError(f"stage {stage} was not kept")
         self.index = 0
         self.stage = stage
         self._plan, self._calls = record.plan, record.calls
@@ -230,10 +218,6 @@ class StageModule(nn.Module):
         buffers, such as running statistics, stay as they were. With FSDP2 it is a forward of the
         root: all ranks of its mesh must probe.
         """
-        if not self.is_first:
-            raise RuntimeError(
-                f"stage {self.stage} cannot probe: only the first stage has its input."
-            )
 
         def part(hidden: Tensor | None) -> Any:
             return self._calls.probe(partial(self._run, index))

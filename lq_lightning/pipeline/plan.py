@@ -170,8 +170,6 @@ def plan_stages(
             a layer that occurs twice, whole-model compilation, a module before the layers that no
             placeholder can replace.
     """
-    if num_stages < 1:
-        raise ValueError(f"`num_stages={num_stages}` must be at least 1.")
     found = find_layer_stack(module, trunk)
     if len(found.layers) < num_stages:
         raise ValueError(
@@ -223,11 +221,6 @@ def _counts(
         costs = {name: float(sum(p.numel() for p in ps)) for name, ps in sizes.items()}
     if not isinstance(split, (str, Mapping)):
         return _given_counts(split, trunk, num_stages), costs
-    if isinstance(split, str) and split != "parameters":
-        raise ValueError(
-            f"`split={split!r}` is not supported: choose 'parameters', give the number of layers "
-            "of each stage, or a mapping from names of modules to costs, as `measure_times` does."
-        )
     counts = balance(
         [costs[name] for name in trunk.layers],
         num_stages,

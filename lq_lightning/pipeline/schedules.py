@@ -131,11 +131,6 @@ def check_schedule(
 ) -> None:
     """Raise ``ValueError`` unless the schedule has such stages per rank and micro-batches."""
     check_choice("quantized_pipeline", "schedule", schedule, SCHEDULES)
-    if pipeline_size < 1 or stages_per_rank < 1 or num_microbatches < 1:
-        raise ValueError(
-            f"`pipeline_size={pipeline_size}`, `stages_per_rank={stages_per_rank}` and "
-            f"`num_microbatches={num_microbatches}` have to be 1 or more."
-        )
     if schedule in _ONE_STAGE and stages_per_rank != 1:
         raise ValueError(
             f"`stages_per_rank={stages_per_rank}` with `schedule={schedule!r}`: it has one stage "
