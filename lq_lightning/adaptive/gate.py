@@ -257,8 +257,8 @@ def error_slope(widths: Tensor, ranges: Ranges) -> Tensor:
     """Return the relative change of a quantization error per bit.
 
     Errors of a channel scale as the root of D, their mean square, so this is half of the slope of
-    ln D. For full ranges D ~ (2^b - 1)^-2, which gives -ln 2 * 2^b / (2^b - 1). For fitted ones D
-    is that of normal values, where a bit also widens the range, and clipped values come closer.
+    ln D. For full ranges D ~ (2^b - 1)^-2, which gives -ln 2 * 2^b / (2^b - 1). For fitted ranges D
+    comes from normal values, where a bit also widens the range, and clipped values come closer.
 
     Channels of more than 8 bits, sent as bf16, count as codes of full range. All are negative.
     """

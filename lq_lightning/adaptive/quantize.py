@@ -23,7 +23,7 @@ def adaptive_quantize(x: Tensor, gate: BitGate, *, arrives: Tensor | None = None
     """Return ``x`` as it is after encoding in the widths of a gate and decoding.
 
     The gradient passes to ``x`` unchanged, straight through, also to values that a fitted range
-    clips: with a zero there, what is far off would never come back. The gradient to the gates is
+    clips: with a zero there, outliers would never come back. The gradient to the gates is
     the change of each value's error per bit (``error_slope``), evaluated at the integer widths
     that were used; backward adds it up in ``gate``, also where ``x`` needs no gradient.
     (AMAQ, section 3, which says only that gradients pass straight through.)

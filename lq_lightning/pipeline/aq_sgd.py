@@ -1,9 +1,9 @@
 """AQ-SGD: sends how the hidden states of a sample changed since it was last seen.
 
-The first time, a sample travels in full precision and both ends keep it as m. Afterwards the sender
+The first time, a sample is sent in full precision and both ends keep it as m. Later the sender
 encodes the difference to m, and both ends add the decoded difference to m: the receiver goes on
 with m, and the next difference carries the error of this one (Wang et al., 2022, section 3).
-Evaluation travels in full precision and changes nothing.
+Evaluation is sent in full precision and changes nothing.
 
 Shape legend: B samples, S tokens, N channels.
 """
@@ -49,7 +49,7 @@ class Visit(NamedTuple):
         samples: identities, in the order of the message.
         slots: slot of each sample in the cache.
         known_at: indices within the message of samples that were cached before it.
-        new_at: indices of the other samples, which travel in full precision.
+        new_at: indices of the other samples, which are sent in full precision.
     """
 
     samples: tuple[int, ...]
@@ -164,7 +164,7 @@ class SampleCache:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AQSGDQuantization:
-    """Quantized differences of hidden states to those of the same sample in the last epoch.
+    """Quantized differences of hidden states to the same sample in the last epoch.
 
     Needs more than one epoch of samples whose contents do not change. Every sample takes S * N
     values per boundary, on both ends.

@@ -46,7 +46,7 @@ class MixedCodec(BoundaryCodec):
     """The codec ``"amaq"``, of hidden states, and of gradients in the same widths.
 
     Gradients always have full ranges: few of their values are large, and these are what matters.
-    Payloads are those of ``encode_mixed``. Boundaries without a table of their own use the common
+    Payloads come from ``encode_mixed``. Boundaries without a table of their own use the common
     starting table, which both ends know without a message.
 
     Attributes:
@@ -117,7 +117,7 @@ class MixedCodec(BoundaryCodec):
         return encode_mixed(*self._arguments(x, message))
 
     def encode_and_round(self, x: Tensor, message: Message) -> tuple[Tensor, Tensor]:
-        """Return the payload, and what the other end decodes from it, in shape and dtype of ``x``.
+        """Return the payload, and its decoded values in shape and dtype of ``x``.
 
         Takes less time than ``encode`` and ``decode``.
         """
@@ -229,7 +229,7 @@ class BoundaryWidths:
         return self._rank == 0
 
     def listen(self, listener: Listener | None) -> None:
-        """Let ``listener`` encode what is sent in training; None for the codec alone."""
+        """Let ``listener`` encode hidden states in training; None for the codec alone."""
         self._engine.listener = listener
 
     def begin(
@@ -257,7 +257,7 @@ class BoundaryWidths:
             self._codec.set_table(index, table)
 
     def encode(self, message: Message, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the payload of a hidden state, and what the other rank decodes."""
+        """Return the payload of a hidden state, and the values that the other rank decodes."""
         return self._codec.encode_and_round(hidden, message)
 
     def exchange(self, tables: Mapping[int, WidthTable], channels: int) -> None:

@@ -302,7 +302,7 @@ class PipelineEngine:
             return self._run(program, boundary, samples, training=False)
 
     def close(self) -> None:
-        """Wait for payloads on their way, and release what the codecs hold."""
+        """Wait for payloads on their way, and close the codecs."""
         if self._failed is None:
             self._endpoint.outbox.finish()
         self._endpoint.forward_codec.close()

@@ -160,7 +160,7 @@ class Outbox:
         self._sent: deque[tuple[Work, Tensor]] = deque()
 
     def send(self, payload: Tensor, peer: int) -> None:
-        """Start to send a payload, and drop those that have arrived."""
+        """Start to send a payload, and drop payloads that have arrived."""
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
         self._sent.append((self._links.send(payload, peer), payload))
@@ -250,7 +250,7 @@ class Stage:
 
     ``module(hidden)`` (on stage 0 ``module()``) returns the hidden state, and on the last stage a
     scalar loss in training, anything in evaluation; ``module.index`` is set to the micro-batch
-    before. Its ``parameters()`` are those of this stage.
+    before. Its ``parameters()`` belong to this stage.
 
     Attributes:
         kept_nbytes: bytes kept by the first micro-batch whose backward pass was split, before it
@@ -368,9 +368,9 @@ class Stage:
 
 @dataclass(slots=True)
 class BoundaryTraffic:
-    """Counters of what this rank sent to stages on other ranks since the start.
+    """Counters of payloads from this rank to stages on other ranks since the start.
 
-    Forward and backward are hidden states and gradients of training, tables those of bit widths.
+    Forward and backward count hidden states and gradients of training, tables count bit widths.
     """
 
     forward_bytes: int = 0
@@ -414,10 +414,10 @@ class Listener(Protocol):
         """Prepare for a step, on all ranks of the pipeline, before anything is sent."""
 
     def encode(self, message: Message, hidden: Tensor) -> Tensor:
-        """Return the payload of a hidden state, which nobody changes as long as it is kept."""
+        """Return the payload of a hidden state, which stays unchanged while it is kept."""
 
     def returned(self, message: Message, gradient: Tensor) -> None:
-        """Take the gradient of what the other rank decoded, unchanged; once per hidden state."""
+        """Take the gradient of the decoded hidden state, without changing it; once for each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -456,7 +456,7 @@ class Execution:
     _results: dict[int, Any] = field(init=False, default_factory=dict)
 
     def run(self) -> list[Any]:
-        """Run the order of this rank; return what the last stage returned, by micro-batch."""
+        """Run the order of this rank; return the outputs of the last stage by micro-batch."""
         rank = self.endpoint.links.rank
         self._inbox = Inbox(
             self.endpoint.links,

@@ -10,7 +10,7 @@ computed by the user's own code on every stage, and any loss works. Other uses o
 are refused: see [Note: values that depend on placeholders].
 
 All this happens around ``layer(...)``, outside of every hook of the layer. The layers of the stage
-run as usual: their hooks (as those of FSDP2) have run when the step is left, and checkpointing, in
+run as usual: their hooks (such as FSDP2's) have run when the step is left, and checkpointing, in
 or around them, recomputes from the hidden state of its own micro-batch.
 """
 
@@ -209,7 +209,7 @@ class LayerInterceptor:
     def call_before(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a module that has placeholders elsewhere, which do not draw what it draws."""
+        """Call a module that has placeholders elsewhere, which draw no random numbers."""
         with self.random.layer():
             return forward(*args, **kwargs)
 

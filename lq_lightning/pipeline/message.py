@@ -53,7 +53,7 @@ class Message:
     """Facts about a payload that both ends know before it is sent.
 
     Attributes:
-        boundary: index of the boundary, equal to that of the stage before it.
+        boundary: index of the boundary, equal to the index of the stage before it.
         backward: True for a gradient, False for a hidden state.
         microbatch: index within the step.
         training: False in evaluation, which leaves no trace in codecs with a memory.
@@ -121,7 +121,7 @@ class BoundaryCodec(ABC):
         return 8 * self.nbytes(shape, dtype, _ANY) / max(1, math.prod(shape))
 
     def forget(self) -> None:  # noqa: B027 (few codecs remember anything)
-        """Drop what was learned from messages; both ends call it when other weights are loaded."""
+        """Forget earlier messages; both ends call it when other weights are loaded."""
 
     def close(self) -> None:  # noqa: B027 (few codecs hold anything)
         """Release files and memory; the codec is not used after."""

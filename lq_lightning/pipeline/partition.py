@@ -46,7 +46,7 @@ def kept_stages(module: nn.Module) -> KeptStages | None:
 def keep_stages(module: nn.Module, plan: PipelinePlan, stages: Iterable[int]) -> KeptStages:
     """Replace all modules of a whole model that ``stages`` do not hold, in place.
 
-    Names stay those of the whole model: an absent module leaves a placeholder without parameters.
+    All names stay as in the whole model: an absent module leaves a placeholder without parameters.
     Modules and parameters that stay are the same objects; nothing is moved or copied, so this works
     on the meta device, before weights are allocated. Buffers outside replaced modules stay on
     every stage.
@@ -181,7 +181,7 @@ class StageModule(nn.Module):
         """Yield the parameters of the stage with their names in the whole model."""
         dot = f"{prefix}." if prefix else ""
         seen = set[Parameter]()
-        # With all names: the first one of a shared parameter may be that of another stage.
+        # With all names: the first name of a shared parameter may belong to another stage.
         for name, parameter in self._module[0].named_parameters(remove_duplicate=False):
             if name in self._names and parameter not in seen:
                 if remove_duplicate:

@@ -7,7 +7,7 @@ the first batch of each shape every operation of the step's own code is watched,
 results computed from a marked tensor are marked, too. Marks belong to storages, so that views share
 them. Layers are not watched: they get the received hidden state, and nothing else that is marked.
 
-Only values that survive are refused: those that go into a layer or to the next stage, that the step
+Only surviving values are refused: values that go into a layer or to the next stage, that the step
 returns or logs, that modules keep, that become a Python value or decide a shape. The step goes on
 after a finding, so that every rank reaches the end of the batch, where all of them hear of it.
 """

@@ -4,10 +4,10 @@
 Code outside of the layers runs on several stages, which have to draw the same numbers there: the
 stage that masks tokens is not the one that computes the loss of masked tokens. So each micro-batch
 starts with a seed of its own, the same on all stages of a pipeline, for every generator that a step
-may use: torch's, numpy's, Python's, and those that the module keeps.
+may use: torch's, numpy's, Python's, and generators that the module keeps.
 
 Layers run on one stage only, as do modules in front of them that have placeholders elsewhere. They
-draw from generators that are seeded for each call, and leave those of the step as they were. The
+draw from generators that are seeded for each call, and leave the step's as they were. The
 seed is drawn from the step's generator, also where a placeholder is called. So dropout in a layer
 does not depend on how the model is cut, and a layer that is recomputed for backward, where
 checkpointing has restored torch's generator, finds its seed again.
@@ -84,7 +84,7 @@ def _source_of(generator: object) -> _Source | None:
 
 
 def held_generators(module: nn.Module) -> dict[str, object]:
-    """Return the generators that a module and those inside of it keep as attributes, by name."""
+    """Return the generators that a module and its submodules keep as attributes, by name."""
     return {
         f"{path}.{name}" if path else name: value
         for path, owner in module.named_modules()

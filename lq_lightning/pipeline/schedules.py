@@ -167,7 +167,7 @@ def training_program(
     ``"gpipe"``: all forward passes, then all backward passes. ``"1f1b"``: stage ``s`` of ``n``
     starts with ``n - s`` forward passes, then backward and forward alternate. ``"eager_1f1b"``
     starts with ``3 (n - s) - 2``, for slow links: until the first gradient comes back, a hidden
-    state travels, the next stage computes and a gradient travels, each of which takes one period of
+    state is sent, the next stage computes and a gradient is sent, each of which takes one period of
     the steady state at most. 1F1B would wait for transfers. ``"interleaved_1f1b"``,
     ``"zero_bubble"`` (interleaved, ZB1P) and ``"zbv"`` are torch's. Errors as ``check_schedule``.
     """

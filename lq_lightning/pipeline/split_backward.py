@@ -184,7 +184,7 @@ class SavedTensors:
     will be called.
     """
 
-    # Nothing here may own what nodes have saved: nodes own these hooks, and so would live forever.
+    # Nothing here may own tensors of nodes: nodes own these hooks, and so would live forever.
 
     def __init__(self, counted: bool = False) -> None:
         self._counted: list[ref[_Saved]] | None = [] if counted else None
@@ -448,13 +448,13 @@ def _add_gradients(point: _CutPoint) -> None:
         return
     handles = []
     if len(point.nodes) > 1:
-        # One may lead to another that shares a weight with it: what the first sends on has arrived
+        # A node may lead to another that shares a weight with it: the gradient it passes on arrived
         # at the second already, in the first half.
         for node, arrived in point.gradients.items():
             handles.append(node.register_prehook(lambda _, arrived=arrived: arrived))
     try:
         # Into `.grad`, so that hooks behind the accumulation of gradients see them. The graph is
-        # retained, since the path between two nodes can lead through those of other cut points.
+        # retained, since the path between two nodes can lead through nodes of other cut points.
         # Nodes are freed with the last cut point that leads to them.
         torch.autograd.backward(edges, gradients, retain_graph=True, inputs=point.weights)
     finally:

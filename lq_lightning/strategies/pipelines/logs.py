@@ -13,7 +13,7 @@ import numbers
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -183,10 +183,7 @@ def _weighted(values: list[Tensor], shares: Sequence[float]) -> list[Tensor]:
 
 
 def replay(
-    module: LightningModule,
-    calls: Sequence[LogCall],
-    values: Tensor,
-    replicas: dist.ProcessGroup | None = None,
+    module: LightningModule, logged: Logged, replicas: dist.ProcessGroup | None = None
 ) -> None:
     """Log recorded calls in the hook that runs now; all ranks of a pipeline call it.
 
@@ -195,7 +192,7 @@ def replay(
     ``sync_dist=True`` reduces over ``replicas``, which have other data: the stages of a pipeline
     log the same values, which a sum must not count again.
     """
-    for call, value in zip(calls, values.unbind(), strict=True):
+    for call, value in zip(logged.calls, logged.values.unbind(), strict=True):
         arguments = dict(call.arguments)
         if call.metric is None:
             arguments["sync_dist_group"] = replicas
@@ -206,14 +203,6 @@ def replay(
             raise TypeError(f"`{call.metric}` is a `{type(metric).__name__}`, not a metric.")
         set_step_value(metric, value.float() if call.has_value else None)
         module.log(call.name, metric, metric_attribute=call.metric, **arguments)
-
-
-class Outcome(NamedTuple):
-    """Loss and logs of a batch, the same on all ranks of a pipeline."""
-
-    loss: Tensor | None  # float32 scalar
-    calls: tuple[LogCall, ...]
-    values: Tensor  # [len(calls)] float64
 
 
 class OutcomeBroadcast:
@@ -232,10 +221,12 @@ class OutcomeBroadcast:
         """Whether this rank has the last stage."""
         return self._ranks.rank == self._source
 
-    def share(self, step: str, losses: Sequence[Tensor | None], logged: Logged) -> Outcome:
+    def share(
+        self, step: str, losses: Sequence[Tensor | None], logged: Logged
+    ) -> tuple[Tensor | None, Logged]:
         """Return on all ranks the mean loss of the micro-batches and their log records.
 
-        Both come from the last stage; if a loss is None there is no mean.
+        Both come from the last stage. The mean is a float32 scalar; None if a loss is None.
         """
         present = [loss for loss in losses if loss is not None]
         has_loss = len(present) == len(losses) > 0
@@ -252,7 +243,8 @@ class OutcomeBroadcast:
                 numbers[0] = torch.stack([loss.float().reshape(()) for loss in present]).mean()
         if has_loss or calls:
             dist.broadcast(numbers, group=self._ranks.group, group_src=self._source)
-        return Outcome(numbers[0].float() if has_loss else None, calls, numbers[1:])
+        loss = numbers[0].float() if has_loss else None
+        return loss, Logged(calls=calls, values=numbers[1:])
 
     def share_output(self, value: Any) -> Any:
         """Return on all ranks the output of the last stage, on each rank's device."""
@@ -262,15 +254,14 @@ class OutcomeBroadcast:
         content = self.share_object(file.getvalue())
         if self.is_source:
             return value
-        return torch.load(
-            io.BytesIO(content), map_location=self._ranks.device, weights_only=False
-        )  # written by this very run
+        # Written by this very run.
+        return torch.load(io.BytesIO(content), self._ranks.device, weights_only=False)
 
     def share_object(self, value: Any) -> Any:
         """Return the last stage's value on all ranks."""
         box = [value]
-        source = dist.get_process_group_ranks(self._ranks.control_group)[self._source]
-        dist.broadcast_object_list(box, src=source, group=self._ranks.control_group)
+        group = self._ranks.control_group
+        dist.broadcast_object_list(box, group=group, group_src=self._source)
         return box[0]
 
 

@@ -36,7 +36,6 @@ from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.optimizer_steps import StrategyPart
 from lq_lightning.strategies.pipelines.logs import (
     LogRecorder,
-    Outcome,
     OutcomeBroadcast,
     replay,
     sum_over_pipelines,
@@ -120,7 +119,7 @@ class MicroBatches:
     ) -> Generator[None, None, None]:
         """Around the schedule of one batch.
 
-        ``arguments`` are those of the step for each micro-batch. Losses are multiplied by ``scale``
+        ``arguments`` of the step are given by micro-batch. Losses are multiplied by ``scale``
         before backward; None in evaluation. ``shares`` are the targets of micro-batches over their
         mean, if somebody counts them; ``means`` corrects means over targets on the last stage.
         """
@@ -429,7 +428,7 @@ class PipelineRun(StrategyPart):
             return error
 
     def _someone_lacks(self, lacking: bool) -> bool:
-        """Whether a replica of this rank's stage has to probe, which sharded ones do together."""
+        """Return whether any replica of this stage has to probe: sharded ones probe together."""
         if self._ranks.replicas == 1:
             return lacking
         flag = torch.tensor([lacking], dtype=torch.int32)
@@ -437,7 +436,7 @@ class PipelineRun(StrategyPart):
         return bool(flag.item())
 
     def _log_formats(self, boundary: BoundaryMeta) -> None:
-        """Log the first time how hidden states travel."""
+        """Log the formats of the first hidden states."""
         if not self._has_logged_formats:
             self._has_logged_formats = True
             shape, dtype = boundary.shape, boundary.dtype
@@ -488,8 +487,7 @@ class PipelineRun(StrategyPart):
         self._refuse_together(batch)
         losses = [output.loss for output in outputs]
         self._check_means(batch.step, losses, means)
-        outcome = self._share(batch.step, losses, batch.shares)
-        loss = outcome.loss
+        loss = self._share(batch.step, losses, batch.shares)
         if not self._has_trained and loss is not None:
             self._has_trained = True  # a look at the loss waits for the GPU
             _check_first_loss(type(self.module).__name__, batch.step, loss)
@@ -541,11 +539,13 @@ class PipelineRun(StrategyPart):
             stacklevel=2,
         )
 
-    def _share(self, step: str, losses: list[Tensor | None], shares: list[float] | None) -> Outcome:
-        """Log the last stage's records on all ranks; return them and the mean loss."""
-        outcome = self._outcome.share(step, losses, self._micro.logs.take(shares))
-        replay(self.module, outcome.calls, outcome.values, self._ranks.stage_group)
-        return outcome
+    def _share(
+        self, step: str, losses: list[Tensor | None], shares: list[float] | None
+    ) -> Tensor | None:
+        """Log the last stage's records on all ranks; return the mean loss."""
+        loss, logged = self._outcome.share(step, losses, self._micro.logs.take(shares))
+        replay(self.module, logged, self._ranks.stage_group)
+        return loss
 
     def report(self) -> QuantizationReport:
         """Report the bytes that this rank has sent to neighbouring stages in training."""

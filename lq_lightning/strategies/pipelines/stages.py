@@ -177,7 +177,7 @@ class SharedTensor:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of those that hold the parameter."""
+        """Whether this rank is the first that holds the parameter."""
         return self._group.rank() == 0
 
     @torch.no_grad()
@@ -185,7 +185,7 @@ class SharedTensor:
         """Give all copies the value of the first one."""
         if self.parameter is not None:
             local = local_tensor(self.parameter.detach())
-            if local.numel():  # shards of one copy are as those of another
+            if local.numel():  # all copies are sharded alike
                 dist.broadcast(local, group=self._group, group_src=0)
 
     @torch.no_grad()

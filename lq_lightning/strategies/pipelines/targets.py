@@ -79,15 +79,6 @@ class _Made:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slice:
-    """A slice whose bounds may come from the batch."""
-
-    start: Any
-    stop: Any
-    step: Any
-
-
-@dataclass(frozen=True, slots=True)
 class _Call:
     """A mean over targets in a step, up to the values of the batch."""
 
@@ -99,7 +90,7 @@ class _Call:
 class BatchMeans:
     """Corrects means over targets to means over the batch; see [Note: means over a batch].
 
-    ``arguments`` are those of the step for each micro-batch.
+    ``arguments`` of the step are given by micro-batch.
     """
 
     def __init__(self, arguments: Sequence[tuple[Any, ...]]) -> None:
@@ -216,7 +207,7 @@ class _Watch(StepMode):
             return function(*args, **named)
         name = getattr(function, "__name__", "")
         if self._plain and name.strip("_") in _NONLINEAR:
-            args = self._without_factors(args)  # perplexity is that of a micro-batch's own mean
+            args = self._without_factors(args)  # a perplexity comes from a micro-batch's own mean
         result = function(*args, **named)
         if function in _MEANS:
             return self._corrected(function, args, named, result)
@@ -281,7 +272,7 @@ class _Watch(StepMode):
             items = [self._encode(item) for item in value]
             return items if isinstance(value, list) else tuple(items)
         if isinstance(value, slice):
-            return _Slice(*map(self._encode, (value.start, value.stop, value.step)))
+            return slice(*map(self._encode, (value.start, value.stop, value.step)))
         if not isinstance(value, _PLAIN):
             raise _UnknownError
         return value
@@ -323,7 +314,7 @@ def _make(node: Any, leaves: Sequence[Tensor] | _Joined, known: dict[int, Any]) 
     """Repeat the recipe ``node`` with other leaves; ``known`` caches results by the node's id."""
     if isinstance(node, _Leaf):
         return leaves[node.place]
-    if isinstance(node, _Slice):
+    if isinstance(node, slice):
         return slice(*(_make(part, leaves, known) for part in (node.start, node.stop, node.step)))
     if isinstance(node, (tuple, list)):
         return type(node)(_make(item, leaves, known) for item in node)
