@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 from collections import Counter
@@ -11,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lq_testing import run_ranks
-from lq_testing.lightning_models import Losses, loader, trainer
+from lq_testing.lightning_models import EXACT, Losses, loader, run_trainer, trainer
 from lq_testing.models import VOCAB, batch
 from lq_testing.random_programs import (
     DRAWS,
@@ -31,10 +29,8 @@ from lq_lightning import QuantizedPipelineStrategy
 from lq_lightning.pipeline.random_numbers import RandomNumbers, held_generators
 from lq_lightning.strategies.pipelines.run import BatchSeeds
 
-EXACT = {"forward_codec": "none", "backward_codec": "none"}
 BATCHES = [batch(step, 0, size=3) for step in range(2)]
 CONTINUOUS = len(DRAWS) - 2
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 
 
 # --- in one process ---------------------------------------------------------------------------

@@ -6,7 +6,6 @@ its blocks are units. A step that loses a write, a hook or a gradient ends with 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import pytest
 import torch
-from lq_testing import run_ranks
-from lq_testing.lightning_models import loader, trainer
+from lq_testing.lightning_models import PLAIN, SMALL, loader, run_trainer, trainer
 from lq_testing.models import Block
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -26,11 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lq_lightning import QuantizedFSDPStrategy
 
-PLAIN = {"weights": "none", "gradients": "none"}
-SMALL = {"min_quantized_numel": 64}
 VOCAB, WIDTH = 31, 8
-
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=240.0)
 
 
 class Net(nn.Module):
@@ -554,7 +548,7 @@ def _fit(
 
 
 def _errors(make: type[Program], root: str, ranks: int) -> dict[str, float]:
-    fit = functools.partial(_fit, make, root, devices=ranks)
+    fit = partial(_fit, make, root, devices=ranks)
     if make is Accumulates:  # DDP has no `block_backward_sync`; here nothing belongs to the root
         expected = fit(QuantizedFSDPStrategy(**PLAIN, units=["Net"]))
     else:
@@ -710,7 +704,7 @@ def _attack(rank: int, ranks: int, root: str) -> dict[str, dict[str, float]]:
 
 
 def test_steps_do_what_they_do_in_ddp_or_are_refused(tmp_path: Path) -> None:
-    for kinds in run_trainer(_attack, 2, str(tmp_path)):
+    for kinds in run_trainer(_attack, 2, str(tmp_path), timeout=240.0):
         assert len(kinds) == len(KINDS)
         for name, errors in kinds.items():
             for run, error in errors.items():
