@@ -14,8 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lq_lightning.foundation.layer_stack import LayerStack, find_layer_stack, is_silent_container
 
-from .gate import BitGate
-from .quantize import adaptive_quantize
+from .gate import BitGate, adaptive_quantize
 
 __all__ = ["AttachedSites", "Quantizer", "attach", "attach_quantizers", "find_sites"]
 

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, adaptive_quantize, quantize
+from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, adaptive_quantize
+from lq_lightning.adaptive import gate as gates
 from lq_lightning.adaptive.gate import error_slope
 from lq_lightning.codecs import WidthTable, round_trip_mixed
 from lq_lightning.codecs.mixed import Ranges, split_tokens
@@ -149,7 +150,7 @@ def _grad_of(x: Tensor, gate: BitGate, **options: Any) -> Tensor:
 
 
 def test_evaluation_computes_no_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize, "_errors", None)
+    monkeypatch.setattr(gates, "_errors", None)
     with torch.no_grad():
         adaptive_quantize(values(9, 4), gate_with([2, 3, 4, 9]))
 
@@ -160,7 +161,7 @@ def test_values_that_a_codec_sends_stay_and_the_gradient_is_that_of_what_arrives
     x = values(3, 4, 4)
     expected = _grad_of(x, gate_with([2, 3, 4, 9]))
     arrives = round_trip_mixed(x.reshape(-1, 4), WidthTable([2, 3, 4, 9])).view(3, 4, 4)
-    monkeypatch.setattr(quantize, "round_trip_mixed", None)  # nothing is quantized again
+    monkeypatch.setattr(gates, "round_trip_mixed", None)  # nothing is quantized again
     gate = gate_with([2, 3, 4, 9])
     torch.testing.assert_close(adaptive_quantize(x, gate, arrives=arrives), x, rtol=0, atol=0)
     torch.testing.assert_close(_grad_of(x, gate, arrives=arrives), expected, rtol=0, atol=0)
@@ -203,7 +204,7 @@ def test_errors_are_rounded_once(dtype: torch.dtype) -> None:
     table = WidthTable([2] * 8)
     quantized = round_trip_mixed(x, table)
     expected = (quantized.double() - x.double()).float().bfloat16()  # exact in fp32
-    assert torch.equal(quantize._errors(x, quantized, table), expected)
+    assert torch.equal(gates._errors(x, quantized, table), expected)
 
 
 @pytest.mark.parametrize("width", [4, 8, 9, 12])  # also where all lines travel as bf16
@@ -212,7 +213,7 @@ def test_a_massive_token_that_is_exact_adds_no_error(width: int) -> None:
     x = values(256, 6)
     x[7] = 1000.3
     table = WidthTable([width] * 6)
-    errors = quantize._errors(x, round_trip_mixed(x, table), table)
+    errors = gates._errors(x, round_trip_mixed(x, table), table)
     assert errors[7].eq(0).all()
     others = x[torch.arange(256) != 7]
     step = (others.amax(0) - others.amin(0)) / (2**width - 1)
