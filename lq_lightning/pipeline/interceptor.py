@@ -37,7 +37,6 @@ __all__ = [
     "PlaceholderLayer",
     "PlaceholderModule",
     "StageEnd",
-    "check_replaceable",
     "placeholders",
 ]
 
@@ -527,8 +526,3 @@ def placeholders(
     for key, child in module.named_children():
         replaced |= placeholders(child, f"{name}.{key}", calls)
     return replaced
-
-
-def check_replaceable(root: nn.Module, name: str) -> None:
-    """Raise ``NotImplementedError`` for a module before the layers without a placeholder."""
-    placeholders(root.get_submodule(name), name, LayerInterceptor(()))

@@ -170,11 +170,6 @@ class StageModule(nn.Module):
         names = (name for name, _ in module.named_parameters(remove_duplicate=False))
         self._names = frozenset(name for name in names if stage in self._plan.stages_of(name))
 
-    @property
-    def is_first(self) -> bool:
-        """Whether the stage gets no hidden state."""
-        return self.stage == 0
-
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Parameter]]:
@@ -203,7 +198,7 @@ class StageModule(nn.Module):
         watched = self.watched is not False
         if self.watched is None:
             self.watched = False
-        tracker = PlaceholderTracker(self._module[0]) if watched and not self.is_first else None
+        tracker = PlaceholderTracker(self._module[0]) if watched and self.stage > 0 else None
         result = self._calls.run(partial(self._run, self.index), self._span, hidden, tracker)
         if tracker is not None and tracker.refused:
             if self.refused is None:

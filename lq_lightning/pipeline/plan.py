@@ -14,7 +14,7 @@ from lq_lightning._compat.modules import is_compiled_in_place, is_compiled_wrapp
 from lq_lightning.foundation.checks import is_whole
 from lq_lightning.foundation.layer_stack import LayerStack, find_layer_stack, names_around
 
-from .interceptor import check_replaceable
+from .interceptor import LayerInterceptor, placeholders
 
 __all__ = ["PipelinePlan", "SharedParameter", "Split", "balance", "plan_stages"]
 
@@ -271,8 +271,8 @@ def _given_costs(
 
 
 def _check(module: nn.Module, plan: PipelinePlan) -> None:
-    for name in plan.before:
-        check_replaceable(module, name)
+    for name in plan.before:  # raises where a module has no placeholder
+        placeholders(module.get_submodule(name), name, LayerInterceptor(()))
     for name in names_around(plan.layers[0]):
         outer = module.get_submodule(name)
         if is_compiled_in_place(outer) or is_compiled_wrapper(outer):

@@ -24,12 +24,9 @@ TRAINING = [
     ("1f1b", 4, 7, 1),
     ("eager_1f1b", 4, 6, 1),
     ("interleaved_1f1b", 4, 8, 2),
-    ("interleaved_1f1b", 2, 4, 1),
     ("zero_bubble", 4, 8, 1),
     ("zero_bubble", 2, 6, 3),
     ("zbv", 4, 8, 2),
-    ("zbv", 2, 3, 2),
-    ("1f1b", 1, 2, 1),
 ]
 
 
