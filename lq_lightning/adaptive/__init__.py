@@ -1,9 +1,8 @@
 """Bit widths of activations that are trained per channel (AMAQ)."""
 
 from .config import AdaptiveBitsConfig
-from .gate import BitGate
+from .gate import BitGate, adaptive_quantize
 from .optimizer import GateOptimizer
-from .quantize import adaptive_quantize
 from .sites import attach, attach_quantizers, find_sites
 
 __all__ = [

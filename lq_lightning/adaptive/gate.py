@@ -1,4 +1,4 @@
-"""The trained bit widths of one place where activations are quantized."""
+"""Trained bit widths of activations, their quantization, and the gradient to the widths."""
 
 from __future__ import annotations
 
@@ -8,13 +8,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
-from lq_lightning.codecs.mixed import RANGES, Ranges, WidthTable
+from lq_lightning.codecs.mixed import (
+    RANGES,
+    Ranges,
+    WidthTable,
+    round_trip_mixed,
+    split_tokens,
+)
 from lq_lightning.foundation.checks import check_choice, is_whole
 
 from .config import AdaptiveBitsConfig
 
-__all__ = ["BitGate", "bits_of", "error_slope", "level_errors", "round_jointly"]
+__all__ = [
+    "BitGate",
+    "adaptive_quantize",
+    "bits_of",
+    "error_slope",
+    "level_errors",
+    "round_jointly",
+]
 
 # Rows of a gate's state: the gate itself, Adam's two moments and its number of steps, and the
 # number of values that the channel had in the last step that saw it.
@@ -33,6 +48,7 @@ _LOGS = [math.log(error) for error in _NORMAL_ERRORS]
 # Slopes at 1 to 8 bits, from the widths below and above.
 _FITTED_SLOPES = [(more - less) / 4 for less, more in zip(_LOGS, _LOGS[2:], strict=False)]
 _BISECTIONS = 50
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class BitGate:
@@ -45,7 +61,7 @@ class BitGate:
     bits, and change in ``GateOptimizer.step`` only.
 
     Args:
-        config: Range of the bits, and where they start.
+        config: Range and start of the bits.
         channels: Number of channels; None to take it from the first tensor.
         name: Name in messages.
         ranges: Ranges of the codes; see ``encode_mixed``.
@@ -57,7 +73,6 @@ class BitGate:
 
     _state: Tensor | None
     _sums: Tensor | None
-    _widths: Tensor | None
     _table: WidthTable | None
 
     def __init__(
@@ -90,7 +105,7 @@ class BitGate:
 
     @property
     def channels(self) -> int | None:
-        """Number of channels; None as long as no tensor has shown it."""
+        """Number of channels; None before the first tensor."""
         return None if self._state is None else self._state.shape[1]
 
     @property
@@ -125,7 +140,7 @@ class BitGate:
 
     @property
     def values(self) -> Tensor:
-        """``[channels]`` float32: values of each in the last step that saw it; 0 before."""
+        """``[channels]`` float32: values of each in the last step that had any; 0 before."""
         return self.state[_VALUES]
 
     def bits(self) -> Tensor:
@@ -134,27 +149,24 @@ class BitGate:
 
     @property
     def widths(self) -> Tensor:
-        """``[channels]`` int64 on the CPU: bits of each channel, from 1 to 16."""
-        if self._widths is None:
-            with torch.inference_mode(False):
-                self._widths = round_jointly(self.bits())
-        return self._widths
+        """``[channels]`` int64 on the CPU, a copy: bits of each channel, from 1 to 16."""
+        return self.table().widths
 
     def table(self) -> WidthTable:
         """Return the widths in the form that codecs take."""
         if self._table is None:
             with torch.inference_mode(False):
-                self._table = WidthTable(self.widths)
+                self._table = WidthTable(round_jointly(self.bits()))
         return self._table
 
     def refresh(self) -> None:
-        """Let widths follow the gates. Within an optimizer step they must not change."""
-        self._widths = self._table = None
+        """Update the widths. Within an optimizer step they must not change."""
+        self._table = None
 
     # --- quantized values ---------------------------------------------------------------------
 
     def expect(self, channels: int) -> None:
-        """Take over a tensor's number of channels, or raise ``ValueError`` if it is another."""
+        """Adopt the number of channels of the first tensor; refuse later ones with another."""
         if self._state is None:
             self._set_channels(channels)
         if channels != self.channels:
@@ -180,7 +192,7 @@ class BitGate:
 
     @property
     def grad(self) -> Tensor | None:
-        """``[channels]`` float32 on the CPU: gradient of the loss to ``q``; None without backward.
+        """``[channels]`` float32 on the CPU: gradient of the loss to ``q``; None before backward.
 
         A value moves with the width by its error of quantization times ``error_slope``.
         """
@@ -193,10 +205,9 @@ class BitGate:
         return error_slope(self.widths, self.ranges) * bits * sigma * (1.0 - sigma)
 
     def take(self, device: torch.device) -> Tensor:
-        """Return the accumulated sums and reset them.
+        """Return and reset both sums of ``accumulate`` and the values per channel.
 
-        ``[3, channels]`` float32 on ``device``: both sums, and values per channel. Zero without a
-        backward pass.
+        ``[3, channels]`` float32 on ``device``; zero without a backward pass.
         """
         if self._sums is None:
             return torch.zeros(3, self.state.shape[1], dtype=torch.float32, device=device)
@@ -222,7 +233,7 @@ class BitGate:
         return self.table().effective_bits(self._message_values, messages)
 
     def reset(self) -> None:
-        """Start over, as after construction."""
+        """Go back to the state after construction."""
         self.clear()
         self.refresh()
         self._state = None
@@ -262,10 +273,10 @@ def error_slope(widths: Tensor, ranges: Ranges) -> Tensor:
     """Return the relative change of a quantization error per bit.
 
     Errors of a channel scale as the root of D, their mean square, so this is half of the slope of
-    ln D. For full ranges D ~ (2^b - 1)^-2, which gives -ln 2 * 2^b / (2^b - 1). For fitted ones D
-    is that of normal values, where a bit also widens the range, and clipped values come closer.
+    ln D. For full ranges D ~ (2^b - 1)^-2, which gives -ln 2 * 2^b / (2^b - 1). For fitted ranges D
+    comes from normal values, where a bit also widens the range, and clipped values come closer.
 
-    Widths above 8, which travel as bf16, are taken as codes of full range. All values are negative.
+    Channels of more than 8 bits, sent as bf16, count as codes of full range. All are negative.
     """
     steps = torch.exp2(widths.float())
     slopes = -math.log(2.0) * steps / (steps - 1.0)
@@ -293,3 +304,112 @@ def level_errors(widths: Tensor, errors: Tensor, low: float, high: float) -> Ten
         mean = float((wanted + level).clamp(low, high).mean())
         below, above = (below, level) if mean > goal else (level, above)
     return (wanted + below).clamp(low, high).float()
+
+
+# --- quantization -----------------------------------------------------------------------------
+
+
+@torch.compiler.disable(reason="gradients of AdaptiveBits' gates are summed beside autograd")  # type: ignore[no-untyped-call, untyped-decorator]
+def adaptive_quantize(x: Tensor, gate: BitGate, *, arrives: Tensor | None = None) -> Tensor:
+    """Return ``x`` as it is after encoding in the widths of a gate and decoding.
+
+    The gradient passes to ``x`` unchanged, straight through, also to values that a fitted range
+    clips: with a zero there, outliers would never come back. The gradient to the gates is
+    the change of each value's error per bit (``error_slope``), evaluated at the integer widths
+    that were used; backward adds it up in ``gate``, also where ``x`` needs no gradient.
+    (AMAQ, section 3, which says only that gradients pass straight through.)
+
+    Within checkpointed regions it is counted once; without gradients nothing is counted. Compiled
+    code breaks its graph here.
+
+    Args:
+        x: ``[..., channels]``, float32, bfloat16 or float16. Each call is one message, in which all
+            values of a channel share a scale.
+        gate: Gate whose widths are used.
+        arrives: Values that the other end decodes, where a codec sends ``x`` in the same widths.
+            Then ``x`` itself is returned, and nothing is quantized here.
+
+    Returns:
+        Shape and dtype of ``x``.
+
+    Raises:
+        ValueError: ``x`` has another dtype, no dimension, or channels that do not fit the gate;
+            or ``arrives`` has another shape.
+        NotImplementedError: ``x`` is a ``DTensor``.
+    """
+    if isinstance(x, DTensor):
+        raise NotImplementedError(
+            f"the gate `{gate.name}` got a DTensor of {tuple(x.placements)}: scales would be those "
+            "of a part of each channel. Choose a site whose values are plain tensors."
+        )
+    if x.dtype not in _DTYPES:
+        raise ValueError(
+            f"the gate `{gate.name}` quantizes float32, bfloat16 and float16, not {x.dtype}."
+        )
+    if x.dim() < 1:
+        raise ValueError(f"the gate `{gate.name}` needs tensors of 1 dimension or more, got [].")
+    if arrives is not None and arrives.shape != x.shape:
+        raise ValueError(
+            f"the gate `{gate.name}` was given values of {list(x.shape)} of which "
+            f"{list(arrives.shape)} arrive: give what is decoded from the same tensor."
+        )
+    gate.expect(x.shape[-1])
+    if x.numel() == 0:
+        return x
+    if not torch.is_grad_enabled():
+        if arrives is not None:
+            return x
+        return round_trip_mixed(_rows(x), gate.table(), gate.ranges).resize_(x.shape)
+    result: Tensor = _AdaptiveQuantize.apply(x, gate.anchor, gate, arrives)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _errors(x: Tensor, quantized: Tensor, table: WidthTable) -> Tensor:
+    """Return errors of quantization in bf16, ``[tokens, channels]`` as both inputs.
+
+    An error is the step times the distance to the nearest code, or to the end of the range.
+    Channels sent as bf16 have the error of codes of their width and full range. Exact tokens, whose
+    errors no width changes, have none.
+    """
+    # Rounded once: differences of bf16 are computed in fp32 and rounded to bf16, without copies.
+    if torch.float16 in (x.dtype, quantized.dtype):
+        x, quantized = x.float(), quantized.float()
+    errors = (quantized - x).bfloat16()
+    wide, largest = table.wide_lines(x.device)
+    coded, exact_tokens = split_tokens(x)
+    if wide.numel():
+        values = coded.index_select(1, wide).float()
+        low, high = torch.aminmax(values, dim=0)
+        step = (high - low) / largest
+        codes = (values - low) / step
+        exact = (step * (codes.round() - codes)).masked_fill(step == 0, 0.0)
+        errors.index_copy_(1, wide, exact.bfloat16())
+    return errors if exact_tokens is None else errors.index_fill_(0, exact_tokens.indices, 0.0)
+
+
+class _AdaptiveQuantize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, gate: BitGate, arrives: Tensor | None
+    ) -> Tensor:
+        ctx.gate = gate
+        rows, table = _rows(x), gate.table()
+        if arrives is not None:
+            ctx.save_for_backward(_errors(rows, _rows(arrives), table))
+            return x.view_as(x)
+        quantized = round_trip_mixed(rows, table, gate.ranges)
+        ctx.save_for_backward(_errors(rows, quantized, table))
+        # No view: FSDP2 loses its hook on a module's output where a view is changed in place.
+        return quantized.resize_(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (errors,) = ctx.saved_tensors
+        sums = (_rows(grad).float() * errors).sum(0)
+        ctx.gate.accumulate(torch.stack([sums, errors.float().square().sum(0)]), errors.shape[0])
+        return grad, None, None, None

@@ -1,4 +1,4 @@
-"""Training of gates: Adam, the penalty for bits, and the mean that is held."""
+"""Training of gates: Adam, the penalty for bits, and the target of their mean."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class GateOptimizer:
             gate.refresh()
 
     def _levelled(self, gate: BitGate, squares: Tensor, seen: Tensor) -> Tensor:
-        """Where a gate that has never stepped starts, so that its channels expect one error."""
+        """Return gates at which the channels of a new gate expect equal errors."""
         config = self.config
         low, high = config.min_bits + _MARGIN, config.max_bits - _MARGIN
         known = (seen > 0) & squares.isfinite()
@@ -180,7 +180,7 @@ class GateOptimizer:
         return sigma * (1.0 - sigma) * 2.0 * sigma * (self.beta / max(1.0, self._lines))
 
     def _adam(self, state: Tensor, grad: Tensor, moved: Tensor) -> None:
-        """One step of the channels in ``moved``; each has counted its own steps."""
+        """Step the channels in ``moved``; each counts its own steps."""
         q, first, second, steps = state[0], state[1], state[2], state[3]
         first = torch.where(moved, first.lerp(grad, 1.0 - _BETAS[0]), first)
         second = torch.where(moved, second.lerp(grad.square(), 1.0 - _BETAS[1]), second)
@@ -194,7 +194,7 @@ class GateOptimizer:
     # --- the mean -----------------------------------------------------------------------------
 
     def _measure(self, state: Tensor, shift: float = 0.0) -> tuple[float, float]:
-        """Mean of the bits, and its derivative by a shift of all gates."""
+        """Return the mean of the bits, and its derivative by a shift of all gates."""
         config = self.config
         above = bits_of(state[0] + shift, config).double() - config.min_bits
         slopes = above * (1.0 - above / (config.max_bits - config.min_bits))
@@ -210,7 +210,7 @@ class GateOptimizer:
         return weighted / count, slope / count
 
     def _clip(self, state: Tensor) -> None:
-        """Note whether the target is reached; from then on keep the mean near it."""
+        """Check whether the target is reached; from then on keep the mean near it."""
         mean, slope = self._measure(state)
         least, most = self._bounds(mean)
         goal = min(max(mean, least), most)
@@ -245,7 +245,7 @@ class GateOptimizer:
     # --- saving -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but gradients that later steps depend on: tensors and plain values."""
+        """Return all state of later steps but gradients: tensors and plain values."""
         return {
             "config": asdict(self.config),
             "reached": self.reached,
@@ -270,9 +270,8 @@ class GateOptimizer:
             ValueError: The state has other gates, or gates that mean something else.
         """
         saved, own = _REMOVED | state["config"], asdict(self.config)
-        for field, value in _REMOVED.items():
-            if saved[field] == value:
-                continue
+        changed = {field: value for field, value in _REMOVED.items() if saved[field] != value}
+        for field, value in changed.items():
             now = (
                 f"the saved gates have `{field}={saved[field]!r}`, but `{field}={value!r}` is all "
                 "that is left of this removed option"
@@ -313,7 +312,7 @@ class GateOptimizer:
 
 
 def _slices(gates: Sequence[BitGate]) -> list[slice]:
-    """Columns of each gate in the state of all."""
+    """Return the columns of each gate in the state of all."""
     ends = list(accumulate((gate.state.shape[1] for gate in gates), initial=0))
     return [slice(start, end) for start, end in pairwise(ends)]
 

@@ -14,8 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lq_lightning.foundation.layer_stack import LayerStack, find_layer_stack, is_silent_container
 
-from .gate import BitGate
-from .quantize import adaptive_quantize
+from .gate import BitGate, adaptive_quantize
 
 __all__ = ["AttachedSites", "Quantizer", "attach", "attach_quantizers", "find_sites"]
 
@@ -69,10 +68,11 @@ def _group(module: nn.Module, group: str) -> list[str]:
 
 
 def _head(module: nn.Module, stack: LayerStack) -> str:
-    """Input of the LM head, or, if it is no module, the output of the last module.
+    """Return the input of the LM head, or, if it is no module, the output of the last module.
 
-    The head is what the model itself names (as Hugging Face's do), or the last module with a matrix
-    around the blocks, of the innermost parent that has one: a LightningModule may have others.
+    The head is the module that the model itself names (as Hugging Face's do), or the last one with
+    a matrix around the blocks, of the innermost parent that has one: a LightningModule may have
+    others.
     """
     parts = {name: module.get_submodule(name) for name in stack.after}
     owners: list[Any] = [getattr(m, _SAYS_HEAD, None) for m in module.modules()]
@@ -104,9 +104,8 @@ def _named(module: nn.Module, site: str) -> list[str]:
         known = [name for name, part in modules.items() if name and not is_silent_container(part)]
         near = difflib.get_close_matches(path, known, n=3, cutoff=0.5)
         shown = ", ".join(f"`{name}`" for name in near or known[:5])
-        why = "has no module of that name"
-        if names:
-            why = f"never calls `{names[0]}`, which is a list of modules"
+        list_of_modules = f"never calls `{names[0]}`, which is a list of modules" if names else ""
+        why = list_of_modules or "has no module of that name"
         raise ValueError(
             f"`sites={site!r}`: `{type(module).__name__}` {why}. There are {', '.join(_GROUPS)} "
             f"and the names of `named_modules()`, such as {shown}."
@@ -128,16 +127,15 @@ def _example(module: nn.Module) -> str:
 
 
 class AttachedSites:
-    """Quantizers that are installed in a module."""
+    """Handle of the quantizers that are installed in a module."""
 
     def __init__(self, handles: list[RemovableHandle]) -> None:
         self._handles = handles
 
     def remove(self) -> None:
-        """Leave the module as it was; idempotent."""
+        """Remove the quantizers; idempotent."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
 
 
 def attach(module: nn.Module, gates: Mapping[str, BitGate]) -> AttachedSites:
@@ -148,7 +146,7 @@ def attach(module: nn.Module, gates: Mapping[str, BitGate]) -> AttachedSites:
 
 
 def attach_quantizers(module: nn.Module, quantizers: Mapping[str, Quantizer]) -> AttachedSites:
-    """Replace hidden states of a module by what functions return for them.
+    """Pass hidden states of a module through functions.
 
     Where a module returns a tuple or list, its first element is the hidden state; where it is
     called by keywords alone, ``hidden_states`` or else the first floating-point tensor.
@@ -161,24 +159,23 @@ def attach_quantizers(module: nn.Module, quantizers: Mapping[str, Quantizer]) ->
     Raises:
         ValueError: A site that does not exist.
     """
-    ends = {site: _single(module, site) for site in quantizers}
+    modules = dict(module.named_modules())
+    for site in quantizers:
+        path, _, end = site.rpartition(":")
+        if end not in _ENDS or path not in modules:
+            raise ValueError(
+                f"`{site}` is no site of `{type(module).__name__}`: give what `find_sites` returns."
+            )
     handles = []
-    for site, (owner, end) in ends.items():
+    for site, quantizer in quantizers.items():
+        path, _, end = site.rpartition(":")
         if end == "output":
-            handles.append(owner.register_forward_hook(_output_hook(site, quantizers[site])))
+            hook = _output_hook(site, quantizer)
+            handles.append(modules[path].register_forward_hook(hook))
         else:
-            hook = _input_hook(site, quantizers[site])
-            handles.append(owner.register_forward_pre_hook(hook, with_kwargs=True))
+            hook = _input_hook(site, quantizer)
+            handles.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
     return AttachedSites(handles)
-
-
-def _single(module: nn.Module, site: str) -> tuple[nn.Module, str]:
-    path, _, end = site.rpartition(":")
-    if end not in _ENDS or path not in dict(module.named_modules()):
-        raise ValueError(
-            f"`{site}` is no site of `{type(module).__name__}`: give what `find_sites` returns."
-        )
-    return module.get_submodule(path), end
 
 
 def _output_hook(site: str, quantizer: Quantizer) -> Callable[..., Any]:

@@ -1,9 +1,9 @@
 """AQ-SGD: sends how the hidden states of a sample changed since it was last seen.
 
-The first time, a sample travels in full precision and both ends keep it as m. Afterwards the sender
+The first time, a sample is sent in full precision and both ends keep it as m. Later the sender
 encodes the difference to m, and both ends add the decoded difference to m: the receiver goes on
 with m, and the next difference carries the error of this one (Wang et al., 2022, section 3).
-Evaluation travels in full precision and changes nothing.
+Evaluation is sent in full precision and changes nothing.
 
 Shape legend: B samples, S tokens, N channels.
 """
@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Literal, get_args
+from typing import IO, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -42,19 +42,18 @@ DifferenceCode = Literal["int2", "int3", "int4", "int5", "int6", "int7", "int8"]
 CacheDtype = Literal["bfloat16", "float16", "float32"]
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """What a message does to the cache.
+class Visit(NamedTuple):
+    """Effect of a message on the cache.
 
     Attributes:
         samples: identities, in the order of the message.
         slots: slot of each sample in the cache.
         known_at: indices within the message of samples that were cached before it.
-        new_at: indices of the other samples, which travel in full precision.
+        new_at: indices of the other samples, which are sent in full precision.
     """
 
     samples: tuple[int, ...]
-    slots: tuple[int, ...]
+    slots: list[int]
     known_at: list[int]
     new_at: list[int]
 
@@ -70,27 +69,20 @@ class SampleCache:
     vanishes with the process. A sample has ``numel`` values.
     """
 
-    def __init__(
-        self, numel: int, dtype: torch.dtype, max_nbytes: int, memory_nbytes: int, folder: Path
-    ) -> None:
+    def __init__(self, numel: int, config: AQSGDQuantization) -> None:
         self.numel = numel
-        self._dtype = dtype
-        self._nbytes = numel * dtype.itemsize
-        self._capacity = max_nbytes // self._nbytes
-        self._in_memory = memory_nbytes // self._nbytes
-        self._folder = folder
+        self._dtype = SCALE_DTYPES[config.cache_dtype]
+        self._nbytes = numel * self._dtype.itemsize
+        self._capacity = config.cache_nbytes // self._nbytes
+        self._in_memory = config.memory_nbytes // self._nbytes
+        self._folder = Path(config.folder or tempfile.gettempdir())
         self._slots: OrderedDict[int, int] = OrderedDict()  # least recently used first
         self._memory: dict[int, Tensor] = {}
         self._file: IO[bytes] | None = None
 
-    def __len__(self) -> int:
-        """Return the number of cached samples."""
-        return len(self._slots)
-
     def visit(self, samples: Sequence[int]) -> Visit:
-        """Decide what the next message does; called once for each message, in their order."""
-        visit = Visit(tuple(samples), (), [], [])
-        slots: list[int] = []
+        """Decide the effect of the next message; called once for each message, in their order."""
+        visit = Visit(tuple(samples), [], [], [])
         new: set[int] = set()  # their values only exist once the message has been coded
         for index, sample in enumerate(samples):
             known = sample in self._slots and sample not in new
@@ -102,21 +94,29 @@ class SampleCache:
                 slot = self._slots.popitem(last=False)[1] if full else len(self._slots)
                 self._slots[sample] = slot
                 new.add(sample)
-            slots.append(self._slots[sample])
-        return replace(visit, slots=tuple(slots))
+            visit.slots.append(self._slots[sample])
+        return visit
 
-    def load(self, slots: Sequence[int], device: torch.device) -> Tensor:
-        """Return the values of slots, ``[len(slots), numel]``, new and on the device."""
-        return torch.stack([self._read(slot) for slot in slots]).to(device)
+    def load(self, visit: Visit, device: torch.device) -> Tensor | None:
+        """Return the values of the known samples, ``[known, numel]``, new and on the device."""
+        rows = [self._read(visit.slots[index]) for index in visit.known_at]
+        return torch.stack(rows).to(device) if rows else None
 
-    def store(self, slots: Sequence[int], values: Tensor) -> None:
-        """Keep ``[len(slots), numel]`` values; of equal slots the last.
+    def store(self, visit: Visit, new: Tensor, known: Tensor | None) -> None:
+        """Keep the values of new and known samples, ``[samples, numel]``; of equal slots the last.
 
         Values that are not finite become 0, or the sample would never be finite again.
 
         Raises:
             OSError: the disk is full.
         """
+        # A known sample may have made room for a new one, which has its slot: known ones go first.
+        if known is not None:
+            self._store([visit.slots[index] for index in visit.known_at], known)
+        if visit.new_at:
+            self._store([visit.slots[index] for index in visit.new_at], new)
+
+    def _store(self, slots: Sequence[int], values: Tensor) -> None:
         kept = values.to(self._dtype).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         kept = kept.cpu()  # one transfer for all of them, as in `load`
         for slot, row in zip(slots, kept, strict=True):
@@ -164,7 +164,7 @@ class SampleCache:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AQSGDQuantization:
-    """Quantized differences of hidden states to those of the same sample in the last epoch.
+    """Quantized differences of hidden states to the same sample in the last epoch.
 
     Needs more than one epoch of samples whose contents do not change. Every sample takes S * N
     values per boundary, on both ends.
@@ -173,9 +173,9 @@ class AQSGDQuantization:
         code: code of the differences, which are asymmetric with a bf16 scale and minimum per tile.
         tile_size: channels of a tile, a power of two from 16 to 4096.
         cache_dtype: dtype of cached samples.
-        cache_nbytes: bytes cached at most, for one boundary on one end. Then the least recently
-            used sample makes room: it is in full precision when it comes again.
-        memory_nbytes: bytes of these in memory; the rest is in a file.
+        cache_nbytes: most bytes of the cache of one boundary on one end. Beyond them the least
+            recently used sample makes room, and is sent in full precision when it comes again.
+        memory_nbytes: bytes of the cache in memory; the rest is in a file.
         folder: folder of the file, which has no name; None for the system's temporary folder.
 
     Raises:
@@ -234,7 +234,7 @@ class AQSGDCodec(BoundaryCodec):
 
     @property
     def options(self) -> str:
-        """The configuration, without what concerns one end only."""
+        """The configuration, without options of one end."""
         return repr(replace(self.config, memory_nbytes=0, folder=None))
 
     def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -256,13 +256,13 @@ class AQSGDCodec(BoundaryCodec):
         return self._spec.bits_per_element(math.prod(shape))
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype, message: Message) -> int:
-        """Announce a message and return its size; see the base class."""
+        """Announce a message and return its size."""
         if not message.training:
             return math.prod(shape) * dtype.itemsize
         return self._sections(self._announced(shape, message), shape, dtype)[1]
 
     def encode(self, x: Tensor, message: Message) -> Tensor:
-        """Return full precision and differences; see the base class."""
+        """Return the samples in full precision and the differences."""
         self.check(x.shape, x.dtype)
         x = x.detach()
         if not message.training:
@@ -272,20 +272,20 @@ class AQSGDCodec(BoundaryCodec):
         start, nbytes = self._sections(visit, x.shape, x.dtype)
         payload = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
         new, known = visit.new_at, visit.known_at
-        references = self._references(cache, visit, x.device)
+        references = cache.load(visit, x.device)
         if new:
             payload[:start] = rows[new].view(-1).view(torch.uint8)
         if references is not None:
             section, reference = payload[start:].view(1, -1), references.view(1, -1)
             encode(self._spec, rows[known].view(1, -1), reference=reference, out=section)
             decode(self._spec, section, reference.numel(), out=reference, add=True)
-        self._keep(cache, visit, rows[new], references)
+        cache.store(visit, rows[new], references)
         return payload
 
     def decode(
         self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
     ) -> Tensor:
-        """Return full precision and sums; see the base class."""
+        """Return the samples in full precision and the sums."""
         if not message.training:
             check_payload(self.name, payload, self.nbytes(shape, dtype, message))
             return payload.clone().view(dtype).view(tuple(shape))
@@ -294,14 +294,14 @@ class AQSGDCodec(BoundaryCodec):
         check_payload(self.name, payload, nbytes)
         rows = torch.empty(shape[0], cache.numel, dtype=dtype, device=payload.device)
         received = payload[:start].view(dtype).view(-1, cache.numel)
-        references = self._references(cache, visit, payload.device)
+        references = cache.load(visit, payload.device)
         if visit.new_at:
             rows[visit.new_at] = received
         if references is not None:
             section, reference = payload[start:].view(1, -1), references.view(1, -1)
             decode(self._spec, section, reference.numel(), out=reference, add=True)
             rows[visit.known_at] = references.to(dtype)
-        self._keep(cache, visit, received, references)
+        cache.store(visit, received, references)
         return rows.view(tuple(shape))
 
     def forget(self) -> None:
@@ -311,35 +311,17 @@ class AQSGDCodec(BoundaryCodec):
         self._caches.clear()
         self._visits.clear()
 
-    def close(self) -> None:
-        """Release memory and files."""
-        self.forget()
+    close = forget
 
     def _sections(self, visit: Visit, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
         """Return where the differences begin and where they end."""
         numel = math.prod(shape[1:])
-        # a multiple of 16, since tiles are
-        start = len(visit.new_at) * numel * dtype.itemsize
-        if not visit.known_at:
-            return start, start
-        return start, start + self._spec.nbytes(len(visit.known_at) * numel)
-
-    def _references(self, cache: SampleCache, visit: Visit, device: torch.device) -> Tensor | None:
-        """Return the cached values of the known samples, before anything is written."""
-        slots = [visit.slots[index] for index in visit.known_at]
-        return cache.load(slots, device) if slots else None
-
-    def _keep(
-        self, cache: SampleCache, visit: Visit, new: Tensor, references: Tensor | None
-    ) -> None:
-        # A known sample may have made room for a new one, which has its slot: known ones go first.
-        if references is not None:
-            cache.store([visit.slots[index] for index in visit.known_at], references)
-        if visit.new_at:
-            cache.store([visit.slots[index] for index in visit.new_at], new)
+        start = len(visit.new_at) * numel * dtype.itemsize  # a multiple of 16, since tiles are
+        known = len(visit.known_at) * numel
+        return start, start + (self._spec.nbytes(known) if known else 0)
 
     def _announced(self, shape: Sequence[int], message: Message) -> Visit:
-        """Return the visit of a message, which is decided the first time."""
+        """Return the visit of a message, decided at the first call."""
         key = message.boundary, message.microbatch
         samples = _identities(self.name, shape, message)
         visit = self._visits.get(key)
@@ -369,14 +351,7 @@ class AQSGDCodec(BoundaryCodec):
         numel = math.prod(shape[1:])
         cache = self._caches.get(message.boundary)
         if cache is None:
-            config = self.config
-            cache = self._caches[message.boundary] = SampleCache(
-                numel,
-                SCALE_DTYPES[config.cache_dtype],
-                config.cache_nbytes,
-                config.memory_nbytes,
-                Path(config.folder or tempfile.gettempdir()),
-            )
+            cache = self._caches[message.boundary] = SampleCache(numel, self.config)
         if cache.numel != numel:
             raise ValueError(
                 f"The codec {self.name!r} keeps samples of {cache.numel} values and was given one "

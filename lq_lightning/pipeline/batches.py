@@ -1,11 +1,11 @@
-"""Cut batches into micro-batches, and join what steps return for them."""
+"""Cut batches into micro-batches, and join the outputs of their steps."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -18,7 +18,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dt
 
 
 def batch_size(batch: Any) -> int:
-    """Return the common size of dim 0 of the tensors in a batch as in :func:`split_batch`.
+    """Return the common size of dim 0 of the tensors in a batch; see :func:`split_batch`.
 
     Raises:
         ValueError: no tensor in it has a dim 0, or they differ.
@@ -43,49 +43,41 @@ def batch_size(batch: Any) -> int:
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     """Cut a batch into equal micro-batches along dim 0 of its tensors, without copies.
 
-    Args:
-        batch: A tensor, or a mapping (such as ``BatchEncoding``), tuple, named tuple, list or
-            dataclass of such. Strings in a list or tuple as long as the batch, which is how
-            ``DataLoader`` joins them, are cut like a tensor, as are lists of numbers. Scalar
-            tensors, numbers, strings and None go into every micro-batch.
-        num_microbatches: Number of micro-batches, which have the same structure.
+    A batch is a tensor, or a mapping (such as ``BatchEncoding``), tuple, named tuple, list or
+    dataclass of such. Strings in a list or tuple as long as the batch, which is how ``DataLoader``
+    joins them, are cut like a tensor, as are lists of numbers. Scalar tensors, numbers, strings and
+    None go into every micro-batch.
 
     Raises:
         ValueError: the batch is not divisible, or sizes differ.
         TypeError: an object in it that is no collection, tensor or plain value.
     """
     size = batch_size(batch)
-    if num_microbatches < 1 or size % num_microbatches:
-        divisors = [n for n in range(1, size + 1) if size % n == 0]
-        raise ValueError(
-            f"a batch of {size} samples cannot be cut into `num_microbatches={num_microbatches}` "
-            f"equal micro-batches: choose one of {divisors[:12]}, or a `batch_size` that is a "
-            "multiple. For the last batch of an epoch, set `drop_last=True` in the DataLoader."
-        )
-    step = size // num_microbatches
+    step, rest = divmod(size, num_microbatches)
+    if rest:
+        raise AssertionError(f"{size} samples cannot be cut into {num_microbatches} equal parts")
 
     def part(value: Any, index: int) -> Any:
         if isinstance(value, Tensor):
             return value.narrow(0, index * step, step) if value.dim() else value
         if _is_column(value) and len(value) == size:
             return value[index * step : (index + 1) * step]
-        return _map(value, lambda item: part(item, index))
+        if isinstance(value, _PLAIN):
+            return value
+        return _rebuild(value, {key: part(child, index) for key, child in _children(value)})
 
     return [part(batch, index) for index in range(num_microbatches)]
 
 
 def concatenate(outputs: Sequence[Any]) -> Any:
-    """Join what a step returned for the micro-batches of a batch, in their order.
+    """Join the outputs of a step for the micro-batches of a batch, in their order.
 
     Tensors are joined along dim 0, scalar tensors and numbers become one entry each of a tensor or
     list, lists are joined end to end, tuples, mappings and dataclasses entry by entry. Strings and
     None stay if they are the same for all micro-batches, otherwise they become a list.
 
-    Args:
-        outputs: Outputs by micro-batch, all of the same structure.
-
     Raises:
-        ValueError: they have different structures.
+        ValueError: outputs have different structures.
         TypeError: an object that cannot be joined.
     """
     first = outputs[0]
@@ -116,11 +108,11 @@ def concatenate(outputs: Sequence[Any]) -> Any:
 
 
 def sample_ids(batch: Any) -> Tensor:
-    """Return a hash of the contents of each sample of a batch as in :func:`split_batch`.
+    """Return a hash of the contents of each sample of a batch.
 
-    Equal for equal samples on every rank and device, wherever they stand in a batch of any size;
-    different for samples that differ in any bit, but for one pair in 2**63. Mappings are read in
-    the order of their keys.
+    Equal samples have equal hashes on every rank and device, wherever they stand in a batch of any
+    size; samples that differ in any bit have different ones, but for one pair in 2**63. Mappings
+    are read in the order of their keys.
 
     Returns:
         ``[B]`` int64, on the device of the first tensor.
@@ -192,14 +184,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(child)
 
 
-def _map(value: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(value, _PLAIN):
-        return value
-    return _rebuild(value, {key: function(child) for key, child in _children(value)})
-
-
 def _rebuild(value: Any, children: dict[Any, Any]) -> Any:
-    """A collection like ``value`` with other entries under the same keys."""
+    """Return a collection like ``value`` with other entries under the same keys."""
     if isinstance(value, MutableMapping):
         new = copy.copy(value)
         for key, child in children.items():

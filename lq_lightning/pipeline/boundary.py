@@ -1,37 +1,17 @@
-"""Codecs of stage boundaries by name or specification; here are those without a memory."""
+"""Codecs of stage boundaries by name or specification."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 from typing import get_args
 
 import torch
-from torch import Tensor
 
-from lq_lightning.codecs import (
-    CodecSpec,
-    FloatingCode,
-    decode,
-    encode,
-    flatten_rows,
-    named_codec,
-)
-from lq_lightning.foundation.checks import check_choice, is_number
-from lq_lightning.kernels.tah import TAHFormat, tah_dequantize, tah_quantize
+from lq_lightning.codecs import CodecSpec, FloatingCode, named_codec
+from lq_lightning.foundation.checks import check_choice
 
 from .aq_sgd import AQSGDCodec, AQSGDQuantization
-from .message import (
-    GROUP_TILES,
-    BoundaryCodec,
-    Message,
-    StatelessCodec,
-    check_channels,
-    check_floats,
-)
-from .mixed import MixedCodec
+from .boundary_widths import MixedCodec
+from .message import BoundaryCodec, CastCodec, GroupCodec, Message, TAHCodec, TAHQuantization
 
 __all__ = [
     "CODEC_NAMES",
@@ -55,184 +35,6 @@ CODEC_NAMES = (
 # not in the paper, has the forward tile in both directions.
 _FORWARD_TILE = 64
 _BACKWARD_TILE = 32
-_TAH_TILES = (8, 16, 32, 64, 128, 256)
-_TAH_BITS = (None, 2, 3, 4, 5, 6, 7, 8)
-_INT4_SHARE = 0.8  # of the tokens; section 4 of the paper
-
-
-class CastCodec(StatelessCodec):
-    """Sends values as they are, or cast to ``dtype``."""
-
-    def __init__(self, name: str, dtype: torch.dtype | None) -> None:
-        self.name = name
-        self._dtype = dtype
-
-    def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Refuse to cast values that are not floating-point numbers."""
-        if self._dtype is not None and not dtype.is_floating_point:
-            raise ValueError(
-                f"The codec {self.name!r} rounds floating-point numbers and was given {dtype}. "
-                "Choose the codec 'none'."
-            )
-
-    def size(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Return the bytes of a payload."""
-        return math.prod(shape) * (self._dtype or dtype).itemsize
-
-    def _encode(self, x: Tensor) -> Tensor:
-        values = torch.empty(x.shape, dtype=self._dtype or x.dtype, device=x.device)
-        return values.copy_(x).view(-1).view(torch.uint8)
-
-    def _decode(self, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return payload.view(self._dtype or dtype).view(shape).to(dtype, copy=True)
-
-
-class GroupCodec(StatelessCodec):
-    """Encodes groups of neighboring channels that share a scale.
-
-    Args:
-        name: name of the codec.
-        spec: format of the groups, which must not cross tokens.
-    """
-
-    def __init__(self, name: str, spec: CodecSpec) -> None:
-        if spec.group_size == "row" or spec.rounding == "stochastic":
-            raise ValueError(
-                f"A stage boundary cannot be coded with group_size={spec.group_size!r}, "
-                f"rounding={spec.rounding!r}: every token needs scales of its own, and nothing "
-                "seeds the noise. Use a group_size of 16 to 4096 and rounding='nearest'."
-            )
-        self.name = name
-        self.spec = spec
-
-    @property
-    def options(self) -> str:
-        """The specification."""
-        return repr(self.spec)
-
-    def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Refuse groups that would cross tokens, and dtypes that kernels do not take."""
-        check_floats(self.name, dtype)
-        check_channels(
-            self.name, shape, int(self.spec.group_size), GROUP_TILES, "CodecSpec.group_size"
-        )
-
-    def size(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Return the bytes of a payload."""
-        return self.spec.nbytes(math.prod(shape))
-
-    def _encode(self, x: Tensor) -> Tensor:
-        rows = x.contiguous().view(-1, x.shape[-1])
-        return encode(self.spec, flatten_rows(self.spec, rows)).view(-1)
-
-    def _decode(self, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return decode(self.spec, payload.view(1, -1), math.prod(shape), dtype=dtype).view(shape)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TAHQuantization:
-    """Tile-wise adaptive Hadamard quantization of stage boundaries (TAH-Quant, section 3).
-
-    A tile is a run of neighboring channels of a token, with a scale and a minimum. Where its
-    largest magnitude is more than twice the second largest, that value is swapped to the front and
-    the tile transformed: the outlier becomes a constant offset, which the minimum absorbs.
-
-    Attributes:
-        tile_size: channels of a tile: 8, 16, 32, 64, 128 or 256; must divide the hidden size.
-        bits: bits of every code, 2 to 8. None for the mix of INT3 and INT4 of the paper.
-        int4_share: share of the tokens of each sequence in INT4; the others, with the lowest
-            entropy of magnitudes, are INT3 in all tiles (version 1 of the paper). Their number is
-            rounded down. 0 and 1 are ``bits=3`` and ``bits=4``. None for the 0.8 of the paper, and
-            with ``bits``.
-        hadamard: swap and transform tiles with an outlier.
-
-    Raises:
-        ValueError: a value that is not listed above, or ``int4_share`` with ``bits``.
-    """
-
-    tile_size: int = 64
-    bits: int | None = None
-    int4_share: float | None = None
-    hadamard: bool = True
-
-    def __post_init__(self) -> None:
-        """Check every field and their combination."""
-        owner = type(self).__name__
-        check_choice(owner, "tile_size", self.tile_size, _TAH_TILES)
-        if not isinstance(self.hadamard, bool):
-            raise ValueError(
-                f"`{owner}(hadamard={self.hadamard!r})` is not supported: choose True or False."
-            )
-        bits, share = self.bits, self.int4_share
-        check_choice(owner, "bits", bits, _TAH_BITS)
-        if bits is not None and share is not None:
-            raise ValueError(
-                f"`{owner}(bits={bits}, int4_share={share!r})` is not supported: the share mixes "
-                "INT3 and INT4. Set bits alone, or leave bits=None."
-            )
-        if share is not None and not (is_number(share) and 0 <= share <= 1):
-            raise ValueError(
-                f"`{owner}(int4_share={share!r})` is not supported: choose a number from 0 (all "
-                "INT3) to 1 (all INT4), or None."
-            )
-
-    @property
-    def kernel_format(self) -> TAHFormat:
-        """The same options in the form that the kernels take."""
-        share = _INT4_SHARE if self.int4_share is None else self.int4_share
-        int3_share = 1 - Fraction(repr(share))  # exact: 1 - 0.8 is not 0.2 in floats
-        bits = self.bits or (3 if int3_share == 1 else 4)
-        return TAHFormat(
-            tile=self.tile_size,
-            bits=bits,
-            int3_share=Fraction(0) if self.bits or int3_share == 1 else int3_share,
-            hadamard=self.hadamard,
-        )
-
-
-class TAHCodec(StatelessCodec):
-    """The codec of ``TAHQuantization``."""
-
-    def __init__(self, name: str, config: TAHQuantization) -> None:
-        self.name = name
-        self.config = config
-        self._format = config.kernel_format
-        self._text = str(self._format)
-
-    @property
-    def options(self) -> str:
-        """The configuration."""
-        return repr(self.config)
-
-    def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Refuse tiles that would cross tokens, and dtypes that kernels do not take."""
-        check_floats(self.name, dtype)
-        if self._format.int3_share and len(shape) < 2:
-            raise ValueError(
-                f"The codec {self.name!r} ranks the tokens of a sequence and was given hidden "
-                f"states of shape {tuple(shape)}; expected [..., tokens, channels]. Choose the "
-                "codec 'tah5'."
-            )
-        check_channels(
-            self.name, shape, self.config.tile_size, _TAH_TILES, "TAHQuantization.tile_size"
-        )
-
-    def size(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Return the bytes of a payload."""
-        return self._format.layout(*_three_dimensions(shape)).nbytes
-
-    def _encode(self, x: Tensor) -> Tensor:
-        payload: Tensor = tah_quantize(x.contiguous().view(_three_dimensions(x.shape)), self._text)
-        return payload
-
-    def _decode(self, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        values: Tensor = tah_dequantize(payload, *_three_dimensions(shape), self._text, dtype)
-        return values.view(shape)
-
-
-def _three_dimensions(shape: Sequence[int]) -> tuple[int, int, int]:
-    """Return sequences, tokens and channels."""
-    return math.prod(shape[:-2]), math.prod(shape[-2:-1]), shape[-1]
 
 
 def codec_classes(backward: bool) -> tuple[type, ...]:

@@ -1,12 +1,14 @@
-"""Interface between a rank's pipeline engine and the learner of its boundary bit widths.
+"""Boundaries whose channels have learned bit widths (AMAQ, arXiv 2510.05468).
 
-The rank that sends hidden states learns the widths. It tells the receiving rank once per optimizer
+The values of a channel, over all tokens of a message, share a width, a scale and a minimum. The
+rank that sends hidden states learns the widths. It tells the receiving rank once per optimizer
 step, between two steps of the pipeline, so that both ends always agree on sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,39 +16,160 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lq_lightning.codecs.mixed import WidthTable
+from lq_lightning.codecs.mixed import (
+    Ranges,
+    WidthTable,
+    decode_mixed,
+    encode_and_round_mixed,
+    encode_mixed,
+)
 from lq_lightning.foundation.agreement import gather_objects
 
 from .engine import Agreement, PipelineEngine, batch_digest
 from .execution import Listener, started
-from .message import Message
-from .mixed import MixedCodec, StartingWidths
+from .message import BoundaryCodec, Message, check_floats, check_payload
 from .schedules import rank_of_stage
 
-__all__ = ["BoundaryWidths", "CodedBoundary", "LearnsWidths", "boundaries_between"]
+__all__ = [
+    "BoundaryWidths",
+    "CodedBoundary",
+    "LearnsWidths",
+    "MixedCodec",
+    "StartingWidths",
+    "boundaries_between",
+]
+
+StartingWidths = Callable[[int], WidthTable]  # the first table for a number of channels
+
+
+class MixedCodec(BoundaryCodec):
+    """The codec ``"amaq"``, of hidden states, and of gradients in the same widths.
+
+    Gradients always have full ranges: few of their values are large, and these are what matters.
+    Payloads come from ``encode_mixed``. Boundaries without a table of their own use the common
+    starting table, which both ends know without a message.
+
+    Attributes:
+        tables: tables that were set, by boundary.
+    """
+
+    name = "amaq"
+
+    def __init__(self) -> None:
+        self.tables: dict[int, WidthTable] = {}
+        self._start: StartingWidths | None = None
+        self._ranges: Ranges = "full"
+        self._starting: dict[int, WidthTable] = {}  # by number of channels
+
+    def begin(self, start: StartingWidths, ranges: Ranges) -> None:
+        """Set the starting widths and the ranges of hidden states, and forget all tables.
+
+        Both ends call it alike; ``ranges`` matters where hidden states are sent.
+        """
+        self.close()
+        self._start, self._ranges = start, ranges
+
+    def set_table(self, boundary: int, table: WidthTable) -> None:
+        """Use these widths from the next message of a boundary on; both ends call it alike."""
+        self.tables[boundary] = table
+
+    def table(self, boundary: int, channels: int) -> WidthTable:
+        """Return the widths of a message.
+
+        Raises:
+            ValueError: nothing learns widths, or they are for other hidden states.
+        """
+        if self._start is None:
+            raise ValueError(
+                f"The codec {self.name!r} has no widths: they are learned by `AdaptiveBits`, which "
+                "is missing. Add it to the callbacks of the Trainer, or choose another codec."
+            )
+        known = self.tables.get(boundary)
+        if known is None:
+            if channels not in self._starting:
+                self._starting[channels] = self._start(channels)
+            return self._starting[channels]
+        if known.channels != channels:
+            raise ValueError(
+                f"The widths of boundary {boundary} are those of {known.channels} channels, but "
+                f"hidden states have {channels}. Load a checkpoint of a model with this hidden "
+                "size, or start without one."
+            )
+        return known
+
+    def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Refuse a run that learns no widths, hidden states they do not fit, and other dtypes."""
+        check_floats(self.name, dtype)
+        if len(shape) < 2:
+            raise ValueError(
+                f"The codec {self.name!r} was given hidden states of shape {tuple(shape)}; "
+                "expected [..., tokens, channels]. Choose the codec 'bf16'."
+            )
+        for boundary in self.tables or (0,):
+            self.table(boundary, shape[-1])
+
+    def nbytes(self, shape: Sequence[int], dtype: torch.dtype, message: Message) -> int:
+        """Return the bytes of a payload."""
+        return self._nbytes(message.boundary, shape)
+
+    def encode(self, x: Tensor, message: Message) -> Tensor:
+        """Return codes, scales and minima by width."""
+        return encode_mixed(*self._arguments(x, message))
+
+    def encode_and_round(self, x: Tensor, message: Message) -> tuple[Tensor, Tensor]:
+        """Return the payload, and its decoded values in shape and dtype of ``x``.
+
+        Takes less time than ``encode`` and ``decode``.
+        """
+        payload, values = encode_and_round_mixed(*self._arguments(x, message))
+        return payload, values.view(x.shape)
+
+    def decode(
+        self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
+    ) -> Tensor:
+        """Return the values."""
+        check_payload(self.name, payload, self._nbytes(message.boundary, shape))
+        table = self.table(message.boundary, shape[-1])
+        return decode_mixed(payload, table, math.prod(shape[:-1]), dtype).view(tuple(shape))
+
+    def bits_per_value(self, shape: Sequence[int], dtype: torch.dtype) -> float:
+        """Return the mean over the boundaries of this rank, without their tables."""
+        sizes = [self._nbytes(boundary, shape) for boundary in self.tables or (0,)]
+        return 8 * sum(sizes) / (len(sizes) * max(1, math.prod(shape)))
+
+    def close(self) -> None:
+        """Forget all widths."""
+        self._start = None
+        self.tables.clear()
+        self._starting.clear()
+
+    def _arguments(self, x: Tensor, message: Message) -> tuple[Tensor, WidthTable, Ranges]:
+        self.check(x.shape, x.dtype)
+        table = self.table(message.boundary, x.shape[-1])
+        values = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        return values, table, "full" if message.backward else self._ranges
+
+    def _nbytes(self, boundary: int, shape: Sequence[int]) -> int:
+        return self.table(boundary, shape[-1]).nbytes(math.prod(shape[:-1]))
+
+
+# --- interface to the learner -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodedBoundary:
-    """A boundary between two ranks.
+    """A boundary between two ranks of a pipeline."""
 
-    Attributes:
-        index: index of the stage before it.
-        name: name of the layer whose output crosses it, whatever the stages.
-        source: rank in the pipeline that sends hidden states.
-        target: rank that receives them.
-    """
-
-    index: int
-    name: str
-    source: int
+    index: int  # of the stage before it
+    name: str  # of the layer whose output crosses it, whatever the stages
+    source: int  # rank that sends hidden states
     target: int
 
 
 def boundaries_between(schedule: str, names: Sequence[str], size: int) -> list[CodedBoundary]:
     """Return the boundaries between stages on different ranks; within a rank nothing is sent.
 
-    ``names`` are those of all boundaries, in order: one fewer than there are stages.
+    ``names`` has all boundaries, in order: one fewer than there are stages.
     """
     num_stages = len(names) + 1
     places = [rank_of_stage(schedule, stage, num_stages, size) for stage in range(num_stages)]
@@ -106,7 +229,7 @@ class BoundaryWidths:
         return self._rank == 0
 
     def listen(self, listener: Listener | None) -> None:
-        """Let ``listener`` encode what is sent in training; None for the codec alone."""
+        """Let ``listener`` encode hidden states in training; None for the codec alone."""
         self._engine.listener = listener
 
     def begin(
@@ -115,7 +238,7 @@ class BoundaryWidths:
         """Set the first widths.
 
         Args:
-            start: returns the table of a boundary with so many channels that is not in ``tables``.
+            start: returns the table of a boundary that is not in ``tables``.
             tables: tables of all boundaries or none; the same on all ranks.
             facts: what ranks must have been given alike, by name.
 
@@ -134,16 +257,22 @@ class BoundaryWidths:
             self._codec.set_table(index, table)
 
     def encode(self, message: Message, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the payload of a hidden state, and what the other rank decodes."""
+        """Return the payload of a hidden state, and the values that the other rank decodes."""
         return self._codec.encode_and_round(hidden, message)
 
     def exchange(self, tables: Mapping[int, WidthTable], channels: int) -> None:
         """Use the ``tables`` of ``sent`` from now on, and send them to the receiving ranks.
 
-        Each of these gets one message, with the tables of all boundaries to it. All tables of the
-        pipeline have the same number of channels.
+        Each receiving rank gets one message, with the tables of all boundaries to it. All tables of
+        the pipeline have the same number of channels.
         """
-        outgoing, incoming = self._by_peer()
+        outgoing: dict[int, list[int]] = {}  # boundaries by peer, ascending on both ends
+        incoming: dict[int, list[int]] = {}
+        for each in self.all:
+            if each.source == self._rank:
+                outgoing.setdefault(each.target, []).append(each.index)
+            elif each.target == self._rank:
+                incoming.setdefault(each.source, []).append(each.index)
         works, arriving, leaving = [], {}, {}  # buffers must live until all transfers are done
         nbytes = -(-channels // 2)
         for peer, indices in incoming.items():
@@ -182,14 +311,3 @@ class BoundaryWidths:
         parts = gather_objects(dict(part), self._group)
         joined = {name: value for each in parts for name, value in each.items()}
         return {each.name: joined[each.name] for each in self.all if each.name in joined}
-
-    def _by_peer(self) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-        """Return the boundaries to each rank, and those from each, ascending on both ends."""
-        outgoing: dict[int, list[int]] = {}
-        incoming: dict[int, list[int]] = {}
-        for each in self.all:
-            if each.source == self._rank:
-                outgoing.setdefault(each.target, []).append(each.index)
-            elif each.target == self._rank:
-                incoming.setdefault(each.source, []).append(each.index)
-        return outgoing, incoming

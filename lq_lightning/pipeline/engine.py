@@ -1,11 +1,11 @@
-"""The pipeline of one rank: its stages, its links to other ranks, and what ranks agree on."""
+"""The pipeline of one rank: its stages, its links to other ranks, and their agreement."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from .execution import (
     Listener,
     Outbox,
     ProcessGroupLinks,
+    Stage,
 )
 from .message import BoundaryCodec, BoundaryMeta
 from .schedules import (
@@ -31,7 +32,6 @@ from .schedules import (
     stages_of_rank,
     training_program,
 )
-from .stage import Stage
 
 __all__ = ["Agreement", "PipelineEngine", "batch_digest", "batch_signature"]
 
@@ -53,11 +53,7 @@ class Agreement:
         self._group = group
 
     def check(self, facts: Mapping[str, str], remedy: str) -> None:
-        """Compare facts, by name, with those of the other ranks.
-
-        Raises:
-            RuntimeError: on every rank if any two differ, with the values and the remedy.
-        """
+        """Raise ``RuntimeError`` on every rank if facts differ, with the values and the remedy."""
         text = repr(sorted(facts.items())).encode()
         digest = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
         mine = torch.tensor([digest], dtype=torch.int64)
@@ -69,19 +65,9 @@ class Agreement:
         everyone = gather_objects(dict(facts), self._group)
         raise RuntimeError(f"{_differences(everyone)} {remedy}")
 
-    def share(self, value: T | None, source: int) -> T:
-        """Return the value of rank ``source`` of the group on all of its ranks."""
-        box: list[Any] = [value]
-        dist.broadcast_object_list(box, group=self._group, group_src=source)
-        result: T = box[0]
-        return result
-
 
 def batch_signature(batch: object) -> str:
-    """Return the structure of a batch with shapes and dtypes, without contents.
-
-    Tensors are found in mappings, lists, tuples and dataclasses; anything else counts by its type.
-    """
+    """Return the structure of a batch with shapes and dtypes; other leaves count by their type."""
     return "; ".join(
         f"{path}: {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
         if isinstance(leaf, Tensor)
@@ -91,10 +77,7 @@ def batch_signature(batch: object) -> str:
 
 
 def batch_digest(batch: object) -> str:
-    """Return a short digest of the contents of a batch: tensors, strings and numbers.
-
-    Tensors on a GPU are copied to the host, which waits for it.
-    """
+    """Return a digest of the tensors, strings and numbers of a batch; the host waits for GPUs."""
     digest = hashlib.sha256()
     for _, leaf in _leaves(batch, "batch"):
         if isinstance(leaf, Tensor):
@@ -154,17 +137,13 @@ class PipelineEngine:
         device: device of hidden states.
         schedule: one of ``SCHEDULES``.
         num_microbatches: micro-batches of a training step.
-        forward_codec: codec of hidden states, an instance of this rank's own.
-        backward_codec: codec of gradients, an instance of this rank's own.
+        forward_codec: codec of hidden states, used by this rank alone.
+        backward_codec: codec of gradients; both directions can share one.
         links: transport of payloads; by default ``group``.
 
     Attributes:
         listener: encodes hidden states in training, in place of the codec; mostly None.
-        traffic: counters of what this rank has sent to other stages since the start.
-
-    Raises:
-        ValueError: as ``check_schedule``; or ``stages`` are not those of this rank.
-        RuntimeError: ranks were given different options.
+        traffic: counters of payloads that this rank has sent since the start.
     """
 
     def __init__(
@@ -180,18 +159,17 @@ class PipelineEngine:
         backward_codec: BoundaryCodec,
         links: Links | None = None,
     ) -> None:
+        if links is None and group is None:
+            raise ValueError("`group=None` needs `links`.")
         size = links.size if links is not None else dist.get_world_size(group)
         rank = links.rank if links is not None else dist.get_rank(group)
-        if num_stages % size:
-            raise ValueError(
-                f"{num_stages} stages cannot be shared equally by {size} ranks: use a multiple."
-            )
         check_schedule(schedule, size, num_microbatches, num_stages // size)
         mine = stages_of_rank(schedule, rank, num_stages, size)
         if tuple(sorted(stages)) != mine:
-            raise ValueError(f"rank {rank} has the stages {mine}, but was given {sorted(stages)}.")
+            raise AssertionError(f"rank {rank} has the stages {mine}, not {sorted(stages)}")
         self._schedule, self._size, self._num_stages = schedule, size, num_stages
         self._num_microbatches = num_microbatches
+        self._control_group = control_group
         self._agreement = None if control_group is None else Agreement(control_group)
         if self._agreement is not None:
             facts = {
@@ -205,9 +183,11 @@ class PipelineEngine:
             }
             self._agreement.check(facts, "Give all ranks the same options.")
         if links is None:
-            if group is None:
-                raise ValueError("`group=None` needs `links`.")
-            links = ProcessGroupLinks(group, device, self._ways())
+            ranks = [self._rank_of(stage) for stage in range(num_stages)]
+            # Pairs of ranks that send to each other, in one order for all ranks.
+            pairs = {pair for pair in zip(ranks, ranks[1:], strict=False) if pair[0] != pair[1]}
+            ways = sorted(pairs | {(b, a) for a, b in pairs})
+            links = ProcessGroupLinks(cast(dist.ProcessGroup, group), device, ways)
         self._stages = {index: Stage(stages[index], index, num_stages) for index in mine}
         self.traffic = BoundaryTraffic()
         self._endpoint = Endpoint(
@@ -224,21 +204,21 @@ class PipelineEngine:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a step ended with an error, so that messages may be under way for ever."""
+        """Whether a step ended with an error, so that messages may never arrive."""
         return self._failed is not None
 
     @property
     def kept_nbytes(self) -> tuple[int, int]:
         """Bytes that a micro-batch keeps before, and between, the halves of its backward pass.
 
-        Sums over this rank's stages, for the first micro-batch since ``count_again``; zeros before
-        it, and for stages whose backward passes are not split.
+        Summed over this rank's stages with split backward passes, for the first micro-batch since
+        ``count_again``.
         """
         counts = [stage.kept_nbytes or (0, 0) for stage in self._stages.values()]
         return sum(whole for whole, _ in counts), sum(half for _, half in counts)
 
     def count_again(self) -> None:
-        """Let ``kept_nbytes`` be that of the next micro-batch."""
+        """Measure ``kept_nbytes`` in the next micro-batch."""
         for stage in self._stages.values():
             stage.kept_nbytes = None
 
@@ -252,10 +232,7 @@ class PipelineEngine:
         """Compare the next step with the other ranks; every rank must call it.
 
         Shapes, dtypes and ``samples`` are compared in each step, contents of the batch (before it
-        is split) in the first steps and then now and then.
-
-        Raises:
-            RuntimeError: on every rank if any two differ, with the values.
+        is split) in the first steps and then now and then. Differences raise on every rank.
         """
         if self._agreement is None:
             return
@@ -282,11 +259,11 @@ class PipelineEngine:
 
     def share(self, value: T | None) -> T:
         """Return the picklable value of the rank with stage 0 on all ranks, which all call it."""
-        if self._agreement is None:
-            if value is None:
-                raise ValueError("without a control group there is nothing to share over.")
-            return value
-        return self._agreement.share(value, self._rank_of(0))
+        box: list[Any] = [value]
+        if self._control_group is not None:
+            dist.broadcast_object_list(box, group=self._control_group, group_src=self._rank_of(0))
+        result: T = box[0]
+        return result
 
     def step(
         self,
@@ -294,21 +271,16 @@ class PipelineEngine:
         samples: Tensor | None = None,
         num_microbatches: int | None = None,
     ) -> list[Tensor]:
-        """Run forward and backward passes of all micro-batches.
+        """Run forward and backward passes of all micro-batches; arguments are equal on all ranks.
 
         Args:
-            boundary: shape and dtype of hidden states between stages; the same on all ranks.
+            boundary: shape and dtype of hidden states between stages.
             samples: int64 identities of the samples of the batch, in order, for codecs that
-                remember them. The same on all ranks.
-            num_microbatches: micro-batches of this step, if not as usual; the same on all ranks.
+                remember them.
+            num_microbatches: micro-batches of this step, if not as usual.
 
         Returns:
             On the rank of the last stage the losses by micro-batch, without graphs; else nothing.
-
-        Raises:
-            ValueError: as ``check_schedule``; or a codec cannot encode such hidden states.
-            RuntimeError: a stage returned something else than a hidden state or a loss; or a step
-                before this one failed.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("`step` needs gradients, which are switched off: call `evaluate`.")
@@ -321,19 +293,16 @@ class PipelineEngine:
         samples: Tensor | None = None,
         num_microbatches: int | None = None,
     ) -> list[Any]:
-        """Run forward passes of all micro-batches; arguments as for ``step``.
+        """Run forward passes of all micro-batches; any number of them suits any schedule.
 
-        Any ``num_microbatches`` will do for any schedule.
-
-        Returns:
-            On the rank of the last stage what it returned, by micro-batch; else nothing.
+        Returns the outputs by micro-batch on the rank of the last stage, else nothing.
         """
         program = evaluation_program(*self._program_arguments(num_microbatches))
         with torch.no_grad():
             return self._run(program, boundary, samples, training=False)
 
     def close(self) -> None:
-        """Wait for payloads on their way, and release what the codecs hold."""
+        """Wait for payloads on their way, and close the codecs."""
         if self._failed is None:
             self._endpoint.outbox.finish()
         self._endpoint.forward_codec.close()
@@ -382,16 +351,8 @@ class PipelineEngine:
     def _rank_of(self, stage: int) -> int:
         return rank_of_stage(self._schedule, stage, self._num_stages, self._size)
 
-    def _ways(self) -> list[tuple[int, int]]:
-        """Return the pairs of ranks that send to each other, in one order for all ranks."""
-        ranks = [self._rank_of(stage) for stage in range(self._num_stages)]
-        pairs = set(zip(ranks, ranks[1:], strict=False))
-        return sorted({way for a, b in pairs if a != b for way in ((a, b), (b, a))})
-
 
 def _split(samples: Tensor | None, count: int) -> tuple[Tensor | None, ...]:
     if samples is None:
         return (None,) * count
-    if samples.numel() % count:
-        raise ValueError(f"{samples.numel()} samples cannot be split into {count} micro-batches.")
     return tuple(samples.cpu().view(count, -1))

@@ -1,22 +1,25 @@
-"""Runs one program: computations of this rank's stages, and the messages between them."""
+"""One step of one rank: the passes of its stages, and the messages between them."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lq_lightning._compat.saved_tensors import has_storage, storage_key
 from lq_lightning.foundation.groups import shared_split
 
 from .message import BoundaryCodec, BoundaryMeta, Message
 from .schedules import Action, Key, Program
-from .stage import Stage
+from .split_backward import Received, SavedTensors, SplitBackward, receive
 
 __all__ = [
     "BoundaryTraffic",
@@ -27,6 +30,7 @@ __all__ = [
     "Listener",
     "Outbox",
     "ProcessGroupLinks",
+    "Stage",
     "Work",
     "started",
 ]
@@ -51,17 +55,11 @@ class Work(Protocol):
 
 
 class Links(Protocol):
-    """Links to the other ranks of a pipeline. Messages from one rank to another keep their order.
+    """Links to the other ranks of a pipeline. Messages between two ranks keep their order."""
 
-    Attributes:
-        rank: number of this rank.
-        size: ranks of the pipeline.
-        occupy_device: whether the device is not idle while a transfer is under way, as with NCCL.
-    """
-
-    rank: int
-    size: int
-    occupy_device: bool
+    rank: int  # of this rank
+    size: int  # of the pipeline
+    occupy_device: bool  # while a transfer is under way, as with NCCL
 
     def send(self, payload: Tensor, peer: int) -> Work:
         """Start to send ``payload``, which must not change until the transfer is done."""
@@ -80,7 +78,8 @@ class ProcessGroupLinks:
 
     Every rank of ``group`` must make one, at the same time: communicators are made here, where no
     rank waits for another in a different order. ``ways`` are pairs of sender and receiver within
-    the group, in the same order on all ranks; ``own_groups`` makes a group for each of them.
+    the group, in the same order on all ranks; ``own_groups`` (default: on CUDA) makes a group for
+    each of them.
     """
 
     def __init__(
@@ -95,11 +94,10 @@ class ProcessGroupLinks:
         self.occupy_device = device.type == "cuda"
         self._ranks = dist.get_process_group_ranks(group)
         ways = list(ways)
-        if own_groups is None:
-            own_groups = device.type == "cuda"  # gloo's ways are independent of each other
-        self._groups = (
-            _own_groups(group, ways, device) if own_groups else dict.fromkeys(ways, group)
-        )
+        if own_groups or (own_groups is None and device.type == "cuda"):
+            self._groups = _own_groups(group, ways, device)
+        else:  # gloo's ways are independent of each other
+            self._groups = dict.fromkeys(ways, group)
         first = torch.zeros(1, dtype=torch.uint8, device=device)
         for source, target in ways:
             # The first transfer of a communicator makes it, for which both ranks wait. Later, one
@@ -127,7 +125,7 @@ class ProcessGroupLinks:
 def _own_groups(
     group: dist.ProcessGroup, ways: Sequence[tuple[int, int]], device: torch.device
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """Make a group for each way; returns those of this rank."""
+    """Make a group for each way; return this rank's by way."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     groups = {}
     rest = list(ways)
@@ -162,7 +160,7 @@ class Outbox:
         self._sent: deque[tuple[Work, Tensor]] = deque()
 
     def send(self, payload: Tensor, peer: int) -> None:
-        """Start to send a payload, and drop those that have arrived."""
+        """Start to send a payload, and drop payloads that have arrived."""
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
         self._sent.append((self._links.send(payload, peer), payload))
@@ -186,8 +184,8 @@ class Inbox:
     allocator out of memory, a user) waits for all posted receives, which must not depend on what
     this rank does later.
 
-    ``expected`` has for each peer its messages to this rank in its order, with how many
-    computations of this rank come before they are waited for, and their bytes.
+    ``expected`` has for each peer its messages to this rank in its order, the number of
+    computations of this rank after which the receive may be posted, and their bytes.
     """
 
     def __init__(
@@ -232,20 +230,147 @@ class Inbox:
             self._next[peer] = next(self._expected[peer], None)
 
 
+# --- passes of a stage --------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Kept:
+    """State of a micro-batch from its forward pass on."""
+
+    received: Received | None  # where the gradient of the input arrives; None on stage 0
+    # Where backward starts; None if nothing in the stage needs a gradient. An edge, not the output:
+    # the output is freed as soon as it is sent, unless the graph itself keeps it.
+    output: GradientEdge | None
+    saved: SavedTensors | None  # of nodes, if the backward pass is split
+    nbytes: int | None  # size of ``saved``, if it is counted
+
+
+class Stage:
+    """Runs the module of a stage on one micro-batch at a time.
+
+    ``module(hidden)`` (on stage 0 ``module()``) returns the hidden state, and on the last stage a
+    scalar loss in training, anything in evaluation; ``module.index`` is set to the micro-batch
+    before. Its ``parameters()`` belong to this stage.
+
+    Attributes:
+        kept_nbytes: bytes kept by the first micro-batch whose backward pass was split, before it
+            and between its halves, without weights and autocast's copies of them. None before
+            there was one; set it to None to count again.
+    """
+
+    def __init__(self, module: nn.Module, index: int, num_stages: int) -> None:
+        self.module = module
+        self.index = index
+        self.is_first = index == 0
+        self.is_last = index == num_stages - 1
+        self.kept_nbytes: tuple[int, int] | None = None
+        self._kept: dict[int, _Kept] = {}
+        self._halves: dict[int, SplitBackward] = {}
+
+    def _run(self, microbatch: int, hidden: Tensor | None) -> Any:
+        self.module.index = microbatch  # type: ignore[assignment]
+        return self.module() if hidden is None else self.module(hidden)
+
+    def evaluate(self, microbatch: int, hidden: Tensor | None, boundary: BoundaryMeta) -> Any:
+        """Return the output of a micro-batch."""
+        output = self._run(microbatch, hidden)
+        if not self.is_last:
+            self._check_hidden(output, boundary)
+        return output
+
+    def forward(
+        self, microbatch: int, hidden: Tensor | None, boundary: BoundaryMeta, split: bool = False
+    ) -> Tensor:
+        """Return the hidden state behind this stage, or on the last stage the loss; no graph.
+
+        ``hidden`` is the state before this stage, without a graph; None on stage 0. ``split`` says
+        that ``backward_input`` and ``backward_weight`` follow, not ``backward``.
+        """
+        received = None
+        if hidden is not None:
+            hidden, received = receive(hidden)
+        counted = split and self.kept_nbytes is None
+        saved = SavedTensors(counted) if split else None
+        with nullcontext() if saved is None else saved.recorded():
+            output = self._run(microbatch, hidden)
+        if self.is_last:
+            self._check_loss(output)
+            output = output.reshape(())
+        else:
+            self._check_hidden(output, boundary)
+        edge = get_gradient_edge(output) if output.requires_grad else None
+        nbytes = self._nbytes(saved.kept()) if counted and saved is not None else None
+        self._kept[microbatch] = _Kept(received, edge, saved, nbytes)
+        result: Tensor = output.detach()
+        return result
+
+    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """Add to the gradients of the parameters; return the gradient of the input.
+
+        ``gradient`` belongs to the output; None on the last stage.
+        """
+        kept = self._kept.pop(microbatch)
+        if kept.output is not None:
+            torch.autograd.backward((kept.output,), (gradient,))
+        return None if kept.received is None else kept.received.take_gradient()
+
+    def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """Return the gradient of the input; keep what gradients of the parameters need."""
+        kept = self._kept.pop(microbatch)
+        if kept.received is None:
+            return None
+        if kept.output is not None:
+            weights = self.module.parameters()
+            half = SplitBackward(kept.output, kept.received, weights, kept.saved)
+            half.backward_input(gradient)
+            self._halves[microbatch] = half
+            if kept.nbytes is not None and kept.saved is not None:
+                self.kept_nbytes = (kept.nbytes, self._nbytes(kept.saved.kept() + half.kept()))
+        return kept.received.take_gradient()
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Add to the gradients of the parameters, after ``backward_input``."""
+        half = self._halves.pop(microbatch, None)
+        if half is not None:
+            half.backward_weight()
+
+    def clear(self) -> None:
+        """Drop all micro-batches, after an error."""
+        self._kept.clear()
+        self._halves.clear()
+
+    def _nbytes(self, tensors: Iterable[Tensor]) -> int:
+        """Return the bytes of storages, each once, without weights."""
+        weights = {storage_key(p) for p in self.module.parameters() if has_storage(p)}
+        found = {storage_key(t): t.untyped_storage().nbytes() for t in tensors if has_storage(t)}
+        return sum(nbytes for key, nbytes in found.items() if key not in weights)
+
+    def _check_loss(self, loss: object) -> None:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise RuntimeError(
+                f"the last stage has to return its loss as a tensor of one value, not {found}."
+            )
+
+    def _check_hidden(self, hidden: object, boundary: BoundaryMeta) -> None:
+        wanted = (tuple(boundary.shape), boundary.dtype)
+        found = (tuple(hidden.shape), hidden.dtype) if isinstance(hidden, Tensor) else None
+        if found != wanted:
+            raise RuntimeError(
+                f"stage {self.index} returned {found or type(hidden).__name__}, but hidden states "
+                f"between stages are {wanted}: every stage has to return the same shape and dtype, "
+                "that of the first boundary."
+            )
+
+
 # --- one step -----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class BoundaryTraffic:
-    """Counters of what this rank sent to stages on other ranks since the start.
+    """Counters of payloads from this rank to stages on other ranks since the start.
 
-    Attributes:
-        forward_bytes: Bytes of hidden states in training.
-        forward_values: Values in them.
-        backward_bytes: Bytes of gradients.
-        backward_values: Values in them.
-        evaluation_bytes: Bytes of hidden states in evaluation.
-        table_bytes: Bytes of width tables.
+    Forward and backward count hidden states and gradients of training, tables count bit widths.
     """
 
     forward_bytes: int = 0
@@ -283,16 +408,16 @@ class BoundaryTraffic:
 
 
 class Listener(Protocol):
-    """Encodes the hidden states that this rank sends in training, and hears their gradients."""
+    """Encodes the hidden states that this rank sends in training, and is given their gradients."""
 
     def starts(self, boundary: BoundaryMeta) -> None:
         """Prepare for a step, on all ranks of the pipeline, before anything is sent."""
 
     def encode(self, message: Message, hidden: Tensor) -> Tensor:
-        """Return the payload of a hidden state, which nobody changes as long as it is kept."""
+        """Return the payload of a hidden state, which stays unchanged while it is kept."""
 
     def returned(self, message: Message, gradient: Tensor) -> None:
-        """Take the gradient of what the other rank decoded, unchanged; once per hidden state."""
+        """Take the gradient of the decoded hidden state, without changing it; once for each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,8 +440,7 @@ class Endpoint:
 class Execution:
     """One step of one rank; used once.
 
-    ``stages`` are those of this rank, by index; ``samples`` the identities of samples, by
-    micro-batch.
+    ``stages`` are this rank's by index, ``samples`` the identities of samples by micro-batch.
     """
 
     program: Program
@@ -332,7 +456,7 @@ class Execution:
     _results: dict[int, Any] = field(init=False, default_factory=dict)
 
     def run(self) -> list[Any]:
-        """Run the order of this rank; return what the last stage returned, by micro-batch."""
+        """Run the order of this rank; return the outputs of the last stage by micro-batch."""
         rank = self.endpoint.links.rank
         self._inbox = Inbox(
             self.endpoint.links,
@@ -349,7 +473,8 @@ class Execution:
     def _expected(self, peer: int) -> Iterator[tuple[Key, int, int]]:
         shape, dtype = self.boundary.shape, self.boundary.dtype
         links = self.endpoint.links
-        for key, needs in self.program.messages(peer, links.rank, in_turn=links.occupy_device):
+        for key, turn in self.program.messages(peer, links.rank):
+            needs = turn if links.occupy_device else 0
             yield key, needs, self.endpoint.codec(key).nbytes(shape, dtype, self._message(key))
 
     def _message(self, key: Key) -> Message:

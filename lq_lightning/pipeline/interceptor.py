@@ -1,4 +1,4 @@
-"""Follow a user's step through the layers of a model, of which a stage has only some.
+"""Follow a user's step through the layers of a model of which a stage holds only some.
 
 [Note: a step in parts]
 The user's whole step runs on every stage. Modules before the layers that a stage does not hold are
@@ -10,7 +10,7 @@ computed by the user's own code on every stage, and any loss works. Other uses o
 are refused: see [Note: values that depend on placeholders].
 
 All this happens around ``layer(...)``, outside of every hook of the layer. The layers of the stage
-run as usual: their hooks (as those of FSDP2) have run when the step is left, and checkpointing, in
+run as usual: their hooks (such as FSDP2's) have run when the step is left, and checkpointing, in
 or around them, recomputes from the hidden state of its own micro-batch.
 """
 
@@ -19,18 +19,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lq_lightning._compat.modes import without_step_mode
+from lq_lightning.foundation.layer_stack import has_parameters, hidden_name
 
 from .message import BoundaryMeta
 from .placeholder_tracking import PlaceholderTracker
 from .random_numbers import RandomNumbers
 
-__all__ = ["LayerInterceptor", "StageEnd"]
+__all__ = [
+    "LayerInterceptor",
+    "PlaceholderAfter",
+    "PlaceholderLayer",
+    "PlaceholderModule",
+    "StageEnd",
+    "placeholders",
+]
 
 _KEEP = (
     "layers of a pipeline must keep its shape, and from the first on its dtype. Let stages end "
@@ -54,14 +62,8 @@ class StageEnd(BaseException):
 class LayerInterceptor:
     """Intercepts the calls of a model's layers in a step. See [Note: a step in parts].
 
-    Layers, placeholders and stages of a model share one on a rank.
-
-    Args:
-        layers: Names of all layers of the model, in the order of their calls.
-
-    Attributes:
-        boundary: Hidden states that cross the boundaries.
-        random: The generators that steps draw from.
+    Layers, placeholders and stages of a model share one on a rank. ``layers`` are the names of all
+    layers of the model, in the order of their calls, ``random`` the generators of its steps.
     """
 
     def __init__(self, layers: tuple[str, ...]) -> None:
@@ -87,21 +89,11 @@ class LayerInterceptor:
         received: Tensor | None,
         tracker: PlaceholderTracker | None = None,
     ) -> Any:
-        """Run the part of ``step`` that has the layers ``span[0]`` to ``span[1]``.
+        """Run the part of the user's step that has the layers ``span[0]`` to ``span[1]``.
 
-        Args:
-            step: The user's step.
-            span: Indices of the first and the last layer of the stage.
-            received: Hidden state for the first of them; None on the first stage.
-            tracker: Finds uses of modules of earlier stages; None not to look.
-
-        Returns:
-            The hidden state behind the last layer of the stage; on the last stage the result of
-            ``step``.
-
-        Raises:
-            RuntimeError: the step calls the layers not at all, twice, or in another order.
-            NotImplementedError: layers that pass on more than one hidden state.
+        Returns the hidden state behind the last of them; on the last stage the result of ``step``.
+        ``received`` is the hidden state in front of the first, None on the first stage. ``tracker``
+        finds uses of modules of earlier stages.
         """
         self._first, self._last, self._next = *span, 0
         self._received, self._tracker, self._changed = received, tracker, None
@@ -109,7 +101,13 @@ class LayerInterceptor:
         self._running, self._left = True, False
         try:
             with nullcontext() if tracker is None else tracker.watching():
-                return self._run_watched(step)
+                try:
+                    result = step()
+                except StageEnd as end:
+                    return end.hidden
+                self._check_completed()
+                self.check(result, "what the step returns")
+                return result
         except Exception as error:
             if tracker is not None and tracker.refused:
                 raise NotImplementedError(tracker.refused[0]) from error
@@ -117,15 +115,6 @@ class LayerInterceptor:
         finally:
             self._received = self._tracker = self._output = None
             self._running = False
-
-    def _run_watched(self, step: Callable[[], Any]) -> Any:
-        try:
-            result = step()
-        except StageEnd as end:
-            return end.hidden
-        self._check_completed()
-        self.check(result, "what the step returns")
-        return result
 
     def check(self, value: object, use: str) -> None:
         """Refuse a value of the step that depends on a placeholder."""
@@ -170,14 +159,10 @@ class LayerInterceptor:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Handle the call of a layer.
+        """Handle the call of layer ``index`` of the model.
 
-        Args:
-            index: Index of the layer in the model.
-            argument: Name of the argument that is the hidden state where none is positional.
-            forward: Calls the layer; None if this rank does not hold it.
-            args: Positional arguments of the call.
-            kwargs: Keyword arguments of the call.
+        The hidden state is the first positional argument, or else ``argument``. ``forward`` calls
+        the layer; None if this rank does not hold it.
         """
         name = self._layers[index]
         if not self._running and forward is not None:
@@ -215,18 +200,15 @@ class LayerInterceptor:
             self._embedded_shape, self._embedded_dtype = tuple(hidden.shape), hidden.dtype
             self._extras = _extras(name, output)
         if index == self._last:
-            self._keep_output(output)
+            hidden = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(hidden, Tensor):
+                self._output = hidden.clone()  # code behind the layer may change it in place
         return output
-
-    def _keep_output(self, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(hidden, Tensor):
-            self._output = hidden.clone()  # code behind the layer may change it in place
 
     def call_before(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a module that has placeholders elsewhere, which do not draw what it draws."""
+        """Call a module that has placeholders elsewhere, which draw no random numbers."""
         with self.random.layer():
             return forward(*args, **kwargs)
 
@@ -235,16 +217,16 @@ class LayerInterceptor:
         return self._running and self._next > 0
 
     def embedded_dtype(self) -> torch.dtype:
-        """Dtype of the hidden state in front of the first layer."""
+        """Return the dtype of the hidden state in front of the first layer."""
         return self._boundary().embedded_dtype
 
     def device(self) -> torch.device | None:
-        """Device of the hidden state that the part received; None elsewhere."""
+        """Return the device of the received hidden state; None where there is none."""
         return None if self._received is None else self._received.device
 
     def _boundary(self) -> BoundaryMeta:
         if self.boundary is None:
-            raise RuntimeError("`set_boundary` must be called before a stage runs.")
+            raise AssertionError("`set_boundary` is called before a stage runs")
         return self.boundary
 
     def _check_call(self, index: int, kwargs: Mapping[str, Any]) -> None:
@@ -273,10 +255,10 @@ class LayerInterceptor:
             )
 
     def _before_part(self, index: int, hidden: Tensor) -> Any:
-        """Return the output of a layer of an earlier stage; of the last one, the received state.
+        """Return the output of a layer of an earlier stage; for the last one, the received state.
 
-        So the first layer of the stage gets it as its argument, which checkpointing of that call
-        keeps.
+        So the first layer of the stage gets the state as its argument, which checkpointing of that
+        call keeps.
         """
         if index == self._first - 1:
             received = self._received
@@ -367,3 +349,180 @@ def _extras(name: str, output: Any) -> tuple[bool, ...] | None:
         f"`{name}` returns {_kind(output)}: the layers of a pipeline return a hidden state as a "
         "tensor, or a tuple that starts with it. Use `quantized_fsdp`."
     )
+
+
+# --- placeholders -------------------------------------------------------------------------------
+
+
+class _Settings:
+    """Settings of a module inside a layer of another stage; models read them from layer 0."""
+
+    def __init__(self, values: dict[str, Any], name: str) -> None:
+        self.__dict__ |= values | {"absent_name": name}
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(_missing(self.__dict__.get("absent_name", "?"), name))
+
+
+def _settings(module: nn.Module, name: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for cls in [each for each in reversed(type(module).__mro__) if each not in nn.Module.__mro__]:
+        values |= {key: value for key, value in vars(cls).items() if key[:1] != "_"}
+    values |= vars(module)
+    plain = {k: v for k, v in values.items() if isinstance(v, (bool, int, float, str))}
+    inner = {key: (child, f"{name}.{key}") for key, child in module.named_children()}
+    return plain | {key: _Settings(_settings(*child), child[1]) for key, child in inner.items()}
+
+
+def _missing(absent: str, name: str) -> str:
+    return (
+        f"`{absent}.{name}`: `{absent}` is on another stage of the pipeline, so that here it can "
+        "only be called in a step. A head that reads the weight of an embedding can be a module of "
+        "its own that shares it: `self.head.weight = self.embedding.weight`."
+    )
+
+
+class PlaceholderModule(nn.Module):
+    """Stands for the module ``name`` of the whole model; it has no parameters."""
+
+    may_draw = False  # whether the module may draw random numbers, from a seed of its own
+
+    def __init__(self, name: str, calls: LayerInterceptor) -> None:
+        super().__init__()
+        self.absent_name = name
+        # In a list, so that it is neither copied with nor seen as part of the module.
+        self._calls = [calls]
+
+    @property
+    def calls(self) -> LayerInterceptor:
+        """Return the interceptor of the model's layers."""
+        return self._calls[0]
+
+    def extra_repr(self) -> str:
+        """Show the name."""
+        return self.absent_name
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise ``AttributeError`` with an explanation: parameters and submodules are elsewhere."""
+        raise AttributeError(_missing(self.__dict__.get("absent_name", "?"), name))
+
+    def _nan(
+        self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        dtype = dtype or self.calls.embedded_dtype()
+        nan = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        return self.calls.given_by_placeholder(nan, self.absent_name)
+
+
+class PlaceholderLayer(PlaceholderModule):
+    """Passes its input on, in the form in which layers return it.
+
+    Settings of the layer that it replaces, such as ``attention_type``, are kept, also those of
+    modules inside it.
+    """
+
+    def __init__(self, name: str, calls: LayerInterceptor, index: int, layer: nn.Module) -> None:
+        super().__init__(name, calls)
+        self._index, self._argument = index, hidden_name(layer)
+        self.__dict__ |= _settings(layer, name) | self.__dict__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden state that came in."""
+        return self.calls.call_layer(self._index, self._argument, None, args, kwargs)
+
+
+class PlaceholderAfter(PlaceholderModule):
+    """Stands for a module after the layers, which a step does not reach here."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ``RuntimeError``: the call is at the wrong place."""
+        if self.calls.passed_layers():
+            raise RuntimeError(
+                f"`{self.absent_name}` is used before all layers have run: in a pipeline, every "
+                "step runs all layers (no early exit)."
+            )
+        raise RuntimeError(
+            f"`{self.absent_name}` is used in front of the layers, but was taken for a part behind "
+            "them, which only the last stage holds. Register it in front of the layers."
+        )
+
+
+class PlaceholderBefore(PlaceholderModule):
+    """Stands for a module before the layers: returns NaN in the shape of the module's output.
+
+    Args:
+        shape: Function from the shape of the input to the shape of the output.
+        keeps_dtype: Whether the output has the dtype of the input, not of the hidden state.
+        weight: Shape of the attribute ``weight``, if models ask it for dtype and device.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        calls: LayerInterceptor,
+        shape: Callable[[torch.Size], tuple[int, ...]],
+        keeps_dtype: bool = False,
+        weight: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(name, calls)
+        self._shape, self._keeps_dtype, self._weight = shape, keeps_dtype, weight
+
+    @property
+    def weight(self) -> Tensor:
+        """NaN of the table's shape, for embeddings: models ask it for dtype and device."""
+        device = self.calls.device()
+        if device is None or self._weight is None or self.calls.passed_layers():
+            raise AttributeError  # which `__getattr__` explains
+        return self._nan((1, 1), device).expand(self._weight)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return NaN."""
+        if self.may_draw:
+            self.calls.random.pass_layer()
+        if self.calls.passed_layers():
+            raise RuntimeError(
+                f"`{self.absent_name}` is used behind the layers, but was taken for a part in "
+                "front of them, which only the first stage holds. Register it behind the layers; "
+                "steps that run the model several times, as `generate`, need `quantized_fsdp`."
+            )
+        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        return self._nan(self._shape(x.shape), x.device, x.dtype if self._keeps_dtype else None)
+
+
+def placeholders(
+    module: nn.Module, name: str, calls: LayerInterceptor
+) -> dict[str, PlaceholderModule]:
+    """Return placeholders, by name, without whose originals ``module`` has no parameters.
+
+    ``module`` is called ``name`` in the whole model and runs before the layers. Modules whose
+    parameters all lie in submodules keep their own code.
+
+    Raises:
+        NotImplementedError: there is no placeholder for a module.
+    """
+    if not has_parameters(module):
+        return {}
+    if isinstance(module, nn.Embedding):
+        table = module.num_embeddings, module.embedding_dim
+        return {name: PlaceholderBefore(name, calls, lambda s: (*s, table[1]), weight=table)}
+    if isinstance(module, nn.Linear):
+        size = module.out_features
+        return {name: PlaceholderBefore(name, calls, lambda s: (*s[:-1], size))}
+    base = getattr(module, "base_layer", None)  # of an adapter (peft)
+    if isinstance(base, nn.Module):
+        return {name: next(iter(placeholders(base, name, calls).values()))}
+    own = dict(module.named_parameters(recurse=False))
+    is_leaf = not any(has_parameters(child) for child in module.children())
+    is_norm = is_leaf and "norm" in type(module).__name__.lower()
+    if is_norm and all(p.ndim < 2 for p in own.values()):
+        return {name: PlaceholderBefore(name, calls, tuple, keeps_dtype=True)}
+    if own:
+        raise NotImplementedError(
+            f"`{name}` ({type(module).__name__}) runs in front of the layers and has parameters of "
+            f"its own ({', '.join(own)}), so that other stages have nothing to put in its place. "
+            "Build it of `nn.Embedding`, `nn.Linear` and norms, or use `quantized_fsdp`."
+        )
+    replaced: dict[str, PlaceholderModule] = {}
+    for key, child in module.named_children():
+        replaced |= placeholders(child, f"{name}.{key}", calls)
+    return replaced

@@ -24,9 +24,8 @@ def measure_times(
 ) -> dict[str, float]:
     """Run the whole model a few times and return the seconds that each of its parts takes.
 
-    The result is a ``split`` of :func:`plan_stages`. It is the time of forward passes: backward
-    takes about twice as long in every layer. Measure on one rank and broadcast, or plans may
-    differ.
+    The result is a ``split`` of :func:`plan_stages`. Only forward passes are timed: backward takes
+    about twice as long in every layer. Measure on one rank and broadcast, or plans may differ.
 
     Args:
         module: The whole model, with its weights, on one device.

@@ -1,4 +1,4 @@
-"""Interface of the codecs of stage boundaries.
+"""Payloads of stage boundaries: the interface of codecs, and codecs without a memory.
 
 Each end of a boundary has its own codec. Both ends know shape, dtype and the ``Message``, so
 payloads carry none of these and their size is known before a byte is sent.
@@ -12,27 +12,34 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor
 
+from lq_lightning.codecs import CodecSpec, decode, encode, flatten_rows
 from lq_lightning.codecs.spec import GROUP_SIZES
+from lq_lightning.foundation.checks import check_choice, is_number
+from lq_lightning.kernels.tah import TAHFormat, tah_dequantize, tah_quantize
 
 # Channels that share a scale, in codecs that work on groups of a ``CodecSpec``.
 GROUP_TILES = tuple(size for size in GROUP_SIZES if isinstance(size, int))
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_TAH_TILES = (8, 16, 32, 64, 128, 256)
+_TAH_BITS = (None, 2, 3, 4, 5, 6, 7, 8)
+_INT4_SHARE = 0.8  # of the tokens; section 4 of TAH-Quant
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryMeta:
-    """What crosses the boundaries of stages, for micro-batches of one shape. Plain data.
+    """Hidden states at the boundaries, for micro-batches of one shape. Plain data.
 
     Attributes:
         shape: Shape of the hidden state.
         dtype: Dtype of the hidden state behind a layer.
         embedded_dtype: Dtype of the hidden state in front of the first layer.
         extras: For layers that return a tuple, which entries behind the hidden state are tensors;
-            None for those that return the hidden state itself.
+            None for layers that return the hidden state itself.
     """
 
     shape: tuple[int, ...]
@@ -46,8 +53,8 @@ class Message:
     """Facts about a payload that both ends know before it is sent.
 
     Attributes:
-        boundary: index of the boundary, which is that of the stage before it.
-        backward: True for a gradient on its way back, False for a hidden state.
+        boundary: index of the boundary, equal to the index of the stage before it.
+        backward: True for a gradient, False for a hidden state.
         microbatch: index within the step.
         training: False in evaluation, which leaves no trace in codecs with a memory.
         samples: ``[B]`` int64 on the CPU, identities of the samples; None without any.
@@ -58,6 +65,9 @@ class Message:
     microbatch: int
     training: bool = True
     samples: Tensor | None = None
+
+
+_ANY = Message(boundary=0, backward=False, microbatch=0)  # for sizes equal in all messages
 
 
 class BoundaryCodec(ABC):
@@ -80,11 +90,7 @@ class BoundaryCodec(ABC):
 
     @abstractmethod
     def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Check before training that such tensors can be encoded.
-
-        Raises:
-            ValueError: unsupported dtype, or number of channels (the last dimension).
-        """
+        """Raise ``ValueError``, before training, for a shape or dtype that cannot be encoded."""
 
     @abstractmethod
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype, message: Message) -> int:
@@ -104,64 +110,26 @@ class BoundaryCodec(ABC):
     ) -> Tensor:
         """Return a new tensor of this shape and dtype, which shares no memory with the payload.
 
-        Args:
-            payload: ``[nbytes]`` uint8, contiguous, aligned to 16 bytes.
-            shape: shape of the tensor.
-            dtype: dtype of the tensor.
-            message: as for ``encode``.
+        ``payload`` is ``[nbytes]`` uint8, contiguous and aligned to 16 bytes.
 
         Raises:
             ValueError: a payload of another size.
         """
 
-    @abstractmethod
     def bits_per_value(self, shape: Sequence[int], dtype: torch.dtype) -> float:
         """Return the bits per value of a coded training message, all metadata counted."""
+        return 8 * self.nbytes(shape, dtype, _ANY) / max(1, math.prod(shape))
 
     def forget(self) -> None:  # noqa: B027 (few codecs remember anything)
-        """Drop what was learned from messages; both ends call it when other weights are loaded."""
+        """Forget earlier messages; both ends call it when other weights are loaded."""
 
     def close(self) -> None:  # noqa: B027 (few codecs hold anything)
         """Release files and memory; the codec is not used after."""
 
 
-class StatelessCodec(BoundaryCodec):
-    """Base of codecs whose payloads depend on the tensor alone."""
-
-    @abstractmethod
-    def size(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Return the bytes of a payload."""
-
-    def nbytes(self, shape: Sequence[int], dtype: torch.dtype, message: Message) -> int:
-        """Return the bytes of a payload, whatever the message."""
-        return self.size(shape, dtype)
-
-    def bits_per_value(self, shape: Sequence[int], dtype: torch.dtype) -> float:
-        """Return the bits of a payload per value."""
-        return 8 * self.size(shape, dtype) / max(1, math.prod(shape))
-
-    def encode(self, x: Tensor, message: Message) -> Tensor:
-        """Return the payload; see the base class."""
-        self.check(x.shape, x.dtype)
-        return self._encode(x.detach())
-
-    def decode(
-        self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
-    ) -> Tensor:
-        """Return the values; see the base class."""
-        check_payload(self.name, payload, self.size(shape, dtype))
-        return self._decode(payload, tuple(shape), dtype)
-
-    @abstractmethod
-    def _encode(self, x: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def _decode(self, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
-
-
 def check_floats(name: str, dtype: torch.dtype) -> None:
     """Raise ``ValueError`` unless kernels take the dtype."""
-    if dtype not in FLOATS:
+    if dtype not in _FLOATS:
         raise ValueError(
             f"The codec {name!r} cannot encode {dtype}; allowed: float32, bfloat16, float16. Let "
             "the layers at the boundary return one of them, or choose the codec 'none'."
@@ -191,3 +159,193 @@ def check_payload(name: str, payload: Tensor, nbytes: int) -> None:
             f"The codec {name!r} was given a payload of {payload.dtype} {tuple(payload.shape)}; "
             f"expected uint8 ({nbytes},). Decode with the shape, dtype and codec of the sender."
         )
+
+
+class CastCodec(BoundaryCodec):
+    """Sends values as they are, or cast to ``dtype``."""
+
+    def __init__(self, name: str, dtype: torch.dtype | None) -> None:
+        self.name = name
+        self._dtype = dtype
+
+    def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Refuse to cast values that are not floating-point numbers."""
+        if self._dtype is not None and not dtype.is_floating_point:
+            raise ValueError(
+                f"The codec {self.name!r} rounds floating-point numbers and was given {dtype}. "
+                "Choose the codec 'none'."
+            )
+
+    def nbytes(self, shape: Sequence[int], dtype: torch.dtype, message: Message) -> int:
+        """Return the bytes of the values."""
+        return math.prod(shape) * (self._dtype or dtype).itemsize
+
+    def encode(self, x: Tensor, message: Message) -> Tensor:
+        """Copy or cast."""
+        self.check(x.shape, x.dtype)
+        values = torch.empty(x.shape, dtype=self._dtype or x.dtype, device=x.device)
+        return values.copy_(x.detach()).view(-1).view(torch.uint8)
+
+    def decode(
+        self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
+    ) -> Tensor:
+        """Copy or cast back."""
+        check_payload(self.name, payload, self.nbytes(shape, dtype, message))
+        return payload.view(self._dtype or dtype).view(tuple(shape)).to(dtype, copy=True)
+
+
+class GroupCodec(BoundaryCodec):
+    """Encodes groups of neighboring channels that share a scale; groups must not cross tokens."""
+
+    def __init__(self, name: str, spec: CodecSpec) -> None:
+        if spec.group_size == "row" or spec.rounding == "stochastic":
+            raise ValueError(
+                f"A stage boundary cannot be coded with group_size={spec.group_size!r}, "
+                f"rounding={spec.rounding!r}: every token needs scales of its own, and nothing "
+                "seeds the noise. Use a group_size of 16 to 4096 and rounding='nearest'."
+            )
+        self.name = name
+        self.spec = spec
+
+    @property
+    def options(self) -> str:
+        """The specification."""
+        return repr(self.spec)
+
+    def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Refuse groups that would cross tokens, and dtypes that kernels do not take."""
+        check_floats(self.name, dtype)
+        check_channels(
+            self.name, shape, int(self.spec.group_size), GROUP_TILES, "CodecSpec.group_size"
+        )
+
+    def nbytes(self, shape: Sequence[int], dtype: torch.dtype, message: Message) -> int:
+        """Return the bytes of one row of ``spec``."""
+        return self.spec.nbytes(math.prod(shape))
+
+    def encode(self, x: Tensor, message: Message) -> Tensor:
+        """Encode all tokens as one row of ``spec``."""
+        self.check(x.shape, x.dtype)
+        rows = x.detach().contiguous().view(-1, x.shape[-1])
+        return encode(self.spec, flatten_rows(self.spec, rows)).view(-1)
+
+    def decode(
+        self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
+    ) -> Tensor:
+        """Decode the row."""
+        check_payload(self.name, payload, self.nbytes(shape, dtype, message))
+        values = decode(self.spec, payload.view(1, -1), math.prod(shape), dtype=dtype)
+        return values.view(tuple(shape))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TAHQuantization:
+    """Tile-wise adaptive Hadamard quantization of stage boundaries (TAH-Quant, section 3).
+
+    A tile is a run of neighboring channels of a token, with a scale and a minimum. Where its
+    largest magnitude is more than twice the second largest, that value is swapped to the front and
+    the tile transformed: the outlier becomes a constant offset, which the minimum absorbs.
+
+    Attributes:
+        tile_size: channels of a tile: 8, 16, 32, 64, 128 or 256; must divide the hidden size.
+        bits: bits of every code, 2 to 8. None for the paper's mix of INT3 and INT4.
+        int4_share: share of the tokens of each sequence in INT4; the others, with the lowest
+            entropy of magnitudes, are INT3 in all tiles (version 1 of the paper). Their number is
+            rounded down. 0 and 1 are ``bits=3`` and ``bits=4``. None for the paper's 0.8, and
+            with ``bits``.
+        hadamard: whether to swap and transform tiles with an outlier.
+
+    Raises:
+        ValueError: a value that is not listed above, or ``int4_share`` with ``bits``.
+    """
+
+    tile_size: int = 64
+    bits: int | None = None
+    int4_share: float | None = None
+    hadamard: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every field and their combination."""
+        owner = type(self).__name__
+        check_choice(owner, "tile_size", self.tile_size, _TAH_TILES)
+        if not isinstance(self.hadamard, bool):
+            raise ValueError(
+                f"`{owner}(hadamard={self.hadamard!r})` is not supported: choose True or False."
+            )
+        bits, share = self.bits, self.int4_share
+        check_choice(owner, "bits", bits, _TAH_BITS)
+        if bits is not None and share is not None:
+            raise ValueError(
+                f"`{owner}(bits={bits}, int4_share={share!r})` is not supported: the share mixes "
+                "INT3 and INT4. Set bits alone, or leave bits=None."
+            )
+        if share is not None and not (is_number(share) and 0 <= share <= 1):
+            raise ValueError(
+                f"`{owner}(int4_share={share!r})` is not supported: choose a number from 0 (all "
+                "INT3) to 1 (all INT4), or None."
+            )
+
+    @property
+    def kernel_format(self) -> TAHFormat:
+        """The same options as kernels take them."""
+        share = _INT4_SHARE if self.int4_share is None else self.int4_share
+        int3_share = 1 - Fraction(repr(share))  # exact: 1 - 0.8 is not 0.2 in floats
+        bits = self.bits or (3 if int3_share == 1 else 4)
+        return TAHFormat(
+            tile=self.tile_size,
+            bits=bits,
+            int3_share=Fraction(0) if self.bits or int3_share == 1 else int3_share,
+            hadamard=self.hadamard,
+        )
+
+
+class TAHCodec(BoundaryCodec):
+    """The codec of ``TAHQuantization``."""
+
+    def __init__(self, name: str, config: TAHQuantization) -> None:
+        self.name = name
+        self.config = config
+        self._format = config.kernel_format
+        self._text = str(self._format)
+
+    @property
+    def options(self) -> str:
+        """The configuration."""
+        return repr(self.config)
+
+    def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Refuse tiles that would cross tokens, and dtypes that kernels do not take."""
+        check_floats(self.name, dtype)
+        if self._format.int3_share and len(shape) < 2:
+            raise ValueError(
+                f"The codec {self.name!r} ranks the tokens of a sequence and was given hidden "
+                f"states of shape {tuple(shape)}; expected [..., tokens, channels]. Choose the "
+                "codec 'tah5'."
+            )
+        check_channels(
+            self.name, shape, self.config.tile_size, _TAH_TILES, "TAHQuantization.tile_size"
+        )
+
+    def nbytes(self, shape: Sequence[int], dtype: torch.dtype, message: Message) -> int:
+        """Return the bytes of a payload."""
+        return self._format.layout(*_sequences_tokens_channels(shape)).nbytes
+
+    def encode(self, x: Tensor, message: Message) -> Tensor:
+        """Encode sequence by sequence."""
+        self.check(x.shape, x.dtype)
+        tokens = x.detach().contiguous().view(_sequences_tokens_channels(x.shape))
+        payload: Tensor = tah_quantize(tokens, self._text)
+        return payload
+
+    def decode(
+        self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, message: Message
+    ) -> Tensor:
+        """Decode sequence by sequence."""
+        check_payload(self.name, payload, self.nbytes(shape, dtype, message))
+        sizes = _sequences_tokens_channels(shape)
+        values: Tensor = tah_dequantize(payload, *sizes, self._text, dtype)
+        return values.view(tuple(shape))
+
+
+def _sequences_tokens_channels(shape: Sequence[int]) -> tuple[int, int, int]:
+    return math.prod(shape[:-2]), math.prod(shape[-2:-1]), shape[-1]

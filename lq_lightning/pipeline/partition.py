@@ -1,4 +1,4 @@
-"""Keep the modules of some stages of a model, in place, and run the parts of a step they have."""
+"""Keep the modules of some stages of a model, in place, and run their parts of a step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from torch.nn import Parameter
 
 from lq_lightning.foundation.layer_stack import hidden_name
 
-from .interceptor import LayerInterceptor
+from .interceptor import LayerInterceptor, PlaceholderAfter, PlaceholderLayer, placeholders
 from .message import BoundaryMeta
 from .placeholder_tracking import PlaceholderTracker
-from .placeholders import PlaceholderAfter, PlaceholderLayer, placeholders
 from .plan import PipelinePlan
 
 __all__ = ["KeptStages", "StageModule", "keep_stages", "kept_stages"]
@@ -27,13 +26,9 @@ _RECORD = "_lq_pipeline"  # kept in the module, so that both are freed together
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptStages:
-    """The part of a model that this rank holds.
+    """The stages of a model that this rank holds, ascending.
 
-    Attributes:
-        plan: Plan of the whole model.
-        stages: Stages of this rank, ascending.
-        absent: Names of the modules that were replaced by placeholders.
-        calls: Interceptor of the layers.
+    ``absent`` are the names of the modules that were replaced by placeholders.
     """
 
     plan: PipelinePlan
@@ -49,42 +44,19 @@ def kept_stages(module: nn.Module) -> KeptStages | None:
 
 
 def keep_stages(module: nn.Module, plan: PipelinePlan, stages: Iterable[int]) -> KeptStages:
-    """Replace all modules of ``module`` that ``stages`` do not hold, in place.
+    """Replace all modules of a whole model that ``stages`` do not hold, in place.
 
-    Names stay those of the whole model: an absent module leaves a placeholder without parameters.
+    All names stay as in the whole model: an absent module leaves a placeholder without parameters.
     Modules and parameters that stay are the same objects; nothing is moved or copied, so this works
     on the meta device, before weights are allocated. Buffers outside replaced modules stay on
     every stage.
 
     Call this before the model is sharded or compiled. Afterwards it runs in parts only, by
     :class:`StageModule`.
-
-    Args:
-        module: The whole model.
-        plan: Plan made for it.
-        stages: Stages of this rank.
-
-    Returns:
-        The kept part; the same when called again.
-
-    Raises:
-        ValueError: a stage that ``plan`` does not have.
-        RuntimeError: other stages of the module were kept before.
     """
-    kept = tuple(sorted(set(stages)))
-    if not kept or kept[0] < 0 or kept[-1] >= plan.num_stages:
-        raise ValueError(
-            f"`stages={list(kept)}` must name one or more of the {plan.num_stages} stages, counted "
-            "from 0."
-        )
-    record = kept_stages(module)
-    if record is not None:
-        if (record.plan, record.stages) != (plan, kept):
-            raise RuntimeError(
-                f"the stages {list(record.stages)} of this module were kept before, so that it "
-                f"cannot become the stages {list(kept)}: build it again."
-            )
-        return record
+    kept = tuple(sorted(stages))
+    if kept_stages(module) is not None:
+        raise AssertionError("stages of this module were kept before")
     calls = LayerInterceptor(plan.layers)
     absent: dict[str, nn.Module] = {}
     for index, name in enumerate(plan.layers):
@@ -122,7 +94,7 @@ _CLASSES: dict[type, type] = {}
 
 
 def _let_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Let ``call(forward, args, kwargs)`` do every call; the module and its class name stay.
+    """Route every call through ``call(forward, args, kwargs)``; the module and its name stay.
 
     The class changes, as in ``fully_shard``, because ``module(...)`` looks up ``__call__`` there:
     nothing on the instance comes before compiled calls, hooks and checkpointing.
@@ -146,24 +118,23 @@ def _calling(cls: type[nn.Module]) -> Callable[..., Any]:
 # --- parts of a step ----------------------------------------------------------------------------
 
 
-def _call(part: Callable[[Tensor | None], Any], hidden: Tensor | None) -> Any:
-    return part(hidden)
+_Part = Callable[[Tensor | None], Any]
 
 
 class StageModule(nn.Module):
     """One stage: runs the part of a step that has its layers. See [Note: a step in parts].
 
     It has no modules of its own, so that ``state_dict`` and modes stay with ``module``. Its
-    ``parameters()`` are those of the stage, read from ``module`` anew each time, since FSDP2 puts
-    others there while it runs; ``named_parameters()`` gives the names in the whole model.
+    ``parameters()`` are read from ``module`` anew each time, since FSDP2 puts others there while it
+    runs; ``named_parameters()`` gives the names in the whole model.
 
-    Order: :func:`keep_stages`, then weights and ``fully_shard`` on the layers and ``module``, then
-    this. Several stages of a rank share one ``module``; one of them runs at a time.
+    Make it after :func:`keep_stages`, weights, and ``fully_shard`` on the layers and ``module``.
+    Several stages of a rank share one ``module``; one of them runs at a time.
 
     Args:
         module: A model of which :func:`keep_stages` kept this stage.
         stage: Index of the stage.
-        run: Runs the user's step on the micro-batch of that index and returns its loss or output.
+        run: Runs the user's step on the micro-batch of an index.
         enter: Called as ``enter(part, hidden)``, must return ``part(hidden)``. A wrapper that no
             exception may cross: pass a method of ``module`` that ``register_fsdp_forward_method``
             made a forward, so that the root of FSDP2 sees the received hidden state as its input,
@@ -171,13 +142,9 @@ class StageModule(nn.Module):
 
     Attributes:
         index: Micro-batch of the next call; set it before.
-        stage: Index of the stage.
         watched: Whether the next part refuses uses of modules that earlier stages hold, see [Note:
             values that depend on placeholders]. None: the first part does, later ones do not.
         refused: List to which such refusals are added; None: they are raised.
-
-    Raises:
-        ValueError: the stage was not kept.
     """
 
     def __init__(
@@ -185,13 +152,12 @@ class StageModule(nn.Module):
         module: nn.Module,
         stage: int,
         run: Callable[[int], Any],
-        enter: Callable[[Callable[[Tensor | None], Any], Tensor | None], Any] = _call,
+        enter: Callable[[_Part, Tensor | None], Any] = lambda part, hidden: part(hidden),
     ) -> None:
         super().__init__()
         record = kept_stages(module)
         if record is None or stage not in record.stages:
-            held = "the whole module" if record is None else f"the stages {list(record.stages)}"
-            raise ValueError(f"stage {stage} was not kept: this rank holds {held}.")
+            raise AssertionError(f"stage {stage} was not kept")
         self.index = 0
         self.stage = stage
         self._plan, self._calls = record.plan, record.calls
@@ -204,18 +170,13 @@ class StageModule(nn.Module):
         names = (name for name, _ in module.named_parameters(remove_duplicate=False))
         self._names = frozenset(name for name in names if stage in self._plan.stages_of(name))
 
-    @property
-    def is_first(self) -> bool:
-        """Whether it gets no hidden state."""
-        return self.stage == 0
-
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Parameter]]:
         """Yield the parameters of the stage with their names in the whole model."""
         dot = f"{prefix}." if prefix else ""
         seen = set[Parameter]()
-        # With all names: the first one of a shared parameter may be that of another stage.
+        # With all names: the first name of a shared parameter may belong to another stage.
         for name, parameter in self._module[0].named_parameters(remove_duplicate=False):
             if name in self._names and parameter not in seen:
                 if remove_duplicate:
@@ -223,31 +184,21 @@ class StageModule(nn.Module):
                 yield f"{dot}{name}", parameter
 
     def set_boundary(self, boundary: BoundaryMeta) -> None:
-        """Set what crosses the boundaries from now on; on all stages, before they run."""
+        """Set shape and dtype of hidden states from now on; on all stages, before they run."""
         self._calls.boundary = boundary
 
     def forward(self, hidden: Tensor | None = None) -> Any:
-        """Run the part on the micro-batch ``index``.
+        """Run the part on the micro-batch ``index`` and the hidden state of the stage before.
 
-        Args:
-            hidden: Hidden state of the stage before; None on the first stage.
-
-        Returns:
-            The hidden state for the next stage; on the last stage the result of the step.
-
-        Raises:
-            RuntimeError: the step calls the layers not at all, twice, or in another order, or the
-                shape of ``hidden`` is not that of the micro-batch.
-            NotImplementedError: the step uses more of earlier stages than the hidden state.
+        Returns the hidden state for the next stage; on the last stage the result of the step.
         """
         return self._enter(self._part, hidden)
 
     def _part(self, hidden: Tensor | None) -> Any:
+        watched = self.watched is not False
         if self.watched is None:
-            watched, self.watched = True, False
-        else:
-            watched = self.watched
-        tracker = PlaceholderTracker(self._module[0]) if watched and not self.is_first else None
+            self.watched = False
+        tracker = PlaceholderTracker(self._module[0]) if watched and self.stage > 0 else None
         result = self._calls.run(partial(self._run, self.index), self._span, hidden, tracker)
         if tracker is not None and tracker.refused:
             if self.refused is None:
@@ -256,20 +207,12 @@ class StageModule(nn.Module):
         return result
 
     def probe(self, index: int) -> BoundaryMeta:
-        """Find what crosses the boundaries for the micro-batch ``index``, on the first stage.
+        """Find shape and dtype of hidden states for the micro-batch ``index``, on the first stage.
 
         Runs the step up to and through the first layer without gradients; random numbers and
         buffers, such as running statistics, stay as they were. With FSDP2 it is a forward of the
         root: all ranks of its mesh must probe.
-
-        Raises:
-            RuntimeError: this is not the first stage.
-            NotImplementedError: the layers return more than one hidden state.
         """
-        if not self.is_first:
-            raise RuntimeError(
-                f"stage {self.stage} cannot probe: only the first stage has its input."
-            )
 
         def part(hidden: Tensor | None) -> Any:
             return self._calls.probe(partial(self._run, index))

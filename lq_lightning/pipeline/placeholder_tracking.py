@@ -7,7 +7,7 @@ the first batch of each shape every operation of the step's own code is watched,
 results computed from a marked tensor are marked, too. Marks belong to storages, so that views share
 them. Layers are not watched: they get the received hidden state, and nothing else that is marked.
 
-Only values that survive are refused: those that go into a layer or to the next stage, that the step
+Only surviving values are refused: values that go into a layer or to the next stage, that the step
 returns or logs, that modules keep, that become a Python value or decide a shape. The step goes on
 after a finding, so that every rank reaches the end of the batch, where all of them hear of it.
 """
@@ -57,29 +57,19 @@ _OWN_FOLDERS = tuple(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Mark:
-    """Origin of a marked value.
+    """Origin of a marked value."""
 
-    Attributes:
-        module: Name of the module that a placeholder replaces.
-        operations: Operations on its output, in order.
-        place: Line of the user's code with the last of them.
-        tensor: Keeps the storage alive, whose address is the key.
-    """
-
-    module: str
-    operations: tuple[str, ...]
-    place: str
-    tensor: Tensor
+    module: str  # that a placeholder replaces
+    operations: tuple[str, ...]  # on its output, in order
+    place: str  # line of the user's code with the last of them
+    tensor: Tensor  # keeps the storage alive, whose address is the key
 
 
 class PlaceholderTracker:
     """Marks of one part of a step. See [Note: values that depend on placeholders].
 
-    Args:
-        module: The user's module, whose attributes are checked when the part ends.
-
-    Attributes:
-        refused: Findings, one message each.
+    The attributes of the user's ``module`` are checked when the part ends. ``refused`` has one
+    message per finding.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -121,7 +111,7 @@ class PlaceholderTracker:
     def check(self, value: object, use: str) -> None:
         """Refuse a value if a tensor in it is marked, in collections and objects of any kind.
 
-        ``use`` says what becomes of it: the beginning of a sentence.
+        ``use``, the beginning of a sentence, says how the step uses the value.
         """
         mark = self._first(_reachable(value))
         if mark is not None:

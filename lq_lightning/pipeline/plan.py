@@ -1,4 +1,4 @@
-"""Which stage of a pipeline holds which modules of a model."""
+"""Plan of a pipeline: the modules of a model that each stage holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lq_lightning._compat.modules import is_compiled_in_place, is_compiled_wrapp
 from lq_lightning.foundation.checks import is_whole
 from lq_lightning.foundation.layer_stack import LayerStack, find_layer_stack, names_around
 
-from .placeholders import check_replaceable
+from .interceptor import LayerInterceptor, placeholders
 
 __all__ = ["PipelinePlan", "SharedParameter", "Split", "balance", "plan_stages"]
 
@@ -22,17 +22,12 @@ __all__ = ["PipelinePlan", "SharedParameter", "Split", "balance", "plan_stages"]
 def balance(
     costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
 ) -> tuple[int, ...]:
-    """Return how many consecutive layers each stage gets.
+    """Return how many consecutive layers each stage gets, one or more.
 
-    Minimizes the largest cost of a stage, with one layer or more per stage; among such cuts, the
-    sum of the squared costs. Where that leaves a choice, earlier stages get fewer layers, since
-    they keep the activations of more micro-batches.
-
-    Args:
-        costs: Costs of the layers, not negative.
-        num_stages: Number of stages, at most that of layers.
-        first: Cost of the first stage besides layers.
-        last: Cost of the last stage besides layers.
+    Minimizes the largest cost of a stage; among such cuts, the sum of the squared costs. Where that
+    leaves a choice, earlier stages get fewer layers, since they keep the activations of more
+    micro-batches. ``costs`` are those of the layers, ``first`` and ``last`` further costs of the
+    first and the last stage, none of them negative.
     """
     sums = list(accumulate(costs, initial=0.0))
 
@@ -71,28 +66,22 @@ def _search(
 
 
 Split = Literal["parameters"] | Sequence[int] | Mapping[str, float]
-"""How layers are dealt out: by parameters, given per stage, or by given costs of modules."""
+"""Division into stages: by parameters, layers per stage, or costs of modules."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedParameter:
-    """A parameter that several stages hold, which must add up its gradients.
+    """A parameter that several stages hold, which must add up its gradients."""
 
-    Attributes:
-        names: Names in the whole model; the first is that of ``named_parameters()``.
-        stages: Stages that hold it, ascending, two or more.
-    """
-
-    names: tuple[str, ...]
-    stages: tuple[int, ...]
+    names: tuple[str, ...]  # in the whole model, beginning with that in ``named_parameters()``
+    stages: tuple[int, ...]  # ascending, two or more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelinePlan:
-    """Which stage holds which modules, by their names in the whole model.
+    """Modules of each stage, by their names in the whole model.
 
     Attributes:
-        num_stages: Stages of the pipeline, over all ranks.
         layers: Repeated blocks, in the order of their calls.
         stages: Layers of each stage.
         before: Other modules with parameters on the first stage (embeddings).
@@ -130,7 +119,7 @@ class PipelinePlan:
         return tuple(range(self.num_stages))
 
     def modules_of(self, stage: int) -> tuple[str, ...]:
-        """Return the names of the modules that one stage holds alone, in the order of calls."""
+        """Return the modules with parameters of one stage, in the order of calls."""
         before = self.before if stage == 0 else ()
         after = self.after if stage == self.num_stages - 1 else ()
         return (*before, *self.stages[stage], *after)
@@ -181,8 +170,6 @@ def plan_stages(
             a layer that occurs twice, whole-model compilation, a module before the layers that no
             placeholder can replace.
     """
-    if num_stages < 1:
-        raise ValueError(f"`num_stages={num_stages}` must be at least 1.")
     found = find_layer_stack(module, trunk)
     if len(found.layers) < num_stages:
         raise ValueError(
@@ -234,11 +221,6 @@ def _counts(
         costs = {name: float(sum(p.numel() for p in ps)) for name, ps in sizes.items()}
     if not isinstance(split, (str, Mapping)):
         return _given_counts(split, trunk, num_stages), costs
-    if isinstance(split, str) and split != "parameters":
-        raise ValueError(
-            f"`split={split!r}` is not supported: choose 'parameters', give the number of layers "
-            "of each stage, or a mapping from names of modules to costs, as `measure_times` does."
-        )
     counts = balance(
         [costs[name] for name in trunk.layers],
         num_stages,
@@ -289,8 +271,8 @@ def _given_costs(
 
 
 def _check(module: nn.Module, plan: PipelinePlan) -> None:
-    for name in plan.before:
-        check_replaceable(module, name)
+    for name in plan.before:  # raises where a module has no placeholder
+        placeholders(module.get_submodule(name), name, LayerInterceptor(()))
     for name in names_around(plan.layers[0]):
         outer = module.get_submodule(name)
         if is_compiled_in_place(outer) or is_compiled_wrapper(outer):

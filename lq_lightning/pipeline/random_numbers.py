@@ -4,10 +4,10 @@
 Code outside of the layers runs on several stages, which have to draw the same numbers there: the
 stage that masks tokens is not the one that computes the loss of masked tokens. So each micro-batch
 starts with a seed of its own, the same on all stages of a pipeline, for every generator that a step
-may use: torch's, numpy's, Python's, and those that the module keeps.
+may use: torch's, numpy's, Python's, and generators that the module keeps.
 
 Layers run on one stage only, as do modules in front of them that have placeholders elsewhere. They
-draw from generators that are seeded for each call, and leave those of the step as they were. The
+draw from generators that are seeded for each call, and leave the step's as they were. The
 seed is drawn from the step's generator, also where a placeholder is called. So dropout in a layer
 does not depend on how the model is cut, and a layer that is recomputed for backward, where
 checkpointing has restored torch's generator, finds its seed again.
@@ -25,8 +25,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,28 +42,24 @@ def mixed_seed(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A generator: how to save, restore and seed its state."""
+class _Source(NamedTuple):
+    """Functions that save, restore and seed the state of a generator."""
 
     save: Callable[[], Any]
     restore: Callable[[Any], object]
     seed: Callable[[int], object]
 
 
-class _NumpyGlobal:
-    """numpy's global generator. It is swapped out: its state takes 60 us to copy, each way."""
+def _numpy_global() -> _Source:
+    """Return numpy's global generator. It is swapped: its state takes 60 us to copy, each way."""
+    spare = np.random.MT19937(0), np.random.MT19937(0)
 
-    def __init__(self) -> None:
-        self._spare = np.random.MT19937(0), np.random.MT19937(0)
+    def seed(value: int) -> None:
+        taken = _numpy.get_bit_generator() is spare[0]
+        _numpy.set_bit_generator(spare[taken])
+        np.random.seed(value & 0xFFFFFFFF)
 
-    def seed(self, seed: int) -> None:
-        taken = _numpy.get_bit_generator() is self._spare[0]
-        _numpy.set_bit_generator(self._spare[taken])
-        np.random.seed(seed & 0xFFFFFFFF)
-
-    def source(self) -> _Source:
-        return _Source(_numpy.get_bit_generator, _numpy.set_bit_generator, self.seed)
+    return _Source(_numpy.get_bit_generator, _numpy.set_bit_generator, seed)
 
 
 def _source_of(generator: object) -> _Source | None:
@@ -89,7 +84,7 @@ def _source_of(generator: object) -> _Source | None:
 
 
 def held_generators(module: nn.Module) -> dict[str, object]:
-    """Return the generators that a module and those inside of it keep as attributes, by name."""
+    """Return the generators that a module and its submodules keep as attributes, by name."""
     return {
         f"{path}.{name}" if path else name: value
         for path, owner in module.named_modules()
@@ -99,10 +94,7 @@ def held_generators(module: nn.Module) -> dict[str, object]:
 
 
 class RandomNumbers:
-    """The generators of a step. See [Note: random numbers of a step in parts].
-
-    Args:
-        device: Device whose default generator is one of them, beside the CPU's.
+    """Generators of a step on a device. See [Note: random numbers of a step in parts].
 
     Attributes:
         compared: Digests of the generators at the first layer, by micro-batch; None unless they are
@@ -117,7 +109,7 @@ class RandomNumbers:
         self._own = [
             *(_Source(each.get_state, each.set_state, each.manual_seed) for each in generators),
             _Source(random.getstate, random.setstate, random.seed),
-            _NumpyGlobal().source(),
+            _numpy_global(),
         ]
         self._held: dict[str, _Source] = {}
         self.compared: dict[int, set[int]] | None = None
@@ -189,7 +181,7 @@ class RandomNumbers:
                 source.restore(state)
 
     def pass_layer(self) -> None:
-        """Do to the generators of the step what :meth:`layer` does."""
+        """Advance the generators of the step as :meth:`layer` does."""
         _draw()
         # As any swap, this drops the second of two normal numbers that numpy has at hand.
         _numpy.set_bit_generator(_numpy.get_bit_generator())

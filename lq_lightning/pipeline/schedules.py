@@ -1,4 +1,4 @@
-"""Schedules: what each rank of a pipeline computes in a step, and in which order.
+"""Schedules: the order in which each rank of a pipeline computes a step.
 
 Everything here is pure. Every rank derives the orders of all ranks, and from them the order in
 which messages reach it, so that nothing has to be announced before it is sent.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple, cast, get_args
 
@@ -46,7 +46,7 @@ class Action(NamedTuple):
     """One computation of one stage.
 
     Kinds are ``"F"`` forward, ``"B"`` backward, ``"I"`` backward for the input only, and ``"W"``
-    the rest of it, for the weights.
+    the rest of backward, for the weights.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Action(NamedTuple):
     microbatch: int
 
 
-Orders = Sequence[Sequence[Action]]
+Orders = Sequence[Sequence[Action]]  # by rank
 
 
 class Key(NamedTuple):
@@ -65,65 +65,41 @@ class Key(NamedTuple):
     microbatch: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Program:
     """The orders of all ranks for one step.
 
-    Attributes:
-        schedule: name of the schedule.
-        num_stages: number of stages.
-        num_microbatches: number of micro-batches.
-        orders: computations by rank.
-        needs: by rank, for each of its computations, how many computations of each rank must have
-            been made before.
-        turns: by rank, for each of its computations, its place in one order of all computations of
-            all ranks, in which each comes after what it needs.
+    ``turns`` has by rank the place of each of its computations in one order of all computations of
+    all ranks, in which each comes after its inputs.
     """
 
     schedule: str
     num_stages: int
     num_microbatches: int
-    orders: tuple[tuple[Action, ...], ...]
-    needs: tuple[tuple[tuple[int, ...], ...], ...]
-    turns: tuple[tuple[int, ...], ...]
+    orders: Orders
+    turns: tuple[tuple[int, ...], ...] = field(init=False)
 
-    @classmethod
-    def of(cls, schedule: str, num_stages: int, num_microbatches: int, orders: Orders) -> Program:
-        """Make a program; the orders are checked."""
-        needs, slots = _needs(orders, num_stages)
-        return cls(
-            schedule=schedule,
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            orders=tuple(tuple(order) for order in orders),
-            needs=needs,
-            turns=_turns(orders, slots),
-        )
+    def __post_init__(self) -> None:
+        """Find the common order."""
+        object.__setattr__(self, "turns", _turns(self.orders, self.num_stages))
 
     def rank_of(self, stage: int) -> int:
         """Return the rank of a stage."""
         return rank_of_stage(self.schedule, stage, self.num_stages, len(self.orders))
 
-    def messages(self, source: int, target: int, in_turn: bool) -> Iterator[tuple[Key, int]]:
+    def messages(self, source: int, target: int) -> Iterator[tuple[Key, int]]:
         """Yield the messages of one rank to another, in the order in which they are sent.
 
-        With each goes the number of computations of ``target`` before it should wait for it: with
-        ``in_turn``, those that come before the sender's in the common order. If every rank waits
-        for all its transfers before each computation, each then waits only for what comes before,
-        and all end. Otherwise ``target`` waits as soon as nothing that it still has to send is
-        needed for the message, which is earlier; but two ranks that waited for everything would
-        then deadlock.
+        With each goes the number of computations of ``target`` that come before the sender's in the
+        common order. If every rank posts the receive after that many, and waits for all its
+        transfers before each computation, each waits only for what comes before, and all end.
         """
         if source == target:
             return
         for index, action in enumerate(self.orders[source]):
             key = self._sent_after(action)
-            if key is None or self.rank_of(key.boundary + (not key.backward)) != target:
-                continue
-            if in_turn:
+            if key and self.rank_of(key.boundary + (not key.backward)) == target:
                 yield key, bisect_left(self.turns[target], self.turns[source][index])
-            else:
-                yield key, self.needs[source][index][target]
 
     def _sent_after(self, action: Action) -> Key | None:
         if action.kind == "F" and action.stage < self.num_stages - 1:
@@ -155,11 +131,6 @@ def check_schedule(
 ) -> None:
     """Raise ``ValueError`` unless the schedule has such stages per rank and micro-batches."""
     check_choice("quantized_pipeline", "schedule", schedule, SCHEDULES)
-    if pipeline_size < 1 or stages_per_rank < 1 or num_microbatches < 1:
-        raise ValueError(
-            f"`pipeline_size={pipeline_size}`, `stages_per_rank={stages_per_rank}` and "
-            f"`num_microbatches={num_microbatches}` have to be 1 or more."
-        )
     if schedule in _ONE_STAGE and stages_per_rank != 1:
         raise ValueError(
             f"`stages_per_rank={stages_per_rank}` with `schedule={schedule!r}`: it has one stage "
@@ -196,12 +167,9 @@ def training_program(
     ``"gpipe"``: all forward passes, then all backward passes. ``"1f1b"``: stage ``s`` of ``n``
     starts with ``n - s`` forward passes, then backward and forward alternate. ``"eager_1f1b"``
     starts with ``3 (n - s) - 2``, for slow links: until the first gradient comes back, a hidden
-    state travels, the next stage computes and a gradient travels, each of which takes one period of
+    state is sent, the next stage computes and a gradient is sent, each of which takes one period of
     the steady state at most. 1F1B would wait for transfers. ``"interleaved_1f1b"``,
-    ``"zero_bubble"`` (interleaved, ZB1P) and ``"zbv"`` are torch's.
-
-    Raises:
-        ValueError: as ``check_schedule``.
+    ``"zero_bubble"`` (interleaved, ZB1P) and ``"zbv"`` are torch's. Errors as ``check_schedule``.
     """
     check_schedule(schedule, pipeline_size, num_microbatches, stages_per_rank)
     if schedule in _ONE_STAGE:
@@ -221,7 +189,7 @@ def training_program(
                 cast(TorchSchedule, schedule), pipeline_size, num_microbatches, stages_per_rank
             )
         ]
-    return Program.of(schedule, pipeline_size * stages_per_rank, num_microbatches, lists)
+    return Program(schedule, pipeline_size * stages_per_rank, num_microbatches, lists)
 
 
 @lru_cache(maxsize=8)
@@ -241,7 +209,7 @@ def evaluation_program(
         orders.append(
             sorted(actions, key=lambda a: (a.microbatch // pipeline_size, a.stage, a.microbatch))
         )
-    return Program.of(schedule, num_stages, num_microbatches, orders)
+    return Program(schedule, num_stages, num_microbatches, orders)
 
 
 def _one_forward_one_backward(stage: int, start: int, num_microbatches: int) -> list[Action]:
@@ -256,8 +224,8 @@ def _one_forward_one_backward(stage: int, start: int, num_microbatches: int) -> 
 def _merged(order: list[Action]) -> list[Action]:
     """Make two halves that follow each other one backward pass, which costs less.
 
-    On stage 0 there is no input to go first: its first half is the whole, so that nothing is kept
-    for the second.
+    Stage 0 needs no gradient of its input: its first half is the whole, so that nothing is kept for
+    the second.
     """
     merged: list[Action] = []
     for action in order:
@@ -272,52 +240,37 @@ def _merged(order: list[Action]) -> list[Action]:
     return merged
 
 
-def _needs(
-    orders: Orders, num_stages: int
-) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], dict[Action, int]]:
-    """Count for each computation how many of each rank come before it, directly or not.
-
-    Also returns the time of each if all took one unit and transfers none.
-    """
-    counts: dict[Action, tuple[int, ...]] = {}
-    needs: list[list[tuple[int, ...]]] = [[] for _ in orders]
-    before = [(0,) * len(orders) for _ in orders]
-    slots: dict[Action, int] = {}
-    free = [0] * len(orders)
-    progress = True
-    while progress:
-        progress = False
-        for rank, order in enumerate(orders):
-            for action in order[len(needs[rank]) :]:
-                inputs = _inputs(action, num_stages)
-                made = [action for each in inputs for action in each if action in counts]
-                if len(made) < len(inputs):
-                    break
-                needed = tuple(map(max, before[rank], *(counts[a] for a in made), before[rank]))
-                slots[action] = max([free[rank], *(slots[a] + 1 for a in made)])
-                free[rank] = slots[action] + 1
-                needs[rank].append(needed)
-                done = tuple(n + (r == rank) for r, n in enumerate(needed))
-                counts[action] = before[rank] = done
-                progress = True
-    if any(len(each) < len(order) for each, order in zip(needs, orders, strict=True)):
-        raise AssertionError("ranks wait for each other")
-    return tuple(tuple(each) for each in needs), slots
-
-
-def _turns(orders: Orders, slots: Mapping[Action, int]) -> tuple[tuple[int, ...], ...]:
+def _turns(orders: Orders, num_stages: int) -> tuple[tuple[int, ...], ...]:
     """Return the place of each computation in one order of all.
 
+    They are sorted by the time at which each would run if all took one unit and transfers none.
     Within a unit of time backward passes go first, late stages before early ones, then forward
     passes, early stages first: so that most receives come a computation before they are needed.
     """
+    times: dict[Action, int] = {}
+    free = [0] * len(orders)
+    waiting = [list(reversed(order)) for order in orders]
+    progress = True
+    while progress:
+        progress = False
+        for rank, order in enumerate(waiting):
+            while order:
+                inputs = _inputs(order[-1], num_stages)
+                made = [times[action] for each in inputs for action in each if action in times]
+                if len(made) < len(inputs):
+                    break
+                time = max([free[rank], *(each + 1 for each in made)])
+                times[order.pop()] = time
+                free[rank] = time + 1
+                progress = True
+    if any(waiting):
+        raise AssertionError("ranks wait for each other")
 
     def place(action: Action) -> tuple[int, ...]:
         forward = action.kind == "F"
-        return slots[action], forward, action.stage if forward else -action.stage
+        return times[action], forward, action.stage if forward else -action.stage
 
-    every = sorted((action for order in orders for action in order), key=place)
-    turns = {action: turn for turn, action in enumerate(every)}
+    turns = {action: turn for turn, action in enumerate(sorted(times, key=place))}
     return tuple(tuple(turns[action] for action in order) for order in orders)
 
 
@@ -342,12 +295,9 @@ def _inputs(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
 class InFlight:
     """Micro-batches of a stage that a rank keeps at its peaks.
 
-    Between the halves of a split backward pass a micro-batch no longer keeps what only gradients of
-    inputs need, but also the gradients that have arrived at weights.
-
-    Attributes:
-        peaks: pairs of micro-batches before their backward pass, and between its two halves, at
-            one time; those that no other pair exceeds, in ascending order.
+    Between the halves of a split backward pass a micro-batch keeps fewer activations, but also the
+    gradients that have arrived at weights. ``peaks`` are pairs of micro-batches before their
+    backward pass, and between its two halves, at one time; no other pair exceeds them.
     """
 
     peaks: tuple[tuple[int, int], ...]
@@ -374,12 +324,9 @@ class InFlight:
 def in_flight(
     schedule: str, pipeline_size: int, num_microbatches: int, stages_per_rank: int = 1
 ) -> tuple[InFlight, ...]:
-    """Count by rank the micro-batches that a schedule keeps.
+    """Count by rank the micro-batches that a schedule keeps; errors as ``check_schedule``.
 
     Interleaved 1F1B with 4 ranks, 2 stages each and enough micro-batches keeps 11, 9, 7 and 5.
-
-    Raises:
-        ValueError: as ``check_schedule``.
     """
     program = training_program(schedule, pipeline_size, num_microbatches, stages_per_rank)
     ranks = []
@@ -410,7 +357,7 @@ def compensated_bits(
     Rank ``i`` gets ``bits * N_1 / N_i``, where ``N_1`` is the largest count (DBCA-PP; AGoQ,
     equation 22; its equation 21 for ``N_i`` counts the ranks from the other end). With split
     backward passes the counts are ``InFlight.peak``. So with ``"floor"`` no rank's peak exceeds
-    that of the rank with the largest, at ``bits``. Counts 11, 9, 7, 5 give 4, 4, 6, 8 bits.
+    the largest at ``bits``. Counts 11, 9, 7, 5 give 4, 4, 6, 8 bits.
 
     Args:
         counts: results of ``in_flight``, or numbers of micro-batches, by rank.
@@ -418,9 +365,6 @@ def compensated_bits(
         rounding: ``"floor"``; or ``"nearest"``, as in the paper, with which peaks can grow.
         cap: most bits, 2 to 8.
         half_size: bytes kept between the halves of a backward pass, per byte kept before.
-
-    Raises:
-        ValueError: a value that is not listed above.
     """
     check_choice("StageBitCompensation", "bits", bits, tuple(BITS))
     check_choice("StageBitCompensation", "cap", cap, tuple(BITS))

@@ -35,11 +35,9 @@ _COMPILED = (is_compiled_wrapper, is_compiled_in_place, has_compiled_forward)
 
 
 def check_not_compiled(schedule: str, module: nn.Module) -> None:
-    """Check that the schedule can run the user's module with all layers.
+    """Raise ``NotImplementedError`` for a schedule with split backward passes and compiled parts.
 
-    Raises:
-        NotImplementedError: the schedule splits backward passes, and the module or a part of it is
-            compiled: compiled graphs have one backward pass only.
+    Compiled graphs have one backward pass only. ``module`` is the user's, with all layers.
     """
     if schedule not in SPLIT_SCHEDULES:
         return
@@ -69,7 +67,7 @@ class _Arrived:
 class _Receive(torch.autograd.Function):
     """Puts a hidden state at the beginning of a graph.
 
-    Not as a leaf: that could not be changed in place, as a layer may do with its input, and would
+    Not as a leaf: a leaf could not be changed in place, as a layer may do with its input, and would
     be kept until backward, also where the layers keep only a code of it.
     """
 
@@ -87,8 +85,7 @@ class _Receive(torch.autograd.Function):
 class Received:
     """Where the gradient of a received hidden state arrives; holds no values.
 
-    Attributes:
-        edge: the hidden state in the graph.
+    ``edge`` is the hidden state in the graph.
     """
 
     __slots__ = ("_arrived", "_like", "edge")
@@ -114,7 +111,7 @@ def receive(hidden: Tensor) -> tuple[Tensor, Received]:
     """Start a graph with a hidden state that has none.
 
     Returns:
-        The hidden state, which requires a gradient, and where that arrives. It has the memory of
+        The hidden state, which requires a gradient, and where that arrives. It shares the memory of
         ``hidden``, may be changed in place, and is freed as soon as no node and nobody else keeps
         it. Each call starts a graph of its own, also for one tensor.
     """
@@ -176,20 +173,18 @@ class SavedTensors:
     """Tensors that nodes save in the forward pass of a stage whose backward pass is split.
 
     The first half runs every node on the path to the input, and has to retain the graph for the
-    second, which runs only nodes where weights join. What the others have saved is not read again,
-    but without this it would stay as long as later nodes lead to them.
+    second, which runs only nodes where weights join. Tensors saved by the other nodes are not read
+    again, but without this they would stay as long as later nodes lead to them.
 
     A checkpointed region is recomputed when the first half reaches it. Tensors that the second half
     reads stay until then; the rest is freed before the next region is recomputed, so there is never
     more than one whole region.
 
-    Code with saved-tensor hooks of its own keeps what it saves itself.
-
-    Args:
-        counted: whether ``kept`` will be called.
+    Code with saved-tensor hooks of its own keeps its tensors itself. ``counted`` says that ``kept``
+    will be called.
     """
 
-    # Nothing here may own what nodes have saved: nodes own these hooks, and so would live forever.
+    # Nothing here may own tensors of nodes: nodes own these hooks, and so would live forever.
 
     def __init__(self, counted: bool = False) -> None:
         self._counted: list[ref[_Saved]] | None = [] if counted else None
@@ -205,9 +200,9 @@ class SavedTensors:
             yield
 
     def kept(self) -> list[Tensor]:
-        """Return what nodes keep now, of checkpointed regions what was recomputed.
+        """Return the tensors that nodes keep now, in checkpointed regions the recomputed ones.
 
-        Weights too, but no copies of them in another dtype or layout.
+        Weights are among them, but no copies of weights in another dtype or layout.
         """
         saved = (each() for each in self._counted or ())
         return [each.tensor for each in saved if each is not None and each.tensor is not None]
@@ -216,9 +211,8 @@ class SavedTensors:
     def first_half(self, reads_once: bool) -> Iterator[None]:
         """Around the first half.
 
-        Args:
-            reads_once: whether the second half reads only what is read there while ``keep(True)``
-                is in effect, so that everything else that the first half reads can be freed.
+        ``reads_once`` says that the second half reads only tensors that the first reads while
+        ``keep(True)`` is in effect, so that all others can be freed once they are read.
         """
         self._freeing = reads_once
         try:
@@ -229,7 +223,7 @@ class SavedTensors:
             self._freeing = False
 
     def keep(self, keeping: bool) -> None:
-        """Set whether the second half needs what is read from now on."""
+        """Set whether the second half needs tensors that are read from now on."""
         self._keeping = keeping
 
     def _free(self) -> None:
@@ -269,32 +263,20 @@ class SavedTensors:
 
 @dataclass(slots=True, eq=False)
 class _CutPoint:
-    """Weights, and the nodes where they join the path to the input.
+    """Weights that reach the same nodes on the path to the input, where the second half starts."""
 
-    Attributes:
-        weights: parameters that reach the same nodes.
-        nodes: where the second half starts.
-        owners: what keeps the nodes alive.
-        gradients: gradients that arrived at each node in the first half.
-    """
-
-    weights: list[Tensor] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
-    owners: list[Node] = field(default_factory=list)
+    weights: list[Tensor]
+    nodes: list[Node]
+    owners: list[Node] = field(default_factory=list)  # keep the nodes alive
+    # Arrived at each node in the first half.
     gradients: dict[Node, Sequence[Tensor | None]] = field(default_factory=dict)
 
 
 class SplitBackward:
-    """The backward pass of one micro-batch through one stage.
+    """The backward pass of one micro-batch through one stage, from ``output`` to ``received``.
 
-    Args:
-        output: where it starts.
-        received: input of the stage, where its gradient is to arrive.
-        weights: parameters of the stage; those that need no gradient or take no part are left out.
-        saved: tensors saved in the forward pass, freed after the first half where possible.
-
-    Raises:
-        NotImplementedError: a part of the stage uses reentrant checkpointing.
+    ``weights`` that need no gradient or take no part are left out. Tensors ``saved`` in the forward
+    pass are freed after the first half where possible. Reentrant checkpointing is refused.
     """
 
     def __init__(
@@ -314,8 +296,7 @@ class SplitBackward:
     def backward_input(self, gradient: Tensor | None) -> None:
         """Compute the gradient of the input; none arrives if the output does not depend on it.
 
-        Args:
-            gradient: gradient of the output; None for a scalar.
+        ``gradient`` belongs to the output; None for a scalar.
         """
         if self._output is None:
             raise AssertionError("called twice")
@@ -410,11 +391,10 @@ def _cut_points(output: GradientEdge, leaf: Node, weights: Sequence[Tensor]) -> 
 
 
 def _owners(output: GradientEdge, order: Sequence[Node]) -> dict[Node, Node]:
-    """Return what keeps each node alive: itself, or the nearest owner that leads to it.
+    """Return the object that keeps each node alive: itself, or the nearest owner that leads to it.
 
-    Args:
-        output: where the graph starts; its token owns a first node that only the graph owns.
-        order: all nodes, each behind its children.
+    ``output`` starts the graph; its token owns a first node that only the graph owns. ``order`` has
+    all nodes, each behind its children.
     """
     owners = {output.node: output.ownership_token or output.node}
     for node in reversed(order):
@@ -468,13 +448,13 @@ def _add_gradients(point: _CutPoint) -> None:
         return
     handles = []
     if len(point.nodes) > 1:
-        # One may lead to another that shares a weight with it: what the first sends on has arrived
+        # A node may lead to another that shares a weight with it: the gradient it passes on arrived
         # at the second already, in the first half.
         for node, arrived in point.gradients.items():
             handles.append(node.register_prehook(lambda _, arrived=arrived: arrived))
     try:
         # Into `.grad`, so that hooks behind the accumulation of gradients see them. The graph is
-        # retained, since the path between two nodes can lead through those of other cut points.
+        # retained, since the path between two nodes can lead through nodes of other cut points.
         # Nodes are freed with the last cut point that leads to them.
         torch.autograd.backward(edges, gradients, retain_graph=True, inputs=point.weights)
     finally:

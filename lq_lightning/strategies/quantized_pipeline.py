@@ -30,23 +30,26 @@ from lq_lightning.pipeline.split_backward import check_not_compiled
 from lq_lightning.strategies.fully_sharded import FullyShardedStrategy
 from lq_lightning.strategies.options import FSDPOptions, check_option_names
 from lq_lightning.strategies.pipelines.checkpoints import StageLayout
-from lq_lightning.strategies.pipelines.gradients import PipelineGradients, SharedTensor
 from lq_lightning.strategies.pipelines.options import (
     PipelineOptions,
     check_module,
     check_stage_optimizer,
     make_stage_optimizer,
 )
-from lq_lightning.strategies.pipelines.ranks import PipelineRanks, draw_alike, stage_topology
 from lq_lightning.strategies.pipelines.run import PipelineRun
 from lq_lightning.strategies.pipelines.stages import (
     CutModule,
+    PipelineGradients,
+    PipelineRanks,
+    SharedTensor,
     cut,
     cut_of,
     describe_shared,
+    draw_alike,
     place,
     remember_cut,
     shared_tensors,
+    stage_topology,
 )
 from lq_lightning.strategies.sharding import (
     ChosenUnits,

@@ -36,44 +36,15 @@ def push(gate: BitGate, grad: Tensor | float, values: int = 10) -> None:
 # --- speed ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("lines", "beta", "options", "expected"),
-    [
-        (64, 0.01, {}, 166),
-        (4096, 0.03, {}, 166),
-        (65536, 0.01, {"learning_rate": 3e-2}, 50),  # gradients as small as torch's `eps`
-    ],
-)
-def test_the_penalty_alone_takes_8_to_4_bits_in_170_steps(
-    lines: int, beta: float, options: dict[str, Any], expected: int
-) -> None:
-    """For any `beta`: Adam divides by the size of the gradient."""
-    config = AdaptiveBitsConfig(beta=beta, **options)
-    optimizer, (gate,) = make({"a": lines}, config)
+def test_the_penalty_alone_takes_8_to_4_bits_with_gradients_as_small_as_torchs_eps() -> None:
+    optimizer, (gate,) = make({"a": 65536}, AdaptiveBitsConfig(beta=0.01, learning_rate=3e-2))
     steps = 0
     while not optimizer.reached:
         push(gate, 0.0)
         optimizer.step()
         steps += 1
-    assert abs(steps - expected) <= 2
+    assert abs(steps - 50) <= 2
     assert float(gate.bits().mean()) == pytest.approx(4.0, abs=0.1)
-
-
-def test_beta_counts_against_the_gradient_of_the_loss() -> None:
-    """A loss that wants bits as much as the penalty of beta = .02 takes them away."""
-    means = {}
-    for beta in (0.01, 0.02, 0.03):
-        config = AdaptiveBitsConfig(beta=beta)
-        optimizer, (gate,) = make({"a": 32}, config)
-        sigma = torch.sigmoid(gate.q)
-        equal = 0.02 / 32 * 2 * sigma * sigma * (1 - sigma)
-        for _ in range(20):
-            push(gate, -equal)
-            optimizer.step()
-        means[beta] = optimizer.mean
-    assert means[0.01] > 8.1
-    assert means[0.02] == pytest.approx(8.0, abs=0.05)
-    assert means[0.03] < 7.9
 
 
 def test_steps_are_those_of_torchs_adam_on_the_penalized_loss() -> None:

@@ -98,12 +98,10 @@ DISCONTINUOUS: dict[str, Callable[[], nn.Module]] = {
     "branch on a list": lambda: Region(branch(lambda mean: mean.tolist() > 0)),
     "branch on an array": lambda: Region(branch(lambda mean: mean.detach().numpy() > 0)),
     "comparison": lambda: Region(lambda h: h * (h > 0.1)),
-    "rounded": lambda: Region(lambda h: h + (8 * h).round()),
     "integers": lambda: Region(lambda h: h + (8 * h).int()),
     "divided to integers": lambda: Region(lambda h: h + h.div(0.1, rounding_mode="floor")),
     "copied outside": lambda: Region(lambda h: h * (CopiedOutside.apply(h) > 0.1)),
     "copied inside": lambda: Region(lambda h: h * (copied_inside(h).detach() > 0.1)),
-    "sorted": lambda: Region(lambda h: h.sort(-1)[0]),
     "sampled": lambda: Region(lambda h: h * torch.bernoulli(h.sigmoid())),
 }
 CONTINUOUS: dict[str, Callable[[], nn.Module]] = {

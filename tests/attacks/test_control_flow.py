@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
-from lq_testing import run_ranks
-from lq_testing.lightning_models import TinyModule, loader, trainer
+from lq_testing.lightning_models import EXACT, TinyModule, loader, run_trainer, trainer
 from lq_testing.models import batch
 from lq_testing.stages import check_equal, cut
 from lq_testing.step_programs import (
@@ -26,8 +24,6 @@ from torch import Tensor
 from lq_lightning import QuantizedPipelineStrategy
 
 BATCHES = [batch(step, 0, size=2) for step in range(2)]
-EXACT = {"forward_codec": "none", "backward_codec": "none"}
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 
 
 def _model() -> SideModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 from collections import Counter
@@ -11,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lq_testing import run_ranks
-from lq_testing.lightning_models import Losses, loader, trainer
+from lq_testing.lightning_models import EXACT, Losses, loader, run_trainer, trainer
 from lq_testing.models import VOCAB, batch
 from lq_testing.random_programs import (
     DRAWS,
@@ -31,10 +29,8 @@ from lq_lightning import QuantizedPipelineStrategy
 from lq_lightning.pipeline.random_numbers import RandomNumbers, held_generators
 from lq_lightning.strategies.pipelines.run import BatchSeeds
 
-EXACT = {"forward_codec": "none", "backward_codec": "none"}
 BATCHES = [batch(step, 0, size=3) for step in range(2)]
 CONTINUOUS = len(DRAWS) - 2
-run_trainer = functools.partial(run_ranks, backend=None, torchrun=True, timeout=120.0)
 
 
 # --- in one process ---------------------------------------------------------------------------
@@ -67,21 +63,6 @@ def test_stages_compute_what_one_stage_does(name: str, inside: bool) -> None:
     alone = run(1)
     for num_stages in (2, 3):
         torch.testing.assert_close(run(num_stages), alone, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", ["dropout", "checkpointed calls"])
-def test_layers_draw_different_numbers_and_the_same_again_for_backward(name: str) -> None:
-    ranks = cut(DrawingModel(), PROGRAMS[name], BATCHES, 3)
-    for module in ranks.modules:
-        for block in module.blocks:
-            if not hasattr(block, "absent_name"):
-                block.drawn.clear()
-    seed_everything(0)
-    _losses_and_gradients(ranks)
-    blocks = [b for m in ranks.modules for b in m.blocks if not hasattr(b, "absent_name")]
-    drawn = Counter(number for block in blocks for numbers in block.drawn for number in numbers)
-    assert set(drawn.values()) == {2 if name == "checkpointed calls" else 1}
-    assert len(drawn) == 3 * 2 * 3
 
 
 def test_generators_are_where_they_were_behind_a_batch() -> None:

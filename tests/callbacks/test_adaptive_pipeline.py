@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lq_lightning.adaptive import AdaptiveBitsConfig, BitGate, GateOptimizer, adaptive_quantize
 from lq_lightning.callbacks.gate_placement import PipelineGates
 from lq_lightning.pipeline.boundary import make_boundary_codec
-from lq_lightning.pipeline.mixed import MixedCodec
+from lq_lightning.pipeline.boundary_widths import MixedCodec
 
 CONFIG = AdaptiveBitsConfig(learning_rate=0.5, start_bits=6.0)  # so that widths change at once
 COUNT = 4

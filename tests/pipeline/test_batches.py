@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import re
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from lq_lightning.pipeline.batches import batch_size, concatenate, sample_ids, split_batch
+from lq_lightning.pipeline.batches import concatenate, sample_ids, split_batch
 
 
 class Pair(NamedTuple):
@@ -77,22 +76,15 @@ def test_every_kind_of_batch_is_cut_along_dim_0() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "parts", "message"),
+    ("batch", "message"),
     [
-        (
-            torch.zeros(6, 1),
-            4,
-            "6 samples .*num_microbatches=4.*[1, 2, 3, 6].*drop_last",
-        ),
-        (torch.zeros(6, 1), 0, "num_microbatches=0"),
-        ((torch.zeros(6, 1), torch.zeros(1, 3)), 2, "shapes .*(1, 3), (6, 1).* dim 0 are [1, 6]"),
-        ({"a": torch.tensor(1.0), "b": "text"}, 2, "no tensor with a batch dimension"),
+        ((torch.zeros(6, 1), torch.zeros(1, 3)), r"shapes .*\(1, 3\), \(6, 1\).*are \[1, 6\]"),
+        ({"a": torch.tensor(1.0), "b": "text"}, "no tensor with a batch dimension"),
     ],
 )
-def test_batches_that_cannot_be_cut(batch: Any, parts: int, message: str) -> None:
-    pattern = ".*".join(re.escape(piece) for piece in message.split(".*"))
-    with pytest.raises(ValueError, match=pattern):
-        split_batch(batch, parts)
+def test_batches_that_cannot_be_cut(batch: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_batch(batch, 2)
 
 
 def test_objects_of_unknown_kind_are_named() -> None:
@@ -161,7 +153,3 @@ def test_ids_are_the_same_everywhere() -> None:
     """Ranks and versions must agree on them: they name entries of caches."""
     tokens = torch.tensor([[1, 2, 3], [3, 2, 1]])
     assert sample_ids(tokens).tolist() == [-2263866118087131396, 542498099295158356]
-
-
-def test_size_of_a_batch() -> None:
-    assert batch_size([torch.zeros(4, 1), {"a": torch.zeros(4)}]) == 4

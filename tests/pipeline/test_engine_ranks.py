@@ -1,4 +1,4 @@
-"""Pipelines over gloo: what ranks agree on, and steps that are those of one process."""
+"""Pipelines over gloo: links of their own, and agreement between ranks."""
 
 from __future__ import annotations
 
@@ -8,62 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from lq_testing import run_ranks
-from lq_testing.pipeline_toys import Boundary, make_data, make_engine, make_layers, make_stages
-from torch import Tensor
+from lq_testing.pipeline_toys import Boundary, make_engine, make_gated, make_layers
 
+from lq_lightning.codecs.mixed import WidthTable
 from lq_lightning.pipeline.boundary import TAHQuantization, make_boundary_codec
+from lq_lightning.pipeline.boundary_widths import MixedCodec
 from lq_lightning.pipeline.engine import PipelineEngine, batch_digest, batch_signature
 from lq_lightning.pipeline.execution import ProcessGroupLinks
 
 
-def _engine(
-    size: int, schedule: str, count: int, per_rank: int, codec: Any = "none"
-) -> PipelineEngine:
-    num_stages = size * per_rank
-    return make_engine(
-        *(schedule, count, make_layers(num_stages), num_stages),
-        (make_boundary_codec(codec), make_boundary_codec(codec, backward=True)),
-        dist.new_group(list(range(size))),
-        dist.new_group(list(range(size)), backend="gloo"),
-    )
-
-
-def _steps(rank: int, size: int) -> list[tuple[list[float], dict[int, list[Tensor]]]]:
-    results = []
-    for schedule, count, per_rank in (("1f1b", 5, 1), ("zero_bubble", 4, 2), ("zbv", 4, 2)):
-        engine = _engine(size, schedule, count, per_rank)
-        batch = {"x": make_data(count), "names": ["a"]}
-        with torch.inference_mode():
-            engine.agree(batch, training=False)
-            engine.evaluate(Boundary())
-        for _ in range(2):
-            engine.agree(batch, training=True, samples=torch.arange(4))
-            boundary = engine.share(Boundary() if rank == 0 else None)
-            losses = engine.step(boundary)
-        gradients = {
-            index: [p.grad for p in stage.module.parameters() if p.grad is not None]
-            for index, stage in engine._stages.items()
-        }
-        engine.close()
-        results.append(([loss.item() for loss in losses], gradients))
-    return results
-
-
-def test_steps_over_gloo_are_those_of_one_process() -> None:
-    ranks = run_ranks(_steps, 2)
-    for index, (count, layers) in enumerate([(5, 2), (4, 4), (4, 4)]):
-        (whole,) = make_stages(make_layers(layers), 1, make_data(count))
-        expected = []
-        for microbatch in range(count):
-            whole.index = microbatch
-            loss = whole()
-            (2 * loss).backward()
-            expected.append(loss.item())
-        found = {stage: g for rank in ranks for stage, g in rank[index][1].items()}
-        assert [rank[index][0] for rank in ranks if rank[index][0]] == [expected]
-        gradients = [gradient for stage in sorted(found) for gradient in found[stage]]
-        for mine, parameter in zip(gradients, whole.parameters(), strict=True):
-            torch.testing.assert_close(mine, parameter.grad, rtol=1e-5, atol=1e-7)
+def _engine(size: int, codec: Any = "none") -> PipelineEngine:
+    codecs = (make_boundary_codec(codec), make_boundary_codec(codec, backward=True))
+    return make_engine("1f1b", 4, make_layers(size), size, codecs, _world(size), _world(size))
 
 
 def _ways_of_their_own(rank: int, size: int) -> list[tuple[int, int]]:
@@ -97,7 +53,7 @@ def _world(size: int) -> dist.ProcessGroup:
 
 
 def _disagree(rank: int, size: int) -> list[str]:
-    engine = _engine(size, "1f1b", 4, 1)
+    engine = _engine(size)
     data = torch.arange(8).view(4, 2)
     odd = rank == 1
     calls: list[dict[str, Any]] = [
@@ -116,15 +72,19 @@ def _disagree(rank: int, size: int) -> list[str]:
     engine.agree(data, training=True)  # and nobody is left behind
     for codec in ("int8" if odd else "int4", TAHQuantization(tile_size=32 if odd else 64)):
         with pytest.raises(RuntimeError, match="differ") as error:
-            _engine(size, "1f1b", 4, 1, codec=codec)
+            _engine(size, codec)
         heard.append(str(error.value))
-    return heard
+    codecs, group = (MixedCodec(), MixedCodec()), _world(size)
+    _, widths = make_gated("1f1b", 4, make_layers(size), size, codecs, group, group)
+    with pytest.raises(RuntimeError, match="differ") as error:
+        widths.begin(lambda channels: WidthTable([8]), {0: WidthTable([4 + odd])}, {})
+    return [*heard, str(error.value)]
 
 
 def test_differences_raise_on_every_rank_with_the_values() -> None:
     ranks = run_ranks(_disagree, 3)
     assert ranks[0] == ranks[1] == ranks[2]
-    shape, dtype, content, mode, count, samples, codecs, options = ranks[0]
+    shape, dtype, content, mode, count, samples, codecs, options, widths = ranks[0]
     assert "batch: int64[4, 2] on ranks 0, 2, batch: int64[4, 1] on rank 1" in shape
     assert "float32[4, 2] on rank 1" in dtype
     assert "the digest of the batch is" in content
@@ -134,6 +94,7 @@ def test_differences_raise_on_every_rank_with_the_values() -> None:
     assert "samples' identities" in samples
     assert "backward_codec is int4 on ranks 0, 2, int8 on rank 1; forward_codec is" in codecs
     assert "differ: options of backward_codec is TAHQuantization(" in options
+    assert "the digest of the widths of boundary 0 is" in widths
 
 
 def test_signatures_and_digests_tell_batches_apart() -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lq_lightning.activations import ActivationPolicy, quantize_activations
-from lq_lightning.pipeline.split_backward import receive
-from lq_lightning.pipeline.stage import Stage
+from lq_lightning.pipeline.execution import Stage
 
 WIDTH = 64
 
@@ -72,12 +71,6 @@ def test_layers_may_change_it_in_place(how: str, split: bool) -> None:
     assert hidden.grad is None
 
 
-def test_it_has_the_memory_that_was_received() -> None:
-    hidden = _hidden()
-    entered, _ = receive(hidden)
-    assert entered.data_ptr() == hidden.data_ptr()
-
-
 def _codes() -> nn.Module:
     net = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
     quantize_activations(net, ActivationPolicy())
@@ -116,15 +109,26 @@ def test_it_is_kept_only_by_what_saves_it(
     assert alive() is None
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_its_gradient_has_no_strides_of_its_own(split: bool) -> None:
-    class Sums(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.sum()
+class Sums(nn.Module):
+    """Gives its input a gradient without strides; ``uses`` it or not."""
 
-    stage = Stage(Sums(), 1, 2)
-    stage.forward(0, _hidden(), Boundary, split)
+    def __init__(self, uses: bool) -> None:
+        super().__init__()
+        self.weight, self.uses = nn.Parameter(torch.ones(3)), uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.sum() if self.uses else self.weight.square().mean()).view(1)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("uses", [False, True])
+def test_its_gradient_is_contiguous_and_zero_where_it_is_not_used(uses: bool, split: bool) -> None:
+    stage = Stage(Sums(uses), 1, 2)
+    assert stage.forward(0, _hidden(), Boundary, split).shape == ()  # a loss of any shape
     gradient = (stage.backward_input if split else stage.backward)(0, None)
     assert gradient is not None
     assert gradient.is_contiguous()
-    assert torch.equal(gradient, torch.ones(Boundary.shape))
+    assert torch.equal(gradient, torch.full(Boundary.shape, float(uses)))
+    if split:
+        stage.backward_weight(0)
+    assert uses == (stage.module.weight.grad is None)

@@ -16,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lq_lightning._compat.autograd import hasten_casts
 from lq_lightning.foundation.parameters import is_copy_of_parameter
+from lq_lightning.pipeline.interceptor import LayerInterceptor
 from lq_lightning.pipeline.schedules import rank_of_stage
 from lq_lightning.plugins import FullyShardedPrecision
-from lq_lightning.strategies.pipelines import steps
-from lq_lightning.strategies.pipelines.steps import MicroBatches
+from lq_lightning.strategies.pipelines import run
+from lq_lightning.strategies.pipelines.run import MicroBatches
 
 COUNT = 3
 LAYERS = 3
@@ -68,6 +69,10 @@ class Net(pl.LightningModule):
         return x.square().mean()
 
 
+def _uncut() -> LayerInterceptor:
+    return LayerInterceptor(())
+
+
 def _forward(micro: MicroBatches, index: int) -> Tensor:
     loss: Tensor = micro.enter(lambda _: micro.run(index, is_last=True), None)
     return loss
@@ -86,7 +91,7 @@ def _count(copies: list[Tensor]) -> int:
 def _train(form: str, once: bool) -> tuple[Net, list[Tensor | None]]:
     """Run all forward passes, then all backward passes; return losses and gradients."""
     net = Net(form)
-    micro, batches = MicroBatches(net, _precision(once)), _batches()
+    micro, batches = MicroBatches(net, _precision(once), _uncut()), _batches()
     with micro.running("training_step", batches, 1.0):
         losses = [_forward(micro, index) for index in range(COUNT)]
         for loss in losses:
@@ -118,7 +123,7 @@ def test_copies_go_with_the_step_and_are_not_made_of_gathered_weights() -> None:
     x = torch.randn(1, 8)
     for sharded in (False, True):
         net = Net()
-        micro = MicroBatches(net, precision := _precision(once=True))
+        micro = MicroBatches(net, precision := _precision(once=True), _uncut())
         if sharded:
             micro._root = net  # type: ignore[assignment]
         with micro.running("training_step", [], None):
@@ -154,7 +159,7 @@ def test_only_mixed_precision_casts(name: Any) -> None:
 
 
 def test_evaluation_may_return_anything() -> None:
-    micro = MicroBatches(Net(), _precision(once=True))
+    micro = MicroBatches(Net(), _precision(once=True), _uncut())
     with micro.running("training_step", [], None):
         assert micro.enter(lambda _: "result", None) == "result"
 
@@ -162,7 +167,7 @@ def test_evaluation_may_return_anything() -> None:
 def test_inputs_of_reentrant_checkpoints_go_with_the_backward_pass() -> None:
     """They are leaves, as weights are."""
     net, inputs = Net("reentrant"), list[Any]()
-    micro = MicroBatches(net, _precision(once=True))
+    micro = MicroBatches(net, _precision(once=True), _uncut())
     index = 0
 
     def note(_: nn.Module, args: tuple[Tensor]) -> None:
@@ -190,8 +195,8 @@ def test_gradients_of_casts_do_not_wait_for_the_end_of_a_backward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     net, order, walks = Net(), list[str](), list[Tensor]()
-    monkeypatch.setattr(steps, "hasten_casts", lambda x: (walks.append(x), hasten_casts(x)))
-    micro, batches = MicroBatches(net, _precision(once=True)), _batches()
+    monkeypatch.setattr(run, "hasten_casts", lambda x: (walks.append(x), hasten_casts(x)))
+    micro, batches = MicroBatches(net, _precision(once=True), _uncut()), _batches()
     for index in (2, 1):
         hook = partial(lambda index, _: order.append(f"weight {index}"), index)
         net.layers[index].weight.register_post_accumulate_grad_hook(hook)
@@ -228,7 +233,7 @@ def test_copies_stay_where_backward_passes_enter_autocast(device: str) -> None:
     net = Net("one checkpointed").to(device)
     precision = _precision(once=True)
     precision.device_type = device
-    micro = MicroBatches(net, precision)
+    micro = MicroBatches(net, precision, _uncut())
     with micro.running("training_step", _batches(device), 1.0):
         loss = _forward(micro, 0)
         for index in range(1, COUNT):

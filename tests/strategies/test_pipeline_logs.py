@@ -53,12 +53,11 @@ class Logging(pl.LightningModule):
         for part in tokens.chunk(self.parts):
             with self.recorder.recording():
                 losses.append(self.step(part))
-        logged = self.recorder.take()
-        calls, values = pickle.loads(pickle.dumps((logged.calls, logged.values)))
+        logged = pickle.loads(pickle.dumps(self.recorder.take()))
         if self.other_stage:
             self.inner.mean.reset()
             self.collection.reset()
-        replay(self, calls, values)
+        replay(self, logged)
         return torch.stack(losses).mean()
 
     def on_train_batch_end(self, *args: Any) -> None:

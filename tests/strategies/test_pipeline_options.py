@@ -13,16 +13,12 @@ import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
 from lq_testing.lightning_models import TinyModule, loader, run_trainer, trainer
-from lq_testing.ranks import RankError
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
 
 from lq_lightning import QuantizedFSDPStrategy, QuantizedPipelineStrategy
 from lq_lightning.data_parallel import GradientQuantization
-from lq_lightning.strategies.pipelines.gradients import SharedTensor
 from lq_lightning.strategies.pipelines.options import PipelineOptions
-from lq_lightning.strategies.pipelines.ranks import stage_topology
-from lq_lightning.strategies.pipelines.stages import describe_shared
+from lq_lightning.strategies.pipelines.stages import SharedTensor, describe_shared, stage_topology
 
 NONE = {"forward_codec": "none", "backward_codec": "none"}
 
@@ -222,22 +218,6 @@ class Compiled(TinyModule):
         layer.forward._torchdynamo_orig_callable = layer.forward
 
 
-class Skips(TinyModule):
-    """Uses embeddings behind the layers."""
-
-    def training_step(self, tokens: Tensor, batch_idx: int) -> Any:
-        embedded = self.net.embed(tokens).mean()
-        return self.net(tokens) + embedded
-
-
-class LogsEmbeddings(TinyModule):
-    """Logs what only the first stage computes."""
-
-    def training_step(self, tokens: Tensor, batch_idx: int) -> Any:
-        self.log("size", self.net.embed(tokens).square().mean())
-        return super().training_step(tokens, batch_idx)
-
-
 class Beside(TinyModule):
     """Hands embeddings to its last layer behind the back of everyone."""
 
@@ -279,8 +259,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (TinyModule, {"num_microbatches": 3}, "batch of 8 samples cannot be cut"),
     (Compiled, {"schedule": "zero_bubble"}, r"blocks\.0` is compiled. Use '1f1b'"),
     (NoLoss, {}, "returning None in distributed training"),
-    (Skips, {}, "`Skips.training_step`: what the step returns depends on `net.embed`"),
-    (LogsEmbeddings, {}, "the step logs as 'size' depends on `net.embed`"),
     (Raises, {}, "^no such tokens$"),
     (
         RaisesAnything,
@@ -332,31 +310,3 @@ def test_codes_of_tied_gradients_are_named() -> None:
     shared = [SharedTensor("net.embed.weight", None, cast(Any, None), codec)]
     told = "`net.embed.weight` travel in int8 between the ranks that hold it (tied_gradients='auto'"
     assert told in describe_shared(shared, "auto")
-
-
-class Draws(TinyModule):
-    """Uses random numbers of its own on the first stage only."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.trainer.global_rank == 0:
-            torch.rand(3)
-
-
-def _shuffle(rank: int, world_size: int, root: str, alike: bool) -> None:
-    sampler = None if alike else RandomSampler(range(32), generator=torch.Generator())
-    if sampler is not None:
-        sampler.generator.manual_seed(rank)
-    data = DataLoader(loader(32).dataset, batch_size=8, shuffle=alike or None, sampler=sampler)
-    options = {"use_distributed_sampler": False, "max_epochs": 3}
-    run = trainer(QuantizedPipelineStrategy(**NONE), root, devices=world_size, **options)
-    run.fit(Draws(layers=2), data)
-
-
-def test_ranks_of_a_pipeline_shuffle_alike(tmp_path: Any) -> None:
-    run_trainer(_shuffle, 2, str(tmp_path), True)
-
-
-def test_other_data_is_noticed(tmp_path: Any) -> None:
-    with pytest.raises(RankError, match="digest of the batch") as raised:
-        run_trainer(_shuffle, 2, str(tmp_path), False)
-    assert len(raised.value.failures) == 2

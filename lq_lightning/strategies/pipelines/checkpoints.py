@@ -1,4 +1,4 @@
-"""Checkpoints of a model whose layers lie on several ranks, by the names of the whole model."""
+"""Checkpoints of a model cut into stages, by the names of the whole model."""
 
 from __future__ import annotations
 
@@ -20,28 +20,24 @@ from lq_lightning.strategies.pipelines.stages import CutModule
 
 @dataclass(frozen=True, kw_only=True)
 class StageLayout(ModelLayout):
-    """The layout of a module of which each rank of a pipeline holds some stages.
-
-    Attributes:
-        control_group: Ranks of this pipeline, on a backend that sends CPU tensors.
-    """
+    """The layout of a module of which each rank of a pipeline holds some stages."""
 
     cut: CutModule
-    control_group: dist.ProcessGroup
+    control_group: dist.ProcessGroup  # ranks of this pipeline, on a backend for CPU tensors
 
     @property
     def is_part(self) -> bool:
-        """True: other stages lie elsewhere."""
+        """Whether other ranks hold other parameters: always."""
         return True
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """First name in the whole model by name of a tied parameter here."""
+        """Return the first name in the whole model by name of a tied parameter here."""
         return self.cut.aliases
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """First name by further name of tied parameters of the whole model."""
+        """Return the first name by further name of tied parameters of the whole model."""
         return self.cut.ties
 
     def join_parts(self, part: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +61,7 @@ class StageLayout(ModelLayout):
         return _in_order(groups, self.cut.order)
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As without stages; groups have their parameters in the order of the whole model."""
+        """Return this part's state, with all groups in the order of the whole model."""
         own = self._state_by_name(optimizer)
         groups = self._whole_groups(own)
         return {**own, "param_groups": groups} if own else own
@@ -104,17 +100,11 @@ class _Place:
 
 
 def gather_parts(part: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
-    """Join dictionaries of all ranks of a group on its first one.
+    """Join dictionaries of all ranks of a group on its first one; others return an empty one.
 
-    Tensors travel one at a time, so that the others hold no second copy of theirs.
-
-    Args:
-        part: Tensors on the CPU, other values, or dictionaries of them, by name. Of a name on
-            several ranks the first one counts.
-        group: Ranks to join, on a backend that sends CPU tensors.
-
-    Returns:
-        The joined dictionary on the first rank, an empty one elsewhere.
+    ``part`` has CPU tensors, other values or dictionaries of them, by name; of a name on several
+    ranks the first value counts. Tensors are sent one at a time, so that no rank holds a second
+    copy of its own.
     """
     tensors: list[Tensor] = []
     outline = _outline(part, tensors)
@@ -159,7 +149,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 def _in_order(
     groups: Sequence[Mapping[str, Any]], order: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Parameter groups with names in the order of the whole model's parameters."""
+    """Sort the names in parameter groups by the order of the whole model."""
     return [
         {**group, "params": sorted(group["params"], key=lambda name: order.get(name, len(order)))}
         for group in groups
@@ -169,11 +159,7 @@ def _in_order(
 def _name_positions(
     whole: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], optimizer: Optimizer
 ) -> dict[str, Any]:
-    """Turn a state keyed by position into one by parameter name.
-
-    Raises:
-        ValueError: The groups have other numbers of parameters.
-    """
+    """Turn a state keyed by position into one by parameter name."""
     saved = whole["param_groups"]
     sizes = [[len(group["params"]) for group in each] for each in (saved, groups)]
     if sizes[0] != sizes[1]:

@@ -8,6 +8,7 @@ every rank of the pipeline logs the same: so callbacks such as ``ModelCheckpoint
 from __future__ import annotations
 
 import inspect
+import io
 import numbers
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lq_lightning._compat.metrics import has_separate_lists, set_step_value, step_value
-from lq_lightning.strategies.pipelines.ranks import PipelineRanks
+from lq_lightning.strategies.pipelines.stages import PipelineRanks
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": torch.mean,
@@ -44,31 +45,20 @@ _NAMES: dict[Any, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogCall:
-    """One call of ``self.log`` without its value. Plain data, equal on every rank.
-
-    Attributes:
-        metric: Attribute of the LightningModule that is the metric; None for a number.
-        has_value: Whether there is a number: always but for a metric that was only updated.
-        arguments: Further keyword arguments, by name.
-    """
+    """One call of ``self.log`` without its value. Plain data, equal on every rank."""
 
     name: str
-    metric: str | None
-    has_value: bool
-    arguments: tuple[tuple[str, Any], ...]
+    metric: str | None  # attribute of the LightningModule; None for a number
+    has_value: bool  # False for a metric that was only updated
+    arguments: tuple[tuple[str, Any], ...]  # further keyword arguments, by name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Logged:
-    """Logged values of one batch, reduced over its micro-batches.
+    """Logged values of one batch, reduced over its micro-batches."""
 
-    Attributes:
-        calls: One for each name. They rarely change from one step to the next.
-        values: ``[len(calls)]`` float64, on the device of the module; NaN where there is none.
-    """
-
-    calls: tuple[LogCall, ...]
-    values: Tensor
+    calls: tuple[LogCall, ...]  # one for each name; they rarely change between steps
+    values: Tensor  # [len(calls)] float64, on the device of the module; NaN where there is none
 
 
 @dataclass(slots=True)
@@ -82,8 +72,7 @@ class _Entry:
 class LogRecorder:
     """Takes the place of ``self.log`` (and so of ``self.log_dict``) of a LightningModule.
 
-    Args:
-        check: Called with each value and a description of its use, before it is recorded.
+    ``check`` is called with each value and a description of its use, before it is recorded.
     """
 
     def __init__(
@@ -102,7 +91,7 @@ class LogRecorder:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Drop the calls made inside, as of a step that only looks at shapes."""
+        """Drop the calls made inside."""
         with self._replaced(lambda *args, **kwargs: None):
             yield
 
@@ -151,10 +140,8 @@ class LogRecorder:
     def take(self, shares: Sequence[float] | None = None) -> Logged:
         """Return and forget the records since the last call, reduced over micro-batches.
 
-        Numbers are reduced as ``reduce_fx`` says (mean, unless given); batch sizes are added up.
-
-        Args:
-            shares: Relative weight of each micro-batch in a mean; None for equal weights.
+        Numbers are reduced as ``reduce_fx`` says (mean, unless given), in means weighted by
+        ``shares``; batch sizes are added up.
         """
         entries, self._entries = self._entries, {}
         device = self._module.device
@@ -186,7 +173,7 @@ class LogRecorder:
 
 
 def _weighted(values: list[Tensor], shares: Sequence[float]) -> list[Tensor]:
-    """Values of which the mean is that over targets; as they are if not all have one."""
+    """Weight values so that their mean is over targets; unchanged if some micro-batch has none."""
     if len(values) != len(shares):
         return values
     return [
@@ -196,22 +183,16 @@ def _weighted(values: list[Tensor], shares: Sequence[float]) -> list[Tensor]:
 
 
 def replay(
-    module: LightningModule,
-    calls: Sequence[LogCall],
-    values: Tensor,
-    replicas: dist.ProcessGroup | None = None,
+    module: LightningModule, logged: Logged, replicas: dist.ProcessGroup | None = None
 ) -> None:
     """Log recorded calls in the hook that runs now; all ranks of a pipeline call it.
 
     A metric is logged as the object of that attribute. Ranks whose stage did not update it
     contribute empty states, when torchmetrics adds them up over all ranks at the end of an epoch.
-
-    Args:
-        calls, values: The fields of the last stage's :class:`Logged`.
-        replicas: Ranks with other data, over which ``sync_dist=True`` reduces: the stages of a
-            pipeline log the same values, which a sum must not count again.
+    ``sync_dist=True`` reduces over ``replicas``, which have other data: the stages of a pipeline
+    log the same values, which a sum must not count again.
     """
-    for call, value in zip(calls, values.unbind(), strict=True):
+    for call, value in zip(logged.calls, logged.values.unbind(), strict=True):
         arguments = dict(call.arguments)
         if call.metric is None:
             arguments["sync_dist_group"] = replicas
@@ -222,6 +203,66 @@ def replay(
             raise TypeError(f"`{call.metric}` is a `{type(metric).__name__}`, not a metric.")
         set_step_value(metric, value.float() if call.has_value else None)
         module.log(call.name, metric, metric_attribute=call.metric, **arguments)
+
+
+class OutcomeBroadcast:
+    """Sends outcomes from the last stage to all ranks of a pipeline, which call it together.
+
+    Numbers stay on the device, so that no host waits for it. Names are sent only when they change,
+    which is rare. ``source`` is the number of the last stage's rank in the pipeline.
+    """
+
+    def __init__(self, ranks: PipelineRanks, source: int) -> None:
+        self._ranks, self._source = ranks, source
+        self._known: dict[str, tuple[LogCall, ...]] = {}
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self._ranks.rank == self._source
+
+    def share(
+        self, step: str, losses: Sequence[Tensor | None], logged: Logged
+    ) -> tuple[Tensor | None, Logged]:
+        """Return on all ranks the mean loss of the micro-batches and their log records.
+
+        Both come from the last stage. The mean is a float32 scalar; None if a loss is None.
+        """
+        present = [loss for loss in losses if loss is not None]
+        has_loss = len(present) == len(losses) > 0
+        calls = logged.calls if self.is_source else self._known.get(step, ())
+        header = torch.tensor([has_loss, calls != self._known.get(step, ())], dtype=torch.int64)
+        dist.broadcast(header, group=self._ranks.control_group, group_src=self._source)
+        has_loss, changed = bool(header[0]), bool(header[1])
+        if changed:
+            calls = self._known[step] = self.share_object(calls)
+        numbers = torch.zeros(1 + len(calls), dtype=torch.float64, device=self._ranks.device)
+        if self.is_source:
+            numbers[1:] = logged.values
+            if has_loss:
+                numbers[0] = torch.stack([loss.float().reshape(()) for loss in present]).mean()
+        if has_loss or calls:
+            dist.broadcast(numbers, group=self._ranks.group, group_src=self._source)
+        loss = numbers[0].float() if has_loss else None
+        return loss, Logged(calls=calls, values=numbers[1:])
+
+    def share_output(self, value: Any) -> Any:
+        """Return on all ranks the output of the last stage, on each rank's device."""
+        file = io.BytesIO()
+        if self.is_source:
+            torch.save(value, file)
+        content = self.share_object(file.getvalue())
+        if self.is_source:
+            return value
+        # Written by this very run.
+        return torch.load(io.BytesIO(content), self._ranks.device, weights_only=False)
+
+    def share_object(self, value: Any) -> Any:
+        """Return the last stage's value on all ranks."""
+        box = [value]
+        group = self._ranks.control_group
+        dist.broadcast_object_list(box, group=group, group_src=self._source)
+        return box[0]
 
 
 # Arguments of `LightningModule.log` after `self`, name and value.
@@ -257,8 +298,8 @@ def _check(name: str, value: Any, arguments: dict[str, Any]) -> None:
 class _OverPipelines:
     """A ``dist_sync_fn`` that takes states from the last stage of each pipeline.
 
-    torchmetrics adds up or joins the states of all ranks. In a pipeline those of other stages are
-    empty, of a dtype that torchmetrics guesses, or would be counted again.
+    torchmetrics adds up or joins the states of all ranks. In a pipeline the states of other stages
+    are empty, of a dtype that torchmetrics guesses, or would be counted again.
     """
 
     def __init__(self, ranks: PipelineRanks, from_last: Callable[[Tensor], Tensor]) -> None:
@@ -280,13 +321,8 @@ def sum_over_pipelines(
 ) -> None:
     """Let ``compute`` of all metrics use the states of the last stages, on every rank.
 
-    Args:
-        module: Of this rank; metrics with a ``dist_sync_fn`` of their own keep it.
-        from_last: Returns the last stage's tensor on all ranks of a pipeline, which call it
-            together.
-
-    Raises:
-        NotImplementedError: A metric keeps a list that is not joined.
+    Metrics with a ``dist_sync_fn`` of their own keep it. ``from_last`` returns the last stage's
+    tensor on all ranks of a pipeline, which call it together.
     """
     for name, metric in module.named_modules():
         if not isinstance(metric, Metric):
@@ -304,10 +340,10 @@ def sum_over_pipelines(
 
 @contextmanager
 def unchanged(metrics: Sequence[Metric | MetricCollection]) -> Iterator[None]:
-    """Leave out updates inside, around a part of a step that does not come to its end.
+    """Let metrics return NaN without an update, around a step that does not come to its end.
 
     Each stage runs the code in front of the layers, so metrics there would be updated several times
-    on a rank that has the last stage and others. They return NaN.
+    on a rank that has the last stage and others.
     """
     names = ("forward", "update")
     replaced = [(m, {name: m.__dict__.get(name) for name in names}) for m in metrics]

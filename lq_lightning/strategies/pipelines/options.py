@@ -21,8 +21,7 @@ from lq_lightning.pipeline.boundary import (
     codec_classes,
     make_boundary_codec,
 )
-from lq_lightning.pipeline.boundary_widths import LearnsWidths
-from lq_lightning.pipeline.mixed import MixedCodec
+from lq_lightning.pipeline.boundary_widths import LearnsWidths, MixedCodec
 from lq_lightning.pipeline.schedules import SCHEDULES, check_schedule
 from lq_lightning.strategies.options import check_count
 
@@ -33,19 +32,7 @@ _MICROBATCHES_PER_RANK = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineOptions:
-    """Options of stages, schedule and boundaries.
-
-    Attributes:
-        pipeline_size: Ranks along the pipeline; None for all.
-        schedule: Order of forward and backward passes.
-        num_microbatches: Parts of a batch; None for as many as divide it, up to four per rank.
-        split: ``"parameters"``, layers of each stage, or costs of modules.
-        trunk: Name of the list of layers, where a model has several.
-        forward_codec: Code of hidden states on the wire.
-        backward_codec: Code of their gradients.
-        tied_gradients: Code of gradients of tied weights between stages.
-        count_targets: Function that counts the targets of a (micro-)batch.
-    """
+    """Options of stages, schedule and boundaries; see ``QuantizedPipelineStrategy``."""
 
     pipeline_size: int | None
     schedule: str
@@ -59,11 +46,7 @@ class PipelineOptions:
     count_targets: Callable[[Any], Any] | None = None
 
     def check(self, owner: str) -> None:
-        """Refuse values that no run could have.
-
-        Raises:
-            ValueError: One of them is such a value.
-        """
+        """Raise ``ValueError`` for values that no run could have."""
         for name in ("pipeline_size", "num_microbatches", "stages_per_rank"):
             value = getattr(self, name)
             check_count(owner, name, 1 if value is None else value, 1)
@@ -92,11 +75,7 @@ class PipelineOptions:
             self.check_schedule(self.pipeline_size)
 
     def make_codecs(self) -> tuple[BoundaryCodec, BoundaryCodec]:
-        """New codecs of hidden states and of their gradients, for one rank.
-
-        Raises:
-            ValueError: There is no such codec, or not for one way alone.
-        """
+        """Return new codecs of hidden states and of their gradients, for one rank."""
         forward = make_boundary_codec(self.forward_codec)
         if self.backward_codec != "amaq":
             return forward, make_boundary_codec(self.backward_codec, backward=True)
@@ -109,11 +88,7 @@ class PipelineOptions:
         return forward, forward  # the same widths
 
     def shares(self, batches: Sequence[Any]) -> list[float] | None:
-        """Targets of each micro-batch relative to their mean; None if nobody counts them.
-
-        Raises:
-            ValueError: A number is negative or not finite.
-        """
+        """Return targets of each micro-batch over their mean; None without ``count_targets``."""
         if self.count_targets is None:
             return None
         counts = [float(self.count_targets(batch)) for batch in batches]
@@ -127,7 +102,7 @@ class PipelineOptions:
         return [count / mean if mean else 1.0 for count in counts]
 
     def tied_codec(self) -> CodecSpec | None:
-        """Codec of gradients of weights that several stages hold; None for full precision."""
+        """Return the codec of gradients of tied weights; None for full precision."""
         name = self.tied_gradients
         if name == "auto":
             name = "none" if self.backward_codec == "none" else "int8"
@@ -138,11 +113,7 @@ class PipelineOptions:
         return CodecSpec(code="int4", group_size=128, hadamard_size=128, scale_dtype="bfloat16")
 
     def check_learner(self, owner: str, callbacks: Iterable[Callback]) -> None:
-        """Check that widths are learned if, and only if, hidden states travel in them.
-
-        Raises:
-            ValueError: Either of both is missing.
-        """
+        """Raise ``ValueError`` unless widths are learned exactly where hidden states use them."""
         learner = learner_of(callbacks)
         travels = self.forward_codec == "amaq"
         if travels and learner is None:
@@ -161,22 +132,14 @@ class PipelineOptions:
             )
 
     def check_schedule(self, pipeline_size: int) -> None:
-        """Refuse a schedule that does not go with the numbers.
-
-        Raises:
-            ValueError: As ``lq_lightning.pipeline.schedules.check_schedule``.
-        """
+        """Raise ``ValueError`` for a schedule that does not go with the numbers."""
         if pipeline_size > 1:
             check_schedule(
                 self.schedule, pipeline_size, self.microbatches(pipeline_size), self.stages_per_rank
             )
 
     def size(self, owner: str, world_size: int) -> int:
-        """Ranks along the pipeline.
-
-        Raises:
-            ValueError: They do not divide the world.
-        """
+        """Return the ranks along the pipeline; ``ValueError`` if they do not divide the world."""
         size = world_size if self.pipeline_size is None else self.pipeline_size
         if world_size % size:
             divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
@@ -187,19 +150,16 @@ class PipelineOptions:
         return size
 
     def microbatches(self, pipeline_size: int) -> int:
-        """The most micro-batches that a training batch is cut into."""
+        """Return the most micro-batches that a training batch is cut into."""
         if self.num_microbatches is None:
             return _MICROBATCHES_PER_RANK * pipeline_size
         return self.num_microbatches
 
     def microbatches_of(self, batch_size: int, pipeline_size: int, training: bool) -> int:
-        """Micro-batches that a batch of this many samples is cut into.
+        """Return the number of micro-batches of a batch.
 
         In evaluation, where any number will do, the largest that divides the batch. In training
         the given number, or without one the largest that divides the batch and suits the schedule.
-
-        Raises:
-            ValueError: Training has no such number.
         """
         if batch_size < 1:
             raise ValueError(
@@ -245,12 +205,7 @@ def learner_of(callbacks: Iterable[Callback]) -> LearnsWidths | None:
 
 
 def check_module(owner: str, module: LightningModule) -> None:
-    """Refuse a LightningModule whose steps cannot run in parts.
-
-    Raises:
-        NotImplementedError: Manual optimization, ``training_step(self, dataloader_iter)``, or an
-            own ``backward``.
-    """
+    """Raise ``NotImplementedError`` for a module whose steps cannot run in parts."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise NotImplementedError(
@@ -275,11 +230,7 @@ def check_module(owner: str, module: LightningModule) -> None:
 
 
 def check_stage_optimizer(owner: str, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that evaluates the loss by itself.
-
-    Raises:
-        NotImplementedError: It is L-BFGS.
-    """
+    """Raise ``NotImplementedError`` for an optimizer that evaluates the loss by itself."""
     if isinstance(optimizer, LBFGS):
         raise NotImplementedError(
             f"`LBFGS` does not work with `{owner}`: it evaluates the loss several times in a step "
@@ -288,11 +239,7 @@ def check_stage_optimizer(owner: str, optimizer: Optimizer) -> None:
 
 
 def make_stage_optimizer(configure: Callable[[], None]) -> None:
-    """Make the optimizer; give advice where all weights of a rank are frozen.
-
-    Raises:
-        ValueError: There is nothing to optimize on this rank.
-    """
+    """Make the optimizer; raise ``ValueError`` with advice where a rank has nothing to train."""
     try:
         configure()
     except ValueError as error:

@@ -1,10 +1,10 @@
-"""One batch after the other through the pipeline, as all of its ranks see it."""
+"""Batches through the pipeline: the user's steps, run by micro-batch and stage."""
 
 from __future__ import annotations
 
-import io
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,39 +15,43 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torchmetrics import Metric, MetricCollection
 
+from lq_lightning._compat.autograd import hasten_casts, let_go_of_casts
+from lq_lightning._compat.modules import begin_root_forward, end_root_forward
+from lq_lightning._compat.saved_tensors import version_of
 from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec
 from lq_lightning.pipeline.batches import batch_size, concatenate, sample_ids, split_batch
-from lq_lightning.pipeline.boundary_widths import BoundaryWidths, boundaries_between
+from lq_lightning.pipeline.boundary_widths import BoundaryWidths, MixedCodec, boundaries_between
 from lq_lightning.pipeline.engine import Agreement, PipelineEngine, batch_signature
+from lq_lightning.pipeline.interceptor import LayerInterceptor
 from lq_lightning.pipeline.message import BoundaryMeta
-from lq_lightning.pipeline.mixed import MixedCodec
 from lq_lightning.pipeline.partition import StageModule, kept_stages
 from lq_lightning.pipeline.random_numbers import RandomNumbers, held_generators, mixed_seed
 from lq_lightning.pipeline.schedules import rank_of_stage
 from lq_lightning.plugins import FullyShardedPrecision
 from lq_lightning.strategies.optimizer_steps import StrategyPart
-from lq_lightning.strategies.pipelines.logs import LogCall, Logged, replay, sum_over_pipelines
+from lq_lightning.strategies.pipelines.logs import (
+    LogRecorder,
+    OutcomeBroadcast,
+    replay,
+    sum_over_pipelines,
+    unchanged,
+)
 from lq_lightning.strategies.pipelines.options import PipelineOptions, learner_of
-from lq_lightning.strategies.pipelines.ranks import PipelineRanks
-from lq_lightning.strategies.pipelines.stages import CutModule
-from lq_lightning.strategies.pipelines.steps import MicroBatches, joined_extra
-from lq_lightning.strategies.pipelines.targets import COUNT
+from lq_lightning.strategies.pipelines.stages import CutModule, PipelineRanks
+from lq_lightning.strategies.pipelines.targets import COUNT, BatchMeans
 
 
 class BatchSeeds:
     """Seeds that are the same on all stages of a pipeline, and differ between batches and replicas.
 
-    They are functions of the seed of the run and of where training is, both of which checkpoints
-    hold, so that a resumed run goes on with the numbers of the one that was interrupted.
-
-    Args:
-        replica: Index of this pipeline among the replicas.
-
-    Attributes:
-        of_run: Seed that all ranks share; set before the first batch.
+    They are functions of the seed of the run and of the progress of training, both of which
+    checkpoints hold, so that a resumed run goes on with the same numbers. ``replica`` is the index
+    of this pipeline; ``of_run``, the seed that all ranks share, is set before the first batch.
     """
 
     def __init__(self, replica: int) -> None:
@@ -57,7 +61,7 @@ class BatchSeeds:
         self._evaluated = 0
 
     def next(self, trainer: Trainer, step: str, training: bool) -> int:
-        """Return the seed of the batch that comes now; call it once for each."""
+        """Return the seed of the next batch; call it once for each."""
         place: tuple[object, ...]
         if training:
             place = (trainer.current_epoch, trainer.fit_loop.batch_idx)
@@ -69,81 +73,164 @@ class BatchSeeds:
         return mixed_seed(self.of_run, self._replica, training, *place)
 
 
-class Outcome(NamedTuple):
-    """Of a batch, the same on all ranks of a pipeline.
+# --- steps of micro-batches ---------------------------------------------------------------------
 
-    Attributes:
-        loss: float32 scalar; None where there is none.
-        calls: Recorded calls of ``self.log``.
-        values: ``[len(calls)]`` float64, their values.
-    """
+
+class StepOutput(NamedTuple):
+    """Loss, if the step returned one, and other outputs of a micro-batch; without graph."""
 
     loss: Tensor | None
-    calls: tuple[LogCall, ...]
-    values: Tensor
+    extra: dict[str, Any]
 
 
-class OutcomeBroadcast:
-    """Sends outcomes from the last stage to all ranks of a pipeline, which call it together.
+class MicroBatches:
+    """Runs the user's step on the micro-batches of one batch, as stages ask for them.
 
-    Numbers stay on the device, so that no host waits for it. Names are sent only when they change,
-    which is rare.
-
-    Args:
-        source: Place of the last stage's rank in the pipeline.
+    ``calls`` is the interceptor of the module's layers, ``logs`` the recorder of ``self.log``.
     """
 
-    def __init__(self, ranks: PipelineRanks, source: int) -> None:
-        self._ranks, self._source = ranks, source
-        self._known: dict[str, tuple[LogCall, ...]] = {}
+    def __init__(
+        self, module: LightningModule, precision: FullyShardedPrecision, calls: LayerInterceptor
+    ) -> None:
+        self._calls = calls
+        self.logs = LogRecorder(module, calls.check)
+        self._module = module
+        self._metrics = [m for m in module.modules() if isinstance(m, (Metric, MetricCollection))]
+        self._precision = precision
+        self._root = module if isinstance(module, FSDPModule) else None
+        self._step: Callable[..., Any] | None = None
+        self._arguments: list[tuple[Any, ...]] = []
+        self._scale: float | None = None
+        self._shares: Sequence[float] | None = None
+        self._means: BatchMeans | None = None
+        self._weights: list[Tensor] = []
+        self._version = 0
+        self._cast: set[object] = set()
+        self._outputs: dict[int, StepOutput] = {}
 
-    @property
-    def is_source(self) -> bool:
-        """Whether this rank has the last stage."""
-        return self._ranks.rank == self._source
+    @contextmanager
+    def running(
+        self,
+        step: str,
+        arguments: list[tuple[Any, ...]],
+        scale: float | None,
+        shares: Sequence[float] | None = None,
+        means: BatchMeans | None = None,
+    ) -> Generator[None, None, None]:
+        """Around the schedule of one batch.
 
-    def share(self, step: str, losses: Sequence[Tensor | None], logged: Logged) -> Outcome:
-        """Return on all ranks the mean loss of the micro-batches and their log records.
-
-        Args:
-            losses: Losses of the micro-batches, on the last stage; if one is None there is no mean.
-            logged: Records of the micro-batches, on the last stage.
+        ``arguments`` of the step are given by micro-batch. Losses are multiplied by ``scale``
+        before backward; None in evaluation. ``shares`` are the targets of micro-batches over their
+        mean, if somebody counts them; ``means`` corrects means over targets on the last stage.
         """
-        present = [loss for loss in losses if loss is not None]
-        has_loss = len(present) == len(losses) > 0
-        calls = logged.calls if self.is_source else self._known.get(step, ())
-        header = torch.tensor([has_loss, calls != self._known.get(step, ())], dtype=torch.int64)
-        dist.broadcast(header, group=self._ranks.control_group, group_src=self._source)
-        has_loss, changed = bool(header[0]), bool(header[1])
-        if changed:
-            calls = self._known[step] = self.share_object(calls)
-        numbers = torch.zeros(1 + len(calls), dtype=torch.float64, device=self._ranks.device)
-        if self.is_source:
-            numbers[1:] = logged.values
-            if has_loss:
-                numbers[0] = torch.stack([loss.float().reshape(()) for loss in present]).mean()
-        if has_loss or calls:
-            dist.broadcast(numbers, group=self._ranks.group, group_src=self._source)
-        return Outcome(numbers[0].float() if has_loss else None, calls, numbers[1:])
+        self._step, self._arguments, self._scale = getattr(self._module, step), arguments, scale
+        self._shares, self._means = shares, means
+        self._outputs.clear()
+        if self._root is None:
+            self._weights = list(self._module.parameters())
+        try:
+            with self._precision.casting_once() if self._root is None else nullcontext():
+                yield
+        finally:
+            self._step, self._arguments, self._weights = None, [], []
+            self._cast.clear()
 
-    def share_output(self, value: Any) -> Any:
-        """Return on all ranks the output of the last stage, on each rank's device."""
-        file = io.BytesIO()
-        if self.is_source:
-            torch.save(value, file)
-        content = self.share_object(file.getvalue())
-        if self.is_source:
-            return value
-        return torch.load(
-            io.BytesIO(content), map_location=self._ranks.device, weights_only=False
-        )  # written by this very run
+    def enter(self, part: Callable[[Tensor | None], Any], hidden: Tensor | None) -> Any:
+        """Run the part of a stage as a forward of the root unit, in the run's precision.
 
-    def share_object(self, value: Any) -> Any:
-        """Return the last stage's value on all ranks."""
-        box = [value]
-        source = dist.get_process_group_ranks(self._ranks.control_group)[self._source]
-        dist.broadcast_object_list(box, src=source, group=self._ranks.control_group)
-        return box[0]
+        ``part`` catches ``StageEnd``: no exception crosses FSDP2's forward.
+        """
+        self._precision.collect()
+        with self._precision.forward_context():
+            if self._precision.casts_once:
+                return self._enter_with_casts(part, hidden)
+            if self._root is None:
+                return part(hidden)
+            begin_root_forward(self._root)
+            return end_root_forward(self._root, part(hidden))
+
+    def _enter_with_casts(self, part: Callable[[Tensor | None], Any], hidden: Tensor | None) -> Any:
+        """Run the part of a stage with the casts of weights that earlier micro-batches left."""
+        version = sum(version_of(weight) for weight in self._weights)
+        if version != self._version:  # by an optimizer, or by the step itself (`max_norm`)
+            torch.clear_autocast_cache()
+            self._version = version
+            self._cast.clear()
+        output = part(hidden)
+        if part not in self._cast and isinstance(output, Tensor):
+            hasten_casts(output)
+            if not let_go_of_casts(output):
+                self._cast.add(part)
+        return output
+
+    def run(self, index: int, is_last: bool) -> Any:
+        """Call the user's step on a micro-batch; return the scaled loss, in evaluation the output.
+
+        Only on the last stage do steps come to their end. Logs of other stages, from in front of
+        the layers, are dropped: the last stage repeats them.
+        """
+        if self._step is None:
+            raise AssertionError("a stage ran outside of a schedule")
+        self._calls.random.start(index)
+        with (
+            self.logs.recording() if is_last else self.logs.muted(),
+            nullcontext() if is_last else unchanged(self._metrics),
+            self._means.watching(index) if is_last and self._means else nullcontext(),
+        ):
+            result = self._step(*self._arguments[index])
+        self._calls.check(result, "what the step returns")  # beside the loss, too
+        if self._scale is None:
+            return result
+        loss, extra = _split_output(type(self._module).__name__, result)
+        if loss is not None and self._shares is not None:
+            share = self._shares[index]
+            # without a target there may be no number that 0 makes 0, nor its gradient
+            loss = loss * share if share else torch.zeros_like(loss).requires_grad_()
+        self._outputs[index] = StepOutput(None if loss is None else loss.detach(), extra)
+        if loss is None:  # all ranks hear of it when the schedule is done
+            return torch.zeros((), device=self._module.device, requires_grad=True)
+        return loss * self._scale
+
+    def in_order(self) -> list[StepOutput]:
+        """Return the outputs of the last batch by micro-batch, on the rank of the last stage."""
+        return [self._outputs[index] for index in sorted(self._outputs)]
+
+
+def _split_output(owner: str, result: Any) -> tuple[Tensor | None, dict[str, Any]]:
+    """Split the output of ``training_step`` into the loss and the rest."""
+    if result is None:
+        return None, {}
+    if isinstance(result, Tensor):
+        return result, {}
+    if isinstance(result, Mapping) and isinstance(result.get("loss"), Tensor):
+        # Without graphs, which would be kept until the last micro-batch.
+        rest = {k: v.detach() if isinstance(v, Tensor) else v for k, v in result.items()}
+        del rest["loss"]
+        return result["loss"], rest
+    raise TypeError(
+        f"`{owner}.training_step` returned a {type(result).__name__}: return the loss, a "
+        "dictionary with a tensor under 'loss', or None."
+    )
+
+
+def joined_extra(outputs: Sequence[StepOutput]) -> dict[str, Any]:
+    """Join the values that micro-batches returned beside the loss, as if they were one batch.
+
+    Scalars are averaged, other tensors are joined along their first dimension, anything else
+    becomes a list.
+    """
+    joined: dict[str, Any] = {}
+    for key in dict.fromkeys(key for output in outputs for key in output.extra):
+        values = [output.extra[key] for output in outputs if key in output.extra]
+        if all(isinstance(value, Tensor) for value in values):
+            scalar = values[0].ndim == 0
+            joined[key] = torch.stack(values).mean(0) if scalar else torch.cat(values)
+        else:
+            joined[key] = values
+    return joined
+
+
+# --- batches ------------------------------------------------------------------------------------
 
 
 _BATCHES_TO_CHECK = 3  # checks of means over targets wait for the GPU
@@ -151,33 +238,22 @@ _BATCHES_TO_CHECK = 3  # checks of means over targets wait for the GPU
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Batch:
-    """A batch that all ranks of the pipeline agree on.
-
-    Attributes:
-        arguments: Arguments of the step for each micro-batch.
-        boundary: Shapes and dtypes that cross the boundaries.
-        samples: Identities of its samples, for codecs that remember them.
-        shares: Targets of each micro-batch relative to their mean; None if nobody counts them.
-        seed: Seed of its random numbers.
-        watched: Whether it is the first of its shape.
-    """
+    """A batch that all ranks of the pipeline agree on."""
 
     step: str
-    arguments: list[tuple[Any, ...]]
+    arguments: list[tuple[Any, ...]]  # of the step for each micro-batch
     boundary: BoundaryMeta
-    samples: Tensor | None
-    shares: list[float] | None
-    seed: int
-    watched: bool
+    samples: Tensor | None  # identities, for codecs that remember samples
+    shares: list[float] | None  # targets of micro-batches over their mean; None: not counted
+    seed: int  # of random numbers
+    watched: bool  # the first of its shape
 
 
 class PipelineRun(StrategyPart):
     """Runs the steps of a module of which this rank has kept its stages.
 
-    All ranks of a pipeline make one and call its methods together.
-
-    Args:
-        module: This rank's part, at its place, sharded or not.
+    All ranks of a pipeline make one and call its methods together. ``module`` is this rank's part,
+    on its device, sharded or not.
 
     Attributes:
         remembers: Whether hidden states are coded as differences to earlier ones of the sample.
@@ -195,7 +271,10 @@ class PipelineRun(StrategyPart):
         self.module = module
         num_stages = record.plan.num_stages
         self._options, self._ranks = options, ranks
-        self._micro = MicroBatches(module, precision)
+        kept = kept_stages(module)
+        if kept is None:
+            raise AssertionError("a pipeline runs modules that were cut")
+        self._micro = MicroBatches(module, precision, kept.calls)
         self._stages = {
             stage: StageModule(
                 module,
@@ -205,14 +284,9 @@ class PipelineRun(StrategyPart):
             )
             for stage in record.stages
         }
-        self._random = RandomNumbers(ranks.device)
-        kept = kept_stages(module)
-        if kept is None:
-            raise AssertionError("a pipeline runs modules that were cut")
-        kept.calls.random = self._random
+        kept.calls.random = self._random = RandomNumbers(ranks.device)
         self._plan = record.plan
         self.seeds = BatchSeeds(ranks.stage_group.rank())
-        self._watched: set[str] = set()
         self._refused: list[str] = []
         for stage_module in self._stages.values():
             stage_module.refused = self._refused
@@ -233,7 +307,7 @@ class PipelineRun(StrategyPart):
             *self.codecs,
         )
         self._boundaries: dict[str, BoundaryMeta] = {}
-        self._seen: set[tuple[tuple[int, ...], torch.dtype]] = set()
+        self._has_logged_formats = False
         self._batch: _Batch | None = None
         self._has_trained = False
         self._batches_to_check = _BATCHES_TO_CHECK
@@ -257,14 +331,11 @@ class PipelineRun(StrategyPart):
         learner.connect_boundaries(boundaries, self.module)
 
     def prepare(self, step: str, arguments: tuple[Any, ...], training: bool) -> int:
-        """Cut a batch into micro-batches, and find the shapes that cross the boundaries.
+        """Cut a batch into micro-batches, find the shapes of hidden states; return their number.
 
         Args:
             arguments: Arguments of the step; the batch comes first.
             training: Whether :meth:`train` follows, not :meth:`evaluate`.
-
-        Returns:
-            The number of micro-batches.
 
         Raises:
             RuntimeError: On all ranks: they have different batches.
@@ -277,9 +348,8 @@ class PipelineRun(StrategyPart):
         count = self._options.microbatches_of(batch_size(batch), self._ranks.size, training)
         parts = [(part, *others) for part in split_batch(batch, count)]
         key = f"{step} {count} {batch_signature(batch)}"
-        watched = key not in self._watched
+        watched = key not in self._boundaries
         if watched:
-            self._watched.add(key)
             self._hold_generators()
         seed = self.seeds.next(self.module.trainer, step, training)
         boundary = self._boundary(key, step, parts)
@@ -311,7 +381,7 @@ class PipelineRun(StrategyPart):
         )
 
     def _refuse_together(self, batch: _Batch) -> None:
-        """Raise on all ranks if any of them saw the step do something that is refused."""
+        """Raise on all ranks if a watched step did something that is refused on any of them."""
         if not batch.watched:
             return
         own = self._refused.copy(), self._random.compared or {}
@@ -344,7 +414,7 @@ class PipelineRun(StrategyPart):
             known = self._boundaries[key] = known or found
             for codec in self.codecs:
                 codec.check(known.shape, known.dtype)
-            self._tell(known)
+            self._log_formats(known)
         if known is None:
             raise AssertionError("unknown boundaries are probed")
         return known
@@ -358,35 +428,32 @@ class PipelineRun(StrategyPart):
             return error
 
     def _someone_lacks(self, lacking: bool) -> bool:
-        """Whether a replica of this rank's stage has to probe, which sharded ones do together."""
+        """Return whether any replica of this stage has to probe: sharded ones probe together."""
         if self._ranks.replicas == 1:
             return lacking
         flag = torch.tensor([lacking], dtype=torch.int32)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._ranks.stage_control_group)
         return bool(flag.item())
 
-    def _tell(self, boundary: BoundaryMeta) -> None:
-        """Say once how hidden states of a shape travel."""
-        kind = (boundary.shape, boundary.dtype)
-        if kind in self._seen:
-            return
-        first = not self._seen
-        self._seen.add(kind)
-        if first:
-            bits = [codec.bits_per_value(*kind) for codec in self.codecs]
+    def _log_formats(self, boundary: BoundaryMeta) -> None:
+        """Log the formats of the first hidden states."""
+        if not self._has_logged_formats:
+            self._has_logged_formats = True
+            shape, dtype = boundary.shape, boundary.dtype
+            bits = [codec.bits_per_value(shape, dtype) for codec in self.codecs]
             names = [codec.name for codec in self.codecs]
             rank_zero_info(
-                f"boundaries: {list(boundary.shape)} {boundary.dtype} per micro-batch, forward as "
+                f"boundaries: {list(shape)} {dtype} per micro-batch, forward as "
                 f"{names[0]} ({bits[0]:.2f} bits per value), backward as {names[1]} ({bits[1]:.2f})"
             )
 
     def forget(self) -> None:
-        """Let codecs begin anew, on all ranks: the weights are others now."""
+        """Let codecs start over, on all ranks: the weights are others now."""
         for codec in self.codecs:
             codec.forget()
 
     def on_weights_loaded(self) -> None:
-        """Refer to nothing that was sent before."""
+        """Forget the samples of earlier weights."""
         self.forget()
 
     def extra_state(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -405,33 +472,22 @@ class PipelineRun(StrategyPart):
                 "epoch is slower, and the run does not continue bit for bit."
             )
 
-    def _take(self) -> _Batch:
-        batch, self._batch = self._batch, None
-        if batch is None:
-            raise AssertionError("a batch is prepared before it runs")
-        return batch
-
     def train(self, scale: float) -> Any:
         """Run forward and backward passes, which add to the module's gradients.
 
-        Args:
-            scale: Factor of losses before backward.
+        Losses are multiplied by ``scale`` before backward.
 
         Returns:
             As ``training_step``, on all ranks: the mean loss of the micro-batches, on the last
             stage with other returned values; None if a micro-batch had no loss.
         """
-        batch = self._take()
-        running = self._micro.running(batch.step, batch.arguments, scale, batch.shares)
-        self._random.compared = {} if batch.watched else None
-        with self._random.batch(batch.seed), running:
+        with self._running(scale) as (batch, means):
             self.engine.step(batch.boundary, batch.samples, len(batch.arguments))
             outputs = self._micro.in_order()
         self._refuse_together(batch)
         losses = [output.loss for output in outputs]
-        self._check_means(batch.step, losses)
-        outcome = self._share(batch.step, losses, batch.shares)
-        loss = outcome.loss
+        self._check_means(batch.step, losses, means)
+        loss = self._share(batch.step, losses, batch.shares)
         if not self._has_trained and loss is not None:
             self._has_trained = True  # a look at the loss waits for the GPU
             _check_first_loss(type(self.module).__name__, batch.step, loss)
@@ -439,28 +495,34 @@ class PipelineRun(StrategyPart):
         return {**extra, "loss": loss} if extra and loss is not None else loss
 
     def evaluate(self, everywhere: bool) -> Any:
-        """Run forward passes.
-
-        Args:
-            everywhere: Whether all ranks are to have the outputs, not only the last stage.
-
-        Returns:
-            Outputs of the step for all micro-batches, joined; None on other stages.
-        """
-        batch = self._take()
-        running = self._micro.running(batch.step, batch.arguments, None, batch.shares)
-        self._random.compared = {} if batch.watched else None
-        with self._random.batch(batch.seed), running:
+        """Run forward passes; return the joined outputs on the last stage, or ``everywhere``."""
+        with self._running(None) as (batch, _):
             parts = self.engine.evaluate(batch.boundary, batch.samples, len(batch.arguments))
         self._refuse_together(batch)
         self._share(batch.step, [], batch.shares)
         result = concatenate(parts) if parts else None
         return self._outcome.share_output(result) if everywhere else result
 
-    def _check_means(self, step: str, losses: list[Tensor | None]) -> None:
+    @contextmanager
+    def _running(
+        self, scale: float | None
+    ) -> Generator[tuple[_Batch, BatchMeans | None], None, None]:
+        """Around the schedule of the prepared batch; the last stage corrects means over targets."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise AssertionError("a batch is prepared before it runs")
+        counts = batch.shares is None and batch.step != "predict_step" and len(batch.arguments) > 1
+        means = BatchMeans(batch.arguments) if counts and self._outcome.is_source else None
+        running = self._micro.running(batch.step, batch.arguments, scale, batch.shares, means)
+        self._random.compared = {} if batch.watched else None
+        with self._random.batch(batch.seed), running:
+            yield batch, means
+
+    def _check_means(
+        self, step: str, losses: list[Tensor | None], means: BatchMeans | None
+    ) -> None:
         """Warn in the first batches if the mean over micro-batches is not the mean of the batch."""
-        means, self._micro.means = self._micro.means, None
-        if not self._outcome.is_source or means is None or self._batches_to_check == 0:
+        if means is None or self._batches_to_check == 0:
             return
         self._batches_to_check -= 1
         counts = means.left_out()
@@ -477,11 +539,13 @@ class PipelineRun(StrategyPart):
             stacklevel=2,
         )
 
-    def _share(self, step: str, losses: list[Tensor | None], shares: list[float] | None) -> Outcome:
-        """Log the last stage's records on all ranks; return them and the mean loss."""
-        outcome = self._outcome.share(step, losses, self._micro.logs.take(shares))
-        replay(self.module, outcome.calls, outcome.values, self._ranks.stage_group)
-        return outcome
+    def _share(
+        self, step: str, losses: list[Tensor | None], shares: list[float] | None
+    ) -> Tensor | None:
+        """Log the last stage's records on all ranks; return the mean loss."""
+        loss, logged = self._outcome.share(step, losses, self._micro.logs.take(shares))
+        replay(self.module, logged, self._ranks.stage_group)
+        return loss
 
     def report(self) -> QuantizationReport:
         """Report the bytes that this rank has sent to neighbouring stages in training."""
@@ -504,7 +568,7 @@ class PipelineRun(StrategyPart):
 
 
 def _check_first_loss(owner: str, step: str, loss: Tensor) -> None:
-    """Warn of NaN, which stand-ins give to layers that read them past the step's own code."""
+    """Warn of NaN, which placeholders give to layers that read them past the step's own code."""
     if bool(loss.isnan()):
         rank_zero_warn(
             "The loss of the first batch is NaN. If it is not without a pipeline, "

@@ -1,4 +1,4 @@
-"""Means over the targets of a whole batch, where a step sees one micro-batch at a time.
+"""Means over the targets of a whole batch in steps that see one micro-batch at a time.
 
 [Note: means over a batch]
 ``cross_entropy`` divides by the number of targets that it does not ignore. Micro-batches differ in
@@ -50,19 +50,8 @@ _CANNOT_MAKE = (RuntimeError, IndexError, TypeError, ValueError)
 _CONSTANTS = {"arange", "zeros", "ones", "full", "eye"}
 # Functions that keep the factor of a mean, and some that do not.
 _LINEAR = {"add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "true_divide", "neg"}
-_LINEAR |= {"mean", "sum", "detach"}
-_LINEAR |= {
-    "clone",
-    "to",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "cpu",
-    "reshape",
-    "view",
-    "squeeze",
-}
+_LINEAR |= {"mean", "sum", "detach", "clone", "reshape", "view", "squeeze"}
+_LINEAR |= {"to", "float", "double", "half", "bfloat16", "cpu"}
 _NONLINEAR = {"exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "square", "pow"}
 _NONLINEAR |= {"rpow", "sigmoid", "tanh", "clamp", "clip", "clamp_max", "minimum", "maximum"}
 _READS = {"item", "tolist", "numpy", "__array__", "__int__", "__float__", "__index__"}
@@ -74,7 +63,7 @@ class _UnknownError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A tensor of the batch, by its place."""
+    """A tensor of the batch, by its position."""
 
     place: int
 
@@ -90,23 +79,10 @@ class _Made:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slice:
-    """A slice whose bounds may be made of the batch."""
-
-    start: Any
-    stop: Any
-    step: Any
-
-
-@dataclass(frozen=True, slots=True)
 class _Call:
-    """A mean over targets in a step, up to the values of the batch.
+    """A mean over targets in a step, up to the values of the batch."""
 
-    Attributes:
-        target: Recipe of its targets.
-    """
-
-    target: Any
+    target: Any  # recipe of its targets
     ignored: int
     weighted: bool
 
@@ -114,13 +90,12 @@ class _Call:
 class BatchMeans:
     """Corrects means over targets to means over the batch; see [Note: means over a batch].
 
-    Args:
-        arguments: Arguments of the step for each micro-batch.
+    ``arguments`` of the step are given by micro-batch.
     """
 
     def __init__(self, arguments: Sequence[tuple[Any, ...]]) -> None:
         self._leaves = [list(tensors_in(own)) for own in arguments]
-        # with all of their targets, and whether the batch makes as many, as a tensor
+        # each with the number of all targets, and whether the whole batch gives it, as tensors
         self._calls: list[tuple[_Call | None, tuple[Tensor, Tensor] | None]] = []
         self._found: dict[int, list[Tensor]] = {}
 
@@ -131,9 +106,7 @@ class BatchMeans:
     def factor(
         self, number: int, call: _Call | None, found: Tensor, count: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        """Return the factor that corrects the mean of a micro-batch, and whether to apply it.
-
-        None if that is not known.
+        """Return the factor that corrects a mean, and whether to apply it; None if unknown.
 
         Args:
             number: Index of the call in the step.
@@ -175,15 +148,16 @@ class BatchMeans:
         return total, torch.isclose(whole.double(), total.double(), rtol=1e-5, atol=0.0)
 
     def left_out(self) -> list[int] | None:
-        """Targets by micro-batch where they differ and means do not heed it; waits for the device.
+        """Return targets by micro-batch where they differ and means are not corrected.
 
-        Where there was no such call, those of the batch that are not -100.
+        Without any such call, labels of the batch other than -100 count. Waits for the device.
         """
-        every = [
-            numbers
-            for number, numbers in self._found.items()
-            if len(numbers) == len(self._leaves) and not self._heeds(number)
-        ]
+        every = []
+        for number, numbers in self._found.items():
+            known = self._calls[number][1]
+            corrected = known is not None and bool(known[1])
+            if len(numbers) == len(self._leaves) and not corrected:
+                every.append(numbers)
         if not self._calls:
             places = [p for p, t in enumerate(self._leaves[0]) if t.dim() and t.dtype == torch.long]
             every += [[(own[place] != -100).sum() for own in self._leaves] for place in places]
@@ -193,13 +167,9 @@ class BatchMeans:
                 return [round(count) for count in counts]
         return None
 
-    def _heeds(self, number: int) -> bool:
-        known = self._calls[number][1]
-        return known is not None and bool(known[1])
-
 
 class _Joined:
-    """The tensors of a batch, by their places in its micro-batches, joined where they are used."""
+    """The tensors of a batch by position, joined from its micro-batches where they are used."""
 
     def __init__(self, leaves: Sequence[Sequence[Tensor]]) -> None:
         self._leaves = leaves
@@ -218,9 +188,8 @@ class _Watch(StepMode):
         self._nodes: Any = WeakIdKeyDictionary()
         for place, tensor in enumerate(leaves):
             self._nodes[tensor] = _Leaf(place)
-        self._plain: Any = (
-            WeakIdKeyDictionary()
-        )  # uncorrected values of corrected means and linear terms
+        # Uncorrected values of corrected means and of linear terms with them.
+        self._plain: Any = WeakIdKeyDictionary()
         self._read = False  # whether Python took numbers from the batch, which may be anywhere
         self._number = 0
         self._around = (outer_hooks(), torch.is_grad_enabled())
@@ -238,7 +207,7 @@ class _Watch(StepMode):
             return function(*args, **named)
         name = getattr(function, "__name__", "")
         if self._plain and name.strip("_") in _NONLINEAR:
-            args = self._without_factors(args)  # perplexity is that of a micro-batch's own mean
+            args = self._without_factors(args)  # a perplexity comes from a micro-batch's own mean
         result = function(*args, **named)
         if function in _MEANS:
             return self._corrected(function, args, named, result)
@@ -303,7 +272,7 @@ class _Watch(StepMode):
             items = [self._encode(item) for item in value]
             return items if isinstance(value, list) else tuple(items)
         if isinstance(value, slice):
-            return _Slice(*map(self._encode, (value.start, value.stop, value.step)))
+            return slice(*map(self._encode, (value.start, value.stop, value.step)))
         if not isinstance(value, _PLAIN):
             raise _UnknownError
         return value
@@ -345,7 +314,7 @@ def _make(node: Any, leaves: Sequence[Tensor] | _Joined, known: dict[int, Any]) 
     """Repeat the recipe ``node`` with other leaves; ``known`` caches results by the node's id."""
     if isinstance(node, _Leaf):
         return leaves[node.place]
-    if isinstance(node, _Slice):
+    if isinstance(node, slice):
         return slice(*(_make(part, leaves, known) for part in (node.start, node.stop, node.step)))
     if isinstance(node, (tuple, list)):
         return type(node)(_make(item, leaves, known) for item in node)

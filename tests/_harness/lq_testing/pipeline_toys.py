@@ -13,9 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lq_lightning.pipeline.boundary import BoundaryCodec, make_boundary_codec
-from lq_lightning.pipeline.boundary_widths import BoundaryWidths, CodedBoundary, boundaries_between
+from lq_lightning.pipeline.boundary_widths import (
+    BoundaryWidths,
+    CodedBoundary,
+    MixedCodec,
+    boundaries_between,
+)
 from lq_lightning.pipeline.engine import PipelineEngine
-from lq_lightning.pipeline.mixed import MixedCodec
 from lq_lightning.pipeline.schedules import stages_of_rank
 
 WIDTH = 8

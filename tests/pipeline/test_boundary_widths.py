@@ -1,4 +1,4 @@
-"""The boundary codec of learned widths: payloads, sizes, and what is refused."""
+"""The boundary codec of learned widths: payloads, sizes, and refusals."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 from lq_lightning.codecs.mixed import Ranges, WidthTable, round_trip_mixed
 from lq_lightning.pipeline.boundary import BoundaryCodec, make_boundary_codec
+from lq_lightning.pipeline.boundary_widths import MixedCodec
 from lq_lightning.pipeline.message import Message
-from lq_lightning.pipeline.mixed import MixedCodec
 
 SHAPE = (2, 12, 20)
 
