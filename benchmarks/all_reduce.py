@@ -22,11 +22,10 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import table, write_report
+from common import argument_parser, synchronize, table, write_report
 from job import add_group_arguments, over_ranks, process_group
 from torch import Tensor
 
@@ -79,28 +78,23 @@ def average_bf16(x: Tensor) -> None:
     x.copy_(half)
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def time_call(call: Callable[[], None], device: torch.device) -> float:
+def time_call(call: Callable[[], None]) -> float:
     """Return the seconds that the slowest rank takes from a common start."""
     dist.barrier()
-    _synchronize(device)
+    synchronize()
     start = time.perf_counter()
     call()
-    _synchronize(device)
+    synchronize()
     return over_ranks([time.perf_counter() - start], dist.ReduceOp.MAX)[0]
 
 
-def measure(call: Callable[[], None], budget_s: float, device: torch.device) -> list[float]:
+def measure(call: Callable[[], None], budget_s: float) -> list[float]:
     """Return the times of at least two calls, or as many, up to 30, as the budget allows."""
-    first = time_call(call, device)
+    first = time_call(call)
     if first < budget_s / 3:  # else a warm-up call costs too much and matters too little
-        first = time_call(call, device)
+        first = time_call(call)
     count = max(2, min(30, int(budget_s / first)))
-    return [time_call(call, device) for _ in range(count)]
+    return [time_call(call) for _ in range(count)]
 
 
 def check(x: Tensor, reduce: QuantizedAllReduce) -> float:
@@ -136,7 +130,7 @@ def measure_size(nbytes: int, args: argparse.Namespace, device: torch.device) ->
         "bf16": lambda: average_bf16(x),
         "quantized": lambda: reduce.average_(x),
     }
-    times = {name: measure(call, args.seconds, device) for name, call in paths.items()}
+    times = {name: measure(call, args.seconds) for name, call in paths.items()}
     return Row(
         nbytes,
         {name: 1e3 * statistics.median(t) for name, t in times.items()},
@@ -158,14 +152,11 @@ def crossover(rows: list[Row]) -> int | None:
 
 def main() -> None:
     """Measure, print a table on rank 0, write JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--sizes", default=SIZES, help=f"bytes of fp32 (default {SIZES})")
     parser.add_argument("--node-size", type=int, help="ranks per node (default: by host)")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each size and path")
     add_group_arguments(parser)
-    parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
     with process_group(args) as device:
         args.reduce = QuantizedAllReduce(min_nbytes=0, node_size=args.node_size)

@@ -16,7 +16,6 @@ caches filled by others. Example::
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -33,7 +32,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # as in tests, where launches are
 
 import torch
 import torch.distributed as dist
-from common import table, write_report
+from common import argument_parser, table, write_report
 from gpt import GPT, GPTConfig
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -258,13 +257,12 @@ def measure(steps: Steps, name: str, repeats: int) -> Row:
 
 def main() -> None:
     """Measure FSDP2 and quantized communication."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--gpus", type=int, default=1, help="ranks of one node")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument("--json", help="file for the report")
     args = parser.parse_args()
     torch.set_num_threads(1)
     config = GPTConfig(layers=args.layers, hidden=args.hidden, heads=1, seq=2, vocab=256)

@@ -13,23 +13,20 @@ Model, data and optimizer are those of ``step_time.py``, but both run under the 
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import os
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import table, write_report
+from common import argument_parser, choices, free_memory, table, write_report
 from gpt import GPT, GPTConfig
 from job import (
     VARIANTS,
     Job,
     add_model_arguments,
-    choices,
     model_config,
     over_ranks,
     process_group,
@@ -150,14 +147,11 @@ def loop_times(name: str, args: argparse.Namespace, device: torch.device) -> lis
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--variants", default="fsdp2,quantized", help=", ".join(STRATEGY_VARIANTS))
     add_model_arguments(parser)
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before timing starts")
-    parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
     args.variants = choices(parser, "variants", args.variants, STRATEGY_VARIANTS)
     args.config = model_config(args)
@@ -176,9 +170,7 @@ def main() -> None:
             for kind, measure in (("loop", loop_times), ("trainer", trainer_times)):
                 slowest = over_ranks(measure(name, args, device), dist.ReduceOp.MAX)
                 results[name][f"{kind}_ms"] = 1e3 * statistics.median(slowest)
-                gc.collect()
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
+                free_memory()
         if dist.get_rank() == 0:
             rows = [
                 [name, f"{r['loop_ms']:.1f}", f"{r['trainer_ms']:.1f}"]

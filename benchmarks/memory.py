@@ -19,22 +19,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import table, write_report
+from common import argument_parser, choices, free_memory, table, write_report
 from gpt import GPT, GPTConfig
 from job import (
     VARIANTS,
     Job,
     Variant,
     add_model_arguments,
-    choices,
     model_config,
     over_ranks,
     process_group,
@@ -141,9 +138,7 @@ def measure_model(
     zero3_peak = math.nan
     for label, variant in MEASURED.items():
         measured = measure(variant, config, micro_batch, node_size, device)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
         if label == "ZeRO-3":
             zero3_peak = measured.peak
         predicted = predict(variant, parameters, in_blocks, node_size, zero3_peak)
@@ -183,12 +178,9 @@ def lay_out(variants: dict[str, Any]) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated: 1.4B, 7B")
     add_model_arguments(parser)
-    parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
     args.models = ["1.4B"] if args.tiny else choices(parser, "models", args.models, MODELS)
     return args

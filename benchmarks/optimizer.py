@@ -12,21 +12,17 @@ states read once and written once.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
+from common import argument_parser, copy_bandwidth, table, write_report
 
-from benchmarks.common import copy_bandwidth, table, write_report
 from lq_lightning.optim import (
     OptimizerQuantization,
     QuantizedAdam,
@@ -228,8 +224,7 @@ def measure(name: str, copy_rate: float, repeats: int) -> dict[str, Any]:
 
 def main() -> int:
     """Check, time, print and write; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, help="JSON report to write")
+    parser = argument_parser(__doc__, "--out")
     parser.add_argument("--only", default="", help="time the optimizers whose name contains this")
     parser.add_argument("--repeats", type=int, default=20)
     arguments = parser.parse_args()

@@ -35,10 +35,10 @@ from typing import Any
 import network
 import torch
 import torch.distributed as dist
-from common import table, write_report
+from common import argument_parser, choices, synchronize, table, write_report
 from corpus import standard_library
 from gpt import GPT, GPTConfig
-from job import TINY, add_group_arguments, choices, process_group
+from job import TINY, add_group_arguments, process_group
 from torch import Tensor, nn
 
 from lq_lightning.codecs import CodecSpec
@@ -259,8 +259,7 @@ class Run:
 
     def finish(self) -> None:
         """Wait until all ranks have sent and received everything."""
-        if self.job.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize()
         dist.barrier(self.job.control)
 
 
@@ -353,9 +352,7 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 def parse() -> tuple[argparse.Namespace, GPTConfig]:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="gpt2-xl")
     parser.add_argument("--tiny", action="store_const", const="tiny", dest="preset")
     for name in asdict(GPTConfig()):
@@ -372,7 +369,6 @@ def parse() -> tuple[argparse.Namespace, GPTConfig]:
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--batches", type=int, default=1, help="that timed steps take in turn")
     parser.add_argument("--text", type=Path, help="folder of .py files; the standard library")
-    parser.add_argument("--json", type=Path, help="write the results here")
     add_group_arguments(parser)
     args = parser.parse_args()
     args.codecs = choices(parser, "codecs", args.codecs, CODECS)

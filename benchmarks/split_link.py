@@ -38,7 +38,7 @@ from typing import Any
 import network
 import torch
 import torch.distributed as dist
-from common import table, write_report
+from common import argument_parser, table, write_report
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "split_learning"
 CASES = tuple(
@@ -204,9 +204,7 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure, and print the table on the client's host."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--cases", type=_choices, default=CASES, help="comma-separated")
     parser.add_argument(
         "--rates", type=_choices, default=("none",), help="of the link, such as 10mbit"
@@ -221,7 +219,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="that are timed")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--accelerator", default="cpu", help="of the client")
-    parser.add_argument("--json", help="write a report")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         args.model = str(Path(folder) / "model")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import json
 import math
 import os
@@ -29,14 +28,13 @@ from typing import Any
 import network
 import torch
 import torch.distributed as dist
-from common import git_commit, table, write_report
+from common import argument_parser, choices, free_memory, git_commit, table, write_report
 from gpt import GPT
 from job import (
     VARIANTS,
     Job,
     Variant,
     add_model_arguments,
-    choices,
     model_config,
     over_ranks,
     process_group,
@@ -98,9 +96,7 @@ class Result:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--variants", default=",".join(DEFAULT_VARIANTS), help=", ".join(VARIANTS))
     add_model_arguments(parser)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each variant")
@@ -114,15 +110,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--rates",
-        help="network rates to measure each variant at, such as none,25gbit; needs nodes.sh",
+        help="network rates to measure each variant at, such as none,25gbit, whose names replace "
+        "{rate} in --json; needs nodes.sh",
     )
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile each block and the loss"
     )
     parser.add_argument("--keep-gathered", action="store_true", help="no reshard after forward")
-    parser.add_argument(
-        "--json", type=Path, help="write the results here; {rate} is replaced with --rates"
-    )
     parser.add_argument(
         "--trace", type=Path, help="profile each variant too, and put the traces into this folder"
     )
@@ -177,7 +171,7 @@ def plain_bytes(job: Job, variant: Variant) -> tuple[float, float]:
     A block is gathered in forward and in backward, the root's own parameters once; a ring sends
     each rank's slot to all others.
     """
-    if variant.ddp is not None or variant.every:  # the interface counts what they send
+    if variant.ddp is not None or variant.every:  # counted by the interface only
         return math.nan, math.nan
     if not variant.communicate:
         return 0.0, 0.0
@@ -348,9 +342,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
                 write(args, described[rate], results[rate])
                 at = "" if rate is None else f" at {rate}"
                 print(f"{name}{at}: {result.step_ms:.1f} ms/step", flush=True)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
     if lead:
         for rate in args.rates:
             print(f"network: {described[rate]['emulated_rate']}\n{lay_out(results[rate])}")

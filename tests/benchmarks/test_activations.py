@@ -73,7 +73,7 @@ def test_offloading_leaves_weights_on_the_gpu(load: Load, monkeypatch: pytest.Mo
 
 
 def test_inputs_are_independent_of_weights(load: Load) -> None:
-    layers, subject = load("llama_layer"), load("layer_subject")
+    layers, subject = load("llama_layer"), load("activations")
     _, shape = layers.parse_case("tiny:64x1")
     torch.manual_seed(0)  # as the script does
     x = subject.Data.make(shape, 1, torch.device("cpu")).x[0, 0].float()

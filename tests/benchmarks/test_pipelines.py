@@ -1,4 +1,4 @@
-"""Benchmarks of pipelines run on two ranks, and count and compare what they say they do."""
+"""Benchmarks of slow links run on two ranks: bytes, times and losses are consistent."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ def _script(rank: int, size: int, name: str, *options: str) -> None:
     runpy.run_path(str(FOLDER / name), run_name="__main__")
 
 
-def _report(tmp_path: Path, name: str, *options: str, size: int = 2) -> dict[str, Any]:
+def _report(
+    tmp_path: Path, name: str, *options: str, size: int = 2, cpu: bool = True
+) -> dict[str, Any]:
     path = tmp_path / f"{name}{size}.json"
-    named = (*options, "--cpu", "--json", str(path))
+    named = (*options, *["--cpu"] * cpu, "--json", str(path))
     run_ranks(_script, size, name, *named, backend=None, torchrun=True)
     results: dict[str, Any] = json.loads(path.read_text())["results"]
     return results
@@ -68,3 +70,15 @@ def test_rates_are_read(load: Load, rate: str, bits: float) -> None:
 def test_other_rates_are_refused(load: Load, rate: str) -> None:
     with pytest.raises(ValueError, match=f"rate '{rate}': give a number of kbit, mbit or gbit"):
         load("network").bits_per_s(rate)
+
+
+@pytest.mark.slow
+def test_split_learning_is_measured(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    options = ("--steps", "2", "--warmup", "1", "--layers", "1", "--hidden", "64")
+    cases = ("--cases", "adapters:bf16,everything:aq_sgd")
+    rows = _report(tmp_path, "split_link.py", *cases, *options, cpu=False)["rows"]
+    assert [row["codec"] for row in rows] == ["bf16", "aq_sgd"]
+    assert rows[1]["latency"] == 1.0
+    assert rows[0]["sent_bytes"] > rows[0]["kinds"]["adapters"] > 0
+    assert all(row["batch_ms"] > 0 and row["memory_bytes"] > 0 for row in rows)
