@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gzip
 import json
 import math
 import os
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -41,7 +43,6 @@ from job import (
     time_steps,
     without_nan,
 )
-from timeline import load, read_step
 from torch import Tensor
 
 from lq_lightning.data_parallel import Traffic
@@ -54,7 +55,7 @@ DEFAULT_VARIANTS = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """Measurements of one variant.
+    """Measurements of one variant; NaN where something was not measured.
 
     Attributes:
         step_ms: Median over steps of the slowest rank's time.
@@ -62,19 +63,17 @@ class Result:
         step_ms_min: Fastest step.
         step_ms_max: Slowest step.
         steps: Number of timed steps.
-        compute_ms: Time that the compute stream of rank 0 is busy in one profiled step; NaN without
-            ``--trace``.
-        exposed_ms: The rest of that profiled step: time waiting for communication or the host.
+        compute_ms: Time that the compute stream of rank 0 is busy in one profiled step.
+        exposed_ms: Rest of that step, in which it waits for communication or the host.
         tokens_per_s: Tokens of all ranks per second, at the median.
-        peak_memory_gib: Largest allocated device memory of any rank (NaN on a CPU).
-        sent_bytes: Bytes that one rank sends in one step, counted by the collectives (mean over
-            ranks).
-        sent_inter_bytes: The part of them that leaves the node.
-        interface_bytes: Bytes that this node's interface really sent in one step, with protocol
-            overhead, over all ranks of the node; NaN without `nodes.sh`.
+        peak_memory_gib: Largest allocated device memory of any rank.
+        sent_bytes: Bytes that a rank's collectives send in one step (mean over ranks).
+        sent_inter_bytes: The part that leaves the node.
+        interface_bytes: Bytes on this node's interface in one step, with protocol overhead, over
+            all ranks of the node; only with `nodes.sh`.
         first_loss: Loss of the first step.
         last_loss: Loss of the last timed step; a variant that trains differently shows here.
-        last_step: Number of steps taken until then. It differs between variants with ``--budget``.
+        last_step: Number of steps until then, which differs between variants with ``--budget``.
     """
 
     step_ms: float
@@ -131,13 +130,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def profile_steps(job: Job, path: Path) -> tuple[float, float]:
-    """Profile two steps on rank 0 and write them as a Chrome trace.
-
-    Each step is marked by a `step` range, so that ``benchmarks/timeline.py`` can find it.
+    """Profile two steps on rank 0, marked by `step` ranges, and write them as a Chrome trace.
 
     Returns:
-        Milliseconds that rank 0 computed in the second step, and those that it waited; NaN on other
-        ranks and on a CPU.
+        ``read_step`` of the trace; NaN on other ranks and on a CPU.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     cuda = job.device.type == "cuda"
@@ -159,10 +155,62 @@ def profile_steps(job: Job, path: Path) -> tuple[float, float]:
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(path))
         if cuda:
-            _, *found = read_step(load(path))
-            times = (found[0], found[1])
+            times = read_step(json.loads(gzip.decompress(path.read_bytes())))
     dist.barrier()
     return times
+
+
+def read_step(trace: dict[str, Any]) -> tuple[float, float]:
+    """Return the milliseconds that a GPU computed and waited in the second step of a trace.
+
+    The step lasts from the end of the first step's last kernel on the compute stream to the end of
+    its own: work that the host enqueued early, or that other streams still do for the last step,
+    counts as in a long run.
+
+    Raises:
+        ValueError: The trace has fewer than two `step` ranges, or no GPU work in them.
+    """
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+    marked = [e for e in events if e.get("cat") == "user_annotation" and e["name"] == "step"]
+    steps = sorted(_span(event) for event in marked)
+    if len(steps) < 2:
+        raise ValueError(f"the trace marks {len(steps)} `step` ranges; two are needed")
+    launched = {
+        e["args"]["correlation"]: e["ts"]
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
+    }
+    computing = _on_compute_stream(events)
+    ends = []
+    for step in steps[:2]:
+        own = [
+            _span(e)[1]
+            for e in computing
+            if step[0] <= launched.get(e["args"].get("correlation"), -1.0) <= step[1]
+        ]
+        ends.append(max(own, default=float("nan")))
+    if not ends[0] < ends[1]:
+        raise ValueError("the trace shows no GPU work in its steps: record it on CUDA devices")
+    busy, reached = 0.0, ends[0]
+    for start, end in sorted(map(_span, computing)):
+        busy += max(0.0, min(end, ends[1]) - max(start, reached))
+        reached = max(reached, end)
+    return busy / 1e3, (ends[1] - ends[0] - busy) / 1e3
+
+
+def _span(event: dict[str, Any]) -> tuple[float, float]:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _on_compute_stream(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the work of the stream with the most time in kernels that are not collectives."""
+    on_gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    time: Counter[int] = Counter()
+    for event in on_gpu:
+        if event["cat"] == "kernel" and not event["name"].startswith("nccl"):
+            time[event["args"]["stream"]] += event["dur"]
+    stream = time.most_common(1)[0][0] if time else -1
+    return [e for e in on_gpu if e["args"]["stream"] == stream]
 
 
 def plain_bytes(job: Job, variant: Variant) -> tuple[float, float]:

@@ -29,7 +29,7 @@ def _report(
 ) -> dict[str, Any]:
     path = tmp_path / f"{name}{size}.json"
     named = (*options, *["--cpu"] * cpu, "--json", str(path))
-    run_ranks(_script, size, name, *named, backend=None, torchrun=True)
+    run_ranks(_script, size, name, *named, backend=None, torchrun=True, timeout=600)
     results: dict[str, Any] = json.loads(path.read_text())["results"]
     return results
 
