@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from common import synchronize
 from gpt import GPT, GPTConfig
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -241,26 +242,39 @@ class Job:
         return loss.detach()
 
 
-def time_steps(job: Job, count: int) -> tuple[list[float], list[Tensor]]:
-    """Take ``count`` steps; return the seconds of each on this rank, and the losses.
+class Clock:
+    """Marks moments, on CUDA on the stream, so that the host runs ahead as in training."""
 
-    On CUDA the times lie between events on the stream, so the host runs ahead as in training.
-    """
-    losses: list[Tensor] = []
-    if job.device.type == "cuda":
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        torch.cuda.synchronize()
-        marks[0].record()
-        for mark in marks[1:]:
-            losses.append(job.step())
-            mark.record()
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)], losses
-    times = [time.perf_counter()]
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Remember this moment."""
+        if self._cuda:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
+
+    def take(self) -> list[float]:
+        """Return and forget the seconds between marks; wait for the device."""
+        synchronize()
+        pairs = itertools.pairwise(self._marks)
+        found = [a.elapsed_time(b) / 1e3 if self._cuda else b - a for a, b in pairs]
+        self._marks = []
+        return found
+
+
+def time_steps(job: Job, count: int) -> tuple[list[float], list[Tensor]]:
+    """Take ``count`` steps; return the seconds of each on this rank, and the losses."""
+    losses, clock = [], Clock(job.device)
+    synchronize()
+    clock.mark()
     for _ in range(count):
         losses.append(job.step())
-        times.append(time.perf_counter())
-    return [b - a for a, b in itertools.pairwise(times)], losses
+        clock.mark()
+    return clock.take(), losses
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

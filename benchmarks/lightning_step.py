@@ -13,10 +13,8 @@ Model, data and optimizer are those of ``step_time.py``, but both run under the 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import statistics
-import time
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from common import argument_parser, choices, free_memory, table, write_report
 from gpt import GPT, GPTConfig
 from job import (
     VARIANTS,
+    Clock,
     Job,
     add_model_arguments,
     model_config,
@@ -80,24 +79,11 @@ class Times(Callback):
     """Marks the end of each step, on the compute stream or by the clock."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[Any] = []
+        self.clock = Clock(device)
 
     def on_train_batch_end(self, *unused: Any) -> None:
         """Mark it."""
-        if self._cuda:
-            self._marks.append(torch.cuda.Event(enable_timing=True))
-            self._marks[-1].record()
-        else:
-            self._marks.append(time.perf_counter())
-
-    def seconds(self, first: int, count: int) -> list[float]:
-        """Return the durations of ``count`` steps, from step ``first`` on, which is at least 1."""
-        pairs = itertools.pairwise(self._marks[first - 1 : first + count])
-        if not self._cuda:
-            return [b - a for a, b in pairs]
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in pairs]
+        self.clock.mark()
 
 
 def trainer_times(name: str, args: argparse.Namespace, device: torch.device) -> list[float]:
@@ -127,7 +113,7 @@ def trainer_times(name: str, args: argparse.Namespace, device: torch.device) -> 
     )
     module = Module(args.config, args.micro_batch)
     trainer.fit(module, DataLoader(module.batches(count), batch_size=None))  # type: ignore[arg-type]
-    return times.seconds(args.warmup, args.steps)
+    return times.clock.take()[-args.steps :]
 
 
 def loop_times(name: str, args: argparse.Namespace, device: torch.device) -> list[float]:

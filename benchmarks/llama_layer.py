@@ -260,6 +260,7 @@ def _ours() -> dict[str, Variant]:
     return made
 
 
+_TENSORWISE = Variant(compiled=True, change=functools.partial(use_torchao, "tensorwise"))
 BASE, COMPILED = "bf16", "bf16, compiled"
 VARIANTS = {
     BASE: Variant(),
@@ -273,14 +274,8 @@ VARIANTS = {
     "bf16, full checkpointing": Variant(wrap=_checkpointed),
     "bf16, selective checkpointing": Variant(wrap=_selectively),
     "bf16, save_on_cpu": Variant(wrap=_offloaded),
-    "torchao tensorwise, compiled": Variant(
-        compiled=True, change=functools.partial(use_torchao, "tensorwise")
-    ),
-    "torchao tensorwise, compiled, memory budget 0.5": Variant(
-        compiled=True,
-        change=functools.partial(use_torchao, "tensorwise"),
-        context=_memory_budget,
-    ),
+    "torchao tensorwise, compiled": _TENSORWISE,
+    "torchao tensorwise, compiled, memory budget 0.5": replace(_TENSORWISE, context=_memory_budget),
     "torchao rowwise, compiled": Variant(
         compiled=True, change=functools.partial(use_torchao, "rowwise")
     ),

@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -42,27 +42,15 @@ MODELS = {
     "1.4B": ({}, 8),
     "7B": ({"layers": 32, "hidden": 4096, "heads": 32}, 2),
 }
+# Bytes that PyTorch allocated on the device: between steps, and peaks; the largest of all ranks.
+FIELDS = ("at_rest", "optimizer", "peak")
+Memory = dict[str, float]
 MEASURED = {
     "ZeRO-3": VARIANTS["fsdp2"],
     "ZeRO-2": dataclasses.replace(VARIANTS["fsdp2"], keep_gathered=True),
     "quantized, full": VARIANTS["quantized"],
     "quantized, node": VARIANTS["quantized-node"],
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
-    """Bytes that PyTorch allocated on the device, the largest of all ranks.
-
-    Attributes:
-        at_rest: Bytes between steps.
-        optimizer: Peak in the optimizer step.
-        peak: Peak of the whole step.
-    """
-
-    at_rest: float
-    optimizer: float
-    peak: float
 
 
 def replica_bytes(variant: Variant, parameters: int, node_size: int) -> float:
@@ -79,9 +67,8 @@ def predict(
     replica = replica_bytes(variant, parameters, node_size)
     own = parameters / dist.get_world_size()
     kept = 2 * in_blocks if variant.keep_gathered and variant.weights is None else 0
-    return Memory(
-        at_rest=12 * own + replica, optimizer=16 * own + replica, peak=zero3_peak + replica + kept
-    )
+    peaks = (12 * own + replica, 16 * own + replica, zero3_peak + replica + kept)
+    return dict(zip(FIELDS, peaks, strict=True))
 
 
 def message_bytes(unit_parameters: int, world_size: int, node_size: int) -> float:
@@ -108,10 +95,7 @@ def measure(
     job.update()
     optimizer = _device_memory("max_memory_allocated", device)
     peaks = [rest, optimizer, max(training, optimizer)]
-    return Memory(**dict(zip(_FIELDS, over_ranks(peaks, dist.ReduceOp.MAX), strict=True)))
-
-
-_FIELDS = [field.name for field in dataclasses.fields(Memory)]
+    return dict(zip(FIELDS, over_ranks(peaks, dist.ReduceOp.MAX), strict=True))
 
 
 def _device_memory(statistic: str, device: torch.device) -> float:
@@ -140,12 +124,12 @@ def measure_model(
         measured = measure(variant, config, micro_batch, node_size, device)
         free_memory()
         if label == "ZeRO-3":
-            zero3_peak = measured.peak
+            zero3_peak = measured["peak"]
         predicted = predict(variant, parameters, in_blocks, node_size, zero3_peak)
-        over = (measured.peak - zero3_peak) / parameters
+        over = (measured["peak"] - zero3_peak) / parameters
         variants[label] = {
-            "measured": without_nan(asdict(measured)),
-            "predicted": without_nan(asdict(predicted)),
+            "measured": without_nan(measured),
+            "predicted": without_nan(predicted),
             "replica_bytes_per_parameter": replica_bytes(variant, parameters, node_size)
             / parameters,
             "peak_over_zero3_bytes_per_parameter": None if math.isnan(over) else over,
@@ -166,7 +150,7 @@ def lay_out(variants: dict[str, Any]) -> str:
     rows = []
     for label, result in variants.items():
         row = [label]
-        for field in _FIELDS:
+        for field in FIELDS:
             for source in ("measured", "predicted"):
                 value = result[source][field]
                 row.append("-" if value is None else f"{value / 2**30:.2f}")
