@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from common import argument_parser, free_memory, synchronize, table, version, write_report
+from common import argument_parser, choices, free_memory, synchronize, table, version, write_report
 from llama_layer import (
     BASE,
     COMPILED,
@@ -356,32 +356,12 @@ def compile_only(jobs: Sequence[str], device: torch.device) -> None:
         free_memory()
 
 
-def choose(text: str, preset: str) -> list[str]:
-    """Return the variants to measure.
-
-    Raises:
-        ValueError: A name is unknown.
-    """
-    if not text:
-        return COAT_VARIANTS if preset == "coat" else list(VARIANTS)
-    if text in ("ours", "baselines"):
-        wanted = text == "ours"
-        return [n for n, v in VARIANTS.items() if v.ours == wanted or n in (BASE, COMPILED)]
-    names = [name.strip() for name in text.split(";")]
-    unknown = [name for name in names if name not in VARIANTS]
-    if unknown:
-        raise ValueError(f"unknown variants {unknown}: choose among {'; '.join(VARIANTS)}")
-    return names
-
-
 def arguments() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     parser = argument_parser(__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="table")
     parser.add_argument("--cases", default="", help="such as llama3_8b:4096x2,llama2_7b:2048x4")
-    parser.add_argument(
-        "--variants", default="", help="names between `;`, or `ours`, or `baselines`"
-    )
+    parser.add_argument("--variants", default="", help="separated by `;`: " + "; ".join(VARIANTS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=15, help="to take the median of")
     parser.add_argument("--burst", type=int, default=3, help="inputs, and steps of a round")
@@ -401,8 +381,9 @@ def main() -> None:
         compile_only(args.compile_only, torch.device(args.device))
         return
     cases = (args.cases or PRESETS[args.preset]).split(",")
+    some = COAT_VARIANTS if args.preset == "coat" and not args.cases else VARIANTS
+    names = choices(parser, "variants", args.variants or ";".join(some), VARIANTS, ";")
     try:
-        names = choose(args.variants, "" if args.cases else args.preset)
         for case in cases:
             parse_case(case)
     except ValueError as error:

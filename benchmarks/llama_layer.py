@@ -123,14 +123,12 @@ class Variant:
         wrap: Wraps the call of the layer.
         context: Context of each forward and backward, including the first, which compiles.
         compiled: Whether the wrapped layer is compiled.
-        ours: Whether the variant is this library's.
     """
 
     change: Callable[[nn.Module], object] = lambda layer: None
     wrap: Callable[[nn.Module, Layer], Layer] = lambda layer, call: call
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     compiled: bool = False
-    ours: bool = False
 
     def build(self, layer: nn.Module, name: str) -> Layer:
         """Return the function of input, cosine and sine to be trained."""
@@ -255,7 +253,7 @@ def _ours() -> dict[str, Variant]:
     changes = {name: functools.partial(use_ours, name) for name in ("agoq", "coat", "fp8-4bit")}
     changes["coat int8"] = functools.partial(use_ours, "coat", matmul="int8_forward")
     for name, change in changes.items():
-        made[name] = Variant(change=change, ours=True)
+        made[name] = Variant(change=change)
         made[f"{name}, compiled"] = replace(made[name], compiled=True)
     return made
 

@@ -12,7 +12,7 @@ Prediction, in bytes of one rank for P parameters on N ranks, L of them in one n
   ZeRO-2, plus 2 bytes for each parameter of the blocks, which stay gathered.
 
 A peak is predicted from above: blocks that ZeRO-3 has gathered at its peak are counted twice.
-Messages are transient and not predicted; the report holds the most that the largest unit needs.
+Messages are transient and not predicted.
 """
 
 from __future__ import annotations
@@ -71,17 +71,6 @@ def predict(
     return dict(zip(FIELDS, peaks, strict=True))
 
 
-def message_bytes(unit_parameters: int, world_size: int, node_size: int) -> float:
-    """Bound on the transient messages of one unit: sent and received codes of both levels.
-
-    8-bit codes to and from the ranks of the node, 4-bit codes of a node's sum to and from the other
-    nodes; scales add less than a tenth. The weights' 4-bit codes are fewer.
-    """
-    within = 2 * unit_parameters if node_size > 1 else 0
-    between = unit_parameters / node_size if world_size > node_size else 0
-    return 1.1 * (within + between)
-
-
 def measure(
     variant: Variant, config: GPTConfig, micro_batch: int, node_size: int, device: torch.device
 ) -> Memory:
@@ -116,8 +105,6 @@ def measure_model(
         model = GPT(config)
     parameters = sum(p.numel() for p in model.parameters())
     in_blocks = sum(p.numel() for p in model.blocks.parameters())
-    world_size = dist.get_world_size()
-    largest = max(in_blocks // config.layers, parameters - in_blocks)
     variants: dict[str, Any] = {}
     zero3_peak = math.nan
     for label, variant in MEASURED.items():
@@ -137,7 +124,6 @@ def measure_model(
     result = {
         "model": asdict(config) | {"parameters": parameters, "in_blocks": in_blocks},
         "micro_batch": micro_batch,
-        "largest_message_bytes": message_bytes(largest, world_size, node_size),
         "variants": variants,
     }
     if dist.get_rank() == 0:

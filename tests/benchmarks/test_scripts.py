@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,6 +88,44 @@ def test_prepared_text_reaches_the_runs(load: Load, run: Run, tmp_path: Path) ->
     results = json.loads(report.read_text())["results"]
     assert results["vocab"] == 304
     assert results["variants"]["full precision"][0]["val_loss"] < np.log(results["vocab"])
+
+
+# --- profiles -------------------------------------------------------------------------------------
+
+COMPUTE, OUTER, REDUCE, COPIES = 7, 15, 17, 18
+GATHER, SCATTER = "ncclDevKernel_AllGather_RING_LL", "ncclDevKernel_SendRecv"
+# Name, stream, start, end and time of launch in microseconds. The second step lasts from 1000 to
+# 2000 and computes for 600 of it.
+KERNELS = [
+    ("gemm", COMPUTE, 100, 1000, 10),
+    (GATHER, OUTER, 960, 1100, 86),  # in flight when the second step starts
+    ("gemm", COMPUTE, 1120, 1420, 110),
+    ("direct_copy", COPIES, 1300, 1310, 111),
+    ("flash", COMPUTE, 1420, 1670, 150),
+    (SCATTER, REDUCE, 1500, 1900, 151),
+    ("multi_tensor_apply", COMPUTE, 1950, 2000, 190),
+]
+
+
+def _event(category: str, name: str, start: float, end: float, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start, "args": args}
+
+
+def _trace(kernels: list[tuple[str, int, int, int, int]]) -> dict[str, Any]:
+    events = [_event("user_annotation", "step", start, start + 90) for start in (0, 100)]
+    for number, (name, stream, start, end, launched) in enumerate(kernels):
+        events.append(_event("cuda_runtime", "launch", launched, launched + 1, correlation=number))
+        events.append(_event("kernel", name, start, end, correlation=number, stream=stream))
+    return {"traceEvents": events}
+
+
+def test_profiles_show_compute_and_waiting_time(load: Load) -> None:
+    read_step = load("step_time").read_step
+    assert read_step(_trace(KERNELS)) == pytest.approx((0.6, 0.4))
+    with pytest.raises(ValueError, match="marks 0 `step` ranges"):
+        read_step({"traceEvents": []})
+    with pytest.raises(ValueError, match="no GPU work"):
+        read_step(_trace([]))
 
 
 # --- emulated nodes -------------------------------------------------------------------------------
