@@ -44,7 +44,6 @@ from torch import nn
 Task = tuple[str, int]
 
 POLL_S = 5.0
-DEFAULTS = Settings()
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -185,11 +184,9 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, help="wheel, GGUF file or folder")
     parser.add_argument("--rows", default=";".join(ROWS), help="separated by `;`")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each row")
-    parser.add_argument("--steps", type=int, default=DEFAULTS.steps)
-    parser.add_argument("--batch", type=int, default=DEFAULTS.batch, help="sequences of a step")
-    parser.add_argument("--lr", type=float, default=DEFAULTS.lr, help="of full fine-tuning")
-    parser.add_argument("--lora-lr", type=float, default=DEFAULTS.lora_lr)
-    parser.add_argument("--rank", type=int, default=DEFAULTS.rank, help="of LoRA")
+    for field in fields(Settings):
+        name, default = field.name.replace("_", "-"), field.default
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--seq", type=int, default=256, help="tokens of a sequence")
     parser.add_argument(
         "--train", type=int, help="sequences of text, and of tasks (default: for three epochs)"

@@ -15,7 +15,6 @@ import argparse
 import os
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,23 +24,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lq_lightning.data_parallel import QuantizedGradientBuffer
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """One window of micro-batches.
-
-    Attributes:
-        held_bytes_per_parameter: Growth from before the window to before its last backward.
-        peak_bytes_per_parameter: Largest growth during the window, activations included.
-        window_ms: Time of the whole window, the second of two.
-        gradient_norm: Norm of the gradient sums of this rank.
-    """
-
-    held_bytes_per_parameter: float
-    peak_bytes_per_parameter: float
-    window_ms: float
-    gradient_norm: float
 
 
 def build(args: argparse.Namespace) -> tuple[nn.Module, int]:
@@ -81,7 +63,7 @@ def run_window(
     return held
 
 
-def measure(args: argparse.Namespace, quantized: bool) -> Window:
+def measure(args: argparse.Namespace, quantized: bool) -> dict[str, float]:
     """Run two windows of one variant and measure the second."""
     model, numel = build(args)
     buffer = QuantizedGradientBuffer(model) if quantized else None
@@ -97,22 +79,20 @@ def measure(args: argparse.Namespace, quantized: bool) -> Window:
     seconds = time.perf_counter() - start
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     local = norm.to_local() if hasattr(norm, "to_local") else norm
-    return Window(
-        (held - before) / numel,
-        (torch.cuda.max_memory_allocated() - before) / numel,
-        1e3 * seconds,
-        float(local),
-    )
+    return {
+        "held_bytes_per_parameter": (held - before) / numel,
+        "peak_bytes_per_parameter": (torch.cuda.max_memory_allocated() - before) / numel,
+        "window_ms": 1e3 * seconds,
+        "gradient_norm": float(local),
+    }
 
 
 def main() -> None:
     """Measure, print, write JSON."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--seq", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=2, help="sequences of a micro-batch")
-    parser.add_argument("--micro-batches", type=int, default=4, help="of a window")
+    sizes = {"layers": 12, "hidden": 2048, "seq": 1024, "batch": 2, "micro-batches": 4}
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
     args = parser.parse_args()
     if needs_gpu():
         return
@@ -122,15 +102,13 @@ def main() -> None:
         dist.init_process_group("nccl")
     windows = {name: measure(args, name == "8-bit") for name in ("fp32", "8-bit")}
     if world == 1 or dist.get_rank() == 0:
-        rows = [
-            [name, *(f"{value:.3f}" for value in asdict(w).values())] for name, w in windows.items()
-        ]
+        rows = [[name, *(f"{value:.3f}" for value in w.values())] for name, w in windows.items()]
         print(table(rows, ["window", "held B/param", "peak B/param", "ms", "norm"]))
         results = {
             "world_size": world,
             "model": {name: getattr(args, name) for name in ("layers", "hidden", "seq", "batch")},
             "micro_batches": args.micro_batches,
-            "windows": {name: asdict(w) for name, w in windows.items()},
+            "windows": windows,
         }
         write_report(args.json, "gradient_memory", results)
     if world > 1:

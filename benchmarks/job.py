@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -72,23 +72,18 @@ class Variant:
     every: int = 0
 
 
+def _quantized(**gradients: Any) -> Variant:
+    return Variant(weights=WeightQuantization(), gradients=GradientQuantization(**gradients))
+
+
 VARIANTS = {
     "fsdp2": Variant(),
     "fsdp2-bf16-reduce": Variant(reduce_dtype="bfloat16"),
-    "quantized": Variant(weights=WeightQuantization(), gradients=GradientQuantization()),
-    "quantized-node": Variant(
-        weights=WeightQuantization(replica="node"), gradients=GradientQuantization()
-    ),
-    "quantized-vocabulary-4": Variant(
-        weights=WeightQuantization(), gradients=GradientQuantization(vocabulary_bits=None)
-    ),
-    "quantized-vocabulary-8": Variant(
-        weights=WeightQuantization(), gradients=GradientQuantization(vocabulary_bits=8)
-    ),
-    "quantized-2-bits": Variant(
-        weights=WeightQuantization(),
-        gradients=GradientQuantization(inter_bits=2, vocabulary_bits=8),
-    ),
+    "quantized": _quantized(),
+    "quantized-node": replace(_quantized(), weights=WeightQuantization(replica="node")),
+    "quantized-vocabulary-4": _quantized(vocabulary_bits=None),
+    "quantized-vocabulary-8": _quantized(vocabulary_bits=8),
+    "quantized-2-bits": _quantized(inter_bits=2, vocabulary_bits=8),
     "weights-only": Variant(weights=WeightQuantization()),
     "gradients-only": Variant(gradients=GradientQuantization()),
     "ddp": Variant(ddp="none"),

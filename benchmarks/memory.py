@@ -18,9 +18,8 @@ Messages are transient and not predicted.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ FIELDS = ("at_rest", "optimizer", "peak")
 Memory = dict[str, float]
 MEASURED = {
     "ZeRO-3": VARIANTS["fsdp2"],
-    "ZeRO-2": dataclasses.replace(VARIANTS["fsdp2"], keep_gathered=True),
+    "ZeRO-2": replace(VARIANTS["fsdp2"], keep_gathered=True),
     "quantized, full": VARIANTS["quantized"],
     "quantized, node": VARIANTS["quantized-node"],
 }
