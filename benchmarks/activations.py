@@ -266,7 +266,7 @@ def time_in_turn(subjects: Sequence[Subject], data: Data, rounds: int) -> None:
 
 
 class Case:
-    """One shape and what is measured on it.
+    """One shape with the measurements of its variants.
 
     Args:
         case: Such as ``llama3_8b:4096x2``.

@@ -22,7 +22,7 @@ Codec = str | CodecSpec | TAHQuantization | AQSGDQuantization
 class CodedBoundaries:
     """Encodes and decodes hidden states and their gradients between layers, as a pipeline does.
 
-    Both ends have codecs of their own: a codec with a memory learns what it would on two machines.
+    Both ends have codecs of their own, as on two machines, for codecs with a memory.
     ``begin`` comes before every forward pass.
 
     Args:
@@ -61,7 +61,7 @@ class CodedBoundaries:
         return received
 
     def send(self, tensor: Tensor, message: Message) -> Tensor:
-        """Return what the other end decodes."""
+        """Return the tensor that the other end decodes."""
         sender, receiver = (ends[message.backward] for ends in (self._senders, self._receivers))
         nbytes = receiver.nbytes(tensor.shape, tensor.dtype, message)
         payload = sender.encode(tensor, message)

@@ -3,7 +3,6 @@
     python benchmarks/fine_tuning.py --model SmolLM2-135M-Instruct.Q4_1.gguf --jobs 8 \\
         --time-budget 300 --json fine_tuning.json                            # all GPUs
     python benchmarks/fine_tuning.py --model DIR --rows "bf16;agoq" --seeds 1 --steps 20
-    python benchmarks/fine_tuning.py --show fine_tuning.json
 
 Full fine-tuning, and LoRA, on half text and half tasks that a program scores
 (``fine_tuning_data.py``), for three epochs, which ``aq_sgd`` needs. ``--model`` is as in
@@ -181,7 +180,7 @@ def earlier_runs(args: argparse.Namespace, parser: argparse.ArgumentParser) -> l
 def parser_of() -> argparse.ArgumentParser:
     """Return the options."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--model", type=Path, help="wheel, GGUF file or folder")
+    parser.add_argument("--model", type=Path, required=True, help="wheel, GGUF file or folder")
     parser.add_argument("--rows", default=";".join(ROWS), help="separated by `;`")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each row")
     for field in fields(Settings):
@@ -195,7 +194,6 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=0, help="processes of each GPU; 0: this one")
     parser.add_argument("--time-budget", type=float, help="seconds after which no run starts")
     parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
-    parser.add_argument("--show", type=Path, help="print a report; no run")
     return parser
 
 
@@ -203,11 +201,6 @@ def main() -> int:
     """Run and print the comparison; return the exit code."""
     parser = parser_of()
     args = parser.parse_args()
-    if args.show:
-        print(summary(json.loads(args.show.read_text())["results"]["runs"]))
-        return 0
-    if args.model is None:
-        parser.error("--model or --show is needed")
     if args.batch % (2 * NODES):
         parser.error(f"--batch {args.batch}: each of {NODES} nodes reads as much text as tasks")
     names = choices(parser, "rows", args.rows, ROWS, ";")

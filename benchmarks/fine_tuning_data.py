@@ -89,7 +89,7 @@ def text_blocks(tokenizer: Any, seq: int, count: int) -> Blocks:
     """Return sequences of text, half of them English and half code."""
     rows = []
     for source, wanted in ((english(), count // 2), (code(), count - count // 2)):
-        enough = source[: 16 * wanted * (seq + 1)]  # about four times what is wanted
+        enough = source[: 16 * wanted * (seq + 1)]  # about four times as much as needed
         ids = torch.tensor(tokenizer(enough)["input_ids"])
         blocks = ids[: len(ids) // (seq + 1) * (seq + 1)].view(-1, seq + 1)
         if len(blocks) < wanted:
@@ -167,7 +167,7 @@ def task_blocks(tokenizer: Any, seq: int, count: int, drawn: Iterator[Example]) 
 
 
 def losses(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Return the mean loss of each sequence over what it counts, ``[B]`` fp32."""
+    """Return the mean loss of each sequence over its counted tokens, ``[B]`` fp32."""
     each = nn.functional.cross_entropy(
         logits_BTV.flatten(0, 1).float(),
         targets_BT.flatten(),

@@ -1,6 +1,6 @@
 """Time Trainer steps of ``quantized_fsdp`` beside the same steps of a plain training loop.
 
-What the strategy adds to the loop of ``step_time.py`` (hooks, closures, progress) must not keep
+The strategy's additions to the loop of ``step_time.py`` (hooks, closures, progress) must not keep
 communication and computation from overlapping::
 
     torchrun --nproc-per-node 4 benchmarks/lightning_step.py --node-size 2 --json lightning.json

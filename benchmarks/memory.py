@@ -62,7 +62,7 @@ def replica_bytes(variant: Variant, parameters: int, node_size: int) -> float:
 def predict(
     variant: Variant, parameters: int, in_blocks: int, node_size: int, zero3_peak: float
 ) -> Memory:
-    """Return what the formula of this file's head gives, from the measured peak of ZeRO-3."""
+    """Apply the formula in the module docstring to the measured peak of ZeRO-3."""
     replica = replica_bytes(variant, parameters, node_size)
     own = parameters / dist.get_world_size()
     kept = 2 * in_blocks if variant.keep_gathered and variant.weights is None else 0

@@ -1,4 +1,4 @@
-"""The emulated network of `nodes.sh`, seen from a rank: its rate and what it sent."""
+"""The emulated network of `nodes.sh`, seen from a rank: its rate, and bytes sent."""
 
 from __future__ import annotations
 

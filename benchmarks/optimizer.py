@@ -4,7 +4,7 @@ First every rule and format is compared with the CPU reference, bit by bit, on r
 differs, no speed is printed and the exit code is 1. Then whole calls of ``step()`` are timed
 (median), on 486 million parameters: 8 matrices of 4096x4096, 4 of 14336x4096 and 2 of 4096x14336.
 The GPU sleeps until ``step()`` has queued all its work, so that device events see the work alone;
-what the host took until then is ``host_ms``. GB/s counts each byte of parameters, gradients and
+the host's time until then is ``host_ms``. GB/s counts each byte of parameters, gradients and
 states read once and written once.
 
     python benchmarks/optimizer.py --out outputs/optimizer.json

@@ -7,8 +7,8 @@ The model is that of ``pretrained.py``; boundaries lie behind equal numbers of i
 a codec of hidden states: bits per value, change of the loss in nats with its standard error over
 sequences, and Kullback-Leibler divergence from the exact predictions, which scatters less: the loss
 of a few sequences changes by half of it either way. ``gradients`` is the relative error of all
-gradients in two of the sequences where gradients travel in tiles of five bits (``tah5``), or
-six for the paper's ``tah``.
+gradients of two sequences, where boundaries send gradients in five bits (``tah5``), or in six
+beside the paper's ``tah``.
 
 ``adaptive B`` is ``AdaptiveBits(target=B, start_bits=B)``: the widths that one step on another
 sequence gives. ``equal B`` has the same width for every channel, as before that step.

@@ -97,7 +97,7 @@ gradients() {
     return $status
 }
 kernels() {
-    timeout 120 "$PYTHON" benchmarks/kernels.py --out "$results/kernels_h200.json"
+    timeout 300 "$PYTHON" benchmarks/kernels.py --out "$results/kernels_h200.json"
 }
 layers() {  # preset, seconds, rounds
     timeout "$2" "$PYTHON" benchmarks/activations.py --preset "$1" --jobs 6 --seconds "$(($2 - 30))" \

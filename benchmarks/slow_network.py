@@ -339,7 +339,7 @@ def parse() -> tuple[argparse.Namespace, GPTConfig]:
 
 
 def main() -> None:
-    """Measure what the command line asks for; rank 0 prints and writes."""
+    """Measure every codec at every rate; rank 0 prints and writes."""
     args, config = parse()
     with process_group(args) as device:
         job = Job(args, config, device)

@@ -45,7 +45,8 @@ CASES = tuple(
     for deployment in ("adapters", "everything")
     for codec in ("bf16", "aq_sgd", "channel", "amaq")
 )
-# What a host may send at once after a pause: of a slow link little, or most of a message is free.
+# Bytes that a host may send at once after a pause: few on a slow link, where they would be most of
+# a message.
 BURSTS = ((20e6, "16kb"), (200e6, "64kb"), (float("inf"), "256kb"))
 _START_S = 180
 

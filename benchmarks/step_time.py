@@ -313,7 +313,7 @@ def measure_steps(
 
 
 def setup(args: argparse.Namespace, rate: str | None, link_gbit_per_s: float) -> dict[str, Any]:
-    """Describe what is run."""
+    """Describe the setup for the report."""
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(args.config).parameters())
     return {
@@ -364,7 +364,7 @@ def write(args: argparse.Namespace, setup: dict[str, Any], results: dict[str, Re
 
 
 def measure_links(args: argparse.Namespace, device: torch.device) -> dict[str | None, float]:
-    """Return what the network really carries at each rate, in Gb/s; NaN without rates."""
+    """Return the measured Gb/s of the network at each rate; NaN without rates."""
     links = dict.fromkeys(args.rates, math.nan)
     if args.rates == [None]:
         return links
