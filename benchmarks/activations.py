@@ -4,19 +4,18 @@ One process measures all variants of a shape in turn, on the same fresh random i
 and clocks meet all of them alike. Per variant:
 
 * ``ms``: of a forward and backward, median over rounds; gradients of weights are new each time.
-* ``saved_units``: what is held between forward and backward, in U, the bytes of the layer's input
-  in bf16: growth of the allocated memory over a forward, the input included where it is kept, the
-  output not, since the next layer's input is that. ``peak_units`` is the largest growth over
-  forward and backward, gradients of weights included.
+* ``saved_units``: memory held between forward and backward, in U, the bytes of the layer's input in
+  bf16: growth of the allocated memory over a forward, the input included where it is kept, without
+  the output, which is the next layer's input. ``peak_units`` is the largest growth over forward and
+  backward, gradients of weights included.
 * ``*_error``: relative L2 distance to plain bf16 of the output, of the input's gradient and of the
-  largest over weights. Rounding alone gives plain bf16, compiled, about what its row shows.
+  largest over weights. The row of compiled bf16 shows the effect of rounding alone.
 
 A variant that fails becomes a row with its reason. Examples::
 
     python benchmarks/activations.py --preset table --json activations.json
     python benchmarks/activations.py --cases llama3_8b:32768x1 --variants 'bf16,bf16; compiled'
     python benchmarks/activations.py --preset tiny --device cpu
-    python benchmarks/research/draw_activations.py activations.json --picture activations.png
 
 ``--preset coat`` is COAT's table 6. The paper says batch 4, its script measures 8, and only 8 gives
 the megabytes of the table: so 8 it is here.
@@ -26,33 +25,29 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
-from common import table, write_report
-from layer_subject import (
-    Data,
-    Subject,
-    errors,
-    free_memory,
-    memory_units,
-    prepare,
-    reasons,
-    results_of,
-    synchronize,
-    time_in_turn,
+from common import argument_parser, choices, free_memory, synchronize, table, version, write_report
+from llama_layer import (
+    BASE,
+    COMPILED,
+    VARIANTS,
+    Layer,
+    Shape,
+    make_layer,
+    parse_case,
+    rotary_embedding,
 )
-from llama_layer import BASE, COMPILED, VARIANTS, parse_case
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 PRESETS = {
     "table": "llama3_8b:4096x2,llama2_7b:2048x4",
@@ -64,8 +59,214 @@ COAT_VARIANTS = [BASE, COMPILED, "coat", "coat, compiled", "fp8-4bit, compiled"]
 LIBRARIES = ("transformers", "torchao", "liger-kernel")
 
 
+# --- measurements of one variant ------------------------------------------------------------------
+
+
+class _Fresh(torch.autograd.Function):
+    """A layer's input, as made by the layer before: only its users keep it alive."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, data: Tensor) -> Tensor:
+        return data.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+@dataclass(slots=True)
+class Data:
+    """Inputs and gradients of outputs, shared by the variants of a shape.
+
+    Attributes:
+        x: ``[n, B, S, H]`` bf16; a call takes the ``i``-th of ``n``.
+        grad: Gradients of outputs, shaped as ``x``.
+        rotary: Cosine and sine.
+    """
+
+    x: Tensor
+    grad: Tensor
+    rotary: tuple[Tensor, Tensor]
+
+    @classmethod
+    def make(cls, shape: Shape, count: int, device: torch.device) -> Data:
+        """Draw ``count`` inputs and gradients."""
+        size = (count, shape.batch, shape.seq, shape.hidden)
+        x, grad = (torch.empty(size, dtype=torch.bfloat16, device=device) for _ in range(2))
+        data = cls(x, grad, rotary_embedding(shape, device))
+        data.refill()
+        return data
+
+    def refill(self) -> None:
+        """Draw everything anew."""
+        self.x.normal_()
+        self.grad.normal_(0.0, 1e-3)
+
+
+@dataclass(slots=True)
+class Subject:
+    """A variant under measurement.
+
+    Attributes:
+        name: Name of the variant.
+        layer: Its own layer.
+        call: Function that is trained.
+        row: Measurements so far.
+        times: Milliseconds of its rounds.
+    """
+
+    name: str
+    layer: nn.Module
+    call: Layer
+    row: dict[str, Any]
+    times: list[float] = field(default_factory=list)
+
+    def train(self, data: Data, index: int = 0) -> tuple[Tensor, Tensor]:
+        """Run forward and backward; return the output and the gradient of the input."""
+        with VARIANTS[self.name].context():
+            x = data.x[index].detach().requires_grad_()
+            out = self.call(x, *data.rotary)
+            out.backward(data.grad[index])
+        if x.grad is None:
+            raise RuntimeError("the input got no gradient")
+        return out.detach(), x.grad
+
+    def clear(self) -> None:
+        """Drop the gradients of the weights."""
+        for parameter in self.layer.parameters():
+            parameter.grad = None
+
+
+def memory_units(subject: Subject, data: Data, shape: Shape) -> tuple[float, float | None]:
+    """Return the bytes that one forward leaves allocated, and the largest growth through backward.
+
+    On a CPU, whose allocator does not count: the distinct storages that autograd saves, without
+    those of checkpoints and hooks.
+    """
+    if data.x.device.type == "cpu":
+        return _saved_storages(subject, data) / shape.unit_nbytes, None
+    anchor = torch.zeros((), device=data.x.device, requires_grad=True)
+    subject.clear()
+    with VARIANTS[subject.name].context():
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        x = _Fresh.apply(anchor, data.x[0])
+        out = subject.call(x, *data.rotary)
+        del x
+        saved = torch.cuda.memory_allocated() - before - out.nbytes
+        out.backward(data.grad[0])
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+    subject.clear()
+    return saved / shape.unit_nbytes, peak / shape.unit_nbytes
+
+
+def _saved_storages(subject: Subject, data: Data) -> int:
+    outside = [*subject.layer.parameters(), *data.rotary]
+    known = {tensor.untyped_storage().data_ptr() for tensor in outside}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        subject.train(data)
+    subject.clear()
+    return sum(kept.values())
+
+
+def distance(value: Tensor, reference: Tensor) -> float:
+    """Return the relative L2 distance of two tensors; NaN where one has a NaN."""
+    difference = torch.linalg.vector_norm(value.float() - reference.float())
+    return float(difference / torch.linalg.vector_norm(reference.float()))
+
+
+def results_of(subject: Subject, data: Data) -> dict[str, Tensor]:
+    """Return output, gradient of the input, and gradients of the weights by name."""
+    subject.clear()
+    out, grad = subject.train(data)
+    weights = {
+        f"weight {name}": p.grad for name, p in subject.layer.named_parameters() if p.ndim > 1
+    }
+    missing = [name for name, value in weights.items() if value is None]
+    if missing:
+        raise RuntimeError(f"no gradient of {', '.join(missing)}")
+    found = {"output": out, "input": grad, **weights}
+    subject.clear()
+    return found
+
+
+def errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    """Compare with plain bf16."""
+    distances = {name: distance(found[name], value) for name, value in reference.items()}
+    weights = [value for name, value in distances.items() if name.startswith("weight ")]
+    return {
+        "output_error": distances["output"],
+        "input_gradient_error": distances["input"],
+        "weight_gradient_error": max(weights),
+    }
+
+
+@contextmanager
+def reasons(row: dict[str, Any]) -> Iterator[None]:
+    """Write an error into the row instead of ending the run."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        row["failed"] = "out of memory"
+    except Exception as error:  # of any library: it is this row's result
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        row["failed"] = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def prepare(name: str, shape: Shape, device: torch.device) -> Subject:
+    """Make a variant's layer; the first call compiles it."""
+    layer = make_layer(shape, device)
+    return Subject(name, layer, VARIANTS[name].build(layer, name), {"variant": name})
+
+
+def time_round(subject: Subject, data: Data) -> float:
+    """Return the milliseconds of one forward and backward, from one of each input."""
+    count = data.x.shape[0]
+    data.refill()  # on the GPU also work behind which the first launches hide
+    if data.x.device.type == "cpu":
+        began = time.perf_counter()
+        for index in range(count):
+            subject.train(data, index)
+            subject.clear()
+        return (time.perf_counter() - began) * 1e3 / count
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for index in range(count):
+        subject.train(data, index)
+        subject.clear()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / count
+
+
+def time_in_turn(subjects: Sequence[Subject], data: Data, rounds: int) -> None:
+    """Time all variants, one round of each after the other."""
+    for index in range(rounds):
+        for subject in subjects if index % 2 == 0 else subjects[::-1]:
+            if "failed" not in subject.row:
+                with reasons(subject.row):
+                    subject.times.append(time_round(subject, data))
+    for subject in subjects:
+        if subject.times and "failed" not in subject.row:
+            subject.row["ms"] = statistics.median(subject.times)
+            subject.row["ms_spread"] = max(subject.times) - min(subject.times)
+
+
+# --- a shape --------------------------------------------------------------------------------------
+
+
 class Case:
-    """One shape and what is measured on it.
+    """One shape with the measurements of its variants.
 
     Args:
         case: Such as ``llama3_8b:4096x2``.
@@ -155,40 +356,17 @@ def compile_only(jobs: Sequence[str], device: torch.device) -> None:
         free_memory()
 
 
-def choose(text: str, preset: str) -> list[str]:
-    """Return the variants to measure.
-
-    Raises:
-        ValueError: A name is unknown.
-    """
-    if not text:
-        return COAT_VARIANTS if preset == "coat" else list(VARIANTS)
-    if text in ("ours", "baselines"):
-        wanted = text == "ours"
-        return [n for n, v in VARIANTS.items() if v.ours == wanted or n in (BASE, COMPILED)]
-    names = [name.strip() for name in text.split(";")]
-    unknown = [name for name in names if name not in VARIANTS]
-    if unknown:
-        raise ValueError(f"unknown variants {unknown}: choose among {'; '.join(VARIANTS)}")
-    return names
-
-
 def arguments() -> argparse.ArgumentParser:
-    """Describe the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Return the command line's parser."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="table")
     parser.add_argument("--cases", default="", help="such as llama3_8b:4096x2,llama2_7b:2048x4")
-    parser.add_argument(
-        "--variants", default="", help="names between `;`, or `ours`, or `baselines`"
-    )
+    parser.add_argument("--variants", default="", help="separated by `;`: " + "; ".join(VARIANTS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=15, help="to take the median of")
     parser.add_argument("--burst", type=int, default=3, help="inputs, and steps of a round")
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile ahead")
     parser.add_argument("--seconds", type=float, default=600, help="start no variant after these")
-    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--compile-only", nargs="+", metavar="CASE/VARIANT", default=[])
     return parser
 
@@ -203,14 +381,15 @@ def main() -> None:
         compile_only(args.compile_only, torch.device(args.device))
         return
     cases = (args.cases or PRESETS[args.preset]).split(",")
+    some = COAT_VARIANTS if args.preset == "coat" and not args.cases else VARIANTS
+    names = choices(parser, "variants", args.variants or ";".join(some), VARIANTS, ";")
     try:
-        names = choose(args.variants, "" if args.cases else args.preset)
         for case in cases:
             parse_case(case)
     except ValueError as error:
         parser.error(str(error))
     compile_ahead(cases, names, args)
-    results: dict[str, Any] = {"libraries": versions_of_libraries()}
+    results: dict[str, Any] = {"libraries": {name: version(name) for name in LIBRARIES}}
     results["rows"] = []
     for case in cases:
         print(case, flush=True)
@@ -219,15 +398,6 @@ def main() -> None:
         print(shown([row for row in results["rows"] if row["case"] == case]), flush=True)
         torch.compiler.reset()
         free_memory()
-
-
-def versions_of_libraries() -> dict[str, str | None]:
-    """Return the versions of what is measured beside this library, None where it is missing."""
-    found: dict[str, str | None] = dict.fromkeys(LIBRARIES)
-    for name in LIBRARIES:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
 
 
 def shown(rows: Sequence[dict[str, Any]]) -> str:

@@ -1,6 +1,6 @@
 """Time the 8-bit all-reduce against NCCL's own in fp32 and bf16, in one run.
 
-What is timed is what a DDP hook does with a bucket of fp32 gradients: `quantized` averages it with
+Each path averages a bucket of fp32 gradients, as a DDP hook does: `quantized` with
 `QuantizedAllReduce`, `fp32` with one all-reduce, `bf16` casts to bf16, reduces and casts back.
 Before a size is timed, the quantized result is compared with the fp32 one and between ranks.
 Examples::
@@ -21,44 +21,22 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import table, write_report
+from common import argument_parser, synchronize, table, write_report
 from job import add_group_arguments, over_ranks, process_group
 from torch import Tensor
 
 from lq_lightning.data_parallel import QuantizedAllReduce
 
+Row = dict[str, Any]
+
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 SIZES = "64K,256K,1M,4M,16M,64M,256M,1G"
 MAX_ERROR = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Times of one size.
-
-    Attributes:
-        nbytes: Size of the fp32 tensor.
-        ms: Median time by path.
-        ms_min: Fastest time by path.
-        calls: Timed calls by path.
-        relative_error: L2 error of the quantized mean against the fp32 one.
-    """
-
-    nbytes: int
-    ms: dict[str, float]
-    ms_min: dict[str, float]
-    calls: dict[str, int]
-    relative_error: float
-
-    @property
-    def speedup(self) -> float:
-        """Time of fp32 over that of the quantized path."""
-        return self.ms["fp32"] / self.ms["quantized"]
 
 
 def parse_size(text: str) -> int:
@@ -79,28 +57,23 @@ def average_bf16(x: Tensor) -> None:
     x.copy_(half)
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def time_call(call: Callable[[], None], device: torch.device) -> float:
+def time_call(call: Callable[[], None]) -> float:
     """Return the seconds that the slowest rank takes from a common start."""
     dist.barrier()
-    _synchronize(device)
+    synchronize()
     start = time.perf_counter()
     call()
-    _synchronize(device)
+    synchronize()
     return over_ranks([time.perf_counter() - start], dist.ReduceOp.MAX)[0]
 
 
-def measure(call: Callable[[], None], budget_s: float, device: torch.device) -> list[float]:
+def measure(call: Callable[[], None], budget_s: float) -> list[float]:
     """Return the times of at least two calls, or as many, up to 30, as the budget allows."""
-    first = time_call(call, device)
+    first = time_call(call)
     if first < budget_s / 3:  # else a warm-up call costs too much and matters too little
-        first = time_call(call, device)
+        first = time_call(call)
     count = max(2, min(30, int(budget_s / first)))
-    return [time_call(call, device) for _ in range(count)]
+    return [time_call(call) for _ in range(count)]
 
 
 def check(x: Tensor, reduce: QuantizedAllReduce) -> float:
@@ -136,36 +109,35 @@ def measure_size(nbytes: int, args: argparse.Namespace, device: torch.device) ->
         "bf16": lambda: average_bf16(x),
         "quantized": lambda: reduce.average_(x),
     }
-    times = {name: measure(call, args.seconds, device) for name, call in paths.items()}
-    return Row(
-        nbytes,
-        {name: 1e3 * statistics.median(t) for name, t in times.items()},
-        {name: 1e3 * min(t) for name, t in times.items()},
-        {name: len(t) for name, t in times.items()},
-        error,
-    )
+    times = {name: measure(call, args.seconds) for name, call in paths.items()}
+    ms = {name: 1e3 * statistics.median(t) for name, t in times.items()}
+    return {
+        "nbytes": nbytes,
+        "ms": ms,
+        "ms_min": {name: 1e3 * min(t) for name, t in times.items()},
+        "calls": {name: len(t) for name, t in times.items()},
+        "relative_error": error,
+        "speedup": ms["fp32"] / ms["quantized"],
+    }
 
 
 def crossover(rows: list[Row]) -> int | None:
     """Return the smallest size from which on the quantized path is never slower; None if none."""
     found = None
-    for row in sorted(rows, key=lambda row: row.nbytes, reverse=True):
-        if row.speedup < 1:
+    for row in sorted(rows, key=lambda row: row["nbytes"], reverse=True):
+        if row["speedup"] < 1:
             break
-        found = row.nbytes
+        found = row["nbytes"]
     return found
 
 
 def main() -> None:
     """Measure, print a table on rank 0, write JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--sizes", default=SIZES, help=f"bytes of fp32 (default {SIZES})")
     parser.add_argument("--node-size", type=int, help="ranks per node (default: by host)")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each size and path")
     add_group_arguments(parser)
-    parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
     with process_group(args) as device:
         args.reduce = QuantizedAllReduce(min_nbytes=0, node_size=args.node_size)
@@ -174,7 +146,7 @@ def main() -> None:
             row = measure_size(parse_size(text), args, device)
             rows.append(row)
             if dist.get_rank() == 0:
-                print(f"{text}: {row.ms}, speedup {row.speedup:.2f}", flush=True)
+                print(f"{text}: {row['ms']}, speedup {row['speedup']:.2f}", flush=True)
         if dist.get_rank() == 0:
             report(rows, args)
 
@@ -183,11 +155,11 @@ def report(rows: list[Row], args: argparse.Namespace) -> None:
     """Print the table and write the JSON file."""
     cells = [
         [
-            f"{row.nbytes / 2**20:g} MiB",
-            *(f"{row.ms[name]:.3f}" for name in ("fp32", "bf16", "quantized")),
-            f"{row.speedup:.2f}",
-            f"{row.ms['bf16'] / row.ms['quantized']:.2f}",
-            f"{100 * row.relative_error:.2f}",
+            f"{row['nbytes'] / 2**20:g} MiB",
+            *(f"{row['ms'][name]:.3f}" for name in ("fp32", "bf16", "quantized")),
+            f"{row['speedup']:.2f}",
+            f"{row['ms']['bf16'] / row['ms']['quantized']:.2f}",
+            f"{100 * row['relative_error']:.2f}",
         ]
         for row in rows
     ]
@@ -205,7 +177,7 @@ def report(rows: list[Row], args: argparse.Namespace) -> None:
             "codec": asdict(codec),
             "bits_per_element": codec.bits_per_element(1 << 20),
             "crossover_nbytes": crossover(rows),
-            "rows": [{**asdict(row), "speedup": row.speedup} for row in rows],
+            "rows": rows,
         },
     )
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.pipeline.boundary import (
     AQSGDQuantization,
-    BoundaryCodec,
     Message,
     TAHQuantization,
     make_boundary_codec,
@@ -24,15 +22,12 @@ Codec = str | CodecSpec | TAHQuantization | AQSGDQuantization
 class CodedBoundaries:
     """Encodes and decodes hidden states and their gradients between layers, as a pipeline does.
 
-    Both ends have codecs of their own, so that those with a memory learn what they would on two
-    machines. ``begin`` comes before every forward pass.
+    Both ends have codecs of their own, as on two machines, for codecs with a memory.
+    ``begin`` comes before every forward pass.
 
     Args:
         forward: Codec of hidden states.
         backward: Codec of their gradients.
-
-    Attributes:
-        enabled: Whether anything is coded.
     """
 
     def __init__(self, forward: Codec, backward: Codec) -> None:
@@ -40,21 +35,12 @@ class CodedBoundaries:
             (make_boundary_codec(forward), make_boundary_codec(backward, backward=True))
             for _ in range(2)
         )
-        self.enabled = True
         self._nbytes, self._values = [0, 0], [0, 0]  # forward and backward, in training
         self._microbatch = 0
         self._samples: Tensor | None = None
 
-    def install(self, layers: nn.ModuleList, after: Sequence[int]) -> None:
-        """Put a boundary behind each of some layers, whose output is the hidden state.
-
-        Layers that are compiled stay so; the boundaries are not.
-        """
-        for boundary, index in enumerate(after):
-            layers[index] = LayerBeforeBoundary(layers[index], self, boundary)
-
     def begin(self, microbatch: int, samples: Tensor | None = None) -> None:
-        """Say what the next forward pass, and the backward pass of it, is about.
+        """Name the micro-batch of the next forward and backward pass.
 
         Args:
             microbatch: Index within the step.
@@ -63,9 +49,7 @@ class CodedBoundaries:
         self._microbatch, self._samples = microbatch, samples
 
     def cross(self, hidden: Tensor, boundary: int) -> Tensor:
-        """Return what the stage behind a boundary receives; its gradient is coded as well."""
-        if not self.enabled:
-            return hidden
+        """Return the hidden state behind a boundary; its gradient is coded as well."""
         message = Message(
             boundary=boundary,
             backward=False,
@@ -77,8 +61,8 @@ class CodedBoundaries:
         return received
 
     def send(self, tensor: Tensor, message: Message) -> Tensor:
-        """Return what the other end decodes."""
-        sender, receiver = self._ends(message.backward)
+        """Return the tensor that the other end decodes."""
+        sender, receiver = (ends[message.backward] for ends in (self._senders, self._receivers))
         nbytes = receiver.nbytes(tensor.shape, tensor.dtype, message)
         payload = sender.encode(tensor, message)
         if payload.numel() != nbytes:
@@ -89,39 +73,12 @@ class CodedBoundaries:
         return receiver.decode(payload, tensor.shape, tensor.dtype, message)
 
     def bits_per_value(self) -> tuple[float, float]:
-        """Return what training has sent per value so far, forward and backward."""
+        """Return the bits per value that training has sent so far, forward and backward."""
         forward, backward = (
             8 * nbytes / max(1, values)
             for nbytes, values in zip(self._nbytes, self._values, strict=True)
         )
         return forward, backward
-
-    def close(self) -> None:
-        """Release what codecs hold, and code nothing from now on."""
-        self.enabled = False
-        for codec in (*self._senders, *self._receivers):
-            codec.close()
-
-    def _ends(self, backward: bool) -> tuple[BoundaryCodec, BoundaryCodec]:
-        return self._senders[backward], self._receivers[backward]
-
-
-class LayerBeforeBoundary(nn.Module):
-    """A layer whose output crosses a boundary.
-
-    Args:
-        layer: Returns the hidden state.
-        boundaries: Boundaries that the output crosses.
-        boundary: Index of the one behind this layer.
-    """
-
-    def __init__(self, layer: nn.Module, boundaries: CodedBoundaries, boundary: int) -> None:
-        super().__init__()
-        self.layer, self._boundaries, self._boundary = layer, boundaries, boundary
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the layer, then the boundary."""
-        return self._boundaries.cross(self.layer(*args, **kwargs), self._boundary)
 
 
 class _Crossing(torch.autograd.Function):
@@ -136,7 +93,7 @@ class _Crossing(torch.autograd.Function):
 
 
 def layers_before_boundaries(num_layers: int, num_stages: int) -> list[int]:
-    """Return the index of the last layer of every stage but the last one, stages being alike."""
+    """Return the index of the last layer of every stage but the last, for stages of equal size."""
     if num_stages > num_layers:
         raise ValueError(f"{num_layers} layers do not make {num_stages} stages: give fewer stages")
     return [stage * num_layers // num_stages - 1 for stage in range(1, num_stages)]

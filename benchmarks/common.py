@@ -1,14 +1,16 @@
-"""What the benchmarks share: a report with hardware, versions and commit, and timing on a GPU."""
+"""Shared by the benchmarks: command lines, reports with machine and commit, timing on a GPU."""
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -19,10 +21,36 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
+# --- command lines --------------------------------------------------------------------------------
+
+
+def argument_parser(description: str | None, report: str = "--json") -> argparse.ArgumentParser:
+    """Return a parser that shows a module's docstring, with the option that names the report."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(report, type=Path, metavar="FILE", help="JSON report to write")
+    return parser
+
+
+def choices(
+    parser: argparse.ArgumentParser, kind: str, text: str, allowed: Iterable[str], by: str = ","
+) -> list[str]:
+    """Split a list of names; exit with a message that names unknown ones."""
+    names = [name.strip() for name in text.split(by)]
+    unknown = [name for name in names if name not in allowed]
+    if unknown:
+        parser.error(f"unknown {kind} {unknown}: choose among {f'{by} '.join(allowed)}")
+    return names
+
+
+# --- reports --------------------------------------------------------------------------------------
+
+
 def git_commit() -> str:
     """Return the commit of the checkout, with ``+changes`` if files differ.
 
-    Where there is no git, ``LQ_COMMIT`` from the environment, or ``unknown``.
+    Without git: ``LQ_COMMIT`` from the environment, or ``unknown``.
     """
     if "LQ_COMMIT" in os.environ:
         return os.environ["LQ_COMMIT"]
@@ -40,7 +68,8 @@ def _git(*arguments: str) -> str:
     return result.stdout.strip()
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Return the version of an installed package, None if it is missing."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -49,16 +78,14 @@ def _version(package: str) -> str | None:
 
 def environment() -> dict[str, Any]:
     """Describe machine and software, for the head of a report."""
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {
-                "name": properties.name,
-                "memory_gib": round(properties.total_memory / 2**30, 1),
-                "multiprocessors": properties.multi_processor_count,
-            }
-        )
+    gpus = [
+        {
+            "name": properties.name,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "multiprocessors": properties.multi_processor_count,
+        }
+        for properties in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": git_commit(),
@@ -69,50 +96,82 @@ def environment() -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "cuda": torch.version.cuda,
-            **{name: _version(name) for name in ("torch", "triton", "lightning", "numpy")},
+            **{name: version(name) for name in ("torch", "triton", "lightning", "numpy")},
         },
     }
 
 
-def write_report(path: str | Path | None, name: str, results: Any) -> dict[str, Any]:
-    """Return ``{"benchmark", "environment", "results"}`` and write it as JSON if a path is given.
+def write_report(path: str | Path | None, name: str, results: Any) -> None:
+    """Write ``{"benchmark", "environment", "results"}`` as JSON if a path is given.
 
-    Args:
-        path: file to write, or None.
-        name: of the benchmark.
-        results: anything that JSON can hold.
+    The file is replaced at once, so that a run that is cut off leaves the report before.
     """
+    if path is None:
+        return
     report = {"benchmark": name, "environment": environment(), "results": results}
-    if path is not None:
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(report, indent=2) + "\n")
-    return report
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_suffix(".part")
+    part.write_text(json.dumps(report, indent=2) + "\n")
+    part.replace(target)
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
-    """Return an aligned text table; numbers to the right."""
+    """Return an aligned text table, numbers to the right."""
     cells = [list(header), *[[str(cell) for cell in row] for row in rows]]
     widths = [max(len(row[index]) for row in cells) for index in range(len(header))]
     lines = []
-    for row in cells:
-        padded = [
-            cell.ljust(width) if index == 0 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(padded).rstrip())
+    for first, *others in cells:
+        padded = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *padded]).rstrip())
     return "\n".join(lines)
+
+
+# --- GPU ------------------------------------------------------------------------------------------
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if one is in use."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def free_memory() -> None:
+    """Return unreferenced memory to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def needs_gpu() -> bool:
+    """Tell whether there is no GPU, with a message."""
+    if not torch.cuda.is_available():
+        print("this benchmark needs a CUDA GPU")
+    return not torch.cuda.is_available()
+
+
+def time_on_stream(call: Callable[[], object], repeats: int, warmup: int = 0) -> float:
+    """Return the median seconds between events around a call."""
+    times = []
+    for _ in range(warmup + repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times[warmup:])
 
 
 def time_cuda_calls(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
     """Return the median device time of one call in seconds.
 
-    The calls, which should work on different buffers so that none of them finds its input in the
-    cache, are captured in one CUDA graph: launch overhead stays out of the result.
+    The calls are captured in one CUDA graph, which keeps launch overhead out of the result. They
+    should work on different buffers, so that none finds its input in the cache.
 
     Args:
-        calls: functions that only launch kernels.
-        repeats: replays of the graph to take the median of.
+        calls: Functions that only launch kernels.
+        repeats: Replays of the graph to take the median of.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -125,64 +184,7 @@ def time_cuda_calls(calls: Sequence[Callable[[], object]], repeats: int = 20) ->
         for call in calls:
             call()
     graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times) / len(calls)
-
-
-def kernel_speeds(
-    sets: Sequence[dict[str, tuple[Callable[[], object], int]]], copy_rate: float
-) -> list[dict[str, Any]]:
-    """Time kernels, each in turn on the buffers of all sets; return a row of a report for each.
-
-    Args:
-        sets: Of buffers: by name of a kernel the call, and the bytes that it has to move.
-        copy_rate: Bytes per second of a copy, see ``copy_bandwidth``.
-    """
-    rows = []
-    for name, (_, moved) in sets[0].items():
-        seconds = time_cuda_calls([calls[name][0] for calls in sets], repeats=15)
-        rows.append(
-            {
-                "op": name,
-                "bytes_moved": moved,
-                "time_us": seconds * 1e6,
-                "gb_per_s": moved / seconds / 1e9,
-                "share_of_copy": moved / seconds / copy_rate,
-            }
-        )
-    return rows
-
-
-def speed_table(rows: Sequence[dict[str, Any]], case: Sequence[str]) -> str:
-    """Lay out rows of ``kernel_speeds`` behind the fields that say of which case they are."""
-    cells = [
-        [
-            row["op"],
-            *(row[name] for name in case),
-            f"{row['time_us']:.1f}",
-            f"{row['gb_per_s']:.0f}",
-            f"{row['share_of_copy']:.2f}",
-        ]
-        for row in rows
-    ]
-    return table(cells, ["op", *case, "us", "GB/s", "of copy"])
-
-
-def by_x(sizes: Sequence[int]) -> str:
-    """Write sizes as ``dimensions`` reads them."""
-    return "x".join(map(str, sizes))
-
-
-def dimensions(text: str) -> tuple[int, ...]:
-    """Read ``4096x1024`` of a command line."""
-    return tuple(map(int, text.split("x")))
+    return time_on_stream(graph.replay, repeats) / len(calls)
 
 
 def copy_bandwidth() -> float:
@@ -194,12 +196,6 @@ def copy_bandwidth() -> float:
     half = 2 << 30
     source = torch.randint(0, 255, (half,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    times = []
-    for _ in range(3 + 20):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return 2 * half / statistics.median(times[3:])
+    rate = 2 * half / time_on_stream(lambda: target.copy_(source), 20, warmup=3)
+    print(f"device-to-device copy: {rate / 1e9:.0f} GB/s read+written (2 GiB copied)")
+    return rate

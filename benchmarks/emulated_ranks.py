@@ -1,8 +1,8 @@
-"""The collectives of ``quantized_fsdp`` without ranks: one process computes what all would send.
+"""The collectives of ``quantized_fsdp`` without ranks: one process computes every message.
 
-For S independent trainings at once, each with W ranks. Slots, groups, order of sums and codecs are
-those of ``lq_lightning.data_parallel`` (``reduce_scatter.py``, ``all_gather.py``): with the
-same gradients, every rank of a real job has these weights, bit for bit.
+For S independent trainings at once, each on W ranks. Slots, groups, order of sums and codecs are
+those of ``lq_lightning.data_parallel`` (``reduce_scatter.py``, ``all_gather.py``): with the same
+gradients every rank of a real job has these weights, bit for bit.
 
 Shape legend: S trainings, W ranks as N nodes of L, n elements of a rank's slot, K messages to sum.
 """
@@ -14,13 +14,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from emulated_codes import Code, LibraryCode
 from torch import Tensor
 
-from lq_lightning.codecs import CodecSpec
+from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, encode
 from lq_lightning.data_parallel.layout import (
     MessageLayout,
     Run,
@@ -36,45 +35,46 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Codes:
-    """How what one collective sends is encoded.
+    """Codecs of one collective, which round to nearest: real ranks draw noise of their own.
 
     Attributes:
         inter: Between nodes; of weight differences everywhere.
         intra: Within a node, of gradients; None as between nodes.
-        vocabulary: As ``inter``, for embeddings and heads; None as all others.
+        vocabulary: Instead of ``inter`` for embeddings and heads; None as all others.
     """
 
-    inter: Code
-    intra: Code | None = None
-    vocabulary: Code | None = None
+    inter: CodecSpec
+    intra: CodecSpec | None = None
+    vocabulary: CodecSpec | None = None
 
-    def of(self, level: str) -> tuple[Code, Code]:
-        """Codes of most parameters, and of the vocabulary."""
+    def __post_init__(self) -> None:
+        """Refuse rounding that depends on the rank and on the place of a row."""
+        for spec in (self.inter, self.intra, self.vocabulary):
+            if spec is not None and spec.rounding != "nearest":
+                raise ValueError(f"{spec} rounds at random: emulated ranks round to nearest only")
+
+    def of(self, level: str) -> list[CodecSpec]:
+        """Return the codecs of most parameters, and of the vocabulary."""
         if level == "intra" and self.intra is not None:
-            return self.intra, self.intra
-        return self.inter, self.vocabulary or self.inter
+            return [self.intra, self.intra]
+        return [self.inter, self.vocabulary or self.inter]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What one step quantizes; nothing by default.
+    """Codes of weight differences and gradients; None sends them in full precision.
 
     Attributes:
-        weights: Codes of weight differences; None gathers weights in full precision.
-        gradients: Codes of gradients; None reduces them in full precision.
         exact: Regular expression of parameters that travel in full precision all the same.
-        optimizer: What the optimizer computes from exact gradients instead, to tell why a loss
-            moves: the ``"norm"`` that clips, or AdamW's ``"first"`` or ``"second"`` moments.
     """
 
     weights: Codes | None = None
     gradients: Codes | None = None
     exact: str | None = None
-    optimizer: Literal["norm", "first", "second"] | None = None
 
 
 class Unit:
-    """One FSDP2 unit: where its parameters lie in the slots of W ranks.
+    """One FSDP2 unit: the places of its parameters in the slots of W ranks.
 
     Args:
         parameters: Names and shapes, in FSDP2's order.
@@ -122,14 +122,14 @@ class Unit:
     def layout(
         self, codes: Codes, level: str, *, first: str, dtype: torch.dtype, exact: str | None
     ) -> MessageLayout:
-        """Layout of the messages of one level.
+        """Return the layout of one level's messages.
 
         Args:
-            codes: In use.
+            codes: Codes in use.
             level: ``"intra"`` or ``"inter"``.
-            first: The first level of the topology, which decides what is worth encoding.
-            dtype: Of what is not encoded.
-            exact: Which parameters are not.
+            first: First level of the topology, which decides which runs are worth encoding.
+            dtype: Dtype of full-precision values.
+            exact: See ``Plan``.
         """
         key = (codes, level, first, dtype, exact)
         if key not in self._layouts:
@@ -149,13 +149,16 @@ class Unit:
             codec = int(codes.vocabulary is not None and name in self._vocabulary)
             segments.append(Segment(name, start, size, travel, reason, codec))  # type: ignore[arg-type]
             start += size
-        kept = keep_small_runs_exact(segments, _specs(codes, first), dtype.itemsize)
+        kept = keep_small_runs_exact(segments, codes.of(first), dtype.itemsize)
         runs = merge_over_small_gaps(segment_runs(kept))
-        return MessageLayout.of(runs, _specs(codes, level), dtype)
+        return MessageLayout.of(runs, codes.of(level), dtype)
 
 
-def _specs(codes: Codes, level: str) -> list[CodecSpec]:
-    return [code.spec for code in codes.of(level)]
+def _sum(
+    spec: CodecSpec, messages_KRB: Tensor, out_RN: Tensor, scale: float = 1.0, add: bool = False
+) -> None:
+    """Write or add ``scale`` times the sum of messages."""
+    decode_reduce(spec, messages_KRB, out_RN.shape[1], scale=scale, out=out_RN, add=add)
 
 
 @lru_cache(maxsize=32)
@@ -170,11 +173,11 @@ class EmulatedUnit:
     """The replica of one unit.
 
     Attributes:
-        unit: Its parameters.
+        unit: Parameters.
         nodes: N.
         node_size: L.
-        dtype: Of the weights that the ranks compute with.
-        replica: ``[S, W, n]``, those weights; None before the first refresh.
+        dtype: Dtype of the weights that the ranks compute with.
+        replica: These weights, ``[S, W, n]``; None before the first refresh.
     """
 
     unit: Unit
@@ -186,11 +189,11 @@ class EmulatedUnit:
     # --- weights ----------------------------------------------------------------------------
 
     def refresh(self, masters: Mapping[str, Tensor]) -> None:
-        """Gather the main weights in full precision."""
+        """Gather the master weights in full precision."""
         self.replica = self.unit.pack(masters).to(self.dtype)
 
     def exchange(self, masters: Mapping[str, Tensor], codes: Codes, exact: str | None) -> None:
-        """Add to the replica how the main weights differ from it, decoded."""
+        """Add the decoded differences of the master weights to the replica."""
         if self.replica is None:
             self.refresh(masters)
             return
@@ -202,21 +205,21 @@ class EmulatedUnit:
             main[:, run.start : run.stop] = 0
             replica[:, run.start : run.stop] = 0
         for _, run in layout.quantized:
-            code, where = codes.of("inter")[run.codec], slice(run.start, run.stop)
-            message = code.encode(main[:, where], replica[:, where])
-            code.reduce(message[None], replica[:, where], add=True)
+            spec, where = codes.of("inter")[run.codec], slice(run.start, run.stop)
+            message = encode(spec, main[:, where], reference=replica[:, where])
+            _sum(spec, message[None], replica[:, where], add=True)
         if kept is not None:
             layout.write_exact(kept, replica)
 
     # --- gradients --------------------------------------------------------------------------
 
     def mean(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Mean of ``[S, W, *shape]`` gradients in full precision, as slots ``[S, W, n]`` fp32."""
+        """Return the mean of ``[S, W, *shape]`` gradients in full precision, ``[S, W, n]`` fp32."""
         slots = self.unit.pack(gradients).float()
         return slots.sum(dim=1) / slots.shape[1]
 
     def reduce(self, gradients: Mapping[str, Tensor], codes: Codes, exact: str | None) -> Tensor:
-        """Mean of ``[S, W, *shape]`` gradients as each rank gets it: slots ``[S, W, n]`` fp32."""
+        """Return the mean of ``[S, W, *shape]`` gradients at each rank, ``[S, W, n]`` fp32."""
         slots = self.unit.pack(gradients).float()  # [S, W of the sender, W of the receiver, n]
         first = "inter" if self.node_size == 1 else "intra"
         layout = self.unit.layout(codes, "intra", first=first, dtype=torch.float32, exact=exact)
@@ -230,7 +233,7 @@ class EmulatedUnit:
             target = out.flatten(0, 1)[:, run.start : run.stop]
             if self.node_size > 1:
                 self._two_levels(part, target, codes, run)
-            else:  # what a rank keeps is not encoded: `out` holds it
+            else:  # `out` holds the own part, which is not encoded
                 self._between_nodes(part, target, codes, run)
         for run, values in zip(layout.exact_runs, exact_mean, strict=True):
             out[..., run.start : run.stop] = values
@@ -242,7 +245,7 @@ class EmulatedUnit:
         return slots.unflatten(2, shape).unflatten(1, shape)
 
     def _exact_mean(self, slots: Tensor, layout: MessageLayout) -> list[Tensor]:
-        """Means ``[S, W, k]`` of what travels in full precision, for each of its runs."""
+        """Return the means ``[S, W, k]`` of every run in full precision."""
         found = []
         scale = 1.0 / slots.shape[1]
         for run in layout.exact_runs:
@@ -257,37 +260,38 @@ class EmulatedUnit:
         return found
 
     def _between_nodes(self, slots: Tensor, out: Tensor, codes: Codes, run: Run) -> None:
-        """Add what other ranks send, each a node: slots ``[S, W, W, k]``, out ``[S * W, k]``."""
-        code = codes.of("inter")[run.codec]
+        """Add the messages of other one-rank nodes: slots ``[S, W, W, k]``, out ``[S * W, k]``."""
+        spec = codes.of("inter")[run.codec]
         trainings, world = slots.shape[:2]
         receivers = torch.arange(world, device=slots.device)
-        sent = code.encode(slots.flatten(0, 2)).unflatten(0, (trainings, world, world))
+        sent = encode(spec, slots.flatten(0, 2)).unflatten(0, (trainings, world, world))
         received = sent[:, _others(world, slots.device), receivers]  # [S, K, W, B]
-        code.reduce(received.transpose(0, 1).flatten(1, 2), out, 1.0 / world, add=True)
+        _sum(spec, received.transpose(0, 1).flatten(1, 2), out, 1.0 / world, add=True)
 
     def _two_levels(self, slots: Tensor, out: Tensor, codes: Codes, run: Run) -> None:
         """Reduce slots ``[S, W, W, k]`` within nodes and between them to ``[S * W, k]``."""
         intra, inter = codes.of("intra")[run.codec], codes.of("inter")[run.codec]
         scale, numel = 1.0 / slots.shape[1], slots.shape[-1]
-        sent = self._by_node(intra.encode(slots.flatten(0, 2)).unflatten(0, slots.shape[:3]))
+        sent = self._by_node(encode(intra, slots.flatten(0, 2)).unflatten(0, slots.shape[:3]))
         sent = sent.movedim(2, 0)  # [L, S, N, N, L, B]: the sum is over the first
         node = torch.arange(self.nodes, device=slots.device)
-        intra.reduce(sent[:, :, node, node].flatten(1, 3), out, scale)
+        _sum(intra, sent[:, :, node, node].flatten(1, 3), out, scale)
         if self.nodes == 1:
             return
         received = sent[:, :, _others(self.nodes, slots.device), node]  # [L, S, K, N, L, B]
         received = received.movedim(2, 1).flatten(1, 4)  # [L, K * S * W, B]
-        encoded = intra.reduce_encode(received, numel, inter)
-        inter.reduce(encoded.unflatten(0, (self.nodes - 1, -1)), out, scale, add=True)
+        encoded = decode_reduce_encode(intra, received, numel, inter)
+        _sum(inter, encoded.unflatten(0, (self.nodes - 1, -1)), out, scale, add=True)
 
 
 class EmulatedRanks:
     """S trainings of one shape, each of W ranks.
 
     Args:
-        units: Of the model, by name; see ``stacked_models.units``.
+        units: Units of the model, by name.
+        nodes: N.
         node_size: L.
-        dtype: Of the weights that the ranks compute with.
+        dtype: Dtype of the weights that the ranks compute with.
     """
 
     def __init__(self, units: Mapping[str, Unit], nodes: int, node_size: int, dtype: torch.dtype):
@@ -295,7 +299,7 @@ class EmulatedRanks:
         self.units = {n: EmulatedUnit(unit, nodes, node_size, dtype) for n, unit in units.items()}
 
     def weights(self) -> Tensors:
-        """The weights ``[S, *shape]`` that all ranks compute with."""
+        """Return the weights ``[S, *shape]`` that all ranks compute with."""
         found: Tensors = {}
         for unit in self.units.values():
             if unit.replica is None:
@@ -305,7 +309,7 @@ class EmulatedRanks:
 
     @torch.no_grad()
     def publish(self, masters: Mapping[str, Tensor], plan: Plan) -> None:
-        """Bring the main weights ``[S, *shape]`` fp32 to all ranks."""
+        """Bring the fp32 master weights ``[S, *shape]`` to all ranks."""
         for unit in self.units.values():
             if plan.weights is None:
                 unit.refresh(masters)
@@ -314,7 +318,7 @@ class EmulatedRanks:
 
     @torch.no_grad()
     def reduce(self, gradients: Mapping[str, Tensor], plan: Plan) -> Tensors:
-        """Means ``[S, *shape]`` fp32 of each rank's gradients ``[S, W, *shape]``."""
+        """Return the fp32 means ``[S, *shape]`` of all ranks' gradients ``[S, W, *shape]``."""
         found: Tensors = {}
         for unit in self.units.values():
             if plan.gradients is None:
@@ -323,9 +327,3 @@ class EmulatedRanks:
                 slots = unit.reduce(gradients, plan.gradients, plan.exact)
             found |= unit.unit.unpack(slots)
         return found
-
-
-def library_codes(inter: CodecSpec, intra: CodecSpec | None = None, **more: object) -> Codes:
-    """Return codes of the library by their specifications."""
-    within = None if intra is None else LibraryCode(intra)
-    return Codes(inter=LibraryCode(inter), intra=within, **more)  # type: ignore[arg-type]

@@ -3,25 +3,22 @@
     python benchmarks/fine_tuning.py --model SmolLM2-135M-Instruct.Q4_1.gguf --jobs 8 \\
         --time-budget 300 --json fine_tuning.json                            # all GPUs
     python benchmarks/fine_tuning.py --model DIR --rows "bf16;agoq" --seeds 1 --steps 20
-    python benchmarks/fine_tuning.py --show fine_tuning.json
 
 Full fine-tuning, and LoRA, on half text and half tasks that a program scores
 (``fine_tuning_data.py``), for three epochs, which ``aq_sgd`` needs. ``--model`` is as in
-``pretrained.py``. A seed has the same data in the same order in all rows; what two rows of a seed
-differ by is compared with what another start does ("bf16, other start"). Losses are those of text
-that was not trained on, accuracies those of new tasks: "alone" of the weights that are saved, in
-bf16 without codes, and "with codes" where layers pass each other coded hidden states in evaluation
-too (``aq_sgd``: not there). ``quantized_fsdp`` is two nodes, emulated in one process, as "FSDP2" is
-in full precision.
+``pretrained.py``. A seed has the same data in the same order in all rows; "bf16, other start" shows
+what chance alone does. Losses are of text that was not trained on, accuracies of new tasks:
+"alone" for the saved weights, in bf16 without codes, and "with codes" where hidden states between
+layers are coded in evaluation, too (not by ``aq_sgd``). ``quantized_fsdp`` is two nodes, emulated
+in one process; "FSDP2" is the same in full precision.
 
 Rows begin in the order of importance, the seeds of one after the other.
-The report is written after every run. Where the file exists, its runs are kept and not repeated.
+The report is written after every run; a report that exists is continued.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import queue
@@ -36,45 +33,43 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from common import write_report
+from common import argument_parser, choices, free_memory, table, write_report
 from fine_tuning_data import Data, load_data
-from fine_tuning_report import Run, summary
 from fine_tuning_runs import NODES, ROWS, Settings, train
 from pretrained import load
+from table import FINE_TUNING_HEADER, Run, fine_tuning_rows
 from torch import nn
 
 Task = tuple[str, int]
 
 POLL_S = 5.0
-DEFAULTS = Settings()
 
 
 # --- runs -----------------------------------------------------------------------------------------
 
 
 def run_one(base: nn.Module, data: Data, task: Task, settings: Settings) -> Run:
-    """Train a pair of row and seed; return what was measured, or what went wrong."""
+    """Train a pair of row and seed; return the measurements, or the error."""
     name, seed = task
     run: Run = {"row": name, "seed": seed}
     try:
         run |= train(base, data, ROWS[name], seed, settings)
     except Exception:  # the others go on; the report and the exit code tell of it
         run["error"] = traceback.format_exc()
-    gc.collect()  # patched modules refer to themselves
-    if data.text.tokens.is_cuda:  # other processes need what this one has cached
+    if data.text.tokens.is_cuda:
         run["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         torch.cuda.reset_peak_memory_stats()
-        torch.cuda.empty_cache()
+    free_memory()  # patched modules refer to themselves, and other processes need the cache
     return run
 
 
 def work(device: str, prepared: Path, settings: Settings, tasks: Any, results: Any) -> None:
-    """Train what comes, until None comes, and send back what ``run_one`` returns."""
+    """Train tasks until None comes; put the result of each into a queue."""
     torch.set_num_threads(1)
     if device != "cpu":
         torch.cuda.set_device(device)
     task = tasks.get()
-    if task is not None:  # what it needs is there by now
+    if task is not None:  # model and data are there by now
         base, data = torch.load(prepared, weights_only=False)
         base, data = base.to(device), data.to(torch.device(device))
     while task is not None:
@@ -83,7 +78,7 @@ def work(device: str, prepared: Path, settings: Settings, tasks: Any, results: A
 
 
 def prepare(args: argparse.Namespace) -> tuple[nn.Module, Data]:
-    """Return the model, and what all runs read."""
+    """Return the model and the data of all runs."""
     model, tokenizer = load(args.model)
     count = args.train or args.settings.steps * args.settings.batch // 6  # three epochs
     return model, load_data(tokenizer, args.seq, count, args.val)
@@ -117,7 +112,7 @@ def _in_processes(
     waiting: list[Task],
     may_start: Callable[[], bool],
 ) -> Iterator[Run]:
-    """Run what is waiting, each process one pair at a time, while more may start."""
+    """Run waiting pairs, each process one at a time, while more may start."""
     context = mp.get_context("spawn")
     inbox, outbox = context.Queue(), context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -160,23 +155,20 @@ def _next(outbox: Any, workers: Sequence[Any]) -> Run:
 # --- reports --------------------------------------------------------------------------------------
 
 
-def write(args: argparse.Namespace, runs: list[Run]) -> None:
-    """Write the report of the runs so far."""
-    if args.json:
-        results = {"settings": settings_of(args), "runs": runs}
-        part = args.json.with_suffix(".part")
-        write_report(part, "fine_tuning", results)
-        part.replace(args.json)
+def summary(runs: Sequence[Run]) -> str:
+    """Lay out the comparison for a terminal, and name failed runs."""
+    failed = [f"failed: {run['row']}:{run['seed']}" for run in runs if "error" in run]
+    return "\n".join([table(fine_tuning_rows(runs), FINE_TUNING_HEADER), *failed])
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what all runs of a report share."""
+    """Return the settings that all runs of a report share."""
     own = {"model": args.model.name, "seq": args.seq, "train": args.train, "val": args.val}
     return own | asdict(args.settings)
 
 
 def earlier_runs(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Run]:
-    """Return the runs of the report that is to be continued, but those that failed."""
+    """Return the runs of a report to be continued, without failed ones."""
     if not args.json or not args.json.exists():
         return []
     results = json.loads(args.json.read_text())["results"]
@@ -187,17 +179,13 @@ def earlier_runs(args: argparse.Namespace, parser: argparse.ArgumentParser) -> l
 
 def parser_of() -> argparse.ArgumentParser:
     """Return the options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, help="wheel, GGUF file or folder")
+    parser = argument_parser(__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="wheel, GGUF file or folder")
     parser.add_argument("--rows", default=";".join(ROWS), help="separated by `;`")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each row")
-    parser.add_argument("--steps", type=int, default=DEFAULTS.steps)
-    parser.add_argument("--batch", type=int, default=DEFAULTS.batch, help="sequences of a step")
-    parser.add_argument("--lr", type=float, default=DEFAULTS.lr, help="of full fine-tuning")
-    parser.add_argument("--lora-lr", type=float, default=DEFAULTS.lora_lr)
-    parser.add_argument("--rank", type=int, default=DEFAULTS.rank, help="of LoRA")
+    for field in fields(Settings):
+        name, default = field.name.replace("_", "-"), field.default
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--seq", type=int, default=256, help="tokens of a sequence")
     parser.add_argument(
         "--train", type=int, help="sequences of text, and of tasks (default: for three epochs)"
@@ -206,25 +194,16 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=0, help="processes of each GPU; 0: this one")
     parser.add_argument("--time-budget", type=float, help="seconds after which no run starts")
     parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
-    parser.add_argument("--json", type=Path, help="the report")
-    parser.add_argument("--show", type=Path, help="print a report; no run")
     return parser
 
 
 def main() -> int:
-    """Run what is asked for and print the comparison; return the exit code."""
+    """Run and print the comparison; return the exit code."""
     parser = parser_of()
     args = parser.parse_args()
-    if args.show:
-        print(summary(json.loads(args.show.read_text())["results"]["runs"]))
-        return 0
-    if args.model is None:
-        parser.error("--model or --show is needed")
     if args.batch % (2 * NODES):
         parser.error(f"--batch {args.batch}: each of {NODES} nodes reads as much text as tasks")
-    names = args.rows.split(";")
-    if unknown := [name for name in names if name not in ROWS]:
-        parser.error(f"unknown rows {unknown}: choose among {'; '.join(ROWS)}")
+    names = choices(parser, "rows", args.rows, ROWS, ";")
     args.settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings)})
     runs = earlier_runs(args, parser)
     done = {(run["row"], run["seed"]) for run in runs}
@@ -233,7 +212,7 @@ def main() -> int:
     for run in results_of(args, [pair for pair in pairs if pair not in done]):
         runs.append(run)
         runs.sort(key=lambda run: (list(ROWS).index(run["row"]), run["seed"]))
-        write(args, runs)
+        write_report(args.json, "fine_tuning", {"settings": settings_of(args), "runs": runs})
         shown = "failed" if "error" in run else f"{run['alone']['text_loss']:.4f}"
         print(f"{time.perf_counter() - start:6.1f} s  {run['row']}:{run['seed']} {shown}")
     print(summary(runs))

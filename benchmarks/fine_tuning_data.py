@@ -1,10 +1,9 @@
-"""Text and tasks to fine-tune a language model on, and what scores the tasks.
+"""Text and tasks to fine-tune a language model on, and scores of the tasks.
 
-Text is what every Python has: the topics of ``pydoc`` and sources of the standard library. Tasks
-are drawn: sorting words, sums, lengths in another unit, dates in words. A loss counts all tokens of
-text, and the answers of tasks. An answer is right if the model finds each of its tokens, the end
-included, most likely behind the right ones before it, which is when greedy decoding writes just
-this answer: an exact match, in one forward pass.
+Text comes with every Python: the topics of ``pydoc`` and sources of the standard library. Tasks are
+drawn: sorting words, sums, lengths in another unit, dates in words. A loss counts all tokens of
+text, and the answers of tasks. An answer is right if greedy decoding writes exactly this answer,
+its end included: each of its tokens is the most likely one behind the right ones before it.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ Example = tuple[str, str, str]  # kind, question, answer
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Sequences, N of T tokens.
+    """N sequences of T tokens.
 
     Attributes:
         tokens: ``[N, T]`` int64.
-        targets: ``[N, T]`` int64, what follows each token, or ``IGNORED``.
-        example: ``[N, T]`` int64, of which example the target is an answer, or -1.
-        kinds: What each example is.
+        targets: ``[N, T]`` int64, next tokens, or ``IGNORED``.
+        example: ``[N, T]`` int64, index of the example whose answer the target belongs to, or -1.
+        kinds: Kind of each example.
     """
 
     tokens: Tensor
@@ -50,7 +49,7 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
-    """What is read: text and tasks to train on, as many sequences each, and to validate on."""
+    """Text and tasks, equally many sequences: to train on, and to validate on."""
 
     text: Blocks
     task: Blocks
@@ -59,9 +58,7 @@ class Data:
 
     def to(self, device: torch.device) -> Data:
         """Move all of it."""
-        parts = (self.text, self.task, self.val_text, self.val_task)
-        text, task, val_text, val_task = (part.to(device) for part in parts)
-        return Data(text=text, task=task, val_text=val_text, val_task=val_task)
+        return Data(**{name: getattr(self, name).to(device) for name in Data.__slots__})
 
 
 def load_data(tokenizer: Any, seq: int, train: int, val: int) -> Data:
@@ -92,7 +89,7 @@ def text_blocks(tokenizer: Any, seq: int, count: int) -> Blocks:
     """Return sequences of text, half of them English and half code."""
     rows = []
     for source, wanted in ((english(), count // 2), (code(), count - count // 2)):
-        enough = source[: 16 * wanted * (seq + 1)]  # about four times what is wanted
+        enough = source[: 16 * wanted * (seq + 1)]  # about four times as much as needed
         ids = torch.tensor(tokenizer(enough)["input_ids"])
         blocks = ids[: len(ids) // (seq + 1) * (seq + 1)].view(-1, seq + 1)
         if len(blocks) < wanted:
@@ -170,7 +167,7 @@ def task_blocks(tokenizer: Any, seq: int, count: int, drawn: Iterator[Example]) 
 
 
 def losses(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Return the mean loss of each sequence over what it counts, ``[B]`` fp32."""
+    """Return the mean loss of each sequence over its counted tokens, ``[B]`` fp32."""
     each = nn.functional.cross_entropy(
         logits_BTV.flatten(0, 1).float(),
         targets_BT.flatten(),

@@ -1,4 +1,4 @@
-"""What ``fine_tuning.py`` compares, by name, and one run of it."""
+"""The rows of ``fine_tuning.py`` by name, and one run of a row."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch
 from coded_boundaries import Codec, CodedBoundaries, layers_before_boundaries
 from emulated_ranks import EmulatedRanks, Plan, Unit
 from fine_tuning_data import Data, evaluate, losses
-from fine_tuning_report import BASELINE, LORA
-from loss_variants import BOTH, with_bits
-from low_rank import add_low_rank
+from loss_variants import BOTH, with_vocabulary
+from table import BF16, LORA
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lq_lightning import ActivationPolicy, quantize_activations
 from lq_lightning.activations.policy import RECIPES
@@ -39,18 +39,18 @@ NODES = 2  # emulated, of one rank each, that share every batch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """How to fine-tune; in bf16-mixed with nothing of ours by default.
+    """How to fine-tune; by default in bf16-mixed without quantization.
 
     Attributes:
         lora: Whether to train low-rank sums beside frozen weights.
-        perturbation: Relative deviation of normal noise on the weights that training starts from.
-        plan: What ranks send each other, emulated; None trains on one rank.
-        recipe: Of saved activations.
+        perturbation: Relative deviation of normal noise on the first weights.
+        plan: Codes between emulated ranks; None trains on one rank.
+        recipe: Recipe of saved activations.
         states: Whether optimizer states are coded, in ``expanded_fp8``.
-        codecs: Of hidden states at stage boundaries, and of their gradients.
-        stages: Of equal size, which these boundaries are between.
-        bits: That AdaptiveBits learns widths for.
-        sites: Where it does; ``"stages"``: at the boundaries of ``stages``.
+        codecs: Codecs of hidden states at stage boundaries, and of their gradients.
+        stages: Number of stages of equal size.
+        bits: Target of AdaptiveBits.
+        sites: Sites of AdaptiveBits; ``"stages"`` for the stage boundaries.
     """
 
     lora: bool = False
@@ -82,9 +82,9 @@ def _pipelines() -> dict[str, Row]:
     }
 
 
-# The most important first: what the time does not suffice for is left out at the end.
+# The most important first: a run that ends early leaves out the last.
 ROWS: dict[str, Row] = {
-    BASELINE: Row(),
+    BF16: Row(),
     "bf16, other start": Row(perturbation=1e-3),
     "FSDP2": Row(plan=Plan()),
     "quantized_fsdp": Row(plan=BOTH),
@@ -96,10 +96,10 @@ ROWS: dict[str, Row] = {
     "all together": Row(plan=BOTH, recipe="agoq", states=True, codecs=_TAH5, stages=4),
     "tah5, 8 stages": Row(codecs=_TAH5, stages=8),
     "expanded_fp8": Row(states=True),
-    "quantized_fsdp, 4 bits": Row(plan=with_bits(4, 4).plan),
+    "quantized_fsdp, 4 bits": Row(plan=with_vocabulary(4)),
     "AdaptiveBits 4": Row(bits=4),
     "AdaptiveBits 3": Row(bits=3),
-    LORA + BASELINE: Row(lora=True),
+    LORA + BF16: Row(lora=True),
     LORA + "agoq": Row(lora=True, recipe="agoq"),
     LORA + "tah5, 2 stages": Row(lora=True, codecs=_TAH5, stages=2),
     LORA + "AdaptiveBits 4": Row(lora=True, bits=4),
@@ -114,14 +114,14 @@ ROWS: dict[str, Row] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Of all runs.
+    """Settings of all runs.
 
     Attributes:
         steps: Optimizer steps.
-        batch: Sequences in one, half of them text.
+        batch: Sequences of a step, half of them text.
         lr: Peak rate of full fine-tuning, after a tenth of the steps; a cosine ends at zero.
-        lora_lr: The same with LoRA.
-        rank: Of LoRA, whose sums are multiplied by 2.
+        lora_lr: Peak rate with LoRA.
+        rank: Rank of LoRA, whose sums are multiplied by 2.
     """
 
     steps: int = 150
@@ -134,15 +134,43 @@ class Settings:
 # --- parts of a run -------------------------------------------------------------------------------
 
 
-class Nodes:
-    """Emulated nodes that train one model, whose weights are those that the nodes compute with.
+class LowRank(nn.Module):
+    """A frozen linear layer plus twice the product of two matrices, the second 0 (Hu et al., 2021).
 
-    These are bf16, as those of FSDP2 in ``bf16-mixed``: hidden states are, too, which without nodes
-    are fp32.
+    Args:
+        linear: Layer without bias.
+        rank: Rank of the product.
+    """
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.linear, device = linear, linear.weight.device
+        self.down = nn.Parameter(torch.empty(rank, linear.in_features, device=device))
+        self.up = nn.Parameter(torch.zeros(linear.out_features, rank, device=device))
+        nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of both."""
+        return self.linear(x).add(F.linear(F.linear(x, self.down), self.up), alpha=2.0)  # type: ignore[no-any-return]
+
+
+def add_low_rank(layers: nn.Module, rank: int) -> None:
+    """Put a low-rank sum beside every linear layer below a frozen module."""
+    for module in list(layers.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and not isinstance(module, LowRank):
+                setattr(module, name, LowRank(child, rank))
+
+
+class Nodes:
+    """Emulated nodes that train one model, whose parameters become the weights of forward.
+
+    These are bf16, as FSDP2's in ``bf16-mixed``; so hidden states are, too, which are fp32 without
+    nodes.
 
     Args:
         model: Its parameters are overwritten.
-        plan: What the nodes send.
+        plan: Codes of the messages.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
@@ -168,18 +196,18 @@ class Nodes:
             p.grad = None
 
     def reduce(self) -> None:
-        """Give the mean of the gradients to the main weights."""
+        """Give the mean of the gradients to the master weights."""
         stacked = {n: torch.stack([g[n] for g in self._gradients])[None] for n in self.masters}
         self._gradients.clear()
         for name, mean in self._ranks.reduce(stacked, self._plan).items():
             self.masters[name].grad = mean[0]
 
     def exchange(self) -> None:
-        """Send how the main weights differ from those that the nodes have."""
+        """Send the differences between the master weights and the replica."""
         self._publish(self._plan)
 
     def load_masters(self) -> None:
-        """Leave the main weights in the model, as a checkpoint has them."""
+        """Put the master weights into the model, as in a checkpoint."""
         for name, p in self._parameters.items():
             p.data = self.masters[name].detach()
 
@@ -192,16 +220,15 @@ class Nodes:
 
 @dataclass(kw_only=True)
 class Sites:
-    """What is quantized between layers in forward.
+    """Quantizers between layers.
 
     Attributes:
-        coded: Whether anything is.
-        before_forward: Called with the microbatch's number and the identities of its sequences.
+        before_forward: Called with the micro-batch's number and the identities of its sequences.
         after_step: Called after every optimizer step.
         bits: Returns bits per value, sent so far or learned.
+        quantizers: By site; without any nothing is quantized.
     """
 
-    coded: bool = False
     before_forward: Callable[[int, Tensor], None] = lambda number, samples: None
     after_step: Callable[[], None] = lambda: None
     bits: Callable[[], float | None] = lambda: None
@@ -209,13 +236,12 @@ class Sites:
 
 
 def sites_of(row: Row, model: nn.Module, steps: int) -> Sites:
-    """Return the quantizers of a row by where they belong."""
+    """Return the quantizers of a row."""
     blocks = len(model.model.layers)  # type: ignore[arg-type, union-attr]
     after = [f"model.layers.{i}:output" for i in layers_before_boundaries(blocks, row.stages)]
     if row.codecs:
         boundaries = CodedBoundaries(*row.codecs)
         return Sites(
-            coded=True,
             before_forward=boundaries.begin,
             bits=lambda: boundaries.bits_per_value()[0],
             quantizers={
@@ -232,7 +258,6 @@ def sites_of(row: Row, model: nn.Module, steps: int) -> Sites:
     gates = {name: BitGate(config, name=name) for name in names}
     optimizer = GateOptimizer(gates, config)
     return Sites(
-        coded=True,
         after_step=optimizer.step,
         bits=lambda: optimizer.mean,
         quantizers={site: partial(adaptive_quantize, gate=gate) for site, gate in gates.items()},
@@ -241,7 +266,7 @@ def sites_of(row: Row, model: nn.Module, steps: int) -> Sites:
 
 @contextmanager
 def quantized(model: nn.Module, row: Row, sites: Sites) -> Iterator[None]:
-    """Train with a row's activations and boundaries inside."""
+    """Quantize a row's saved activations and boundaries inside."""
     with ExitStack() as stack:
         if row.recipe:
             stack.callback(quantize_activations(model, row.recipe).remove)
@@ -271,7 +296,7 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 
 def train(base: nn.Module, data: Data, row: Row, seed: int, settings: Settings) -> dict[str, Any]:
-    """Fine-tune a copy of a model; return what was measured.
+    """Fine-tune a copy of a model; return the measurements.
 
     The loss of a step is the mean over its sequences of the mean over their tokens.
     """
@@ -280,8 +305,7 @@ def train(base: nn.Module, data: Data, row: Row, seed: int, settings: Settings) 
     device = data.text.tokens.device
     if row.lora:
         model.requires_grad_(False)
-        for weight in add_low_rank(model.model.layers, settings.rank, 2.0 * settings.rank):  # type: ignore[arg-type]
-            weight.requires_grad_(True)
+        add_low_rank(model.model.layers, settings.rank)  # type: ignore[arg-type, union-attr]
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():
         for p in trained.values() if row.perturbation else ():
@@ -312,7 +336,7 @@ def train(base: nn.Module, data: Data, row: Row, seed: int, settings: Settings) 
                 nodes.exchange()
         found = {"train_loss": torch.stack(curve)[-10:].mean().item()}
         found |= {"seconds": time.perf_counter() - began}
-        if sites.coded:  # as the pipeline measures it, and as a client and a server would run
+        if sites.quantizers:  # as the pipeline measures it, and as a client and a server would run
             found["with_codes"] = validate(model, data, settings)
             found["bits"] = sites.bits()
     if nodes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -68,8 +67,8 @@ class GPT(nn.Module):
 
         Args:
             tokens_BT: Input tokens.
-            targets_BT: Next token at each position; without them, the next of ``tokens_BT``, and
-                the last position has none.
+            targets_BT: Next token at each position; by default from ``tokens_BT``, without a loss
+                at the last position.
         """
         positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x = self.tokens(tokens_BT) + self.positions(positions)
@@ -77,42 +76,17 @@ class GPT(nn.Module):
             x = block(x)
         if targets_BT is None:
             x, targets_BT = x[:, :-1], tokens_BT[:, 1:]
-        return self.head_loss(x, targets_BT)
-
-    def head_loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
-        """Return the mean loss of the last hidden states, a scalar."""
-        return self.token_loss(self.head(self.norm(x_BTC)), targets_BT)
+        return self.token_loss(self.head(self.norm(x)), targets_BT)
 
     def token_loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         """Return the mean cross-entropy, computed in float32, a scalar."""
         return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
 
     def compile_units(self) -> None:
-        """Compile each block and what follows the head, which may then be units of FSDP2."""
+        """Compile each block and the loss; FSDP2's hooks, which come later, stay outside."""
         for block in self.blocks:
             block.forward = torch.compile(block.forward)
         self.token_loss = torch.compile(self.token_loss)  # type: ignore[method-assign]
-
-    def compile_parts(self) -> None:
-        """Compile each block and the loss; call before ``fully_shard``.
-
-        Only what lies between FSDP2's hooks is compiled, so that no graph contains a collective.
-        All blocks share one graph. In the loss, logits are converted to float32 in registers.
-        """
-        for block in self.blocks:
-            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
-        self.head_loss = torch.compile(self.head_loss, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
-
-    def initialize(self) -> None:
-        """Draw unsharded matrices as GPT-2 does, with small projections into the residual stream.
-
-        From torch's own generator; other parameters keep what their modules gave them.
-        """
-        inward = 0.02 / math.sqrt(2 * len(self.blocks))
-        for name, parameter in self.named_parameters():
-            if parameter.ndim > 1:
-                scale = inward if "out" in name or "down" in name else 0.02
-                nn.init.normal_(parameter, 0.0, scale)
 
     @torch.no_grad()
     def reset_local_shards(self, seed: int) -> None:

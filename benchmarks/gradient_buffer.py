@@ -2,29 +2,24 @@
 
 After each micro-batch the stored sum is decoded, the new gradient is added in fp32 and the result
 is encoded again, as in AGoQ (§5). Reported is the relative L2 error against the fp32 sum after 1,
-4, 16 and 64 micro-batches. The last requantization of a window can be left out, since the sum goes
-on to the reduction: `delivered` is the error then. `slope` is the projection of the stored sum on
-the exact one; below 1, small gradients get lost on the way. Examples::
+4, 16 and 64 micro-batches: ``stored``, and ``delivered``, where the last sum goes to the reduction
+without being encoded once more.
 
     python benchmarks/gradient_buffer.py --json gradient_buffer.json
-    python benchmarks/gradient_buffer.py --data gaussian --schemes int8-g16,int8-g32-half-steps
 
-Data: `gpt` are the gradients of a small GPT on the standard library of the running Python as bytes,
-after some training; `gaussian` are independent samples. More schemes and data: commit 5b07bc7.
+Data: ``gpt`` are gradients of a small GPT on the standard library of the running Python as bytes,
+after some training; ``gaussian`` are independent samples.
 """
 
 from __future__ import annotations
 
-import argparse
-import random
-import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from common import table, write_report
+from common import argument_parser, choices, table, write_report
+from corpus import standard_library
 from gpt import GPT, GPTConfig
 from torch import Tensor
 
@@ -32,59 +27,17 @@ from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode
 from lq_lightning.kernels.accumulate import accumulate_, buffer_layout, read_accumulated_
 
 CHECKPOINTS = (1, 4, 16, 64)
-DATA = ("gpt", "gaussian")
-
-Quantizer = Callable[[Tensor, int], Tensor]
+Quantizer = Callable[[Tensor, int], Tensor]  # fp32 vector and seed to the vector read back
 
 
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """A format of the running sum.
-
-    Attributes:
-        nbytes: Bytes per parameter, scales included.
-        quantize: Maps an fp32 vector and a seed to what would be read back from the buffer.
-    """
-
-    nbytes: float
-    quantize: Quantizer
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Errors of one scheme on one kind of data; the lists follow ``CHECKPOINTS``.
-
-    Attributes:
-        stored: Relative L2 error of what the buffer holds.
-        delivered: Relative L2 error of the sum when the last gradient is not stored again.
-        slope: Projection of the stored sum on the exact one.
-    """
-
-    stored: list[float]
-    delivered: list[float]
-    slope: list[float]
-
-
-# --- schemes --------------------------------------------------------------------------------------
-
-
-def codec_scheme(code: str, group_size: int, **options: Any) -> Scheme:
-    """A codec of the library with bf16 scales."""
-    spec = CodecSpec(
-        code=code,  # type: ignore[arg-type]
-        group_size=group_size,
-        scale_dtype="bfloat16",
-        **options,
-    )
-
-    def quantize(x: Tensor, seed: int) -> Tensor:
-        return decode(spec, encode(spec, x.view(1, -1), seed=seed), x.numel()).view(-1)
-
-    return Scheme(spec.bits_per_element(1 << 20) / 8, quantize)
+def through_codec(code: str, group_size: int, x: Tensor, seed: int, **options: Any) -> Tensor:
+    """Encode and decode with a codec that has bf16 scales."""
+    spec = CodecSpec(code=code, group_size=group_size, scale_dtype="bfloat16", **options)  # type: ignore[arg-type]
+    return decode(spec, encode(spec, x.view(1, -1), seed=seed), x.numel()).view(-1)
 
 
 def half_steps(x: Tensor, seed: int) -> Tensor:
-    """The code of `QuantizedGradientBuffer`: INT8 with half the step for pairs of small values."""
+    """Encode and decode as ``QuantizedGradientBuffer``: half the step for pairs of small values."""
     buffer = torch.empty(buffer_layout(x.numel()).nbytes, dtype=torch.uint8)
     accumulate_(buffer, x, True)
     out = torch.empty_like(x)
@@ -92,17 +45,14 @@ def half_steps(x: Tensor, seed: int) -> Tensor:
     return out
 
 
-SCHEMES: dict[str, Scheme] = {
-    "fp8-e4m3-g128": codec_scheme("fp8_e4m3", 128),
-    **{f"int8-g{size}": codec_scheme("int8", size) for size in (16, 32, 64, 128)},
-    "int8-g16-stochastic": codec_scheme("int8", 16, rounding="stochastic"),
-    "int8-g128-hadamard128": codec_scheme("int8", 128, hadamard_size=128),
-    "int8-g32-half-steps": Scheme(1 + 1 / 16 + 2 / 32, half_steps),
-    "bfloat16": Scheme(2.0, lambda x, seed: x.bfloat16().float()),
+SCHEMES: dict[str, Quantizer] = {
+    "fp8-e4m3-g128": partial(through_codec, "fp8_e4m3", 128),
+    **{f"int8-g{size}": partial(through_codec, "int8", size) for size in (16, 32, 64, 128)},
+    "int8-g16-stochastic": partial(through_codec, "int8", 16, rounding="stochastic"),
+    "int8-g128-hadamard128": partial(through_codec, "int8", 128, hadamard_size=128),
+    "int8-g32-half-steps": half_steps,
+    "bfloat16": lambda x, seed: x.bfloat16().float(),
 }
-
-
-# --- data -----------------------------------------------------------------------------------------
 
 
 def gaussian(numel: int) -> Iterator[list[Tensor]]:
@@ -112,120 +62,69 @@ def gaussian(numel: int) -> Iterator[list[Tensor]]:
         yield [torch.randn(numel, generator=generator)]
 
 
-def text_batches(config: GPTConfig, batch: int) -> Iterator[Tensor]:
-    """Yield ``[batch, seq]`` random pieces of the Python standard library, as bytes."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(folder.glob("*.py"))
-    data = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
-    generator = random.Random(0)
-    while True:
-        starts = [generator.randrange(len(data) - config.seq) for _ in range(batch)]
-        yield torch.stack([data[s : s + config.seq] for s in starts]).long()
-
-
 def gpt_gradients(train_steps: int) -> Iterator[list[Tensor]]:
     """Train a small GPT, then yield the gradients of micro-batches at its final weights."""
-    config = GPTConfig(layers=3, hidden=192, heads=6, seq=128, vocab=256)
+    config = GPTConfig(layers=3, hidden=192, heads=6, seq=128, vocab=264)
     torch.manual_seed(0)
     model = GPT(config)
     model.reset_local_shards(0)
-    data = text_batches(config, batch=4)
+    blocks = torch.from_numpy(standard_library(config.seq - 1).train.astype("int64"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(train_steps):
+    for step, rows in enumerate(torch.randperm(len(blocks)).split(4)):
         optimizer.zero_grad()
-        model(next(data)).backward()
-        optimizer.step()
-    while True:
-        optimizer.zero_grad()
-        model(next(data)).backward()
-        yield [p.grad.flatten() for p in model.parameters() if p.grad is not None and p.ndim > 1]
+        model(blocks[rows]).backward()
+        if step < train_steps:
+            optimizer.step()
+        else:
+            yield [p.grad.flatten() for p in model.parameters() if p.ndim > 1]  # type: ignore[union-attr]
 
 
-# --- measurement ----------------------------------------------------------------------------------
-
-
-class Accumulator:
-    """The running sums of one scheme over the tensors of a model."""
-
-    def __init__(self, scheme: Scheme, index: int) -> None:
-        self._scheme, self._index = scheme, index
-        self._sums: list[Tensor] | None = None
-        self.stored: list[float] = []
-        self.delivered: list[float] = []
-        self.slope: list[float] = []
-
-    def add(self, gradients: list[Tensor], exact: list[Tensor], step: int) -> None:
-        """Add the gradients of micro-batch ``step`` (from 1) and measure where that is asked."""
-        old = self._sums or [torch.zeros_like(g) for g in gradients]
-        exact_in = [s + g for s, g in zip(old, gradients, strict=True)]
-        self._sums = [
-            self._scheme.quantize(s, derive_seed(self._index, step, i))
-            for i, s in enumerate(exact_in)
-        ]
-        if step in CHECKPOINTS:
-            norm = sum(float(e.double().square().sum()) for e in exact)
-            self.stored.append(_distance(self._sums, exact) / norm**0.5)
-            self.delivered.append(_distance(exact_in, exact) / norm**0.5)
-            dots = zip(self._sums, exact, strict=True)
-            self.slope.append(sum(float(s.double() @ e.double()) for s, e in dots) / norm)
-
-
-def _distance(sums: list[Tensor], exact: list[Tensor]) -> float:
-    pairs = zip(sums, exact, strict=True)
-    return float(sum(float((s - e).double().square().sum()) for s, e in pairs)) ** 0.5
-
-
-def measure(kind: str, schemes: dict[str, Scheme], args: argparse.Namespace) -> dict[str, Result]:
-    """Accumulate one kind of data in every scheme side by side."""
-    accumulators = {name: Accumulator(s, i) for i, (name, s) in enumerate(schemes.items())}
-    exact: list[Tensor] | None = None
-    source = gpt_gradients(args.train_steps) if kind == "gpt" else gaussian(args.numel)
+def measure(source: Iterator[list[Tensor]], names: list[str]) -> dict[str, dict[str, list[float]]]:
+    """Accumulate gradients with every scheme side by side."""
+    errors: dict[str, dict[str, list[float]]] = {n: {"stored": [], "delivered": []} for n in names}
+    exact, sums = [], {}
     for step in range(1, max(CHECKPOINTS) + 1):
         gradients = next(source)
-        if exact is None:
+        if not exact:
             exact = [torch.zeros_like(g, dtype=torch.float64) for g in gradients]
-        for total, gradient in zip(exact, gradients, strict=True):
-            total += gradient
-        for accumulator in accumulators.values():
-            accumulator.add(gradients, exact, step)
-    return {name: Result(a.stored, a.delivered, a.slope) for name, a in accumulators.items()}
+            sums = {name: [torch.zeros_like(g) for g in gradients] for name in names}
+        torch._foreach_add_(exact, [g.double() for g in gradients])
+        for index, name in enumerate(names):
+            added = torch._foreach_add(sums[name], gradients)
+            sums[name] = [
+                SCHEMES[name](x, derive_seed(index, step, i)) for i, x in enumerate(added)
+            ]
+            if step in CHECKPOINTS:
+                errors[name]["stored"].append(_distance(sums[name], exact))
+                errors[name]["delivered"].append(_distance(list(added), exact))
+    return errors
+
+
+def _distance(found: list[Tensor], exact: list[Tensor]) -> float:
+    parts = [torch.cat([x.double() for x in tensors]) for tensors in (found, exact)]
+    return float((parts[0] - parts[1]).norm() / parts[1].norm())
 
 
 def main() -> None:
     """Measure, print one table per kind of data, write JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--schemes", default=",".join(SCHEMES), help=", ".join(SCHEMES))
-    parser.add_argument("--data", default=",".join(DATA), help=", ".join(DATA))
-    parser.add_argument("--numel", type=int, default=1 << 16, help="elements of synthetic data")
+    parser.add_argument("--data", default="gpt,gaussian")
+    parser.add_argument("--numel", type=int, default=1 << 16, help="elements of Gaussian data")
     parser.add_argument("--train-steps", type=int, default=150, help="before gradients are taken")
-    parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
-    schemes = {name: SCHEMES[name] for name in args.schemes.split(",")}
-    results = {}
-    for kind in args.data.split(","):
-        results[kind] = measure(kind, schemes, args)
+    names = choices(parser, "schemes", args.schemes, SCHEMES)
+    sources = {"gpt": gpt_gradients(args.train_steps), "gaussian": gaussian(args.numel)}
+    errors = {}
+    for kind in choices(parser, "data", args.data, sources):
+        errors[kind] = measure(sources[kind], names)
         rows = [
-            [name, f"{schemes[name].nbytes:.3f}"]
-            + [f"{100 * e:.2f}" for e in result.stored]
-            + [f"{100 * result.delivered[CHECKPOINTS.index(16)]:.2f}", f"{result.slope[-1]:.4f}"]
-            for name, result in results[kind].items()
+            [name, *(f"{100 * e:.2f}" for e in (*found["stored"], found["delivered"][2]))]
+            for name, found in errors[kind].items()
         ]
-        header = ["scheme", "bytes", *(f"{n} mb, %" for n in CHECKPOINTS), "16 delivered", "slope"]
+        header = ["scheme", *(f"{n} mb, %" for n in CHECKPOINTS), "16 delivered"]
         print(f"\n{kind}\n{table(rows, header)}", flush=True)
-    write_report(
-        args.json,
-        "gradient_buffer",
-        {
-            "microbatches": CHECKPOINTS,
-            "nbytes_per_parameter": {name: s.nbytes for name, s in schemes.items()},
-            "errors": {
-                kind: {name: asdict(r) for name, r in by_scheme.items()}
-                for kind, by_scheme in results.items()
-            },
-        },
-    )
+    write_report(args.json, "gradient_buffer", {"microbatches": CHECKPOINTS, "errors": errors})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Memory and time of gradient accumulation in fp32 and in 8 bits, and the speed of its kernels.
+"""Memory and time of gradient accumulation in fp32 and in 8 bits.
 
 A GPT runs one window of micro-batches per variant; on several ranks FSDP2 shards it and reduces
 once, at the end of the window, so that every rank holds whole gradients in between. `held` is what
 `torch.cuda.memory_allocated` grew by from before the window to after its last micro-batch but one,
-`peak` what `max_memory_allocated` did over the window. Before anything is timed, the kernels are
-compared with their CPU reference, bit by bit. Needs a GPU. Examples::
+`peak` what `max_memory_allocated` grew by over the window. Needs a GPU. Examples::
 
     python benchmarks/gradient_memory.py --json gradient_memory.json
     torchrun --nproc-per-node 4 benchmarks/gradient_memory.py
@@ -15,106 +14,16 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import copy_bandwidth, table, time_cuda_calls, write_report
+from common import argument_parser, needs_gpu, table, write_report
 from gpt import GPT, GPTConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lq_lightning.data_parallel import QuantizedGradientBuffer
-from lq_lightning.kernels.accumulate import (
-    accumulate_,
-    buffer_layout,
-    read_accumulated_,
-    reference,
-)
-
-GPU_SIZES = (1 << 20, 1 << 24, 1 << 26)
-CHECKED_NUMEL = (1 << 20) + 777
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """One window of micro-batches.
-
-    Attributes:
-        held_bytes_per_parameter: Growth from before the window to before its last backward.
-        peak_bytes_per_parameter: Largest growth during the window, activations included.
-        window_ms: Time of the whole window, the second of two.
-        gradient_norm: Norm of the accumulated gradients of this rank.
-    """
-
-    held_bytes_per_parameter: float
-    peak_bytes_per_parameter: float
-    window_ms: float
-    gradient_norm: float
-
-
-def check_kernels() -> None:
-    """Compare the CUDA kernels with the CPU reference.
-
-    Raises:
-        AssertionError: A bit differs.
-    """
-    generator = torch.Generator().manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16):
-        layout = buffer_layout(CHECKED_NUMEL)
-        expected = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8)
-        actual = expected.cuda()
-        for index in range(3):
-            term = torch.randn(CHECKED_NUMEL, generator=generator)
-            term *= 10.0 ** torch.randint(-8, 8, (CHECKED_NUMEL,), generator=generator)
-            term[index * 100 :: 4096] = (float("nan"), float("inf"), 0.0)[index]
-            term = term.to(dtype)
-            reference.accumulate_(expected, term, index == 0)
-            accumulate_(actual, term.cuda(), index == 0)
-            if not torch.equal(actual.cpu(), expected):
-                raise AssertionError(f"accumulate_ of {dtype}: bits differ after term {index}")
-        out = torch.ones(CHECKED_NUMEL, dtype=dtype)
-        on_gpu = out.cuda()
-        reference.read_accumulated_(expected, out, True)
-        read_accumulated_(actual, on_gpu, True)
-        if not torch.equal(on_gpu.cpu().nan_to_num(7.0), out.nan_to_num(7.0)):
-            raise AssertionError(f"read_accumulated_ to {dtype}: bits differ")
-
-
-def kernel_rows() -> list[dict[str, float | int | str]]:
-    """Time the kernels, each call on a buffer of its own."""
-    copy = copy_bandwidth()
-    rows: list[dict[str, float | int | str]] = []
-    for numel in GPU_SIZES:
-        nbytes = buffer_layout(numel).nbytes
-        copies = max(1, (1 << 28) // (4 * numel))
-        values = [torch.randn(numel, device="cuda") for _ in range(copies)]
-        buffers = [torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for _ in values]
-        moved = {"accumulate": 4 * numel + 2 * nbytes, "read and add": 8 * numel + nbytes}
-        calls: dict[str, list[Callable[[], object]]] = {
-            "accumulate": [
-                lambda b=b, v=v: accumulate_(b, v, False)  # type: ignore[misc]
-                for b, v in zip(buffers, values, strict=True)
-            ],
-            "read and add": [
-                lambda b=b, v=v: read_accumulated_(b, v, True)  # type: ignore[misc]
-                for b, v in zip(buffers, values, strict=True)
-            ],
-        }
-        for name, of_name in calls.items():
-            seconds = time_cuda_calls(of_name)
-            rows.append(
-                {
-                    "kernel": name,
-                    "numel": numel,
-                    "us": 1e6 * seconds,
-                    "share_of_copy": moved[name] / seconds / copy,
-                }
-            )
-    return rows
 
 
 def build(args: argparse.Namespace) -> tuple[nn.Module, int]:
@@ -154,7 +63,7 @@ def run_window(
     return held
 
 
-def measure(args: argparse.Namespace, quantized: bool) -> Window:
+def measure(args: argparse.Namespace, quantized: bool) -> dict[str, float]:
     """Run two windows of one variant and measure the second."""
     model, numel = build(args)
     buffer = QuantizedGradientBuffer(model) if quantized else None
@@ -170,49 +79,36 @@ def measure(args: argparse.Namespace, quantized: bool) -> Window:
     seconds = time.perf_counter() - start
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     local = norm.to_local() if hasattr(norm, "to_local") else norm
-    return Window(
-        (held - before) / numel,
-        (torch.cuda.max_memory_allocated() - before) / numel,
-        1e3 * seconds,
-        float(local),
-    )
+    return {
+        "held_bytes_per_parameter": (held - before) / numel,
+        "peak_bytes_per_parameter": (torch.cuda.max_memory_allocated() - before) / numel,
+        "window_ms": 1e3 * seconds,
+        "gradient_norm": float(local),
+    }
 
 
 def main() -> None:
-    """Check, measure, print, write JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--seq", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=2, help="sequences of a micro-batch")
-    parser.add_argument("--micro-batches", type=int, default=4, help="of a window")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    """Measure, print, write JSON."""
+    parser = argument_parser(__doc__)
+    sizes = {"layers": 12, "hidden": 2048, "seq": 1024, "batch": 2, "micro-batches": 4}
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
     args = parser.parse_args()
+    if needs_gpu():
+        return
     world = int(os.environ.get("WORLD_SIZE", "1"))
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if world > 1:
         dist.init_process_group("nccl")
-    check_kernels()
-    kernels = kernel_rows()
     windows = {name: measure(args, name == "8-bit") for name in ("fp32", "8-bit")}
     if world == 1 or dist.get_rank() == 0:
-        cells = [
-            [r["kernel"], r["numel"], f"{r['us']:.1f}", f"{r['share_of_copy']:.2f}"]
-            for r in kernels
-        ]
-        print(table(cells, ["kernel", "elements", "us", "share of copy"]))
-        rows = [
-            [name, *(f"{value:.3f}" for value in asdict(w).values())] for name, w in windows.items()
-        ]
+        rows = [[name, *(f"{value:.3f}" for value in w.values())] for name, w in windows.items()]
         print(table(rows, ["window", "held B/param", "peak B/param", "ms", "norm"]))
         results = {
             "world_size": world,
             "model": {name: getattr(args, name) for name in ("layers", "hidden", "seq", "batch")},
             "micro_batches": args.micro_batches,
-            "kernels": kernels,
-            "windows": {name: asdict(w) for name, w in windows.items()},
+            "windows": windows,
         }
         write_report(args.json, "gradient_memory", results)
     if world > 1:

@@ -1,28 +1,24 @@
 """Host time of training steps, and of one unit's exchanges in them, without a GPU or a network.
 
-A GPT of the layers of a real one, but so narrow that its values cost no time, takes training steps
-on one rank of a world of which no other exists (torch's "fake" backend). CPU tensors go the way of
-CUDA tensors: through the operators to the launchers of the Triton kernels, compiled for Hopper,
-whose launches end in front of the driver, and streams do nothing. So what is timed is what Python,
-Triton and torch do, without what CUDA adds. `FSDP2` is measured in the same run: what it takes is
-the floor.
+A GPT with the layers of a real one, but so narrow that its values cost no time, takes training
+steps on one rank of a world whose other ranks do not exist (torch's "fake" backend). CPU tensors go
+the way of CUDA tensors: through the operators to the launchers of the Triton kernels, compiled for
+Hopper, whose launches end in front of the driver; streams do nothing. So Python, Triton and torch
+are timed, without the driver. `FSDP2` is measured in the same run, as the floor.
 
-Times are thread time, the least of many steps; those of parts are sums over a step, per unit. They
-are larger than those of a loop around one call, because in a step every call finds the processor's
-caches filled by others. Example::
+Times are thread time, the least of many steps; times of parts are sums over a step, per unit. A
+loop around one call is faster: in a step every call finds the processor's caches filled by others.
 
     python benchmarks/host_time.py --nodes 2 --gpus 1 --json benchmarks/results/host_time.json
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +29,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # as in tests, where launches are
 
 import torch
 import torch.distributed as dist
-from common import table, write_report
+from common import argument_parser, table, write_report
 from gpt import GPT, GPTConfig
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,31 +60,8 @@ KERNELS = ("quantize", "dequantize", "requantize")
 SEEDS = {"quantize": 3, "requantize": 4}  # which argument is one
 
 
-@dataclass(slots=True)
-class Row:
-    """One line of the report.
-
-    Attributes:
-        variant: Name of the variant.
-        forward_ms: Host time of a forward pass.
-        backward_ms: Host time of a backward pass.
-        update_ms: Host time of the optimizer's step, exchanges included.
-        step_ms: Host time of a whole step.
-        launches: Launches of our kernels in a step.
-        us_per_unit: Time of each part in a step, divided by the number of units.
-    """
-
-    variant: str
-    forward_ms: float
-    backward_ms: float
-    update_ms: float
-    step_ms: float
-    launches: float
-    us_per_unit: dict[str, float] = field(default_factory=dict)
-
-
 def launched(name: str) -> Callable[..., None]:
-    """Return what an operator does for CUDA tensors, in place of its reference on a CPU."""
+    """Return an operator's launch for CUDA tensors, in place of its reference on a CPU."""
     operator = import_module(f"lq_lightning.kernels.{name}.op")
     kernels = import_module(f"lq_lightning.kernels.{name}.triton_kernels")
     launch = getattr(kernels, f"launch_{name}")
@@ -137,7 +110,7 @@ def hopper() -> Any:
 
 
 def no_stream() -> Any:
-    """Return what stands for all CUDA streams and their events, and never waits."""
+    """Return a stand-in for all CUDA streams and their events, which never waits."""
     stream = SimpleNamespace(**dict.fromkeys(("wait_event", "wait_stream"), lambda _: None))
     stream.synchronize = lambda: None
     stream.record_event = lambda event=None: stream
@@ -238,7 +211,7 @@ class Steps:
         return forward, backward, update
 
 
-def measure(steps: Steps, name: str, repeats: int) -> Row:
+def measure(steps: Steps, repeats: int) -> dict[str, Any]:
     """Take steps, and return the least time of each phase and part."""
     for _ in range(3):
         steps.take()
@@ -253,18 +226,17 @@ def measure(steps: Steps, name: str, repeats: int) -> Row:
             steps.take()
         for part, seconds in spent.items():
             parts[part] = min(parts.get(part, float("inf")), 1e6 * seconds / steps.units)
-    return Row(name, *(1e3 * seconds for seconds in best), launches / repeats, parts)
+    names = ("forward_ms", "backward_ms", "update_ms", "step_ms")
+    found: dict[str, Any] = {n: 1e3 * seconds for n, seconds in zip(names, best, strict=True)}
+    return found | {"launches": launches / repeats, "us_per_unit": parts}
 
 
 def main() -> None:
     """Measure FSDP2 and quantized communication."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--gpus", type=int, default=1, help="ranks of one node")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument("--json", help="file for the report")
+    parser = argument_parser(__doc__)
+    sizes = {"nodes": 2, "gpus": 1, "layers": 12, "hidden": 64, "repeats": 60}
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
     args = parser.parse_args()
     torch.set_num_threads(1)
     config = GPTConfig(layers=args.layers, hidden=args.hidden, heads=1, seq=2, vocab=256)
@@ -274,21 +246,17 @@ def main() -> None:
     with pretended_gpu():
         for name in ("fsdp2", "quantized"):
             steps = Steps(config, args.nodes, args.gpus, name == "quantized")
-            rows.append(measure(steps, name, args.repeats))
+            rows.append({"variant": name} | measure(steps, args.repeats))
     dist.destroy_process_group()
     header = ["variant", "forward ms", "backward ms", "update ms", "step ms", "launches"]
     header += [f"{part} us/unit" for part in PARTS]
-    lines = [
-        [
-            row.variant,
-            *(f"{ms:.2f}" for ms in (row.forward_ms, row.backward_ms, row.update_ms, row.step_ms)),
-            f"{row.launches:.0f}",
-            *(f"{row.us_per_unit[part]:.0f}" if row.us_per_unit else "-" for part in PARTS),
-        ]
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        times = [f"{row[f'{name}_ms']:.2f}" for name in ("forward", "backward", "update", "step")]
+        parts = [f"{row['us_per_unit'][p]:.0f}" if row["us_per_unit"] else "-" for p in PARTS]
+        lines.append([row["variant"], *times, f"{row['launches']:.0f}", *parts])
     print(table(lines, header))
-    write_report(args.json, "host_time", {"rows": [asdict(row) for row in rows]})
+    write_report(args.json, "host_time", {"rows": rows})
 
 
 if __name__ == "__main__":

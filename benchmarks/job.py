@@ -1,8 +1,8 @@
-"""A GPT with plain or quantized communication, as the step-time and memory benchmarks use.
+"""A GPT with plain or quantized communication, for the benchmarks of step time and memory.
 
 Raw torch, no Lightning; every variant gets the same model, data and optimizer. Sharded parameters
-travel in bf16 and gradients in fp32, FSDP2's usual mixed-precision policy; under DDP the forward
-runs under autocast to bf16.
+travel in bf16 and gradients in fp32, FSDP2's usual mixed-precision policy; DDP's forward runs under
+autocast to bf16.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from common import synchronize
 from gpt import GPT, GPTConfig
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -54,12 +55,11 @@ class Variant:
         reduce_dtype: Dtype of FSDP2's gradient reduction.
         communicate: False lets each rank train its own unsharded copy.
         keep_gathered: Whether blocks stay gathered between forward and backward (ZeRO-2).
-        ddp: How unsharded copies are kept together: a hook of DDP, or ``"none"`` for its all-reduce
-            in fp32; None shards with FSDP2.
+        ddp: Hook of DDP, which keeps unsharded copies, or ``"none"`` for its all-reduce in fp32;
+            None shards with FSDP2.
         rank: Rank of ``"powersgd"``.
-        start: Steps of ``"powersgd"`` before the first of low rank.
-        every: Steps that nodes train alone, each with a model sharded over its ranks; 0: they do
-            not.
+        every: Steps that nodes train alone, each with a model sharded over its ranks (local steps);
+            0 for none.
     """
 
     weights: WeightQuantization | None = None
@@ -69,27 +69,21 @@ class Variant:
     keep_gathered: bool = False
     ddp: Literal["none", "bf16", "8-bit", "powersgd"] | None = None
     rank: int = 32
-    start: int = 2  # before iteration 2 DDP rebuilds its buckets, which PowerSGD cannot follow
     every: int = 0
+
+
+def _quantized(**gradients: Any) -> Variant:
+    return Variant(weights=WeightQuantization(), gradients=GradientQuantization(**gradients))
 
 
 VARIANTS = {
     "fsdp2": Variant(),
     "fsdp2-bf16-reduce": Variant(reduce_dtype="bfloat16"),
-    "quantized": Variant(weights=WeightQuantization(), gradients=GradientQuantization()),
-    "quantized-node": Variant(
-        weights=WeightQuantization(replica="node"), gradients=GradientQuantization()
-    ),
-    "quantized-vocabulary-4": Variant(
-        weights=WeightQuantization(), gradients=GradientQuantization(vocabulary_bits=None)
-    ),
-    "quantized-vocabulary-8": Variant(
-        weights=WeightQuantization(), gradients=GradientQuantization(vocabulary_bits=8)
-    ),
-    "quantized-2-bits": Variant(
-        weights=WeightQuantization(),
-        gradients=GradientQuantization(inter_bits=2, vocabulary_bits=8),
-    ),
+    "quantized": _quantized(),
+    "quantized-node": replace(_quantized(), weights=WeightQuantization(replica="node")),
+    "quantized-vocabulary-4": _quantized(vocabulary_bits=None),
+    "quantized-vocabulary-8": _quantized(vocabulary_bits=8),
+    "quantized-2-bits": _quantized(inter_bits=2, vocabulary_bits=8),
     "weights-only": Variant(weights=WeightQuantization()),
     "gradients-only": Variant(gradients=GradientQuantization()),
     "ddp": Variant(ddp="none"),
@@ -120,7 +114,6 @@ class Job:
         compile_blocks: Whether to ``torch.compile`` each block, and the loss, before sharding.
         autocast: Whether the forward runs under autocast to bf16, as under Lightning's
             ``bf16-mixed``, with normalization and loss in fp32.
-        seed: Seed of the initial weights, the same for all variants; None draws each shard alone.
     """
 
     def __init__(
@@ -133,7 +126,6 @@ class Job:
         device: torch.device,
         compile_blocks: bool = False,
         autocast: bool = False,
-        seed: int | None = None,
     ) -> None:
         self.device, self.autocast = device, autocast or variant.ddp is not None
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -142,15 +134,11 @@ class Job:
         self.data = random_batches(config, micro_batch).to(device)
         self.steps = 0
         self.local: OuterOptimizer | None = None
-        with torch.device("meta") if seed is None else device:
-            if seed is not None:
-                torch.manual_seed(seed)
+        with torch.device("meta"):
             self.model = GPT(config)
-        if seed is not None:
-            self.model.initialize()
         self.called: nn.Module = self.model
         if variant.ddp is not None:
-            self._replicate(variant, compile_blocks, drawn=seed is not None)
+            self._replicate(variant, compile_blocks)
             return
         shards = node_size if variant.every else world_size if variant.communicate else 1
         mesh = init_device_mesh(
@@ -160,16 +148,15 @@ class Job:
             param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, variant.reduce_dtype)
         )
         options: dict[str, Any] = {"mesh": mesh["s"], "mp_policy": policy}
-        if compile_blocks:  # FSDP2's hooks stay outside
+        if compile_blocks:
             self.model.compile_units()
         for block in self.model.blocks:
             fully_shard(block, **options, reshard_after_forward=not variant.keep_gathered)
-        # its gradient is the first and its weights are used last; backward needs them again at once
+        # Forward uses the head last, and backward needs it again at once.
         fully_shard(self.model.head, **options, reshard_after_forward=False)
         fully_shard(self.model, **options)
-        if seed is None:
-            self.model.to_empty(device=device)
-            self.model.reset_local_shards(seed=rank)
+        self.model.to_empty(device=device)
+        self.model.reset_local_shards(seed=rank)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         if variant.weights is not None or variant.gradients is not None:
             self.communication = quantize_communication(
@@ -183,10 +170,10 @@ class Job:
             self._train_alone(variant.every, mesh)
 
     def _train_alone(self, every: int, mesh: DeviceMesh) -> None:
-        """Bring nodes together every so many steps."""
+        """Let nodes train alone, with an outer step every so many steps."""
         if dist.group.WORLD is None:
             raise AssertionError("a job has a default process group")
-        lr = 0.7 if every > 16 else 0.5  # what ended lowest in many short runs
+        lr = 0.7 if every > 16 else 0.5  # ended lowest in many short runs
         self.local = OuterOptimizer(
             LocalSteps(every=every, outer_lr=lr),
             self.topology,
@@ -196,17 +183,16 @@ class Job:
             device=self.device,
         )
 
-    def _replicate(self, variant: Variant, compile_blocks: bool, drawn: bool) -> None:
-        """Give every rank a copy of the model, and what keeps the copies together.
+    def _replicate(self, variant: Variant, compile_blocks: bool) -> None:
+        """Give every rank a copy of the model under DDP.
 
         Raises:
-            ValueError: DDP's hook for bf16 is to run on a CPU, where DDP refuses it.
+            ValueError: DDP refuses its bf16 hook on a CPU.
         """
         if self.device.type == "cpu" and variant.ddp == "bf16":
             raise ValueError("the variant ddp-bf16 needs NCCL: leave it out on a CPU")
-        if not drawn:
-            self.model.to_empty(device=self.device)
-            self.model.reset_local_shards(seed=0)
+        self.model.to_empty(device=self.device)
+        self.model.reset_local_shards(seed=0)
         if compile_blocks:
             self.model.compile_units()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
@@ -218,20 +204,17 @@ class Job:
             state = QuantizedAllReduce(min_nbytes=4 << 20, node_size=node_size)
             ddp.register_comm_hook(state, quantized_all_reduce_hook)
         elif variant.ddp == "powersgd":
+            # Before iteration 2 DDP rebuilds its buckets, which PowerSGD cannot follow.
             power = PowerSGDState(
-                None, matrix_approximation_rank=variant.rank, start_powerSGD_iter=variant.start
+                None, matrix_approximation_rank=variant.rank, start_powerSGD_iter=2
             )
             ddp.register_comm_hook(power, powerSGD_hook)
 
     def forward(self) -> Tensor:
         """Return the loss of the next batch."""
-        return self.loss_of(self.called, self.data[self.steps % len(self.data)])
-
-    def loss_of(self, model: nn.Module, *inputs: Tensor) -> Tensor:
-        """Return what the model, or its wrapper ``called``, makes of a batch."""
-        kind = self.device.type
-        with torch.autocast(kind, torch.bfloat16, self.autocast, cache_enabled=False):
-            loss: Tensor = model(*inputs)
+        batch = self.data[self.steps % len(self.data)]
+        with torch.autocast(self.device.type, torch.bfloat16, self.autocast, cache_enabled=False):
+            loss: Tensor = self.called(batch)
         return loss
 
     def update(self) -> None:
@@ -254,26 +237,39 @@ class Job:
         return loss.detach()
 
 
-def time_steps(job: Job, count: int) -> tuple[list[float], list[Tensor]]:
-    """Take ``count`` steps; return the seconds of each on this rank, and the losses.
+class Clock:
+    """Marks moments, on CUDA on the stream, so that the host runs ahead as in training."""
 
-    On CUDA the times lie between events on the stream, so the host runs ahead as in training.
-    """
-    losses: list[Tensor] = []
-    if job.device.type == "cuda":
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        torch.cuda.synchronize()
-        marks[0].record()
-        for mark in marks[1:]:
-            losses.append(job.step())
-            mark.record()
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)], losses
-    times = [time.perf_counter()]
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Remember this moment."""
+        if self._cuda:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
+
+    def take(self) -> list[float]:
+        """Return and forget the seconds between marks; wait for the device."""
+        synchronize()
+        pairs = itertools.pairwise(self._marks)
+        found = [a.elapsed_time(b) / 1e3 if self._cuda else b - a for a, b in pairs]
+        self._marks = []
+        return found
+
+
+def time_steps(job: Job, count: int) -> tuple[list[float], list[Tensor]]:
+    """Take ``count`` steps; return the seconds of each on this rank, and the losses."""
+    losses, clock = [], Clock(job.device)
+    synchronize()
+    clock.mark()
     for _ in range(count):
         losses.append(job.step())
-        times.append(time.perf_counter())
-    return [b - a for a, b in itertools.pairwise(times)], losses
+        clock.mark()
+    return clock.take(), losses
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -292,23 +288,12 @@ def add_group_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one collective")
 
 
-def choices(
-    parser: argparse.ArgumentParser, kind: str, text: str, allowed: Iterable[str]
-) -> list[str]:
-    """Split a comma-separated option; name what is not allowed, and exit."""
-    names = text.split(",")
-    unknown = [name for name in names if name not in allowed]
-    if unknown:
-        parser.error(f"unknown {kind} {unknown}: choose among {', '.join(allowed)}")
-    return names
-
-
 def model_config(args: argparse.Namespace, defaults: dict[str, int] | None = None) -> GPTConfig:
     """Return the model that the options ask for.
 
     Args:
         args: Parsed options of :func:`add_model_arguments`.
-        defaults: Sizes used where no option gives one.
+        defaults: Sizes where no option gives one.
     """
     given = {name: getattr(args, name) for name in asdict(GPTConfig())}
     given = {name: value for name, value in given.items() if value is not None}

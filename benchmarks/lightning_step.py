@@ -1,6 +1,6 @@
 """Time Trainer steps of ``quantized_fsdp`` beside the same steps of a plain training loop.
 
-What the strategy adds to the loop of ``step_time.py`` (hooks, closures, progress) must not keep
+The strategy's additions to the loop of ``step_time.py`` (hooks, closures, progress) must not keep
 communication and computation from overlapping::
 
     torchrun --nproc-per-node 4 benchmarks/lightning_step.py --node-size 2 --json lightning.json
@@ -13,23 +13,19 @@ Model, data and optimizer are those of ``step_time.py``, but both run under the 
 from __future__ import annotations
 
 import argparse
-import gc
-import itertools
 import os
 import statistics
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import table, write_report
+from common import argument_parser, choices, free_memory, table, write_report
 from gpt import GPT, GPTConfig
 from job import (
     VARIANTS,
+    Clock,
     Job,
     add_model_arguments,
-    choices,
     model_config,
     over_ranks,
     process_group,
@@ -83,24 +79,11 @@ class Times(Callback):
     """Marks the end of each step, on the compute stream or by the clock."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[Any] = []
+        self.clock = Clock(device)
 
     def on_train_batch_end(self, *unused: Any) -> None:
         """Mark it."""
-        if self._cuda:
-            self._marks.append(torch.cuda.Event(enable_timing=True))
-            self._marks[-1].record()
-        else:
-            self._marks.append(time.perf_counter())
-
-    def seconds(self, first: int, count: int) -> list[float]:
-        """Return the durations of ``count`` steps, from step ``first`` on, which is at least 1."""
-        pairs = itertools.pairwise(self._marks[first - 1 : first + count])
-        if not self._cuda:
-            return [b - a for a, b in pairs]
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in pairs]
+        self.clock.mark()
 
 
 def trainer_times(name: str, args: argparse.Namespace, device: torch.device) -> list[float]:
@@ -130,7 +113,7 @@ def trainer_times(name: str, args: argparse.Namespace, device: torch.device) -> 
     )
     module = Module(args.config, args.micro_batch)
     trainer.fit(module, DataLoader(module.batches(count), batch_size=None))  # type: ignore[arg-type]
-    return times.seconds(args.warmup, args.steps)
+    return times.clock.take()[-args.steps :]
 
 
 def loop_times(name: str, args: argparse.Namespace, device: torch.device) -> list[float]:
@@ -150,14 +133,11 @@ def loop_times(name: str, args: argparse.Namespace, device: torch.device) -> lis
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--variants", default="fsdp2,quantized", help=", ".join(STRATEGY_VARIANTS))
     add_model_arguments(parser)
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before timing starts")
-    parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
     args.variants = choices(parser, "variants", args.variants, STRATEGY_VARIANTS)
     args.config = model_config(args)
@@ -176,9 +156,7 @@ def main() -> None:
             for kind, measure in (("loop", loop_times), ("trainer", trainer_times)):
                 slowest = over_ranks(measure(name, args, device), dist.ReduceOp.MAX)
                 results[name][f"{kind}_ms"] = 1e3 * statistics.median(slowest)
-                gc.collect()
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
+                free_memory()
         if dist.get_rank() == 0:
             rows = [
                 [name, f"{r['loop_ms']:.1f}", f"{r['trainer_ms']:.1f}"]

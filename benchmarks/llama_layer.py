@@ -1,7 +1,7 @@
-"""One decoder layer of Hugging Face's Llama, and ways to train it that `activations.py` compares.
+"""One decoder layer of Hugging Face's Llama, and the ways to train it in `activations.py`.
 
-A variant changes how a layer saves what its backward needs, or in which precision it multiplies.
-Each gets a layer of its own with the same weights.
+A variant changes how a layer saves tensors for backward, or the precision of its products. Each has
+a layer of its own with the same weights.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+
+from lq_lightning import quantize_activations
+from lq_lightning.activations.policy import RECIPES
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -54,10 +57,8 @@ class Shape:
 SHAPES = {
     "llama3_8b": Shape(hidden=4096, intermediate=14336, heads=32, kv_heads=8),
     "llama2_7b": Shape(hidden=4096, intermediate=11008, heads=32, kv_heads=32),
-    # Of COAT's table 6: their memory per token is that of the 7B's ratio of MLP to hidden size.
+    # COAT's table 6: its memory per token has the 7B's ratio of MLP to hidden size.
     "coat_2048": Shape(hidden=2048, intermediate=5504, heads=16, kv_heads=16),
-    # Of AGoQ's table 3, but for its norms, which have no weights.
-    "olmo_1b": Shape(hidden=2048, intermediate=8192, heads=16, kv_heads=16),
     "tiny": Shape(hidden=64, intermediate=224, heads=2, kv_heads=1),
 }
 
@@ -75,7 +76,7 @@ def parse_case(text: str) -> tuple[str, Shape]:
     return text, replace(SHAPES[name], seq=int(seq), batch=int(batch))
 
 
-# Not the seed of the inputs: equal streams would make inputs equal rows of the first weight, and
+# Differs from the seed of the inputs, which would equal rows of the first weight with it and make
 # the attention's scores huge.
 WEIGHT_SEED = 20_261_122
 
@@ -119,17 +120,15 @@ class Variant:
 
     Attributes:
         change: Changes the layer in place.
-        wrap: Puts something around the call of the layer.
-        context: Around each call of forward and backward, the first one included, which compiles.
-        compiled: Whether the layer, with what is around it, is compiled.
-        ours: Whether it is one of this library's.
+        wrap: Wraps the call of the layer.
+        context: Context of each forward and backward, including the first, which compiles.
+        compiled: Whether the wrapped layer is compiled.
     """
 
     change: Callable[[nn.Module], object] = lambda layer: None
     wrap: Callable[[nn.Module, Layer], Layer] = lambda layer, call: call
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     compiled: bool = False
-    ours: bool = False
 
     def build(self, layer: nn.Module, name: str) -> Layer:
         """Return the function of input, cosine and sine to be trained."""
@@ -172,21 +171,9 @@ def use_torchao(recipe: str, layer: nn.Module) -> None:
 
 
 def use_ours(recipe: str, layer: nn.Module, matmul: str | None = None) -> None:
-    """Let this library keep codes, with products in the precision of the recipe or another.
-
-    Raises:
-        NotImplementedError: The version of the checkout cannot.
-    """
-    try:
-        from lq_lightning import quantize_activations
-    except ImportError as error:
-        raise NotImplementedError("this version has no `quantize_activations`") from error
-    if matmul is None:
-        quantize_activations(layer, recipe)
-        return
-    from lq_lightning.activations.policy import RECIPES
-
-    quantize_activations(layer, replace(RECIPES[recipe], matmul=matmul))
+    """Save codes with this library, with products in the precision of the recipe or another."""
+    policy = RECIPES[recipe] if matmul is None else replace(RECIPES[recipe], matmul=matmul)  # type: ignore[arg-type]
+    quantize_activations(layer, policy if matmul else recipe)
 
 
 def _checkpointed(layer: nn.Module, call: Layer) -> Layer:
@@ -266,11 +253,12 @@ def _ours() -> dict[str, Variant]:
     changes = {name: functools.partial(use_ours, name) for name in ("agoq", "coat", "fp8-4bit")}
     changes["coat int8"] = functools.partial(use_ours, "coat", matmul="int8_forward")
     for name, change in changes.items():
-        made[name] = Variant(change=change, ours=True)
+        made[name] = Variant(change=change)
         made[f"{name}, compiled"] = replace(made[name], compiled=True)
     return made
 
 
+_TENSORWISE = Variant(compiled=True, change=functools.partial(use_torchao, "tensorwise"))
 BASE, COMPILED = "bf16", "bf16, compiled"
 VARIANTS = {
     BASE: Variant(),
@@ -284,14 +272,8 @@ VARIANTS = {
     "bf16, full checkpointing": Variant(wrap=_checkpointed),
     "bf16, selective checkpointing": Variant(wrap=_selectively),
     "bf16, save_on_cpu": Variant(wrap=_offloaded),
-    "torchao tensorwise, compiled": Variant(
-        compiled=True, change=functools.partial(use_torchao, "tensorwise")
-    ),
-    "torchao tensorwise, compiled, memory budget 0.5": Variant(
-        compiled=True,
-        change=functools.partial(use_torchao, "tensorwise"),
-        context=_memory_budget,
-    ),
+    "torchao tensorwise, compiled": _TENSORWISE,
+    "torchao tensorwise, compiled, memory budget 0.5": replace(_TENSORWISE, context=_memory_budget),
     "torchao rowwise, compiled": Variant(
         compiled=True, change=functools.partial(use_torchao, "rowwise")
     ),

@@ -12,29 +12,25 @@ Prediction, in bytes of one rank for P parameters on N ranks, L of them in one n
   ZeRO-2, plus 2 bytes for each parameter of the blocks, which stay gathered.
 
 A peak is predicted from above: blocks that ZeRO-3 has gathered at its peak are counted twice.
-Messages are transient and not predicted; the report holds the most that the largest unit needs.
+Messages are transient and not predicted.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import gc
 import math
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import table, write_report
+from common import argument_parser, choices, free_memory, table, write_report
 from gpt import GPT, GPTConfig
 from job import (
     VARIANTS,
     Job,
     Variant,
     add_model_arguments,
-    choices,
     model_config,
     over_ranks,
     process_group,
@@ -45,27 +41,15 @@ MODELS = {
     "1.4B": ({}, 8),
     "7B": ({"layers": 32, "hidden": 4096, "heads": 32}, 2),
 }
+# Bytes that PyTorch allocated on the device: between steps, and peaks; the largest of all ranks.
+FIELDS = ("at_rest", "optimizer", "peak")
+Memory = dict[str, float]
 MEASURED = {
     "ZeRO-3": VARIANTS["fsdp2"],
-    "ZeRO-2": dataclasses.replace(VARIANTS["fsdp2"], keep_gathered=True),
+    "ZeRO-2": replace(VARIANTS["fsdp2"], keep_gathered=True),
     "quantized, full": VARIANTS["quantized"],
     "quantized, node": VARIANTS["quantized-node"],
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
-    """Bytes that PyTorch allocated on the device, the largest of all ranks.
-
-    Attributes:
-        at_rest: Bytes between steps.
-        optimizer: Peak in the optimizer step.
-        peak: Peak of the whole step.
-    """
-
-    at_rest: float
-    optimizer: float
-    peak: float
 
 
 def replica_bytes(variant: Variant, parameters: int, node_size: int) -> float:
@@ -78,24 +62,12 @@ def replica_bytes(variant: Variant, parameters: int, node_size: int) -> float:
 def predict(
     variant: Variant, parameters: int, in_blocks: int, node_size: int, zero3_peak: float
 ) -> Memory:
-    """Return what the formula of this file's head gives, from the measured peak of ZeRO-3."""
+    """Apply the formula in the module docstring to the measured peak of ZeRO-3."""
     replica = replica_bytes(variant, parameters, node_size)
     own = parameters / dist.get_world_size()
     kept = 2 * in_blocks if variant.keep_gathered and variant.weights is None else 0
-    return Memory(
-        at_rest=12 * own + replica, optimizer=16 * own + replica, peak=zero3_peak + replica + kept
-    )
-
-
-def message_bytes(unit_parameters: int, world_size: int, node_size: int) -> float:
-    """Bound on the transient messages of one unit: sent and received codes of both levels.
-
-    8-bit codes to and from the ranks of the node, 4-bit codes of a node's sum to and from the other
-    nodes; scales add less than a tenth. The weights' 4-bit codes are fewer.
-    """
-    within = 2 * unit_parameters if node_size > 1 else 0
-    between = unit_parameters / node_size if world_size > node_size else 0
-    return 1.1 * (within + between)
+    peaks = (12 * own + replica, 16 * own + replica, zero3_peak + replica + kept)
+    return dict(zip(FIELDS, peaks, strict=True))
 
 
 def measure(
@@ -111,10 +83,7 @@ def measure(
     job.update()
     optimizer = _device_memory("max_memory_allocated", device)
     peaks = [rest, optimizer, max(training, optimizer)]
-    return Memory(**dict(zip(_FIELDS, over_ranks(peaks, dist.ReduceOp.MAX), strict=True)))
-
-
-_FIELDS = [field.name for field in dataclasses.fields(Memory)]
+    return dict(zip(FIELDS, over_ranks(peaks, dist.ReduceOp.MAX), strict=True))
 
 
 def _device_memory(statistic: str, device: torch.device) -> float:
@@ -135,22 +104,18 @@ def measure_model(
         model = GPT(config)
     parameters = sum(p.numel() for p in model.parameters())
     in_blocks = sum(p.numel() for p in model.blocks.parameters())
-    world_size = dist.get_world_size()
-    largest = max(in_blocks // config.layers, parameters - in_blocks)
     variants: dict[str, Any] = {}
     zero3_peak = math.nan
     for label, variant in MEASURED.items():
         measured = measure(variant, config, micro_batch, node_size, device)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
         if label == "ZeRO-3":
-            zero3_peak = measured.peak
+            zero3_peak = measured["peak"]
         predicted = predict(variant, parameters, in_blocks, node_size, zero3_peak)
-        over = (measured.peak - zero3_peak) / parameters
+        over = (measured["peak"] - zero3_peak) / parameters
         variants[label] = {
-            "measured": without_nan(asdict(measured)),
-            "predicted": without_nan(asdict(predicted)),
+            "measured": without_nan(measured),
+            "predicted": without_nan(predicted),
             "replica_bytes_per_parameter": replica_bytes(variant, parameters, node_size)
             / parameters,
             "peak_over_zero3_bytes_per_parameter": None if math.isnan(over) else over,
@@ -158,7 +123,6 @@ def measure_model(
     result = {
         "model": asdict(config) | {"parameters": parameters, "in_blocks": in_blocks},
         "micro_batch": micro_batch,
-        "largest_message_bytes": message_bytes(largest, world_size, node_size),
         "variants": variants,
     }
     if dist.get_rank() == 0:
@@ -171,7 +135,7 @@ def lay_out(variants: dict[str, Any]) -> str:
     rows = []
     for label, result in variants.items():
         row = [label]
-        for field in _FIELDS:
+        for field in FIELDS:
             for source in ("measured", "predicted"):
                 value = result[source][field]
                 row.append("-" if value is None else f"{value / 2**30:.2f}")
@@ -183,12 +147,9 @@ def lay_out(variants: dict[str, Any]) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated: 1.4B, 7B")
     add_model_arguments(parser)
-    parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
     args.models = ["1.4B"] if args.tiny else choices(parser, "models", args.models, MODELS)
     return args

@@ -1,4 +1,4 @@
-"""The emulated network of `nodes.sh`, seen from a rank: its rate and what it sent."""
+"""The emulated network of `nodes.sh`, seen from a rank: its rate, and bytes sent."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from common import synchronize
 from torch.distributed.device_mesh import init_device_mesh
 
 UNLIMITED = "none"
@@ -17,14 +18,14 @@ _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def interface() -> str | None:
-    """Name of this node's interface; None outside `nodes.sh`."""
+    """Return the name of this node's interface; None outside `nodes.sh`."""
     return os.environ.get("LQ_NODE_INTERFACE")
 
 
 def sent_bytes() -> float:
-    """Bytes that this node's interface has sent so far.
+    """Return the bytes that this node's interface has sent so far.
 
-    Outside `nodes.sh` those of the interface that gloo was told to use; NaN if it was not.
+    Outside `nodes.sh`: of the interface in ``GLOO_SOCKET_IFNAME``, NaN without one.
     """
     name = interface() or os.environ.get("GLOO_SOCKET_IFNAME")
     path = Path(f"/sys/class/net/{name}/statistics/tx_bytes")
@@ -32,7 +33,7 @@ def sent_bytes() -> float:
 
 
 def file_label(rate: str) -> str:
-    """Name of a rate in the name of a file."""
+    """Return the name of a rate for the name of a file."""
     return "unlimited" if rate == UNLIMITED else rate
 
 
@@ -51,7 +52,7 @@ def bits_per_s(rate: str) -> float:
 
 
 def burst_nbytes(rate: str) -> int:
-    """Bytes that a bucket holds: those of 3.2 ms, as 4 MB at 10 Gb/s, but at least 128 KiB."""
+    """Return the size of a bucket: 3.2 ms of traffic, 4 MB at 10 Gb/s, but at least 128 KiB."""
     return max(128 << 10, round(bits_per_s(rate) / 8 * 3.2e-3))
 
 
@@ -99,28 +100,24 @@ def peers(node_size: int, device: torch.device) -> dist.ProcessGroup:
 
 
 def link_gbit_per_s(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> float:
-    """Gigabits per second that a node's interface sends while every rank exchanges with its peers.
+    """Return the Gb/s of a node's interface while every rank exchanges with its peers.
 
     Collective over all ranks. Protocol overhead counts. NaN outside `nodes.sh`.
 
     Args:
         group: Group of :func:`peers`.
         device: Device of this rank.
-        nbytes: Bytes that each rank sends to each peer in one of three exchanges; more than the
-            bytes that the bucket lets through at once, which the first exchange uses up.
+        nbytes: Bytes from each rank to each peer in each of three exchanges; more than the bucket
+            lets through at once, which the first exchange uses up.
     """
     sent = torch.zeros(group.size() * nbytes, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)  # connects, and empties the bucket
-    _finish(device)
+    synchronize()
+    dist.barrier()
     before, start = sent_bytes(), time.perf_counter()
     for _ in range(3):
         dist.all_to_all_single(received, sent, group=group)
-    _finish(device)
-    return 8e-9 * (sent_bytes() - before) / (time.perf_counter() - start)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize()
     dist.barrier()
+    return 8e-9 * (sent_bytes() - before) / (time.perf_counter() - start)

@@ -9,9 +9,9 @@ usage: nodes.sh [-r RATE] [-n NODES] [-g RANKS] [-p PYTHON] SCRIPT [ARGS...]
 
   -r RATE    network rate of each node, in tc's units (10gbit, 25gbit, 500mbit), or none
              (default: none, which is the speed of the virtual network itself)
-  -b BURST   what a node may send at once after a pause, in tc's units (default: 4mb, which is half a
-             second at 64 Mb/s: give 128kb up to 1 Gb/s); with auto, a script that sets rates chooses
-             by each, and RATE has to be none
+  -b BURST   bytes that a node may send at once after a pause, in tc's units (default: 4mb, which is
+             half a second at 64 Mb/s: give 128kb up to 1 Gb/s); with auto, a script that sets rates
+             chooses by each, and RATE has to be none
   -n NODES   number of emulated nodes (default: 2)
   -g RANKS   ranks, and so GPUs if there are any, per node (default: 2)
   -p PYTHON  interpreter (default: $PYTHON, else python3)

@@ -4,7 +4,7 @@ First every rule and format is compared with the CPU reference, bit by bit, on r
 differs, no speed is printed and the exit code is 1. Then whole calls of ``step()`` are timed
 (median), on 486 million parameters: 8 matrices of 4096x4096, 4 of 14336x4096 and 2 of 4096x14336.
 The GPU sleeps until ``step()`` has queued all its work, so that device events see the work alone;
-what the host took until then is ``host_ms``. GB/s counts each byte of parameters, gradients and
+the host's time until then is ``host_ms``. GB/s counts each byte of parameters, gradients and
 states read once and written once.
 
     python benchmarks/optimizer.py --out outputs/optimizer.json
@@ -12,21 +12,17 @@ states read once and written once.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
+from common import argument_parser, copy_bandwidth, needs_gpu, table, time_on_stream, write_report
 
-from benchmarks.common import copy_bandwidth, table, write_report
 from lq_lightning.optim import (
     OptimizerQuantization,
     QuantizedAdam,
@@ -114,15 +110,7 @@ def differing() -> dict[str, int]:
 def _sleep_cycles(seconds: float) -> int:
     """Return the argument with which ``torch.cuda._sleep`` takes that long."""
     probe = 20_000_000
-    times = []
-    for _ in range(3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        torch.cuda._sleep(probe)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return int(probe * seconds / min(times))
+    return int(probe * seconds / time_on_stream(lambda: torch.cuda._sleep(probe), 3))
 
 
 def time_steps(optimizer: torch.optim.Optimizer, repeats: int) -> tuple[float, float | None]:
@@ -176,18 +164,11 @@ def cases() -> dict[str, tuple[torch.dtype, Callable[[Sequence[torch.Tensor]], A
         make = partial(QuantizedAdamW, quantization=config(name))
         chosen[f"QuantizedAdamW {name}"] = (fp32, make)
     expanded = config("expanded_fp8", stochastic_rounding=True)
-    chosen["QuantizedAdamW expanded_fp8 bf16 stochastic"] = (
-        bf16,
-        lambda p: QuantizedAdamW(p, quantization=expanded),
-    )
-    chosen["QuantizedLion expanded_fp8"] = (
-        fp32,
-        lambda p: QuantizedLion(p, quantization=config("expanded_fp8")),
-    )
-    chosen["QuantizedSGD expanded_fp8"] = (
-        fp32,
-        lambda p: QuantizedSGD(p, quantization=config("expanded_fp8")),
-    )
+    make = partial(QuantizedAdamW, quantization=expanded)
+    chosen["QuantizedAdamW expanded_fp8 bf16 stochastic"] = (bf16, make)
+    for kind in (QuantizedLion, QuantizedSGD):
+        make = partial(kind, quantization=config("expanded_fp8"))
+        chosen[f"{kind.__name__} expanded_fp8"] = (fp32, make)
     for module, name in (
         ("torchao.optim", "AdamWFp8"),
         ("torchao.optim", "AdamW8bit"),
@@ -228,13 +209,11 @@ def measure(name: str, copy_rate: float, repeats: int) -> dict[str, Any]:
 
 def main() -> int:
     """Check, time, print and write; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, help="JSON report to write")
+    parser = argument_parser(__doc__, "--out")
     parser.add_argument("--only", default="", help="time the optimizers whose name contains this")
     parser.add_argument("--repeats", type=int, default=20)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("this benchmark needs a CUDA GPU")
+    if needs_gpu():
         return 2
     torch.manual_seed(0)
     if wrong := differing():
@@ -243,7 +222,6 @@ def main() -> int:
         return 1
     print("all rules and formats equal their reference bit for bit")
     copy_rate = copy_bandwidth()
-    print(f"device-to-device copy: {copy_rate / 1e9:.0f} GB/s read+written (2 GiB copied)")
     names = [name for name in cases() if arguments.only in name]
     results = [measure(name, copy_rate, arguments.repeats) for name in names]
     rows = [

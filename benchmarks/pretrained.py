@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import write_report
+from common import argument_parser, choices, write_report
 from torch import Tensor, nn
 
 from lq_lightning import (
@@ -74,7 +74,7 @@ def load(path: Path) -> tuple[nn.Module, Any]:
 
 
 def english() -> str:
-    """Return prose that every Python has."""
+    """Return prose that comes with every Python."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
@@ -102,7 +102,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module, tokens: Tensor) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss and the gradients of all parameters, by name; those of the model are None."""
+    """Return the loss and the gradients by name of parameter, which the model loses."""
     model.zero_grad(set_to_none=True)
     loss = loss_of(model, tokens)
     loss.backward()
@@ -138,59 +138,6 @@ def _policy(**kinds: Any) -> ActivationPolicy:
     return ActivationPolicy(**(empty | kinds))
 
 
-def _float8(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return ``[R, N]`` fp32 rounded to ``dtype`` with one scale; as it is if that is None."""
-    if dtype is None:
-        return x
-    scale = x.abs().amax().clamp_min(1e-28) / torch.finfo(dtype).max
-    return (x / scale).to(dtype).float() * scale
-
-
-class _RoundedLinear(torch.autograd.Function):
-    """A linear layer in fp32 between operands that are rounded to FP8, forward or backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, operand: torch.dtype | None, dy: torch.dtype | None
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.dy = dy
-        y = _float8(x.flatten(0, -2), operand) @ _float8(weight, operand).t()
-        return y.unflatten(0, x.shape[:-1])
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        operand = None if ctx.dy is None else torch.float8_e4m3fn
-        rounded = _float8(dy.flatten(0, -2), ctx.dy)
-        dx = (rounded @ _float8(weight, operand)).view_as(x)
-        return dx, rounded.t() @ _float8(x.flatten(0, -2), operand), None, None
-
-
-@contextmanager
-def rounded(
-    model: nn.Module, operand: torch.dtype | None, dy: torch.dtype | None
-) -> Iterator[None]:
-    """Round what the linear layers of blocks multiply, with one scale per tensor.
-
-    Args:
-        model: linear layers have no biases.
-        operand: dtype of inputs and weights in the forward pass, None for exact ones.
-        dy: dtype of gradients of outputs, beside E4M3, None for an exact backward.
-    """
-    layers = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
-    for layer in layers:
-        if layer.bias is not None:
-            raise ValueError("emulated FP8 products are for linear layers without biases")
-        layer.forward = lambda x, w=layer.weight: _RoundedLinear.apply(x, w, operand, dy)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 AGOQ = RECIPES["agoq"]
 _KEYS_AND_VALUES = tuple(
     ActivationRule(module=f"*.{name}", kind="linear", matmul="native")
@@ -224,21 +171,16 @@ VARIANTS: dict[str, Variant] = {
     "fp8-4bit, int8 forward": lambda model: quantized(
         model, replace(RECIPES["fp8-4bit"], matmul="int8_forward")
     ),
-    "torchao tensorwise, emulated": lambda model: rounded(model, _E4M3, _E5M2),
-    "FP8 forward alone": lambda model: rounded(model, _E4M3, None),
-    "FP8 backward alone": lambda model: rounded(model, None, _E4M3),
-    "FP8 backward alone, E5M2": lambda model: rounded(model, None, _E5M2),
 }
 
 
 def main() -> None:
     """Measure the variants and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="wheel, GGUF file or folder")
     parser.add_argument("--variants", default=";".join(VARIANTS), help="separated by `;`")
     parser.add_argument("--pairs", type=int, default=1, help="of sequences (default: 1)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--json", type=Path, help="where to write the report")
     args = parser.parse_args()
     model, tokenizer = load(args.model)
     model.to(args.device)
@@ -246,7 +188,7 @@ def main() -> None:
     exact = [gradients(model, tokens) for tokens in batches]
     loss = statistics.mean(each for each, _ in exact)
     report = []
-    for name in args.variants.split(";"):
+    for name in choices(parser, "variants", args.variants, VARIANTS, ";"):
         errors, cosines, losses = [], [], []
         with VARIANTS[name](model) as handle:
             if name == "auto":

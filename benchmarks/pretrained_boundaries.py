@@ -7,8 +7,8 @@ The model is that of ``pretrained.py``; boundaries lie behind equal numbers of i
 a codec of hidden states: bits per value, change of the loss in nats with its standard error over
 sequences, and Kullback-Leibler divergence from the exact predictions, which scatters less: the loss
 of a few sequences changes by half of it either way. ``gradients`` is the relative error of all
-gradients in two of the sequences where gradients travel in tiles of five bits (``tah5``), or
-six for the paper's ``tah``.
+gradients of two sequences, where boundaries send gradients in five bits (``tah5``), or in six
+beside the paper's ``tah``.
 
 ``adaptive B`` is ``AdaptiveBits(target=B, start_bits=B)``: the widths that one step on another
 sequence gives. ``equal B`` has the same width for every channel, as before that step.
@@ -16,7 +16,6 @@ sequence gives. ``equal B`` has the same width for every channel, as before that
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import torch
 from coded_boundaries import CodedBoundaries, layers_before_boundaries
-from common import table, write_report
+from common import argument_parser, table, write_report
 from pretrained import compare, english, gradients, load, loss_of
 from torch import Tensor, nn
 
@@ -171,9 +167,7 @@ def _shown(value: object) -> object:
 
 def main() -> int:
     """Measure, print and write; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__, "--out")
     parser.add_argument("--model", type=Path, required=True, help="wheel, GGUF file or folder")
     parser.add_argument("--boundaries", default="1,3,7")
     parser.add_argument("--codecs", default=";".join(CODECS), help="separated by `;`")
@@ -181,7 +175,6 @@ def main() -> int:
     parser.add_argument("--seq", type=int, default=384, help="tokens of a sequence")
     parser.add_argument("--gradients", action="store_true", help="compare them, too")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="JSON report to write")
     args = parser.parse_args()
     unknown = sorted(set(args.codecs.split(";")) - set(CODECS))
     if unknown:

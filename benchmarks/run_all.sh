@@ -10,15 +10,15 @@ usage: run_all.sh [-o FOLDER] [PART...] [-- OPTIONS]
   -o FOLDER  for the JSON reports, and FOLDER/traces
              (default: benchmarks/results, and outputs/traces)
   PART       four GPUs:  nvlink, rates, slow, compile, memory, gradients, kernels (the default)
-             one GPU of 141 GB:  table, long, coat, training (saved activations; libraries to
-             compare with: liger-kernel, torchao, bitsandbytes)
+             one GPU of 141 GB:  table, long, coat (saved activations; libraries to compare with:
+             liger-kernel, torchao)
              emulated hosts:  stages2, stages4 (pipelines; where stages share GPUs, CUDA's MPS lets
              them compute side by side), split (split learning, on CPUs)
   OPTIONS    more for slow_network.py: `-- --preset cpu` where there are no GPUs
 
 `rates`, `slow`, `compile`, `gradients` and emulated hosts use benchmarks/nodes.sh, which needs root,
-ip and tc (package iproute2). `slow` compares with DDP, PowerSGD among its hooks, on a small model
-that fits on every GPU. PYTHON names the interpreter (default: python3). A part that fails or takes
+ip and tc (package iproute2). `slow` compares with DDP, PowerSGD among its hooks, and with local
+steps; the model has to fit on every GPU. PYTHON names the interpreter (default: python3). A part that fails or takes
 longer than its limit is named at the end; the others still run, and the exit status is 1.
 Afterwards, on any machine:
 
@@ -40,7 +40,7 @@ parts=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
     case $1 in
         nvlink | rates | slow | compile | memory | gradients | kernels) parts+=("$1") ;;
-        table | long | coat | training | stages2 | stages4 | split) parts+=("$1") ;;
+        table | long | coat | stages2 | stages4 | split) parts+=("$1") ;;
         *) usage >&2; exit 2 ;;
     esac
     shift
@@ -70,8 +70,10 @@ rates() {
         --trace "$traces" --json "$results/step_time_{rate}.json"
 }
 slow() {
-    timeout 1800 benchmarks/nodes.sh -b auto -n 2 -g 1 benchmarks/alternatives.py \
-        --json "$results/alternatives.json"
+    timeout 900 benchmarks/nodes.sh -b auto -n 2 -g 1 benchmarks/step_time.py --node-size 1 \
+        --micro-batch 4 --variants fsdp2,ddp-bf16,ddp-8-bit,quantized,ddp-powersgd-32,local-32 \
+        --rates none,10gbit,1gbit --steps 32 --warmup 3 --budget 20 \
+        --json "$results/step_time_slow_{rate}.json"
 }
 compile() {
     local status=0 compiled=(benchmarks/step_time.py --variants fsdp2,quantized --compile --steps 8)
@@ -95,7 +97,7 @@ gradients() {
     return $status
 }
 kernels() {
-    timeout 120 "$PYTHON" benchmarks/kernels.py --out "$results/kernels_h200.json"
+    timeout 300 "$PYTHON" benchmarks/kernels.py --out "$results/kernels_h200.json"
 }
 layers() {  # preset, seconds, rounds
     timeout "$2" "$PYTHON" benchmarks/activations.py --preset "$1" --jobs 6 --seconds "$(($2 - 30))" \
@@ -104,10 +106,6 @@ layers() {  # preset, seconds, rounds
 table() { layers table 270 15; }
 long() { layers long 200 5; }
 coat() { layers coat 180 8; }
-training() {
-    "$PYTHON" benchmarks/long_context.py --json "$results/long_context.json" --variants \
-        'plain;bitsandbytes;bitsandbytes, compiled;ours;ours fp8-4bit'
-}
 stages() {  # The slowest steps take 9 s with two stages and 17 s with four, in fp32 at 100 Mb/s.
     benchmarks/nodes.sh -b 128kb -n "$1" -g 1 benchmarks/slow_network.py \
         --rates 1gbit,500mbit,300mbit,100mbit --microbatches 16 --steps 2 \

@@ -6,17 +6,14 @@ One command per host, which has one stage; all codecs and rates are measured in 
         --rates 100mbit,1gbit --json slow_network.json
     torchrun --nproc-per-node 2 benchmarks/slow_network.py --tiny --steps 2 --warmup 1
 
-``--rates`` limits the network that `nodes.sh` emulates. On a network that is slow by itself, or
-limited by other means, ``--rate`` says how fast it is, which nothing else can know.
+``--rates`` limits the network that `nodes.sh` emulates; on another slow network ``--rate`` gives
+its speed. A step is compared with its limit: the time that the busiest host's payloads need at the
+rate of the link. A step needs a little more, since the first stage waits for the last at both ends
+of it. Below some 20 Mb/s the emulated queue of 100 ms holds few packets: TCP then loses some, and
+hosts with two neighbours stall (81% of the limit instead of 94% with four stages at 4 Mb/s).
 
-A step is compared with its limit: what the host that sends the most has to send, at the rate of the
-link. A step needs a little more, since the first stage waits for the last at both ends of it. Below
-some 20 Mb/s the emulated queue of 100 ms holds few packets: TCP then loses some, and hosts with two
-neighbours stall (81% of the limit instead of 94% with four stages at 4 Mb/s).
-
-On a CPU, computation takes the time that a slow network takes on GPUs; `--preset cpu` is narrow
-enough to stay below it. Hidden states are fp32, on GPUs under autocast to bf16. Codecs have names;
-what they are forward and backward is in ``CODECS``.
+On a CPU `--preset cpu` is narrow enough for the network to be the limit. Hidden states are fp32, on
+GPUs under autocast to bf16. ``CODECS`` has the codecs, forward and backward.
 """
 
 from __future__ import annotations
@@ -25,9 +22,7 @@ import argparse
 import itertools
 import os
 import statistics
-import time
 import zlib
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,10 +30,10 @@ from typing import Any
 import network
 import torch
 import torch.distributed as dist
-from common import table, write_report
+from common import argument_parser, choices, synchronize, table, write_report
 from corpus import standard_library
 from gpt import GPT, GPTConfig
-from job import TINY, add_group_arguments, choices, process_group
+from job import TINY, Clock, add_group_arguments, process_group
 from torch import Tensor, nn
 
 from lq_lightning.codecs import CodecSpec
@@ -50,8 +45,8 @@ from lq_lightning.pipeline.partition import StageModule, keep_stages
 from lq_lightning.pipeline.plan import plan_stages
 
 INT5 = CodecSpec(code="int5", group_size=64, symmetric=False, scale_dtype="bfloat16")
-# Forward and backward. Integers have a scale and a minimum in bf16 per tile, of 64 channels
-# forward and 32 backward if nothing else is said.
+# Forward and backward. Integers have a scale and a minimum in bf16 per tile, by default of 64
+# channels forward and 32 backward.
 CODECS: dict[str, tuple[Any, Any]] = {
     "fp32": ("none", "none"),
     "bf16": ("bf16", "bf16"),
@@ -73,22 +68,21 @@ PRESETS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """Measurements of one codec at one rate.
+    """Measurements of one codec at one rate; NaN where something was not measured.
 
     Attributes:
         step_ms: Median over steps of the slowest rank's time.
         steps: Number of timed steps.
-        tokens_per_s: At the median.
-        forward_bits: Per value of hidden states, counted from payloads of the timed steps.
-        backward_bits: Bits per value of gradients, likewise.
+        tokens_per_s: Tokens per second, at the median.
+        forward_bits: Bits per value of hidden states, counted from payloads of the timed steps.
+        backward_bits: Bits per value of gradients.
         payload_bytes: Bytes of the payloads that each host sends in one step.
-        interface_bytes: Bytes that each host's interface really sent in one step; NaN where no
-            interface is known.
+        interface_bytes: Bytes on each host's interface in one step.
         link_ms: Time that the payloads of the busiest host need at the rate of the link.
-        reached: ``link_ms`` as a share of ``step_ms``; NaN without a limit.
+        reached: ``link_ms`` as a share of ``step_ms``.
         encode_ms: Encoding time of a step on the slowest rank.
-        decode_ms: Decoding time, likewise.
-        coding_share: Both together, as a share of ``link_ms``, on the slowest rank.
+        decode_ms: Decoding time of a step on the slowest rank.
+        coding_share: Encoding and decoding as a share of ``link_ms``, on the slowest rank.
         loss: Loss of the last step.
     """
 
@@ -105,42 +99,6 @@ class Result:
     decode_ms: float
     coding_share: float
     loss: float
-
-
-class Clock:
-    """Marks moments, on CUDA on the stream, so that the host runs ahead as in training."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        """Remember this moment."""
-        if not self._cuda:
-            self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
-
-    def take(self) -> list[float]:
-        """Return and forget the seconds between marks, which the device must have finished."""
-        pairs = itertools.pairwise(self._marks)
-        found = [a.elapsed_time(b) / 1e3 if self._cuda else b - a for a, b in pairs]
-        self._marks = []
-        return found
-
-
-def timed(call: Callable[..., Tensor], clock: Clock) -> Callable[..., Tensor]:
-    """Return a function that marks the moments before and after each call."""
-
-    def wrapper(*arguments: Any) -> Tensor:
-        clock.mark()
-        result = call(*arguments)
-        clock.mark()
-        return result
-
-    return wrapper
 
 
 class Job:
@@ -227,8 +185,15 @@ class Run:
         self.optimizer = torch.optim.AdamW(job.model.parameters(), lr=3e-4, fused=True)
 
     def _clocked(self, codec: BoundaryCodec, method: str) -> Clock:
-        clock = Clock(self.job.device)
-        setattr(codec, method, timed(getattr(codec, method), clock))
+        clock, call = Clock(self.job.device), getattr(codec, method)
+
+        def timed(*arguments: Any) -> Tensor:
+            clock.mark()
+            result: Tensor = call(*arguments)
+            clock.mark()
+            return result
+
+        setattr(codec, method, timed)
         return clock
 
     def step(self, step: int) -> list[Tensor]:
@@ -259,8 +224,7 @@ class Run:
 
     def finish(self) -> None:
         """Wait until all ranks have sent and received everything."""
-        if self.job.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize()
         dist.barrier(self.job.control)
 
 
@@ -281,46 +245,34 @@ def measure(run: Run, rate: str) -> Result:
         losses = run.step(index)
         times.mark()
     run.finish()
-    after_bytes = network.sent_bytes()
-    traffic = run.engine.traffic.since(before)
-    encoding, decoding = run.coding_s()
-    fact = {
-        "step_s": statistics.median(times.take()),
-        "traffic": traffic,
-        "interface": (after_bytes - sent) / args.steps,
-        "encode_s": encoding / args.steps,
-        "decode_s": decoding / args.steps,
-        "loss": float(torch.stack(losses).sum()) if losses else None,
-    }
-    facts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(facts, fact)
-    return _result(facts, args.steps, job, rate)
-
-
-def _result(facts: list[dict[str, Any]], steps: int, job: Job, rate: str) -> Result:
-    step_s = max(fact["step_s"] for fact in facts)
-    traffic = [fact["traffic"] for fact in facts]
-    payloads = [round(each.sent / steps) for each in traffic]
-    link_s = 8 * max(payloads) / network.bits_per_s(rate)
-    coding_s = max(fact["encode_s"] + fact["decode_s"] for fact in facts)
+    interface = (network.sent_bytes() - sent) / args.steps
+    encoding, decoding = (seconds / args.steps for seconds in run.coding_s())
+    loss = float(torch.stack(losses).sum()) if losses else None
+    fact = (statistics.median(times.take()), interface, encoding, decoding, loss)
+    facts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(facts, (*fact, run.engine.traffic.since(before)))
+    step_s, on_interface, encode_s, decode_s, ends, traffic = zip(*facts, strict=True)
+    payloads = [round(each.sent / args.steps) for each in traffic]
+    link_s, slowest = 8 * max(payloads) / network.bits_per_s(rate), max(step_s)
+    coding_s = max(a + b for a, b in zip(encode_s, decode_s, strict=True))
     return Result(
-        step_ms=1e3 * step_s,
-        steps=steps,
-        tokens_per_s=job.batch_size * job.config.seq / step_s,
+        step_ms=1e3 * slowest,
+        steps=args.steps,
+        tokens_per_s=job.batch_size * job.config.seq / slowest,
         forward_bits=_bits(traffic, "forward"),
         backward_bits=_bits(traffic, "backward"),
         payload_bytes=payloads,
-        interface_bytes=[fact["interface"] for fact in facts],
+        interface_bytes=list(on_interface),
         link_ms=1e3 * link_s,
-        reached=link_s / step_s if link_s else float("nan"),
-        encode_ms=1e3 * max(fact["encode_s"] for fact in facts),
-        decode_ms=1e3 * max(fact["decode_s"] for fact in facts),
+        reached=link_s / slowest if link_s else float("nan"),
+        encode_ms=1e3 * max(encode_s),
+        decode_ms=1e3 * max(decode_s),
         coding_share=coding_s / link_s if link_s else float("nan"),
-        loss=next(fact["loss"] for fact in facts if fact["loss"] is not None),
+        loss=next(loss for loss in ends if loss is not None),
     )
 
 
-def _bits(traffic: list[Any], way: str) -> float:
+def _bits(traffic: tuple[Any, ...], way: str) -> float:
     nbytes = sum(getattr(each, f"{way}_bytes") for each in traffic)
     values = sum(getattr(each, f"{way}_values") for each in traffic)
     return 8 * nbytes / values if values else float("nan")
@@ -353,9 +305,7 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 def parse() -> tuple[argparse.Namespace, GPTConfig]:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="gpt2-xl")
     parser.add_argument("--tiny", action="store_const", const="tiny", dest="preset")
     for name in asdict(GPTConfig()):
@@ -372,7 +322,6 @@ def parse() -> tuple[argparse.Namespace, GPTConfig]:
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--batches", type=int, default=1, help="that timed steps take in turn")
     parser.add_argument("--text", type=Path, help="folder of .py files; the standard library")
-    parser.add_argument("--json", type=Path, help="write the results here")
     add_group_arguments(parser)
     args = parser.parse_args()
     args.codecs = choices(parser, "codecs", args.codecs, CODECS)
@@ -390,7 +339,7 @@ def parse() -> tuple[argparse.Namespace, GPTConfig]:
 
 
 def main() -> None:
-    """Measure what the command line asks for; rank 0 prints and writes."""
+    """Measure every codec at every rate; rank 0 prints and writes."""
     args, config = parse()
     with process_group(args) as device:
         job = Job(args, config, device)

@@ -13,8 +13,7 @@ bits of the codec, as in table 4 of AMAQ: bf16 with bf16, else int4. The model i
 weights whose shape is given here. Every batch has the same samples, so that AQ-SGD sends changes
 from the second on, and AMAQ starts at its target: bytes are those of a run that has settled.
 
-Latency is relative to AQ-SGD. Memory is what the client has at most, less what it has once all is
-imported.
+Latency is relative to AQ-SGD. Memory is the client's peak beyond that after imports.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from typing import Any
 import network
 import torch
 import torch.distributed as dist
-from common import table, write_report
+from common import argument_parser, table, write_report
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "split_learning"
 CASES = tuple(
@@ -46,7 +45,8 @@ CASES = tuple(
     for deployment in ("adapters", "everything")
     for codec in ("bf16", "aq_sgd", "channel", "amaq")
 )
-# What a host may send at once after a pause: of a slow link little, or most of a message is free.
+# Bytes that a host may send at once after a pause: few on a slow link, where they would be most of
+# a message.
 BURSTS = ((20e6, "16kb"), (200e6, "64kb"), (float("inf"), "256kb"))
 _START_S = 180
 
@@ -169,16 +169,9 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             dist.barrier()
             rows.append(row)
             print(f"{rate} {case}: {row['batch_ms']:.0f} ms", flush=True)
+    base = {(r["rate"], r["deployment"]): r["batch_ms"] for r in rows if r["codec"] == "aq_sgd"}
     for row in rows:
-        like = next(
-            (
-                other["batch_ms"]
-                for other in rows
-                if other["codec"] == "aq_sgd"
-                and (other["rate"], other["deployment"]) == (row["rate"], row["deployment"])
-            ),
-            None,
-        )
+        like = base.get((row["rate"], row["deployment"]))
         row["latency"] = like and row["batch_ms"] / like
     return rows
 
@@ -204,25 +197,16 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure, and print the table on the client's host."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", type=_choices, default=CASES, help="comma-separated")
-    parser.add_argument(
-        "--rates", type=_choices, default=("none",), help="of the link, such as 10mbit"
-    )
+    parser = argument_parser(__doc__)
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
+    parser.add_argument("--rates", default="none", help="of the link, such as 10mbit,100mbit")
     parser.add_argument("--peft", choices=("lora", "prefix"), default="lora")
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--bits", type=int, choices=(4, 3), default=4)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=12, help="that are timed")
-    parser.add_argument("--warmup", type=int, default=3)
+    sizes = {"rank": 16, "bits": 4, "layers": 4, "hidden": 256, "batch": 8, "tokens": 128}
+    for name, size in (sizes | {"steps": 12, "warmup": 3}).items():
+        parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--accelerator", default="cpu", help="of the client")
-    parser.add_argument("--json", help="write a report")
     args = parser.parse_args()
+    args.cases, args.rates = args.cases.split(","), args.rates.split(",")
     with tempfile.TemporaryDirectory() as folder:
         args.model = str(Path(folder) / "model")
         build_model(Path(args.model), args)  # which transformers would leave to the first rank
@@ -235,10 +219,6 @@ def main() -> None:
         setup = {key: value for key, value in vars(args).items() if key not in ("json", "model")}
         write_report(args.json, "split_link", {"setup": setup, "rows": rows})
     dist.destroy_process_group()
-
-
-def _choices(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
 
 
 if __name__ == "__main__":

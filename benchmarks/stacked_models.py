@@ -1,8 +1,8 @@
 """Many small models of one shape at once: the GPT of ``gpt.py`` and a Llama with tied embeddings.
 
-Weights are stacked, ``[M, ...]`` for M models, and every matrix product is one batched product: a
-GPU that a model of a million parameters leaves idle is filled by some hundred of them. Names and
-order of parameters are those of the modules, and so is the arithmetic in fp32.
+Weights are stacked, ``[M, ...]`` for M models, and every matrix product is one batched product:
+some hundred models of a million parameters fill a GPU that one leaves idle. Parameters have the
+names, order and fp32 arithmetic of the modules.
 
 Shape legend: M models, B sequences, T tokens, C width, V vocabulary.
 """
@@ -94,16 +94,16 @@ def units(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def vocabulary(names: Sequence[str]) -> list[str]:
-    """Return which parameters are ``embedding_params`` of the module."""
+    """Return the names of the module's ``embedding_params``."""
     words = ("tokens.weight", "positions.weight", "head.weight", "model.embed_tokens.weight")
     return [name for name in names if name in words]
 
 
 def initial(sizes: Sizes, vocab: int, seeds: Sequence[int]) -> Weights:
-    """Draw fp32 weights ``[len(seeds), ...]`` on the CPU, those of a seed by its own generator.
+    """Draw fp32 weights ``[len(seeds), ...]`` on the CPU, each seed with a generator of its own.
 
-    As the modules do: normal with deviation 0.02, for a GPT less for projections into the residual
-    stream.
+    Normal with deviation 0.02, as in the modules; a GPT's projections into the residual stream have
+    less.
     """
     inward = 0.02 / math.sqrt(2 * sizes.layers) if sizes.arch == "gpt" else 0.02
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -129,11 +129,11 @@ def losses(
     """Return each model's mean next-token loss, ``[M]`` fp32.
 
     Args:
-        sizes: Of the models.
+        sizes: Sizes of the models.
         weights: ``[M, ...]`` by name.
-        tokens_MBT: int64, what each model reads.
-        targets_MBT: What follows each token.
-        compiled: Maps a block and the end of the model to what computes the same.
+        tokens_MBT: Input tokens of each model, int64.
+        targets_MBT: Next tokens.
+        compiled: Compiles a block, and the end of the model.
     """
     gpt = sizes.arch == "gpt"
     x = _embed(weights["tokens.weight" if gpt else "model.embed_tokens.weight"], tokens_MBT)
@@ -155,7 +155,7 @@ def _compiled(part: Part) -> Part:
 
 
 def losses_of_compiled_blocks(*arguments: Any) -> Tensor:
-    """Return what ``losses`` does: all blocks share one graph, which is compiled once.
+    """Compute ``losses`` with one compiled graph that all blocks share.
 
     Embeddings stay outside: their compiled backward adds bf16 gradients in no fixed order.
     """

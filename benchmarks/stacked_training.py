@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from ablation_data import Data, inputs_and_targets, learning_rate_factor
+from corpus import Corpus
 from emulated_ranks import EmulatedRanks, Plan, Tensors, Unit
 from loss_variants import Preset
 from stacked_models import initial, losses, shapes, units, vocabulary
 from torch import Tensor
 
-AVERAGE_EVERY = 5  # steps between weights that are averaged
 CLIP = 1.0  # largest norm of gradients
 PERTURBATION = 1e-3  # relative deviation of normal noise on the weights that a start adds
 
@@ -25,7 +25,7 @@ class Lane:
     """One training.
 
     Attributes:
-        seed: Of weights and of the order of the data.
+        seed: Seed of the weights and of the order of the data.
         start: 0 starts from the drawn weights; any other number from weights that are 0.1% off,
             each in its own way.
     """
@@ -33,12 +33,28 @@ class Lane:
     seed: int
     start: int = 0
 
+    def perturb(self, row: int, stacked: Tensors, device: torch.device | None = None) -> None:
+        """Move the weights of this lane, a row of the stacked ones, if it does not start at 0."""
+        if self.start:
+            generator = torch.Generator(device or "cpu")
+            generator.manual_seed(1_000_003 * self.start + self.seed)
+            for weight in stacked.values():
+                noise = torch.empty_like(weight[row]).normal_(generator=generator)
+                weight[row].mul_(1 + PERTURBATION * noise)
+
+
+def learning_rate_factor(preset: Preset, step: int) -> float:
+    """Return the factor of the peak learning rate at a step."""
+    rise = preset.warmup or max(1, preset.steps // 10)
+    if preset.decay == "linear":
+        left = min(1.0, max(0.0, (preset.steps - step) / max(1, preset.steps - rise)))
+    else:
+        left = 0.5 * (1 + math.cos(math.pi * min(1.0, step / preset.steps)))
+    return min(1.0, (step + 1) / rise) * (preset.floor + (1 - preset.floor) * left)
+
 
 def order_of(blocks: int, preset: Preset, seed: int, world_size: int) -> Tensor:
-    """Return which blocks each rank reads in each step, ``[steps, W, batch]``.
-
-    Those that ``ablation_data.batches`` yields, on the first pass.
-    """
+    """Return which blocks each rank reads in each step, ``[steps, W, batch]``: each block once."""
     needed = preset.steps * world_size * preset.batch
     if needed > blocks // world_size * world_size:
         raise ValueError(
@@ -54,38 +70,41 @@ def start_weights(preset: Preset, vocab: int, lanes: tuple[Lane, ...]) -> Tensor
     """Draw the fp32 weights that lanes start from, ``[S, ...]`` on the CPU; not to be written."""
     drawn = initial(preset, vocab, [lane.seed for lane in lanes])
     for row, lane in enumerate(lanes):
-        if lane.start:
-            generator = torch.Generator().manual_seed(1_000_003 * lane.start + lane.seed)
-            for stacked in drawn.values():
-                noise = torch.randn(stacked.shape[1:], generator=generator)
-                stacked[row].mul_(1 + PERTURBATION * noise)
+        lane.perturb(row, drawn)
     return drawn
 
 
+def inputs_and_targets(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens that a model reads and the ones that follow, both int64."""
+    rows = rows.long()
+    return rows[..., :-1].contiguous(), rows[..., 1:].contiguous()
+
+
 class StackedTraining:
-    """S trainings of one architecture and one plan per step, in lockstep.
+    """S trainings of one architecture with one plan, in lockstep.
 
     Args:
-        data: What is read, on the device.
+        corpus: Text to read.
+        device: Where to train.
         preset: Sizes.
         lanes: The trainings.
         nodes: Emulated nodes of each.
         node_size: Ranks of a node.
-        forward: ``stacked_models.losses``, or that compiled.
-        trunk: A training of the same seeds to go on from, with its weights, moments and step;
-            lanes that do not start at 0 take its weights 0.1% off. Drawn weights without it.
+        forward: ``stacked_models.losses``, or a compiled version.
+        trunk: A training of the same seeds to continue, with its weights, moments and step; lanes
+            that do not start at 0 take its weights 0.1% off. Without it weights are drawn.
 
     Attributes:
         masters: fp32 weights ``[S, ...]``, which the optimizer updates.
-        ranks: What the ranks compute with.
+        ranks: The emulated ranks, which hold the weights of forward.
         step: Steps taken.
-        norms: Of the gradients of each step that was taken here, before clipping, ``[S]``.
-        average: Mean of the main weights over the end of the run; None before it.
+        norms: Gradient norms before clipping, ``[S]`` for each step that was taken here.
     """
 
     def __init__(
         self,
-        data: Data,
+        corpus: Corpus,
+        device: torch.device,
         preset: Preset,
         lanes: Sequence[Lane],
         nodes: int,
@@ -93,21 +112,23 @@ class StackedTraining:
         forward: Losses = losses,
         trunk: StackedTraining | None = None,
     ) -> None:
-        device, world = data.train.device, nodes * node_size
-        self.data, self.preset, self.lanes, self.step = data, preset, tuple(lanes), 0
+        world = nodes * node_size
+        self.preset, self.lanes, self.step = preset, tuple(lanes), 0
         self.world_size, self._forward = world, forward
-        shape_of = shapes(preset, data.vocab)
+        self.train, self.val = corpus.on(device) if trunk is None else (trunk.train, trunk.val)
+        shape_of = shapes(preset, corpus.vocab)
         words = vocabulary(list(shape_of))
         parts = {
             unit: Unit({name: shape_of[name] for name in names}, world, words)
             for unit, names in units(list(shape_of)).items()
         }
         self.ranks = EmulatedRanks(parts, nodes, node_size, getattr(torch, preset.dtype))
-        drawn = trunk.branch(self.lanes) if trunk else start_weights(preset, data.vocab, self.lanes)
+        if trunk:
+            drawn = trunk.branch(self.lanes)
+        else:
+            drawn = start_weights(preset, corpus.vocab, self.lanes)
         self.masters = {n: w.to(device, copy=True).requires_grad_() for n, w in drawn.items()}
         self.norms: list[Tensor] = []
-        self.average: Tensors | None = None
-        self._averaged = 0
         self.optimizer = torch.optim.AdamW(
             self.masters.values(),
             lr=preset.lr,
@@ -120,124 +141,68 @@ class StackedTraining:
             for name, master in self.masters.items():
                 moments = trunk.optimizer.state[trunk.masters[name]]
                 self.optimizer.state[master] = {k: v.clone() for k, v in moments.items()}
-        self._factor = learning_rate_factor(preset.steps, preset.warmup, preset.decay, preset.floor)
-        self._order = self.read_order(len(data.train)).to(device)
+        orders = [order_of(len(self.train), preset, lane.seed, world) for lane in self.lanes]
+        self._order = torch.stack(orders, dim=1).to(device)  # [steps, S, W, batch]
         self.ranks.publish(self.masters, Plan())
 
     def branch(self, lanes: Sequence[Lane]) -> Tensors:
-        """Return the weights that lanes of the same seeds go on from, ``[S, ...]``."""
+        """Return the weights with which lanes of the same seeds go on, ``[S, ...]``."""
         if [lane.seed for lane in lanes] != [lane.seed for lane in self.lanes]:
             raise ValueError(f"a trunk of {self.lanes} has no weights for {tuple(lanes)}")
         found = {name: master.detach().clone() for name, master in self.masters.items()}
         for row, lane in enumerate(lanes):
-            if lane.start:
-                generator = torch.Generator(self.data.train.device)
-                generator.manual_seed(1_000_003 * lane.start + lane.seed)
-                for stacked in found.values():
-                    noise = torch.empty_like(stacked[row]).normal_(generator=generator)
-                    stacked[row].mul_(1 + PERTURBATION * noise)
+            lane.perturb(row, found, self.train.device)
         return found
-
-    def read_order(self, blocks: int) -> Tensor:
-        """Return which of so many blocks each rank reads when, ``[steps, S, W, batch]``."""
-        orders = [order_of(blocks, self.preset, x.seed, self.world_size) for x in self.lanes]
-        return torch.stack(orders, dim=1)
 
     def backward(self) -> tuple[Tensor, Tensors]:
         """Return mean losses ``[S]`` and the gradients ``[S, W, ...]`` of the next batches."""
         lanes, world = len(self.lanes), self.world_size
         rows = self._order[self.step].flatten(0, 1)  # [S * W, batch]
-        tokens, targets = inputs_and_targets(self.data.train[rows.flatten()])
-        shape = (*rows.shape, -1)
+        tokens, targets = inputs_and_targets(self.train[rows])
         weights = {
             name: value[:, None].expand(-1, world, *value.shape[1:]).flatten(0, 1).requires_grad_()
             for name, value in self.ranks.weights().items()
         }
-        found = self._forward(self.preset, weights, tokens.view(shape), targets.view(shape))
+        found = self._forward(self.preset, weights, tokens, targets)
         found.sum().backward()
         grads = {name: w.grad.unflatten(0, (lanes, world)) for name, w in weights.items()}  # type: ignore[union-attr]
         return found.detach().view(lanes, world).mean(dim=1), grads
 
-    def update(self, gradients: Tensors, plan: Plan, exact: Tensors | None = None) -> None:
-        """Take a step with reduced gradients ``[S, ...]`` and bring the weights to the ranks.
-
-        Args:
-            gradients: What the optimizer gets.
-            plan: Of this step.
-            exact: The same without quantization, for ``plan.optimizer``.
-        """
-        norms = self._norms(exact if exact and plan.optimizer == "norm" else gradients)
+    def take_step(self, plan: Plan) -> Tensor:
+        """Train on the next batches; return the mean loss of each training, ``[S]``."""
+        found, sent = self.backward()
+        gradients = self.ranks.reduce(sent, plan)
+        squares = [gradients[name].flatten(1).square().sum(dim=1) for name in self.masters]
+        norms = torch.stack(squares).sum(dim=0).sqrt()
         self.norms.append(norms)
         clip = (CLIP / (norms + 1e-6)).clamp(max=1.0)
         for name, master in self.masters.items():
-            scale = clip.view(-1, *[1] * (master.dim() - 1))
-            master.grad = gradients[name] * scale
-            if exact and plan.optimizer in ("first", "second"):
-                self._mix_moments(master, exact[name] * scale, plan.optimizer)
+            master.grad = gradients[name] * clip.view(-1, *[1] * (master.dim() - 1))
         for group in self.optimizer.param_groups:
-            group["lr"] = self.preset.lr * self._factor(self.step)
+            group["lr"] = self.preset.lr * learning_rate_factor(self.preset, self.step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.ranks.publish(self.masters, plan)
         self.step += 1
-        self._average()
-
-    def _norms(self, gradients: Tensors) -> Tensor:
-        squares = [gradients[name].flatten(1).square().sum(dim=1) for name in self.masters]
-        return torch.stack(squares).sum(dim=0).sqrt()
-
-    @torch.no_grad()
-    def _mix_moments(self, master: Tensor, exact: Tensor, which: str) -> None:
-        """Let AdamW's next step compute one moment from exact gradients, the other from given ones.
-
-        The step sees the gradients of the second moment. The first, which is linear in them, is
-        changed beforehand by what the step will add wrongly.
-        """
-        given, beta = master.grad, self.optimizer.param_groups[0]["betas"][0]
-        first, second = (exact, given) if which == "first" else (given, exact)
-        state = self.optimizer.state[master]
-        if state:  # the first step of all has no moments
-            state["exp_avg"].add_(first - second, alpha=(1 - beta) / beta)
-        master.grad = second
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        """Add the main weights to their mean over the end of the run, at some of its steps."""
-        left = self.preset.steps - self.step
-        if left >= self.preset.average * self.preset.steps or left % AVERAGE_EVERY:
-            return
-        self._averaged += 1
-        if self.average is None:
-            self.average = {name: master.detach().clone() for name, master in self.masters.items()}
-        else:
-            means = list(self.average.values())
-            torch._foreach_lerp_(means, list(self.masters.values()), 1 / self._averaged)
-
-    def take_step(self, plan: Plan) -> Tensor:
-        """Train on the next batches; return the mean loss of each training, ``[S]``."""
-        found, gradients = self.backward()
-        exact = self.ranks.reduce(gradients, Plan()) if plan.optimizer else None
-        self.update(self.ranks.reduce(gradients, plan), plan, exact)
         return found
 
     @torch.no_grad()
     def validate(self, weights: Tensors | None = None) -> Tensor:
-        """Mean loss of each training over the first validation blocks, ``[S]`` fp64.
+        """Return the mean loss of each training over the first validation blocks, ``[S]`` fp64.
 
         Args:
-            weights: To validate, ``[S, ...]``; by default those that the ranks compute with.
+            weights: ``[S, ...]``; by default the weights that ranks compute with.
         """
         size = self.preset.batch * self.world_size
-        blocks = self.data.val
-        count = min(self.preset.val_blocks, len(blocks)) // size * size
+        count = min(self.preset.val_blocks, len(self.val)) // size * size
         if count == 0:
             raise ValueError(
-                f"{len(blocks)} validation blocks do not fill a batch of {size}: give more text"
+                f"{len(self.val)} validation blocks do not fill a batch of {size}: give more text"
             )
         weights, lanes = self.ranks.weights() if weights is None else weights, len(self.lanes)
         weights = {name: w.to(self.ranks.dtype) for name, w in weights.items()}
-        total = torch.zeros(lanes, device=blocks.device, dtype=torch.float64)
-        for rows in blocks[:count].split(size):
+        total = torch.zeros(lanes, device=self.val.device, dtype=torch.float64)
+        for rows in self.val[:count].split(size):
             tokens, targets = (x.expand(lanes, -1, -1) for x in inputs_and_targets(rows))
             total += losses(self.preset, weights, tokens, targets).double() * size
         return total / count

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
+import gzip
 import json
 import math
 import os
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -29,21 +30,19 @@ from typing import Any
 import network
 import torch
 import torch.distributed as dist
-from common import git_commit, table, write_report
+from common import argument_parser, choices, free_memory, git_commit, table, write_report
 from gpt import GPT
 from job import (
     VARIANTS,
     Job,
     Variant,
     add_model_arguments,
-    choices,
     model_config,
     over_ranks,
     process_group,
     time_steps,
     without_nan,
 )
-from timeline import load, read_step
 from torch import Tensor
 
 from lq_lightning.data_parallel import Traffic
@@ -56,7 +55,7 @@ DEFAULT_VARIANTS = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """Measurements of one variant.
+    """Measurements of one variant; NaN where something was not measured.
 
     Attributes:
         step_ms: Median over steps of the slowest rank's time.
@@ -64,19 +63,17 @@ class Result:
         step_ms_min: Fastest step.
         step_ms_max: Slowest step.
         steps: Number of timed steps.
-        compute_ms: Time that the compute stream of rank 0 is busy in one profiled step; NaN without
-            ``--trace``.
-        exposed_ms: The rest of that profiled step: time waiting for communication or the host.
+        compute_ms: Time that the compute stream of rank 0 is busy in one profiled step.
+        exposed_ms: Rest of that step, in which it waits for communication or the host.
         tokens_per_s: Tokens of all ranks per second, at the median.
-        peak_memory_gib: Largest allocated device memory of any rank (NaN on a CPU).
-        sent_bytes: Bytes that one rank sends in one step, counted by the collectives (mean over
-            ranks).
-        sent_inter_bytes: The part of them that leaves the node.
-        interface_bytes: Bytes that this node's interface really sent in one step, with protocol
-            overhead, over all ranks of the node; NaN without `nodes.sh`.
+        peak_memory_gib: Largest allocated device memory of any rank.
+        sent_bytes: Bytes that a rank's collectives send in one step (mean over ranks).
+        sent_inter_bytes: The part that leaves the node.
+        interface_bytes: Bytes on this node's interface in one step, with protocol overhead, over
+            all ranks of the node; only with `nodes.sh`.
         first_loss: Loss of the first step.
         last_loss: Loss of the last timed step; a variant that trains differently shows here.
-        last_step: Number of steps taken until then. It differs between variants with ``--budget``.
+        last_step: Number of steps until then, which differs between variants with ``--budget``.
     """
 
     step_ms: float
@@ -98,9 +95,7 @@ class Result:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--variants", default=",".join(DEFAULT_VARIANTS), help=", ".join(VARIANTS))
     add_model_arguments(parser)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each variant")
@@ -114,15 +109,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--rates",
-        help="network rates to measure each variant at, such as none,25gbit; needs nodes.sh",
+        help="network rates to measure each variant at, such as none,25gbit, whose names replace "
+        "{rate} in --json; needs nodes.sh",
     )
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile each block and the loss"
     )
     parser.add_argument("--keep-gathered", action="store_true", help="no reshard after forward")
-    parser.add_argument(
-        "--json", type=Path, help="write the results here; {rate} is replaced with --rates"
-    )
     parser.add_argument(
         "--trace", type=Path, help="profile each variant too, and put the traces into this folder"
     )
@@ -137,13 +130,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def profile_steps(job: Job, path: Path) -> tuple[float, float]:
-    """Profile two steps on rank 0 and write them as a Chrome trace.
-
-    Each step is marked by a `step` range, so that ``benchmarks/timeline.py`` can find it.
+    """Profile two steps on rank 0, marked by `step` ranges, and write them as a Chrome trace.
 
     Returns:
-        Milliseconds that rank 0 computed in the second step, and those that it waited; NaN on other
-        ranks and on a CPU.
+        ``read_step`` of the trace; NaN on other ranks and on a CPU.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     cuda = job.device.type == "cuda"
@@ -165,10 +155,62 @@ def profile_steps(job: Job, path: Path) -> tuple[float, float]:
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(path))
         if cuda:
-            _, *found = read_step(load(path))
-            times = (found[0], found[1])
+            times = read_step(json.loads(gzip.decompress(path.read_bytes())))
     dist.barrier()
     return times
+
+
+def read_step(trace: dict[str, Any]) -> tuple[float, float]:
+    """Return the milliseconds that a GPU computed and waited in the second step of a trace.
+
+    The step lasts from the end of the first step's last kernel on the compute stream to the end of
+    its own: work that the host enqueued early, or that other streams still do for the last step,
+    counts as in a long run.
+
+    Raises:
+        ValueError: The trace has fewer than two `step` ranges, or no GPU work in them.
+    """
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+    marked = [e for e in events if e.get("cat") == "user_annotation" and e["name"] == "step"]
+    steps = sorted(_span(event) for event in marked)
+    if len(steps) < 2:
+        raise ValueError(f"the trace marks {len(steps)} `step` ranges; two are needed")
+    launched = {
+        e["args"]["correlation"]: e["ts"]
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
+    }
+    computing = _on_compute_stream(events)
+    ends = []
+    for step in steps[:2]:
+        own = [
+            _span(e)[1]
+            for e in computing
+            if step[0] <= launched.get(e["args"].get("correlation"), -1.0) <= step[1]
+        ]
+        ends.append(max(own, default=float("nan")))
+    if not ends[0] < ends[1]:
+        raise ValueError("the trace shows no GPU work in its steps: record it on CUDA devices")
+    busy, reached = 0.0, ends[0]
+    for start, end in sorted(map(_span, computing)):
+        busy += max(0.0, min(end, ends[1]) - max(start, reached))
+        reached = max(reached, end)
+    return busy / 1e3, (ends[1] - ends[0] - busy) / 1e3
+
+
+def _span(event: dict[str, Any]) -> tuple[float, float]:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _on_compute_stream(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the work of the stream with the most time in kernels that are not collectives."""
+    on_gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    time: Counter[int] = Counter()
+    for event in on_gpu:
+        if event["cat"] == "kernel" and not event["name"].startswith("nccl"):
+            time[event["args"]["stream"]] += event["dur"]
+    stream = time.most_common(1)[0][0] if time else -1
+    return [e for e in on_gpu if e["args"]["stream"] == stream]
 
 
 def plain_bytes(job: Job, variant: Variant) -> tuple[float, float]:
@@ -177,7 +219,7 @@ def plain_bytes(job: Job, variant: Variant) -> tuple[float, float]:
     A block is gathered in forward and in backward, the root's own parameters once; a ring sends
     each rank's slot to all others.
     """
-    if variant.ddp is not None or variant.every:  # the interface counts what they send
+    if variant.ddp is not None or variant.every:  # counted by the interface only
         return math.nan, math.nan
     if not variant.communicate:
         return 0.0, 0.0
@@ -271,7 +313,7 @@ def measure_steps(
 
 
 def setup(args: argparse.Namespace, rate: str | None, link_gbit_per_s: float) -> dict[str, Any]:
-    """Describe what is run."""
+    """Describe the setup for the report."""
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(args.config).parameters())
     return {
@@ -322,7 +364,7 @@ def write(args: argparse.Namespace, setup: dict[str, Any], results: dict[str, Re
 
 
 def measure_links(args: argparse.Namespace, device: torch.device) -> dict[str | None, float]:
-    """Return what the network really carries at each rate, in Gb/s; NaN without rates."""
+    """Return the measured Gb/s of the network at each rate; NaN without rates."""
     links = dict.fromkeys(args.rates, math.nan)
     if args.rates == [None]:
         return links
@@ -348,9 +390,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
                 write(args, described[rate], results[rate])
                 at = "" if rate is None else f" at {rate}"
                 print(f"{name}{at}: {result.step_ms:.1f} ms/step", flush=True)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
     if lead:
         for rate in args.rates:
             print(f"network: {described[rate]['emulated_rate']}\n{lay_out(results[rate])}")

@@ -148,7 +148,7 @@ class _Chain(pl.LightningModule):
 
 
 def pipeline(found: dict[str, Way]) -> None:
-    """Count a training step of a pipeline, with what the Trainer calls of ours."""
+    """Count a training step of a pipeline, including our hooks that the Trainer calls."""
     found["pipeline"] = Way()
     strategy = lq.QuantizedPipelineStrategy(num_microbatches=2)
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False}

@@ -31,7 +31,7 @@ def _on_path(folder: Path) -> Iterator[None]:
 
 
 def _forget_scripts() -> None:
-    for path in FOLDER.rglob("*.py"):
+    for path in FOLDER.glob("*.py"):
         sys.modules.pop(path.stem, None)
 
 
@@ -47,9 +47,9 @@ def suppress_success() -> Iterator[None]:
 
 @pytest.fixture
 def load() -> Iterator[Callable[[str], ModuleType]]:
-    """Import a benchmark by its path without ending, such as ``research/kernel_text``."""
-    with _on_path(FOLDER), _on_path(FOLDER / "research"):
-        yield lambda name: importlib.import_module(Path(name).name)
+    """Import a benchmark by its name."""
+    with _on_path(FOLDER):
+        yield importlib.import_module
 
 
 @pytest.fixture(scope="session")

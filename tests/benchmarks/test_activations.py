@@ -1,4 +1,4 @@
-"""The benchmark of saved activations counts what it says, and names what it could not measure."""
+"""The benchmark of saved activations counts bytes, and names variants that fail."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_offloading_leaves_weights_on_the_gpu(load: Load, monkeypatch: pytest.Mo
 
 
 def test_inputs_are_independent_of_weights(load: Load) -> None:
-    layers, subject = load("llama_layer"), load("layer_subject")
+    layers, subject = load("llama_layer"), load("activations")
     _, shape = layers.parse_case("tiny:64x1")
     torch.manual_seed(0)  # as the script does
     x = subject.Data.make(shape, 1, torch.device("cpu")).x[0, 0].float()
@@ -83,16 +83,7 @@ def test_inputs_are_independent_of_weights(load: Load) -> None:
     assert abs(correlation) < 0.1  # of 4096 values: 1.6% by chance
 
 
-@pytest.mark.parametrize("case", ["llama3_8b", "llama4:8x1", "tiny:8", "tiny:8xb"])
-def test_wrong_cases(load: Load, case: str) -> None:
-    with pytest.raises(ValueError, match="SHAPE:SEQxBATCH"):
-        load("llama_layer").parse_case(case)
-
-
-def test_variants_are_chosen(load: Load) -> None:
-    activations = load("activations")
-    ours, baselines = (activations.choose(group, "") for group in ("ours", "baselines"))
-    assert set(ours) | set(baselines) == set(activations.choose("", "table"))
-    assert set(ours) & set(baselines) == {"bf16", "bf16, compiled"}
-    with pytest.raises(ValueError, match=r"unknown variants \['bf17'\]"):
-        activations.choose("bf16;bf17", "")
+def test_wrong_cases(load: Load) -> None:
+    for case in ("llama3_8b", "llama4:8x1", "tiny:8", "tiny:8xb"):
+        with pytest.raises(ValueError, match="SHAPE:SEQxBATCH"):
+            load("llama_layer").parse_case(case)

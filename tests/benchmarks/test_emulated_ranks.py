@@ -68,7 +68,7 @@ def _real(rank: int, world: int) -> dict[str, tuple[list[float], list[Tensor]]]:
 
 def _emulated(load: Load, world: int, name: str) -> tuple[list[float], list[Tensor]]:
     """Two trainings side by side, of which the first is that of the ranks."""
-    ranks, codes, models = load("emulated_ranks"), load("emulated_codes"), load("stacked_models")
+    ranks, models = load("emulated_ranks"), load("stacked_models")
     node_size, weights, gradients, dtype = CASES[world][name]
     torch.manual_seed(0)
     model = TinyLM(block=Gapped)
@@ -81,12 +81,12 @@ def _emulated(load: Load, world: int, name: str) -> tuple[list[float], list[Tens
     }
     emulated = ranks.EmulatedRanks(parts, world // node_size, node_size, dtype)
     plan = ranks.Plan(
-        weights=weights and ranks.library_codes(weights.codec()),
+        weights=weights and ranks.Codes(inter=weights.codec()),
         gradients=gradients
-        and ranks.library_codes(
-            gradients.codec("inter"),
-            gradients.codec("intra"),
-            vocabulary=codes.LibraryCode(gradients.codec("inter", vocabulary=True)),
+        and ranks.Codes(
+            inter=gradients.codec("inter"),
+            intra=gradients.codec("intra"),
+            vocabulary=gradients.codec("inter", vocabulary=True),
         ),
     )
     optimizer = torch.optim.AdamW(masters.values(), lr=1e-2)
@@ -182,57 +182,7 @@ def _module(load: Load, sizes: Any, vocab: int) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-# --- codes that the library does not have ---------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [0, 128])
-def test_fitted_codes_without_choice_are_those_of_the_library(load: Load, size: int) -> None:
-    codes = load("emulated_codes")
-    spec = replace(TLQ_HS.codec("inter"), hadamard_size=size)
-    values = torch.randn(3, 300, generator=torch.Generator().manual_seed(0))
-    plain, fitted = codes.LibraryCode(spec), codes.FittedCode(spec, codes.integer_levels(4))
-    found = []
-    for code in (plain, fitted):
-        message = code.encode(values)
-        out = torch.empty_like(values)
-        code.reduce(torch.stack((message, message)), out, 0.5)
-        found.append(out)
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-
-
-def test_codes_with_a_choice_lose_less(load: Load) -> None:
-    codes = load("emulated_codes")
-    spec = replace(TLQ_HS.codec("inter"), hadamard_size=128)
-    values = torch.randn(4, 1024, generator=torch.Generator().manual_seed(0))
-    factors = (1.0, 0.9, 0.8, 0.7, 0.6)
-
-    def lost(code: Any) -> float:
-        out = torch.empty_like(values)
-        code.reduce(code.encode(values)[None], out)
-        return float((out - values).norm() / values.norm())
-
-    integer = codes.integer_levels(4)
-    plain = lost(codes.LibraryCode(spec))
-    fitted = lost(codes.FittedCode(spec, integer, factors))
-    normal = lost(codes.FittedCode(spec, codes.normal_levels(4), factors))
-    asymmetric = replace(spec, symmetric=False)
-    ranged = lost(codes.FittedCode(asymmetric, (), factors))
-    assert 0.11 < plain < 0.125
-    assert fitted < 0.95 * plain
-    assert normal < 0.95 * fitted
-    assert ranged < 0.97 * lost(codes.LibraryCode(asymmetric))
-    assert lost(codes.FittedCode(spec, integer, cap=0.1)) < 0.5 * plain
-    assert lost(codes.FittedCode(spec, integer, cap=0.5)) == pytest.approx(plain)
-    rounded = lost(codes.StochasticCode(spec))
-    assert 1.3 * plain < rounded < 1.6 * plain
-    many = codes.StochasticCode(spec).encode(values.repeat(400, 1)).view(400, *values.shape)
-    mean = torch.empty_like(values)
-    codes.StochasticCode(spec).reduce(many, mean, 1 / 400)
-    assert (mean - values).norm() / values.norm() < 1.3 * rounded / 20
-    assert lost(codes.NoiseCode(spec, 0.2)) == pytest.approx(0.2, rel=0.1)
-
-
 def test_random_rounding_is_refused(load: Load) -> None:
     spec = GradientQuantization(rounding="stochastic").codec("inter")
     with pytest.raises(ValueError, match="round to nearest only"):
-        load("emulated_codes").LibraryCode(spec)
+        load("emulated_ranks").Codes(inter=spec)

@@ -120,7 +120,7 @@ def test_rows_train_and_are_compared_by_seed(
         for seed in (0, 1)
     ]
     mean, error = sum(nats) / 2, abs(nats[0] - nats[1]) / 2
-    rows = {row[0]: row for row in load("fine_tuning_report").rows(after)}
+    rows = {row[0]: row for row in load("table").fine_tuning_rows(after)}
     assert rows["agoq"][3] == f"{mean:+.4f} ± {error:.4f}"
     assert rows["LoRA, bf16"][3] == "-", "compared with itself"
 
@@ -139,17 +139,18 @@ def test_a_process_reports_what_fails_and_goes_on(load: Load, folder: Path, tmp_
     failed, ended = results.get_nowait(), results.get_nowait()
     assert "no such recipe" in failed["error"]
     assert "error" not in ended
-    assert "failed: of an unknown recipe:0" in load("fine_tuning_report").summary([failed, ended])
+    assert "failed: of an unknown recipe:0" in study.summary([failed, ended])
 
 
 def test_low_rank_starts_at_zero_and_trains_alone(load: Load) -> None:
-    low_rank = load("low_rank")
     block = torch.nn.ModuleList(
         [torch.nn.Linear(4, 6, bias=False), torch.nn.Linear(6, 4, bias=False)]
     )
     x = torch.randn(3, 4)
     before = block[0](x)
-    weights = low_rank.add_low_rank(block, rank=2, alpha=4.0)
+    block.requires_grad_(False)
+    load("fine_tuning_runs").add_low_rank(block, rank=2)
+    weights = [w for w in block.parameters() if w.requires_grad]
     assert [tuple(w.shape) for w in weights] == [(2, 4), (6, 2), (2, 6), (4, 2)]
     assert torch.equal(block[0](x), before)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Benchmarks of pipelines run on two ranks, and count and compare what they say they do."""
+"""Benchmarks of slow links run on two ranks: bytes, times and losses are consistent."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ def _script(rank: int, size: int, name: str, *options: str) -> None:
     runpy.run_path(str(FOLDER / name), run_name="__main__")
 
 
-def _report(tmp_path: Path, name: str, *options: str, size: int = 2) -> dict[str, Any]:
+def _report(
+    tmp_path: Path, name: str, *options: str, size: int = 2, cpu: bool = True
+) -> dict[str, Any]:
     path = tmp_path / f"{name}{size}.json"
-    named = (*options, "--cpu", "--json", str(path))
-    run_ranks(_script, size, name, *named, backend=None, torchrun=True)
+    named = (*options, *["--cpu"] * cpu, "--json", str(path))
+    run_ranks(_script, size, name, *named, backend=None, torchrun=True, timeout=600)
     results: dict[str, Any] = json.loads(path.read_text())["results"]
     return results
 
@@ -57,14 +59,22 @@ def test_slow_network_counts_bytes_and_compares_losses(tmp_path: Path) -> None:
     assert rows["tah"]["loss"] != exact["loss"] == pytest.approx(rows["aq_sgd"]["loss"], rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("rate", "bits"), [("100mbit", 1e8), ("1gbit", 1e9), ("2.5Mbit", 2.5e6), ("none", float("inf"))]
-)
-def test_rates_are_read(load: Load, rate: str, bits: float) -> None:
-    assert load("network").bits_per_s(rate) == bits
+def test_rates_are_read(load: Load) -> None:
+    bits_per_s = load("network").bits_per_s
+    rates = {"100mbit": 1e8, "1gbit": 1e9, "2.5Mbit": 2.5e6, "none": float("inf")}
+    assert {rate: bits_per_s(rate) for rate in rates} == rates
+    for rate in ("fast", "100", "0mbit", "100mb"):
+        with pytest.raises(ValueError, match=f"rate '{rate}': give a number of kbit, mbit or gbit"):
+            bits_per_s(rate)
 
 
-@pytest.mark.parametrize("rate", ["fast", "100", "0mbit", "100mb"])
-def test_other_rates_are_refused(load: Load, rate: str) -> None:
-    with pytest.raises(ValueError, match=f"rate '{rate}': give a number of kbit, mbit or gbit"):
-        load("network").bits_per_s(rate)
+@pytest.mark.slow
+def test_split_learning_is_measured(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    options = ("--steps", "2", "--warmup", "1", "--layers", "1", "--hidden", "64")
+    cases = ("--cases", "adapters:bf16,everything:aq_sgd")
+    rows = _report(tmp_path, "split_link.py", *cases, *options, cpu=False)["rows"]
+    assert [row["codec"] for row in rows] == ["bf16", "aq_sgd"]
+    assert rows[1]["latency"] == 1.0
+    assert rows[0]["sent_bytes"] > rows[0]["kinds"]["adapters"] > 0
+    assert all(row["batch_ms"] > 0 and row["memory_bytes"] > 0 for row in rows)

@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,16 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 TINY = ("--tiny", "--cpu")
 SHORT = ("--steps", "2", "--warmup", "1")
-NEEDS_GPU = [
-    "activation_kernels",
-    "gradient_memory",
-    "kernels",
-    "optimizer",
-    "tune_float8",
-    "tune_kernels",
-    "tune_norm",
-]
-
 Run = Callable[..., str]
 Load = Callable[[str], ModuleType]
 
@@ -40,19 +32,6 @@ Load = Callable[[str], ModuleType]
         ("lightning_step.py", (*TINY, *SHORT, "--variants", "quantized"), "Trainer ms/step"),
         ("memory.py", TINY, "quantized, node"),
         ("all_reduce.py", ("--cpu", "--sizes", "64K", "--seconds", "0.01"), "0.0625 MiB"),
-        (
-            "activation_ablation.py",
-            ("--cpu", "--no-compile", "--preset", "smoke", "--steps", "20")
-            + ("--text", str(BENCHMARKS), "--runs", "full precision:0,agoq:0,uniform 4 bits:0")
-            + ("--gradient-errors",),
-            "fp8_e4m3",  # of the table of errors
-        ),
-        (
-            "ablation.py",
-            ("--cpu", "--preset", "smoke", "--steps", "50", "--node-size", "1")
-            + ("--text", str(BENCHMARKS), "--runs", "full precision:0,SDP4Bit:0"),
-            "SDP4Bit",
-        ),
         (
             "gradient_buffer.py",
             ("--data", "gaussian", "--numel", "4096", "--schemes", "int8-g32-half-steps"),
@@ -66,66 +45,87 @@ def test_script_runs(run: Run, script: str, options: tuple[str, ...], shown: str
     assert shown in run(script, *options)
 
 
-@pytest.mark.parametrize("name", NEEDS_GPU)
+@pytest.mark.parametrize("name", ["gradient_memory", "optimizer"])
 def test_script_that_needs_a_gpu_imports(load: Load, name: str) -> None:
     assert callable(load(name).main)
 
 
+def test_kernels_run_on_the_cpu_too(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every case, at a small size; an operator that differs from itself is seen."""
+    kernels = load("kernels")
+    monkeypatch.setattr(kernels, "DEVICE", "cpu")
+    cases = [case for family in kernels.FAMILIES for case in family()]
+    assert len({case.name for case in cases}) == len(cases) > 100
+    for case in cases:
+        rows, columns = case.checked
+        small = replace(case, checked=(min(rows, 64), min(columns, 2048) // 128 * 128))
+        assert not kernels.differs(small), case.name
+    made = [case.buffers(2, 256)["x"] for case in cases[:2]]
+    wrong = replace(cases[0], run=lambda buffers: (torch.randn(2, 256),), checked=(2, 256))
+    assert made[0].shape == made[1].shape == (2, 256)
+    assert "bytes" in kernels.differs(wrong)
+
+
 def test_prepared_text_reaches_the_runs(load: Load, run: Run, tmp_path: Path) -> None:
-    """From a tree like that of the kernel to tokens, and from those to losses."""
-    pytest.importorskip("tokenizers")
-    tree, out, report = tmp_path / "linux", tmp_path / "tokens", tmp_path / "report.json"
-    for folder in ("Documentation", "kernel", "drivers/net"):
-        (tree / folder).mkdir(parents=True)
-        for number in range(6):
-            code = "".join(
-                f"int get_{n}(int a_{number}) {{ return {folder}; }}\n" for n in range(99)
-            )
-            (tree / folder / f"file{number}.c").write_text(code)
-    (tree / "kernel" / "same.c").write_bytes((tree / "kernel" / "file0.c").read_bytes())
-    (tree / "drivers" / "registers.h").write_text("#define REG 0x1\n" * 2000)
-    text = load("research/kernel_text")
-    files = text.select(tree, 10**6)
-    assert len(files) == 18, "no table, no copy"
+    """From Python files to tokens, and from those to losses."""
     for folder in (tmp_path / "some", tmp_path / "more"):  # of equal files one is read
         folder.mkdir()
         (folder / "__init__.py").write_text("import os\n")
-        (folder / f"{folder.name}.py").write_text(f"{folder.name} = 1\n")
-    python = text.python_files([tmp_path / "some", tmp_path / "more"], 10**6)
-    assert sorted(f.content for f in python) == [b"import os\n", b"more = 1\n", b"some = 1\n"]
-    numbers = text.build(files, vocab_size=300, sample_nbytes=10**5, out=out)
+        for n in range(9):
+            lines = (f"def {folder.name}_{n}_{i}():\n    return {n}\n" for i in range(99))
+            (folder / f"file{n}.py").write_text("".join(lines))
+    (tmp_path / "some" / "table.py").write_text("1234567890, " * 2000)
+    corpus = load("corpus")
+    files = corpus.choose_files([tmp_path / "some", tmp_path / "more"], 10**6)
+    assert len(files) == 19, "no table, no copy"
+    out, report = tmp_path / "tokens", tmp_path / "report.json"
+    numbers = corpus.prepare(files, 300, 10**5, out, 0.08)
     assert np.load(out / "val.npy").size == numbers["num_tokens"]["val"] > 0
     run(
-        *("ablation.py", "--cpu", "--preset", "smoke", "--steps", "50", "--node-size", "1"),
-        *("--tokens", str(out), "--runs", "full precision:0", "--json", str(report)),
+        *("loss_study.py", "--cpu", "--preset", "gpt_smoke", "--seeds", "0", "--starts", "1"),
+        *("--tokens", str(out), "--variants", "full precision;both", "--json", str(report)),
     )
     results = json.loads(report.read_text())["results"]
-    assert results["vocab"] % 8 == 0
+    assert results["vocab"] == 304
     assert results["variants"]["full precision"][0]["val_loss"] < np.log(results["vocab"])
 
 
-def test_reports_of_equal_runs_are_joined(run: Run, tmp_path: Path) -> None:
-    def report(name: str, seq: int, **variants: float) -> str:
-        runs = {n: [{"seed": 0, "val_loss": v, "train_s": 1.0}] for n, v in variants.items()}
-        results = {"preset": {"seq": seq}, "world_size": 2, "node_size": 1, "variants": runs}
-        (tmp_path / name).write_text(json.dumps({"environment": {}, "results": results}))
-        return str(tmp_path / name)
+# --- profiles -------------------------------------------------------------------------------------
 
-    exact = report("a.json", 128, **{"full precision": 2.0, "full precision perturbed": 2.2})
-    coded = report("b.json", 128, qW=2.31)
-    assert "+10.000%" in run("ablation.py", "--merge", exact, coded)  # of the mean of both
-    with pytest.raises(ValueError, match="only reports of equal runs can be joined"):
-        run("ablation.py", "--merge", exact, report("c.json", 256, qW=2.31))
+COMPUTE, OUTER, REDUCE, COPIES = 7, 15, 17, 18
+GATHER, SCATTER = "ncclDevKernel_AllGather_RING_LL", "ncclDevKernel_SendRecv"
+# Name, stream, start, end and time of launch in microseconds. The second step lasts from 1000 to
+# 2000 and computes for 600 of it.
+KERNELS = [
+    ("gemm", COMPUTE, 100, 1000, 10),
+    (GATHER, OUTER, 960, 1100, 86),  # in flight when the second step starts
+    ("gemm", COMPUTE, 1120, 1420, 110),
+    ("direct_copy", COPIES, 1300, 1310, 111),
+    ("flash", COMPUTE, 1420, 1670, 150),
+    (SCATTER, REDUCE, 1500, 1900, 151),
+    ("multi_tensor_apply", COMPUTE, 1950, 2000, 190),
+]
 
 
-def test_perturbed_weights_are_alike_on_all_ranks(load: Load) -> None:
-    weights = []
-    for _ in range(2):  # as two ranks with one seed
-        torch.manual_seed(3)
-        module = torch.nn.Linear(64, 64)
-        load("ablation").perturb(module, 1e-3)
-        weights.append(module.weight.detach())
-    torch.testing.assert_close(*weights, rtol=0, atol=0)
+def _event(category: str, name: str, start: float, end: float, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start, "args": args}
+
+
+def _trace(kernels: list[tuple[str, int, int, int, int]]) -> dict[str, Any]:
+    events = [_event("user_annotation", "step", start, start + 90) for start in (0, 100)]
+    for number, (name, stream, start, end, launched) in enumerate(kernels):
+        events.append(_event("cuda_runtime", "launch", launched, launched + 1, correlation=number))
+        events.append(_event("kernel", name, start, end, correlation=number, stream=stream))
+    return {"traceEvents": events}
+
+
+def test_profiles_show_compute_and_waiting_time(load: Load) -> None:
+    read_step = load("step_time").read_step
+    assert read_step(_trace(KERNELS)) == pytest.approx((0.6, 0.4))
+    with pytest.raises(ValueError, match="marks 0 `step` ranges"):
+        read_step({"traceEvents": []})
+    with pytest.raises(ValueError, match="no GPU work"):
+        read_step(_trace([]))
 
 
 # --- emulated nodes -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -50,52 +51,29 @@ def test_columns_are_chosen_by_name(table: ModuleType, tmp_path: Path) -> None:
         table.show([path], ["speed"])
 
 
-def test_losses_are_compared_by_seed(load: Callable[[str], ModuleType]) -> None:
-    report = load("ablation_report")
+def test_runs_of_one_seed_count_once(table: ModuleType) -> None:
+    def runs(*values: float) -> list[dict[str, Any]]:
+        return [{"seed": seed, "val_loss": 1 + v / 100} for seed, v in enumerate(values)]
 
-    def runs(*losses: float, curve: tuple[float, ...]) -> list[dict[str, Any]]:
-        steps = [(50 * (index + 1), loss) for index, loss in enumerate(curve)]
-        return [
-            {"seed": seed, "val_loss": loss, "train_s": 1.0, "curve": steps}
-            for seed, loss in enumerate(losses)
-        ]
-
-    variants = {
-        "qWD": runs(2.02, 4.08, curve=(6.0, 9.0, 2.1, 2.2)),
-        "full precision": runs(2.0, 4.0, curve=(3.0, 3.0, 2.0, 2.0)),
+    found = {
+        table.BASELINE: runs(-0.1, 0.1, -0.1),
+        table.PERTURBED: runs(0.1, -0.1, 0.1),
+        "both": runs(0.0, 0.1, 0.2) + runs(0.0, 0.3, 0.4),
     }
-    rows = report.loss_rows(report.to_outcomes({"variants": variants}, ["full precision"]))
-    # changes of 1% and 2%: mean 1.5%, standard error 0.5%; in training 5 and 10% over the second
-    # half
-    assert rows[0][0] == "full precision"
-    assert rows[0][3] == "-"
-    assert rows[1] == ["qWD", "2", "3.0500", "+1.500%", "0.500%", "+7.500%", "+10.000%"]
+    mean, error = table.over_seeds(table.changes(found, "both"))
+    assert (mean, error) == pytest.approx((0.5 / 3, 0.1 * (7 / 3) ** 0.5 / 3**0.5))
+    row = dict(zip(table.LOSS_HEADER, table.loss_rows(found)[-1], strict=True))
+    assert (row["runs"], row["seeds"], row["beyond 0.3%"]) == ("6", "3", "1 of 6")
+    assert (row["median"], row["worst"]) == ("+0.150%", "+0.400%")
 
 
-def test_picture_is_drawn_from_the_reports(
-    load: Callable[[str], ModuleType], tmp_path: Path
+@pytest.mark.parametrize("name", ["step_time", "activation_memory"])
+def test_pictures_are_drawn_from_the_reports(
+    load: Callable[[str], ModuleType], tmp_path: Path, name: str
 ) -> None:
     pytest.importorskip("matplotlib")
-    load("picture").draw(tmp_path / "new.svg")
-    drawn, kept = ((tmp_path / "new.svg"), ROOT / "docs/images/step_time.svg")
-    texts = [[line for line in p.read_text().splitlines() if " ms" in line] for p in (drawn, kept)]
-    assert texts[0] == texts[1], "run python benchmarks/picture.py docs/images/step_time.svg"
-
-
-def test_joined_reports_keep_all_runs_of_a_seed_once(
-    load: Callable[[str], ModuleType], tmp_path: Path
-) -> None:
-    """A run repeated on another machine counts too; the mean is what others are compared with."""
-    report = load("ablation_report")
-
-    def write(name: str, **losses: float) -> Path:
-        runs = {v: [{"seed": 0, "val_loss": x, "train_s": x}] for v, x in losses.items()}
-        path = tmp_path / name
-        path.write_text(json.dumps({"results": {"variants": runs}}))
-        return path
-
-    base = report.BASELINE
-    one, two = write("one", **{base: 1.0}), write("two", **{base: 3.0, "coded": 2.2})
-    outcomes = report.to_outcomes(report.merged([one, two, one]), [base])
-    assert [o.val_loss for o in outcomes[base]] == [1.0, 3.0]
-    assert report.changes(outcomes, "coded") == pytest.approx([10.0])
+    path = tmp_path / f"{name}.svg"
+    load("picture").draw(path)
+    kept = ROOT / "docs" / "images" / path.name
+    texts = [re.findall(r">([^<]+)</text>", p.read_text()) for p in (path, kept)]
+    assert texts[0] == texts[1] != [], f"run python benchmarks/picture.py docs/images/{path.name}"
