@@ -21,7 +21,7 @@ from emulated_codes import Code, LibraryCode
 from torch import Tensor
 
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.data_parallel.layout import (
+from lq_lightning.data_parallel.unit import (
     MessageLayout,
     Run,
     Segment,
@@ -151,7 +151,7 @@ class Unit:
             start += size
         kept = keep_small_runs_exact(segments, _specs(codes, first), dtype.itemsize)
         runs = merge_over_small_gaps(segment_runs(kept))
-        return MessageLayout.of(runs, _specs(codes, level), dtype)
+        return MessageLayout(runs, _specs(codes, level), dtype)
 
 
 def _specs(codes: Codes, level: str) -> list[CodecSpec]:

@@ -47,7 +47,7 @@ from timeline import load, read_step
 from torch import Tensor
 
 from lq_lightning.data_parallel import Traffic
-from lq_lightning.foundation.traffic import ring_bytes
+from lq_lightning.data_parallel.unit import ring_bytes
 
 DEFAULT_VARIANTS = [
     name for name, v in VARIANTS.items() if v.communicate and v.ddp is None and not v.every

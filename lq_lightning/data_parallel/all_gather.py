@@ -16,18 +16,9 @@ from torch import Tensor
 
 from lq_lightning._compat.fsdp2 import AllGather, GatheredWeights, GroupParam, pack_shards
 from lq_lightning._compat.tensors import to_sharded_dtensor
-from lq_lightning._compat.torch import all_gather_flat, all_gather_parts
+from lq_lightning._compat.torch import all_gather_flat, all_gather_parts, backward_id
 from lq_lightning.codecs import decode, derive_seed
 from lq_lightning.data_parallel.config import WeightQuantization
-from lq_lightning.data_parallel.layout import (
-    MessageLayout,
-    Segment,
-    WireFormat,
-    full_precision_reason,
-    keep_small_runs_exact,
-    merge_over_small_gaps,
-    segment_runs,
-)
 from lq_lightning.data_parallel.replica import (
     Freshness,
     Replica,
@@ -35,11 +26,18 @@ from lq_lightning.data_parallel.replica import (
     ShardWatch,
     StaleReplicaConsensus,
 )
-from lq_lightning.data_parallel.unit import Unit
+from lq_lightning.data_parallel.unit import (
+    MessageLayout,
+    Segment,
+    Unit,
+    WireFormat,
+    full_precision_reason,
+    keep_small_runs_exact,
+    merge_over_small_gaps,
+    ring_bytes,
+    segment_runs,
+)
 from lq_lightning.foundation import streams
-from lq_lightning.foundation.traffic import ring_bytes
-
-__all__ = ["Exchange", "QuantizedAllGather", "WeightAllGather", "WeightDifferenceAllGather"]
 
 # Up to so many nodes' slots are gathered to their places in the output at once, in parts. Each part
 # costs the host a launch; slots of more nodes are gathered in one piece and copied, which costs
@@ -48,11 +46,7 @@ MAX_GATHERED_PARTS = 8
 
 
 class QuantizedAllGather(AllGather):
-    """Base of both all-gathers: layouts, messages and their collectives.
-
-    Attributes:
-        unit: The unit.
-    """
+    """Base of both all-gathers: layouts, messages and their collectives."""
 
     skips_frozen: ClassVar[bool]
     """Whether parameters that are not trained are left out of messages."""
@@ -66,11 +60,9 @@ class QuantizedAllGather(AllGather):
 
     def segments(self) -> list[Segment]:
         """Wire format of each parameter, given the parameters as they are now."""
-        params = self.unit.params()
-        dtypes = {p.gather_dtype for p in params}
-        segments, start = [], 0
-        for param, name in zip(params, self.unit.names, strict=True):
-            least = self._context.min_quantized_numel
+        dtypes = {p.gather_dtype for p in self.unit.params()}
+        segments, least = [], self._context.min_quantized_numel
+        for name, param, start in self.unit.places():
             reason = full_precision_reason(param.ndim, param.numel, param.gather_dtype, least)
             if len(dtypes) > 1:
                 reason = reason or "mixed dtypes in one unit"
@@ -78,7 +70,6 @@ class QuantizedAllGather(AllGather):
             if self.skips_frozen and not param.requires_grad:
                 wire_format, reason = "skipped", "frozen: gathered once in full precision"
             segments.append(Segment(name, start, param.padded_shard_numel, wire_format, reason))
-            start += param.padded_shard_numel
         if len(dtypes) > 1:
             return segments
         return keep_small_runs_exact(segments, [self._config.codec()], dtypes.pop().itemsize)
@@ -91,7 +82,7 @@ class QuantizedAllGather(AllGather):
             if dtype == torch.uint8:  # mixed dtypes: FSDP2 packs bytes
                 segments = _byte_segments(segments, params)
             runs = merge_over_small_gaps(segment_runs(segments))
-            self._layout = MessageLayout.of(runs, [self._config.codec()], dtype)
+            self._layout = MessageLayout(runs, [self._config.codec()], dtype)
             self._layout_key = key
         return self._layout
 
@@ -104,10 +95,8 @@ class QuantizedAllGather(AllGather):
     # --- messages ---------------------------------------------------------------------------
 
     def _count_baseline(self, slot: Tensor) -> None:
-        traffic = self._context.traffic
-        intra, inter = ring_bytes(slot.numel() * slot.itemsize, self._context.topology)
-        traffic.baseline_weights += intra + inter
-        traffic.baseline_inter += inter
+        nbytes = self._context.count_baseline(slot.numel() * slot.itemsize)
+        self._context.traffic.baseline_weights += nbytes
 
     def _encode(self, layout: MessageLayout, slots: Tensor, reference: Tensor | None) -> Tensor:
         """Encode ``[units, n]`` slots (minus ``reference``) into ``[units, nbytes]`` uint8.
@@ -128,7 +117,7 @@ class QuantizedAllGather(AllGather):
 
     def _gather_between_nodes(self, messages: Tensor) -> Tensor:
         """Gather ``[units, nbytes]`` messages of this local rank to ``[units, N, nbytes]``."""
-        return self._gather_messages(messages, self._context.inter_group).transpose(0, 1)
+        return self._gather_messages(messages, self._context.groups.inter).transpose(0, 1)
 
     def _gather_within_node(self, by_node: Tensor) -> Tensor:
         """Gather ``[units, N, nbytes]`` of the local ranks to ``[L, units, N, nbytes]``.
@@ -136,7 +125,7 @@ class QuantizedAllGather(AllGather):
         With several nodes of several ranks, messages cross the slow network once per node and are
         passed on inside it, which a flat ring over all ranks does not do.
         """
-        return self._gather_messages(by_node, self._context.intra_group)
+        return self._gather_messages(by_node, self._context.groups.intra)
 
     def _gather_messages(self, messages: Tensor, group: dist.ProcessGroup) -> Tensor:
         """All-gather ``[...]`` messages over ``group`` to ``[ranks, ...]``."""
@@ -150,13 +139,13 @@ class QuantizedAllGather(AllGather):
 
     def _count_sent(self, nbytes: int, group: dist.ProcessGroup) -> None:
         """Count a gather of ``nbytes`` per rank over ``group``."""
-        traffic, topology = self._context.traffic, self._context.topology
-        if group is self._context.intra_group:
+        traffic, groups = self._context.traffic, self._context.groups
+        if group is groups.intra:
             traffic.weights_intra += (group.size() - 1) * nbytes
-        elif group is self._context.inter_group:
+        elif group is groups.inter:
             traffic.weights_inter += (group.size() - 1) * nbytes
         else:
-            intra, inter = ring_bytes(nbytes, topology)
+            intra, inter = ring_bytes(nbytes, self._context.topology)
             traffic.weights_intra += intra
             traffic.weights_inter += inter
 
@@ -263,11 +252,10 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         config: Codec and method.
         unit: The unit.
         consensus: Agreement of ranks on stale replicas.
-        memory: Memory for replicas of units of one shape; by default its own.
+        memory: Memory for replicas of units of one shape.
         index: Row of the unit in it.
 
     Attributes:
-        memory: See above.
         replica: Its values are ``[world * n]``, or ``[nodes * n]`` if a node shares them.
     """
 
@@ -278,21 +266,17 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         config: WeightQuantization,
         unit: Unit,
         consensus: StaleReplicaConsensus,
-        memory: ReplicaMemory | None = None,
-        index: int = 0,
+        memory: ReplicaMemory,
+        index: int,
     ) -> None:
         super().__init__(config, unit)
-        self.memory = memory or ReplicaMemory(1)
-        self.replica = Replica(self.memory, index)
+        self.memory = memory
+        self.replica = Replica(memory, index)
+        self.shared_by_node = config.replica == "node"
         self._watch = ShardWatch(unit.names, unit.params)
         self._consensus = consensus
         self._voted = False  # for the gather that comes now
         consensus.add(unit.name, self.replica, self._watch)
-
-    @property
-    def shared_by_node(self) -> bool:
-        """Whether the ranks of a node share one replica."""
-        return self._config.replica == "node"
 
     def holds_any(self, param_ids: set[int] | None) -> bool:
         """Whether one of these parameters (``id``; None: any) is in the unit."""
@@ -315,26 +299,20 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         if own is None or own.dtype == torch.uint8:
             return {}
         self.replica.wait()
-        slots, start = {}, 0
-        for param, name in zip(self.unit.params(), self.unit.names, strict=True):
-            flat = own[start : start + param.padded_shard_numel]
-            slots[name] = to_sharded_dtensor(flat.clone(), param.sharded_param)
-            start += param.padded_shard_numel
-        return slots
+        return {
+            name: to_sharded_dtensor(
+                own[start : start + param.padded_shard_numel].clone(), param.sharded_param
+            )
+            for name, param, start in self.unit.places()
+        }
 
     def restore(self, slots: dict[str, Tensor]) -> None:
-        """Let the next gather start from saved replica slots instead of the main weights.
-
-        Args:
-            slots: This rank's valid local part of the replica by parameter name.
-        """
-        params, names = self.unit.params(), self.unit.names
-        saved = slots[names[0]].new_zeros(sum(p.padded_shard_numel for p in params))
-        start = 0
-        for param, name in zip(params, names, strict=True):
+        """Let the next gather start from saved slots (valid local parts, by parameter name)."""
+        numel = sum(p.padded_shard_numel for p in self.unit.params())
+        saved = slots[self.unit.names[0]].new_zeros(numel)
+        for name, _, start in self.unit.places():
             local = slots[name].reshape(-1)
             saved[start : start + local.numel()].copy_(local)
-            start += param.padded_shard_numel
         self.replica.restore(saved)
         self._watch.note()
 
@@ -448,7 +426,7 @@ class WeightDifferenceAllGather(QuantizedAllGather):
             all_gather_flat(output_tensor, input_tensor, group)
             return
         if not self._voted:
-            self._consensus.before_gather(self._context.step)
+            self._vote()
         self._voted = False
         self._count_baseline(input_tensor)
         if replica.state is not Freshness.FRESH:
@@ -466,12 +444,16 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         replica = self.replica
         if replica.state is not Freshness.FRESH or self.shared_by_node:
             return None
-        self._consensus.before_gather(self._context.step)
+        self._vote()
         if replica.state is not Freshness.FRESH or replica.values is None or replica.own is None:
             self._voted = True
             return None
         self._count_baseline(replica.own)
         return GatheredWeights(replica.values, replica.written)
+
+    def _vote(self) -> None:
+        if backward_id() == -1:  # a backward uses the weights of its forward
+            self._consensus.before_gather(self._context.step)
 
     def _expected_numel(self, dtype: torch.dtype) -> int:
         """Elements of this rank's slot in a gather of all parameters.
@@ -488,7 +470,7 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         """Gather the main weights, or restored ones, into the replica in full precision."""
         topology, index = self._context.topology, self._context.topology.rank
         if self.shared_by_node:
-            index, group = topology.node, self._context.inter_group
+            index, group = topology.node, self._context.groups.inter
         if self.replica.state is Freshness.STALE:
             self._watch.note()  # FSDP2 has just read them: what is written from now on is new
         values, own = self.replica.begin_refresh(slot, group.size(), index)
@@ -502,9 +484,9 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         context, num_nodes = self._context, self._context.topology.num_nodes
         nodes, slots = output.view(num_nodes, -1), values.view(num_nodes, -1)
         if num_nodes <= MAX_GATHERED_PARTS:
-            all_gather_parts(nodes.unbind(), slots.unbind(), context.intra_group)
+            all_gather_parts(nodes.unbind(), slots.unbind(), context.groups.intra)
         else:
             every = values.new_empty(context.topology.node_size, num_nodes, slots.shape[1])
-            all_gather_flat(every.view(-1), values, context.intra_group)
+            all_gather_flat(every.view(-1), values, context.groups.intra)
             nodes.view_as(every.transpose(0, 1)).copy_(every.transpose(0, 1))
-        self._count_sent(values.numel() * values.itemsize, context.intra_group)
+        self._count_sent(values.numel() * values.itemsize, context.groups.intra)

@@ -24,33 +24,23 @@ from torch import Tensor
 
 from lq_lightning._compat.torch import all_gather_flat, copy_all
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, derive_seed, encode
-from lq_lightning.data_parallel.layout import full_precision_reason
+from lq_lightning.data_parallel.unit import full_precision_reason
 from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.checks import is_whole
 from lq_lightning.foundation.groups import RankGroups
 from lq_lightning.foundation.topology import Topology
 
-__all__ = ["DEFAULT_CODEC", "QuantizedAllReduce", "quantized_all_reduce_hook"]
-
 DEFAULT_CODEC = CodecSpec(code="int8", group_size=128, scale_dtype="bfloat16")
 
 
 class _BucketLayout(NamedTuple):
-    """Places of the gradients of a bucket.
+    """Places of the gradients of a bucket."""
 
-    Attributes:
-        sizes: Elements of all gradients.
-        coded: Indices of gradients that are sent as codes.
-        starts: First elements of those in the padded buffer, each at the beginning of a group.
-        numel: Elements of the padded buffer.
-        is_padded: Whether it differs from the bucket.
-    """
-
-    sizes: list[int]
-    coded: list[int]
-    starts: list[int]
-    numel: int
-    is_padded: bool
+    sizes: list[int]  # elements of all gradients
+    coded: list[int]  # indices of gradients that are sent as codes
+    starts: list[int]  # first elements of those in the padded buffer, each begins a group
+    numel: int  # elements of the padded buffer
+    is_padded: bool  # whether it differs from the bucket
 
 
 @lru_cache(maxsize=256)
@@ -248,8 +238,6 @@ class QuantizedAllReduce:
             future.set_result(tensor)  # records an event of this stream, which readers wait for
         return future
 
-    # --- groups -----------------------------------------------------------------------------
-
     def _make_levels(self, device: torch.device) -> tuple[Topology, RankGroups]:
         world, rank = dist.get_world_size(), dist.get_rank()
         size = self._node_size or _ranks_per_host()
@@ -357,11 +345,6 @@ def quantized_all_reduce_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients in 8 bits: a communication hook of DDP.
 
-    Args:
-        state: Options and streams; one object for all buckets of a model.
-        bucket: Gradients of one bucket, as DDP passes it.
-
-    Returns:
-        A future of the averaged bucket.
+    ``state`` has options and streams: one object for all buckets of a model.
     """
     return state.average_async(bucket.buffer(), [p.shape for p in bucket.parameters()])

@@ -19,14 +19,11 @@ from lq_lightning.data_parallel.all_gather import QuantizedAllGather, WeightDiff
 from lq_lightning.data_parallel.plan import CommunicationPlan
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
 from lq_lightning.data_parallel.replica import StaleReplicaConsensus
-from lq_lightning.data_parallel.unit import UnitContext
+from lq_lightning.data_parallel.unit import Traffic, UnitContext
 from lq_lightning.foundation import streams
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.foundation.streams import CommPipeline
 from lq_lightning.foundation.topology import Topology
-from lq_lightning.foundation.traffic import Traffic
-
-__all__ = ["ExchangeSchedule", "QuantizationErrors", "QuantizedCommunication", "UnitCollectives"]
 
 _STATE_VERSION = 2
 
@@ -57,9 +54,6 @@ class ExchangeSchedule:
     works from the end of the optimizer step on, whatever forward computes; a gather waits for its
     own unit only. While one bucket of units is on the network, the one before it is decoded and the
     next one encoded. On a CPU the exchanges are complete when :meth:`run` returns.
-
-    Args:
-        device: Device of the model.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,11 +62,7 @@ class ExchangeSchedule:
         self._later = CommPipeline()
 
     def run(self, buckets: Iterable[Sequence[WeightDifferenceAllGather]]) -> None:
-        """Exchange the differences of units, in this order. Every rank must call this.
-
-        Args:
-            buckets: Units that are exchanged together, see ``exchanges_alike``.
-        """
+        """Exchange the differences of units, bucket by bucket. Every rank must call this."""
         if not streams.has_streams(self._device):
             for first, *others in buckets:
                 exchange = first.start_exchange(others)
@@ -106,10 +96,8 @@ class ExchangeSchedule:
             )
 
     def join(self) -> None:
-        """Let the current stream wait until all exchanges are done.
-
-        The first stream has waited for the others, also after an error.
-        """
+        """Let the current stream wait until all exchanges are done."""
+        # the first stream has waited for the others, also after an error
         if self._first is not None:
             streams.current_stream().wait_stream(self._first)
 
@@ -136,7 +124,7 @@ class QuantizedCommunication:
         self._context = context
         self.plan = plan
         self.topology = context.topology
-        self.group = context.group
+        self.group = context.groups.every
         self._exchanges = ExchangeSchedule(device)
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -185,7 +173,7 @@ class QuantizedCommunication:
     def recover(self) -> None:
         """Clean up after a forward or backward that failed; every rank that goes on calls it.
 
-        Out of memory, for example. Waits for all pending exchanges and reductions.
+        Waits for all pending exchanges and reductions.
         """
         for unit in self._units:  # first, so that nothing is reduced any more
             if unit.scatter is not None:
@@ -193,10 +181,9 @@ class QuantizedCommunication:
         self.join()
 
     def note_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Exchange the weights, which an optimizer has updated on every rank.
+        """Exchange the weights, which ``optimizer`` has updated on every rank.
 
-        Args:
-            optimizer: The one that stepped; units without any of its parameters are left alone.
+        Units without any of its parameters are left alone; None exchanges all.
         """
         self._context.step += 1
         stepped = None
@@ -212,11 +199,11 @@ class QuantizedCommunication:
     def invalidate(self) -> None:
         """Let the next gathers refresh the replicas in full precision. Every rank must call this.
 
-        For updates that must take effect in the next forward pass and might do so one pass later:
-        of the shards of some ranks only, and on GPUs those that no version counter counts, such as
-        ``parameter.data.copy_(value)``. Others are noticed. ``parameter.data = value`` is lost
-        whatever follows: it replaces a tensor that FSDP2 does not compute with, and the next
-        forward pass raises an error.
+        Updates are noticed without it, but some only one forward pass later: those of the shards of
+        some ranks, and on GPUs those that no version counter counts, such as
+        ``parameter.data.copy_(value)``. ``parameter.data = value`` is lost whatever follows: it
+        replaces a tensor that FSDP2 does not compute with, and the next forward pass raises an
+        error.
         """
         for gather in self._difference_gathers():
             gather.replica.invalidate()
@@ -224,10 +211,7 @@ class QuantizedCommunication:
     def _buckets_to_exchange(
         self, stepped: set[int] | None, begun: set[int]
     ) -> Iterator[Sequence[WeightDifferenceAllGather]]:
-        """Yield units that are exchanged together, the same ones on every rank.
-
-        Replicas (``id``) are added to ``begun`` when their turn comes.
-        """
+        """Yield units that are exchanged together, the same on all ranks; note them in ``begun``."""
         for _, sharing in groupby(self._difference_gathers(), lambda gather: id(gather.memory)):
             gathers = [gather for gather in sharing if gather.holds_any(stepped)]
             begun.update(id(gather.replica) for gather in gathers)
@@ -393,7 +377,7 @@ class QuantizedCommunication:
 def _drifted(
     gathers: Sequence[WeightDifferenceAllGather], topology: Topology, group: dist.ProcessGroup
 ) -> list[WeightDifferenceAllGather]:
-    """Find units whose replicas differ between ranks; each rank of the group has to call this."""
+    """Units whose replicas differ between ranks; each rank of the group has to call this."""
     sums = [gather.replica.checksum() for gather in gathers]
     known = [(g, s) for g, s in zip(gathers, sums, strict=True) if s is not None]
     if not known:

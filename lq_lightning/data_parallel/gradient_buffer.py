@@ -22,11 +22,9 @@ from lq_lightning._compat.gradients import keep_unreduced_gradients
 from lq_lightning._compat.tensors import empty_like_sharded, local_tensor
 from lq_lightning._compat.torch import after_backward, backward_id
 from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode
-from lq_lightning.data_parallel.layout import full_precision_reason
+from lq_lightning.data_parallel.unit import full_precision_reason
 from lq_lightning.foundation.checks import is_whole
 from lq_lightning.kernels.accumulate import accumulate_, buffer_layout, read_accumulated_
-
-__all__ = ["KeptGradient", "QuantizedGradientBuffer"]
 
 
 class KeptGradient(NamedTuple):

@@ -47,9 +47,6 @@ from lq_lightning.foundation.checks import is_whole
 from lq_lightning.foundation.groups import RankGroups, shared_split
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.foundation.topology import Topology
-from lq_lightning.foundation.traffic import Traffic
-
-__all__ = ["quantize_communication"]
 
 # Parameters of neighbouring units whose differences are exchanged together, 16 MB in 4 bits, and
 # whose gradients are reduced together: each exchange costs the host as much as that of one unit.
@@ -107,8 +104,14 @@ def quantize_communication(
     groups = RankGroups.of(topology, shard_group(found[0][2]), device)
     differences = weights is not None and weights.method == "qWD"
     consensus = _make_consensus(module, groups.every, device) if differences else None
-    vocabulary_names = frozenset(names_of[id(p)] for p in vocabulary)
-    context = _make_context(topology, groups, seed, vocabulary_names, min_quantized_numel)
+    context = UnitContext(
+        topology=topology,
+        groups=groups,
+        # models sharded over other ranks get noise of their own
+        seed=derive_seed(seed, dist.get_process_group_ranks(groups.every)[0]),
+        vocabulary=frozenset(names_of[id(p)] for p in vocabulary),
+        min_quantized_numel=min_quantized_numel,
+    )
     every_params = [GroupParams(group) for _, _, group in found]
     places, gradient_buckets = _shared_memory(every_params, weights, gradients)
     units: list[UnitCollectives] = []
@@ -134,22 +137,6 @@ def quantize_communication(
         describe_gradients(gradients, topology, any(t.vocabulary for t in tensors)),
     )
     return QuantizedCommunication(units, context, plan, device, consensus)
-
-
-def _make_context(
-    topology: Topology, groups: RankGroups, seed: int, vocabulary: frozenset[str], least: int
-) -> UnitContext:
-    first = dist.get_process_group_ranks(groups.every)[0]
-    return UnitContext(
-        topology=topology,
-        group=groups.every,
-        intra_group=groups.intra,
-        inter_group=groups.inter,
-        seed=derive_seed(seed, first),  # models sharded over other ranks get noise of their own
-        traffic=Traffic(),
-        vocabulary=vocabulary,
-        min_quantized_numel=least,
-    )
 
 
 def _make_consensus(
@@ -189,9 +176,8 @@ def _shared_memory(
 ) -> tuple[list[tuple[ReplicaMemory, int]], list[GradientBucket | None]]:
     """Let units of a bucket share memory.
 
-    Returns:
-        By unit, the memory of its replica and its row there; and the bucket of its gradients, None
-        where it is reduced alone.
+    Returns, by unit: the memory of its replica and its row there; the bucket of its gradients, None
+    where it is reduced alone.
     """
     sizes, alone = _bucket_sizes(every_params), [1] * len(every_params)
     places: list[tuple[ReplicaMemory, int]] = []
@@ -255,7 +241,7 @@ def _plan_unit(
     unit: Unit, gather: QuantizedAllGather | None, scatter: TwoLevelReduceScatter | None
 ) -> list[TensorPlan]:
     weights = {s.name: s for s in gather.segments()} if gather else {}
-    gradients = {s.name: s for s in scatter.layouts.segments()} if scatter else {}
+    gradients = {s.name: s for s in scatter.segments()} if scatter else {}
     return [
         plan_tensor(name, p.numel, weights.get(name), gradients.get(name), p.requires_grad)
         for name, p in zip(unit.names, unit.params(), strict=True)

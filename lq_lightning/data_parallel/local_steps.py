@@ -19,13 +19,11 @@ from lq_lightning._compat.tensors import local_tensor, to_sharded_dtensor
 from lq_lightning._compat.torch import all_gather_flat
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, encode
 from lq_lightning.data_parallel.config import LocalSteps
-from lq_lightning.data_parallel.layout import full_precision_reason
-from lq_lightning.data_parallel.replica import checksum
+from lq_lightning.data_parallel.unit import full_precision_reason
 from lq_lightning.foundation.agreement import check_same_entries, describe
 from lq_lightning.foundation.groups import RankGroups
 from lq_lightning.foundation.topology import Topology
-
-__all__ = ["OuterOptimizer", "start_alike"]
+from lq_lightning.kernels.checksum import checksums
 
 _BUCKET_NUMEL = 1 << 24  # an outer step takes the memory of one bucket, in fp32
 
@@ -333,7 +331,7 @@ def start_alike(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: tor
     some = [t for t in tensors if t.numel()]
     if not some:
         return
-    sums = torch.cat([checksum(t.contiguous().view(-1)) for t in some]).to(device)
+    sums = checksums([t.contiguous() for t in some]).to(device)
     extremes = torch.cat((sums, ~sums))  # the least of all is what ~ makes of the largest ~
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     most, least = extremes.chunk(2)

@@ -11,11 +11,9 @@ from torch import nn
 
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel.config import GradientQuantization, WeightQuantization
-from lq_lightning.data_parallel.layout import Segment
+from lq_lightning.data_parallel.unit import Segment
 from lq_lightning.foundation.parameters import embeddings
 from lq_lightning.foundation.topology import Topology
-
-__all__ = ["CommunicationPlan", "TensorPlan", "embedding_params"]
 
 _MAX_REASONS = 6
 # Of the elements that are trained. In a GPT of 128 channels norms and biases are one percent.
@@ -45,13 +43,7 @@ class TensorPlan(NamedTuple):
 
 
 class CommunicationPlan(NamedTuple):
-    """The plan of a whole model.
-
-    Attributes:
-        tensors: One entry per parameter.
-        weights: Description of the weight codec in use.
-        gradients: Description of the gradient codecs in use.
-    """
+    """The plan of a whole model: one entry per parameter, and descriptions of the codecs."""
 
     tensors: tuple[TensorPlan, ...]
     weights: str
@@ -197,10 +189,7 @@ def describe_gradients(
 ) -> str:
     """One phrase about the gradient codecs and the levels that this topology has.
 
-    Args:
-        config: Codecs and method; None for full precision.
-        topology: Ranks and nodes.
-        vocabulary: Whether embeddings or heads were found that have a codec of their own.
+    ``vocabulary``: whether embeddings or heads were found that have a codec of their own.
     """
     if config is None:
         return "full precision"

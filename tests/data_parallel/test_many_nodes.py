@@ -57,7 +57,7 @@ def test_nodes_of_one_rank(node: int) -> None:
     reduction = UnitReduction(unit(node, 1))
     slots, layout = reduction.random_slots(), reduction.layouts.inter
     (index, run), *_ = layout.quantized
-    messages = reduction.scatter.levels.encode_for_nodes(slots.clone()[None], layout)[:, 0]
+    messages = reduction.scatter.encode_for_nodes(slots.clone()[None], layout)[:, 0]
     others = [slots[other : other + 1] for other in range(NODES) if other != node]
     assert len(messages) == len(others) == NODES - 1
     spec = layout.spec_of(run)
@@ -72,7 +72,7 @@ def test_nodes_of_two_ranks(node: int) -> None:
     reduction = UnitReduction(unit(2 * node + 1, 2))
     slots, (intra, inter) = reduction.random_slots(), reduction.layouts
     (index, run), *_ = intra.quantized
-    levels = reduction.scatter.levels
+    levels = reduction.scatter
     within_of_units = levels.encode_for_node(slots.clone()[None], intra)
     within = within_of_units[:, 0]
     for local in range(2):

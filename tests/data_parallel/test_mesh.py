@@ -90,7 +90,7 @@ def _pipeline(rank: int, world: int) -> list[Any]:
             gather: Any = communication._units[0].gather
             gather.replica.values[0] += 1.0
         assert communication.check_replicas() == ["0"]
-        for group in communication._context.intra_group, communication._context.inter_group:
+        for group in communication._context.groups[1:]:
             timeout = group_timeout(group, device())
             assert timeout == group_timeout(dist.group.WORLD, device())
             assert timeout is not None
@@ -141,8 +141,8 @@ def _mesh_of_nodes(rank: int, world: int) -> None:
             )
         )
         context = made[-1]._context
-        assert context.intra_group is mesh.get_group("local")
-        assert context.inter_group is mesh.get_group("node")
+        assert context.groups.intra is mesh.get_group("local")
+        assert context.groups.inter is mesh.get_group("node")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     made[1].register_optimizer(optimizer)
     assert train(model, optimizer, 3) == expected
@@ -197,7 +197,7 @@ def test_fake_tensors_can_be_sharded_and_quantized(node_size: int) -> None:
             topology=Topology.of(mesh, node_size=node_size),
             min_quantized_numel=1,
         )
-        assert communication._context.inter_group.size() == 4 // node_size
+        assert communication._context.groups.inter.size() == 4 // node_size
         model(torch.randn(2, 64)).sum().backward()
         assert communication.traffic().reductions == 1
     assert UnitReduction(communication).numel == 1024

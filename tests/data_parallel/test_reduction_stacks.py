@@ -27,12 +27,12 @@ from lq_lightning.data_parallel import (
     install,
     quantize_communication,
 )
-from lq_lightning.data_parallel.layout import MessageLayout, Run
 from lq_lightning.data_parallel.reduce_scatter import (
     GradientBucket,
     LevelLayouts,
     TwoLevelReduceScatter,
 )
+from lq_lightning.data_parallel.unit import MessageLayout, Run
 
 BLOCKS = 4
 
@@ -207,13 +207,13 @@ def test_a_stack_takes_what_is_packed_alike() -> None:
     assert stack.row(layouts, 32, torch.float32, cpu) is None
     assert stack.row(layouts, 64, torch.bfloat16, cpu) is None
     taken = stack.take()
-    assert taken.slots.tolist() == [[1.0] * 64]
-    assert taken.outputs == [output]
+    assert taken[0].tolist() == [[1.0] * 64]
+    assert taken[1] == [output]
 
 
 def _layouts(group_size: int) -> LevelLayouts:
     spec = CodecSpec(code="int8", group_size=group_size)
-    layout = MessageLayout.of([Run(0, 32, True)], [spec], torch.float32)
+    layout = MessageLayout([Run(0, 32, True)], [spec], torch.float32)
     return LevelLayouts(layout, layout)
 
 

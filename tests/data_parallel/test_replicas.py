@@ -22,7 +22,7 @@ from lq_testing.fsdp2 import (
 from lq_testing.models import LoRABlock, TinyLM
 from torch import Tensor
 
-from lq_lightning.data_parallel import WeightQuantization, layout
+from lq_lightning.data_parallel import WeightQuantization, unit
 
 
 def _named(model: TinyLM) -> dict[str, Tensor]:
@@ -258,7 +258,7 @@ def _failed_exchange(rank: int, world: int, replica: str) -> None:
     """Every rank runs out of memory in the second unit, catches that and goes on."""
     model, optimizer, communication = build(weights=_config(replica), node_size=1)
     train(model, optimizer, 1)
-    encode, calls = layout.encode, []
+    encode, calls = unit.encode, []
 
     def fail(*args: Any, **kwargs: Any) -> Tensor:
         calls.append(1)
@@ -267,10 +267,10 @@ def _failed_exchange(rank: int, world: int, replica: str) -> None:
         return encode(*args, **kwargs)
 
     model(tokens(1)).backward()
-    layout.encode = fail
+    unit.encode = fail
     with pytest.raises(torch.OutOfMemoryError):
         optimizer.step()
-    layout.encode = encode
+    unit.encode = encode
     optimizer.zero_grad()
     saved = communication.replica_state_dict()
     assert "head.weight" in saved

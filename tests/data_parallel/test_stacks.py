@@ -24,8 +24,8 @@ from lq_lightning.data_parallel import (
     quantize_communication,
 )
 from lq_lightning.data_parallel.all_gather import QuantizedAllGather, WeightDifferenceAllGather
-from lq_lightning.data_parallel.layout import MessageLayout, Run
 from lq_lightning.data_parallel.replica import Replica, ReplicaMemory
+from lq_lightning.data_parallel.unit import MessageLayout, Run
 
 WIDTH = 64
 
@@ -260,9 +260,7 @@ def test_messages_of_all_units_nodes_and_ranks(
 ) -> None:
     spec = CodecSpec(code="int4", group_size=64)
     gap = Run(100, 5, False)
-    layout = MessageLayout.of(
-        [Run(0, 300, True, (gap,)), Run(300, 7, False)], [spec], torch.float32
-    )
+    layout = MessageLayout([Run(0, 300, True, (gap,)), Run(300, 7, False)], [spec], torch.float32)
     values = torch.randn(local, units, nodes, 307)
     messages = layout.allocate(local, units, nodes, device=values.device)
     slots = torch.randn(units, nodes * local, 307)

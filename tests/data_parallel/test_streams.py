@@ -163,7 +163,7 @@ def test_what_a_replica_is_refreshed_from_outlives_its_use_on_the_stream_of_a_ga
     restored: bool,
 ) -> None:
     with recorded_streams() as recorder:
-        replica, gathering = Replica(), recorder.new_stream()
+        replica, gathering = Replica(ReplicaMemory(1), 0), recorder.new_stream()
         slot, saved = torch.ones(64), torch.zeros(64)
         gathering.wait_stream(recorder.current)
         if restored:

@@ -24,7 +24,7 @@ from lq_lightning.data_parallel import (
     embedding_params,
 )
 from lq_lightning.data_parallel.config import VOCABULARY_BITS
-from lq_lightning.data_parallel.layout import (
+from lq_lightning.data_parallel.unit import (
     MessageLayout,
     Run,
     Segment,
@@ -152,7 +152,7 @@ def test_runs_have_one_codec() -> None:
         Run(641, 964, True, (Run(1281, 4, False),)),
         Run(1605, 968, True, (Run(1925, 8, False),), codec=1),
     ]
-    layout = MessageLayout.of(runs, SPECS, torch.float32)
+    layout = MessageLayout(runs, SPECS, torch.float32)
     coarse, fine = SPECS
     assert [layout.spec_of(run) for _, run in layout.quantized] == [fine, coarse, fine]
     expected = [fine.nbytes(640), 0, coarse.nbytes(964), fine.nbytes(968)]
@@ -210,7 +210,7 @@ def test_equal_bits_change_nothing(node_size: int, config: GradientQuantization)
         _, communication = build_vocabulary(each, node_size)
         (unit,) = communication._units
         assert unit.scatter is not None
-        segments.append(unit.scatter.layouts.segments())
+        segments.append(unit.scatter.segments())
         summaries.append(communication.plan.summary())
         assert communication.plan.vocabulary == ()
     assert segments[0] == segments[1]

@@ -44,10 +44,9 @@ def _inter_nbytes(communication: QuantizedCommunication, dtype: torch.dtype) -> 
     total = 0
     for unit in communication._units:
         assert unit.scatter is not None
-        layouts = unit.scatter.layouts
-        numel = sum(s.numel for s in layouts.segments())
+        numel = sum(s.numel for s in unit.scatter.segments())
         packed = tuple(range(len(unit.scatter.unit.names)))
-        total += layouts.of(packed, numel, dtype).inter.nbytes
+        total += unit.scatter.layouts_of(packed, numel, dtype).inter.nbytes
     return total
 
 

@@ -146,9 +146,9 @@ class UnitReduction:
         self.scatter: Any = communication._units[unit].scatter
         params = self.scatter.unit.params()
         self.packed = tuple(range(len(params)))
-        self.segments = {s.name: s for s in self.scatter.layouts.segments()}
+        self.segments = {s.name: s for s in self.scatter.segments()}
         self.numel = sum(p.padded_shard_numel for p in params)
-        self.layouts = self.scatter.layouts.of(self.packed, self.numel, dtype)
+        self.layouts = self.scatter.layouts_of(self.packed, self.numel, dtype)
         self.world = communication.topology.world_size
 
     def random_slots(self) -> Tensor:
