@@ -55,27 +55,24 @@ def scaled_mm(
     *,
     fast_accumulation: bool,
 ) -> Tensor:
-    """Multiply FP8 matrices: ``(a * scale_a) @ (b * scale_b).T``.
+    """Multiply FP8 matrices: ``(a * scale_a) @ (b * scale_b).T``, ``[M, N]`` contiguous.
 
     On CUDA by cuBLASLt, on a CPU in fp32, which the former approaches up to the order and the
-    precision of its sums.
+    precision of its sums. K, and N on CUDA, need not be multiples of 16: an operand for which one
+    is not is copied with zeros appended. Make K one (``float8_cast`` does) to save that.
 
     Args:
         a_MK: ``[M, K]`` E4M3 or E5M2, contiguous.
         b_NK: ``[N, K]`` E4M3 or E5M2, contiguous; not both are E5M2, which no tensor core takes.
         scale_a: fp32 of one element, the factor that decodes ``a_MK``.
-        scale_b: the same for ``b_NK``.
+        scale_b: The same for ``b_NK``.
         dtype: fp32, bf16 or fp16, of the result.
-        fast_accumulation: let Hopper add up in its tensor cores, with about 14 bits, instead of in
+        fast_accumulation: Let Hopper add up in its tensor cores, with about 14 bits, instead of in
             fp32 every few steps. Customary forward, but not for gradients.
 
-    Returns:
-        ``[M, N]``, contiguous. K, and N on CUDA, need not be multiples of 16: an operand for which
-        one is not is copied with zeros appended. Make K one (``float8_cast`` does) to save that.
-
     Raises:
-        ValueError: other dtypes or shapes.
-        RuntimeError: the GPU has no FP8 units; see ``float8_matmul_available``.
+        ValueError: Other dtypes or shapes.
+        RuntimeError: The GPU has no FP8 units; see ``float8_matmul_available``.
     """
     _check_operands(a_MK, b_NK, dtype)
     M, N = a_MK.shape[0], b_NK.shape[0]

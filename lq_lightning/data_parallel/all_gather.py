@@ -48,8 +48,7 @@ MAX_GATHERED_PARTS = 8
 class QuantizedAllGather(AllGather):
     """Base of both all-gathers: layouts, messages and their collectives."""
 
-    skips_frozen: ClassVar[bool]
-    """Whether parameters that are not trained are left out of messages."""
+    skips_frozen: ClassVar[bool]  # whether messages leave out parameters that are not trained
 
     def __init__(self, config: WeightQuantization, unit: Unit) -> None:
         self.unit = unit
@@ -151,13 +150,10 @@ class QuantizedAllGather(AllGather):
 
     @staticmethod
     def _decode(layout: MessageLayout, messages: Tensor, slots: Tensor, *, add: bool) -> None:
-        """Decode messages into (or, with ``add``, onto) slots.
+        """Decode ``[L, units, N, nbytes]`` messages into (with ``add`` onto) slots.
 
-        Args:
-            layout: Layout of the messages.
-            messages: ``[L, units, N, nbytes]``; those of several local ranks are contiguous.
-            slots: ``[units, N * L, n]``, in rank order, contiguous.
-            add: Whether to add.
+        Messages of several local ranks are contiguous, as are slots, ``[units, N * L, n]`` in rank
+        order.
         """
         if len(messages) == 1:
             messages = messages[0]
@@ -207,23 +203,14 @@ class WeightAllGather(QuantizedAllGather):
 
 
 class Exchange(NamedTuple):
-    """An exchange of weight differences in progress.
-
-    Attributes:
-        replicas: Replicas of the units.
-        slots: Their values, ``[units, slots, n]``.
-        own: This rank's slots of them, ``[units, n]``.
-        layout: Layout of the messages.
-        messages: ``[units, nbytes]`` uint8, of this rank.
-        exact: This rank's main slots ``[units, n]``, if errors are measured.
-    """
+    """An exchange of weight differences in progress."""
 
     replicas: tuple[Replica, ...]
-    slots: Tensor
-    own: Tensor
+    slots: Tensor  # [units, slots, n], values of the replicas
+    own: Tensor  # [units, n], this rank's slots of them
     layout: MessageLayout
-    messages: Tensor
-    exact: Tensor | None
+    messages: Tensor  # [units, nbytes] uint8, of this rank
+    exact: Tensor | None  # [units, n], this rank's main weights, if errors are measured
 
 
 class WeightDifferenceAllGather(QuantizedAllGather):
@@ -248,15 +235,8 @@ class WeightDifferenceAllGather(QuantizedAllGather):
     formed and added in fp32 and rounded once to the replica's dtype; it is sent right after the
     optimizer step and not when the next forward asks for it.
 
-    Args:
-        config: Codec and method.
-        unit: The unit.
-        consensus: Agreement of ranks on stale replicas.
-        memory: Memory for replicas of units of one shape.
-        index: Row of the unit in it.
-
-    Attributes:
-        replica: Its values are ``[world * n]``, or ``[nodes * n]`` if a node shares them.
+    The values of ``replica`` are ``[world * n]``, or ``[nodes * n]`` if a node shares them: row
+    ``index`` of the memory of units of one shape.
     """
 
     skips_frozen = True
@@ -339,19 +319,15 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         return True
 
     def start_exchange(self, others: Sequence[WeightDifferenceAllGather] = ()) -> Exchange | None:
-        """Encode how this rank's shards changed.
+        """Encode how this rank's shards changed; None if there is nothing to send.
 
         Call on every rank after an optimizer step, then :meth:`send_exchange` and
         :meth:`finish_exchange`, possibly on other CUDA streams. The parameters must not be written
-        before this is done.
+        before this is done. Nothing is sent where all parameters are frozen, or where the next
+        gather refreshes the replica anyway.
 
-        Args:
-            others: Further units, for which :meth:`exchanges_alike`; the messages are the same as
-                in exchanges of their own, but need one launch of a kernel and one collective.
-
-        Returns:
-            Input of the other two; None if there is nothing to send: all parameters are frozen, or
-            the next gather refreshes the replica anyway.
+        ``others`` are further units, for which :meth:`exchanges_alike`: their messages are the same
+        as in exchanges of their own, but need one launch of a kernel and one collective.
         """
         gathers = (self, *others)
         if not any(p.requires_grad and p.padded_shard_numel for p in self.unit.params()):
@@ -377,10 +353,9 @@ class WeightDifferenceAllGather(QuantizedAllGather):
     def send_exchange(self, exchange: Exchange) -> Tensor:
         """Send the messages over the slowest network that there is, and nothing else.
 
-        Returns:
-            Messages of all nodes, ``[units, N, nbytes]`` uint8, or of one node those of its ranks,
-            ``[L, units, 1, nbytes]``, in memory of their own: there are several ranks, since FSDP2
-            gathers nothing on one, which then has no replica to add differences to.
+        Returns those of all nodes, ``[units, N, nbytes]`` uint8, or with one node those of its
+        ranks, ``[L, units, 1, nbytes]``, in memory of their own. (FSDP2 gathers nothing on a single
+        rank, which has no replica to add differences to.)
         """
         if self._context.topology.num_nodes > 1:
             return self._gather_between_nodes(exchange.messages)

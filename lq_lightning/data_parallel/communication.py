@@ -211,7 +211,7 @@ class QuantizedCommunication:
     def _buckets_to_exchange(
         self, stepped: set[int] | None, begun: set[int]
     ) -> Iterator[Sequence[WeightDifferenceAllGather]]:
-        """Yield units that are exchanged together, the same on all ranks; note them in ``begun``."""
+        """Yield units to exchange together, the same on all ranks; note them in ``begun``."""
         for _, sharing in groupby(self._difference_gathers(), lambda gather: id(gather.memory)):
             gathers = [gather for gather in sharing if gather.holds_any(stepped)]
             begun.update(id(gather.replica) for gather in gathers)

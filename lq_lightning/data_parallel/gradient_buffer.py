@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units
-from lq_lightning._compat.gradients import keep_unreduced_gradients
+from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units, keep_unreduced_gradients
 from lq_lightning._compat.tensors import empty_like_sharded, local_tensor
 from lq_lightning._compat.torch import after_backward, backward_id
 from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode

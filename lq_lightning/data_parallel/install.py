@@ -10,17 +10,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lq_lightning._compat.forwards import (
-    ForwardCounter,
-    gather_normal_tensors,
-    hook_hidden_outputs,
-    refuse_second_derivatives,
-)
 from lq_lightning._compat.fsdp2 import (
+    ForwardCounter,
     GroupParams,
     announce_packed_gradients,
     bypass_all_gather,
     fsdp_units,
+    gather_normal_tensors,
+    hook_hidden_outputs,
+    refuse_second_derivatives,
     shard_group,
     uses_hsdp,
 )

@@ -25,8 +25,8 @@ from torch import nn
 from lq_lightning._compat.fsdp2 import GroupParams, announce_packed_indices, fsdp_units
 from lq_lightning._compat.torch import after_backward, backward_id, split_group
 from lq_lightning.foundation import streams
-from lq_lightning.foundation.agreement import MaxReduction
 from lq_lightning.foundation.parameters import clean_name
+from lq_lightning.foundation.streams import MaxReduction
 
 _UNIT_BYTES, _TOTAL_BYTES = 2, 8
 _MAX_KNOWN = 256

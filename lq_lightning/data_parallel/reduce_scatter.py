@@ -111,12 +111,7 @@ class TwoLevelReduceScatter(ReduceScatter):
     in a fixed order, so the result does not depend on timing: first what this node contributes,
     then the other nodes, by number. A result in bf16 is rounded after each of the two. A non-finite
     gradient is NaN or Inf on the rank that owns it, and where it was encoded so is its whole group,
-    so the gradient norm of every rank sees it.
-
-    Args:
-        config: Codecs and method.
-        unit: The unit.
-        bucket: Bucket of the units that this one may be reduced together with, if there are any.
+    so the gradient norm of every rank sees it. Units of one ``bucket`` may be reduced together.
     """
 
     def __init__(
@@ -138,11 +133,9 @@ class TwoLevelReduceScatter(ReduceScatter):
     # --- layouts ----------------------------------------------------------------------------
 
     def segments(self, packed: Sequence[int] | None = None, itemsize: int = 4) -> list[Segment]:
-        """Wire format of the gradients of the given parameters, by default all trained ones.
+        """Wire format of the gradients of ``packed`` parameters (by default all trained ones).
 
-        Args:
-            packed: Indices of the parameters in a slot.
-            itemsize: Bytes of one element of the reduction dtype.
+        ``itemsize`` is that of the reduction dtype.
         """
         if packed is None:
             packed = [i for i, p in enumerate(self.unit.params()) if p.requires_grad]
@@ -204,16 +197,9 @@ class TwoLevelReduceScatter(ReduceScatter):
     def _start(self, slots: Tensor, layouts: LevelLayouts, output: Tensor, scale: float) -> Tensor:
         """Do everything before the slowest exchange, and write this node's part to ``output``.
 
-        Args:
-            slots: ``[U, W, n]``. Full-precision values between quantized ones are overwritten with
-                zeros.
-            layouts: Layouts of the messages.
-            output: ``[U, n]``; with one node nothing is written yet.
-            scale: Factor of the sum.
-
-        Returns:
-            The messages of the slowest exchange, uint8: ``[N - 1, U, nbytes]``, or of one node
-            ``[L, U, 1, nbytes]``.
+        Gaps of ``[U, W, n]`` slots are overwritten with zeros; with one node nothing is written to
+        ``[U, n]`` output yet. Returns the messages of the slowest exchange, uint8:
+        ``[N - 1, U, nbytes]``, or with one node ``[L, U, 1, nbytes]``.
         """
         topology = self._context.topology
         if topology.node_size == 1:
@@ -369,16 +355,10 @@ class TwoLevelReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce ``input_tensor`` (``[world * n]``) to this rank's slot in ``output_tensor``.
+        """Reduce ``input_tensor`` (``[world * n]``) to this rank's ``output_tensor`` (``[n]``).
 
-        Args:
-            output_tensor: ``[n]`` in the reduction dtype.
-            input_tensor: ``[world * n]`` in the reduction dtype. Full-precision values between
-                quantized ones are overwritten with zeros.
-            group: All ranks of the topology.
-            op: Sum or average.
-            async_op: Not used. The result is complete on the current stream, or, if only the
-                optimizer reads it, on the stream that called backward when backward ends.
+        Gaps of the input are overwritten with zeros. The result is complete on the current stream,
+        or, if only the optimizer reads it, on the stream that called backward when backward ends.
 
         Raises:
             NotImplementedError: ``op`` is neither a sum nor an average.

@@ -52,7 +52,7 @@ from lq_lightning._compat.fsdp2 import (
     write_fingerprint,
 )
 from lq_lightning.foundation import streams
-from lq_lightning.foundation.agreement import MaxReduction
+from lq_lightning.foundation.streams import MaxReduction
 from lq_lightning.kernels.checksum import checksums
 
 _FIRST_STEPS = 2
@@ -71,15 +71,11 @@ class Freshness(enum.Enum):
 
 
 class ReplicaMemory:
-    """Memory for the replicas of ``units`` units of one shape, so that one operator updates all.
-
-    Attributes:
-        rows: ``[units, slots * n]``; None before the first refresh.
-    """
+    """Memory for the replicas of ``units`` units of one shape, so that one operator updates all."""
 
     def __init__(self, units: int) -> None:
         self._units = units
-        self.rows: Tensor | None = None
+        self.rows: Tensor | None = None  # [units, slots * n], from the first refresh on
         self._allocated: torch.cuda.Event | None = None  # None on a device without streams
 
     def row(self, index: int, numel: int, like: Tensor) -> Tensor:
@@ -122,23 +118,17 @@ class Replica:
     written and FRESH when everything is: an error in between costs a refresh and never leaves
     weights that are half old. Every rank has to cause the same events in the same order, because
     what a gather does, and with it the order of collectives, follows from the state alone.
-
-    Attributes:
-        values: ``[slots * n]``, a slot for each rank or for each node; None before a refresh.
-        own: ``[n]``, this rank's slot: a view of ``values``.
-        own_index: Number of that slot.
-        rows: The tensor that ``values`` is a row of.
-        written: Event of the last complete write; None on a device without streams.
     """
 
     def __init__(self, memory: ReplicaMemory, index: int) -> None:
         self._memory, self._row = memory, index
-        self.rows: Tensor | None = None
         self.state = Freshness.STALE
-        self.values: Tensor | None = None
-        self.own: Tensor | None = None
-        self.own_index = 0
+        self.values: Tensor | None = None  # [slots * n], a slot for each rank or for each node
+        self.rows: Tensor | None = None  # the tensor that `values` is a row of
+        self.own: Tensor | None = None  # [n], this rank's slot: a view of `values`
+        self.own_index = 0  # number of that slot
         self._saved: Tensor | None = None  # [n], iff RESTORED
+        # event of the last complete write; None on a device without streams
         self.written: torch.cuda.Event | None = None
 
     @property
@@ -337,14 +327,8 @@ class ShardChecksums:
 class StaleReplicaConsensus:
     """Votes of all ranks on which replicas external updates have made stale; see above.
 
-    Args:
-        group: All ranks, in a group that is used for nothing else.
-        device: Device on which they keep their tensors.
-        forward_number: Function that numbers forward passes, see ``ForwardCounter``.
-        module: The model, which knows training from evaluation.
-
-    Attributes:
-        counts: Number of times that each unit (by name) was found updated, equal on every rank.
+    ``group`` has all ranks and is used for nothing else; ``forward_number`` numbers forward passes,
+    see ``ForwardCounter``; ``module`` is the model, which knows training from evaluation.
     """
 
     def __init__(
@@ -365,6 +349,7 @@ class StaleReplicaConsensus:
         self._units: list[tuple[str, Replica, ShardWatch]] = []
         self._voted_in: int | None = None
         self._pending: Callable[[], list[int]] | None = None
+        # number of times that each unit was found updated, equal on every rank
         self.counts: dict[str, int] = {}
 
     def add(self, name: str, replica: Replica, watch: ShardWatch) -> None:

@@ -29,7 +29,7 @@ ALIGNMENT_NBYTES = 16
 # codes then cost at most 1.6% of its bytes.
 MIN_CODES_PER_GAP = 64
 
-WireFormat = Literal["quantized", "full", "skipped"]
+WireFormat = Literal["quantized", "full", "skipped"]  # full precision; not sent
 
 
 # --- traffic ------------------------------------------------------------------------------------
@@ -211,24 +211,16 @@ class DeferredReductions:
 
 @dataclass(slots=True)
 class UnitContext:
-    """State that every unit of one model shares.
-
-    Attributes:
-        seed: Base of all stochastic-rounding seeds.
-        vocabulary: Names of the parameters that are embeddings or heads.
-        min_quantized_numel: Parameters with fewer elements are sent in full precision.
-        step: Optimizer steps taken so far; a new number allows one more exchange.
-        measure_errors: Whether to sum up quantization errors (costs extra passes).
-    """
+    """State that every unit of one model shares."""
 
     topology: Topology
     groups: RankGroups
-    seed: int
-    vocabulary: frozenset[str]
-    min_quantized_numel: int
+    seed: int  # base of all stochastic-rounding seeds
+    vocabulary: frozenset[str]  # names of the parameters that are embeddings or heads
+    min_quantized_numel: int  # parameters with fewer elements are sent in full precision
     traffic: Traffic = field(default_factory=Traffic)
-    step: int = 0
-    measure_errors: bool = False
+    step: int = 0  # optimizer steps taken so far; a new number allows one more exchange
+    measure_errors: bool = False  # whether to sum up quantization errors (costs extra passes)
     weight_errors: ErrorSums = field(default_factory=ErrorSums)
     gradient_errors: ErrorSums = field(default_factory=ErrorSums)
     reductions: DeferredReductions = field(default_factory=DeferredReductions)
@@ -242,20 +234,12 @@ class UnitContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """One FSDP2 unit.
+    """One FSDP2 unit."""
 
-    Attributes:
-        name: Name of the unit, for messages.
-        index: Number of the unit in the model, part of the rounding seed.
-        params: Function that describes the unit's parameters as they are now.
-        names: Fully qualified names of these parameters.
-        context: State that all units share.
-    """
-
-    name: str
-    index: int
-    params: Callable[[], list[GroupParam]]
-    names: tuple[str, ...]
+    name: str  # for messages
+    index: int  # number of the unit in the model, part of the rounding seed
+    params: Callable[[], list[GroupParam]]  # describes the unit's parameters as they are now
+    names: tuple[str, ...]  # fully qualified names of these parameters
     context: UnitContext
 
     def places(self, indices: Iterable[int] | None = None) -> Iterator[tuple[str, GroupParam, int]]:
@@ -270,39 +254,24 @@ class Unit:
 
 
 class Segment(NamedTuple):
-    """One parameter's place in a slot.
-
-    Attributes:
-        name: Fully qualified parameter name.
-        start: First element of the shard in the slot.
-        numel: Elements of the (padded) shard.
-        wire_format: ``"quantized"``, ``"full"`` (full precision) or ``"skipped"`` (not sent).
-        reason: Why it is not quantized; empty if it is.
-        codec: Index of the layout's codec, if it is quantized.
-    """
+    """One parameter's place in a slot: of its padded shard, in elements."""
 
     name: str
     start: int
     numel: int
     wire_format: WireFormat
-    reason: str = ""
-    codec: int = 0
+    reason: str = ""  # why it is not quantized; empty if it is
+    codec: int = 0  # index of the layout's codec, if it is quantized
 
 
 class Run(NamedTuple):
-    """Neighbouring segments in one wire format: ``slot[start : stop]``.
-
-    Attributes:
-        quantized: Whether the run is encoded.
-        gaps: Full-precision runs within an encoded one. Zeros are encoded in their place.
-        codec: Index of the layout's codec, 0 where the run is not encoded.
-    """
+    """Neighbouring segments in one wire format: ``slot[start : stop]``."""
 
     start: int
     numel: int
-    quantized: bool
-    gaps: tuple[Run, ...] = ()
-    codec: int = 0
+    quantized: bool  # whether the run is encoded
+    gaps: tuple[Run, ...] = ()  # full-precision runs within it; zeros are encoded in their place
+    codec: int = 0  # index of the layout's codec, 0 where the run is not encoded
 
     @property
     def stop(self) -> int:
@@ -408,16 +377,11 @@ class MessageLayout:
     *Exact* values are sent in full precision: those of full-precision runs and of gaps, in slot
     order and without space between them. Codes take a multiple of 16 bytes, as do messages, so all
     parts start at multiples of that.
-
-    Attributes:
-        runs: Runs, in slot order.
-        specs: Codecs, of which each quantized run uses one.
-        raw_dtype: Dtype of exact values in the message.
     """
 
-    runs: Sequence[Run]
-    specs: Sequence[CodecSpec]
-    raw_dtype: torch.dtype
+    runs: Sequence[Run]  # in slot order
+    specs: Sequence[CodecSpec]  # codecs, of which each quantized run uses one
+    raw_dtype: torch.dtype  # of exact values in the message
 
     @cached_property
     def quantized(self) -> list[tuple[int, Run]]:

@@ -16,16 +16,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "LayerStack",
-    "find_layer_stack",
-    "has_parameters",
-    "hidden_name",
-    "is_block",
-    "is_silent_container",
-    "names_around",
-]
-
 
 def has_parameters(module: nn.Module) -> bool:
     """Whether the module or one inside it has parameters."""
@@ -50,16 +40,10 @@ _FRAMEWORKS = ("torch", "lightning", "pytorch_lightning")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerStack:
-    """Names of the modules of a model, by their place around its repeated blocks.
+    """Names of the modules of a model, by their place around its repeated blocks."""
 
-    Attributes:
-        layers: Repeated blocks, in the order of their calls.
-        before: Other modules with parameters that run before them.
-        after: Other modules with parameters that run after them.
-    """
-
-    layers: tuple[str, ...]
-    before: tuple[str, ...]
+    layers: tuple[str, ...]  # repeated blocks, in the order of their calls
+    before: tuple[str, ...]  # other modules with parameters that run before them
     after: tuple[str, ...]
 
 
@@ -76,9 +60,9 @@ def find_layer_stack(root: nn.Module, trunk: str | None = None) -> LayerStack:
         trunk: Name of the container of the blocks, for a model with several lists of them.
 
     Raises:
-        ValueError: there are no blocks, or ``trunk`` names no container of blocks.
-        NotImplementedError: an encoder-decoder model, several lists of blocks, a block that occurs
-            twice.
+        ValueError: There are no blocks, or ``trunk`` names no container of blocks.
+        NotImplementedError: An encoder-decoder model, several lists of blocks, or a block that
+            occurs twice.
     """
     lists = dict(_block_lists(root, "", set()))
     if trunk is not None and trunk not in lists:

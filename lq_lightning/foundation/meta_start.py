@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from lq_lightning._compat.tensors import local_tensor, materialize
 
-__all__ = ["check_values", "initialize_meta_tensors"]
-
 _RECORD = "_lq_marked"  # names of marked tensors, kept in the module
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

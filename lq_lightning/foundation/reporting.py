@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-__all__ = ["QuantizationReport", "ReportsQuantization"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationReport:

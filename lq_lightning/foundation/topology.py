@@ -8,8 +8,6 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Level", "Topology"]
-
 Level = Literal["intra", "inter"]
 """Where a message travels: within a node or between nodes."""
 

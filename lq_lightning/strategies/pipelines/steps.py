@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torchmetrics import Metric, MetricCollection
 
-from lq_lightning._compat.autograd import hasten_casts, let_go_of_casts
 from lq_lightning._compat.modules import begin_root_forward, end_root_forward
-from lq_lightning._compat.saved_tensors import version_of
+from lq_lightning._compat.saved_tensors import hasten_casts, let_go_of_casts, version_of
 from lq_lightning.pipeline.interceptor import LayerInterceptor
 from lq_lightning.pipeline.partition import kept_stages
 from lq_lightning.plugins import FullyShardedPrecision
