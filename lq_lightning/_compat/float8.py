@@ -13,8 +13,7 @@ from torch.torch_version import TorchVersion
 
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# cuBLASLt reads operands in 16 bytes: K and the rows of `b` are multiples of it. Rows of `a` are
-# free.
+# cuBLASLt reads operands in 16 bytes: K and the number of rows of `b` are multiples of it.
 OPERAND_MULTIPLE = 16
 # Before it, traces of `torch.compile` end at the public function.
 _PUBLIC_IS_TRACEABLE = TorchVersion(torch.__version__) >= "2.13"
@@ -78,7 +77,7 @@ def scaled_mm(
     M, N = a_MK.shape[0], b_NK.shape[0]
     if not a_MK.is_cuda:
         return ((a_MK.float() @ b_NK.float().t()) * scale_a * scale_b).to(dtype)
-    if not torch.compiler.is_compiling():  # what is compiled has been asked before
+    if not torch.compiler.is_compiling():  # compiled code was checked before
         _check_device(a_MK.device)
     if M == 0 or N == 0 or a_MK.shape[1] == 0:
         return torch.zeros(M, N, dtype=dtype, device=a_MK.device)

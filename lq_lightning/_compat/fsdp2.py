@@ -152,12 +152,12 @@ class GatheredWeights(NamedTuple):
 
 
 def bypass_all_gather(group: Any, read: Callable[[], GatheredWeights | None]) -> None:
-    """Let a group's all-gathers return the result of ``read``; replaces that of an earlier call.
+    """Let a group's all-gathers return the result of ``read``; replaces an earlier one.
 
     FSDP2 would cast and copy this rank's shards into a new buffer on one stream and call its custom
-    all-gather on another, which takes the host longer than copying out. The sizes that it copies by
-    are those of the group's first gather, which is always its own, as is every one of parameters
-    with hooks for gathers (``fsdp_pre_all_gather``). Where ``read`` returns None, FSDP2 gathers.
+    all-gather on another, which takes the host longer than copying out. FSDP2 gathers itself where
+    ``read`` returns None, the first time, from which the sizes to copy are known, and always with
+    parameters that have hooks for gathers (``fsdp_pre_all_gather``).
     """
     original = getattr(group.unshard, "by_fsdp2", group.unshard)
     known: Any = None  # FSDP2's own result, without its tensors
@@ -421,8 +421,7 @@ def _set_unreduced_gradient(fsdp_param: Any, gradient: Tensor | None) -> None:
 class ForwardCounter:
     """Numbers the forward passes of a model sharded by FSDP2, the same on every rank.
 
-    A pass is that of the outermost sharded module: the root, or a submodule that is called by
-    itself. Calling the object gives the number of the pass that runs now, None outside of any.
+    A pass is a call of the outermost sharded module: the root, or a submodule called by itself.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -433,7 +432,7 @@ class ForwardCounter:
             state._root_pre_forward = self._counting(state, state._root_pre_forward)
 
     def __call__(self) -> int | None:
-        """Return the number of the pass that runs now, or None."""
+        """Return the number of the pass that runs now; None outside of any."""
         running = any(s._state_ctx.iter_forward_root is not None for s in self._states)
         return self._number if running else None
 

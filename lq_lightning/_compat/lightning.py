@@ -135,8 +135,8 @@ def take_compiler(module: LightningModule) -> bool:
 def check_precision_with(strategy: type[Strategy], check: Callable[[str], None]) -> None:
     """Call ``check`` with the Trainer's ``precision`` if its strategy is a ``strategy``.
 
-    Lightning's own check knows strategies by their base classes: it offers what a subclass may
-    refuse, speaks of another class, and is left out where the strategy is given by name.
+    Lightning's own check knows strategies by their base classes: it offers choices that a subclass
+    may refuse, names another class, and is skipped where the strategy is given by name.
     """
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
@@ -248,7 +248,7 @@ def launcher_where_it_runs(
 
 
 def _notebook_launcher(strategy: ModelParallelStrategy) -> _Launcher:
-    """Return a launcher whose ranks shard the model, and the notebook gets the whole of it."""
+    """Return a launcher whose ranks shard the model, and give the notebook the whole of it."""
     from lightning.pytorch.strategies.launchers.multiprocessing import (
         _MultiProcessingLauncher,
         _WorkerOutput,

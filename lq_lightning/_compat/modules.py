@@ -43,9 +43,8 @@ def prepare_fsdp_class(cls: type[nn.Module]) -> None:
         function = value.__func__ if isinstance(value, staticmethod) else value
         if not isinstance(function, types.FunctionType) or not hasattr(nn.Module, name):
             continue
-        if (
-            "__class__" in function.__code__.co_freevars
-        ):  # uses super(): search on from the new class
+        # a function that uses super() has to search on from the new class
+        if "__class__" in function.__code__.co_freevars:
             function = types.FunctionType(
                 function.__code__,
                 function.__globals__,
@@ -122,7 +121,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether hooks run around the forward of the module or of one inside, as those of FSDP2."""
+    """Whether hooks, such as FSDP2's, run around the forward of the module or of one inside."""
     return any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
 
 
@@ -329,7 +328,7 @@ class RootParameters:
         return next((p for p in self._params if p.sharded_param is shard), None)
 
     def gather(self) -> None:
-        """Begin the root's forward, and leave the modules what they hold (`functional_call`)."""
+        """Begin the root's forward; modules keep the parameters that they hold."""
         held = [(m, n, m._parameters.get(n)) for p in self._params for m, n in _places(p)]
         begin_root_forward(self._module)
         for module, name, parameter in held:

@@ -237,7 +237,7 @@ def _will_run(node: Any) -> bool:
         return False
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # so the engine says that a leaf's gradient is to be returned
+    except RuntimeError:  # the engine is to return the gradient of this leaf
         return True
 
 

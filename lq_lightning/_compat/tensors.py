@@ -17,7 +17,7 @@ def local_shard(full: Tensor, like: DTensor) -> DTensor:
 
 
 def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Index of this rank's part in the whole tensor; of all of it if it is no DTensor."""
+    """Index of this rank's part in the whole tensor, which is all of it if it is no DTensor."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(

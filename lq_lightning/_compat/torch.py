@@ -239,7 +239,7 @@ def schedule_actions(
         "zero_bubble": schedules.ScheduleInterleavedZeroBubble,
         "zbv": schedules.ScheduleZBVZeroBubble,
     }
-    # What the constructors read of stages before they have made the lists.
+    # The attributes of stages that constructors read before they have made the lists.
     stages = [
         SimpleNamespace(
             num_stages=pipeline_size * stages_per_rank,

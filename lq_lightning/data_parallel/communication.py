@@ -50,9 +50,9 @@ class UnitCollectives(NamedTuple):
 class ExchangeSchedule:
     """Exchanges weight differences right after an optimizer step.
 
-    On CUDA everything runs on three streams of its own (see [Note: streams]), so that the network
-    works from the end of the optimizer step on, whatever forward computes; a gather waits for its
-    own unit only. While one bucket of units is on the network, the one before it is decoded and the
+    On CUDA the work has three streams of its own (see [Note: streams]), so that the network is busy
+    from the end of the optimizer step on, whatever forward computes; a gather waits for its own
+    unit only. While one bucket of units is on the network, the one before it is decoded and the
     next one encoded. On a CPU the exchanges are complete when :meth:`run` returns.
     """
 
@@ -148,7 +148,7 @@ class QuantizedCommunication:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Wait for the exchanges, which read the main weights, before an update changes these.
 
-        A closure runs forward and backward first, which need not wait: it is wrapped.
+        A closure is wrapped: its forward and backward, which run first, need not wait.
         """
         position = next((i for i, value in enumerate(args[1:], 1) if callable(value)), None)
         closure = kwargs.get("closure") if position is None else args[position]
@@ -280,9 +280,9 @@ class QuantizedCommunication:
     def replica_state_dict(self) -> dict[str, DTensor]:
         """Each rank's slot of the replicas as DTensors sharded like the parameters, by name.
 
-        Every rank must call this. Stale replicas, as before the first gather, are left out. The
-        values are not the main weights: they are what every rank computes with, so saving them lets
-        a resumed run continue exactly.
+        Every rank must call this. Stale replicas, as before the first gather, are left out. Every
+        rank computes with these values, which are not the main weights: a run that resumes with
+        them continues exactly.
         """
         if self._consensus is not None:
             self._consensus.settle(self.step)

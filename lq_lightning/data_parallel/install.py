@@ -46,9 +46,9 @@ from lq_lightning.foundation.groups import RankGroups, shared_split
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.foundation.topology import Topology
 
-# Parameters of neighbouring units whose differences are exchanged together, 16 MB in 4 bits, and
-# whose gradients are reduced together: each exchange costs the host as much as that of one unit.
-# Forward waits for all of the first bucket, and gradients wait for theirs in 4 bytes each.
+# Parameters in a bucket of neighbouring units, whose differences are exchanged together (16 MB in 4
+# bits) and whose gradients are reduced together: a bucket costs the host as much as a unit. Forward
+# waits for all of the first bucket, and gradients wait for theirs in 4 bytes each.
 MAX_BUCKET_NUMEL = 1 << 25
 
 
@@ -196,8 +196,7 @@ def _may_share(config: WeightQuantization | GradientQuantization | None) -> bool
 def _bucket_sizes(every_params: Sequence[GroupParams]) -> list[int]:
     """Return the sizes of all buckets: neighbouring small units of one shape, or one unit.
 
-    What they do together costs the host little more than what one of them does. Frozen units and
-    trained ones share nothing: else all of their bucket would be exchanged alone.
+    Frozen units and trained ones share no bucket: else all of its units would be exchanged alone.
     """
     buckets: list[list[object]] = []
     room = 0

@@ -79,8 +79,7 @@ class OuterOptimizer:
         self._config = config
         self._topology = topology
         self._groups = groups
-        # By name wherever tensors meet those of other nodes, whose modules and optimizers may be
-        # in another order.
+        # In the order of names, since modules and optimizers of other nodes may have another one.
         self._names = dict(sorted(names.items(), key=lambda item: item[1]))
         self._min_quantized_numel = min_quantized_numel
         self._device = device
@@ -94,8 +93,8 @@ class OuterOptimizer:
         """Start to track the parameters that an optimizer is about to train for the first time.
 
         All ranks call it before a step of that optimizer and add one to :attr:`steps` after it,
-        even those of a node that then skips the step: the parameters that are exchanged follow from
-        these calls alone, so they are the same on all nodes.
+        even on a node that then skips the step: which parameters are exchanged follows from these
+        calls alone, so it is the same on all nodes.
 
         Raises:
             ValueError: On all ranks: nodes do not begin to train the same parameters. On this one:

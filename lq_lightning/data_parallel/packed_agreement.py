@@ -130,8 +130,8 @@ class PackedAgreement:
         )
         if not units:
             return (
-                "ranks have reduced the gradients of units in different orders, so that those of "
-                f"different parameters were added up. {advice}"
+                "ranks have reduced the gradients of units in different orders, so that gradients "
+                f"of different parameters were added up. {advice}"
             )
         unit = units[0]
         params = [p.sharded_param for p in GroupParams(self._groups[unit])()]

@@ -1,7 +1,7 @@
 """Weight replicas: their memory and state, and agreement over ranks on which of them are stale.
 
-An update of the main weights from outside (by anything but an optimizer step) makes the replica of
-its unit stale, and the next gather has to refresh it, which is a collective. But a rank sees only
+An external update of the main weights (by anything but an optimizer step) makes the replica of its
+unit stale, and the next gather has to refresh it, which is a collective. But a rank sees only
 updates of its own shards, and a program may write to the shards of some ranks alone. So ranks vote
 at the start of every forward pass, in one max-reduction of three bytes per unit: whether any rank
 has seen an update, whether any rank has not, and whether the shard has changed on any rank without
@@ -30,7 +30,7 @@ optimizer step, so that ranks that disagree on it raise an error, and votes have
 their own, so that they are compared with each other even then.
 
 Nothing is decided between a forward pass and its backward, so both use the same weights. A gather
-outside of any pass, as of ``module.unshard()``, has a vote of its own.
+outside of any pass, such as that of ``module.unshard()``, has a vote of its own.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Replica:
             self.rows = self._memory.rows
             self.own, self.own_index = self.values.view(num_slots, -1)[index], index
         self.own.copy_(source)
-        streams.record_use(source)  # allocated on another stream: by FSDP2, or by who restored it
+        streams.record_use(source)  # allocated on another stream, by FSDP2 or before the restore
         return self.values, self.own
 
     def begin_exchange(self) -> bool:
@@ -203,7 +203,7 @@ class Replica:
         return checksums([self.values])
 
 
-# --- updates from outside -----------------------------------------------------------------------
+# --- external updates ---------------------------------------------------------------------------
 
 
 class ShardWatch:

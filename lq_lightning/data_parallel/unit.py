@@ -431,11 +431,6 @@ class MessageLayout:
         """Bytes of all codes, with which a message starts."""
         return self.offsets[-1]
 
-    @property
-    def quantized_numel(self) -> int:
-        """Elements of a slot that are sent as codes alone."""
-        return sum(run.numel - run.gap_numel for _, run in self.quantized)
-
     @cached_property
     def numel(self) -> int:
         """Elements of a slot that are sent."""

@@ -1,4 +1,4 @@
-"""Process groups that are made once for all runs of a process, and those of a topology.
+"""Process groups that are made once for all runs of a process, and the groups of a topology.
 
 A group has threads and open files, which torch frees only when it is destroyed. Nobody can tell
 when that is safe: a module that was sharded over a group needs it until the garbage collector finds
@@ -59,7 +59,7 @@ _runs = count()  # never from the beginning again: a store may outlive a default
 
 @cache
 def _keep_garbage_from_children() -> None:
-    """Let no forked process destroy a group of its parent.
+    """Keep forked processes from destroying groups of their parent.
 
     A group's owner may be garbage in a cycle (as FSDP2's states). Collecting it in a forked worker
     would run the group's destructor, which joins threads that the worker does not have.
@@ -118,7 +118,7 @@ def note_failed_run() -> None:
 
 
 def distrust_groups() -> None:
-    """Make new groups for the next run: messages may be missing in those of this one."""
+    """Make new groups for the next run: messages may be missing in the present ones."""
     _made.failed = _made.broken = True
 
 

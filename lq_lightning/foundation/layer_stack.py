@@ -23,7 +23,7 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def is_silent_container(module: nn.Module) -> bool:
-    """Whether nothing calls the module itself, only what is in it."""
+    """Whether only modules inside this one are called, never itself."""
     return (
         isinstance(module, (nn.ModuleList, nn.ModuleDict))
         and type(module).forward is nn.Module.forward
@@ -31,7 +31,7 @@ def is_silent_container(module: nn.Module) -> bool:
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether the module can be called and has parameters in submodules of its own."""
+    """Whether the module can be called and has submodules with parameters."""
     return not is_silent_container(module) and any(has_parameters(c) for c in module.children())
 
 
@@ -224,7 +224,7 @@ def _orders_of_use(parent: nn.Module) -> list[list[str]]:
 
 
 class _Bodies:
-    """The methods that a class and its bases define, without those of torch and Lightning."""
+    """Methods of a class and its bases, except bases of torch and Lightning."""
 
     def __init__(self, cls: type) -> None:
         self._methods: dict[str, Any] = {}

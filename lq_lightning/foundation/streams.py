@@ -48,7 +48,7 @@ others wait for that point, before which the same memory may have been in other 
 
 *Order of collectives.* Collectives of one process group run in the order of the host's calls,
 whatever streams they are issued on. Whether one is issued may depend only on facts that all ranks
-share: the course of the program, and explicit agreements (such as votes on outside writes), never
+share: the course of the program, and explicit agreements (such as votes on external updates), never
 on what one rank sees in its own shards.
 
 *Errors.* The host may raise between any two of these steps. The object being written is marked as
@@ -132,7 +132,7 @@ class StreamStage:
     def submit(self, handed_over: Tensor, work: Callable[[], None]) -> None:
         """Run ``work``, which reads ``handed_over``, after the current stream's work so far.
 
-        If ``work`` raises, ``handed_over`` is held all the same: part of it may be under way.
+        If ``work`` raises, ``handed_over`` is held all the same: part of the work may be under way.
         """
         if self._stream is None:
             self._stream = new_stream()
@@ -154,10 +154,10 @@ class StreamStage:
 
 
 class CommPipeline:
-    """Two stages: a transfer, and work on what it received.
+    """Two stages: a transfer, and work on the received messages.
 
     Each has a CUDA stream of its own: a transfer starts when the one before it is done and its
-    input is there, even if what that one received is still unprocessed.
+    input is there, even if the messages received before are still unprocessed.
     """
 
     def __init__(self) -> None:

@@ -221,24 +221,28 @@ def test_layouts_of_conditional_experts_do_not_pile_up() -> None:
 
 
 def _nonfinite(rank: int, world: int, node_size: int) -> None:
-    for value in (float("nan"), float("inf"), float("-inf")):
-        for name in ("blocks.0.up.weight", "blocks.1.norm.weight", "embed.weight"):
-            model, _, _ = build(gradients=TLQ_HS, node_size=node_size)
+    names = ("blocks.0.up.weight", "blocks.1.norm.weight", "embed.weight")
+    values = (float("nan"), float("inf"), float("-inf"))
+    for name, value in [
+        *((name, values[0]) for name in names),
+        *((names[0], v) for v in values[1:]),
+    ]:
+        model, _, _ = build(gradients=TLQ_HS, node_size=node_size)
 
-            def poison(gradient: Tensor, value: float = value) -> Tensor:
-                gradient = gradient.clone()
-                gradient.view(-1)[gradient.numel() // 3] = value
-                return gradient
+        def poison(gradient: Tensor, value: float = value) -> Tensor:
+            gradient = gradient.clone()
+            gradient.view(-1)[gradient.numel() // 3] = value
+            return gradient
 
-            loss = model(tokens(0))
-            if rank == world - 1:  # only one rank sees the bad gradient
-                for module in units(model):
-                    module.unshard()
-                dict(model.named_parameters())[name].register_hook(poison)
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            assert not torch.isfinite(norm), (name, value)
+        loss = model(tokens(0))
+        if rank == world - 1:  # only one rank sees the bad gradient
+            for module in units(model):
+                module.unshard()
+            dict(model.named_parameters())[name].register_hook(poison)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        assert not torch.isfinite(norm), (name, value)
 
 
 def _unused(rank: int, world: int) -> None:
