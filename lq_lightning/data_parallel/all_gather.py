@@ -54,6 +54,7 @@ class QuantizedAllGather(AllGather):
         self.unit = unit
         self._config = config
         self._context = unit.context
+        self._num_nodes = unit.context.topology.num_nodes
         self._layout: MessageLayout | None = None
         self._layout_key: tuple[Any, ...] | None = None
 
@@ -357,7 +358,7 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         ranks, ``[L, units, 1, nbytes]``, in memory of their own. (FSDP2 gathers nothing on a single
         rank, which has no replica to add differences to.)
         """
-        if self._context.topology.num_nodes > 1:
+        if self._num_nodes > 1:
             return self._gather_between_nodes(exchange.messages)
         own = exchange.messages.unsqueeze(1)
         return own.clone() if self.shared_by_node else self._gather_within_node(own)
@@ -366,7 +367,7 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         """Pass the messages on inside the node and add the differences to the replicas."""
         if self.shared_by_node:
             received = received.unsqueeze(0)
-        elif self._context.topology.num_nodes > 1:
+        elif self._num_nodes > 1:
             received = self._gather_within_node(received)
         self._decode(exchange.layout, received, exchange.slots, add=True)
         if exchange.exact is not None:
@@ -456,7 +457,7 @@ class WeightDifferenceAllGather(QuantizedAllGather):
 
     def _gather_node(self, output: Tensor, values: Tensor) -> None:
         """Gather the node's slots of the replica to ``[nodes * node_size * n]``."""
-        context, num_nodes = self._context, self._context.topology.num_nodes
+        context, num_nodes = self._context, self._num_nodes
         nodes, slots = output.view(num_nodes, -1), values.view(num_nodes, -1)
         if num_nodes <= MAX_GATHERED_PARTS:
             all_gather_parts(nodes.unbind(), slots.unbind(), context.groups.intra)

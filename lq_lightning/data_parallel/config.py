@@ -234,7 +234,7 @@ class LocalSteps:
     Attributes:
         every: Optimizer steps that nodes take alone.
         outer_lr: Learning rate of the outer SGD. With ``every`` below 16 less is better, such as
-            0.5 (``docs/slow_network.md``).
+            0.5 (``docs/local_steps.md``).
         outer_momentum: Momentum of the outer SGD, 0 or more and less than 1.
         bits: Bits of one code of a node's progress, 2 to 8, in the format of gradients between
             nodes (see :class:`GradientQuantization`), embeddings and heads included; ``None`` sends

@@ -121,7 +121,10 @@ class TwoLevelReduceScatter(ReduceScatter):
         self.bucket = bucket
         self._config = config
         self._context = unit.context
-        separates = config.separates_vocabulary(unit.context.topology.levels)
+        topology = unit.context.topology
+        self._nodes, self._node = topology.num_nodes, topology.node
+        self._node_size, self._levels = topology.node_size, topology.levels
+        separates = config.separates_vocabulary(self._levels)
         self._vocabulary = unit.context.vocabulary if separates else frozenset()
         self._layouts: dict[tuple[int, torch.dtype, tuple[int, ...]], LevelLayouts] = {}
         self._expected: PackedGradients | None = None
@@ -145,8 +148,7 @@ class TwoLevelReduceScatter(ReduceScatter):
             wire_format: WireFormat = "full" if reason else "quantized"
             codec, numel = int(name in self._vocabulary), param.padded_shard_numel
             segments.append(Segment(name, start, numel, wire_format, reason, codec))
-        specs = self._specs(self._context.topology.levels[0])
-        return keep_small_runs_exact(segments, specs, itemsize)
+        return keep_small_runs_exact(segments, self._specs(self._levels[0]), itemsize)
 
     def _specs(self, level: Level) -> list[CodecSpec]:
         """Codecs of a level: of most gradients, and of embeddings and heads."""
@@ -178,7 +180,7 @@ class TwoLevelReduceScatter(ReduceScatter):
             )
         runs = merge_over_small_gaps(segment_runs(segments))
         # after sums within a node, exact values are fp32
-        raw = torch.float32 if self._context.topology.node_size > 1 else dtype
+        raw = torch.float32 if self._node_size > 1 else dtype
         return LevelLayouts(
             MessageLayout(runs, self._specs("intra"), dtype),
             MessageLayout(runs, self._specs("inter"), raw),
@@ -201,22 +203,21 @@ class TwoLevelReduceScatter(ReduceScatter):
         ``[U, n]`` output yet. Returns the messages of the slowest exchange, uint8:
         ``[N - 1, U, nbytes]``, or with one node ``[L, U, 1, nbytes]``.
         """
-        topology = self._context.topology
-        if topology.node_size == 1:
+        if self._node_size == 1:
             # before zeros are written over gaps; no message contains this node's own slot
-            torch.mul(slots[:, topology.node], scale, out=output)
+            torch.mul(slots[:, self._node], scale, out=output)
             return self.encode_for_nodes(slots, layouts.inter)
         messages = self.encode_for_node(slots, layouts.intra)
-        if topology.num_nodes == 1:
+        if self._nodes == 1:
             return messages
         received = self._exchange_within_node(messages)
         messages = self.reduce_and_encode(received, layouts)
-        _sum(received[:, :, topology.node], layouts.intra, output, scale)
+        _sum(received[:, :, self._node], layouts.intra, output, scale)
         return messages
 
     def _exchange(self, messages: Tensor) -> Tensor:
         """Send the messages of :meth:`_start` over the slowest network; ``[K, U, nbytes]``."""
-        if self._context.topology.num_nodes == 1:
+        if self._nodes == 1:
             return self._exchange_within_node(messages)[:, :, 0]
         return self._exchange_between_nodes(messages)
 
@@ -226,7 +227,7 @@ class TwoLevelReduceScatter(ReduceScatter):
         Gaps become zeros in all slots that are read.
         """
         units, nodes, _ = slots.shape
-        node = self._context.topology.node
+        node = self._node
         messages = inter.allocate(nodes - 1, units, device=slots.device)
         seed = self._seed(_SEED_INTER)
         if nodes == 2 and units > 1:  # one call for all of them
@@ -238,8 +239,7 @@ class TwoLevelReduceScatter(ReduceScatter):
 
     def encode_for_node(self, slots: Tensor, layout: MessageLayout) -> Tensor:
         """Encode all slots, ordered by the local rank that collects them: ``[L, U, N, nbytes]``."""
-        topology = self._context.topology
-        nodes, local, units = topology.num_nodes, topology.node_size, len(slots)
+        nodes, local, units = self._nodes, self._node_size, len(slots)
         messages = layout.allocate(local, units, nodes, device=slots.device)
         seed = self._seed(_SEED_INTRA)
         if nodes == 1:  # one call for all units
@@ -256,7 +256,7 @@ class TwoLevelReduceScatter(ReduceScatter):
         Both are uint8.
         """
         intra, inter = layouts
-        node, (_, units, nodes, _) = self._context.topology.node, received.shape
+        node, (_, units, nodes, _) = self._node, received.shape
         messages = inter.allocate(nodes - 1, units, device=received.device)
         seed = self._seed(_SEED_INTER)
         for unit in range(units):
@@ -285,10 +285,9 @@ class TwoLevelReduceScatter(ReduceScatter):
 
     def _exchange_between_nodes(self, messages: Tensor) -> Tensor:
         """All-to-all of ``[N - 1, U, nbytes]``, one row for and from each other node."""
-        topology = self._context.topology
         received = torch.empty_like(messages)
-        splits = [messages.shape[1] * messages.shape[2]] * topology.num_nodes
-        splits[topology.node] = 0
+        splits = [messages.shape[1] * messages.shape[2]] * self._nodes
+        splits[self._node] = 0
         if messages.shape[-1]:
             dist.all_to_all_single(
                 received.view(-1),
@@ -411,7 +410,7 @@ class TwoLevelReduceScatter(ReduceScatter):
         deferred: bool,
     ) -> None:
         """Reduce ``[U, W * n]`` gradients of one unit, or of a bucket, to as many ``[n]``."""
-        topology, reductions = self._context.topology, self._context.reductions
+        reductions = self._context.reductions
         if deferred:
             reductions.make_room()
         else:
@@ -420,11 +419,11 @@ class TwoLevelReduceScatter(ReduceScatter):
             sums = outputs[0].view(1, -1)
         else:
             sums = outputs[0].new_empty(len(outputs), outputs[0].numel())
-        slots = slots.view(len(outputs), topology.world_size, -1)
+        slots = slots.view(len(outputs), self._context.topology.world_size, -1)
         messages = self._start(slots, layouts, sums, scale)
 
         def finish(received: Tensor) -> None:
-            several = topology.num_nodes > 1  # whose messages add to this node's own part
+            several = self._nodes > 1  # whose messages add to this node's own part
             _sum(received, layouts.inter if several else layouts.intra, sums, scale, add=several)
             if len(outputs) > 1:
                 copy_all(tuple(outputs), sums.unbind())

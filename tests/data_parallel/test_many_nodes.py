@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lq_testing.fsdp2 import UnitReduction, pretend_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,12 +23,6 @@ from lq_lightning.data_parallel import (
 from lq_lightning.data_parallel.all_gather import MAX_GATHERED_PARTS
 
 NODES = 32
-
-
-@pytest.fixture(autouse=True)
-def no_group_left() -> Iterator[None]:
-    yield
-    dist.destroy_process_group()
 
 
 def unit(

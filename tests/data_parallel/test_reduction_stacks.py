@@ -12,21 +12,14 @@ import torch.distributed as dist
 from lq_testing import run_ranks
 from lq_testing.cases import on_gpus, rank_tests
 from lq_testing.devices import device
-from lq_testing.fsdp2 import tokens
+from lq_testing.fsdp2 import build, tokens
 from lq_testing.models import OptionalBlock, TinyLM
 from lq_testing.streams import Recorder, on_own_stream, recorded_streams, replaced
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 
 from lq_lightning._compat.modules import reset_iteration
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.data_parallel import (
-    GradientQuantization,
-    Topology,
-    Traffic,
-    install,
-    quantize_communication,
-)
+from lq_lightning.data_parallel import GradientQuantization, Traffic, install
 from lq_lightning.data_parallel.reduce_scatter import (
     GradientBucket,
     LevelLayouts,
@@ -35,22 +28,6 @@ from lq_lightning.data_parallel.reduce_scatter import (
 from lq_lightning.data_parallel.unit import MessageLayout, Run
 
 BLOCKS = 4
-
-
-def _build(world: int, rank: int, node_size: int) -> tuple[TinyLM, Any]:
-    torch.manual_seed(0)
-    model = TinyLM(OptionalBlock, layers=BLOCKS).to(device())
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    communication = quantize_communication(
-        model,
-        weights=None,
-        gradients=GradientQuantization(group_size=32),
-        topology=Topology(world_size=world, rank=rank, node_size=node_size),
-        min_quantized_numel=256,
-    )
-    return model, communication
 
 
 def _gradients(model: TinyLM) -> list[Tensor]:
@@ -140,7 +117,10 @@ def _trained(
             races = recorder.races
         stack.enter_context(replaced(install, "MAX_BUCKET_NUMEL", most))
         stack.enter_context(replaced(dist, "all_to_all_single", counted))
-        model, communication = _build(world, rank, node_size)
+        config = GradientQuantization(group_size=32)
+        model, _, communication = build(
+            gradients=config, node_size=node_size, block=OptionalBlock, layers=BLOCKS
+        )
         found, sent = _steps(model, communication, calls)
         return found, races, sent
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lq_testing.fsdp2 import pretend_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,7 +45,7 @@ class Gathers:
 
 
 @pytest.fixture
-def gathers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gathers]:
+def gathers(monkeypatch: pytest.MonkeyPatch) -> Gathers:
     counts = Gathers()
     gather, read = _fsdp_param_group.foreach_all_gather, WeightDifferenceAllGather.read
     start = StaleReplicaConsensus._start
@@ -69,8 +67,7 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gathers]:
     monkeypatch.setattr(_fsdp_param_group, "foreach_all_gather", gathered)
     monkeypatch.setattr(WeightDifferenceAllGather, "read", counted)
     monkeypatch.setattr(StaleReplicaConsensus, "_start", started)
-    yield counts
-    dist.destroy_process_group()
+    return counts
 
 
 def build(

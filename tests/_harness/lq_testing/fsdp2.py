@@ -49,15 +49,16 @@ def build(
     gradients: GradientQuantization | None = None,
     node_size: int | None = None,
     block: type[Block] = Block,
+    layers: int = 2,
     tied: bool = False,
     policy: MixedPrecisionPolicy | None = None,
     prepare: Callable[[TinyLM], None] | None = None,
     lr: float = 1e-2,
     **shard_kwargs: Any,
 ) -> tuple[TinyLM, torch.optim.Optimizer, QuantizedCommunication]:
-    """A small language model of three units, sharded over all ranks, with AdamW of everything."""
+    """A small language model of a unit per layer and a root, sharded over all ranks, and AdamW."""
     torch.manual_seed(0)
-    model = TinyLM(block=block, tied=tied).to(device())
+    model = TinyLM(block=block, layers=layers, tied=tied).to(device())
     if prepare is not None:
         prepare(model)
     shard_kwargs["mp_policy"] = policy or MixedPrecisionPolicy()
