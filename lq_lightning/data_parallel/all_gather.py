@@ -220,8 +220,8 @@ class WeightDifferenceAllGather(QuantizedAllGather):
     Every rank keeps a replica of the weights it computes with. After each optimizer step, each rank
     encodes the difference between its main shard and its slot of the replica (``start_exchange``),
     sends it (``send_exchange``), and all ranks, the owner included, add the decoded differences
-    (``finish_exchange``). Main weights stay exact, so the next difference contains what this one
-    lost. The gathers that FSDP2 asks for in forward and backward only read the replica
+    (``finish_exchange``). Main weights stay exact, so the next difference contains the error of
+    this one. The gathers that FSDP2 asks for in forward and backward only read the replica
     (:meth:`read`).
 
     A gather refreshes the replica in full precision where it is not fresh: the first time, after
@@ -229,7 +229,7 @@ class WeightDifferenceAllGather(QuantizedAllGather):
     something other than an optimizer step has written to the shards
     (:class:`StaleReplicaConsensus`).
 
-    A parameter that becomes frozen keeps its replica, which lacks what its last difference lost; no
+    A parameter that becomes frozen keeps its replica, with the error of its last difference; no
     message contains it until it is trained again.
 
     Deviations from the reference implementation: rounds to nearest by default; the difference is

@@ -179,9 +179,8 @@ class QuantizedAllReduce:
     def average_bucket_(self, bucket: Tensor, shapes: Sequence[torch.Size]) -> None:
         """Replace the gradients of a bucket by their means over all ranks, on the current stream.
 
-        Args:
-            bucket: Contiguous ``[N]`` fp32, bf16 or fp16, the gradients one after another.
-            shapes: Shapes of the gradients.
+        ``bucket`` is contiguous ``[N]`` fp32, bf16 or fp16: gradients of ``shapes``, one after
+        another.
         """
         least, group_size = self.min_quantized_numel, self.codec.block_multiple
         layout = _bucket_layout(tuple(shapes), bucket.dtype, group_size, least)
@@ -211,14 +210,11 @@ class QuantizedAllReduce:
     def average_async(
         self, tensor: Tensor, shapes: Sequence[torch.Size] | None = None
     ) -> torch.futures.Future[Tensor]:
-        """Start :meth:`average_`; the future holds ``tensor``. On CUDA on a stream of its own.
+        """Start :meth:`average_`, or with shapes of gradients :meth:`average_bucket_`.
 
-        Averages run one after another in the order of the calls, also uncompressed ones, so that
-        communicators never compete.
-
-        Args:
-            tensor: As for :meth:`average_`.
-            shapes: Shapes of the gradients in it; if given, starts :meth:`average_bucket_`.
+        On CUDA it runs on a stream of its own. Averages run one after another in the order of the
+        calls, also uncompressed ones, so that communicators never compete. The future holds
+        ``tensor``.
         """
         average = self.average_
         if shapes is not None:

@@ -27,17 +27,11 @@ from lq_lightning.kernels.accumulate import accumulate_, buffer_layout, read_acc
 
 
 class KeptGradient(NamedTuple):
-    """Storage of one parameter's gradient sum between micro-batches.
+    """Storage of one parameter's gradient sum between micro-batches."""
 
-    Attributes:
-        name: Fully qualified parameter name.
-        numel: Elements of the whole parameter.
-        reason: Why it is kept in full precision; empty if it is quantized.
-    """
-
-    name: str
-    numel: int
-    reason: str
+    name: str  # fully qualified
+    numel: int  # elements of the whole parameter
+    reason: str  # why it is kept in full precision; empty if it is quantized
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ from lq_lightning.data_parallel.plan import (
     describe_gradients,
     describe_weights,
     embedding_params,
-    plan_tensor,
+    plan_unit,
 )
 from lq_lightning.data_parallel.reduce_scatter import GradientBucket, TwoLevelReduceScatter
 from lq_lightning.data_parallel.replica import ReplicaMemory, StaleReplicaConsensus
@@ -128,7 +128,7 @@ def quantize_communication(
             unit_module.set_custom_reduce_scatter(scatter)
             announce_packed_gradients(group, scatter.expect)
         units.append(UnitCollectives(gather, scatter))
-        tensors += (t._replace(tied=tied[t.name]) for t in _plan_unit(unit, gather, scatter))
+        tensors += plan_unit(unit, gather, scatter, tied)
     plan = CommunicationPlan(
         tuple(tensors),
         describe_weights(weights),
@@ -232,14 +232,3 @@ def _install_gather(
         bypass_all_gather(group, gather.read)
     module.set_custom_all_gather(gather)
     return gather
-
-
-def _plan_unit(
-    unit: Unit, gather: QuantizedAllGather | None, scatter: TwoLevelReduceScatter | None
-) -> list[TensorPlan]:
-    weights = {s.name: s for s in gather.segments()} if gather else {}
-    gradients = {s.name: s for s in scatter.segments()} if scatter else {}
-    return [
-        plan_tensor(name, p.numel, weights.get(name), gradients.get(name), p.requires_grad)
-        for name, p in zip(unit.names, unit.params(), strict=True)
-    ]

@@ -51,17 +51,8 @@ class OuterOptimizer:
 
     Anything that writes to weights in between counts as progress of the node.
 
-    Args:
-        config: Number of local steps and options of the outer SGD.
-        topology: Ranks and nodes.
-        groups: Process groups of its two levels.
-        names: Fully qualified names of the parameters of this node's copy.
-        min_quantized_numel: Parameters with fewer elements are sent in fp32, as are 1-D ones.
-        device: Device of messages.
-
-    Attributes:
-        steps: Optimizer steps that nodes have taken since the last outer step.
-        sent_nbytes: Bytes that this rank has sent to other nodes.
+    ``names`` has the fully qualified names of the parameters of this node's copy. Parameters with
+    fewer than ``min_quantized_numel`` elements are sent in fp32, as are 1-D ones.
     """
 
     def __init__(
@@ -74,8 +65,8 @@ class OuterOptimizer:
         min_quantized_numel: int,
         device: torch.device,
     ) -> None:
-        self.steps = 0
-        self.sent_nbytes = 0.0
+        self.steps = 0  # optimizer steps that nodes have taken since the last outer step
+        self.sent_nbytes = 0.0  # by this rank, to other nodes
         self._config = config
         self._topology = topology
         self._groups = groups

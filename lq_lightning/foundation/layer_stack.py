@@ -51,13 +51,9 @@ def find_layer_stack(root: nn.Module, trunk: str | None = None) -> LayerStack:
     """Find the repeated blocks of ``root`` and the modules around them.
 
     The blocks are the children of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that have
-    parameters in submodules of their own. Other modules run before or after them by the order in
-    which the code of their common parent uses both, or, where that does not show it, by the order
-    in which they were registered.
-
-    Args:
-        root: The model.
-        trunk: Name of the container of the blocks, for a model with several lists of them.
+    parameters in submodules of their own; ``trunk`` names it in a model with several. Other modules
+    run before or after them by the order in which the code of their common parent uses both, or,
+    where that does not show it, by the order in which they were registered.
 
     Raises:
         ValueError: There are no blocks, or ``trunk`` names no container of blocks.

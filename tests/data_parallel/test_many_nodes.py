@@ -6,19 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from lq_testing.fsdp2 import UnitReduction, pretend_ranks
+from lq_testing.fsdp2 import UnitReduction, pretend_ranks, shard
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from lq_lightning.codecs import decode_reduce_encode, encode
 from lq_lightning.data_parallel import (
     GradientQuantization,
     QuantizedCommunication,
-    Topology,
     WeightQuantization,
     all_gather,
-    quantize_communication,
 )
 from lq_lightning.data_parallel.all_gather import MAX_GATHERED_PARTS
 
@@ -33,15 +29,9 @@ def unit(
 ) -> QuantizedCommunication:
     """A linear layer with a bias on one rank of 32 nodes: one quantized run, one exact one."""
     pretend_ranks(nodes * gpus, rank)
-    mesh = init_device_mesh("cpu", (nodes * gpus,))
-    layer = fully_shard(nn.Linear(256, 128), mesh=mesh)
-    return quantize_communication(
-        layer,
-        weights=WeightQuantization(group_size=64, replica=replica),
-        gradients=GradientQuantization(),
-        topology=Topology.of(mesh, node_size=gpus),
-        min_quantized_numel=256,
-    )
+    weights = WeightQuantization(group_size=64, replica=replica)
+    gradients = GradientQuantization()
+    return shard(nn.Linear(256, 128), node_size=gpus, weights=weights, gradients=gradients)
 
 
 @pytest.mark.parametrize("node", [0, 13, NODES - 1])

@@ -12,11 +12,13 @@ from lq_testing import run_ranks
 from lq_testing.devices import device
 from lq_testing.fsdp2 import (
     QWD,
+    TLQ_HS,
     UnitReduction,
     build,
     pretend_ranks,
     replicas,
     same_on_all_ranks,
+    shard,
     train,
 )
 from torch import Tensor, nn
@@ -26,7 +28,6 @@ from torch.distributed.fsdp import fully_shard
 
 from lq_lightning._compat.torch import group_timeout, inherit_timeout
 from lq_lightning.data_parallel import (
-    GradientQuantization,
     QuantizedCommunication,
     Topology,
     quantize_communication,
@@ -42,17 +43,8 @@ def _stage(
     torch.manual_seed(stage)
     widths = WIDTHS[stage]
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)))
-    for layer in model.to(device()):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    communication = quantize_communication(
-        model,
-        weights=QWD,
-        gradients=GradientQuantization(),
-        topology=Topology.of(mesh, node_size=node_size),
-        min_quantized_numel=256,
-    )
-    return model, communication
+    layers = list(model.to(device()))
+    return model, shard(model, layers, mesh, node_size, weights=QWD, gradients=TLQ_HS)
 
 
 def _train_stage(mesh: DeviceMesh, stage: int, node_size: int) -> tuple[list[Tensor], list[Any]]:
@@ -129,7 +121,7 @@ def _mesh_of_nodes(rank: int, world: int) -> None:
     assert Topology.of(mesh) == Topology(world_size=4, rank=rank, node_size=2)
     with pytest.raises(ValueError, match="node_size=4` contradicts the mesh"):
         Topology.of(mesh, node_size=4)
-    options: dict[str, Any] = {"weights": QWD, "gradients": GradientQuantization()}
+    options: dict[str, Any] = {"weights": QWD, "gradients": TLQ_HS}
     expected = train(*build(**options, node_size=2)[:2], 3)
 
     model, _, _ = build()
@@ -189,14 +181,7 @@ def test_fake_tensors_can_be_sharded_and_quantized(node_size: int) -> None:
     mesh = init_device_mesh("cpu", (4,))
     with FakeTensorMode():
         model = nn.Linear(64, 64, bias=False)
-        fully_shard(model, mesh=mesh)
-        communication = quantize_communication(
-            model,
-            weights=None,
-            gradients=GradientQuantization(),
-            topology=Topology.of(mesh, node_size=node_size),
-            min_quantized_numel=1,
-        )
+        communication = shard(model, (), mesh, node_size, gradients=TLQ_HS, min_quantized_numel=1)
         assert communication._context.groups.inter.size() == 4 // node_size
         model(torch.randn(2, 64)).sum().backward()
         assert communication.traffic().reductions == 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -77,6 +77,24 @@ def build(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)  # as users do: frozen ones too
     communication.register_optimizer(optimizer)
     return model, optimizer, communication
+
+
+def shard(
+    model: nn.Module,
+    units: Iterable[nn.Module] = (),
+    mesh: DeviceMesh | None = None,
+    node_size: int | None = None,
+    **options: Any,
+) -> QuantizedCommunication:
+    """Shard some units of a model and itself, by default over all ranks, and quantize."""
+    mesh = mesh or init_device_mesh(device().type, (dist.get_world_size(),))
+    for unit in (*units, model):
+        fully_shard(unit, mesh=mesh)
+    return quantize_communication(
+        model,
+        topology=Topology.of(mesh, node_size=node_size),
+        **{"weights": None, "gradients": None, "min_quantized_numel": 256, **options},
+    )
 
 
 def train(
