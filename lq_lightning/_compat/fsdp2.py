@@ -209,26 +209,19 @@ class PackedGradients(NamedTuple):
 
 
 class _Listeners(NamedTuple):
-    """Callbacks in front of a reduce-scatter of a parameter group."""
+    """Callbacks before a reduce-scatter of a parameter group."""
 
     of_indices: list[Callable[[tuple[int, ...]], None]]
     of_all: list[Callable[[PackedGradients], None]]
 
 
-def announce_packed_gradients(
-    group: Any, announce: Callable[[PackedGradients], None]
-) -> Callable[[], None]:
-    """Call ``announce`` in front of each reduce-scatter of the group with what it packs.
+def announce_packed_gradients(group: Any, announce: Callable[[PackedGradients], None]) -> None:
+    """Call ``announce`` before each reduce-scatter of the group with the gradients it packs.
 
     FSDP2 packs only parameters that received a gradient and drops the gradients before it calls a
     custom reduce-scatter, so this has to be read just before its post-backward.
-
-    Returns:
-        A function that ends it.
     """
-    listeners = _listeners(group).of_all
-    listeners.append(announce)
-    return lambda: listeners.remove(announce)
+    _listeners(group).of_all.append(announce)
 
 
 def announce_packed_indices(group: Any, announce: Callable[[tuple[int, ...]], None]) -> None:

@@ -24,6 +24,7 @@ from lq_lightning.foundation import streams
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.foundation.streams import CommPipeline
 from lq_lightning.foundation.topology import Topology
+from lq_lightning.kernels.checksum import checksums
 
 _STATE_VERSION = 2
 
@@ -378,15 +379,15 @@ def _drifted(
     gathers: Sequence[WeightDifferenceAllGather], topology: Topology, group: dist.ProcessGroup
 ) -> list[WeightDifferenceAllGather]:
     """Units whose replicas differ between ranks; each rank of the group has to call this."""
-    sums = [gather.replica.checksum() for gather in gathers]
-    known = [(g, s) for g, s in zip(gathers, sums, strict=True) if s is not None]
+    values = {gather: gather.replica.fresh_values() for gather in gathers}
+    known = {gather: found for gather, found in values.items() if found is not None}
     if not known:
         return []
-    mine = torch.cat([s for _, s in known])
+    mine = checksums([*known.values()])
     every = mine.new_empty(topology.world_size, mine.numel())
     all_gather_flat(every.view(-1), mine, group)
     drifted = []
-    for column, (gather, _) in zip(every.unbind(1), known, strict=True):
+    for column, gather in zip(every.unbind(1), known, strict=True):
         # ranks of a node that shares a replica hold different slots of it
         rows = topology.num_nodes if gather.shared_by_node else topology.world_size
         by_row = column.reshape(rows, -1)

@@ -195,12 +195,12 @@ class Replica:
         if self.written is not None:
             streams.current_stream().wait_event(self.written)
 
-    def checksum(self) -> Tensor | None:
-        """Order-sensitive checksum, ``[1]`` int64; None if the replica is not in use."""
-        if self.values is None or self.state is not Freshness.FRESH:
+    def fresh_values(self) -> Tensor | None:
+        """Values for the current stream, which waits for the last write; None if not FRESH."""
+        if self.state is not Freshness.FRESH:
             return None
         self.wait()
-        return checksums([self.values])
+        return self.values
 
 
 # --- external updates ---------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def test_a_replica_is_fresh_only_when_everything_was_written() -> None:
     assert (replica.state, replica.slot) == (Freshness.STALE, None)
     replica = _refreshed()
     assert replica.begin_exchange()
-    assert (replica.state, replica.slot, replica.checksum()) == (Freshness.STALE, None, None)
+    assert (replica.state, replica.slot, replica.fresh_values()) == (Freshness.STALE, None, None)
     replica.complete()
     assert replica.state is Freshness.FRESH
     memory = replica.values
