@@ -211,54 +211,44 @@ def _used_before(orders: list[list[str]], key: str, trunk_key: str) -> bool | No
 def _orders_of_use(parent: nn.Module) -> list[list[str]]:
     """Return attributes of ``self`` in the order of use in forward and in the training step.
 
-    For models that register their last norm before their layers, as OPT.
+    For models that register their last norm before their layers, such as OPT.
     """
     if isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         return []
-    bodies = _Bodies(type(parent))
-    return [list(bodies.uses(name)) for name in ("forward", "training_step")]
+    methods: dict[str, Any] = {}
+    for base in type(parent).__mro__:
+        if base.__module__.partition(".")[0] not in _FRAMEWORKS:
+            methods = {**vars(base), **methods}
+    return [list(_uses(methods, name, ())) for name in ("forward", "training_step")]
 
 
-class _Bodies:
-    """Methods of a class and its bases, except bases of torch and Lightning."""
+def _uses(methods: dict[str, Any], method: str, callers: tuple[str, ...]) -> Iterator[str]:
+    """Yield attributes that a method uses, also in methods that it calls."""
+    function = methods.get(method)
+    if not inspect.isfunction(function) or method in callers:
+        return
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError):  # no source, as of functions made at run time
+        return
+    yield from _walk(tree, methods, (*callers, method))
 
-    def __init__(self, cls: type) -> None:
-        self._methods: dict[str, Any] = {}
-        for base in cls.__mro__:
-            if base.__module__.partition(".")[0] not in _FRAMEWORKS:
-                for name, value in vars(base).items():
-                    self._methods.setdefault(name, value)
-        self._open: set[str] = set()
 
-    def uses(self, method: str) -> Iterator[str]:
-        """Yield attributes that the method uses, also in methods that it calls."""
-        function = self._methods.get(method)
-        if not inspect.isfunction(function) or method in self._open:
-            return
-        self._open.add(method)
-        try:
-            source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
-            yield from self._walk(ast.parse(source))
-        except (OSError, TypeError, SyntaxError):  # no source, as of functions made at run time
-            return
-        finally:
-            self._open.remove(method)
-
-    def _walk(self, node: ast.AST) -> Iterator[str]:
-        if isinstance(node, ast.Call):  # the arguments are computed first
-            for part in [*node.args, *(keyword.value for keyword in node.keywords)]:
-                yield from self._walk(part)
-            if isinstance(node.func, ast.Name) and node.func.id == "self":
-                yield from self.uses("forward")
-            else:
-                yield from self._walk(node.func)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.value.id == "self":
-                yield node.attr
-                yield from self.uses(node.attr)
+def _walk(node: ast.AST, methods: dict[str, Any], callers: tuple[str, ...]) -> Iterator[str]:
+    if isinstance(node, ast.Call):  # the arguments are computed first
+        for part in [*node.args, *(keyword.value for keyword in node.keywords)]:
+            yield from _walk(part, methods, callers)
+        if isinstance(node.func, ast.Name) and node.func.id == "self":
+            yield from _uses(methods, "forward", callers)
         else:
-            for child in ast.iter_child_nodes(node):
-                yield from self._walk(child)
+            yield from _walk(node.func, methods, callers)
+    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        if node.value.id == "self":
+            yield node.attr
+            yield from _uses(methods, node.attr, callers)
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _walk(child, methods, callers)
 
 
 def hidden_name(layer: nn.Module) -> str:
