@@ -106,9 +106,7 @@ def _product(
         return result
     per_tensor = ScalingType.TensorWise
     return public_scaled_mm(
-        *(a, b, scale_a, per_tensor, scale_b, per_tensor),
-        output_dtype=dtype,
-        use_fast_accum=fast,
+        *(a, b, scale_a, per_tensor, scale_b, per_tensor), output_dtype=dtype, use_fast_accum=fast
     )
 
 

@@ -38,12 +38,7 @@ def _update(model: Any, frozen: tuple[str, ...] = ()) -> None:
 
 
 def _exchanges(
-    rank: int,
-    world: int,
-    node_size: int,
-    replica: str,
-    dtype: torch.dtype,
-    frozen: tuple[str, ...],
+    rank: int, world: int, node_size: int, replica: str, dtype: torch.dtype, frozen: tuple[str, ...]
 ) -> None:
     config = WeightQuantization(replica=replica)  # type: ignore[arg-type]
     model, communication = build_normed(node_size, weights=config, dtype=dtype, frozen=frozen)

@@ -209,10 +209,7 @@ def test_bad_options_are_refused() -> None:
 def test_sparse_gradients_are_refused() -> None:
     model = nn.Embedding(64, 64, sparse=True)
     buffer = QuantizedGradientBuffer(model, min_quantized_numel=256)
-    with (
-        buffer.accumulating(),
-        pytest.raises(NotImplementedError, match="`sparse=False`"),
-    ):
+    with buffer.accumulating(), pytest.raises(NotImplementedError, match="`sparse=False`"):
         model(torch.arange(4)).sum().backward()
 
 

@@ -21,12 +21,7 @@ from lq_lightning.data_parallel.all_gather import MAX_GATHERED_PARTS
 NODES = 32
 
 
-def unit(
-    rank: int,
-    gpus: int,
-    replica: Any = "full",
-    nodes: int = NODES,
-) -> QuantizedCommunication:
+def unit(rank: int, gpus: int, replica: Any = "full", nodes: int = NODES) -> QuantizedCommunication:
     """A linear layer with a bias on one rank of 32 nodes: one quantized run, one exact one."""
     pretend_ranks(nodes * gpus, rank)
     weights = WeightQuantization(group_size=64, replica=replica)

@@ -27,11 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lq_lightning._compat.torch import group_timeout, inherit_timeout
-from lq_lightning.data_parallel import (
-    QuantizedCommunication,
-    Topology,
-    quantize_communication,
-)
+from lq_lightning.data_parallel import QuantizedCommunication, Topology, quantize_communication
 
 WIDTHS = ((32, 48, 16), (48, 24, 40, 16))  # of the layers of either stage: two units, three units
 STEPS = (2, 3)

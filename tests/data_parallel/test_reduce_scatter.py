@@ -28,12 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lq_lightning._compat.fsdp2 import GroupParam, PackedGradients
-from lq_lightning.data_parallel import (
-    GradientQuantization,
-    Topology,
-    reduce_scatter,
-    unit,
-)
+from lq_lightning.data_parallel import GradientQuantization, Topology, reduce_scatter, unit
 
 
 def _gradient_error(rank: int, world: int, cases: list[tuple[int, str, float]]) -> None:

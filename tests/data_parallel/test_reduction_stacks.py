@@ -199,6 +199,5 @@ def _layouts(group_size: int) -> LevelLayouts:
 
 
 test_on_ranks = rank_tests(
-    on_gpus(_on_gpus, 2, 1, env=DETERMINISTIC),
-    on_gpus(_on_gpus, 4, 2, env=DETERMINISTIC),
+    on_gpus(_on_gpus, 2, 1, env=DETERMINISTIC), on_gpus(_on_gpus, 4, 2, env=DETERMINISTIC)
 )

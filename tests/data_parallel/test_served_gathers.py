@@ -14,10 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResul
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from lq_lightning._compat.fsdp2 import GatheredWeights, bypass_all_gather
-from lq_lightning.data_parallel import (
-    QuantizedCommunication,
-    WeightQuantization,
-)
+from lq_lightning.data_parallel import QuantizedCommunication, WeightQuantization
 from lq_lightning.data_parallel.all_gather import WeightDifferenceAllGather
 from lq_lightning.data_parallel.replica import StaleReplicaConsensus
 

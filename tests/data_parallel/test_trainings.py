@@ -28,11 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lq_lightning._compat.fsdp2 import fsdp_units
-from lq_lightning.data_parallel import (
-    QuantizedCommunication,
-    WeightQuantization,
-    reduce_scatter,
-)
+from lq_lightning.data_parallel import QuantizedCommunication, WeightQuantization, reduce_scatter
 
 
 def _checkpointed(model: TinyLM) -> None:
