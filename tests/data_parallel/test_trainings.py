@@ -86,6 +86,18 @@ def _frozen_send_nothing(rank: int, world: int) -> None:
     assert counted.weights_elements < (adapters + others) / world * 1.2
 
 
+def _unfreezing(rank: int, world: int) -> None:
+    model, optimizer, communication = build(weights=QWD8, gradients=TLQ_HS, block=LoRABlock)
+    train(model, optimizer, 2)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    train(model, optimizer, 2)
+    values = replicas(model)
+    assert same_on_all_ranks(values)
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), value, atol=2e-3, rtol=0)
+
+
 def _traffic_is_real(rank: int, world: int, node_size: int, replica: str) -> None:
     config = WeightQuantization(group_size=64, replica=replica)  # type: ignore[arg-type]
     model, optimizer, communication = build(
@@ -395,6 +407,7 @@ test_on_ranks = rank_tests(
     ),
     on_ranks(_trains, 4, {"bf16": NODE, "tied": QWD8}, 2, timeout=180),
     on_ranks(_frozen_send_nothing, 2),
+    on_ranks(_unfreezing, 2),
     on_ranks(_traffic_is_real, 2, 1, "full"),
     on_ranks(_traffic_is_real, 2, 2, "full"),
     on_ranks(_traffic_is_real, 4, 2, "full"),
