@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, encode
-from lq_lightning.data_parallel.layout import (
+from lq_lightning.data_parallel.unit import (
     MessageLayout,
     Run,
     Segment,
@@ -151,7 +151,7 @@ class Unit:
             start += size
         kept = keep_small_runs_exact(segments, codes.of(first), dtype.itemsize)
         runs = merge_over_small_gaps(segment_runs(kept))
-        return MessageLayout.of(runs, codes.of(level), dtype)
+        return MessageLayout(runs, codes.of(level), dtype)
 
 
 def _sum(

@@ -46,7 +46,7 @@ from job import (
 from torch import Tensor
 
 from lq_lightning.data_parallel import Traffic
-from lq_lightning.foundation.traffic import ring_bytes
+from lq_lightning.data_parallel.unit import ring_bytes
 
 DEFAULT_VARIANTS = [
     name for name, v in VARIANTS.items() if v.communicate and v.ddp is None and not v.every

@@ -13,8 +13,7 @@ from torch.torch_version import TorchVersion
 
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# cuBLASLt reads operands in 16 bytes: K and the rows of `b` are multiples of it. Rows of `a` are
-# free.
+# cuBLASLt reads operands in 16 bytes: K and the number of rows of `b` are multiples of it.
 OPERAND_MULTIPLE = 16
 # Before it, traces of `torch.compile` end at the public function.
 _PUBLIC_IS_TRACEABLE = TorchVersion(torch.__version__) >= "2.13"
@@ -55,33 +54,30 @@ def scaled_mm(
     *,
     fast_accumulation: bool,
 ) -> Tensor:
-    """Multiply FP8 matrices: ``(a * scale_a) @ (b * scale_b).T``.
+    """Multiply FP8 matrices: ``(a * scale_a) @ (b * scale_b).T``, ``[M, N]`` contiguous.
 
     On CUDA by cuBLASLt, on a CPU in fp32, which the former approaches up to the order and the
-    precision of its sums.
+    precision of its sums. K, and N on CUDA, need not be multiples of 16: an operand for which one
+    is not is copied with zeros appended. Make K one (``float8_cast`` does) to save that.
 
     Args:
         a_MK: ``[M, K]`` E4M3 or E5M2, contiguous.
         b_NK: ``[N, K]`` E4M3 or E5M2, contiguous; not both are E5M2, which no tensor core takes.
         scale_a: fp32 of one element, the factor that decodes ``a_MK``.
-        scale_b: the same for ``b_NK``.
+        scale_b: The same for ``b_NK``.
         dtype: fp32, bf16 or fp16, of the result.
-        fast_accumulation: let Hopper add up in its tensor cores, with about 14 bits, instead of in
+        fast_accumulation: Let Hopper add up in its tensor cores, with about 14 bits, instead of in
             fp32 every few steps. Customary forward, but not for gradients.
 
-    Returns:
-        ``[M, N]``, contiguous. K, and N on CUDA, need not be multiples of 16: an operand for which
-        one is not is copied with zeros appended. Make K one (``float8_cast`` does) to save that.
-
     Raises:
-        ValueError: other dtypes or shapes.
-        RuntimeError: the GPU has no FP8 units; see ``float8_matmul_available``.
+        ValueError: Other dtypes or shapes.
+        RuntimeError: The GPU has no FP8 units; see ``float8_matmul_available``.
     """
     _check_operands(a_MK, b_NK, dtype)
     M, N = a_MK.shape[0], b_NK.shape[0]
     if not a_MK.is_cuda:
         return ((a_MK.float() @ b_NK.float().t()) * scale_a * scale_b).to(dtype)
-    if not torch.compiler.is_compiling():  # what is compiled has been asked before
+    if not torch.compiler.is_compiling():  # compiled code was checked before
         _check_device(a_MK.device)
     if M == 0 or N == 0 or a_MK.shape[1] == 0:
         return torch.zeros(M, N, dtype=dtype, device=a_MK.device)
@@ -110,9 +106,7 @@ def _product(
         return result
     per_tensor = ScalingType.TensorWise
     return public_scaled_mm(
-        *(a, b, scale_a, per_tensor, scale_b, per_tensor),
-        output_dtype=dtype,
-        use_fast_accum=fast,
+        *(a, b, scale_a, per_tensor, scale_b, per_tensor), output_dtype=dtype, use_fast_accum=fast
     )
 
 

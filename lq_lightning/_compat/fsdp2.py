@@ -1,9 +1,12 @@
-"""FSDP2's parameter groups, as custom collectives see them."""
+"""FSDP2's parameter groups as collectives see them, and its forward and backward passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,25 +17,23 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as Reduc
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
+# Types that hold no tensor of a forward pass, or only others than its results.
+_LEAVES = (
+    *(type(None), str, bytes, int, float, complex, type, nn.Module),
+    *(torch.dtype, torch.device, torch.Generator, types.FunctionType, types.ModuleType),
+)
+_MAX_SEEN = 1000
+
 
 class GroupParam(NamedTuple):
-    """One parameter of an FSDP2 parameter group, as its collectives see it.
+    """One parameter of an FSDP2 parameter group, as its collectives see it."""
 
-    Attributes:
-        fsdp_param: FSDP2's own bookkeeping object (identity is what matters to callers).
-        sharded_param: The DTensor parameter that the optimizer updates.
-        padded_shard_numel: Elements this rank contributes to one collective slot.
-        numel: Elements of the whole, unsharded parameter.
-        ndim: Dimensions of the whole parameter.
-        gather_dtype: Dtype of the all-gather input (the mixed-precision dtype if there is one).
-    """
-
-    fsdp_param: Any
-    sharded_param: nn.Parameter
-    padded_shard_numel: int
-    numel: int
+    fsdp_param: Any  # FSDP2's own bookkeeping object
+    sharded_param: nn.Parameter  # the DTensor that the optimizer updates
+    padded_shard_numel: int  # elements this rank contributes to one collective slot
+    numel: int  # of the whole, unsharded parameter, as is `ndim`
     ndim: int
-    gather_dtype: torch.dtype
+    gather_dtype: torch.dtype  # of the all-gather input: the mixed-precision dtype if there is one
 
     @property
     def requires_grad(self) -> bool:
@@ -80,24 +81,6 @@ def uses_hsdp(group: Any) -> bool:
     return bool(type(group.mesh_info).__name__ == "HSDPMeshInfo")
 
 
-def tensor_parallel_parameters(root: nn.Module) -> list[str]:
-    """Names of parameters that stay DTensors where FSDP2 gathers them, or that it does not have."""
-    plain: set[int] = set()
-    for module in root.modules():
-        for group in param_groups(module) if isinstance(module, FSDPModule) else ():
-            plain.update(id(p.sharded_param) for p in group.fsdp_params if not p.is_dtensor)
-    return [
-        name
-        for name, parameter in root.named_parameters()
-        if isinstance(parameter, DTensor) and id(parameter) not in plain
-    ]
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 gathers and frees the module's own parameters, as a part of some unit."""
-    return getattr(module, "_is_fsdp_managed_module", False) is True
-
-
 def offloads_to_cpu(root: nn.Module) -> bool:
     """Whether any unit keeps its shards on the CPU (``CPUOffloadPolicy``)."""
     return any(isinstance(g.offload_policy, CPUOffloadPolicy) for _, _, g in fsdp_units(root))
@@ -110,11 +93,7 @@ def shard_group(group: Any) -> dist.ProcessGroup:
 
 
 class GroupParams:
-    """The parameters of an FSDP2 parameter group, described anew only when they were replaced.
-
-    Args:
-        group: FSDP2's parameter group.
-    """
+    """The parameters of an FSDP2 parameter group, described anew only when they were replaced."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -155,9 +134,7 @@ def shard_memory(params: list[GroupParam]) -> list[Tensor]:
 def pack_shards(params: list[GroupParam], slots: Tensor) -> None:
     """Cast and pack this rank's shards into slots, as FSDP2 does before an all-gather.
 
-    Args:
-        params: The parameters of one or several groups, in their order.
-        slots: ``[groups, n]``, contiguous, in the gather dtype, or uint8 if a group has several.
+    ``slots`` are ``[groups, n]``, contiguous, in the gather dtype, or uint8 if a group has several.
     """
     shards = [p.fsdp_param._sharded_param_data for p in params]
     if slots.dtype == torch.uint8:
@@ -168,28 +145,19 @@ def pack_shards(params: list[GroupParam], slots: Tensor) -> None:
 
 
 class GatheredWeights(NamedTuple):
-    """Result of a unit's all-gather that is in memory already.
+    """Result of a unit's all-gather that is in memory already."""
 
-    Attributes:
-        values: ``[world * n]``; FSDP2 copies from it on the computing stream.
-        written: Event after which it is complete; None on a device without streams.
-    """
-
-    values: Tensor
-    written: torch.cuda.Event | None
+    values: Tensor  # [world * n]; FSDP2 copies from it on the computing stream
+    written: torch.cuda.Event | None  # after which it is complete; None on a device without streams
 
 
 def bypass_all_gather(group: Any, read: Callable[[], GatheredWeights | None]) -> None:
-    """Let a group's all-gathers return the result of ``read``; replaces that of an earlier call.
+    """Let a group's all-gathers return the result of ``read``; replaces an earlier one.
 
     FSDP2 would cast and copy this rank's shards into a new buffer on one stream and call its custom
-    all-gather on another, which takes the host longer than copying out. The sizes that it copies by
-    are those of the group's first gather, which is always its own, as is every one of parameters
-    with hooks for gathers (``fsdp_pre_all_gather``).
-
-    Args:
-        group: FSDP2's parameter group.
-        read: Called where FSDP2 would gather over all shards; if it returns None, FSDP2 does.
+    all-gather on another, which takes the host longer than copying out. FSDP2 gathers itself where
+    ``read`` returns None, the first time, from which the sizes to copy are known, and always with
+    parameters that have hooks for gathers (``fsdp_pre_all_gather``).
     """
     original = getattr(group.unshard, "by_fsdp2", group.unshard)
     known: Any = None  # FSDP2's own result, without its tensors
@@ -231,38 +199,29 @@ def _has_hooks(group: Any) -> bool:
 class PackedGradients(NamedTuple):
     """Gradients that the next reduce-scatter of a parameter group packs.
 
-    Attributes:
-        indices: Indices of the parameters with a gradient, in the order of the slot.
-        read_in_backward: Whether something other than the optimizer reads the result, while
-            backward still runs: accumulation onto earlier gradients, a cast, a copy to the CPU, or
-            a hook without a method ``reads_gradient(parameter)`` that returns False.
+    Something other than the optimizer may read the result while backward still runs: accumulation
+    onto earlier gradients, a cast, a copy to the CPU, or a hook without a method
+    ``reads_gradient(parameter)`` that returns False.
     """
 
-    indices: tuple[int, ...]
+    indices: tuple[int, ...]  # of the parameters with a gradient, in the order of the slot
     read_in_backward: bool
 
 
 class _Listeners(NamedTuple):
-    """Callbacks in front of a reduce-scatter of a parameter group."""
+    """Callbacks before a reduce-scatter of a parameter group."""
 
     of_indices: list[Callable[[tuple[int, ...]], None]]
     of_all: list[Callable[[PackedGradients], None]]
 
 
-def announce_packed_gradients(
-    group: Any, announce: Callable[[PackedGradients], None]
-) -> Callable[[], None]:
-    """Call ``announce`` in front of each reduce-scatter of the group with what it packs.
+def announce_packed_gradients(group: Any, announce: Callable[[PackedGradients], None]) -> None:
+    """Call ``announce`` before each reduce-scatter of the group with the gradients it packs.
 
     FSDP2 packs only parameters that received a gradient and drops the gradients before it calls a
     custom reduce-scatter, so this has to be read just before its post-backward.
-
-    Returns:
-        A function that ends it.
     """
-    listeners = _listeners(group).of_all
-    listeners.append(announce)
-    return lambda: listeners.remove(announce)
+    _listeners(group).of_all.append(announce)
 
 
 def announce_packed_indices(group: Any, announce: Callable[[tuple[int, ...]], None]) -> None:
@@ -348,16 +307,10 @@ def same_addresses(a: tuple[tuple[int, ...], ...], b: tuple[tuple[int, ...], ...
 
 
 class ShardIdentity(NamedTuple):
-    """Tensors that a sharded parameter consists of.
-
-    Attributes:
-        local: This rank's shard.
-        storage: Storage of the DTensor itself, which has no memory there; held so that no other
-            gets its address.
-    """
+    """Tensors that a sharded parameter consists of."""
 
     local: Tensor
-    storage: torch.UntypedStorage
+    storage: torch.UntypedStorage  # of the DTensor, without memory; no other gets its address
 
 
 def shard_identity(param: GroupParam) -> ShardIdentity:
@@ -373,10 +326,6 @@ def data_was_assigned(param: GroupParam, known: ShardIdentity) -> bool:
     On a DTensor the assignment replaces the outer tensor and leaves the shard: the value is lost.
     On its local tensor it replaces the shard, while FSDP2 goes on gathering the memory of the old
     one. ``module.to(...)`` and ``load_state_dict(assign=True)`` replace both and tell FSDP2.
-
-    Args:
-        param: The parameter.
-        known: An earlier result of :func:`shard_identity`.
     """
     local, storage = shard_identity(param)
     if local is known.local and storage._cdata != known.storage._cdata:
@@ -390,3 +339,238 @@ def data_was_assigned(param: GroupParam, known: ShardIdentity) -> bool:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+# --- gradients that stay unreduced between backward passes --------------------------------------
+
+
+class GradientKeeper(Protocol):
+    """Keeps unreduced gradients of a parameter group between backward passes."""
+
+    def store(self, index: int, gradient: Tensor) -> bool:
+        """Add the gradient of parameter ``index``; False leaves it where it is."""
+
+    def restore(
+        self, index: int, gradient: Tensor | None, like: Tensor, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Return what was stored plus ``gradient``, shaped as ``like``; None if there is none."""
+
+    def discard(self) -> None:
+        """Forget everything."""
+
+
+def keep_unreduced_gradients(group: Any, keeper: GradientKeeper) -> Callable[[], None]:
+    """Hand the group's unreduced gradients to ``keeper`` until the backward that reduces them.
+
+    While ``set_requires_gradient_sync(False)`` holds, FSDP2 accumulates whole gradients, in the
+    reduction dtype. The keeper gets them before that cast. Call it after
+    :func:`announce_packed_gradients`, which sees what is given back.
+
+    Returns:
+        A function that undoes it.
+    """
+    original = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        for index, fsdp_param in enumerate(group.fsdp_params):
+            unsharded = getattr(fsdp_param, "_unsharded_param", None)
+            if unsharded is None:
+                continue
+            gradient = _unreduced_gradient(fsdp_param)
+            if group.reduce_grads:
+                dtype = fsdp_param.mp_policy.reduce_dtype or unsharded.dtype
+                total = keeper.restore(index, gradient, unsharded, dtype)
+                if total is not None:
+                    _set_unreduced_gradient(fsdp_param, total)
+            elif gradient is not None and keeper.store(index, gradient):
+                _set_unreduced_gradient(fsdp_param, None)
+        original(*unused)
+
+    def remove() -> None:
+        if group.__dict__.get("post_backward") is post_backward:
+            group.post_backward, group.gradient_keeper = original, None
+
+    group.post_backward, group.gradient_keeper = post_backward, keeper
+    return remove
+
+
+def _unreduced_gradient(fsdp_param: Any) -> Tensor | None:
+    accumulated: Tensor | None = vars(fsdp_param).get("unsharded_accumulated_grad")  # torch < 2.15
+    return fsdp_param._unsharded_param.grad if accumulated is None else accumulated
+
+
+def _set_unreduced_gradient(fsdp_param: Any, gradient: Tensor | None) -> None:
+    gathered = fsdp_param._unsharded_param
+    if "unsharded_accumulated_grad" in vars(fsdp_param):  # torch < 2.15
+        fsdp_param.unsharded_accumulated_grad, gradient = gradient, None
+    if gradient is not None and gradient.dtype != gathered.dtype:
+        gathered.grad_dtype = None  # any
+    gathered.grad = gradient
+
+
+# --- forward and backward passes ----------------------------------------------------------------
+
+
+class ForwardCounter:
+    """Numbers the forward passes of a model sharded by FSDP2, the same on every rank.
+
+    A pass is a call of the outermost sharded module: the root, or a submodule called by itself.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._number = 0
+        modules = (m for m in root.modules() if isinstance(m, FSDPModule))
+        self._states: list[Any] = [m._get_fsdp_state() for m in modules]
+        for state in self._states:
+            state._root_pre_forward = self._counting(state, state._root_pre_forward)
+
+    def __call__(self) -> int | None:
+        """Return the number of the pass that runs now; None outside of any."""
+        running = any(s._state_ctx.iter_forward_root is not None for s in self._states)
+        return self._number if running else None
+
+    def _counting(self, state: Any, root_pre_forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(root_pre_forward)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if state._state_ctx.iter_forward_root is None:
+                self._number += 1
+            return root_pre_forward(*args, **kwargs)
+
+        return counted
+
+
+def gather_normal_tensors(group: Any) -> None:
+    """Let a unit's gathers make normal tensors under ``torch.inference_mode``, too. Idempotent.
+
+    FSDP2 allocates the gathered parameters once, at the first gather. Made in inference mode, they
+    could not be written by a gather outside of it, nor used by a forward that is differentiated.
+    """
+    for name in ("unshard", "wait_for_unshard"):
+        if name not in vars(group):
+            setattr(group, name, _outside_inference_mode(getattr(group, name)))
+
+
+def _outside_inference_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return outside
+
+
+def refuse_second_derivatives(group: Any, name: str) -> None:
+    """Refuse a backward with ``create_graph=True`` where it enters a unit. Idempotent.
+
+    The graph of such a backward saves the gathered weights, which FSDP2 frees when it is over: the
+    next backward would read memory that is gone. Nor would FSDP2 reduce the gradients of that one,
+    as its hooks are on outputs of the forward.
+    """
+    if "pre_backward" in vars(group):
+        return
+    original = group.pre_backward
+
+    def pre_backward(*args: Any) -> None:
+        if torch.is_grad_enabled():  # within a backward, iff it was called with create_graph=True
+            raise RuntimeError(
+                f"a gradient through the unit `{name}` was asked for with `create_graph=True`, to "
+                "be differentiated once more (as for a gradient penalty). FSDP2 frees the weights "
+                "of a unit after the first backward, and reduces no gradients of a second one. "
+                "Allowed are: first derivatives, of inputs too; finite differences in place of the "
+                "second ones; `create_graph=True` in `training_step` through modules that belong "
+                "to no unit, which `units=[...]` decides; and strategies that do not shard, such "
+                "as 'ddp'."
+            )
+        original(*args)
+
+    group.pre_backward = pre_backward
+
+
+def refuse_writes_before_backward(group: Any, name: str) -> None:
+    """Refuse a backward that would gather other weights than its forward has used. Idempotent.
+
+    torch refuses a write between the two by version counters. FSDP2 frees the weights after forward
+    and gathers the shards again for backward, past these counters.
+    """
+    if "post_forward" in vars(group):
+        return
+    after_forward, before_backward = group.post_forward, group.pre_backward
+    known: list[tuple[int, int]] = []
+
+    def versions() -> list[tuple[int, int]]:
+        shards = [p.sharded_param for p in group.fsdp_params]
+        return [(s._version, s._local_tensor._version) for s in shards]
+
+    def post_forward(*args: Any) -> Any:
+        if torch.is_grad_enabled():
+            known[:] = versions()
+        return after_forward(*args)
+
+    def pre_backward(*args: Any) -> None:
+        if known and not group.is_unsharded and (now := versions()) != known:
+            params = zip(group.fsdp_params, known, now, strict=True)
+            written = next(str(p._param_fqn) for p, a, b in params if a != b)
+            raise RuntimeError(
+                f"the parameter `{written}` of the unit `{name}` was written between a forward "
+                "and its backward, which would use the new weights for the gradients of the old "
+                "ones. Write before the forward or after the backward: `on_before_zero_grad` "
+                "runs between them, `on_train_batch_start` and `on_train_batch_end` do not."
+            )
+        before_backward(*args)
+
+    group.post_forward, group.pre_backward = post_forward, pre_backward
+
+
+def hook_hidden_outputs(module: FSDPModule) -> None:
+    """Let backward gather a unit's weights also where its output hides tensors. Idempotent.
+
+    FSDP2 gathers when a gradient arrives at a tensor of the output. It looks for tensors in the
+    containers that it knows, not in objects of other classes: backward through these would use
+    freed weights.
+    """
+    state = module._get_fsdp_state()
+    if "_register_pre_backward_hook" in vars(state):
+        return
+    original = state._register_pre_backward_hook
+
+    def register(output: Any) -> Any:
+        result = original(output)
+        if not isinstance(result, Tensor) and torch.is_grad_enabled():
+            for tensor in _tensors_within(result):
+                if tensor.requires_grad and not _has_pre_backward_hook(tensor):
+                    tensor.register_hook(state._pre_backward)  # type: ignore[no-untyped-call]
+        return result
+
+    state._register_pre_backward_hook = register  # type: ignore[method-assign]
+
+
+def _has_pre_backward_hook(tensor: Tensor) -> bool:
+    """Whether FSDP2 has seen it, in the output of this unit or of one inside."""
+    hooks = (tensor._backward_hooks or {}).values()
+    return any(getattr(hook, "__name__", "") == "_pre_backward" for hook in hooks)
+
+
+def _tensors_within(value: Any) -> Iterator[Tensor]:
+    """Yield tensors that can be reached from a value through containers and attributes.
+
+    The nearest come first, up to a number of objects: a result may lead to a whole dataset.
+    """
+    queue = deque([value])
+    seen: set[int] = set()
+    while queue and len(seen) < _MAX_SEEN:
+        value = queue.popleft()
+        if isinstance(value, Tensor):
+            yield value
+        if isinstance(value, (Tensor, *_LEAVES)) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            queue += value.values()
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            queue += value
+        queue += getattr(value, "__dict__", {}).values()
+        slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
+        names = [n for s in slots for n in ((s,) if isinstance(s, str) else s)]
+        queue += [getattr(value, name, None) for name in names if not name.startswith("__")]

@@ -1,35 +1,38 @@
-"""Lightning's Trainer and helpers; imported when called, so that only callers need lightning."""
+"""Lightning: Trainer, helpers, metrics, and ranks of a run in a notebook.
+
+Imported when called, so that only callers need lightning.
+"""
 
 from __future__ import annotations
 
 import os
+import tempfile
 import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins.io import CheckpointIO
-    from lightning.pytorch.strategies import Strategy
+    from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+    from lightning.pytorch.strategies.launchers.launcher import _Launcher
+    from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
     from torch.distributed.device_mesh import DeviceMesh
+    from torchmetrics import Metric
 
 
 class Window(NamedTuple):
-    """Position of a micro-batch in its gradient accumulation window.
+    """Position of a micro-batch in its gradient accumulation window."""
 
-    Attributes:
-        first: Whether gradients start from zero.
-        last: Whether an optimizer step follows.
-    """
-
-    first: bool
-    last: bool
+    first: bool  # gradients start from zero
+    last: bool  # an optimizer step follows
 
 
 def accumulation_window(trainer: Trainer) -> Window:
@@ -132,8 +135,8 @@ def take_compiler(module: LightningModule) -> bool:
 def check_precision_with(strategy: type[Strategy], check: Callable[[str], None]) -> None:
     """Call ``check`` with the Trainer's ``precision`` if its strategy is a ``strategy``.
 
-    Lightning's own check knows strategies by their base classes: it offers what a subclass may
-    refuse, speaks of another class, and is left out where the strategy is given by name.
+    Lightning's own check knows strategies by their base classes: it offers choices that a subclass
+    may refuse, names another class, and is skipped where the strategy is given by name.
     """
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
@@ -165,6 +168,25 @@ def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
     return cast("AbstractContextManager[None]", _DtypeContextManager(dtype))
 
 
+@contextmanager
+def refuse_norm_clipping(message: str) -> Iterator[None]:
+    """Let ``torch.nn.utils.clip_grad_norm_`` raise inside, however it was imported.
+
+    Raises:
+        NotImplementedError: With the message, where it is called.
+    """
+
+    def refuse(*args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError(message)
+
+    original = clip_grad._get_total_norm
+    clip_grad._get_total_norm = refuse
+    try:
+        yield
+    finally:
+        clip_grad._get_total_norm = original
+
+
 def move_optimizers_to_device(
     optimizers: list[torch.optim.Optimizer], device: torch.device
 ) -> None:
@@ -182,3 +204,90 @@ def fill_wrapping_checkpoint_io(
 
     if isinstance(checkpoint_io, _WrappingCheckpointIO) and checkpoint_io.checkpoint_io is None:
         checkpoint_io.checkpoint_io = inner()
+
+
+# --- metrics ------------------------------------------------------------------------------------
+
+
+def step_value(metric: Metric) -> Tensor | None:
+    """Result of the last ``metric(...)``, if it was a single number."""
+    value: Any = metric._forward_cache
+    return value if isinstance(value, Tensor) and value.numel() == 1 else None
+
+
+def set_step_value(metric: Any, value: Tensor | None) -> None:
+    """Let a ``Metric`` look as if ``metric(...)`` had returned ``value``; its states stay."""
+    metric._forward_cache = value
+    metric._update_count = max(metric._update_count, 1)  # otherwise `compute` warns
+
+
+def has_separate_lists(metric: Metric) -> bool:
+    """Whether a list of its states is gathered entry by entry, not joined before."""
+    states = metric._reductions.items()
+    return any(how is None and isinstance(metric._defaults[name], list) for name, how in states)
+
+
+# --- notebooks ----------------------------------------------------------------------------------
+
+
+def launcher_where_it_runs(
+    strategy: ModelParallelStrategy, launcher: _Launcher | None
+) -> _Launcher | None:
+    """Return ``launcher``, or in a notebook on one node one that works there.
+
+    A script is started once more for each rank, a notebook cannot be. Its ranks are forked out of
+    the kernel at every ``fit``, ``validate``, ``test`` and ``predict``, as with ``ddp_notebook``.
+    Ranks that others start (torchrun, SLURM) have no launcher and get none. Forking needs a kernel
+    that has not used CUDA yet: launching raises a RuntimeError otherwise.
+    """
+    from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+
+    if launcher is None or not _IS_INTERACTIVE or strategy.num_nodes > 1:
+        return launcher
+    return _notebook_launcher(strategy)
+
+
+def _notebook_launcher(strategy: ModelParallelStrategy) -> _Launcher:
+    """Return a launcher whose ranks shard the model, and give the notebook the whole of it."""
+    from lightning.pytorch.strategies.launchers.multiprocessing import (
+        _MultiProcessingLauncher,
+        _WorkerOutput,
+    )
+    from lightning.pytorch.trainer.states import TrainerFn
+
+    class NotebookLauncher(_MultiProcessingLauncher):
+        def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+            # All ranks together; Lightning would save what rank 0 holds, which are its shards.
+            weights = None
+            if trainer.state.fn == TrainerFn.FITTING:
+                weights = _save_weights(trainer.lightning_module, trainer.is_global_zero)
+            if not trainer.is_global_zero:
+                return None
+            best = getattr(trainer.checkpoint_callback, "best_model_path", None)
+            extra = self.get_extra_results(trainer)
+            return _WorkerOutput(best, weights, trainer.state, results, extra)
+
+        def _recover_results_in_main_process(
+            self, worker_output: _WorkerOutput, trainer: Trainer
+        ) -> None:
+            weights = worker_output.weights_path
+            if weights is not None:
+                trainer.lightning_module.configure_model()  # so far only the ranks have
+            super()._recover_results_in_main_process(worker_output, trainer)
+            if weights is not None:
+                Path(weights).parent.rmdir()
+
+    return NotebookLauncher(strategy, start_method="fork")
+
+
+def _save_weights(module: nn.Module, writes: bool) -> str | None:
+    """Gather the weights of all ranks and return where the rank that writes put them."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(module, options=options)
+    if not writes:
+        return None
+    path = Path(tempfile.mkdtemp(prefix="lq-notebook-"), "weights.ckpt")
+    torch.save(state, path)
+    return str(path)

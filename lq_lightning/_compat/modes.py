@@ -49,7 +49,7 @@ def written_by(
 
 @contextmanager
 def without_modes(below_autograd: OperatorMode, of_calls: TorchFunctionMode) -> Iterator[None]:
-    """Take two active modes off their stacks inside; what was entered after them stays.
+    """Take two active modes off their stacks inside; modes entered after them stay.
 
     Taken off, not told to do nothing: compiled code is neither used nor made below a mode.
     """

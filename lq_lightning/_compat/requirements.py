@@ -7,7 +7,7 @@ import platform
 import re
 from importlib import import_module
 
-MINIMUM_VERSIONS = {  # those of pyproject.toml, which is not installed
+MINIMUM_VERSIONS = {  # as in pyproject.toml, which is not installed
     "torch": "2.11",
     "lightning": "2.6.4",
     "torchmetrics": "1.0",

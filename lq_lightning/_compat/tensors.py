@@ -12,17 +12,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local_shard(full: Tensor, like: DTensor) -> DTensor:
-    """Cut this rank's shard out of a whole tensor without communication.
-
-    Args:
-        full: Shape of ``like``, any dtype (kept), on any device.
-        like: A DTensor that says how to shard.
-    """
+    """Cut this rank's shard out of a whole tensor, whose dtype is kept, without communication."""
     return _from_local(full[shard_slices(like)].to(like.device).contiguous(), like)
 
 
 def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Index of this rank's part in the whole tensor; of all of it if it is no DTensor."""
+    """Index of this rank's part in the whole tensor, which is all of it if it is no DTensor."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(
@@ -38,12 +33,7 @@ def empty_like_sharded(like: DTensor, dtype: torch.dtype) -> DTensor:
 
 
 def to_sharded_dtensor(flat_slot: Tensor, like: Tensor) -> DTensor:
-    """Wrap the valid part of a padded flat slot as a DTensor sharded like an FSDP2 parameter.
-
-    Args:
-        flat_slot: ``[padded_shard_numel]``, any dtype.
-        like: the parameter, a DTensor.
-    """
+    """Wrap the valid part of a padded ``[padded_shard_numel]`` slot as a DTensor like ``like``."""
     if not isinstance(like, DTensor):
         raise AssertionError("an FSDP2 parameter must be a DTensor")
     local_shape = like._local_tensor.shape
@@ -93,11 +83,9 @@ def waited(tensor: Tensor) -> Tensor:
 
 
 def like_rows(local: Tensor, like: Tensor) -> Tensor:
-    """Wrap rows that belong to the local rows of ``like`` as a DTensor placed like it.
+    """Wrap ``[D_local, ...]`` rows, one per local row of ``like``, as a DTensor placed like it.
 
-    Args:
-        local: ``[D_local, ...]``; the dimensions after the first are whole.
-        like: ``[D, ...]``; where it is no DTensor, ``local`` is returned.
+    Where ``like`` is no DTensor, ``local`` is returned.
     """
     if not isinstance(like, DTensor):
         return local
@@ -109,23 +97,12 @@ def like_rows(local: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_rows(full: Tensor, like: Tensor) -> Tensor:
-    """Cut the rows that belong to the local rows of ``like`` out of a whole tensor.
-
-    Args:
-        full: ``[D, ...]``.
-        like: ``[D, ...]``; where it is no DTensor, ``full`` is returned.
-    """
+    """Cut the rows that belong to the local rows of ``like`` out of a whole ``[D, ...]`` tensor."""
     if not isinstance(like, DTensor):
         return full
-    start = first_row(like)
-    return like_rows(full[start : start + like._local_tensor.shape[0]].contiguous(), like)
+    return like_rows(full[shard_slices(like)[0]].contiguous(), like)
 
 
 def first_row(tensor: Tensor) -> int:
     """Index of the first local row of a tensor that is sharded on dimension 0 at most."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    _, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return offset[0]
+    return shard_slices(tensor)[0].start if isinstance(tensor, DTensor) else 0

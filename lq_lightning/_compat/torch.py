@@ -1,10 +1,12 @@
-"""Autograd, collectives and bulk operations of torch: private or different by version."""
+"""Backward passes, collectives, stores, bulk operations and pipeline schedules of torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+TorchSchedule = Literal["interleaved_1f1b", "zero_bubble", "zbv"]
 _ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")
 
 
@@ -29,12 +32,8 @@ def backward_id() -> int:
 def any_rank(key: str, flag: bool, timeout: timedelta | None) -> bool:
     """Whether ``flag`` is true on any rank; returns when all ranks have called this with the key.
 
-    Ranks meet in the store, so that this works whatever state their process groups are in.
-
-    Args:
-        key: Not used before in this run.
-        flag: This rank's.
-        timeout: How long to wait for the others; None waits as long as the store does.
+    Ranks meet in the store, so that this works whatever state their process groups are in. The key
+    was not used before in this run. ``timeout=None`` waits as long as the store does.
     """
     store = distributed_c10d._get_default_store()
     store.add(f"{key}/flags", int(flag))
@@ -71,13 +70,7 @@ def all_gather_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> 
 def all_gather_parts(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup
 ) -> None:
-    """All-gather several flat buffers of one dtype in one collective.
-
-    Args:
-        outputs: Each ``[world * n]``, contiguous.
-        inputs: As many, each ``[n]``, contiguous.
-        group: Process group.
-    """
+    """All-gather several flat contiguous buffers of one dtype in one collective."""
     device = inputs[0].device
     if device.type != "cpu" and group._get_backend(device).name() == "gloo":
         for output, input in zip(outputs, inputs, strict=True):  # it joins CPU tensors only
@@ -159,14 +152,10 @@ def split_group(
 ) -> dist.ProcessGroup:
     """Make a group of those ranks of ``parent`` that are in one row with this one.
 
-    Its collectives keep an order of their own. Every rank of ``parent`` must call this, and no
-    other rank needs to, unlike ``init_device_mesh`` and ``new_group`` by default. All of ``parent``
-    must have made equally many groups before.
-
-    Args:
-        parent: Its backend and timeout are those of the new group.
-        rows: The ranks of ``parent``, each in one row, in ascending order.
-        device: Where the tensors are that will be sent.
+    It has the backend and timeout of ``parent``, for tensors on ``device``; its collectives keep an
+    order of their own. Every rank of ``parent`` must call this, and no other rank needs to, unlike
+    ``init_device_mesh`` and ``new_group`` by default. All of ``parent`` must have made equally many
+    groups before.
     """
     timeout = group_timeout(parent, device)
     world = dist.group.WORLD
@@ -228,3 +217,47 @@ def copy_all(targets: tuple[Tensor, ...], sources: tuple[Tensor, ...]) -> None:
 def zero_all(tensors: list[Tensor]) -> None:
     """Write zeros to all tensors in one call."""
     torch._foreach_zero_(tensors)
+
+
+def schedule_actions(
+    schedule: TorchSchedule, pipeline_size: int, num_microbatches: int, stages_per_rank: int
+) -> list[list[tuple[str, int, int]]]:
+    """Return what each rank of a pipeline computes, in order, without a process group.
+
+    Only these lists are taken from torch: they are the same in torch 2.11 to 2.15, where stages,
+    runtimes and their private attributes differ.
+
+    Returns:
+        By rank, tuples of ``"F"`` (forward), ``"B"`` (backward), ``"I"`` (backward for inputs
+        only) or ``"W"`` (backward for weights only), the stage, and the micro-batch.
+    """
+    # Imported here: it imports torch's compiler, which takes seconds.
+    from torch.distributed.pipelining import schedules
+
+    classes: dict[TorchSchedule, Any] = {
+        "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
+        "zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+        "zbv": schedules.ScheduleZBVZeroBubble,
+    }
+    # The attributes of stages that constructors read before they have made the lists.
+    stages = [
+        SimpleNamespace(
+            num_stages=pipeline_size * stages_per_rank,
+            group_size=pipeline_size,
+            group_rank=0,
+            stage_index=chunk * pipeline_size,
+            is_first=chunk == 0,
+            is_last=False,
+            submod=torch.nn.Identity(),
+        )
+        for chunk in range(stages_per_rank)
+    ]
+    made = classes[schedule](stages, num_microbatches, scale_grads=False)
+    return [
+        [
+            (action.computation_type.value, action.stage_index, action.microbatch_index)
+            for action in made.pipeline_order[rank]
+            if action is not None
+        ]
+        for rank in range(pipeline_size)
+    ]

@@ -11,8 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lq_lightning._compat.fsdp2 import is_sharded
-from lq_lightning._compat.modules import has_global_hooks
+from lq_lightning._compat.modules import has_global_hooks, is_sharded
 from lq_lightning._compat.saved_tensors import has_storage
 
 from .functions import encode_source, linear, quantized_activation, quantized_norm

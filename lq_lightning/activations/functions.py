@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lq_lightning._compat.autograd import wanted_gradients, with_shape
 from lq_lightning._compat.float8 import scaled_mm
+from lq_lightning._compat.saved_tensors import wanted_gradients, with_shape
 from lq_lightning.kernels.activation import (
     OF_POSITIVE_PART,
     activation_backward,

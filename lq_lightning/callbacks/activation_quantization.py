@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lq_lightning._compat.float8 import float8_matmul_available
-from lq_lightning._compat.fsdp2 import tensor_parallel_parameters
+from lq_lightning._compat.modules import tensor_parallel_parameters
 from lq_lightning._compat.torch import recompile_limit
 from lq_lightning.activations import (
     ActivationPlan,

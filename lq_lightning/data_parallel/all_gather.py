@@ -16,18 +16,9 @@ from torch import Tensor
 
 from lq_lightning._compat.fsdp2 import AllGather, GatheredWeights, GroupParam, pack_shards
 from lq_lightning._compat.tensors import to_sharded_dtensor
-from lq_lightning._compat.torch import all_gather_flat, all_gather_parts
+from lq_lightning._compat.torch import all_gather_flat, all_gather_parts, backward_id
 from lq_lightning.codecs import decode, derive_seed
 from lq_lightning.data_parallel.config import WeightQuantization
-from lq_lightning.data_parallel.layout import (
-    MessageLayout,
-    Segment,
-    WireFormat,
-    full_precision_reason,
-    keep_small_runs_exact,
-    merge_over_small_gaps,
-    segment_runs,
-)
 from lq_lightning.data_parallel.replica import (
     Freshness,
     Replica,
@@ -35,11 +26,18 @@ from lq_lightning.data_parallel.replica import (
     ShardWatch,
     StaleReplicaConsensus,
 )
-from lq_lightning.data_parallel.unit import Unit
+from lq_lightning.data_parallel.unit import (
+    MessageLayout,
+    Segment,
+    Unit,
+    WireFormat,
+    full_precision_reason,
+    keep_small_runs_exact,
+    merge_over_small_gaps,
+    ring_bytes,
+    segment_runs,
+)
 from lq_lightning.foundation import streams
-from lq_lightning.foundation.traffic import ring_bytes
-
-__all__ = ["Exchange", "QuantizedAllGather", "WeightAllGather", "WeightDifferenceAllGather"]
 
 # Up to so many nodes' slots are gathered to their places in the output at once, in parts. Each part
 # costs the host a launch; slots of more nodes are gathered in one piece and copied, which costs
@@ -48,29 +46,23 @@ MAX_GATHERED_PARTS = 8
 
 
 class QuantizedAllGather(AllGather):
-    """Base of both all-gathers: layouts, messages and their collectives.
+    """Base of both all-gathers: layouts, messages and their collectives."""
 
-    Attributes:
-        unit: The unit.
-    """
-
-    skips_frozen: ClassVar[bool]
-    """Whether parameters that are not trained are left out of messages."""
+    skips_frozen: ClassVar[bool]  # whether messages leave out parameters that are not trained
 
     def __init__(self, config: WeightQuantization, unit: Unit) -> None:
         self.unit = unit
         self._config = config
         self._context = unit.context
+        self._num_nodes = unit.context.topology.num_nodes
         self._layout: MessageLayout | None = None
         self._layout_key: tuple[Any, ...] | None = None
 
     def segments(self) -> list[Segment]:
         """Wire format of each parameter, given the parameters as they are now."""
-        params = self.unit.params()
-        dtypes = {p.gather_dtype for p in params}
-        segments, start = [], 0
-        for param, name in zip(params, self.unit.names, strict=True):
-            least = self._context.min_quantized_numel
+        dtypes = {p.gather_dtype for p in self.unit.params()}
+        segments, least = [], self._context.min_quantized_numel
+        for name, param, start in self.unit.places():
             reason = full_precision_reason(param.ndim, param.numel, param.gather_dtype, least)
             if len(dtypes) > 1:
                 reason = reason or "mixed dtypes in one unit"
@@ -78,7 +70,6 @@ class QuantizedAllGather(AllGather):
             if self.skips_frozen and not param.requires_grad:
                 wire_format, reason = "skipped", "frozen: gathered once in full precision"
             segments.append(Segment(name, start, param.padded_shard_numel, wire_format, reason))
-            start += param.padded_shard_numel
         if len(dtypes) > 1:
             return segments
         return keep_small_runs_exact(segments, [self._config.codec()], dtypes.pop().itemsize)
@@ -91,7 +82,7 @@ class QuantizedAllGather(AllGather):
             if dtype == torch.uint8:  # mixed dtypes: FSDP2 packs bytes
                 segments = _byte_segments(segments, params)
             runs = merge_over_small_gaps(segment_runs(segments))
-            self._layout = MessageLayout.of(runs, [self._config.codec()], dtype)
+            self._layout = MessageLayout(runs, [self._config.codec()], dtype)
             self._layout_key = key
         return self._layout
 
@@ -104,10 +95,8 @@ class QuantizedAllGather(AllGather):
     # --- messages ---------------------------------------------------------------------------
 
     def _count_baseline(self, slot: Tensor) -> None:
-        traffic = self._context.traffic
-        intra, inter = ring_bytes(slot.numel() * slot.itemsize, self._context.topology)
-        traffic.baseline_weights += intra + inter
-        traffic.baseline_inter += inter
+        nbytes = self._context.count_baseline(slot.numel() * slot.itemsize)
+        self._context.traffic.baseline_weights += nbytes
 
     def _encode(self, layout: MessageLayout, slots: Tensor, reference: Tensor | None) -> Tensor:
         """Encode ``[units, n]`` slots (minus ``reference``) into ``[units, nbytes]`` uint8.
@@ -128,7 +117,7 @@ class QuantizedAllGather(AllGather):
 
     def _gather_between_nodes(self, messages: Tensor) -> Tensor:
         """Gather ``[units, nbytes]`` messages of this local rank to ``[units, N, nbytes]``."""
-        return self._gather_messages(messages, self._context.inter_group).transpose(0, 1)
+        return self._gather_messages(messages, self._context.groups.inter).transpose(0, 1)
 
     def _gather_within_node(self, by_node: Tensor) -> Tensor:
         """Gather ``[units, N, nbytes]`` of the local ranks to ``[L, units, N, nbytes]``.
@@ -136,7 +125,7 @@ class QuantizedAllGather(AllGather):
         With several nodes of several ranks, messages cross the slow network once per node and are
         passed on inside it, which a flat ring over all ranks does not do.
         """
-        return self._gather_messages(by_node, self._context.intra_group)
+        return self._gather_messages(by_node, self._context.groups.intra)
 
     def _gather_messages(self, messages: Tensor, group: dist.ProcessGroup) -> Tensor:
         """All-gather ``[...]`` messages over ``group`` to ``[ranks, ...]``."""
@@ -150,25 +139,22 @@ class QuantizedAllGather(AllGather):
 
     def _count_sent(self, nbytes: int, group: dist.ProcessGroup) -> None:
         """Count a gather of ``nbytes`` per rank over ``group``."""
-        traffic, topology = self._context.traffic, self._context.topology
-        if group is self._context.intra_group:
+        traffic, groups = self._context.traffic, self._context.groups
+        if group is groups.intra:
             traffic.weights_intra += (group.size() - 1) * nbytes
-        elif group is self._context.inter_group:
+        elif group is groups.inter:
             traffic.weights_inter += (group.size() - 1) * nbytes
         else:
-            intra, inter = ring_bytes(nbytes, topology)
+            intra, inter = ring_bytes(nbytes, self._context.topology)
             traffic.weights_intra += intra
             traffic.weights_inter += inter
 
     @staticmethod
     def _decode(layout: MessageLayout, messages: Tensor, slots: Tensor, *, add: bool) -> None:
-        """Decode messages into (or, with ``add``, onto) slots.
+        """Decode ``[L, units, N, nbytes]`` messages into (with ``add`` onto) slots.
 
-        Args:
-            layout: Layout of the messages.
-            messages: ``[L, units, N, nbytes]``; those of several local ranks are contiguous.
-            slots: ``[units, N * L, n]``, in rank order, contiguous.
-            add: Whether to add.
+        Messages of several local ranks are contiguous, as are slots, ``[units, N * L, n]`` in rank
+        order.
         """
         if len(messages) == 1:
             messages = messages[0]
@@ -218,23 +204,14 @@ class WeightAllGather(QuantizedAllGather):
 
 
 class Exchange(NamedTuple):
-    """An exchange of weight differences in progress.
-
-    Attributes:
-        replicas: Replicas of the units.
-        slots: Their values, ``[units, slots, n]``.
-        own: This rank's slots of them, ``[units, n]``.
-        layout: Layout of the messages.
-        messages: ``[units, nbytes]`` uint8, of this rank.
-        exact: This rank's main slots ``[units, n]``, if errors are measured.
-    """
+    """An exchange of weight differences in progress."""
 
     replicas: tuple[Replica, ...]
-    slots: Tensor
-    own: Tensor
+    slots: Tensor  # [units, slots, n], values of the replicas
+    own: Tensor  # [units, n], this rank's slots of them
     layout: MessageLayout
-    messages: Tensor
-    exact: Tensor | None
+    messages: Tensor  # [units, nbytes] uint8, of this rank
+    exact: Tensor | None  # [units, n], this rank's main weights, if errors are measured
 
 
 class WeightDifferenceAllGather(QuantizedAllGather):
@@ -243,8 +220,8 @@ class WeightDifferenceAllGather(QuantizedAllGather):
     Every rank keeps a replica of the weights it computes with. After each optimizer step, each rank
     encodes the difference between its main shard and its slot of the replica (``start_exchange``),
     sends it (``send_exchange``), and all ranks, the owner included, add the decoded differences
-    (``finish_exchange``). Main weights stay exact, so the next difference contains what this one
-    lost. The gathers that FSDP2 asks for in forward and backward only read the replica
+    (``finish_exchange``). Main weights stay exact, so the next difference contains the error of
+    this one. The gathers that FSDP2 asks for in forward and backward only read the replica
     (:meth:`read`).
 
     A gather refreshes the replica in full precision where it is not fresh: the first time, after
@@ -252,23 +229,15 @@ class WeightDifferenceAllGather(QuantizedAllGather):
     something other than an optimizer step has written to the shards
     (:class:`StaleReplicaConsensus`).
 
-    A parameter that becomes frozen keeps its replica, which lacks what its last difference lost; no
+    A parameter that becomes frozen keeps its replica, with the error of its last difference; no
     message contains it until it is trained again.
 
     Deviations from the reference implementation: rounds to nearest by default; the difference is
     formed and added in fp32 and rounded once to the replica's dtype; it is sent right after the
     optimizer step and not when the next forward asks for it.
 
-    Args:
-        config: Codec and method.
-        unit: The unit.
-        consensus: Agreement of ranks on stale replicas.
-        memory: Memory for replicas of units of one shape; by default its own.
-        index: Row of the unit in it.
-
-    Attributes:
-        memory: See above.
-        replica: Its values are ``[world * n]``, or ``[nodes * n]`` if a node shares them.
+    The values of ``replica`` are ``[world * n]``, or ``[nodes * n]`` if a node shares them: row
+    ``index`` of the memory of units of one shape.
     """
 
     skips_frozen = True
@@ -278,21 +247,17 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         config: WeightQuantization,
         unit: Unit,
         consensus: StaleReplicaConsensus,
-        memory: ReplicaMemory | None = None,
-        index: int = 0,
+        memory: ReplicaMemory,
+        index: int,
     ) -> None:
         super().__init__(config, unit)
-        self.memory = memory or ReplicaMemory(1)
-        self.replica = Replica(self.memory, index)
+        self.memory = memory
+        self.replica = Replica(memory, index)
+        self.shared_by_node = config.replica == "node"
         self._watch = ShardWatch(unit.names, unit.params)
         self._consensus = consensus
         self._voted = False  # for the gather that comes now
         consensus.add(unit.name, self.replica, self._watch)
-
-    @property
-    def shared_by_node(self) -> bool:
-        """Whether the ranks of a node share one replica."""
-        return self._config.replica == "node"
 
     def holds_any(self, param_ids: set[int] | None) -> bool:
         """Whether one of these parameters (``id``; None: any) is in the unit."""
@@ -315,26 +280,20 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         if own is None or own.dtype == torch.uint8:
             return {}
         self.replica.wait()
-        slots, start = {}, 0
-        for param, name in zip(self.unit.params(), self.unit.names, strict=True):
-            flat = own[start : start + param.padded_shard_numel]
-            slots[name] = to_sharded_dtensor(flat.clone(), param.sharded_param)
-            start += param.padded_shard_numel
-        return slots
+        return {
+            name: to_sharded_dtensor(
+                own[start : start + param.padded_shard_numel].clone(), param.sharded_param
+            )
+            for name, param, start in self.unit.places()
+        }
 
     def restore(self, slots: dict[str, Tensor]) -> None:
-        """Let the next gather start from saved replica slots instead of the main weights.
-
-        Args:
-            slots: This rank's valid local part of the replica by parameter name.
-        """
-        params, names = self.unit.params(), self.unit.names
-        saved = slots[names[0]].new_zeros(sum(p.padded_shard_numel for p in params))
-        start = 0
-        for param, name in zip(params, names, strict=True):
+        """Let the next gather start from saved slots (valid local parts, by parameter name)."""
+        numel = sum(p.padded_shard_numel for p in self.unit.params())
+        saved = slots[self.unit.names[0]].new_zeros(numel)
+        for name, _, start in self.unit.places():
             local = slots[name].reshape(-1)
             saved[start : start + local.numel()].copy_(local)
-            start += param.padded_shard_numel
         self.replica.restore(saved)
         self._watch.note()
 
@@ -361,19 +320,15 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         return True
 
     def start_exchange(self, others: Sequence[WeightDifferenceAllGather] = ()) -> Exchange | None:
-        """Encode how this rank's shards changed.
+        """Encode how this rank's shards changed; None if there is nothing to send.
 
         Call on every rank after an optimizer step, then :meth:`send_exchange` and
         :meth:`finish_exchange`, possibly on other CUDA streams. The parameters must not be written
-        before this is done.
+        before this is done. Nothing is sent where all parameters are frozen, or where the next
+        gather refreshes the replica anyway.
 
-        Args:
-            others: Further units, for which :meth:`exchanges_alike`; the messages are the same as
-                in exchanges of their own, but need one launch of a kernel and one collective.
-
-        Returns:
-            Input of the other two; None if there is nothing to send: all parameters are frozen, or
-            the next gather refreshes the replica anyway.
+        ``others`` are further units, for which :meth:`exchanges_alike`: their messages are the same
+        as in exchanges of their own, but need one launch of a kernel and one collective.
         """
         gathers = (self, *others)
         if not any(p.requires_grad and p.padded_shard_numel for p in self.unit.params()):
@@ -399,12 +354,11 @@ class WeightDifferenceAllGather(QuantizedAllGather):
     def send_exchange(self, exchange: Exchange) -> Tensor:
         """Send the messages over the slowest network that there is, and nothing else.
 
-        Returns:
-            Messages of all nodes, ``[units, N, nbytes]`` uint8, or of one node those of its ranks,
-            ``[L, units, 1, nbytes]``, in memory of their own: there are several ranks, since FSDP2
-            gathers nothing on one, which then has no replica to add differences to.
+        Returns those of all nodes, ``[units, N, nbytes]`` uint8, or with one node those of its
+        ranks, ``[L, units, 1, nbytes]``, in memory of their own. (FSDP2 gathers nothing on a single
+        rank, which has no replica to add differences to.)
         """
-        if self._context.topology.num_nodes > 1:
+        if self._num_nodes > 1:
             return self._gather_between_nodes(exchange.messages)
         own = exchange.messages.unsqueeze(1)
         return own.clone() if self.shared_by_node else self._gather_within_node(own)
@@ -413,7 +367,7 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         """Pass the messages on inside the node and add the differences to the replicas."""
         if self.shared_by_node:
             received = received.unsqueeze(0)
-        elif self._context.topology.num_nodes > 1:
+        elif self._num_nodes > 1:
             received = self._gather_within_node(received)
         self._decode(exchange.layout, received, exchange.slots, add=True)
         if exchange.exact is not None:
@@ -448,7 +402,7 @@ class WeightDifferenceAllGather(QuantizedAllGather):
             all_gather_flat(output_tensor, input_tensor, group)
             return
         if not self._voted:
-            self._consensus.before_gather(self._context.step)
+            self._vote()
         self._voted = False
         self._count_baseline(input_tensor)
         if replica.state is not Freshness.FRESH:
@@ -466,12 +420,16 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         replica = self.replica
         if replica.state is not Freshness.FRESH or self.shared_by_node:
             return None
-        self._consensus.before_gather(self._context.step)
+        self._vote()
         if replica.state is not Freshness.FRESH or replica.values is None or replica.own is None:
             self._voted = True
             return None
         self._count_baseline(replica.own)
         return GatheredWeights(replica.values, replica.written)
+
+    def _vote(self) -> None:
+        if backward_id() == -1:  # a backward uses the weights of its forward
+            self._consensus.before_gather(self._context.step)
 
     def _expected_numel(self, dtype: torch.dtype) -> int:
         """Elements of this rank's slot in a gather of all parameters.
@@ -488,7 +446,7 @@ class WeightDifferenceAllGather(QuantizedAllGather):
         """Gather the main weights, or restored ones, into the replica in full precision."""
         topology, index = self._context.topology, self._context.topology.rank
         if self.shared_by_node:
-            index, group = topology.node, self._context.inter_group
+            index, group = topology.node, self._context.groups.inter
         if self.replica.state is Freshness.STALE:
             self._watch.note()  # FSDP2 has just read them: what is written from now on is new
         values, own = self.replica.begin_refresh(slot, group.size(), index)
@@ -499,12 +457,12 @@ class WeightDifferenceAllGather(QuantizedAllGather):
 
     def _gather_node(self, output: Tensor, values: Tensor) -> None:
         """Gather the node's slots of the replica to ``[nodes * node_size * n]``."""
-        context, num_nodes = self._context, self._context.topology.num_nodes
+        context, num_nodes = self._context, self._num_nodes
         nodes, slots = output.view(num_nodes, -1), values.view(num_nodes, -1)
         if num_nodes <= MAX_GATHERED_PARTS:
-            all_gather_parts(nodes.unbind(), slots.unbind(), context.intra_group)
+            all_gather_parts(nodes.unbind(), slots.unbind(), context.groups.intra)
         else:
             every = values.new_empty(context.topology.node_size, num_nodes, slots.shape[1])
-            all_gather_flat(every.view(-1), values, context.intra_group)
+            all_gather_flat(every.view(-1), values, context.groups.intra)
             nodes.view_as(every.transpose(0, 1)).copy_(every.transpose(0, 1))
-        self._count_sent(values.numel() * values.itemsize, context.intra_group)
+        self._count_sent(values.numel() * values.itemsize, context.groups.intra)

@@ -24,33 +24,23 @@ from torch import Tensor
 
 from lq_lightning._compat.torch import all_gather_flat, copy_all
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, derive_seed, encode
-from lq_lightning.data_parallel.layout import full_precision_reason
+from lq_lightning.data_parallel.unit import full_precision_reason
 from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.checks import is_whole
 from lq_lightning.foundation.groups import RankGroups
 from lq_lightning.foundation.topology import Topology
 
-__all__ = ["DEFAULT_CODEC", "QuantizedAllReduce", "quantized_all_reduce_hook"]
-
 DEFAULT_CODEC = CodecSpec(code="int8", group_size=128, scale_dtype="bfloat16")
 
 
 class _BucketLayout(NamedTuple):
-    """Places of the gradients of a bucket.
+    """Places of the gradients of a bucket."""
 
-    Attributes:
-        sizes: Elements of all gradients.
-        coded: Indices of gradients that are sent as codes.
-        starts: First elements of those in the padded buffer, each at the beginning of a group.
-        numel: Elements of the padded buffer.
-        is_padded: Whether it differs from the bucket.
-    """
-
-    sizes: list[int]
-    coded: list[int]
-    starts: list[int]
-    numel: int
-    is_padded: bool
+    sizes: list[int]  # elements of all gradients
+    coded: list[int]  # indices of gradients that are sent as codes
+    starts: list[int]  # first elements of those in the padded buffer, each begins a group
+    numel: int  # elements of the padded buffer
+    is_padded: bool  # whether it differs from the bucket
 
 
 @lru_cache(maxsize=256)
@@ -189,9 +179,8 @@ class QuantizedAllReduce:
     def average_bucket_(self, bucket: Tensor, shapes: Sequence[torch.Size]) -> None:
         """Replace the gradients of a bucket by their means over all ranks, on the current stream.
 
-        Args:
-            bucket: Contiguous ``[N]`` fp32, bf16 or fp16, the gradients one after another.
-            shapes: Shapes of the gradients.
+        ``bucket`` is contiguous ``[N]`` fp32, bf16 or fp16: gradients of ``shapes``, one after
+        another.
         """
         least, group_size = self.min_quantized_numel, self.codec.block_multiple
         layout = _bucket_layout(tuple(shapes), bucket.dtype, group_size, least)
@@ -221,14 +210,11 @@ class QuantizedAllReduce:
     def average_async(
         self, tensor: Tensor, shapes: Sequence[torch.Size] | None = None
     ) -> torch.futures.Future[Tensor]:
-        """Start :meth:`average_`; the future holds ``tensor``. On CUDA on a stream of its own.
+        """Start :meth:`average_`, or with shapes of gradients :meth:`average_bucket_`.
 
-        Averages run one after another in the order of the calls, also uncompressed ones, so that
-        communicators never compete.
-
-        Args:
-            tensor: As for :meth:`average_`.
-            shapes: Shapes of the gradients in it; if given, starts :meth:`average_bucket_`.
+        On CUDA it runs on a stream of its own. Averages run one after another in the order of the
+        calls, also uncompressed ones, so that communicators never compete. The future holds
+        ``tensor``.
         """
         average = self.average_
         if shapes is not None:
@@ -247,8 +233,6 @@ class QuantizedAllReduce:
             average(tensor)
             future.set_result(tensor)  # records an event of this stream, which readers wait for
         return future
-
-    # --- groups -----------------------------------------------------------------------------
 
     def _make_levels(self, device: torch.device) -> tuple[Topology, RankGroups]:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -357,11 +341,6 @@ def quantized_all_reduce_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients in 8 bits: a communication hook of DDP.
 
-    Args:
-        state: Options and streams; one object for all buckets of a model.
-        bucket: Gradients of one bucket, as DDP passes it.
-
-    Returns:
-        A future of the averaged bucket.
+    ``state`` has options and streams: one object for all buckets of a model.
     """
     return state.average_async(bucket.buffer(), [p.shape for p in bucket.parameters()])

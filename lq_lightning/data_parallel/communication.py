@@ -19,14 +19,12 @@ from lq_lightning.data_parallel.all_gather import QuantizedAllGather, WeightDiff
 from lq_lightning.data_parallel.plan import CommunicationPlan
 from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
 from lq_lightning.data_parallel.replica import StaleReplicaConsensus
-from lq_lightning.data_parallel.unit import UnitContext
+from lq_lightning.data_parallel.unit import Traffic, UnitContext
 from lq_lightning.foundation import streams
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.foundation.streams import CommPipeline
 from lq_lightning.foundation.topology import Topology
-from lq_lightning.foundation.traffic import Traffic
-
-__all__ = ["ExchangeSchedule", "QuantizationErrors", "QuantizedCommunication", "UnitCollectives"]
+from lq_lightning.kernels.checksum import checksums
 
 _STATE_VERSION = 2
 
@@ -53,13 +51,10 @@ class UnitCollectives(NamedTuple):
 class ExchangeSchedule:
     """Exchanges weight differences right after an optimizer step.
 
-    On CUDA everything runs on three streams of its own (see [Note: streams]), so that the network
-    works from the end of the optimizer step on, whatever forward computes; a gather waits for its
-    own unit only. While one bucket of units is on the network, the one before it is decoded and the
+    On CUDA the work has three streams of its own (see [Note: streams]), so that the network is busy
+    from the end of the optimizer step on, whatever forward computes; a gather waits for its own
+    unit only. While one bucket of units is on the network, the one before it is decoded and the
     next one encoded. On a CPU the exchanges are complete when :meth:`run` returns.
-
-    Args:
-        device: Device of the model.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,11 +63,7 @@ class ExchangeSchedule:
         self._later = CommPipeline()
 
     def run(self, buckets: Iterable[Sequence[WeightDifferenceAllGather]]) -> None:
-        """Exchange the differences of units, in this order. Every rank must call this.
-
-        Args:
-            buckets: Units that are exchanged together, see ``exchanges_alike``.
-        """
+        """Exchange the differences of units, bucket by bucket. Every rank must call this."""
         if not streams.has_streams(self._device):
             for first, *others in buckets:
                 exchange = first.start_exchange(others)
@@ -106,10 +97,8 @@ class ExchangeSchedule:
             )
 
     def join(self) -> None:
-        """Let the current stream wait until all exchanges are done.
-
-        The first stream has waited for the others, also after an error.
-        """
+        """Let the current stream wait until all exchanges are done."""
+        # the first stream has waited for the others, also after an error
         if self._first is not None:
             streams.current_stream().wait_stream(self._first)
 
@@ -136,7 +125,7 @@ class QuantizedCommunication:
         self._context = context
         self.plan = plan
         self.topology = context.topology
-        self.group = context.group
+        self.group = context.groups.every
         self._exchanges = ExchangeSchedule(device)
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -160,7 +149,7 @@ class QuantizedCommunication:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Wait for the exchanges, which read the main weights, before an update changes these.
 
-        A closure runs forward and backward first, which need not wait: it is wrapped.
+        A closure is wrapped: its forward and backward, which run first, need not wait.
         """
         position = next((i for i, value in enumerate(args[1:], 1) if callable(value)), None)
         closure = kwargs.get("closure") if position is None else args[position]
@@ -185,7 +174,7 @@ class QuantizedCommunication:
     def recover(self) -> None:
         """Clean up after a forward or backward that failed; every rank that goes on calls it.
 
-        Out of memory, for example. Waits for all pending exchanges and reductions.
+        Waits for all pending exchanges and reductions.
         """
         for unit in self._units:  # first, so that nothing is reduced any more
             if unit.scatter is not None:
@@ -193,10 +182,9 @@ class QuantizedCommunication:
         self.join()
 
     def note_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Exchange the weights, which an optimizer has updated on every rank.
+        """Exchange the weights, which ``optimizer`` has updated on every rank.
 
-        Args:
-            optimizer: The one that stepped; units without any of its parameters are left alone.
+        Units without any of its parameters are left alone; None exchanges all.
         """
         self._context.step += 1
         stepped = None
@@ -212,11 +200,11 @@ class QuantizedCommunication:
     def invalidate(self) -> None:
         """Let the next gathers refresh the replicas in full precision. Every rank must call this.
 
-        For updates that must take effect in the next forward pass and might do so one pass later:
-        of the shards of some ranks only, and on GPUs those that no version counter counts, such as
-        ``parameter.data.copy_(value)``. Others are noticed. ``parameter.data = value`` is lost
-        whatever follows: it replaces a tensor that FSDP2 does not compute with, and the next
-        forward pass raises an error.
+        Updates are noticed without it, but some only one forward pass later: those of the shards of
+        some ranks, and on GPUs those that no version counter counts, such as
+        ``parameter.data.copy_(value)``. ``parameter.data = value`` is lost whatever follows: it
+        replaces a tensor that FSDP2 does not compute with, and the next forward pass raises an
+        error.
         """
         for gather in self._difference_gathers():
             gather.replica.invalidate()
@@ -224,10 +212,7 @@ class QuantizedCommunication:
     def _buckets_to_exchange(
         self, stepped: set[int] | None, begun: set[int]
     ) -> Iterator[Sequence[WeightDifferenceAllGather]]:
-        """Yield units that are exchanged together, the same ones on every rank.
-
-        Replicas (``id``) are added to ``begun`` when their turn comes.
-        """
+        """Yield units to exchange together, the same on all ranks; note them in ``begun``."""
         for _, sharing in groupby(self._difference_gathers(), lambda gather: id(gather.memory)):
             gathers = [gather for gather in sharing if gather.holds_any(stepped)]
             begun.update(id(gather.replica) for gather in gathers)
@@ -296,9 +281,9 @@ class QuantizedCommunication:
     def replica_state_dict(self) -> dict[str, DTensor]:
         """Each rank's slot of the replicas as DTensors sharded like the parameters, by name.
 
-        Every rank must call this. Stale replicas, as before the first gather, are left out. The
-        values are not the main weights: they are what every rank computes with, so saving them lets
-        a resumed run continue exactly.
+        Every rank must call this. Stale replicas, as before the first gather, are left out. Every
+        rank computes with these values, which are not the main weights: a run that resumes with
+        them continues exactly.
         """
         if self._consensus is not None:
             self._consensus.settle(self.step)
@@ -393,16 +378,16 @@ class QuantizedCommunication:
 def _drifted(
     gathers: Sequence[WeightDifferenceAllGather], topology: Topology, group: dist.ProcessGroup
 ) -> list[WeightDifferenceAllGather]:
-    """Find units whose replicas differ between ranks; each rank of the group has to call this."""
-    sums = [gather.replica.checksum() for gather in gathers]
-    known = [(g, s) for g, s in zip(gathers, sums, strict=True) if s is not None]
+    """Units whose replicas differ between ranks; each rank of the group has to call this."""
+    values = {gather: gather.replica.fresh_values() for gather in gathers}
+    known = {gather: found for gather, found in values.items() if found is not None}
     if not known:
         return []
-    mine = torch.cat([s for _, s in known])
+    mine = checksums([*known.values()])
     every = mine.new_empty(topology.world_size, mine.numel())
     all_gather_flat(every.view(-1), mine, group)
     drifted = []
-    for column, (gather, _) in zip(every.unbind(1), known, strict=True):
+    for column, gather in zip(every.unbind(1), known, strict=True):
         # ranks of a node that shares a replica hold different slots of it
         rows = topology.num_nodes if gather.shared_by_node else topology.world_size
         by_row = column.reshape(rows, -1)

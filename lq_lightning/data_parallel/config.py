@@ -12,15 +12,6 @@ from lq_lightning.codecs.spec import GROUP_SIZES, group_size_of
 from lq_lightning.foundation.checks import check_choice, is_number
 from lq_lightning.foundation.topology import Level
 
-__all__ = [
-    "GradientMethod",
-    "GradientQuantization",
-    "LocalSteps",
-    "ReplicaMode",
-    "WeightMethod",
-    "WeightQuantization",
-]
-
 WeightMethod = Literal["qWD", "qW"]
 WeightCode = Literal["auto", "int", FloatingCode]
 GradientCode = Literal["int", FloatingCode]
@@ -109,11 +100,7 @@ class WeightQuantization:
     replica: ReplicaMode = "full"
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ValueError: A field has a value outside its choices.
-        """
+        """Check every field."""
         owner = type(self).__name__
         check_choice(owner, "method", self.method, ("qWD", "qW"))
         check_choice(owner, "replica", self.replica, ("full", "node"))
@@ -180,11 +167,7 @@ class GradientQuantization:
     rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ValueError: A field has a value outside its choices.
-        """
+        """Check every field."""
         owner = type(self).__name__
         check_choice(owner, "method", self.method, get_args(GradientMethod))
         check_choice(owner, "code", self.code, get_args(GradientCode))
@@ -217,9 +200,7 @@ class GradientQuantization:
     def codec(self, level: Level, *, vocabulary: bool = False) -> CodecSpec:
         """Codec of the messages within a node (``"intra"``) or between nodes (``"inter"``).
 
-        Args:
-            level: Level of the exchange.
-            vocabulary: Whether the gradients belong to embeddings and heads.
+        ``vocabulary``: the one for gradients of embeddings and heads.
         """
         name = f"int{self.inter_bits}" if self.code == "int" else self.code
         if self.method == "QuanGrad":
@@ -253,7 +234,7 @@ class LocalSteps:
     Attributes:
         every: Optimizer steps that nodes take alone.
         outer_lr: Learning rate of the outer SGD. With ``every`` below 16 less is better, such as
-            0.5 (``docs/slow_network.md``).
+            0.5 (``docs/local_steps.md``).
         outer_momentum: Momentum of the outer SGD, 0 or more and less than 1.
         bits: Bits of one code of a node's progress, 2 to 8, in the format of gradients between
             nodes (see :class:`GradientQuantization`), embeddings and heads included; ``None`` sends
@@ -266,11 +247,7 @@ class LocalSteps:
     bits: int | None = 4
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ValueError: A field has a value outside its choices.
-        """
+        """Check every field."""
         owner = type(self).__name__
         every, lr, momentum = self.every, self.outer_lr, self.outer_momentum
         fits_momentum = is_number(momentum) and 0 <= momentum < 1

@@ -17,30 +17,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units
-from lq_lightning._compat.gradients import keep_unreduced_gradients
+from lq_lightning._compat.fsdp2 import GroupParams, fsdp_units, keep_unreduced_gradients
 from lq_lightning._compat.tensors import empty_like_sharded, local_tensor
 from lq_lightning._compat.torch import after_backward, backward_id
 from lq_lightning.codecs import CodecSpec, decode, derive_seed, encode
-from lq_lightning.data_parallel.layout import full_precision_reason
+from lq_lightning.data_parallel.unit import full_precision_reason
 from lq_lightning.foundation.checks import is_whole
 from lq_lightning.kernels.accumulate import accumulate_, buffer_layout, read_accumulated_
 
-__all__ = ["KeptGradient", "QuantizedGradientBuffer"]
-
 
 class KeptGradient(NamedTuple):
-    """Storage of one parameter's gradient sum between micro-batches.
+    """Storage of one parameter's gradient sum between micro-batches."""
 
-    Attributes:
-        name: Fully qualified parameter name.
-        numel: Elements of the whole parameter.
-        reason: Why it is kept in full precision; empty if it is quantized.
-    """
-
-    name: str
-    numel: int
-    reason: str
+    name: str  # fully qualified
+    numel: int  # elements of the whole parameter
+    reason: str  # why it is kept in full precision; empty if it is quantized
 
 
 @dataclass(slots=True)

@@ -10,17 +10,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lq_lightning._compat.forwards import (
-    ForwardCounter,
-    gather_normal_tensors,
-    hook_hidden_outputs,
-    refuse_second_derivatives,
-)
 from lq_lightning._compat.fsdp2 import (
+    ForwardCounter,
     GroupParams,
     announce_packed_gradients,
     bypass_all_gather,
     fsdp_units,
+    gather_normal_tensors,
+    hook_hidden_outputs,
+    refuse_second_derivatives,
     shard_group,
     uses_hsdp,
 )
@@ -38,7 +36,7 @@ from lq_lightning.data_parallel.plan import (
     describe_gradients,
     describe_weights,
     embedding_params,
-    plan_tensor,
+    plan_unit,
 )
 from lq_lightning.data_parallel.reduce_scatter import GradientBucket, TwoLevelReduceScatter
 from lq_lightning.data_parallel.replica import ReplicaMemory, StaleReplicaConsensus
@@ -47,13 +45,10 @@ from lq_lightning.foundation.checks import is_whole
 from lq_lightning.foundation.groups import RankGroups, shared_split
 from lq_lightning.foundation.parameters import clean_name
 from lq_lightning.foundation.topology import Topology
-from lq_lightning.foundation.traffic import Traffic
 
-__all__ = ["quantize_communication"]
-
-# Parameters of neighbouring units whose differences are exchanged together, 16 MB in 4 bits, and
-# whose gradients are reduced together: each exchange costs the host as much as that of one unit.
-# Forward waits for all of the first bucket, and gradients wait for theirs in 4 bytes each.
+# Parameters in a bucket of neighbouring units, whose differences are exchanged together (16 MB in 4
+# bits) and whose gradients are reduced together: a bucket costs the host as much as a unit. Forward
+# waits for all of the first bucket, and gradients wait for theirs in 4 bytes each.
 MAX_BUCKET_NUMEL = 1 << 25
 
 
@@ -107,8 +102,14 @@ def quantize_communication(
     groups = RankGroups.of(topology, shard_group(found[0][2]), device)
     differences = weights is not None and weights.method == "qWD"
     consensus = _make_consensus(module, groups.every, device) if differences else None
-    vocabulary_names = frozenset(names_of[id(p)] for p in vocabulary)
-    context = _make_context(topology, groups, seed, vocabulary_names, min_quantized_numel)
+    context = UnitContext(
+        topology=topology,
+        groups=groups,
+        # models sharded over other ranks get noise of their own
+        seed=derive_seed(seed, dist.get_process_group_ranks(groups.every)[0]),
+        vocabulary=frozenset(names_of[id(p)] for p in vocabulary),
+        min_quantized_numel=min_quantized_numel,
+    )
     every_params = [GroupParams(group) for _, _, group in found]
     places, gradient_buckets = _shared_memory(every_params, weights, gradients)
     units: list[UnitCollectives] = []
@@ -127,29 +128,13 @@ def quantize_communication(
             unit_module.set_custom_reduce_scatter(scatter)
             announce_packed_gradients(group, scatter.expect)
         units.append(UnitCollectives(gather, scatter))
-        tensors += (t._replace(tied=tied[t.name]) for t in _plan_unit(unit, gather, scatter))
+        tensors += plan_unit(unit, gather, scatter, tied)
     plan = CommunicationPlan(
         tuple(tensors),
         describe_weights(weights),
         describe_gradients(gradients, topology, any(t.vocabulary for t in tensors)),
     )
     return QuantizedCommunication(units, context, plan, device, consensus)
-
-
-def _make_context(
-    topology: Topology, groups: RankGroups, seed: int, vocabulary: frozenset[str], least: int
-) -> UnitContext:
-    first = dist.get_process_group_ranks(groups.every)[0]
-    return UnitContext(
-        topology=topology,
-        group=groups.every,
-        intra_group=groups.intra,
-        inter_group=groups.inter,
-        seed=derive_seed(seed, first),  # models sharded over other ranks get noise of their own
-        traffic=Traffic(),
-        vocabulary=vocabulary,
-        min_quantized_numel=least,
-    )
 
 
 def _make_consensus(
@@ -189,9 +174,8 @@ def _shared_memory(
 ) -> tuple[list[tuple[ReplicaMemory, int]], list[GradientBucket | None]]:
     """Let units of a bucket share memory.
 
-    Returns:
-        By unit, the memory of its replica and its row there; and the bucket of its gradients, None
-        where it is reduced alone.
+    Returns, by unit: the memory of its replica and its row there; the bucket of its gradients, None
+    where it is reduced alone.
     """
     sizes, alone = _bucket_sizes(every_params), [1] * len(every_params)
     places: list[tuple[ReplicaMemory, int]] = []
@@ -212,8 +196,7 @@ def _may_share(config: WeightQuantization | GradientQuantization | None) -> bool
 def _bucket_sizes(every_params: Sequence[GroupParams]) -> list[int]:
     """Return the sizes of all buckets: neighbouring small units of one shape, or one unit.
 
-    What they do together costs the host little more than what one of them does. Frozen units and
-    trained ones share nothing: else all of their bucket would be exchanged alone.
+    Frozen units and trained ones share no bucket: else all of its units would be exchanged alone.
     """
     buckets: list[list[object]] = []
     room = 0
@@ -249,14 +232,3 @@ def _install_gather(
         bypass_all_gather(group, gather.read)
     module.set_custom_all_gather(gather)
     return gather
-
-
-def _plan_unit(
-    unit: Unit, gather: QuantizedAllGather | None, scatter: TwoLevelReduceScatter | None
-) -> list[TensorPlan]:
-    weights = {s.name: s for s in gather.segments()} if gather else {}
-    gradients = {s.name: s for s in scatter.layouts.segments()} if scatter else {}
-    return [
-        plan_tensor(name, p.numel, weights.get(name), gradients.get(name), p.requires_grad)
-        for name, p in zip(unit.names, unit.params(), strict=True)
-    ]

@@ -19,13 +19,11 @@ from lq_lightning._compat.tensors import local_tensor, to_sharded_dtensor
 from lq_lightning._compat.torch import all_gather_flat
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, encode
 from lq_lightning.data_parallel.config import LocalSteps
-from lq_lightning.data_parallel.layout import full_precision_reason
-from lq_lightning.data_parallel.replica import checksum
+from lq_lightning.data_parallel.unit import full_precision_reason
 from lq_lightning.foundation.agreement import check_same_entries, describe
 from lq_lightning.foundation.groups import RankGroups
 from lq_lightning.foundation.topology import Topology
-
-__all__ = ["OuterOptimizer", "start_alike"]
+from lq_lightning.kernels.checksum import checksums
 
 _BUCKET_NUMEL = 1 << 24  # an outer step takes the memory of one bucket, in fp32
 
@@ -53,17 +51,8 @@ class OuterOptimizer:
 
     Anything that writes to weights in between counts as progress of the node.
 
-    Args:
-        config: Number of local steps and options of the outer SGD.
-        topology: Ranks and nodes.
-        groups: Process groups of its two levels.
-        names: Fully qualified names of the parameters of this node's copy.
-        min_quantized_numel: Parameters with fewer elements are sent in fp32, as are 1-D ones.
-        device: Device of messages.
-
-    Attributes:
-        steps: Optimizer steps that nodes have taken since the last outer step.
-        sent_nbytes: Bytes that this rank has sent to other nodes.
+    ``names`` has the fully qualified names of the parameters of this node's copy. Parameters with
+    fewer than ``min_quantized_numel`` elements are sent in fp32, as are 1-D ones.
     """
 
     def __init__(
@@ -76,13 +65,12 @@ class OuterOptimizer:
         min_quantized_numel: int,
         device: torch.device,
     ) -> None:
-        self.steps = 0
-        self.sent_nbytes = 0.0
+        self.steps = 0  # optimizer steps that nodes have taken since the last outer step
+        self.sent_nbytes = 0.0  # by this rank, to other nodes
         self._config = config
         self._topology = topology
         self._groups = groups
-        # By name wherever tensors meet those of other nodes, whose modules and optimizers may be
-        # in another order.
+        # In the order of names, since modules and optimizers of other nodes may have another one.
         self._names = dict(sorted(names.items(), key=lambda item: item[1]))
         self._min_quantized_numel = min_quantized_numel
         self._device = device
@@ -96,8 +84,8 @@ class OuterOptimizer:
         """Start to track the parameters that an optimizer is about to train for the first time.
 
         All ranks call it before a step of that optimizer and add one to :attr:`steps` after it,
-        even those of a node that then skips the step: the parameters that are exchanged follow from
-        these calls alone, so they are the same on all nodes.
+        even on a node that then skips the step: which parameters are exchanged follows from these
+        calls alone, so it is the same on all nodes.
 
         Raises:
             ValueError: On all ranks: nodes do not begin to train the same parameters. On this one:
@@ -333,7 +321,7 @@ def start_alike(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: tor
     some = [t for t in tensors if t.numel()]
     if not some:
         return
-    sums = torch.cat([checksum(t.contiguous().view(-1)) for t in some]).to(device)
+    sums = checksums([t.contiguous() for t in some]).to(device)
     extremes = torch.cat((sums, ~sums))  # the least of all is what ~ makes of the largest ~
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     most, least = extremes.chunk(2)

@@ -22,45 +22,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lq_lightning._compat.fsdp2 import (
-    GroupParams,
-    announce_packed_indices,
-    fsdp_units,
-)
+from lq_lightning._compat.fsdp2 import GroupParams, announce_packed_indices, fsdp_units
 from lq_lightning._compat.torch import after_backward, backward_id, split_group
 from lq_lightning.foundation import streams
-from lq_lightning.foundation.agreement import MaxReduction
 from lq_lightning.foundation.parameters import clean_name
-
-__all__ = ["PackedAgreement"]
+from lq_lightning.foundation.streams import MaxReduction
 
 _UNIT_BYTES, _TOTAL_BYTES = 2, 8
 _MAX_KNOWN = 256
-_Layouts = dict[int, tuple[tuple[int, ...], ...]]
+_Layouts = dict[int, tuple[tuple[int, ...], ...]]  # parameters of each reduction, by unit
 
 
 class _Comparison(NamedTuple):
-    """One comparison in progress.
+    """One comparison in progress."""
 
-    Attributes:
-        result: Function that waits for it.
-        packed: Parameters of each reduction of each unit, as this rank has packed them.
-        is_known: Whether this rank has packed the same before.
-    """
-
-    result: Callable[[], list[int]]
+    result: Callable[[], list[int]]  # waits for it
     packed: _Layouts
-    is_known: bool
+    is_known: bool  # whether this rank has packed the same before
 
 
 class PackedAgreement:
-    """Compares over ranks which gradients were reduced; see above.
-
-    Args:
-        root: Module sharded by FSDP2.
-        group: Ranks that share it.
-        device: Device of their tensors.
-    """
+    """Compares over ``group``, which shards ``root``, which gradients were reduced; see above."""
 
     def __init__(self, root: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
         self._names = {id(p): clean_name(name) for name, p in root.named_parameters()}
@@ -148,8 +130,8 @@ class PackedAgreement:
         )
         if not units:
             return (
-                "ranks have reduced the gradients of units in different orders, so that those of "
-                f"different parameters were added up. {advice}"
+                "ranks have reduced the gradients of units in different orders, so that gradients "
+                f"of different parameters were added up. {advice}"
             )
         unit = units[0]
         params = [p.sharded_param for p in GroupParams(self._groups[unit])()]

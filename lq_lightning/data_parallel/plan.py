@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
 from lq_lightning.codecs import CodecSpec
+from lq_lightning.data_parallel.all_gather import QuantizedAllGather
 from lq_lightning.data_parallel.config import GradientQuantization, WeightQuantization
-from lq_lightning.data_parallel.layout import Segment
+from lq_lightning.data_parallel.reduce_scatter import TwoLevelReduceScatter
+from lq_lightning.data_parallel.unit import Unit
 from lq_lightning.foundation.parameters import embeddings
 from lq_lightning.foundation.topology import Topology
-
-__all__ = ["CommunicationPlan", "TensorPlan", "embedding_params"]
 
 _MAX_REASONS = 6
 # Of the elements that are trained. In a GPT of 128 channels norms and biases are one percent.
@@ -197,10 +197,7 @@ def describe_gradients(
 ) -> str:
     """One phrase about the gradient codecs and the levels that this topology has.
 
-    Args:
-        config: Codecs and method; None for full precision.
-        topology: Ranks and nodes.
-        vocabulary: Whether embeddings or heads were found that have a codec of their own.
+    ``vocabulary``: whether embeddings or heads were found that have a codec of their own.
     """
     if config is None:
         return "full precision"
@@ -225,16 +222,25 @@ def describe_gradients(
     )
 
 
-def plan_tensor(
-    name: str, numel: int, weight: Segment | None, gradient: Segment | None, trained: bool
-) -> TensorPlan:
-    """Join the segments that a unit's two collectives have for a parameter."""
-    reasons = [s.reason for s in (weight, gradient) if s is not None and s.reason]
-    return TensorPlan(
-        name,
-        numel,
-        "full" if weight is None else weight.wire_format,
-        "none" if not trained else "full" if gradient is None else gradient.wire_format,
-        "; ".join(dict.fromkeys(reasons)),
-        gradient is not None and gradient.wire_format == "quantized" and gradient.codec > 0,
-    )
+def plan_unit(
+    unit: Unit,
+    gather: QuantizedAllGather | None,
+    scatter: TwoLevelReduceScatter | None,
+    tied: Mapping[str, tuple[str, ...]],
+) -> Iterator[TensorPlan]:
+    """Join the segments that a unit's two collectives have for each of its parameters."""
+    weights = {s.name: s for s in gather.segments()} if gather else {}
+    gradients = {s.name: s for s in scatter.segments()} if scatter else {}
+    for name, param in zip(unit.names, unit.params(), strict=True):
+        weight, gradient = weights.get(name), gradients.get(name)
+        reasons = [s.reason for s in (weight, gradient) if s is not None and s.reason]
+        sent = "full" if gradient is None else gradient.wire_format
+        yield TensorPlan(
+            name,
+            param.numel,
+            "full" if weight is None else weight.wire_format,
+            sent if param.requires_grad else "none",
+            "; ".join(dict.fromkeys(reasons)),
+            gradient is not None and gradient.wire_format == "quantized" and gradient.codec > 0,
+            tied[name],
+        )

@@ -15,7 +15,7 @@ values of a slot. Slots are ``[U, W, n]``, slot ``m * L + l`` for rank ``l`` of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +26,10 @@ from lq_lightning._compat.fsdp2 import PackedGradients, ReduceScatter
 from lq_lightning._compat.torch import backward_id, copy_all, reduce_scatter_flat
 from lq_lightning.codecs import CodecSpec, decode_reduce, decode_reduce_encode, derive_seed
 from lq_lightning.data_parallel.config import GradientQuantization
-from lq_lightning.data_parallel.layout import (
+from lq_lightning.data_parallel.unit import (
     MessageLayout,
     Segment,
+    Unit,
     WireFormat,
     full_precision_reason,
     keep_small_runs_exact,
@@ -36,25 +37,11 @@ from lq_lightning.data_parallel.layout import (
     part_seed,
     segment_runs,
 )
-from lq_lightning.data_parallel.unit import Unit, UnitContext
 from lq_lightning.foundation import streams
 from lq_lightning.foundation.topology import Level
-from lq_lightning.foundation.traffic import ring_bytes
-
-__all__ = [
-    "GradientBucket",
-    "GradientLayouts",
-    "LevelLayouts",
-    "PackedRows",
-    "ReductionLevels",
-    "TwoLevelReduceScatter",
-]
 
 MAX_LAYOUTS = 64
 _SEED_INTRA, _SEED_INTER = 2, 3
-
-
-# --- layouts ------------------------------------------------------------------------------------
 
 
 class LevelLayouts(NamedTuple):
@@ -62,92 +49,6 @@ class LevelLayouts(NamedTuple):
 
     intra: MessageLayout
     inter: MessageLayout
-
-
-class GradientLayouts:
-    """The message layouts of one unit's reductions.
-
-    FSDP2 packs only parameters that got a gradient. Where that depends on the data (experts that
-    see no token) there may be as many combinations as steps, so only the ``MAX_LAYOUTS`` most
-    recently used ones are kept.
-    """
-
-    def __init__(self, config: GradientQuantization, unit: Unit) -> None:
-        self._config = config
-        self._unit = unit
-        separates = config.separates_vocabulary(unit.context.topology.levels)
-        self._vocabulary = unit.context.vocabulary if separates else frozenset()
-        self._kept: dict[tuple[int, torch.dtype, tuple[int, ...]], LevelLayouts] = {}
-
-    def segments(self, packed: Sequence[int] | None = None, itemsize: int = 4) -> list[Segment]:
-        """Wire format of the gradients of the given parameters, by default all trained ones.
-
-        Args:
-            packed: Indices of the parameters in a slot.
-            itemsize: Bytes of one element of the reduction dtype.
-        """
-        params, names, context = self._unit.params(), self._unit.names, self._unit.context
-        if packed is None:
-            packed = [i for i, p in enumerate(params) if p.requires_grad]
-        segments, start = [], 0
-        for i in packed:
-            numel, least = params[i].padded_shard_numel, context.min_quantized_numel
-            reason = full_precision_reason(params[i].ndim, params[i].numel, torch.float32, least)
-            wire_format: WireFormat = "full" if reason else "quantized"
-            codec = int(names[i] in self._vocabulary)
-            segments.append(Segment(names[i], start, numel, wire_format, reason, codec))
-            start += numel
-        return keep_small_runs_exact(segments, self._specs(context.topology.levels[0]), itemsize)
-
-    def _specs(self, level: Level) -> list[CodecSpec]:
-        """Codecs of a level: of most gradients, and of embeddings and heads."""
-        return [self._config.codec(level, vocabulary=vocabulary) for vocabulary in (False, True)]
-
-    def of(self, packed: tuple[int, ...], numel: int, dtype: torch.dtype) -> LevelLayouts:
-        """Layouts for a slot.
-
-        Args:
-            packed: Indices of the parameters in it.
-            numel: Number of its elements.
-            dtype: Reduction dtype.
-        """
-        key = (numel, dtype, packed)
-        layouts = self._kept.pop(key, None) or self._make(packed, numel, dtype)
-        self._kept[key] = layouts  # at the end, as the most recently used one
-        if len(self._kept) > MAX_LAYOUTS:
-            del self._kept[next(iter(self._kept))]
-        return layouts
-
-    def _make(self, packed: tuple[int, ...], numel: int, dtype: torch.dtype) -> LevelLayouts:
-        segments = self.segments(packed, dtype.itemsize)
-        total = sum(s.numel for s in segments)
-        if total != numel:
-            raise AssertionError(
-                f"unit `{self._unit.name}`: FSDP2 packed {numel} elements per rank, but the "
-                f"parameters with gradients hold {total}"
-            )
-        runs = merge_over_small_gaps(segment_runs(segments))
-        intra = MessageLayout.of(runs, self._specs("intra"), dtype)
-        two_levels = self._unit.context.topology.node_size > 1
-        raw = torch.float32 if two_levels else dtype
-        return LevelLayouts(intra, MessageLayout.of(runs, self._specs("inter"), raw))
-
-
-# --- buckets ------------------------------------------------------------------------------------
-
-
-class PackedRows(NamedTuple):
-    """Gradients that are reduced together.
-
-    Attributes:
-        slots: ``[units, world * n]``.
-        outputs: As many ``[n]``, each in memory of its own.
-        layouts: Layouts of all messages.
-    """
-
-    slots: Tensor
-    outputs: list[Tensor]
-    layouts: LevelLayouts
 
 
 class GradientBucket:
@@ -184,19 +85,18 @@ class GradientBucket:
         self._outputs.append(output)
         return len(self._outputs) == self._units
 
-    def take(self) -> PackedRows:
-        """Return all rows that were added, and start anew.
+    def take(self) -> tuple[Tensor, list[Tensor], LevelLayouts]:
+        """Return slots ``[units, world * n]``, as many outputs, and their layouts; start anew.
 
         Streams: rows come from the stream of backward, so the allocator is told of the one that
         reads them, the current one.
         """
-        slots, layouts = self._slots, self._layouts
+        slots, outputs, layouts = self._slots, self._outputs, self._layouts
         if slots is None or layouts is None:
             raise AssertionError("nothing was added")
-        taken = PackedRows(slots[: len(self._outputs)], self._outputs, layouts)
         self.forget()
         streams.record_use(slots)
-        return taken
+        return slots[: len(outputs)], outputs, layouts
 
     def forget(self) -> None:
         """Start anew; rows that were handed out stay valid."""
@@ -204,60 +104,122 @@ class GradientBucket:
         self._outputs = []
 
 
-# --- levels -------------------------------------------------------------------------------------
+class TwoLevelReduceScatter(ReduceScatter):
+    """Reduce-scatter that sends INT8 codes within a node and INT4 codes between nodes.
 
-
-class ReductionLevels:
-    """Both levels of a reduction: within a node and between nodes.
-
-    Args:
-        context: Ranks and counters.
-        seed: Function that gives the seed of a level's stochastic rounding, None where it rounds to
-            nearest.
+    With one node, or one rank per node, only the level that exists is used. Sums are formed in fp32
+    in a fixed order, so the result does not depend on timing: first what this node contributes,
+    then the other nodes, by number. A result in bf16 is rounded after each of the two. A non-finite
+    gradient is NaN or Inf on the rank that owns it, and where it was encoded so is its whole group,
+    so the gradient norm of every rank sees it. Units of one ``bucket`` may be reduced together.
     """
 
-    def __init__(self, context: UnitContext, seed: Callable[[int], int | None]) -> None:
-        self._context = context
-        self._seed = seed
+    def __init__(
+        self, config: GradientQuantization, unit: Unit, bucket: GradientBucket | None = None
+    ) -> None:
+        self.unit = unit
+        self.bucket = bucket
+        self._config = config
+        self._context = unit.context
+        topology = unit.context.topology
+        self._nodes, self._node = topology.num_nodes, topology.node
+        self._node_size, self._levels = topology.node_size, topology.levels
+        separates = config.separates_vocabulary(self._levels)
+        self._vocabulary = unit.context.vocabulary if separates else frozenset()
+        self._layouts: dict[tuple[int, torch.dtype, tuple[int, ...]], LevelLayouts] = {}
+        self._expected: PackedGradients | None = None
+        self._packs_into: GradientBucket | None = None
+        self._allocations = 0
+        self._calls = 0
+        self._calls_step = -1
 
-    def start(self, slots: Tensor, layouts: LevelLayouts, output: Tensor, scale: float) -> Tensor:
+    # --- layouts ----------------------------------------------------------------------------
+
+    def segments(self, packed: Sequence[int] | None = None, itemsize: int = 4) -> list[Segment]:
+        """Wire format of the gradients of ``packed`` parameters (by default all trained ones).
+
+        ``itemsize`` is that of the reduction dtype.
+        """
+        if packed is None:
+            packed = [i for i, p in enumerate(self.unit.params()) if p.requires_grad]
+        segments, least = [], self._context.min_quantized_numel
+        for name, param, start in self.unit.places(packed):
+            reason = full_precision_reason(param.ndim, param.numel, torch.float32, least)
+            wire_format: WireFormat = "full" if reason else "quantized"
+            codec, numel = int(name in self._vocabulary), param.padded_shard_numel
+            segments.append(Segment(name, start, numel, wire_format, reason, codec))
+        return keep_small_runs_exact(segments, self._specs(self._levels[0]), itemsize)
+
+    def _specs(self, level: Level) -> list[CodecSpec]:
+        """Codecs of a level: of most gradients, and of embeddings and heads."""
+        return [self._config.codec(level, vocabulary=vocabulary) for vocabulary in (False, True)]
+
+    def layouts_of(self, packed: tuple[int, ...], numel: int, dtype: torch.dtype) -> LevelLayouts:
+        """Layouts for a slot of ``numel`` elements of these parameters, in the reduction dtype.
+
+        FSDP2 packs only parameters that got a gradient. Where that depends on the data (experts
+        that see no token) there may be as many combinations as steps, so only the ``MAX_LAYOUTS``
+        most recently used layouts are kept.
+        """
+        key = (numel, dtype, packed)
+        layouts = self._layouts.pop(key, None) or self._make_layouts(packed, numel, dtype)
+        self._layouts[key] = layouts  # at the end, as the most recently used one
+        if len(self._layouts) > MAX_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+        return layouts
+
+    def _make_layouts(
+        self, packed: tuple[int, ...], numel: int, dtype: torch.dtype
+    ) -> LevelLayouts:
+        segments = self.segments(packed, dtype.itemsize)
+        total = sum(s.numel for s in segments)
+        if total != numel:
+            raise AssertionError(
+                f"unit `{self.unit.name}`: FSDP2 packed {numel} elements per rank, but the "
+                f"parameters with gradients hold {total}"
+            )
+        runs = merge_over_small_gaps(segment_runs(segments))
+        # after sums within a node, exact values are fp32
+        raw = torch.float32 if self._node_size > 1 else dtype
+        return LevelLayouts(
+            MessageLayout(runs, self._specs("intra"), dtype),
+            MessageLayout(runs, self._specs("inter"), raw),
+        )
+
+    # --- levels -----------------------------------------------------------------------------
+
+    def _seed(self, level: int) -> int | None:
+        """Seed of this call's stochastic rounding: differs by step, call, rank, unit and level."""
+        if self._config.rounding != "stochastic":
+            return None
+        context, rank = self._context, self._context.topology.rank
+        seed = derive_seed(context.seed, level, context.step, self._calls, rank, self.unit.index)
+        return part_seed(seed, 0)
+
+    def _start(self, slots: Tensor, layouts: LevelLayouts, output: Tensor, scale: float) -> Tensor:
         """Do everything before the slowest exchange, and write this node's part to ``output``.
 
-        Args:
-            slots: ``[U, W, n]``. Full-precision values between quantized ones are overwritten with
-                zeros.
-            layouts: Layouts of the messages.
-            output: ``[U, n]``; with one node nothing is written yet.
-            scale: Factor of the sum.
-
-        Returns:
-            The messages of the slowest exchange, uint8: ``[N - 1, U, nbytes]``, or of one node
-            ``[L, U, 1, nbytes]``.
+        Gaps of ``[U, W, n]`` slots are overwritten with zeros; with one node nothing is written to
+        ``[U, n]`` output yet. Returns the messages of the slowest exchange, uint8:
+        ``[N - 1, U, nbytes]``, or with one node ``[L, U, 1, nbytes]``.
         """
-        topology = self._context.topology
-        if topology.node_size == 1:
+        if self._node_size == 1:
             # before zeros are written over gaps; no message contains this node's own slot
-            torch.mul(slots[:, topology.node], scale, out=output)
+            torch.mul(slots[:, self._node], scale, out=output)
             return self.encode_for_nodes(slots, layouts.inter)
         messages = self.encode_for_node(slots, layouts.intra)
-        if topology.num_nodes == 1:
+        if self._nodes == 1:
             return messages
         received = self._exchange_within_node(messages)
         messages = self.reduce_and_encode(received, layouts)
-        self._sum(received[:, :, topology.node], layouts.intra, output, scale)
+        _sum(received[:, :, self._node], layouts.intra, output, scale)
         return messages
 
-    def exchange(self, messages: Tensor) -> Tensor:
-        """Send the messages of :meth:`start` over the slowest network; ``[K, U, nbytes]``."""
-        if self._context.topology.num_nodes == 1:
+    def _exchange(self, messages: Tensor) -> Tensor:
+        """Send the messages of :meth:`_start` over the slowest network; ``[K, U, nbytes]``."""
+        if self._nodes == 1:
             return self._exchange_within_node(messages)[:, :, 0]
         return self._exchange_between_nodes(messages)
-
-    def finish(self, received: Tensor, layouts: LevelLayouts, output: Tensor, scale: float) -> None:
-        """Sum what :meth:`exchange` returned, on several nodes onto ``output``, ``[U, n]``."""
-        several = self._context.topology.num_nodes > 1
-        layout = layouts.inter if several else layouts.intra
-        self._sum(received, layout, output, scale, add=several)
 
     def encode_for_nodes(self, slots: Tensor, inter: MessageLayout) -> Tensor:
         """Encode ``[U, N, n]`` slots for the other nodes, to ``[N - 1, U, nbytes]``.
@@ -265,9 +227,9 @@ class ReductionLevels:
         Gaps become zeros in all slots that are read.
         """
         units, nodes, _ = slots.shape
-        node = self._context.topology.node
+        node = self._node
         messages = inter.allocate(nodes - 1, units, device=slots.device)
-        seed = part_seed(self._seed(_SEED_INTER), 0)
+        seed = self._seed(_SEED_INTER)
         if nodes == 2 and units > 1:  # one call for all of them
             inter.encode(slots[:, 1 - node], messages[0], seed=seed)
             return messages
@@ -277,10 +239,9 @@ class ReductionLevels:
 
     def encode_for_node(self, slots: Tensor, layout: MessageLayout) -> Tensor:
         """Encode all slots, ordered by the local rank that collects them: ``[L, U, N, nbytes]``."""
-        topology = self._context.topology
-        nodes, local, units = topology.num_nodes, topology.node_size, len(slots)
+        nodes, local, units = self._nodes, self._node_size, len(slots)
         messages = layout.allocate(local, units, nodes, device=slots.device)
-        seed = part_seed(self._seed(_SEED_INTRA), 0)
+        seed = self._seed(_SEED_INTRA)
         if nodes == 1:  # one call for all units
             layout.encode(slots, messages[:, :, 0].transpose(0, 1), seed=seed)
             return messages
@@ -295,9 +256,9 @@ class ReductionLevels:
         Both are uint8.
         """
         intra, inter = layouts
-        node, (_, units, nodes, _) = self._context.topology.node, received.shape
+        node, (_, units, nodes, _) = self._node, received.shape
         messages = inter.allocate(nodes - 1, units, device=received.device)
-        seed = part_seed(self._seed(_SEED_INTER), 0)
+        seed = self._seed(_SEED_INTER)
         for unit in range(units):
             of_unit, for_unit = received[:, unit], messages[:, unit]
             if intra.exact_runs:
@@ -317,95 +278,28 @@ class ReductionLevels:
         """All-to-all of ``[L, ...]``: row ``i`` goes to local rank ``i`` and comes from it."""
         ranks, received = messages.shape[0], torch.empty_like(messages)
         if messages.shape[-1]:
-            dist.all_to_all_single(
-                received.view(-1), messages.view(-1), group=self._context.intra_group
-            )
+            group = self._context.groups.intra
+            dist.all_to_all_single(received.view(-1), messages.view(-1), group=group)
         self._context.traffic.gradients_intra += messages.numel() // ranks * (ranks - 1)
         return received
 
     def _exchange_between_nodes(self, messages: Tensor) -> Tensor:
         """All-to-all of ``[N - 1, U, nbytes]``, one row for and from each other node."""
-        topology = self._context.topology
         received = torch.empty_like(messages)
-        splits = [messages.shape[1] * messages.shape[2]] * topology.num_nodes
-        splits[topology.node] = 0
+        splits = [messages.shape[1] * messages.shape[2]] * self._nodes
+        splits[self._node] = 0
         if messages.shape[-1]:
             dist.all_to_all_single(
                 received.view(-1),
                 messages.view(-1),
                 output_split_sizes=splits,
                 input_split_sizes=splits,
-                group=self._context.inter_group,
+                group=self._context.groups.inter,
             )
         self._context.traffic.gradients_inter += messages.numel()
         return received
 
-    @staticmethod
-    def _sum(
-        received: Tensor,
-        layout: MessageLayout,
-        output: Tensor,
-        scale: float,
-        *,
-        add: bool = False,
-    ) -> None:
-        """Sum ``[K, U, nbytes]`` messages over ``K`` and write or add ``scale`` times that."""
-        exact = None
-        if layout.exact_runs:
-            exact = layout.exact(received).sum(dim=0, dtype=torch.float32).mul_(scale)
-            if add:  # read before decoding adds the noise of its neighbours to gaps
-                exact.add_(layout.read_exact(output))
-        for index, run in layout.quantized:
-            decode_reduce(
-                layout.spec_of(run),
-                layout.part(received, index),
-                run.numel,
-                scale=scale,
-                out=output[:, run.start : run.stop],
-                add=add,
-            )
-        if exact is not None:
-            layout.write_exact(exact, output)
-
-
-# --- the collective -----------------------------------------------------------------------------
-
-
-class TwoLevelReduceScatter(ReduceScatter):
-    """Reduce-scatter that sends INT8 codes within a node and INT4 codes between nodes.
-
-    With one node, or one rank per node, only the level that exists is used. Sums are formed in fp32
-    in a fixed order, so the result does not depend on timing: first what this node contributes,
-    then the other nodes, by number. A result in bf16 is rounded after each of the two. A non-finite
-    gradient is NaN or Inf on the rank that owns it, and where it was encoded so is its whole group,
-    so the gradient norm of every rank sees it.
-
-    Args:
-        config: Codecs and method.
-        unit: The unit.
-        bucket: Bucket of the units that this one may be reduced together with, if there are any.
-
-    Attributes:
-        unit: See above.
-        bucket: See above.
-        layouts: Layouts of messages.
-        levels: The two levels.
-    """
-
-    def __init__(
-        self, config: GradientQuantization, unit: Unit, bucket: GradientBucket | None = None
-    ) -> None:
-        self.unit = unit
-        self._config = config
-        self._context = unit.context
-        self.layouts = GradientLayouts(config, unit)
-        self.levels = ReductionLevels(unit.context, self._seed)
-        self.bucket = bucket
-        self._expected: PackedGradients | None = None
-        self._packs_into: GradientBucket | None = None
-        self._allocations = 0
-        self._calls = 0
-        self._calls_step = -1
+    # --- the collective ---------------------------------------------------------------------
 
     def expect(self, packed: PackedGradients) -> None:
         """Announce what the next call reduces; replaces the announcement of a call that never came.
@@ -421,13 +315,6 @@ class TwoLevelReduceScatter(ReduceScatter):
                 f"unit `{self.unit.name}` is reduced, but nothing said which gradients are packed"
             )
         return packed
-
-    def _seed(self, level: int) -> int | None:
-        """Seed of this call's stochastic rounding: differs by step, call, rank, unit and level."""
-        if self._config.rounding != "stochastic":
-            return None
-        context, rank = self._context, self._context.topology.rank
-        return derive_seed(context.seed, level, context.step, self._calls, rank, self.unit.index)
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -454,7 +341,7 @@ class TwoLevelReduceScatter(ReduceScatter):
         if not _may_be_deferred(device):
             return None
         context.reductions.begin()
-        layouts = self.layouts.of(packed.indices, numel // context.topology.world_size, dtype)
+        layouts = self.layouts_of(packed.indices, numel // context.topology.world_size, dtype)
         row = bucket.row(layouts, numel, dtype, device)
         self._packs_into = None if row is None else bucket
         return row
@@ -467,16 +354,10 @@ class TwoLevelReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce ``input_tensor`` (``[world * n]``) to this rank's slot in ``output_tensor``.
+        """Reduce ``input_tensor`` (``[world * n]``) to this rank's ``output_tensor`` (``[n]``).
 
-        Args:
-            output_tensor: ``[n]`` in the reduction dtype.
-            input_tensor: ``[world * n]`` in the reduction dtype. Full-precision values between
-                quantized ones are overwritten with zeros.
-            group: All ranks of the topology.
-            op: Sum or average.
-            async_op: Not used. The result is complete on the current stream, or, if only the
-                optimizer reads it, on the stream that called backward when backward ends.
+        Gaps of the input are overwritten with zeros. The result is complete on the current stream,
+        or, if only the optimizer reads it, on the stream that called backward when backward ends.
 
         Raises:
             NotImplementedError: ``op`` is neither a sum nor an average.
@@ -499,9 +380,10 @@ class TwoLevelReduceScatter(ReduceScatter):
             if bucket is not None and may_defer:
                 self._reduce_with_others(bucket, output_tensor, scale)
             else:
-                layouts = self.layouts.of(packed.indices, output_tensor.numel(), input_tensor.dtype)
-                alone = PackedRows(input_tensor.view(1, -1), [output_tensor], layouts)
-                self._reduce(alone, scale, may_defer and _may_be_deferred(input_tensor.device))
+                numel, dtype = output_tensor.numel(), input_tensor.dtype
+                layouts = self.layouts_of(packed.indices, numel, dtype)
+                deferred = may_defer and _may_be_deferred(input_tensor.device)
+                self._reduce(input_tensor.view(1, -1), [output_tensor], layouts, scale, deferred)
                 if bucket is not None:  # FSDP2 keeps the row until it is read
                     bucket.forget()
                     self.bucket = None
@@ -519,23 +401,30 @@ class TwoLevelReduceScatter(ReduceScatter):
             self.bucket.forget()
         self._context.reductions.join()
 
-    def _reduce(self, packed: PackedRows, scale: float, deferred: bool) -> None:
-        """Reduce gradients of one unit, or of a bucket."""
-        topology, reductions = self._context.topology, self._context.reductions
+    def _reduce(
+        self,
+        slots: Tensor,
+        outputs: list[Tensor],
+        layouts: LevelLayouts,
+        scale: float,
+        deferred: bool,
+    ) -> None:
+        """Reduce ``[U, W * n]`` gradients of one unit, or of a bucket, to as many ``[n]``."""
+        reductions = self._context.reductions
         if deferred:
             reductions.make_room()
         else:
             reductions.join()  # FSDP2 may add this result to one of them
-        outputs, layouts = packed.outputs, packed.layouts
-        slots = packed.slots.view(len(outputs), topology.world_size, -1)
         if len(outputs) == 1:
             sums = outputs[0].view(1, -1)
         else:
             sums = outputs[0].new_empty(len(outputs), outputs[0].numel())
-        messages = self.levels.start(slots, layouts, sums, scale)
+        slots = slots.view(len(outputs), self._context.topology.world_size, -1)
+        messages = self._start(slots, layouts, sums, scale)
 
         def finish(received: Tensor) -> None:
-            self.levels.finish(received, layouts, sums, scale)
+            several = self._nodes > 1  # whose messages add to this node's own part
+            _sum(received, layouts.inter if several else layouts.intra, sums, scale, add=several)
             if len(outputs) > 1:
                 copy_all(tuple(outputs), sums.unbind())
                 streams.record_use(sums)  # allocated on the stream of the first level
@@ -545,15 +434,15 @@ class TwoLevelReduceScatter(ReduceScatter):
         traffic.gradients_messages += messages.numel()
         traffic.gradients_elements += layouts.inter.numel * messages.shape[0] * messages.shape[1]
         if deferred:
-            reductions.submit(messages, lambda: self.levels.exchange(messages), finish)
+            reductions.submit(messages, lambda: self._exchange(messages), finish)
         else:
-            finish(self.levels.exchange(messages))
+            finish(self._exchange(messages))
 
     def _reduce_with_others(self, bucket: GradientBucket, output: Tensor, scale: float) -> None:
         """Add gradients that are packed in a row of the bucket to its reduction."""
 
         def reduce() -> None:
-            self._reduce(bucket.take(), scale, deferred=True)
+            self._reduce(*bucket.take(), scale, deferred=True)
 
         self._context.reductions.wait_for_more(bucket, reduce)
         if bucket.add(output):
@@ -564,9 +453,8 @@ class TwoLevelReduceScatter(ReduceScatter):
         if self._calls_step != context.step:
             self._calls_step, self._calls = context.step, 0
         self._calls += 1
-        intra, inter = ring_bytes(output.numel() * output.itemsize, context.topology)
-        context.traffic.baseline_gradients += intra + inter
-        context.traffic.baseline_inter += inter
+        nbytes = context.count_baseline(output.numel() * output.itemsize)
+        context.traffic.baseline_gradients += nbytes
         context.traffic.reductions += 1
 
     def _exact(
@@ -578,6 +466,22 @@ class TwoLevelReduceScatter(ReduceScatter):
         exact = torch.empty(output.shape, dtype=torch.float32, device=output.device)
         reduce_scatter_flat(exact, slots.float(), group)
         return exact * scale
+
+
+def _sum(
+    received: Tensor, layout: MessageLayout, output: Tensor, scale: float, *, add: bool = False
+) -> None:
+    """Sum ``[K, U, nbytes]`` messages over ``K``, and write or add ``scale`` times it to output."""
+    exact = None
+    if layout.exact_runs:
+        exact = layout.exact(received).sum(dim=0, dtype=torch.float32).mul_(scale)
+        if add:  # read before decoding adds the noise of its neighbours to gaps
+            exact.add_(layout.read_exact(output))
+    for index, run in layout.quantized:
+        part, target = layout.part(received, index), output[:, run.start : run.stop]
+        decode_reduce(layout.spec_of(run), part, run.numel, scale=scale, out=target, add=add)
+    if exact is not None:
+        layout.write_exact(exact, output)
 
 
 def _may_be_deferred(device: torch.device) -> bool:

@@ -1,7 +1,7 @@
 """Weight replicas: their memory and state, and agreement over ranks on which of them are stale.
 
-An update of the main weights from outside (by anything but an optimizer step) makes the replica of
-its unit stale, and the next gather has to refresh it, which is a collective. But a rank sees only
+An external update of the main weights (by anything but an optimizer step) makes the replica of its
+unit stale, and the next gather has to refresh it, which is a collective. But a rank sees only
 updates of its own shards, and a program may write to the shards of some ranks alone. So ranks vote
 at the start of every forward pass, in one max-reduction of three bytes per unit: whether any rank
 has seen an update, whether any rank has not, and whether the shard has changed on any rank without
@@ -30,7 +30,7 @@ optimizer step, so that ranks that disagree on it raise an error, and votes have
 their own, so that they are compared with each other even then.
 
 Nothing is decided between a forward pass and its backward, so both use the same weights. A gather
-outside of any pass, as of ``module.unshard()``, has a vote of its own.
+outside of any pass, such as that of ``module.unshard()``, has a vote of its own.
 """
 
 from __future__ import annotations
@@ -51,20 +51,9 @@ from lq_lightning._compat.fsdp2 import (
     shard_memory,
     write_fingerprint,
 )
-from lq_lightning._compat.torch import backward_id
 from lq_lightning.foundation import streams
-from lq_lightning.foundation.agreement import MaxReduction
+from lq_lightning.foundation.streams import MaxReduction
 from lq_lightning.kernels.checksum import checksums
-
-__all__ = [
-    "Freshness",
-    "Replica",
-    "ReplicaMemory",
-    "ShardChecksums",
-    "ShardWatch",
-    "StaleReplicaConsensus",
-    "checksum",
-]
 
 _FIRST_STEPS = 2
 _MAX_MASKS = 16
@@ -82,15 +71,11 @@ class Freshness(enum.Enum):
 
 
 class ReplicaMemory:
-    """Memory for the replicas of ``units`` units of one shape, so that one operator updates all.
-
-    Attributes:
-        rows: ``[units, slots * n]``; None before the first refresh.
-    """
+    """Memory for the replicas of ``units`` units of one shape, so that one operator updates all."""
 
     def __init__(self, units: int) -> None:
         self._units = units
-        self.rows: Tensor | None = None
+        self.rows: Tensor | None = None  # [units, slots * n], from the first refresh on
         self._allocated: torch.cuda.Event | None = None  # None on a device without streams
 
     def row(self, index: int, numel: int, like: Tensor) -> Tensor:
@@ -133,28 +118,17 @@ class Replica:
     written and FRESH when everything is: an error in between costs a refresh and never leaves
     weights that are half old. Every rank has to cause the same events in the same order, because
     what a gather does, and with it the order of collectives, follows from the state alone.
-
-    Args:
-        memory: Memory of units of one shape; by default its own.
-        index: Row of this unit in it.
-
-    Attributes:
-        state: What the next gather has to do.
-        values: ``[slots * n]``, a slot for each rank or for each node; None before a refresh.
-        own: ``[n]``, this rank's slot: a view of ``values``.
-        own_index: Number of that slot.
-        rows: The tensor that ``values`` is a row of.
-        written: Event of the last complete write; None on a device without streams.
     """
 
-    def __init__(self, memory: ReplicaMemory | None = None, index: int = 0) -> None:
-        self._memory, self._row = memory or ReplicaMemory(1), index
-        self.rows: Tensor | None = None
+    def __init__(self, memory: ReplicaMemory, index: int) -> None:
+        self._memory, self._row = memory, index
         self.state = Freshness.STALE
-        self.values: Tensor | None = None
-        self.own: Tensor | None = None
-        self.own_index = 0
+        self.values: Tensor | None = None  # [slots * n], a slot for each rank or for each node
+        self.rows: Tensor | None = None  # the tensor that `values` is a row of
+        self.own: Tensor | None = None  # [n], this rank's slot: a view of `values`
+        self.own_index = 0  # number of that slot
         self._saved: Tensor | None = None  # [n], iff RESTORED
+        # event of the last complete write; None on a device without streams
         self.written: torch.cuda.Event | None = None
 
     @property
@@ -180,13 +154,8 @@ class Replica:
     def begin_refresh(self, slot: Tensor, num_slots: int, index: int) -> tuple[Tensor, Tensor]:
         """Write this rank's own slot, for a gather of all slots that :meth:`complete` follows.
 
-        Args:
-            slot: This rank's main weights, ``[n]``, always in the same gather dtype.
-            num_slots: Number of slots of the replica.
-            index: Number of this rank's slot.
-
-        Returns:
-            ``(values, own)``, of which only the latter is written.
+        ``slot`` has this rank's main weights, ``[n]``, always in the same gather dtype. Returns
+        ``(values, own)``, of which only the latter is written.
         """
         source = slot if self._saved is None else self._saved
         self.invalidate()
@@ -196,15 +165,14 @@ class Replica:
             self.rows = self._memory.rows
             self.own, self.own_index = self.values.view(num_slots, -1)[index], index
         self.own.copy_(source)
-        streams.record_use(source)  # allocated on another stream: by FSDP2, or by who restored it
+        streams.record_use(source)  # allocated on another stream, by FSDP2 or before the restore
         return self.values, self.own
 
     def begin_exchange(self) -> bool:
-        """Note that the main weights were updated.
+        """Note that the main weights were updated; return whether to add their difference.
 
-        Returns:
-            Whether the difference can be added to the replica, which is STALE until
-            :meth:`complete` is called; otherwise the next gather refreshes it.
+        The replica is STALE until :meth:`complete` is called; without it the next gather refreshes
+        it.
         """
         exchanges = self.state is Freshness.FRESH
         self.invalidate()
@@ -227,42 +195,19 @@ class Replica:
         if self.written is not None:
             streams.current_stream().wait_event(self.written)
 
-    def checksum(self) -> Tensor | None:
-        """Order-sensitive 64-bit checksum, ``[1]`` int64; None if the replica is not in use."""
-        if self.values is None or self.state is not Freshness.FRESH:
+    def fresh_values(self) -> Tensor | None:
+        """Values for the current stream, which waits for the last write; None if not FRESH."""
+        if self.state is not Freshness.FRESH:
             return None
         self.wait()
-        return checksum(self.values)
+        return self.values
 
 
-def checksum(values: Tensor, chunk: int = 1 << 16) -> Tensor:
-    """Position-weighted sum of the raw bits of contiguous ``[n]`` values, ``[1]`` int64.
-
-    Sums within a chunk, weighted over chunks. ``torch.hash_tensor`` would be no substitute: the XOR
-    of a chunk does not change when an even number of equal elements become another value, as of a
-    LayerNorm whose ones are updated on one rank only.
-    """
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    words = values.view(integers[values.itemsize])
-    full = words.numel() // chunk * chunk
-    sums = [words[:full].view(-1, chunk).sum(dim=1, dtype=torch.int64)]
-    sums.append(words[full:].sum(dtype=torch.int64).view(1))
-    total = torch.cat(sums)
-    weights = torch.arange(1, total.numel() + 1, dtype=torch.int64, device=values.device)
-    mixed = weights * 0x5851F42D4C957F2D + 0x14057B7EF767814F  # wraps, which is wanted
-    return (total * (mixed | 1)).sum().view(1)
-
-
-# --- updates from outside -----------------------------------------------------------------------
+# --- external updates ---------------------------------------------------------------------------
 
 
 class ShardWatch:
-    """Version counters and addresses of this rank's shards of one unit, which show most updates.
-
-    Args:
-        names: Fully qualified names of the parameters.
-        params: Function that describes them as they are now.
-    """
+    """Version counters and addresses of this rank's shards of one unit, which show most updates."""
 
     def __init__(self, names: Sequence[str], params: Callable[[], list[GroupParam]]) -> None:
         self._names = tuple(names)
@@ -284,10 +229,8 @@ class ShardWatch:
     def note_step(self) -> None:
         """Take the present trained weights as known: the next difference contains their change.
 
-        Frozen ones are in no difference, so an update of them remains to be reported.
-
-        Raises:
-            RuntimeError: The ``.data`` of a parameter was assigned.
+        Frozen ones are in no difference, so an update of them remains to be reported. Raises as
+        :meth:`take` does.
         """
         before, written = self._known, self._frozen_written
         self._note_checked()
@@ -346,11 +289,7 @@ class ShardChecksums:
         self._known = self._index = None
 
     def take(self) -> Tensor:
-        """Return which units have changed since the last call; takes the present ones as known.
-
-        Returns:
-            ``[units]`` uint8, 0 or 1.
-        """
+        """Return which units have changed since the last call, ``[units]`` uint8, 0 or 1."""
         known, now = self._known, self._sums()
         self._known = now
         if known is None:
@@ -368,11 +307,7 @@ class ShardChecksums:
         self._known = self._sums()
 
     def note_trained(self, stepped: Sequence[bool]) -> None:
-        """Take the present trained parameters of some units (in the order of :meth:`add`) as known.
-
-        Args:
-            stepped: Whether each unit is one of them.
-        """
+        """Take the present trained parameters of units that have ``stepped`` as known."""
         known = self._known
         if known is None:
             return
@@ -392,14 +327,8 @@ class ShardChecksums:
 class StaleReplicaConsensus:
     """Votes of all ranks on which replicas external updates have made stale; see above.
 
-    Args:
-        group: All ranks, in a group that is used for nothing else.
-        device: Where they keep their tensors.
-        forward_number: Function that numbers forward passes, see ``ForwardCounter``.
-        module: The model, which knows training from evaluation.
-
-    Attributes:
-        counts: Number of times that each unit (by name) was found updated, equal on every rank.
+    ``group`` has all ranks and is used for nothing else; ``forward_number`` numbers forward passes,
+    see ``ForwardCounter``; ``module`` is the model, which knows training from evaluation.
     """
 
     def __init__(
@@ -420,6 +349,7 @@ class StaleReplicaConsensus:
         self._units: list[tuple[str, Replica, ShardWatch]] = []
         self._voted_in: int | None = None
         self._pending: Callable[[], list[int]] | None = None
+        # number of times that each unit was found updated, equal on every rank
         self.counts: dict[str, int] = {}
 
     def add(self, name: str, replica: Replica, watch: ShardWatch) -> None:
@@ -436,38 +366,30 @@ class StaleReplicaConsensus:
         self._checksums.note_trained([stepped(replica) for _, replica, _ in self._units])
 
     def before_gather(self, step: int) -> None:
-        """Vote if this gather is the first one of a forward pass, or outside of any.
-
-        Args:
-            step: Optimizer steps taken so far.
+        """Vote if this gather, in no backward, is the first of a forward pass or outside of any.
 
         Raises:
             RuntimeError: Ranks have voted at different steps, or see ``ShardWatch.take``.
         """
-        if backward_id() != -1:
-            return
         number = self._forward_number()
-        if number is None or number != self._voted_in:
-            self._voted_in = number
-            # updates that all ranks have seen took effect in that pass already
-            self._apply(self._pending, by_all=False)
-            training = self._module.training
-            if self._first_step is None:
-                self._first_step = step
-            early = step - self._first_step < _FIRST_STEPS
-            likely = early or number is None or self._trained != training
-            self._trained = training
-            seen, hidden = self._look(wait=self._waits or likely)
-            self._pending = self._start(seen, hidden, step)
-            if any(seen):
-                self._apply(self._pending, by_all=True)
+        if number is not None and number == self._voted_in:
+            return
+        self._voted_in = number
+        # updates that all ranks have seen took effect in that pass already
+        self._apply(self._pending, by_all=False)
+        training = self._module.training
+        if self._first_step is None:
+            self._first_step = step
+        early = step - self._first_step < _FIRST_STEPS
+        likely = early or number is None or self._trained != training
+        self._trained = training
+        seen, hidden = self._look(wait=self._waits or likely)
+        self._pending = self._start(seen, hidden, step)
+        if any(seen):
+            self._apply(self._pending, by_all=True)
 
     def settle(self, step: int) -> None:
-        """Vote, wait, and let a replica that is stale on one rank be stale on all. All call this.
-
-        Args:
-            step: Optimizer steps taken so far.
-        """
+        """Vote, wait, and let replicas that are stale on one rank be stale on all. All call it."""
         self._apply(self._pending, by_all=False)
         self._pending = None
         seen, hidden = self._look(wait=True)

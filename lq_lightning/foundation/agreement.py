@@ -1,9 +1,9 @@
-"""Agreement between ranks: on tensors that they exchange, on modules, and on numbers per step."""
+"""Agreement between ranks: on tensors that they exchange, and on modules."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -11,18 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-from lq_lightning.foundation import streams
-
-__all__ = [
-    "MaxReduction",
-    "broadcast_module_states",
-    "check_alike",
-    "check_same_entries",
-    "describe",
-    "first_other",
-    "gather_objects",
-]
 
 T = TypeVar("T")
 
@@ -38,10 +26,8 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def first_other(value: T, group: dist.ProcessGroup | None = None) -> tuple[T, T, int] | None:
     """Find the first rank of a group (``None``: the world) whose value differs from the first's.
 
-    All ranks call it. Only hashes of the picklable values' ``repr`` travel, unless they differ.
-
-    Returns:
-        The two values and that rank's number in the group; None if all ranks have the same.
+    All ranks call it. Only hashes of the picklable values' ``repr`` are sent, unless they differ.
+    Returns the two values and that rank's number in the group; None if all ranks have the same.
     """
     digest = hashlib.blake2b(repr(value).encode()).digest()
     if len(set(gather_objects(digest, group))) == 1:
@@ -66,21 +52,18 @@ def check_same_entries(
 ) -> list[int]:
     """Check that ranks are about to exchange the same tensors, in one small all-reduce.
 
-    Only hashes travel, unless they differ.
+    Only hashes are sent, unless they differ. All ranks of the group (``None``: the world) call it.
 
     Args:
         entries: Description of each tensor by its name, in any order.
-        group: Group whose ranks all call this; ``None`` is the world.
+        group: Process group.
         device: Device from which the group sends.
         differ: Beginning of the error, such as "ranks have different buffers".
         advice: End of the error: what to do about it.
-        votes: Integers that travel along, equally many on every rank.
-
-    Returns:
-        The maxima of ``votes`` over the ranks.
+        votes: Integers to reduce as well, equally many on every rank; returns their maxima.
 
     Raises:
-        ValueError: On all ranks: entries differ; the first difference by name.
+        ValueError: On all ranks: entries differ; names the first one.
     """
     text = repr(sorted(entries.items())).encode()
     own = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
@@ -99,73 +82,6 @@ def check_same_entries(
         f"{differ}: `{name}` is {here} on rank {ranks[0]} and {there} on rank {ranks[other]}. "
         f"{advice}"
     )
-
-
-class MaxReduction:
-    """Starts all-reduces of a few small numbers to their maxima, which are waited for later.
-
-    Neither the host nor the computing stream waits when one is started and the one before has been
-    read. On a GPU it runs on a stream of its own (see [Note: streams]). Unless values are computed
-    there, it is done as soon as all ranks have started it.
-
-    Args:
-        device: Device on which the ranks of the groups keep their tensors.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
-
-    def start(
-        self, values: Sequence[int], group: dist.ProcessGroup, more: Tensor | None = None
-    ) -> Callable[[], list[int]]:
-        """Start the reduction of ``values`` (in 0..255, equally many on every rank) over ``group``.
-
-        Args:
-            values: Numbers known to the host.
-            group: Process group.
-            more: Further values, uint8 on the device, of the current stream. The host does not wait
-                for them; the reduction does.
-
-        Returns:
-            A function that waits for the maxima and returns them, the same on every rank.
-        """
-        if not streams.has_streams(self._device):
-            flags = torch.tensor(values, dtype=torch.uint8)
-            if more is not None:
-                flags = torch.cat([flags, more])
-            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=group, async_op=True)
-
-            def wait() -> list[int]:
-                if work is not None:
-                    work.wait()
-                return flags.tolist()
-
-            return wait
-        stream = self._stream = self._stream or streams.new_stream()
-        if more is not None:
-            stream.wait_stream(streams.current_stream())
-        # Both copies go through pinned memory: others would let the host wait for the device.
-        pinned = self._device.type == "cuda"
-        with streams.on_stream(stream):
-            mine = torch.tensor(values, dtype=torch.uint8, pin_memory=pinned)
-            reduced = mine.to(self._device, non_blocking=True)
-            if more is not None:
-                streams.record_use(more)
-                reduced = torch.cat([reduced, more])
-            result = torch.empty(reduced.shape, dtype=torch.uint8, pin_memory=pinned)
-            dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
-            result.copy_(reduced, non_blocking=True)
-            done = stream.record_event()
-
-        def read() -> list[int]:
-            done.synchronize()
-            return result.tolist()
-
-        return read
-
-
-# --- modules ------------------------------------------------------------------------------------
 
 
 def check_alike(root: nn.Module, group: dist.ProcessGroup | None = None) -> None:

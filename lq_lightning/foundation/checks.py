@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
-__all__ = ["check_choice", "is_number", "is_whole"]
-
 
 def is_number(value: object) -> TypeGuard[float]:
     """Whether an option is an integer or a float, which True and False are only to Python."""
@@ -20,17 +18,9 @@ def is_whole(value: object) -> TypeGuard[int]:
 def check_choice(
     owner: str, field: str, value: object, allowed: tuple[object, ...], *configs: type
 ) -> None:
-    """Refuse a value outside the choices of an option.
+    """Refuse, with a ``ValueError``, a value outside the choices of the option ``owner.field``.
 
-    Args:
-        owner: Class that has the option.
-        field: The option.
-        value: Given by the user.
-        allowed: The choices.
-        *configs: Classes of which an instance could be given instead.
-
-    Raises:
-        ValueError: ``value`` is not among ``allowed``.
+    The message also names ``configs``, classes of which an instance could be given instead.
     """
     # True is 1, False is 0 and 128.0 is 128 to Python, not to users
     mistaken = isinstance(value, (bool, float)) and type(value) not in map(type, allowed)

@@ -1,4 +1,4 @@
-"""Process groups that are made once for all runs of a process, and those of a topology.
+"""Process groups that are made once for all runs of a process, and the groups of a topology.
 
 A group has threads and open files, which torch frees only when it is destroyed. Nobody can tell
 when that is safe: a module that was sharded over a group needs it until the garbage collector finds
@@ -23,16 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lq_lightning._compat.torch import any_rank, in_step, inherit_timeout, split_group
 from lq_lightning.foundation.topology import Topology
-
-__all__ = [
-    "RankGroups",
-    "distrust_groups",
-    "note_failed_run",
-    "prepare_groups",
-    "shared_group",
-    "shared_mesh",
-    "shared_split",
-]
 
 GroupOrMesh = TypeVar("GroupOrMesh", dist.ProcessGroup, DeviceMesh)
 
@@ -69,7 +59,7 @@ _runs = count()  # never from the beginning again: a store may outlive a default
 
 @cache
 def _keep_garbage_from_children() -> None:
-    """Let no forked process destroy a group of its parent.
+    """Keep forked processes from destroying groups of their parent.
 
     A group's owner may be garbage in a cycle (as FSDP2's states). Collecting it in a forked worker
     would run the group's destructor, which joins threads that the worker does not have.
@@ -114,13 +104,9 @@ def shared_group(
 def shared_split(
     use: str, parent: dist.ProcessGroup, rows: list[list[int]], device: torch.device
 ) -> dist.ProcessGroup:
-    """Return the group of the ranks of ``parent`` in one row with this rank, made once per use.
+    """Return the ``split_group`` of the ranks in one row with this rank, made once per use.
 
-    Args:
-        use: Purpose of the group: other uses have groups of their own.
-        parent: Group whose ranks all call this.
-        rows: Rows as for ``split_group``.
-        device: Device of the tensors that will be sent.
+    Other uses have groups of their own. All ranks of ``parent`` call it.
     """
     key = (use, tuple(map(tuple, rows)))
     return shared_group(key, parent, lambda: split_group(parent, rows, device))
@@ -132,7 +118,7 @@ def note_failed_run() -> None:
 
 
 def distrust_groups() -> None:
-    """Make new groups for the next run: messages may be missing in those of this one."""
+    """Make new groups for the next run: messages may be missing in the present ones."""
     _made.failed = _made.broken = True
 
 
@@ -156,31 +142,21 @@ def prepare_groups(timeout: timedelta | None) -> None:
 
 
 class RankGroups(NamedTuple):
-    """The process groups of a topology that one rank belongs to.
+    """The process groups of a topology that one rank belongs to."""
 
-    Attributes:
-        every: Group of all ranks, in the topology's order.
-        intra: Group of this node, in local-rank order.
-        inter: Group of the ranks with this local rank, in node order.
-    """
-
-    every: dist.ProcessGroup
-    intra: dist.ProcessGroup
-    inter: dist.ProcessGroup
+    every: dist.ProcessGroup  # all ranks, in the topology's order
+    intra: dist.ProcessGroup  # ranks of this node, in local-rank order
+    inter: dist.ProcessGroup  # ranks with this local rank, in node order
 
     @classmethod
     def of(cls, topology: Topology, every: dist.ProcessGroup, device: torch.device) -> RankGroups:
-        """Take the groups of the topology's mesh, or make them.
+        """Take the groups of the topology's mesh, or make them for tensors on ``device``.
 
-        Every rank of ``every`` must call this, in one order with the other groups that it makes. No
-        other rank needs to: stages of a pipeline may call it at different times, and not equally
-        often.
+        They inherit backend and timeout of ``every``.
 
-        Args:
-            topology: Topology of the ranks of ``every``.
-            every: Group that the model is sharded over. Groups made of it inherit its backend and
-                timeout.
-            device: Device of the tensors that will be sent.
+        Every rank of ``every``, which the model is sharded over, must call this, in one order with
+        the other groups that it makes. No other rank needs to: stages of a pipeline may call it at
+        different times, and not equally often.
 
         Raises:
             ValueError: ``topology`` is not one of these ranks.

@@ -16,16 +16,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "LayerStack",
-    "find_layer_stack",
-    "has_parameters",
-    "hidden_name",
-    "is_block",
-    "is_silent_container",
-    "names_around",
-]
-
 
 def has_parameters(module: nn.Module) -> bool:
     """Whether the module or one inside it has parameters."""
@@ -33,7 +23,7 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def is_silent_container(module: nn.Module) -> bool:
-    """Whether nothing calls the module itself, only what is in it."""
+    """Whether only modules inside this one are called, never itself."""
     return (
         isinstance(module, (nn.ModuleList, nn.ModuleDict))
         and type(module).forward is nn.Module.forward
@@ -41,7 +31,7 @@ def is_silent_container(module: nn.Module) -> bool:
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether the module can be called and has parameters in submodules of its own."""
+    """Whether the module can be called and has submodules with parameters."""
     return not is_silent_container(module) and any(has_parameters(c) for c in module.children())
 
 
@@ -50,16 +40,10 @@ _FRAMEWORKS = ("torch", "lightning", "pytorch_lightning")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerStack:
-    """Names of the modules of a model, by their place around its repeated blocks.
+    """Names of the modules of a model, by their place around its repeated blocks."""
 
-    Attributes:
-        layers: Repeated blocks, in the order of their calls.
-        before: Other modules with parameters that run before them.
-        after: Other modules with parameters that run after them.
-    """
-
-    layers: tuple[str, ...]
-    before: tuple[str, ...]
+    layers: tuple[str, ...]  # repeated blocks, in the order of their calls
+    before: tuple[str, ...]  # other modules with parameters that run before them
     after: tuple[str, ...]
 
 
@@ -67,18 +51,14 @@ def find_layer_stack(root: nn.Module, trunk: str | None = None) -> LayerStack:
     """Find the repeated blocks of ``root`` and the modules around them.
 
     The blocks are the children of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that have
-    parameters in submodules of their own. Other modules run before or after them by the order in
-    which the code of their common parent uses both, or, where that does not show it, by the order
-    in which they were registered.
-
-    Args:
-        root: The model.
-        trunk: Name of the container of the blocks, for a model with several lists of them.
+    parameters in submodules of their own; ``trunk`` names it in a model with several. Other modules
+    run before or after them by the order in which the code of their common parent uses both, or,
+    where that does not show it, by the order in which they were registered.
 
     Raises:
-        ValueError: there are no blocks, or ``trunk`` names no container of blocks.
-        NotImplementedError: an encoder-decoder model, several lists of blocks, a block that occurs
-            twice.
+        ValueError: There are no blocks, or ``trunk`` names no container of blocks.
+        NotImplementedError: An encoder-decoder model, several lists of blocks, or a block that
+            occurs twice.
     """
     lists = dict(_block_lists(root, "", set()))
     if trunk is not None and trunk not in lists:
@@ -231,54 +211,44 @@ def _used_before(orders: list[list[str]], key: str, trunk_key: str) -> bool | No
 def _orders_of_use(parent: nn.Module) -> list[list[str]]:
     """Return attributes of ``self`` in the order of use in forward and in the training step.
 
-    For models that register their last norm before their layers, as OPT.
+    For models that register their last norm before their layers, such as OPT.
     """
     if isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         return []
-    bodies = _Bodies(type(parent))
-    return [list(bodies.uses(name)) for name in ("forward", "training_step")]
+    methods: dict[str, Any] = {}
+    for base in type(parent).__mro__:
+        if base.__module__.partition(".")[0] not in _FRAMEWORKS:
+            methods = {**vars(base), **methods}
+    return [list(_uses(methods, name, ())) for name in ("forward", "training_step")]
 
 
-class _Bodies:
-    """The methods that a class and its bases define, without those of torch and Lightning."""
+def _uses(methods: dict[str, Any], method: str, callers: tuple[str, ...]) -> Iterator[str]:
+    """Yield attributes that a method uses, also in methods that it calls."""
+    function = methods.get(method)
+    if not inspect.isfunction(function) or method in callers:
+        return
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError):  # no source, as of functions made at run time
+        return
+    yield from _walk(tree, methods, (*callers, method))
 
-    def __init__(self, cls: type) -> None:
-        self._methods: dict[str, Any] = {}
-        for base in cls.__mro__:
-            if base.__module__.partition(".")[0] not in _FRAMEWORKS:
-                for name, value in vars(base).items():
-                    self._methods.setdefault(name, value)
-        self._open: set[str] = set()
 
-    def uses(self, method: str) -> Iterator[str]:
-        """Yield attributes that the method uses, also in methods that it calls."""
-        function = self._methods.get(method)
-        if not inspect.isfunction(function) or method in self._open:
-            return
-        self._open.add(method)
-        try:
-            source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
-            yield from self._walk(ast.parse(source))
-        except (OSError, TypeError, SyntaxError):  # no source, as of functions made at run time
-            return
-        finally:
-            self._open.remove(method)
-
-    def _walk(self, node: ast.AST) -> Iterator[str]:
-        if isinstance(node, ast.Call):  # the arguments are computed first
-            for part in [*node.args, *(keyword.value for keyword in node.keywords)]:
-                yield from self._walk(part)
-            if isinstance(node.func, ast.Name) and node.func.id == "self":
-                yield from self.uses("forward")
-            else:
-                yield from self._walk(node.func)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.value.id == "self":
-                yield node.attr
-                yield from self.uses(node.attr)
+def _walk(node: ast.AST, methods: dict[str, Any], callers: tuple[str, ...]) -> Iterator[str]:
+    if isinstance(node, ast.Call):  # the arguments are computed first
+        for part in [*node.args, *(keyword.value for keyword in node.keywords)]:
+            yield from _walk(part, methods, callers)
+        if isinstance(node.func, ast.Name) and node.func.id == "self":
+            yield from _uses(methods, "forward", callers)
         else:
-            for child in ast.iter_child_nodes(node):
-                yield from self._walk(child)
+            yield from _walk(node.func, methods, callers)
+    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        if node.value.id == "self":
+            yield node.attr
+            yield from _uses(methods, node.attr, callers)
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _walk(child, methods, callers)
 
 
 def hidden_name(layer: nn.Module) -> str:

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from lq_lightning._compat.tensors import local_tensor, materialize
 
-__all__ = ["check_values", "initialize_meta_tensors"]
-
 _RECORD = "_lq_marked"  # names of marked tensors, kept in the module
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -37,9 +35,9 @@ def initialize_meta_tensors(root: nn.Module, device: torch.device) -> None:
         bits.fill_(_mark(tensors[name], bits))
     new = {id(tensors[name]) for name in marked}
     root.__dict__[_RECORD] = marked
-    # Those of instances, which `load_pretrained` sets, come last: another module that has the same
-    # tensor (tied weights) must not initialize it again. They are looked up before any is called:
-    # each works once, and another module's may call those of its children.
+    # Functions of instances, which `load_pretrained` sets, come last: another module that has the
+    # same tensor (tied weights) must not initialize it again. All are looked up before any is
+    # called: each works once, and a module's own may call those of its children.
     owners.sort(key=lambda owner: "reset_parameters" in owner.__dict__)
     resets = [getattr(module, "reset_parameters", None) for module in owners]
     unloaded = {module for module in owners if "reset_parameters" not in module.__dict__}

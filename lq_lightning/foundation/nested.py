@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["tensors_in"]
-
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in mappings, lists and tuples of any depth, in their order."""

@@ -6,14 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = [
-    "clean_name",
-    "embeddings",
-    "is_copy_of_parameter",
-    "shares_memory_within",
-    "tied_names",
-]
-
 # Copies in another dtype or layout, as autocast makes them before a matrix product.
 _COPIES = ("ToCopyBackward", "TBackward", "TransposeBackward", "ViewBackward", "PermuteBackward")
 

@@ -6,26 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-__all__ = ["QuantizationReport", "ReportsQuantization"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationReport:
     """Numbers of one rank, by names that mean the same in all reports of a run.
 
     Counts run on from the start of the run, so that any number of readers can take differences.
-
-    Attributes:
-        counts: Amounts so far, such as bytes; to be shown per optimizer step.
-        ratios: Numerators and denominators so far; to be shown as quotients of their increases.
-        totals: Numbers to be shown as they are.
-        errors: Sums of squared errors and of squared exact values since the last report, for a
-            relative L2 error. Zeros where nothing was measured.
     """
 
+    # amounts so far, such as bytes; to be shown per optimizer step
     counts: Mapping[str, float] = field(default_factory=dict)
+    # numerators and denominators so far; to be shown as quotients of their increases
     ratios: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    # numbers to be shown as they are
     totals: Mapping[str, float] = field(default_factory=dict)
+    # sums of squared errors and of squared exact values since the last report, for a relative L2
+    # error; zeros where nothing was measured
     errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property

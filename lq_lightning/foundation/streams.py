@@ -48,7 +48,7 @@ others wait for that point, before which the same memory may have been in other 
 
 *Order of collectives.* Collectives of one process group run in the order of the host's calls,
 whatever streams they are issued on. Whether one is issued may depend only on facts that all ranks
-share: the course of the program, and explicit agreements (such as votes on outside writes), never
+share: the course of the program, and explicit agreements (such as votes on external updates), never
 on what one rank sees in its own shards.
 
 *Errors.* The host may raise between any two of these steps. The object being written is marked as
@@ -62,22 +62,12 @@ Tests replace :func:`has_streams`, :func:`new_stream`, :func:`current_stream`, :
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-
-__all__ = [
-    "CommPipeline",
-    "StreamStage",
-    "current_stream",
-    "has_streams",
-    "new_stream",
-    "on_stream",
-    "record_use",
-    "send_to",
-]
 
 
 def has_streams(device: torch.device) -> bool:
@@ -142,7 +132,7 @@ class StreamStage:
     def submit(self, handed_over: Tensor, work: Callable[[], None]) -> None:
         """Run ``work``, which reads ``handed_over``, after the current stream's work so far.
 
-        If ``work`` raises, ``handed_over`` is held all the same: part of it may be under way.
+        If ``work`` raises, ``handed_over`` is held all the same: part of the work may be under way.
         """
         if self._stream is None:
             self._stream = new_stream()
@@ -164,10 +154,10 @@ class StreamStage:
 
 
 class CommPipeline:
-    """Two stages: a transfer, and work on what it received.
+    """Two stages: a transfer, and work on the received messages.
 
     Each has a CUDA stream of its own: a transfer starts when the one before it is done and its
-    input is there, even if what that one received is still unprocessed.
+    input is there, even if the messages received before are still unprocessed.
     """
 
     def __init__(self) -> None:
@@ -197,6 +187,61 @@ class CommPipeline:
         """Let the current stream wait for everything submitted, and hold nothing any more."""
         self._transfers.join()
         self._received.join()
+
+
+class MaxReduction:
+    """Starts all-reduces of a few small numbers to their maxima, which are waited for later.
+
+    Neither the host nor the computing stream waits when one is started and the one before has been
+    read. On a GPU it runs on a stream of its own (see [Note: streams]). Unless values are computed
+    there, it is done as soon as all ranks have started it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def start(
+        self, values: Sequence[int], group: dist.ProcessGroup, more: Tensor | None = None
+    ) -> Callable[[], list[int]]:
+        """Start the reduction of ``values`` (in 0..255, equally many on every rank) over ``group``.
+
+        ``more`` are further values, uint8 on the device, of the current stream. The host does not
+        wait for them; the reduction does. Returns a function that waits for the maxima.
+        """
+        if not has_streams(self._device):
+            flags = torch.tensor(values, dtype=torch.uint8)
+            if more is not None:
+                flags = torch.cat([flags, more])
+            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=group, async_op=True)
+
+            def wait() -> list[int]:
+                if work is not None:
+                    work.wait()
+                return flags.tolist()
+
+            return wait
+        stream = self._stream = self._stream or new_stream()
+        if more is not None:
+            stream.wait_stream(current_stream())
+        # Both copies go through pinned memory: others would let the host wait for the device.
+        pinned = self._device.type == "cuda"
+        with on_stream(stream):
+            mine = torch.tensor(values, dtype=torch.uint8, pin_memory=pinned)
+            reduced = mine.to(self._device, non_blocking=True)
+            if more is not None:
+                record_use(more)
+                reduced = torch.cat([reduced, more])
+            result = torch.empty(reduced.shape, dtype=torch.uint8, pin_memory=pinned)
+            dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
+            result.copy_(reduced, non_blocking=True)
+            done = stream.record_event()
+
+        def read() -> list[int]:
+            done.synchronize()
+            return result.tolist()
+
+        return read
 
 
 def send_to(values: Tensor, device: torch.device) -> Tensor:

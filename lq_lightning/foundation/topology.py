@@ -8,10 +8,8 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Level", "Topology"]
-
 Level = Literal["intra", "inter"]
-"""Where a message travels: within a node or between nodes."""
+"""Network that carries a message: within a node or between nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +124,7 @@ class Topology:
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """Levels on which messages travel; a world of one rank counts as having other nodes."""
+        """Levels on which messages are sent; a world of one rank counts as having other nodes."""
         if self.node_size == 1:
             return ("inter",)
         return ("intra",) if self.num_nodes == 1 else ("intra", "inter")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple, cast, get_args
 
-from lq_lightning._compat.pipelining import TorchSchedule, schedule_actions
+from lq_lightning._compat.torch import TorchSchedule, schedule_actions
 from lq_lightning.foundation.checks import check_choice
 
 __all__ = [

@@ -18,13 +18,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from lq_lightning._compat.autograd import is_owned_by_graph
 from lq_lightning._compat.modules import (
     has_compiled_forward,
     is_compiled_in_place,
     is_compiled_wrapper,
 )
-from lq_lightning._compat.saved_tensors import Hooks, around_checkpoints, version_of
+from lq_lightning._compat.saved_tensors import (
+    Hooks,
+    around_checkpoints,
+    is_owned_by_graph,
+    version_of,
+)
 from lq_lightning.foundation.parameters import is_copy_of_parameter
 
 from .schedules import SPLIT_SCHEDULES

@@ -18,8 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from lq_lightning._compat.gradients import refuse_norm_clipping
-from lq_lightning._compat.lightning import call_hooks, convert_floating, default_dtype
+from lq_lightning._compat.lightning import (
+    call_hooks,
+    convert_floating,
+    default_dtype,
+    refuse_norm_clipping,
+)
 from lq_lightning.plugins.grad_norm import PlainNorms
 
 __all__ = ["FullyShardedPrecision", "PrecisionName"]

@@ -27,9 +27,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lq_lightning._compat.launcher import launcher_where_it_runs
 from lq_lightning._compat.lightning import (
     check_precision_with,
+    launcher_where_it_runs,
     move_optimizers_to_device,
     replace_checkpoint_links,
     set_device_mesh,

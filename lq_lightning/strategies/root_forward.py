@@ -21,8 +21,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from lq_lightning._compat.modules import (
+    GatheredCopies,
+    RootParameters,
     begin_root_forward,
     end_root_forward,
+    gathered_values,
     has_unreduced_gradients,
     is_compiled_in_place,
     is_compiled_wrapper,
@@ -32,7 +35,6 @@ from lq_lightning._compat.modules import (
     start_backward_at,
     watch_compiled_calls,
 )
-from lq_lightning._compat.parameter_forms import GatheredCopies, RootParameters, gathered_values
 from lq_lightning.strategies.direct_uses import DirectUses
 
 _STEPS = ("validation_step", "test_step", "predict_step")

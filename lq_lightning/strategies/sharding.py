@@ -17,13 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lq_lightning._compat.forwards import (
+from lq_lightning._compat.fsdp2 import (
+    fsdp_units,
     gather_normal_tensors,
     hook_hidden_outputs,
+    offloads_to_cpu,
     refuse_second_derivatives,
     refuse_writes_before_backward,
 )
-from lq_lightning._compat.fsdp2 import fsdp_units, offloads_to_cpu
 from lq_lightning._compat.lightning import convert_floating
 from lq_lightning._compat.modules import prepare_fsdp_class
 from lq_lightning.data_parallel import PackedAgreement

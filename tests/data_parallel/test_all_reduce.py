@@ -21,10 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.data_parallel import (
-    QuantizedAllReduce,
-    quantized_all_reduce_hook,
-)
+from lq_lightning.data_parallel import QuantizedAllReduce, quantized_all_reduce_hook
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 127, 128, 129, 512, 513, 1025, 40_000]
@@ -235,21 +232,12 @@ class RegistersHook(L.LightningModule):
 
 def _fit_on_cpus(rank: int, world: int) -> None:
     L.seed_everything(0, verbose=False)
-    trainer = L.Trainer(
-        strategy="ddp",
-        accelerator="cpu",
-        devices=world,
-        max_steps=8,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    run = trainer("ddp", ".", world, max_steps=8)
     module = RegistersHook()
     data = torch.cat([batch(step, 0) for step in range(16)])
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*on_fit_start")  # it is done already
-        trainer.fit(module, DataLoader(data, batch_size=4))
+        run.fit(module, DataLoader(data, batch_size=4))
     assert module.state._calls > 0
     assert module.losses[-1] < module.losses[0] - 0.1
     weights = torch.cat([p.detach().flatten() for p in module.parameters()])

@@ -6,13 +6,17 @@ import pytest
 import torch
 
 from lq_lightning.codecs import decode, encode
-from lq_lightning.data_parallel import GradientQuantization, Topology, WeightQuantization
+from lq_lightning.data_parallel import (
+    GradientQuantization,
+    LocalSteps,
+    Topology,
+    WeightQuantization,
+)
 from lq_lightning.data_parallel.plan import describe_gradients, describe_weights
 
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
+# by class: options, and what the error says
+REFUSED: dict[type, list[tuple[dict[str, object], str]]] = {
+    WeightQuantization: [
         ({"method": "qwd"}, r"method='qwd'.*'qWD', 'qW'"),
         ({"bits": 1}, "bits=1.*2 to 8"),
         ({"bits": 9}, "bits=9.*2 to 8"),
@@ -29,15 +33,7 @@ from lq_lightning.data_parallel.plan import describe_gradients, describe_weights
         ({"code": "mxfp4", "group_size": 64}, r"code='mxfp4', group_size=64.*Give `group_size=32`"),
         ({"rounding": "up"}, r"WeightQuantization\(rounding='up'\).*'nearest', 'stochastic'"),
     ],
-)
-def test_weight_config_names_the_value(kwargs: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        WeightQuantization(**kwargs)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
+    GradientQuantization: [
         ({"method": "TLqHS"}, r"method='TLqHS'.*'TLq-HS', 'TLq', 'ULq'"),
         ({"intra_bits": 16}, "intra_bits=16"),
         ({"inter_bits": 0}, "inter_bits=0"),
@@ -53,10 +49,25 @@ def test_weight_config_names_the_value(kwargs: dict[str, object], message: str) 
         ({"group_size": 8192}, r"GradientQuantization\(group_size=8192\).*from 16 to 4096"),
         ({"group_size": "row"}, r"GradientQuantization\(group_size='row'\).*from 16 to 4096"),
     ],
+    LocalSteps: [
+        ({"every": 0}, r"every=0\)` is not supported: give 1 step or more"),
+        ({"every": True}, "every=True"),
+        ({"outer_lr": 0.0}, r"outer_lr=0.0\)` is not supported: give a number above 0"),
+        ({"outer_lr": "0.7"}, "outer_lr='0.7'"),
+        ({"outer_lr": True}, "outer_lr=True"),
+        ({"outer_momentum": 1.0}, "outer_momentum=1.0"),
+        ({"bits": 9}, "bits=9"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [(config, *case) for config, cases in REFUSED.items() for case in cases],
 )
-def test_gradient_config_names_the_value(kwargs: dict[str, object], message: str) -> None:
+def test_errors_name_the_value(config: type, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        GradientQuantization(**kwargs)  # type: ignore[arg-type]
+        config(**options)
 
 
 def test_unknown_option_is_an_error() -> None:

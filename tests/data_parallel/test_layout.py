@@ -4,16 +4,17 @@ import pytest
 import torch
 
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.data_parallel.layout import (
+from lq_lightning.data_parallel.unit import (
+    ErrorSums,
     MessageLayout,
     Run,
     Segment,
     keep_small_runs_exact,
     merge_over_small_gaps,
+    ring_bytes,
     segment_runs,
 )
 from lq_lightning.foundation.topology import Topology
-from lq_lightning.foundation.traffic import ErrorSums, ring_bytes
 
 
 def test_neighbours_that_travel_alike_share_a_run() -> None:
@@ -87,12 +88,11 @@ def test_parts_do_not_overlap_and_fill_the_message(dtype: torch.dtype) -> None:
     spec = CodecSpec(code="int4", group_size=16)
     absorbed = Run(50, 3, False)
     runs = [Run(0, 33, True), Run(33, 5, False), Run(40, 216, True, (absorbed,))]
-    layout = MessageLayout.of(runs, [spec], dtype)
+    layout = MessageLayout(runs, [spec], dtype)
     assert layout.nbytes % 16 == 0
     assert layout.numel == 254
-    assert layout.quantized_numel == 246
-    assert layout.exact_runs == (Run(33, 5, False), absorbed)
-    assert layout.gap_indices == (1,)
+    assert layout.exact_runs == [Run(33, 5, False), absorbed]
+    assert layout.gap_indices == [1]
     messages = layout.allocate(3, device=torch.device("cpu"))
     end = layout.codes_nbytes + 8 * dtype.itemsize
     assert not messages[:, end:].any()
@@ -114,7 +114,7 @@ def test_parts_do_not_overlap_and_fill_the_message(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
 def test_exact_values_travel_beside_zeros(shape: tuple[int, ...]) -> None:
     runs = [Run(2, 3, False), Run(5, 30, True, (Run(8, 2, False), Run(20, 1, False)))]
-    layout = MessageLayout.of(runs, [CodecSpec(code="int4", group_size=16)], torch.float32)
+    layout = MessageLayout(runs, [CodecSpec(code="int4", group_size=16)], torch.float32)
     slots = torch.arange(1.0, 41).repeat(*shape, 1)
     slots[..., 8] = float("nan")
     before, reference = slots.clone(), torch.full_like(slots, float("inf"))

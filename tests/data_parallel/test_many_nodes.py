@@ -2,54 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from lq_testing.fsdp2 import UnitReduction, pretend_ranks
+from lq_testing.fsdp2 import UnitReduction, pretend_ranks, shard
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from lq_lightning.codecs import decode_reduce_encode, encode
 from lq_lightning.data_parallel import (
     GradientQuantization,
     QuantizedCommunication,
-    Topology,
     WeightQuantization,
     all_gather,
-    quantize_communication,
 )
 from lq_lightning.data_parallel.all_gather import MAX_GATHERED_PARTS
 
 NODES = 32
 
 
-@pytest.fixture(autouse=True)
-def no_group_left() -> Iterator[None]:
-    yield
-    dist.destroy_process_group()
-
-
-def unit(
-    rank: int,
-    gpus: int,
-    replica: Any = "full",
-    nodes: int = NODES,
-) -> QuantizedCommunication:
+def unit(rank: int, gpus: int, replica: Any = "full", nodes: int = NODES) -> QuantizedCommunication:
     """A linear layer with a bias on one rank of 32 nodes: one quantized run, one exact one."""
     pretend_ranks(nodes * gpus, rank)
-    mesh = init_device_mesh("cpu", (nodes * gpus,))
-    layer = fully_shard(nn.Linear(256, 128), mesh=mesh)
-    return quantize_communication(
-        layer,
-        weights=WeightQuantization(group_size=64, replica=replica),
-        gradients=GradientQuantization(),
-        topology=Topology.of(mesh, node_size=gpus),
-        min_quantized_numel=256,
-    )
+    weights = WeightQuantization(group_size=64, replica=replica)
+    gradients = GradientQuantization()
+    return shard(nn.Linear(256, 128), node_size=gpus, weights=weights, gradients=gradients)
 
 
 @pytest.mark.parametrize("node", [0, 13, NODES - 1])
@@ -57,7 +34,7 @@ def test_nodes_of_one_rank(node: int) -> None:
     reduction = UnitReduction(unit(node, 1))
     slots, layout = reduction.random_slots(), reduction.layouts.inter
     (index, run), *_ = layout.quantized
-    messages = reduction.scatter.levels.encode_for_nodes(slots.clone()[None], layout)[:, 0]
+    messages = reduction.scatter.encode_for_nodes(slots.clone()[None], layout)[:, 0]
     others = [slots[other : other + 1] for other in range(NODES) if other != node]
     assert len(messages) == len(others) == NODES - 1
     spec = layout.spec_of(run)
@@ -72,7 +49,7 @@ def test_nodes_of_two_ranks(node: int) -> None:
     reduction = UnitReduction(unit(2 * node + 1, 2))
     slots, (intra, inter) = reduction.random_slots(), reduction.layouts
     (index, run), *_ = intra.quantized
-    levels = reduction.scatter.levels
+    levels = reduction.scatter
     within_of_units = levels.encode_for_node(slots.clone()[None], intra)
     within = within_of_units[:, 0]
     for local in range(2):

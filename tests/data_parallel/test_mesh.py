@@ -12,11 +12,13 @@ from lq_testing import run_ranks
 from lq_testing.devices import device
 from lq_testing.fsdp2 import (
     QWD,
+    TLQ_HS,
     UnitReduction,
     build,
     pretend_ranks,
     replicas,
     same_on_all_ranks,
+    shard,
     train,
 )
 from torch import Tensor, nn
@@ -25,12 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lq_lightning._compat.torch import group_timeout, inherit_timeout
-from lq_lightning.data_parallel import (
-    GradientQuantization,
-    QuantizedCommunication,
-    Topology,
-    quantize_communication,
-)
+from lq_lightning.data_parallel import QuantizedCommunication, Topology, quantize_communication
 
 WIDTHS = ((32, 48, 16), (48, 24, 40, 16))  # of the layers of either stage: two units, three units
 STEPS = (2, 3)
@@ -42,17 +39,8 @@ def _stage(
     torch.manual_seed(stage)
     widths = WIDTHS[stage]
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)))
-    for layer in model.to(device()):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    communication = quantize_communication(
-        model,
-        weights=QWD,
-        gradients=GradientQuantization(),
-        topology=Topology.of(mesh, node_size=node_size),
-        min_quantized_numel=256,
-    )
-    return model, communication
+    layers = list(model.to(device()))
+    return model, shard(model, layers, mesh, node_size, weights=QWD, gradients=TLQ_HS)
 
 
 def _train_stage(mesh: DeviceMesh, stage: int, node_size: int) -> tuple[list[Tensor], list[Any]]:
@@ -90,7 +78,7 @@ def _pipeline(rank: int, world: int) -> list[Any]:
             gather: Any = communication._units[0].gather
             gather.replica.values[0] += 1.0
         assert communication.check_replicas() == ["0"]
-        for group in communication._context.intra_group, communication._context.inter_group:
+        for group in communication._context.groups[1:]:
             timeout = group_timeout(group, device())
             assert timeout == group_timeout(dist.group.WORLD, device())
             assert timeout is not None
@@ -129,7 +117,7 @@ def _mesh_of_nodes(rank: int, world: int) -> None:
     assert Topology.of(mesh) == Topology(world_size=4, rank=rank, node_size=2)
     with pytest.raises(ValueError, match="node_size=4` contradicts the mesh"):
         Topology.of(mesh, node_size=4)
-    options: dict[str, Any] = {"weights": QWD, "gradients": GradientQuantization()}
+    options: dict[str, Any] = {"weights": QWD, "gradients": TLQ_HS}
     expected = train(*build(**options, node_size=2)[:2], 3)
 
     model, _, _ = build()
@@ -141,8 +129,8 @@ def _mesh_of_nodes(rank: int, world: int) -> None:
             )
         )
         context = made[-1]._context
-        assert context.intra_group is mesh.get_group("local")
-        assert context.inter_group is mesh.get_group("node")
+        assert context.groups.intra is mesh.get_group("local")
+        assert context.groups.inter is mesh.get_group("node")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     made[1].register_optimizer(optimizer)
     assert train(model, optimizer, 3) == expected
@@ -189,15 +177,8 @@ def test_fake_tensors_can_be_sharded_and_quantized(node_size: int) -> None:
     mesh = init_device_mesh("cpu", (4,))
     with FakeTensorMode():
         model = nn.Linear(64, 64, bias=False)
-        fully_shard(model, mesh=mesh)
-        communication = quantize_communication(
-            model,
-            weights=None,
-            gradients=GradientQuantization(),
-            topology=Topology.of(mesh, node_size=node_size),
-            min_quantized_numel=1,
-        )
-        assert communication._context.inter_group.size() == 4 // node_size
+        communication = shard(model, (), mesh, node_size, gradients=TLQ_HS, min_quantized_numel=1)
+        assert communication._context.groups.inter.size() == 4 // node_size
         model(torch.randn(2, 64)).sum().backward()
         assert communication.traffic().reductions == 1
     assert UnitReduction(communication).numel == 1024

@@ -28,12 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lq_lightning._compat.fsdp2 import GroupParam, PackedGradients
-from lq_lightning.data_parallel import (
-    GradientQuantization,
-    Topology,
-    reduce_scatter,
-    unit,
-)
+from lq_lightning.data_parallel import GradientQuantization, Topology, reduce_scatter, unit
 
 
 def _gradient_error(rank: int, world: int, cases: list[tuple[int, str, float]]) -> None:
@@ -95,7 +90,7 @@ def _stochastic(rank: int, world: int) -> None:
     same = torch.randn(reduction.numel, generator=torch.Generator().manual_seed(0)).to(device())
     inter = reduction.layouts.inter
     slots = same.repeat(1, world, 1)
-    messages = reduction.scatter.levels.encode_for_nodes(slots, inter)[:, 0].contiguous()
+    messages = reduction.scatter.encode_for_nodes(slots, inter)[:, 0].contiguous()
     assert messages.shape == (world - 1, inter.nbytes)
     every = [torch.empty_like(messages) for _ in range(world)]
     dist.all_gather(every, messages)
@@ -177,17 +172,14 @@ def test_a_failed_backward_is_joined_by_the_next_one(monkeypatch: pytest.MonkeyP
     assert order == ["join", "room"]
 
 
-def _layouts() -> reduce_scatter.GradientLayouts:
+def _experts() -> reduce_scatter.TwoLevelReduceScatter:
     parameter = nn.Parameter(torch.zeros(64, 64))
     params = [GroupParam(None, parameter, 2048, 4096, 2, torch.float32)] * 9
     none: Any = None
     context = unit.UnitContext(
         topology=Topology(world_size=2, rank=0, node_size=1),
-        group=none,
-        intra_group=none,
-        inter_group=none,
+        groups=none,
         seed=0,
-        traffic=none,
         vocabulary=frozenset(),
         min_quantized_numel=1,
     )
@@ -198,48 +190,54 @@ def _layouts() -> reduce_scatter.GradientLayouts:
         names=tuple(f"expert{i}" for i in range(9)),
         context=context,
     )
-    return reduce_scatter.GradientLayouts(TLQ_HS, description)
+    return reduce_scatter.TwoLevelReduceScatter(TLQ_HS, description)
 
 
 def test_layouts_of_conditional_experts_do_not_pile_up() -> None:
-    layouts = _layouts()
+    scatter = _experts()
     every = tuple(range(9))
     chosen = [c for size in range(1, 9) for c in itertools.combinations(every, size)]
-    always = layouts.of(every, 9 * 2048, torch.float32)
+    always = scatter.layouts_of(every, 9 * 2048, torch.float32)
     for number, packed in enumerate(chosen):
-        made = layouts.of(packed, len(packed) * 2048, torch.float32)
+        made = scatter.layouts_of(packed, len(packed) * 2048, torch.float32)
         assert made.inter.numel == len(packed) * 2048
         if number % 10 == 0:
-            assert layouts.of(every, 9 * 2048, torch.float32) is always, "in use, and yet dropped"
+            assert scatter.layouts_of(every, 9 * 2048, torch.float32) is always, (
+                "in use, and yet dropped"
+            )
     assert len(chosen) > 500
-    assert len(layouts._kept) == reduce_scatter.MAX_LAYOUTS
-    assert layouts.of((0,), 2048, torch.bfloat16).intra.raw_dtype == torch.bfloat16
+    assert len(scatter._layouts) == reduce_scatter.MAX_LAYOUTS
+    assert scatter.layouts_of((0,), 2048, torch.bfloat16).intra.raw_dtype == torch.bfloat16
     with pytest.raises(AssertionError, match="`experts`: FSDP2 packed 2049 elements"):
-        layouts.of((0,), 2049, torch.float32)
+        scatter.layouts_of((0,), 2049, torch.float32)
 
 
 # --- whole backwards ----------------------------------------------------------------------------
 
 
 def _nonfinite(rank: int, world: int, node_size: int) -> None:
-    for value in (float("nan"), float("inf"), float("-inf")):
-        for name in ("blocks.0.up.weight", "blocks.1.norm.weight", "embed.weight"):
-            model, _, _ = build(gradients=TLQ_HS, node_size=node_size)
+    names = ("blocks.0.up.weight", "blocks.1.norm.weight", "embed.weight")
+    values = (float("nan"), float("inf"), float("-inf"))
+    for name, value in [
+        *((name, values[0]) for name in names),
+        *((names[0], v) for v in values[1:]),
+    ]:
+        model, _, _ = build(gradients=TLQ_HS, node_size=node_size)
 
-            def poison(gradient: Tensor, value: float = value) -> Tensor:
-                gradient = gradient.clone()
-                gradient.view(-1)[gradient.numel() // 3] = value
-                return gradient
+        def poison(gradient: Tensor, value: float = value) -> Tensor:
+            gradient = gradient.clone()
+            gradient.view(-1)[gradient.numel() // 3] = value
+            return gradient
 
-            loss = model(tokens(0))
-            if rank == world - 1:  # only one rank sees the bad gradient
-                for module in units(model):
-                    module.unshard()
-                dict(model.named_parameters())[name].register_hook(poison)
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            assert not torch.isfinite(norm), (name, value)
+        loss = model(tokens(0))
+        if rank == world - 1:  # only one rank sees the bad gradient
+            for module in units(model):
+                module.unshard()
+            dict(model.named_parameters())[name].register_hook(poison)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        assert not torch.isfinite(norm), (name, value)
 
 
 def _unused(rank: int, world: int) -> None:

@@ -12,45 +12,22 @@ import torch.distributed as dist
 from lq_testing import run_ranks
 from lq_testing.cases import on_gpus, rank_tests
 from lq_testing.devices import device
-from lq_testing.fsdp2 import tokens
+from lq_testing.fsdp2 import build, tokens
 from lq_testing.models import OptionalBlock, TinyLM
 from lq_testing.streams import Recorder, on_own_stream, recorded_streams, replaced
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 
 from lq_lightning._compat.modules import reset_iteration
 from lq_lightning.codecs import CodecSpec
-from lq_lightning.data_parallel import (
-    GradientQuantization,
-    Topology,
-    Traffic,
-    install,
-    quantize_communication,
-)
-from lq_lightning.data_parallel.layout import MessageLayout, Run
+from lq_lightning.data_parallel import GradientQuantization, Traffic, install
 from lq_lightning.data_parallel.reduce_scatter import (
     GradientBucket,
     LevelLayouts,
     TwoLevelReduceScatter,
 )
+from lq_lightning.data_parallel.unit import MessageLayout, Run
 
 BLOCKS = 4
-
-
-def _build(world: int, rank: int, node_size: int) -> tuple[TinyLM, Any]:
-    torch.manual_seed(0)
-    model = TinyLM(OptionalBlock, layers=BLOCKS).to(device())
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    communication = quantize_communication(
-        model,
-        weights=None,
-        gradients=GradientQuantization(group_size=32),
-        topology=Topology(world_size=world, rank=rank, node_size=node_size),
-        min_quantized_numel=256,
-    )
-    return model, communication
 
 
 def _gradients(model: TinyLM) -> list[Tensor]:
@@ -140,28 +117,32 @@ def _trained(
             races = recorder.races
         stack.enter_context(replaced(install, "MAX_BUCKET_NUMEL", most))
         stack.enter_context(replaced(dist, "all_to_all_single", counted))
-        model, communication = _build(world, rank, node_size)
+        config = GradientQuantization(group_size=32)
+        model, _, communication = build(
+            gradients=config, node_size=node_size, block=OptionalBlock, layers=BLOCKS
+        )
         found, sent = _steps(model, communication, calls)
         return found, races, sent
 
 
-def _compare(rank: int, world: int, node_size: int, most: int) -> dict[str, list[int]]:
+def _compare(rank: int, world: int, node_size: int, *sizes: int) -> dict[str, list[int]]:
     """Compare stacks with units alone; return the numbers of exchanges of both."""
     alone, races_alone, sent_alone = _trained(rank, world, node_size, 0)
-    stacked, races, sent = _trained(rank, world, node_size, most)
     assert not races_alone, races_alone[:3]
-    assert not races, races[:3]
-    assert sent == sent_alone
-    for name, (_, gradients) in alone.items():
-        assert all(map(torch.equal, gradients, stacked[name][1])), (name, node_size)
+    for most in sizes:
+        stacked, races, sent = _trained(rank, world, node_size, most)
+        assert not races, races[:3]
+        assert sent == sent_alone
+        for name, (_, gradients) in alone.items():
+            assert all(map(torch.equal, gradients, stacked[name][1])), (name, node_size)
     return {name: [alone[name][0], stacked[name][0]] for name in alone}
 
 
 def _compare_all(rank: int, world: int) -> list[dict[str, list[int]]]:
-    if world == 2:  # and stacks of two units
-        two = 2 * sum(p.numel() for p in OptionalBlock().parameters())
-        _compare(rank, world, 1, two)
-    return [_compare(rank, world, size, install.MAX_BUCKET_NUMEL) for size in (1, 2)]
+    two = 2 * sum(p.numel() for p in OptionalBlock().parameters())  # stacks of two units, too
+    most = install.MAX_BUCKET_NUMEL
+    sizes = (two, most) if world == 2 else (most,)
+    return [_compare(rank, world, 1, *sizes), _compare(rank, world, 2, most)]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -207,17 +188,16 @@ def test_a_stack_takes_what_is_packed_alike() -> None:
     assert stack.row(layouts, 32, torch.float32, cpu) is None
     assert stack.row(layouts, 64, torch.bfloat16, cpu) is None
     taken = stack.take()
-    assert taken.slots.tolist() == [[1.0] * 64]
-    assert taken.outputs == [output]
+    assert taken[0].tolist() == [[1.0] * 64]
+    assert taken[1] == [output]
 
 
 def _layouts(group_size: int) -> LevelLayouts:
     spec = CodecSpec(code="int8", group_size=group_size)
-    layout = MessageLayout.of([Run(0, 32, True)], [spec], torch.float32)
+    layout = MessageLayout([Run(0, 32, True)], [spec], torch.float32)
     return LevelLayouts(layout, layout)
 
 
 test_on_ranks = rank_tests(
-    on_gpus(_on_gpus, 2, 1, env=DETERMINISTIC),
-    on_gpus(_on_gpus, 4, 2, env=DETERMINISTIC),
+    on_gpus(_on_gpus, 2, 1, env=DETERMINISTIC), on_gpus(_on_gpus, 4, 2, env=DETERMINISTIC)
 )

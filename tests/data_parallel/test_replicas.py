@@ -1,4 +1,4 @@
-"""Replicas of the weights: when they are fresh, what makes them stale, on gloo ranks."""
+"""Replicas of the weights: states, when they are fresh, what makes them stale, on gloo ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,40 @@ from lq_testing.fsdp2 import (
 from lq_testing.models import LoRABlock, TinyLM
 from torch import Tensor
 
-from lq_lightning.data_parallel import WeightQuantization, layout
+from lq_lightning.data_parallel import WeightQuantization, unit
+from lq_lightning.data_parallel.replica import Freshness, Replica, ReplicaMemory
+
+
+def _refreshed() -> Replica:
+    replica = Replica(ReplicaMemory(1), 0)
+    values, own = replica.begin_refresh(torch.arange(3.0), 2, 1)
+    assert own.tolist() == values[3:].tolist() == [0, 1, 2]
+    replica.complete()
+    return replica
+
+
+def test_a_replica_is_fresh_only_when_everything_was_written() -> None:
+    replica = Replica(ReplicaMemory(1), 0)
+    assert not replica.begin_exchange()
+    replica.restore(torch.ones(3))
+    assert (replica.state, replica.slot is None) == (Freshness.RESTORED, False)
+    assert not replica.begin_exchange(), "the main weights moved, its reference was never there"
+    assert (replica.state, replica.slot) == (Freshness.STALE, None)
+    replica = _refreshed()
+    assert replica.begin_exchange()
+    assert (replica.state, replica.slot, replica.fresh_values()) == (Freshness.STALE, None, None)
+    replica.complete()
+    assert replica.state is Freshness.FRESH
+    memory = replica.values
+    replica.restore(torch.full((3,), 7.0))
+    assert replica.values is memory, "an exchange on another stream may still write to it"
+    assert replica.slot is not None
+    assert replica.slot.tolist() == [7, 7, 7]
+    _, own = replica.begin_refresh(torch.zeros(3), 2, 0)
+    assert (replica.state, own.tolist()) == (Freshness.STALE, [7, 7, 7])
+    replica.complete()
+    _, own = replica.begin_refresh(torch.zeros(3), 2, 0)
+    assert own.tolist() == [0, 0, 0], "what was restored is used once"
 
 
 def _named(model: TinyLM) -> dict[str, Tensor]:
@@ -258,7 +291,7 @@ def _failed_exchange(rank: int, world: int, replica: str) -> None:
     """Every rank runs out of memory in the second unit, catches that and goes on."""
     model, optimizer, communication = build(weights=_config(replica), node_size=1)
     train(model, optimizer, 1)
-    encode, calls = layout.encode, []
+    encode, calls = unit.encode, []
 
     def fail(*args: Any, **kwargs: Any) -> Tensor:
         calls.append(1)
@@ -267,10 +300,10 @@ def _failed_exchange(rank: int, world: int, replica: str) -> None:
         return encode(*args, **kwargs)
 
     model(tokens(1)).backward()
-    layout.encode = fail
+    unit.encode = fail
     with pytest.raises(torch.OutOfMemoryError):
         optimizer.step()
-    layout.encode = encode
+    unit.encode = encode
     optimizer.zero_grad()
     saved = communication.replica_state_dict()
     assert "head.weight" in saved

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from lq_testing.fsdp2 import pretend_ranks
+from lq_testing.fsdp2 import pretend_ranks, shard
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from lq_lightning._compat.fsdp2 import GatheredWeights, bypass_all_gather
-from lq_lightning.data_parallel import (
-    QuantizedCommunication,
-    Topology,
-    WeightQuantization,
-    quantize_communication,
-)
+from lq_lightning.data_parallel import QuantizedCommunication, WeightQuantization
 from lq_lightning.data_parallel.all_gather import WeightDifferenceAllGather
 from lq_lightning.data_parallel.replica import StaleReplicaConsensus
 
@@ -47,7 +38,7 @@ class Gathers:
 
 
 @pytest.fixture
-def gathers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gathers]:
+def gathers(monkeypatch: pytest.MonkeyPatch) -> Gathers:
     counts = Gathers()
     gather, read = _fsdp_param_group.foreach_all_gather, WeightDifferenceAllGather.read
     start = StaleReplicaConsensus._start
@@ -69,8 +60,7 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gathers]:
     monkeypatch.setattr(_fsdp_param_group, "foreach_all_gather", gathered)
     monkeypatch.setattr(WeightDifferenceAllGather, "read", counted)
     monkeypatch.setattr(StaleReplicaConsensus, "_start", started)
-    yield counts
-    dist.destroy_process_group()
+    return counts
 
 
 def build(
@@ -78,18 +68,9 @@ def build(
 ) -> tuple[nn.Sequential, torch.optim.Optimizer, QuantizedCommunication]:
     """Two blocks that FSDP2 shards over two ranks, of which the other sends what this one does."""
     pretend_ranks(2)
-    mesh = init_device_mesh("cpu", (2,))
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)])
-    for block in model:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    communication = quantize_communication(
-        model,
-        weights=WeightQuantization(group_size=64, **options),
-        gradients=None,
-        topology=Topology.of(mesh, node_size=node_size),
-        min_quantized_numel=256,
-    )
+    weights = WeightQuantization(group_size=64, **options)
+    communication = shard(model, model, node_size=node_size, weights=weights)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     communication.register_optimizer(optimizer)
     return model, optimizer, communication

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lq_testing.fsdp2 import pretend_ranks
+from lq_testing.fsdp2 import pretend_ranks, shard
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from lq_lightning.codecs import CodecSpec, encode
 from lq_lightning.data_parallel import (
     GradientQuantization,
     QuantizedCommunication,
-    Topology,
     WeightQuantization,
     all_gather,
     install,
-    quantize_communication,
 )
 from lq_lightning.data_parallel.all_gather import QuantizedAllGather, WeightDifferenceAllGather
-from lq_lightning.data_parallel.layout import MessageLayout, Run
 from lq_lightning.data_parallel.replica import Replica, ReplicaMemory
+from lq_lightning.data_parallel.unit import MessageLayout, Run
 
 WIDTH = 64
-
-
-@pytest.fixture(autouse=True)
-def no_group_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class Block(nn.Module):
@@ -54,16 +42,10 @@ def build(
     """Blocks of one shape, behind a root of another, on one of several ranks."""
     pretend_ranks(world, rank=world - 1)
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (world,))
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[Block() for _ in range(blocks)])
-    for block in model[1:]:
-        fully_shard(block, mesh=mesh)
     model[1 : 1 + frozen].requires_grad_(False)
-    fully_shard(model, mesh=mesh)
     weights = WeightQuantization(group_size=64, **options)
-    communication = quantize_communication(
-        model, weights=weights, gradients=GradientQuantization(), topology=Topology.of(mesh)
-    )
+    communication = shard(model, model[1:], weights=weights, gradients=GradientQuantization())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     communication.register_optimizer(optimizer)
     return model, optimizer, communication
@@ -219,14 +201,9 @@ def test_units_of_other_shapes_and_dtypes_that_are_sharded_alike_are_not_stacked
     first: Tensor, second: Tensor
 ) -> None:
     pretend_ranks(2)
-    mesh = init_device_mesh("cpu", (2,))
     model = nn.Module()
     model.units = nn.ModuleList(nn.ParameterList([unit]) for unit in (first, second))
-    for unit in (*model.units, model):
-        fully_shard(unit, mesh=mesh)
-    communication = quantize_communication(
-        model, weights=WeightQuantization(), gradients=None, topology=Topology.of(mesh)
-    )
+    communication = shard(model, model.units, weights=WeightQuantization())
     gathers: list[Any] = [unit.gather for unit in communication._units]
     assert gathers[0].memory is not gathers[1].memory
 
@@ -260,9 +237,7 @@ def test_messages_of_all_units_nodes_and_ranks(
 ) -> None:
     spec = CodecSpec(code="int4", group_size=64)
     gap = Run(100, 5, False)
-    layout = MessageLayout.of(
-        [Run(0, 300, True, (gap,)), Run(300, 7, False)], [spec], torch.float32
-    )
+    layout = MessageLayout([Run(0, 300, True, (gap,)), Run(300, 7, False)], [spec], torch.float32)
     values = torch.randn(local, units, nodes, 307)
     messages = layout.allocate(local, units, nodes, device=values.device)
     slots = torch.randn(units, nodes * local, 307)

@@ -1,4 +1,4 @@
-"""Which parameters are embeddings and heads, their codecs, and what users are told."""
+"""Embeddings and heads: how they are found, their codecs and gradients, and what users are told."""
 
 from __future__ import annotations
 
@@ -9,22 +9,34 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lq_testing import run_ranks
+from lq_testing.cases import on_gpus, on_ranks, rank_tests
+from lq_testing.devices import device
 from lq_testing.fsdp2 import pretend_ranks
 from lq_testing.lightning_models import TinyModule, loader, trainer
-from lq_testing.vocabulary import FINE, VOCAB, WIDTH, VocabularyModel, build_vocabulary
-from torch import nn
+from lq_testing.vocabulary import (
+    COARSE,
+    FINE,
+    POSITIONS,
+    VOCAB,
+    WIDTH,
+    VocabularyModel,
+    build_vocabulary,
+)
+from torch import Tensor, nn
 
 from lq_lightning import QuantizedFSDPStrategy
 from lq_lightning.codecs import CodecSpec
 from lq_lightning.data_parallel import (
     GradientQuantization,
+    QuantizedCommunication,
     WeightQuantization,
     embedding_params,
 )
 from lq_lightning.data_parallel.config import VOCABULARY_BITS
-from lq_lightning.data_parallel.layout import (
+from lq_lightning.data_parallel.unit import (
     MessageLayout,
     Run,
     Segment,
@@ -84,42 +96,32 @@ def test_a_vocabulary_as_small_as_the_model_is_wide_has_no_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "level", "code", "of_vocabulary"),
+    ("method", "level", "bits", "given", "code", "of_vocabulary"),
     [
-        ("TLq-HS", "intra", "int8", "int8"),
-        ("TLq-HS", "inter", "int2", "int6"),
-        ("TLq", "inter", "int2", "int6"),
-        ("ULq", "intra", "int2", "int6"),
-        ("ULq", "inter", "int2", "int6"),
-        ("QuanGrad", "inter", "int8", "int8"),
+        ("TLq-HS", "intra", 2, 6, "int8", "int8"),
+        ("TLq-HS", "inter", 2, 6, "int2", "int6"),
+        ("TLq", "inter", 2, 6, "int2", "int6"),
+        ("ULq", "intra", 2, 6, "int2", "int6"),
+        ("ULq", "inter", 2, 6, "int2", "int6"),
+        ("QuanGrad", "inter", 2, 6, "int8", "int8"),
+        ("TLq-HS", "inter", 4, "auto", "int4", f"int{VOCABULARY_BITS}"),
+        ("TLq-HS", "inter", 8, "auto", "int8", "int8"),
+        ("TLq", "inter", 2, "auto", "int2", f"int{VOCABULARY_BITS}"),
+        ("ULq", "inter", 4, "auto", "int4", "int4"),
+        ("QuanGrad", "inter", 4, "auto", "int8", "int8"),
+        ("TLq-HS", "inter", 4, None, "int4", "int4"),
+        ("TLq-HS", "inter", 8, 3, "int8", "int3"),
     ],
 )
-def test_codecs(method: Any, level: Level, code: str, of_vocabulary: str) -> None:
-    config = GradientQuantization(method=method, inter_bits=2, vocabulary_bits=6)
+def test_codecs(
+    method: Any, level: Level, bits: int, given: Any, code: str, of_vocabulary: str
+) -> None:
+    config = GradientQuantization(method=method, inter_bits=bits, vocabulary_bits=given)
     assert config.codec(level).code == code
     assert config.codec(level, vocabulary=True).code == of_vocabulary
     assert config.separates_vocabulary([level]) == (code != of_vocabulary)
     shared = GradientQuantization(method=method, vocabulary_bits=None)
     assert not shared.separates_vocabulary(["intra", "inter"])
-
-
-@pytest.mark.parametrize(
-    ("method", "bits", "given", "of_vocabulary"),
-    [
-        ("TLq-HS", 4, "auto", VOCABULARY_BITS),
-        ("TLq-HS", 8, "auto", 8),
-        ("TLq", 2, "auto", VOCABULARY_BITS),
-        ("ULq", 4, "auto", 4),
-        ("QuanGrad", 4, "auto", 8),
-        ("TLq-HS", 4, None, 4),
-        ("TLq-HS", 8, 3, 3),
-    ],
-)
-def test_by_default_two_levels_have_more_bits(
-    method: Any, bits: int, given: Any, of_vocabulary: int
-) -> None:
-    config = GradientQuantization(method=method, inter_bits=bits, vocabulary_bits=given)
-    assert config.codec("inter", vocabulary=True).code == f"int{of_vocabulary}"
     assert GradientQuantization().vocabulary_bits == "auto"
 
 
@@ -152,7 +154,7 @@ def test_runs_have_one_codec() -> None:
         Run(641, 964, True, (Run(1281, 4, False),)),
         Run(1605, 968, True, (Run(1925, 8, False),), codec=1),
     ]
-    layout = MessageLayout.of(runs, SPECS, torch.float32)
+    layout = MessageLayout(runs, SPECS, torch.float32)
     coarse, fine = SPECS
     assert [layout.spec_of(run) for _, run in layout.quantized] == [fine, coarse, fine]
     expected = [fine.nbytes(640), 0, coarse.nbytes(964), fine.nbytes(968)]
@@ -210,7 +212,7 @@ def test_equal_bits_change_nothing(node_size: int, config: GradientQuantization)
         _, communication = build_vocabulary(each, node_size)
         (unit,) = communication._units
         assert unit.scatter is not None
-        segments.append(unit.scatter.layouts.segments())
+        segments.append(unit.scatter.segments())
         summaries.append(communication.plan.summary())
         assert communication.plan.vocabulary == ()
     assert segments[0] == segments[1]
@@ -254,3 +256,77 @@ def _warns(rank: int, world: int, root: str) -> None:
 
 def test_options_without_effect_are_named(tmp_path: Any) -> None:
     run_ranks(_warns, 2, str(tmp_path), backend=None, torchrun=True)
+
+
+def gradients(model: VocabularyModel, scale: float = 1.0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(VOCAB, (8, POSITIONS), generator=generator).to(device())
+    (model(tokens) * scale).backward()
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        found[name] = parameter.grad.full_tensor().float()
+    model.zero_grad()
+    return found
+
+
+def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    return {n: float((found[n] - exact[n]).norm() / exact[n].norm()) for n in exact}
+
+
+def _inter_nbytes(communication: QuantizedCommunication, dtype: torch.dtype) -> int:
+    """What one reduction of each unit sends to one other node."""
+    total = 0
+    for unit in communication._units:
+        assert unit.scatter is not None
+        numel = sum(s.numel for s in unit.scatter.segments())
+        packed = tuple(range(len(unit.scatter.unit.names)))
+        total += unit.scatter.layouts_of(packed, numel, dtype).inter.nbytes
+    return total
+
+
+def _reduces(
+    rank: int, world: int, node_size: int, dtype: torch.dtype, apart: bool, tied: bool
+) -> None:
+    options: dict[str, Any] = {"dtype": dtype, "apart": apart, "tied": tied}
+    exact = gradients(build_vocabulary(None, node_size, **options)[0])
+    found, nbytes = {}, {}
+    for config in (COARSE, FINE):
+        model, communication = build_vocabulary(config, node_size, **options)
+        found[config] = errors(gradients(model), exact)
+        nbytes[config] = communication.traffic().gradients_inter
+        others = world // node_size - 1
+        assert nbytes[config] == others * _inter_nbytes(communication, dtype)
+    fine_numel = (2 - tied) * VOCAB * WIDTH + POSITIONS * WIDTH
+    more = nbytes[FINE] - nbytes[COARSE]
+    assert more == pytest.approx(fine_numel * 6 / 8 * others / world, rel=0.02)
+    bf16 = dtype == torch.bfloat16
+    for name, error in found[FINE].items():
+        if exact[name].ndim < 2:
+            assert error < (2e-2 if bf16 else 1e-5), (name, error)
+        elif name in ("tokens.weight", "positions.weight", "head.weight"):
+            assert 1e-3 < error < (0.02 if bf16 or node_size > 1 else 0.01), (name, error)
+            assert found[COARSE][name] > 0.2, (name, found[COARSE])
+        else:
+            assert error > 0.2, (name, error)
+
+
+def _one_level(rank: int, world: int) -> None:
+    """ULq has the same codec on both levels, so those of the vocabulary differ on both."""
+    exact = gradients(build_vocabulary(None, 2)[0])
+    config = GradientQuantization(method="ULq", vocabulary_bits=8)
+    for name, error in errors(gradients(build_vocabulary(config, 2)[0]), exact).items():
+        if name in ("tokens.weight", "positions.weight", "head.weight"):
+            assert 1e-3 < error < 0.02, (name, error)
+        elif exact[name].ndim > 1:
+            assert error > 0.05, (name, error)
+
+
+test_on_ranks = rank_tests(
+    on_ranks(_reduces, 2, 1, torch.bfloat16, True, False),
+    on_ranks(_reduces, 3, 1, torch.float32, False, False),
+    on_ranks(_reduces, 4, 2, torch.float32, False, True),
+    on_ranks(_one_level, 4),
+    on_gpus(_reduces, 2, 1, torch.float32, False, False),
+    on_gpus(_reduces, 4, 2, torch.float32, False, False),
+)

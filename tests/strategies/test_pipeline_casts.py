@@ -14,7 +14,7 @@ from lq_testing import pipeline_toys
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lq_lightning._compat.autograd import hasten_casts
+from lq_lightning._compat.saved_tensors import hasten_casts
 from lq_lightning.foundation.parameters import is_copy_of_parameter
 from lq_lightning.pipeline.interceptor import LayerInterceptor
 from lq_lightning.pipeline.schedules import rank_of_stage

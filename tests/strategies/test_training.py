@@ -575,6 +575,6 @@ def _two_nodes(rank: int, world_size: int, root: str) -> list[float]:
     _fit(root, module, strategy, batches=3, devices=4)
     assert strategy.topology().num_nodes == 2
     context = strategy.communication._context  # groups of the node and between nodes wait as long
-    for group in (context.intra_group, context.inter_group):
+    for group in (context.groups.intra, context.groups.inter):
         assert group._get_backend(torch.device("cpu")).options._timeout == limit
     return [p.full_tensor().sum().item() for p in module.parameters()]

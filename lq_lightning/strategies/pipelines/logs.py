@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lq_lightning._compat.metrics import has_separate_lists, set_step_value, step_value
+from lq_lightning._compat.lightning import has_separate_lists, set_step_value, step_value
 from lq_lightning.strategies.pipelines.stages import PipelineRanks
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

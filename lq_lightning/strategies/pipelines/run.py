@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torchmetrics import Metric, MetricCollection
 
-from lq_lightning._compat.autograd import hasten_casts, let_go_of_casts
 from lq_lightning._compat.modules import begin_root_forward, end_root_forward
-from lq_lightning._compat.saved_tensors import version_of
+from lq_lightning._compat.saved_tensors import hasten_casts, let_go_of_casts, version_of
 from lq_lightning.foundation.agreement import gather_objects
 from lq_lightning.foundation.reporting import QuantizationReport
 from lq_lightning.pipeline.aq_sgd import AQSGDCodec

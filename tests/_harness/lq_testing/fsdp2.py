@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -49,15 +49,16 @@ def build(
     gradients: GradientQuantization | None = None,
     node_size: int | None = None,
     block: type[Block] = Block,
+    layers: int = 2,
     tied: bool = False,
     policy: MixedPrecisionPolicy | None = None,
     prepare: Callable[[TinyLM], None] | None = None,
     lr: float = 1e-2,
     **shard_kwargs: Any,
 ) -> tuple[TinyLM, torch.optim.Optimizer, QuantizedCommunication]:
-    """A small language model of three units, sharded over all ranks, with AdamW of everything."""
+    """A small language model of a unit per layer and a root, sharded over all ranks, and AdamW."""
     torch.manual_seed(0)
-    model = TinyLM(block=block, tied=tied).to(device())
+    model = TinyLM(block=block, layers=layers, tied=tied).to(device())
     if prepare is not None:
         prepare(model)
     shard_kwargs["mp_policy"] = policy or MixedPrecisionPolicy()
@@ -76,6 +77,24 @@ def build(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)  # as users do: frozen ones too
     communication.register_optimizer(optimizer)
     return model, optimizer, communication
+
+
+def shard(
+    model: nn.Module,
+    units: Iterable[nn.Module] = (),
+    mesh: DeviceMesh | None = None,
+    node_size: int | None = None,
+    **options: Any,
+) -> QuantizedCommunication:
+    """Shard some units of a model and itself, by default over all ranks, and quantize."""
+    mesh = mesh or init_device_mesh(device().type, (dist.get_world_size(),))
+    for unit in (*units, model):
+        fully_shard(unit, mesh=mesh)
+    return quantize_communication(
+        model,
+        topology=Topology.of(mesh, node_size=node_size),
+        **{"weights": None, "gradients": None, "min_quantized_numel": 256, **options},
+    )
 
 
 def train(
@@ -146,9 +165,9 @@ class UnitReduction:
         self.scatter: Any = communication._units[unit].scatter
         params = self.scatter.unit.params()
         self.packed = tuple(range(len(params)))
-        self.segments = {s.name: s for s in self.scatter.layouts.segments()}
+        self.segments = {s.name: s for s in self.scatter.segments()}
         self.numel = sum(p.padded_shard_numel for p in params)
-        self.layouts = self.scatter.layouts.of(self.packed, self.numel, dtype)
+        self.layouts = self.scatter.layouts_of(self.packed, self.numel, dtype)
         self.world = communication.topology.world_size
 
     def random_slots(self) -> Tensor:
