@@ -19,10 +19,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from pretraining.callbacks import RunReport, TextSample
+from pretraining.callbacks import ProgressLine, RunReport, TextSample
 from pretraining.data import TextDataModule
 from pretraining.lightning_module import CausalLM
-from pretraining.progress import ProgressLine
 
 import lq_lightning  # noqa: F401 - registers the strategy names
 

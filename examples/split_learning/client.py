@@ -22,8 +22,8 @@ from lightning.pytorch.loggers import CSVLogger
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from pretraining.callbacks import ProgressLine
 from pretraining.data import TextDataModule
-from pretraining.progress import ProgressLine
 
 from split_learning.callbacks import SplitLearning, WireReport
 from split_learning.lightning_module import FineTuning

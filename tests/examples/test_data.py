@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from pretraining.corpus import BlockLoader
-from pretraining.data import TextDataModule
+from pretraining.data import BlockLoader, TextDataModule
 
 
 def _loader(
@@ -173,9 +172,9 @@ def test_litdata_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_data_module_checks_before_any_rank_starts() -> None:
-    with pytest.raises(ValueError, match="batch_size=0"):
-        TextDataModule(batch_size=0)
-    with pytest.raises(FileNotFoundError, match="is not a folder"):
+    with pytest.raises(ValueError, match="block_size=1"):
+        TextDataModule(block_size=1)
+    with pytest.raises(FileNotFoundError, match="is not a folder.*standard library"):
         TextDataModule(text="/no/such/folder")
     with pytest.raises(FileNotFoundError, match="has no folder `train`"):
         TextDataModule(tokens="/no/such/folder")

@@ -7,8 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pretraining.chunked_loss import compile_layers
-from pretraining.lightning_module import CausalLM, OptimizerConfig, learning_rate_factor
+from pretraining.lightning_module import (
+    CausalLM,
+    OptimizerConfig,
+    compile_layers,
+    learning_rate_factor,
+)
 from pretraining.model import Decoder, DecoderConfig, rotate
 
 
@@ -95,7 +99,6 @@ def test_equals_hugging_face_llama() -> None:
     [
         ({"hidden_size": 30}, "hidden_size=30.*multiple of 8"),
         ({"num_kv_heads": 3}, "num_kv_heads=3"),
-        ({"num_layers": 0}, "num_layers=0"),
     ],
 )
 def test_wrong_shapes(changes: dict[str, int], message: str) -> None:
@@ -110,14 +113,6 @@ def test_learning_rate_warms_up_and_decays() -> None:
     assert max(factors) == factors[10] == pytest.approx(1.0)
     assert all(a >= b for a, b in zip(factors[10:], factors[11:], strict=False))
     assert factors[100:] == pytest.approx([0.1] * 20)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"lr": 0.0}, {"warmup_steps": -1}, {"min_lr_ratio": 2.0}], ids=str
-)
-def test_wrong_optimizer(changes: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(changes))):
-        OptimizerConfig(**changes)  # type: ignore[arg-type]
 
 
 def test_generation_adds_tokens_and_repeats_with_its_seed() -> None:
@@ -176,15 +171,6 @@ def test_loss_in_chunks_of_changed_logits_is_refused() -> None:
         module._loss(torch.randint(0, 40, (2, 17)))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"loss": "half"}, "loss=half.*chunked"), ({"loss": "chunked", "loss_chunk": 0}, "chunk=0")],
-)
-def test_wrong_losses(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CausalLM(**options)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("make", [_decoder, _hugging_face])
 def test_all_layers_are_compiled_in_place(
     make: Callable[[], torch.nn.Module], monkeypatch: pytest.MonkeyPatch
@@ -195,6 +181,7 @@ def test_all_layers_are_compiled_in_place(
     )
     model = make()
     names = list(model.state_dict())
-    assert compile_layers(model) == len(compiled) == 2
+    compile_layers(model)
+    assert len(compiled) == 2
     assert set(compiled) <= {"Block", "LlamaDecoderLayer"}
     assert list(model.state_dict()) == names
