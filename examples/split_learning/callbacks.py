@@ -125,8 +125,8 @@ class WireReport(pl.Callback):
     """Logs the bytes that each batch sends and receives, and writes a report at the end.
 
     Args:
-        path: of a JSON file with settings, the loss, seconds and bytes of every batch by kind of
-            message in both directions, and the client's peak of memory. None only logs.
+        path: JSON file for settings, the loss, seconds and bytes of every batch by kind of message
+            in both directions, and the client's peak of memory. None only logs.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:

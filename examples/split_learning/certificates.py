@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from split_learning.wire.errors import CertificateError
+from split_learning.wire.common import CertificateError
 from split_learning.wire.identity import REVOKED_FILE, SERVER_NAME, fingerprint
 
 _AUTHORITY, _SERVER = "authority", "server"

@@ -32,10 +32,7 @@ _SMALL = {
 
 
 def read_config(name: str) -> Any:
-    """Return the configuration of a model.
-
-    Args:
-        name: on the hub, a folder, or ``small``.
+    """Return the configuration of a model: a name on the hub, a folder, or ``small``.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
@@ -79,10 +76,6 @@ def load_ends(model: Any, name: str) -> None:
     """Give memory and weights to the embeddings and the LM head of an empty model.
 
     Reads these tensors alone, and of a model on the hub only the files that hold them.
-
-    Args:
-        model: of `empty_model`.
-        name: where its weights are.
 
     Raises:
         NotImplementedError: the embeddings or the head are more than weights.
@@ -176,16 +169,11 @@ def _read_tensors(name: str, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
         files = dict.fromkeys(wanted, "model.safetensors")
     else:
         files = json.loads(Path(found).read_text())["weight_map"]
-    missing = sorted(set(wanted) - set(files))
-    if missing:
-        raise ValueError(f"'{name}' holds no {missing}. Save the model with transformers 5 again.")
     loaded: dict[str, Tensor] = {}
-    for file in sorted({files[key] for key in wanted}):
+    for file in sorted({files[key] for key in wanted if key in files}):
         with safe_open(str(cached_file(_path(name), file)), framework="pt") as tensors:
-            held = set(tensors.keys())
-            for key in wanted:
-                if files[key] == file and key in held:
-                    loaded[key] = tensors.get_tensor(key)
+            held = set(tensors.keys()) & set(wanted)
+            loaded |= {key: tensors.get_tensor(key) for key in held if files[key] == file}
     missing = sorted(set(wanted) - set(loaded))
     if missing:
         raise ValueError(f"'{name}' holds no {missing}. Save the model with transformers 5 again.")

@@ -28,7 +28,7 @@ from split_learning.settings import (
     read_options,
     starting,
 )
-from split_learning.wire.errors import AddressError, CertificateError
+from split_learning.wire.common import AddressError, CertificateError, parse_address
 from split_learning.wire.identity import (
     REVOKED_FILE,
     Revoked,
@@ -36,7 +36,6 @@ from split_learning.wire.identity import (
     chosen_identity,
 )
 from split_learning.wire.server import Server
-from split_learning.wire.settings import parse_address
 
 
 def read_arguments(arguments: list[str] | None) -> argparse.Namespace:

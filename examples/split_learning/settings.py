@@ -21,11 +21,7 @@ class OptionError(ValueError):
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Turn errors of packages while a program starts into one line; later errors are bugs.
-
-    Raises:
-        OptionError: in place of errors about options.
-    """
+    """Turn errors of packages while a program starts into OptionErrors; later ones are bugs."""
     try:
         yield
     except OptionError:
@@ -43,9 +39,8 @@ class SplitSettings:
     """Settings that client and server must be given alike; each is an option of both programs.
 
     ``model="small"`` is a Llama of 1.2 million random weights, for tests and a first try without a
-    network. Gradients in 4 bits cost no loss that could be measured, 3 bits 0.2%
-    (benchmarks/split_gradients.py). Channels of adapters always have full ranges: they have few
-    values, none of which is far off by chance.
+    network. Channels of adapters always have full ranges: they have few values, none of which is
+    far off by chance.
 
     Raises:
         OptionError: a value or a combination that is not supported.
@@ -117,10 +112,7 @@ class SplitSettings:
         """Return the plain data that is compared when a client connects.
 
         The name of the model is left out, since a folder may have another one on each machine.
-
-        Args:
-            model_config: the ``PretrainedConfig``.
-            ends: a digest of embeddings and head, where the client has them.
+        ``ends`` is a digest of embeddings and head, where the client has them.
         """
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
         shape = {k: v for k, v in model_config.to_diff_dict().items() if k not in _INCIDENTAL}

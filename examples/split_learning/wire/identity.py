@@ -17,7 +17,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import NameOID
 
-from .errors import AuthenticationFailed, CertificateError
+from .common import AuthenticationFailed, CertificateError
 
 # The name in the server's certificate, whatever its address: no client's certificate has it.
 SERVER_NAME = "server.split-learning.invalid"
@@ -33,9 +33,9 @@ class Identity:
     """A machine's own certificate, and the authority that both sides trust.
 
     Attributes:
-        name: in the certificate.
-        own: private key and certificate, PEM; shown in no log.
-        authority: certificate of the only authority that may sign the other side's, PEM.
+        name: Name in the certificate.
+        own: Private key and certificate, PEM; shown in no log.
+        authority: Certificate of the only authority that may sign the other side's, PEM.
     """
 
     name: str
