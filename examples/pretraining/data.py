@@ -32,9 +32,6 @@ class BlockLoader:
         world_size: Number of ranks that share each step.
         seed: Seed of the order; ``None`` keeps the order of the blocks and starts over each time.
         identity: What must be equal for a position to mean the same; stored with the position.
-
-    Raises:
-        ValueError: there are not enough blocks for one step.
     """
 
     def __init__(
@@ -89,11 +86,7 @@ class BlockLoader:
         return {**self.identity, "epoch": self.epoch, "samples": self.samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned on any number of ranks.
-
-        Raises:
-            ValueError: the checkpoint's position belongs to other data or another order.
-        """
+        """Continue from what ``state_dict`` returned on any number of ranks."""
         stored = {name: state.get(name) for name in self.identity}
         if stored != self.identity:
             raise ValueError(
@@ -193,11 +186,7 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def corpus(self) -> Corpus:
-        """The prepared text.
-
-        Raises:
-            RuntimeError: called before ``setup``, or with ``tokens``.
-        """
+        """The prepared text."""
         if self._corpus is None:
             raise RuntimeError("`TextDataModule.corpus` exists after `setup` of a text folder.")
         return self._corpus
@@ -220,11 +209,7 @@ class TextDataModule(pl.LightningDataModule):
             prepare(self.settings, self.cache_dir)
 
     def setup(self, stage: str) -> None:
-        """Open the prepared text and check that all ranks have the same.
-
-        Raises:
-            RuntimeError: nodes hold different text.
-        """
+        """Open the prepared text and check that all ranks have the same."""
         if self.tokens is not None:
             return
         self._corpus = prepare(self.settings, self.cache_dir)

@@ -60,12 +60,7 @@ def _require(package: str, option: str) -> None:
 
 
 def resolve_config(source: HuggingFaceConfig, vocab_size: int, block_size: int) -> Any:
-    """Return the transformers config for the vocabulary and the longest sequence of the data.
-
-    Raises:
-        ModuleNotFoundError: transformers is not installed.
-        ValueError: the config is unknown, or its weights do not fit the vocabulary.
-    """
+    """Return the transformers config for the vocabulary and the longest sequence of the data."""
     _require("transformers", "--model.hf_config")
     from transformers import AutoConfig
 
@@ -125,10 +120,6 @@ def build(
 
     Loaded weights are in fp32, random ones in the default dtype, which is bf16 with
     ``--trainer.precision=bf16-true``.
-
-    Raises:
-        ModuleNotFoundError: transformers or peft is not installed.
-        ValueError: the config is not that of a causal language model.
     """
     config = resolve_config(source, vocab_size, block_size)
     from transformers import AutoModelForCausalLM

@@ -72,9 +72,6 @@ def backbone_and_head(model: nn.Module) -> tuple[Callable[[Tensor], Tensor], nn.
     Returns:
         A function from ``[B, T]`` tokens to the ``[B, T, D]`` last hidden states, and the module
         that makes logits of them.
-
-    Raises:
-        ValueError: The model changes its logits after the head.
     """
     if hasattr(model, "hidden_states"):
         return model.hidden_states, model.lm_head
@@ -272,7 +269,8 @@ class CausalLM(pl.LightningModule):
             {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
             {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        optimizer = self.make_optimizer([group for group in groups if group["params"]])
+        groups = [group for group in groups if group["params"]]
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
         total_steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate_factor(step, config, total_steps)
@@ -281,11 +279,6 @@ class CausalLM(pl.LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"},
         }
-
-    def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return AdamW for groups of parameters; for subclasses to replace."""
-        config = self.optimizer_config
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
     def on_fit_end(self) -> None:
         """Save the trained model in Hugging Face format where that was asked for."""

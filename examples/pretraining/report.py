@@ -81,11 +81,7 @@ class Report:
 
 
 def read(path: Path) -> Report:
-    """Read a report.
-
-    Raises:
-        ValueError: the file is no report.
-    """
+    """Read a report."""
     try:
         values: dict[str, Any] = json.loads(path.read_text())
         wire = values.pop("wire")

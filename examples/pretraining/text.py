@@ -49,12 +49,7 @@ class ByteTokenizer:
 
 
 class BPETokenizer:
-    """A ``tokenizer.json`` of ``tokenizers`` or Hugging Face.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the tokenizer has no end-of-text token.
-    """
+    """A ``tokenizer.json`` of ``tokenizers`` or Hugging Face."""
 
     def __init__(self, path: Path) -> None:
         tokenizers = import_tokenizers()
@@ -145,9 +140,6 @@ class CorpusSettings:
 
         Returns:
             Absolute paths, sorted by their relative path with forward slashes.
-
-        Raises:
-            FileNotFoundError: the folder is missing or holds no such file.
         """
         endings = None if self.suffixes is None else {f".{s.lstrip('.')}" for s in self.suffixes}
         skips: frozenset[str] = frozenset()
@@ -196,9 +188,6 @@ def read_files(paths: Mapping[str, Path]) -> dict[str, bytes]:
 
     Empty files, files that are not UTF-8, and repeated contents (the first path wins, so that no
     text is both trained on and held out) are left out.
-
-    Raises:
-        ValueError: none of the files is text.
     """
     names: dict[bytes, str] = {}
     for name, path in paths.items():
@@ -227,9 +216,6 @@ def split_files(
 
     Files are ordered by a hash of seed and path, so a file keeps its place when others come and go.
     Validation, then test, take files until they hold their share of the bytes.
-
-    Raises:
-        ValueError: there are fewer than three files, so whole files cannot be held out.
     """
     if len(files) < len(SPLITS):
         raise ValueError(
@@ -277,11 +263,7 @@ class Corpus:
     fingerprint: str
 
     def blocks(self, split: Split, block_size: int) -> np.ndarray:
-        """Cut a split into ``[blocks, block_size + 1]`` uint16 or int32 tokens.
-
-        Raises:
-            ValueError: the split does not fill a single block.
-        """
+        """Cut a split into ``[blocks, block_size + 1]`` uint16 or int32 tokens."""
         tokens_N, length = self.tokens[split].numpy(), block_size + 1
         count = len(tokens_N) // length
         if count == 0:
@@ -297,10 +279,6 @@ def prepare(settings: CorpusSettings, cache_dir: Path) -> Corpus:
     """Make a corpus in ``cache_dir``, or find it ready.
 
     Its file appears by a rename, after that of its tokenizer, so no other process sees half of it.
-
-    Raises:
-        FileNotFoundError: the text folder is missing or empty.
-        ValueError: the settings do not fit the text.
     """
     path = settings.path(cache_dir)
     if not path.is_file():

@@ -25,12 +25,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an el
 
 
 def add_adapters(model: nn.Module, settings: SplitSettings) -> Any:
-    """Return the model of peft around a frozen model; its adapters' values are never used.
-
-    Raises:
-        ModuleNotFoundError: peft is not installed.
-        OptionError: LoRA adapts nothing, or something outside of the trunk.
-    """
+    """Return the model of peft around a frozen model; its adapters' values are never used."""
     require("peft")
     import peft
 

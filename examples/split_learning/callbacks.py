@@ -84,11 +84,7 @@ class SplitLearning(pl.Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue bit for bit where a run with the same settings stopped, but for AQ-SGD.
-
-        Raises:
-            ValueError: the checkpoint belongs to other settings.
-        """
+        """Continue bit for bit where a run with the same settings stopped, but for AQ-SGD."""
         own, saved = _lasting(self.model.settings), state_dict["settings"]
         for name, value in own.items():
             if saved[name] != value:

@@ -42,9 +42,6 @@ def make_certificates(folder: Path, names: list[str], days: float = 365) -> None
         folder: for the files.
         names: of clients, which servers log.
         days: until certificates expire; the authority's lasts ten years.
-
-    Raises:
-        CertificateError: a name that cannot be one, or that has a certificate already.
     """
     for name in names:
         _check_name(name)
@@ -69,11 +66,7 @@ def make_certificates(folder: Path, names: list[str], days: float = 365) -> None
 
 
 def revoke(folder: Path, names: list[str]) -> None:
-    """Add the certificates of clients to the list, which servers read at every message.
-
-    Raises:
-        CertificateError: there is no certificate of this name.
-    """
+    """Add the certificates of clients to the list, which servers read at every message."""
     for name in names:
         _check_name(name)
         try:

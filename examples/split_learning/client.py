@@ -192,11 +192,7 @@ def _open_data(options: argparse.Namespace, model: str) -> TextDataModule:
 def _resume(
     options: argparse.Namespace, last: Path, tokens: str
 ) -> tuple[dict[str, Any], int | None]:
-    """Return the options that checkpoints record, and the steps of the run that goes on, if any.
-
-    Raises:
-        OptionError: the run was begun with other options, or is none of this program.
-    """
+    """Return the options that checkpoints record, and the steps of the run that goes on, if any."""
     own = {name: _plain(name, value) for name, value in vars(options).items() if name not in _FREE}
     own[_TOKENS] = tokens
     if not last.exists():

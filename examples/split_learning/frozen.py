@@ -61,11 +61,7 @@ class FrozenModel:
         return self.settings.agreement(self.config, self._ends)
 
     def check_batch(self, batch: int, tokens: int) -> None:
-        """Refuse a batch that the model cannot take.
-
-        Raises:
-            ValueError: too many tokens, or none.
-        """
+        """Refuse a batch that the model cannot take."""
         own = self.settings.virtual_tokens if self.settings.peft == "prefix" else 0
         longest = int(getattr(self.config, "max_position_embeddings", 0) or self.max_tokens) - own
         if batch < 1 or tokens < 1 or batch * tokens > self.max_tokens or tokens > longest:
@@ -75,11 +71,7 @@ class FrozenModel:
             )
 
     def check_ids(self, ids: Tensor, least: int = 0) -> None:
-        """Refuse ids that are not of the vocabulary; on a GPU they would end the whole server.
-
-        Raises:
-            ValueError: there is one.
-        """
+        """Refuse ids that are not of the vocabulary; on a GPU they would end the whole server."""
         low, high = int(ids.min()), int(ids.max())
         if low < least or high >= self.config.vocab_size:
             raise ValueError(

@@ -185,11 +185,7 @@ class ServerLink:
         return self.sites[HIDDEN].decode(payload, shape, training=training, samples=samples)
 
     def backward(self, gradient: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return gradients of the last `forward`: of its input, if used, and of the adapters.
-
-        Raises:
-            RuntimeError: the server has forgotten that forward pass.
-        """
+        """Return gradients of the last `forward`: of its input, if used, and of the adapters."""
         sent, self._embedded = self._embedded, None
         if sent is None:
             raise RuntimeError(

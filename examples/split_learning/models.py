@@ -32,12 +32,7 @@ _SMALL = {
 
 
 def read_config(name: str) -> Any:
-    """Return the configuration of a model: a name on the hub, a folder, or ``small``.
-
-    Raises:
-        ModuleNotFoundError: transformers is not installed.
-        OptionError: there is no such model.
-    """
+    """Return the configuration of a model: a name on the hub, a folder, or ``small``."""
     require("transformers")
     from transformers import AutoConfig
 
@@ -76,10 +71,6 @@ def load_ends(model: Any, name: str) -> None:
     """Give memory and weights to the embeddings and the LM head of an empty model.
 
     Reads these tensors alone, and of a model on the hub only the files that hold them.
-
-    Raises:
-        NotImplementedError: the embeddings or the head are more than weights.
-        ValueError: the model has no such weights.
     """
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     names = {id(value): key for key, value in model.named_parameters()}
@@ -116,11 +107,7 @@ def digest(*ends: nn.Module) -> str:
 
 
 def trunk_of(model: Any) -> nn.Module:
-    """Return the module between the embeddings and the LM head.
-
-    Raises:
-        NotImplementedError: the model says nothing of it.
-    """
+    """Return the module between the embeddings and the LM head."""
     trunk = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
     if not isinstance(trunk, nn.Module) or trunk is model:
         raise NotImplementedError(
@@ -181,11 +168,7 @@ def _read_tensors(name: str, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def tokenizer_file(name: str) -> str:
-    """Return the path of a model's tokenizer.json; ``byte`` for the built-in model.
-
-    Raises:
-        OptionError: the model has none.
-    """
+    """Return the path of a model's tokenizer.json; ``byte`` for the built-in model."""
     if name == SMALL:
         return "byte"
     from transformers.utils import cached_file

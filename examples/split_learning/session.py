@@ -40,11 +40,7 @@ class SentGate:
         return self.widths
 
     def expect(self, channels: int) -> None:
-        """Check the number of channels.
-
-        Raises:
-            ValueError: the client has sent no widths, or of another number of channels.
-        """
+        """Check the number of channels."""
         if self.widths is None or self.widths.channels != channels:
             raise ValueError(f"There are no widths of {channels} channels for `{self.name}`.")
 
@@ -54,11 +50,7 @@ class SentGate:
         self._values += values
 
     def take(self) -> tuple[Tensor, int]:
-        """Return and reset both sums of ``BitGate.accumulate``, float32 on the CPU, and a count.
-
-        Raises:
-            RuntimeError: there was no backward pass.
-        """
+        """Return and reset both sums of ``BitGate.accumulate``, float32 on the CPU, and a count."""
         if self._sums is None:
             raise RuntimeError(f"No gradient has reached `{self.name}`.")
         taken = self._sums.float().cpu(), self._values
@@ -94,12 +86,7 @@ class Session:
             self._answers[protocol.TOKENS] = self._answer_tokens
 
     def answer(self, message: Message) -> Iterable[Message]:
-        """Return the answers to a message.
-
-        Raises:
-            UnexpectedMessage: the client does not keep to the protocol, or sent what the model does
-                not take.
-        """
+        """Return the answers to a message."""
         if message.kind not in self._answers:
             raise UnexpectedMessage(
                 f"The client sent {message.kind!r} where {' or '.join(self._answers)} was expected."

@@ -69,11 +69,7 @@ def site_shapes(settings: SplitSettings, packing: Packing, hidden: int) -> dict[
 
 
 class Site:
-    """A tensor that crosses, at one end. Payloads are ``[N]`` uint8; encoded ones are on the CPU.
-
-    Raises:
-        OptionError: its channels cannot be cut into groups.
-    """
+    """A tensor that crosses, at one end. Payloads are ``[N]`` uint8, on the CPU if encoded here."""
 
     def __init__(self, name: str, shape: SiteShape, settings: SplitSettings) -> None:
         self._dtype = shape.dtype
@@ -105,11 +101,7 @@ class Site:
         training: bool = True,
         samples: Tensor | None = None,
     ) -> Tensor:
-        """Return the tensor, on the device of the payload.
-
-        Raises:
-            ValueError: a payload of another size.
-        """
+        """Return the tensor, on the device of the payload."""
         message = _message(training, samples)
         if self._turned:
             shape = (*shape[:-2], shape[-1], shape[-2])
@@ -122,11 +114,7 @@ class Site:
         return self._backward.encode(gradient.detach().to(self._dtype), _message()).cpu()
 
     def decode_gradient(self, payload: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the gradient, on the device of the payload.
-
-        Raises:
-            ValueError: a payload of another size.
-        """
+        """Return the gradient, on the device of the payload."""
         return self._backward.decode(payload, shape, self._dtype, _message())
 
     def set_widths(self, table: WidthTable) -> None:

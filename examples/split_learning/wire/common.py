@@ -220,11 +220,7 @@ def deadline(cancel: Callable[[], object], seconds: float) -> Iterator[threading
 
 
 def load_json(encoded: bytes | str) -> dict[str, Any]:
-    """Return the JSON object that a peer has sent.
-
-    Raises:
-        MalformedMessage: other bytes.
-    """
+    """Return the JSON object that a peer has sent."""
     try:
         data = json.loads(encoded, parse_constant=_refuse_constant)
         json.dumps(data, ensure_ascii=False).encode()  # no halves of surrogate pairs
@@ -240,12 +236,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def own_terms(configuration: Mapping[str, Any], limits: Limits) -> bytes:
-    """Return what this side tells the other at the beginning, as JSON.
-
-    Raises:
-        ValueError: a configuration that is no plain data, too long, or names what is compared
-            anyway.
-    """
+    """Return what this side tells the other at the beginning, as JSON."""
     if taken := [name for name in _OWN if name in configuration]:
         raise ValueError(f"The configuration names {taken}, which is compared anyway.")
     compared = {"protocol": PROTOCOL, "package": __version__, **configuration}
@@ -256,11 +247,7 @@ def own_terms(configuration: Mapping[str, Any], limits: Limits) -> bytes:
 
 
 def read_terms(metadata: Iterable[tuple[str, Any]]) -> tuple[bytes, dict[str, Any], int]:
-    """Return a peer's terms: as they came, what is compared, and the size of message it takes.
-
-    Raises:
-        MalformedMessage: it has told none.
-    """
+    """Return a peer's terms: as they came, what is compared, and the size of message it takes."""
     found = [value for key, value in metadata if key == TERMS_KEY]
     terms = load_json(found[0]) if len(found) == 1 else {}
     compared, nbytes = terms.get("compared"), terms.get("nbytes")

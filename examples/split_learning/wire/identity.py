@@ -107,9 +107,6 @@ class Revoked:
 
     Args:
         path: of the file; text after ``#`` is a comment.
-
-    Raises:
-        CertificateError: the file cannot be read, or has other lines.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -119,12 +116,7 @@ class Revoked:
         self._refresh()
 
     def check(self, auth_context: Mapping[str, list[bytes]]) -> str:
-        """Return the name of a client, read from its certificate.
-
-        Raises:
-            AuthenticationFailed: it has none, or a revoked one.
-            CertificateError: the list cannot be read any more.
-        """
+        """Return the name of a client, read from its certificate."""
         certificates = auth_context.get("x509_pem_cert", [])
         names = auth_context.get("x509_common_name", [])
         if len(certificates) != 1 or len(names) != 1:
@@ -170,11 +162,7 @@ def add_certificate_options(parser: argparse.ArgumentParser, role: str) -> None:
 def chosen_identity(
     options: argparse.Namespace, role: Literal["server", "client"]
 ) -> Identity | None:
-    """Return the identity that the options name.
-
-    Raises:
-        CertificateError: no certificate, and no word that none is wanted.
-    """
+    """Return the identity that the options name."""
     if options.no_authentication:
         return NO_AUTHENTICATION
     if options.certificate is None:

@@ -100,11 +100,7 @@ class Message:
         dtype: torch.dtype | None = None,
         shape: Sequence[int | None] | None = None,
     ) -> Tensor:
-        """Return a tensor of this dtype and shape, in which None stands for any size.
-
-        Raises:
-            UnexpectedMessage: there is none of this name, or it is another one.
-        """
+        """Return a tensor of this dtype and shape, in which None stands for any size."""
         found = self.tensors.get(name)
         if found is None:
             raise UnexpectedMessage(
@@ -123,11 +119,7 @@ class Message:
         return found
 
     def field(self, name: str, kind: type[_T]) -> _T:
-        """Return a field of exactly this type; an int is no bool and no float.
-
-        Raises:
-            UnexpectedMessage: there is none of this name, or it is of another type.
-        """
+        """Return a field of exactly this type; an int is no bool and no float."""
         value = self.fields.get(name)
         if type(value) is not kind:
             raise UnexpectedMessage(
@@ -143,11 +135,7 @@ class Message:
 
 
 def encode(message: Message, nbytes: int) -> list[memoryview]:
-    """Return the pieces of a message to a side that takes ``nbytes``.
-
-    Raises:
-        UnsendableMessage: too large, or with fields or tensors that no receiver takes.
-    """
+    """Return the pieces of a message to a side that takes ``nbytes``."""
     for name, tensor in message.tensors.items():
         if tensor.dtype not in _DTYPES.values() or tensor.layout is not torch.strided:
             raise UnsendableMessage(
@@ -199,10 +187,6 @@ def read_message(
         next_piece: Returns the next piece, or nothing at the end; is told if it is the first one.
         limits: Limits on the message.
         traffic: Counts it.
-
-    Raises:
-        TooLarge: above a limit.
-        MalformedMessage: no message of this protocol.
     """
     piece = next_piece(True)
     if not piece:

@@ -163,11 +163,7 @@ class Server:
         context.abort(code, reason)
 
     def _identify(self, context: grpc.ServicerContext) -> str:
-        """Return the name in a client's certificate, which TLS has verified.
-
-        Raises:
-            AuthenticationFailed: it was revoked, or nobody can say whether it was.
-        """
+        """Return the name in a client's certificate, which TLS has verified."""
         if self._revoked is None:
             return "a client"
         try:
