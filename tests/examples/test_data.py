@@ -43,12 +43,6 @@ def test_an_epoch_is_a_permutation_and_the_next_differs() -> None:
     assert sorted(torch.cat(second)[:, 0].tolist()) == list(range(48))
 
 
-def test_ranks_share_the_order_of_one_rank() -> None:
-    alone = _take(_loader(batch_size=8), 20)
-    ranks = [_take(_loader(batch_size=4, rank=r, world_size=2), 20) for r in range(2)]
-    assert [a + b for a, b in zip(*ranks, strict=True)] == alone
-
-
 @pytest.mark.parametrize("stop", [1, 5, 11, 12, 13, 30])
 def test_resume_continues_anywhere(stop: int) -> None:
     whole = _take(_loader(), 40)
