@@ -38,10 +38,7 @@ _Signer = tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
 def make_certificates(folder: Path, names: list[str], days: float = 365) -> None:
     """Make a certificate for each client, and those of the authority and the server if missing.
 
-    Args:
-        folder: for the files.
-        names: of clients, which servers log.
-        days: until certificates expire; the authority's lasts ten years.
+    ``names`` are those of clients, which servers log. The authority's certificate lasts ten years.
     """
     for name in names:
         _check_name(name)
@@ -145,9 +142,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="certificates.py", description="Make or revoke the certificates of split learning."
     )
-    parser.add_argument("folder", type=Path, help="for the files; it is made if it is missing")
+    parser.add_argument("folder", type=Path, help="folder for the files; made if it is missing")
     parser.add_argument("clients", nargs="+", metavar="CLIENT", help="names of clients")
-    parser.add_argument("--days", type=float, default=365, help="valid for (default: 365)")
+    parser.add_argument(
+        "--days", type=float, default=365, help="days until certificates expire (default: 365)"
+    )
     parser.add_argument("--revoke", action="store_true", help="revoke these clients' certificates")
     options = parser.parse_args(arguments)
     if options.revoke:

@@ -106,7 +106,7 @@ class Revoked:
     """The list of revoked certificates: a file of SHA-256 fingerprints, read when it has changed.
 
     Args:
-        path: of the file; text after ``#`` is a comment.
+        path: Path of the file; text after ``#`` is a comment.
     """
 
     def __init__(self, path: str | Path) -> None:
